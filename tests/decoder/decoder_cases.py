@@ -17,7 +17,7 @@ VOCAB = 101
 
 BASE = {
     "hidden_size": 96,
-    "intermediate_size": 80,
+    "intermediate_size": 160,
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
@@ -28,12 +28,12 @@ BASE = {
     "eos_token_id": 2,
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-_LLAMA3 = {
+_LLAMA3 = {  # as llama.cpp has it for every file
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,
+    "original_max_position_embeddings": 8192,
 }
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -54,10 +54,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_model(folder: Path, name: str, **save: Any) -> Path:
-    """Make the named model with random weights and save it."""
+def save_model(folder: Path, name: str, *, max_shard_size: str = "50GB", **changes: Any) -> Path:
+    """Make the named model with random weights, and other options if they are given; save it."""
     family, change = FAMILIES[name]
-    options = BASE | change
+    options = BASE | change | changes
     options["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "default"} | options.get(
         "rope_parameters", {}
     )
@@ -71,8 +71,19 @@ def save_model(folder: Path, name: str, **save: Any) -> Path:
             torch.nn.init.normal_(parameter, 0.0, 0.15)
         else:  # norms and biases: anything but their neutral start
             parameter.data += 0.2 * torch.randn_like(parameter)
-    model.save_pretrained(folder, **save)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+_LOADED: dict[tuple[Path, torch.dtype], Decoder] = {}
+
+
+def load(models: dict[str, Path], name: str, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The decoder of a model, loaded once."""
+    key = (models[name], dtype)
+    if key not in _LOADED:
+        _LOADED[key] = Decoder.load(models[name], dtype)
+    return _LOADED[key]
 
 
 def expected_logits(folder: Path, tokens: Tensor) -> Tensor:

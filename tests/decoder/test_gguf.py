@@ -4,12 +4,10 @@ import json
 import logging
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
-from decoder_cases import extend, random_tokens
+from decoder_cases import extend, random_tokens, save_model
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import write_gguf
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
@@ -26,45 +24,10 @@ from paceline.decoder import (
 from paceline.decoder.weights import Weight, plain
 from paceline.kernels.blocks import Blocks, quantise
 
-OPTIONS = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 101, "max_position_embeddings": 512,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-_LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}  # fmt: skip
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama-tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 32}),
-    "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
-    "llama3": ("Llama", {"rope_parameters": _LLAMA3, "head_dim": 64}),
-    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 32}),
-    "qwen2": ("Qwen2", {}),
-    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
-    "yarn": ("Qwen3", {"head_dim": 32, "rope_parameters": _YARN}),
-}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    base = tmp_path_factory.mktemp("folders")
-    return {name: save(base / name, *CASES[name]) for name in CASES}
-
-
-def save(folder: Path, family: str, change: dict[str, Any]) -> Path:
-    options = OPTIONS | change
-    rope = {"rope_theta": 50000.0, "rope_type": "default"} | options.get("rope_parameters", {})
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**options | {"rope_parameters": rope})
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
-    return folder
+NAMES = (
+    "llama", "llama-tied", "llama-bias", "llama-linear", "llama3", "mistral-full", "qwen2", "qwen3",
+    "yarn",
+)  # fmt: skip
 
 
 def all_weights(path: Path, weights: str = "auto") -> dict[str, Weight]:
@@ -76,37 +39,37 @@ def logits(decoder: Decoder) -> torch.Tensor:
     return extend(decoder, LocalCache(decoder.config), random_tokens(80))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_float_file_is_the_folder(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "model.gguf", folders[name])
-    mine, folder = asdict(load_config(file)), asdict(load_config(folders[name]))
-    same_family = {"mistral": "llama"}.get(name, folder["model_type"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_float_file_is_the_folder(name: str, models: dict[str, Path], tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", models[name])
+    mine, folder = asdict(load_config(file)), asdict(load_config(models[name]))
+    same_family = {"mistral-full": "llama"}.get(name, folder["model_type"])
     assert mine.pop("norm_eps") == pytest.approx(folder.pop("norm_eps"))  # a float32 in the file
     assert mine == folder | {"model_type": same_family}
-    found, expected = all_weights(file), all_weights(folders[name])
+    found, expected = all_weights(file), all_weights(models[name])
     assert found.keys() - {"rope_freqs.weight"} == expected.keys()
     for key, weight in expected.items():
         assert torch.equal(plain(found[key], torch.float32), plain(weight, torch.float32)), key
-    torch.testing.assert_close(logits(Decoder.load(file)), logits(Decoder.load(folders[name])))
+    torch.testing.assert_close(logits(Decoder.load(file)), logits(Decoder.load(models[name])))
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16])
 def test_half_files_are_loaded_as_bfloat16(
-    kind: Kind, folders: dict[str, Path], tmp_path: Path
+    kind: Kind, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    config = load_config(write_gguf(tmp_path / "model.gguf", folders["llama"], kind))
+    config = load_config(write_gguf(tmp_path / "model.gguf", models["llama"], kind))
     assert (config.dtype, config.weights) == (torch.bfloat16, "bfloat16")
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3"])
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1])
 def test_quantised_files_keep_their_values(
-    name: str, kind: Kind, folders: dict[str, Path], tmp_path: Path
+    name: str, kind: Kind, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    file = write_gguf(tmp_path / "model.gguf", folders[name], kind)
+    file = write_gguf(tmp_path / "model.gguf", models[name], kind)
     assert (load_config(file).weights, load_config(file).dtype) == ("gguf", torch.bfloat16)
     found = all_weights(file)
-    hf = all_weights(folders[name], "float32")
+    hf = all_weights(models[name], "float32")
     for key, weight in found.items():
         if len(weight.shape) == 1:
             assert plain(weight, torch.float32).equal(plain(hf[key], torch.float32))
@@ -120,9 +83,9 @@ def test_quantised_files_keep_their_values(
     assert torch.equal(quantised, plain(as_floats, torch.float32))
 
 
-def test_a_file_of_several_formats(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_file_of_several_formats(models: dict[str, Path], tmp_path: Path) -> None:
     kinds = {"blk.0.attn_v.weight": Kind.Q8_0, "blk.1.attn_k.weight": Kind.F16}
-    file = write_gguf(tmp_path / "model.gguf", folders["llama"], Kind.Q4_1, kinds)
+    file = write_gguf(tmp_path / "model.gguf", models["llama"], Kind.Q4_1, kinds)
     plain_copy = Decoder.load(file, "float32")
     reference = logits(plain_copy)
     error = (logits(Decoder.load(file)).float() - reference).std() / reference.std()
@@ -130,9 +93,9 @@ def test_a_file_of_several_formats(folders: dict[str, Path], tmp_path: Path) -> 
 
 
 def test_converted_formats_are_logged(
-    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = write_gguf(tmp_path / "model.gguf", folders["llama"], Kind.Q5_1)
+    file = write_gguf(tmp_path / "model.gguf", models["llama"], Kind.Q5_1)
     with caplog.at_level(logging.INFO):
         Decoder.load(file)
     assert "16 matrices of format Q5_1 are converted to 8 bits" in caplog.text
@@ -141,14 +104,14 @@ def test_converted_formats_are_logged(
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("of_file", [False, True])
 def test_quantising_at_load(
-    weights: str, of_file: bool, folders: dict[str, Path], tmp_path: Path
+    weights: str, of_file: bool, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    path = folders["llama"]
+    path = models["llama"]
     if of_file:
         path = write_gguf(tmp_path / "model.gguf", path)
     config = load_config(path, weights)
     assert (config.weights, config.dtype) == (weights, torch.float32)
-    exact = all_weights(folders["llama"])
+    exact = all_weights(models["llama"])
     for key, weight in all_weights(path, weights).items():
         expected = plain(exact[key], torch.float32)
         if expected.dim() == 2:
@@ -158,13 +121,13 @@ def test_quantising_at_load(
             assert weight.bits == blocks.bits
             expected = blocks.dequantise()
         assert torch.equal(plain(weight, torch.float32), expected), key
-    reference = logits(Decoder.load(folders["llama"]))
+    reference = logits(Decoder.load(models["llama"]))
     error = (logits(Decoder.load(path, weights)) - reference).std() / reference.std()
-    assert 0 < error < (0.05 if weights == "int8" else 0.5)
+    assert 0 < error < (0.08 if weights == "int8" else 0.5)
 
 
-def test_blocks_are_not_made_larger(folders: dict[str, Path], tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "model.gguf", folders["llama"], Kind.Q4_1)
+def test_blocks_are_not_made_larger(models: dict[str, Path], tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", models["llama"], Kind.Q4_1)
     name = "model.layers.1.mlp.down_proj.weight"
     stored = all_weights(file)[name]
     for weights in ("int8", "int4"):
@@ -173,15 +136,16 @@ def test_blocks_are_not_made_larger(folders: dict[str, Path], tmp_path: Path) ->
         assert torch.equal(plain(found, torch.float32), plain(stored, torch.float32))
 
 
-def test_a_matrix_without_whole_blocks(models: dict[str, Path]) -> None:
+def test_a_matrix_without_whole_blocks(models: dict[str, Path], tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "llama", intermediate_size=80)
     with pytest.raises(UnsupportedModelError, match=r"down_proj.*80 inputs are not a multiple"):
-        Decoder.load(models["llama"], "int8")
+        Decoder.load(folder, "int8")
     with pytest.raises(UnsupportedModelError, match="'int7', expected one of auto, float32"):
         load_config(models["llama"], "int7")
 
 
-def test_end_tokens_and_fingerprint(folders: dict[str, Path], tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "model.gguf", folders["llama"])
+def test_end_tokens_and_fingerprint(models: dict[str, Path], tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", models["llama"])
     assert load_config(file).eos_token_ids == (2,)
     raw = file.read_bytes()
     key = b"tokenizer.ggml.bos_token_id"
@@ -206,9 +170,8 @@ TEXTS = [
 ]
 
 
-def test_the_tokenizer_is_that_of_the_folder(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    save(folder, "Llama", {"vocab_size": 300})
+def test_the_tokenizer_is_that_of_the_folder(models: dict[str, Path], tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "folder", "llama", vocab_size=300)
     original = Tokenizer(tokenizer_models.BPE())
     original.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     original.decoder = decoders.ByteLevel()
@@ -238,7 +201,7 @@ def test_the_tokenizer_is_that_of_the_folder(folders: dict[str, Path], tmp_path:
     assert json.loads(source.tokenizer)["model"]["type"] == "BPE"
 
 
-def test_a_file_without_a_tokenizer(folders: dict[str, Path], tmp_path: Path) -> None:
-    source = open_model(write_gguf(tmp_path / "model.gguf", folders["llama"]))
+def test_a_file_without_a_tokenizer(models: dict[str, Path], tmp_path: Path) -> None:
+    source = open_model(write_gguf(tmp_path / "model.gguf", models["llama"]))
     assert source.chat_template == ""
     assert (source.tokenizer, source.tokenizer_digest) == (b"", "")

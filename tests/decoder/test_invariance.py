@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoder_cases import FAMILIES, ask_tree, extend, path_to, random_tokens
+from decoder_cases import FAMILIES, ask_tree, extend, load, path_to, random_tokens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.decoder import Decoder, LocalCache, check_batch_invariance
+from paceline.decoder import LocalCache, check_batch_invariance
 from paceline.decoder.weights import Linear
 from paceline.kernels import CpuKernels, Executor, Pass, TreeSegment, plan_trees
 from paceline.kernels.program import PassResult
@@ -20,14 +20,6 @@ from paceline.kernels.program import PassResult
 pytestmark = pytest.mark.bits
 
 DTYPES = [torch.float32, torch.bfloat16]
-_LOADED: dict[tuple[str, torch.dtype], Decoder] = {}
-
-
-def load(models: dict[str, Path], name: str, dtype: torch.dtype) -> Decoder:
-    key = (str(models[name]), dtype)
-    if key not in _LOADED:
-        _LOADED[key] = Decoder.load(models[name], dtype)
-    return _LOADED[key]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -82,7 +74,7 @@ def test_without_compiled_kernels_the_self_check_says_so(
     assert "there is no C compiler; install gcc" in found.reason
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(
     name=st.sampled_from(["llama", "mistral", "qwen2-window", "qwen3"]),
     dtype=st.sampled_from(DTYPES),

@@ -95,14 +95,6 @@ def test_logits_only_of_requested_rows_and_taps_of_requested_layers(
         assert_agrees(tap, output[0])
 
 
-def test_no_rows_give_no_logits(models: dict[str, Path]) -> None:
-    decoder = Decoder.load(models["llama"])
-    plan = plan_trees([TreeSegment(0, 0, None, 4)])
-    none = torch.empty(0, dtype=torch.int64)
-    result = decoder.forward(random_tokens(4), plan, [LocalCache(decoder.config)], logit_rows=none)
-    assert result.logits.shape == (0, VOCAB)
-
-
 def test_positions_beyond_the_first_table_are_made(models: dict[str, Path]) -> None:
     decoder = Decoder.load(models["llama"])
     decoder._rope._table = decoder._rope._table[:8]

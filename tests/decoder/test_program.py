@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoder_cases import FAMILIES, extend, random_tokens
+from decoder_cases import FAMILIES, extend, load, random_tokens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,15 +19,6 @@ from paceline.kernels.executor import run_one_by_one
 from paceline.kernels.program import PassResult
 
 pytestmark = pytest.mark.bits
-
-_LOADED: dict[tuple[str, torch.dtype], Decoder] = {}
-
-
-def load(models: dict[str, Path], name: str, dtype: torch.dtype = torch.float32) -> Decoder:
-    key = (str(models[name]), dtype)
-    if key not in _LOADED:
-        _LOADED[key] = Decoder.load(models[name], dtype)
-    return _LOADED[key]
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +65,7 @@ def batch(
     return caches, segments, random_tokens(sum(each[2] for each in blocks), seed)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(
     name=st.sampled_from(sorted(FAMILIES)),
     starts=st.lists(st.sampled_from([0, 1, 60, 256, 300]), min_size=1, max_size=3),

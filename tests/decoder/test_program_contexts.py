@@ -77,7 +77,7 @@ def table() -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     blocks=st.lists(
         st.tuples(st.integers(1, 40), st.sampled_from([1, 2, 5, 256, 257, 700])),
@@ -111,7 +111,7 @@ def test_all_rows_of_a_block_attend_to_the_context(
     assert torch.equal(together, torch.cat(alone))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     lengths=st.lists(st.integers(1, 256), min_size=1, max_size=4),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from paceline.kernels import (
     Norm,
     Pass,
     Recorder,
+    SamplingParams,
     TreePlan,
     TreeSegment,
     plan_trees,
@@ -241,6 +244,25 @@ def make_case(
     q = q if dtype is torch.int8 else q.to(dtype)
     segment = TreeSegment(0, start, parents, len(parents))
     return Case(segment, q, to_rows(key, dtype), to_rows(value, dtype), window)
+
+
+def sampling_params(penalties: bool = False) -> st.SearchStrategy[SamplingParams]:
+    """Filters of all kinds, also several together."""
+    more: dict[str, st.SearchStrategy[Any]] = {
+        "repetition_penalty": st.sampled_from([1.0, 1.3, 0.8]),
+        "presence_penalty": st.sampled_from([0.0, 0.5, -0.5]),
+        "frequency_penalty": st.sampled_from([0.0, 0.25]),
+        "logit_bias": st.sampled_from([(), ((3, 2.5), (5, -math.inf))]),
+    }
+    return st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.9]),
+        top_k=st.sampled_from([0, 0, 1, 3, 40, 5000]),
+        top_p=st.sampled_from([1.0, 1.0, 0.05, 0.5, 0.9, 0.999]),
+        min_p=st.sampled_from([0.0, 0.0, 0.02, 0.5, 1.0]),
+        seed=st.integers(0, 2**64 - 1),
+        **(more if penalties else {}),
+    )
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)

@@ -46,7 +46,7 @@ def spelled_out(seed: int, position: int, token: int) -> float:
     return float(np.float32(-math.log(-math.log(u))))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     seed=st.integers(0, 2**64 - 1),
     position=st.integers(0, 2**40),
@@ -60,7 +60,6 @@ def test_noise_follows_the_documented_layout(seed: int, position: int, vocab: in
         assert noise[token].item() == pytest.approx(spelled_out(seed, position, token), abs=1e-6)
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 2**64 - 1),
     position=st.integers(0, 2**64 - 1),
@@ -83,10 +82,6 @@ def test_some_ids_get_the_noise_of_all(vocab: int) -> None:
     assert torch.equal(gumbel_noise_at(7, 9, ids), gumbel_noise(7, 9, vocab)[ids])
 
 
-def test_a_larger_vocabulary_only_adds_ids() -> None:
-    assert torch.equal(gumbel_noise(1, 2, 30000)[:9001], gumbel_noise(1, 2, 9001))
-
-
 def test_noise_is_standard_gumbel() -> None:
     noise = torch.cat([gumbel_noise(3, position, 50000) for position in range(20)]).double()
     assert noise.mean().item() == pytest.approx(0.57722, abs=4e-3)
@@ -95,12 +90,6 @@ def test_noise_is_standard_gumbel() -> None:
     expected = (-(-ranked).exp()).exp()
     empirical = (torch.arange(ranked.numel()) + 0.5) / ranked.numel()
     assert (expected - empirical).abs().max().item() < 2e-3  # Kolmogorov-Smirnov, 1e6 draws
-
-
-def test_neighbouring_seeds_and_positions_are_unrelated() -> None:
-    base = gumbel_noise(5, 5, 20000)
-    for other in (gumbel_noise(6, 5, 20000), gumbel_noise(5, 6, 20000)):
-        assert abs(torch.corrcoef(torch.stack([base, other]))[0, 1].item()) < 0.03
 
 
 @pytest.mark.parametrize(("mantissa", "largest"), [(0, False), (2**52 - 1, True)])

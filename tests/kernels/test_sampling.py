@@ -1,4 +1,4 @@
-"""Filters against a plain full-sort reading of their definition, and the choice of a token."""
+"""Filters against a plain reading of their definition; the choice of tokens and candidates."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import sampling_params
 from torch import Tensor
 
 from paceline.kernels import (
     History,
     SamplingParams,
+    best_candidates,
     choose_token,
+    cpu_kernels,
     filter_logits,
     gumbel_noise,
     raw_logprobs,
@@ -54,29 +57,14 @@ def plain_filter(logits: Tensor, params: SamplingParams, history: History) -> li
     return [value if v in set(order) else -math.inf for v, value in enumerate(x)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
+    params=sampling_params(penalties=True),
     seed=st.integers(0, 10**6),
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
-    top_k=st.sampled_from([0, 1, 3, 20, 64, 100]),
-    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
-    min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
-    penalties=st.sampled_from([(1.0, 0.0, 0.0), (1.3, 0.5, 0.25), (0.8, -0.5, 0.0)]),
-    bias=st.sampled_from([(), ((3, 2.5), (5, -math.inf))]),
 )
-def test_filters_do_what_their_definition_says(
-    seed: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    penalties: tuple[float, float, float],
-    bias: tuple[tuple[int, float], ...],
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn(64, generator=generator)
+def test_filters_do_what_their_definition_says(params: SamplingParams, seed: int) -> None:
+    logits = 3 * torch.randn(64, generator=torch.Generator().manual_seed(seed))
     history = History([1, 2, 2, 60], [2, 7, 7, 7])
-    params = SamplingParams(temperature, top_k, top_p, min_p, *penalties, bias)
     found = filter_logits(logits, params, history)
     expected = torch.tensor(plain_filter(logits, params, history))
     assert torch.equal(found.isinf(), expected.isinf())
@@ -104,23 +92,13 @@ def test_ties_go_to_the_lower_id_across_a_large_vocabulary() -> None:
     assert choose_token(logits, SamplingParams(temperature=0), 0, EMPTY) == 0
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    seed=st.integers(0, 2**64 - 1),
-    position=st.integers(0, 10**6),
-    top_k=st.sampled_from([0, 1, 5, 400]),
-    top_p=st.sampled_from([1.0, 0.8]),
-    min_p=st.sampled_from([0.0, 0.05]),
-    temperature=st.sampled_from([0.0, 0.6, 1.0]),
-)
-def test_the_choice_is_the_best_filtered_noisy_logit(
-    seed: int, position: int, top_k: int, top_p: float, min_p: float, temperature: float
-) -> None:
+@settings(max_examples=100)
+@given(params=sampling_params(), position=st.integers(0, 10**6))
+def test_the_choice_is_the_best_filtered_noisy_logit(params: SamplingParams, position: int) -> None:
     logits = 2 * torch.randn(300, generator=torch.Generator().manual_seed(position))
-    params = SamplingParams(temperature, top_k, top_p, min_p, seed=seed)
     expected = filter_logits(logits, params, EMPTY)
-    if temperature:
-        expected = expected + gumbel_noise(seed, position, 300)
+    if params.temperature:
+        expected = expected + gumbel_noise(params.seed, position, 300)
     assert choose_token(logits, params, position, EMPTY) == int(expected.argmax())
 
 
@@ -173,3 +151,48 @@ def test_raw_logprobs() -> None:
     assert best[0][1] == pytest.approx(expected[1].item())
     assert raw_logprobs(logits, 0, 0)[1] == []
     assert len(raw_logprobs(logits, 0, 99)[1]) == 4
+
+
+@given(
+    rows=st.integers(1, 4),
+    vocab=st.sampled_from([1, 7, 16, 63, 64, 65, 1000]),
+    width=st.integers(1, 12),
+    removed=st.integers(0, 1000),
+    seed=st.integers(0, 100),
+)
+def test_they_are_the_largest_with_their_softmax(
+    rows: int, vocab: int, width: int, removed: int, seed: int
+) -> None:
+    """Of rows that are part of longer ones; some tokens are filtered out."""
+    draws = torch.Generator().manual_seed(seed)
+    whole = torch.randn(rows, vocab + 9, generator=draws) * 4
+    whole[:, 1 : min(removed, vocab)] = -torch.inf
+    scores, width = whole[:, :vocab], min(width, vocab)
+    ids, logs = best_candidates(scores, width)
+    expected = scores.log_softmax(-1)
+    torch.testing.assert_close(logs, expected.topk(width).values, rtol=1e-5, atol=1e-5)
+    drawn = logs > -torch.inf
+    torch.testing.assert_close(logs[drawn], expected.gather(1, ids)[drawn], rtol=1e-5, atol=1e-5)
+    for row, kept in zip(ids, drawn, strict=True):
+        assert len(row[kept].unique()) == kept.sum()
+    torch.testing.assert_close(best_candidates(scores.double(), width)[1].float(), logs)
+
+
+@pytest.mark.skipif(cpu_kernels().library is None, reason="torch orders equal scores freely")
+def test_equal_scores_come_in_the_order_of_their_ids() -> None:
+    scores = torch.zeros(2, 300)
+    scores[1, [299, 5, 70]] = 1.0
+    assert best_candidates(scores, 4)[0].tolist()[1][:3] == [5, 70, 299]
+
+
+def test_a_history_counts_the_output_and_goes_back() -> None:
+    history = History([5, 6, 5], [7])
+    for token in (7, 6):
+        history.push(token)
+    assert (history.prompt, list(history.output), len(history)) == ({5, 6}, [7, 7, 6], 6)
+    assert history.counts == {7: 2, 6: 1}
+    assert [history.pop(), history.pop()] == [6, 7]
+    assert history.counts == {7: 1}
+    history.pop()
+    with pytest.raises(IndexError):
+        history.pop()

@@ -12,7 +12,7 @@ from paceline.kernels.attention import (
     tree_attention,
 )
 from paceline.kernels.caches import KVCacheView, LayerTable, PagedPlane, Plane
-from paceline.kernels.dense import MOST_NOTED, AttentionCall, NotedBlock, PlannedProbes, Probe
+from paceline.kernels.dense import MAX_PROBES, AttentionCall, GraphProbes, Probe, ProbedBlock
 from paceline.kernels.executor import Executor
 from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox
 from paceline.kernels.program import Context, Heads, Pass, Program, Recorder
@@ -40,8 +40,8 @@ from paceline.kernels.trees import CHUNK, MAX_TREE_NODES, TreePlan, TreeSegment,
 
 __all__ = [
     "CHUNK",
+    "MAX_PROBES",
     "MAX_TREE_NODES",
-    "MOST_NOTED",
     "NUMERICS",
     "SELECTION_CHUNK",
     "SINKS",
@@ -50,18 +50,18 @@ __all__ = [
     "Context",
     "CpuKernels",
     "Executor",
+    "GraphProbes",
     "Heads",
     "History",
     "KVCacheView",
     "LayerTable",
     "Norm",
-    "NotedBlock",
     "PageBounds",
     "PagedPlane",
     "Pass",
     "Plane",
-    "PlannedProbes",
     "Probe",
+    "ProbedBlock",
     "Program",
     "Proposal",
     "Recorder",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 SCALE_BYTES = 4
 _LARGEST = 127
-_LEAST = 2.0**-100
+_MIN_LARGEST = 2.0**-100
 
 
 def row_width(dim: int, dtype: torch.dtype) -> int:
@@ -31,7 +31,7 @@ def to_rows(values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.to(dtype)
     values = values.float()
     largest = values.abs().amax(-1, keepdim=True)
-    scale = torch.where(largest >= _LEAST, largest / _LARGEST, 0.0)
+    scale = torch.where(largest >= _MIN_LARGEST, largest / _LARGEST, 0.0)
     numbers = (values * scale.reciprocal()).round().nan_to_num(0.0, 0.0, 0.0)
     whole = scale.isfinite() & (scale > 0)
     scale = torch.where(largest.isfinite(), scale, torch.nan)

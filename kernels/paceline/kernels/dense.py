@@ -36,17 +36,17 @@ class Probe:
     weights: bool = False
 
 
-MOST_NOTED = 2
+MAX_PROBES = 2
 """Rows of one block whose scores the attention kernel can record."""
 
 
 @dataclass(frozen=True)
-class NotedBlock:
+class ProbedBlock:
     """Output buffer of a captured pass for the scores of a block in all recorded layers.
 
     Attributes:
         block: Index of the block.
-        nodes: Rows of it, at most ``MOST_NOTED``.
+        nodes: Rows of it, at most ``MAX_PROBES``.
         out: float32 ``[layers, nodes or more, Hkv, n]`` with a dense last dimension and n at least
             the block's start. The part of a row is as :attr:`Probe.out`.
     """
@@ -56,7 +56,7 @@ class NotedBlock:
     out: Tensor
 
 
-class PlannedProbes(tuple[Probe, ...]):
+class GraphProbes(tuple[Probe, ...]):
     """No probes: records the scores of a layer that a plan with fixed tables names.
 
     Attributes:
@@ -65,7 +65,7 @@ class PlannedProbes(tuple[Probe, ...]):
 
     layer: int
 
-    def __new__(cls, layer: int) -> PlannedProbes:
+    def __new__(cls, layer: int) -> GraphProbes:
         """Make the probes of a layer."""
         made = super().__new__(cls)
         made.layer = layer
@@ -100,7 +100,7 @@ class AttentionCall:
     probes: Sequence[Probe] = ()
 
 
-def note_scores(call: AttentionCall, probes: Sequence[Probe]) -> None:
+def record_scores(call: AttentionCall, probes: Sequence[Probe]) -> None:
     """Fill probes by separate products, for backends that do not record scores."""
     q, plan, lse = call.q, call.plan, call.lse
     for probe in probes:
@@ -145,7 +145,7 @@ class DenseBackend:
             call.out[rows] = attended.permute(2, 0, 1, 3).reshape(nodes, heads, dim)
             if call.lse is not None:
                 call.lse[rows] = total[..., 0].permute(2, 0, 1).reshape(nodes, heads)
-        note_scores(call, call.probes)
+        record_scores(call, call.probes)
 
 
 def _hidden(plan: TreePlan, index: int, window: int | None) -> Tensor:

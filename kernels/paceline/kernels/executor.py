@@ -82,7 +82,7 @@ class BlockTables:
         """Make the tables for ``group`` query heads per kv head."""
         rows = (Block * len(plan.segments))()
         tiles: list[int] = []
-        most = max(1, _TILE_ROWS // group)
+        max_nodes = max(1, _TILE_ROWS // group)
         self._kept: list[Any] = [rows]
         for index, (segment, row) in enumerate(zip(plan.segments, plan.offsets, strict=False)):
             block, length = rows[index], segment.length
@@ -90,7 +90,7 @@ class BlockTables:
             block.length, block.row = length, row
             if not segment.is_chain:
                 self._kept.append(_fill_tree(block, segment))
-            count = -(-length // most)  # tiles of almost equal sizes
+            count = -(-length // max_nodes)  # tiles of almost equal sizes
             bounds = [length * i // count for i in range(count + 1)]
             for node, stop in pairwise(bounds):
                 tiles += (index, node, stop - node)

@@ -94,7 +94,7 @@ class NativeLinear:
 
 
 _ROWS = 64
-_LEAST = 2.0**-100
+_MIN_LARGEST = 2.0**-100
 
 
 def multiply_floats(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -125,7 +125,7 @@ def _quantise_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """Whole numbers ``[rows, blocks, 32]`` and scales ``[rows, blocks]``."""
     largest = x.abs().amax(2)
     finite = x.isfinite().all(2)
-    scale = torch.where(finite & (largest >= _LEAST), largest / 127, 0.0)
+    scale = torch.where(finite & (largest >= _MIN_LARGEST), largest / 127, 0.0)
     inverse = torch.where(scale > 0, 1 / scale, 0.0)
     a = torch.where(finite[:, :, None], x, 0.0) * inverse[:, :, None]
     return a.round(), torch.where(finite, scale, torch.nan)

@@ -307,8 +307,8 @@ def _survivors(scaled: Tensor, params: SamplingParams) -> Tensor | None:
 
 def _ranked(values: Tensor, count: int) -> Tensor:
     """Ids of at least the ``count`` largest values, best first, ties by lower id."""
-    least = values.topk(count).values[-1]
-    ids = (values >= least).nonzero()[:, 0]
+    smallest = values.topk(count).values[-1]
+    ids = (values >= smallest).nonzero()[:, 0]
     return ids[values[ids].sort(descending=True, stable=True).indices]
 
 

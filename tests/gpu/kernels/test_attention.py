@@ -9,7 +9,7 @@ import torch
 
 from paceline.bench.gpu.cases import PAGE, Case, expected, make_case
 from paceline.kernels import PagedPlane, Probe, tree_attention
-from paceline.kernels.dense import AttentionCall, note_scores
+from paceline.kernels.dense import AttentionCall, record_scores
 
 pytestmark = pytest.mark.gpu
 
@@ -96,7 +96,7 @@ def test_recorded_scores_are_right_and_change_no_bit(
     scored = tree_attention(*arguments, scale=case.scale, window=window, probes=found)
     assert plain.equal(scored)
     call = AttentionCall(case.q, case.keys, case.values, case.plan, case.scale, window, plain)
-    note_scores(call, right)
+    record_scores(call, right)
     for ours, theirs in zip(found, right, strict=True):
         assert ours.out.isinf().equal(theirs.out.isinf()), "the window hides other positions"
         torch.testing.assert_close(ours.out, theirs.out, atol=0.05, rtol=0)

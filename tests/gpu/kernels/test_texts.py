@@ -11,8 +11,8 @@ from torch import Tensor
 from paceline.bench.gpu.cases import SMALL, Pages, RandomWeights
 from paceline.decoder import Decoder, GraphRunner
 from paceline.kernels import (
-    NotedBlock,
     Probe,
+    ProbedBlock,
     SamplingParams,
     TreeSegment,
     choose_tokens,
@@ -154,8 +154,8 @@ def test_graphs_record_the_scores_of_a_plain_pass(device: torch.device) -> None:
     layers = tuple(layer for layer, window in enumerate(SMALL.windows) if window is None)
     shape = (len(layers), len(nodes), SMALL.kv_heads, prefix)
     captured, plain = (torch.full(shape, torch.nan, device=device) for _ in range(2))
-    noted = [NotedBlock(0, nodes, captured)]
-    GraphRunner(decoder, pages).forward([1, 2, 3], [segment], [0], (), layers, noted)
+    probed = [ProbedBlock(0, nodes, captured)]
+    GraphRunner(decoder, pages).forward([1, 2, 3], [segment], [0], (), layers, probed)
     tokens = torch.tensor([1, 2, 3], device=device)
     plan = plan_trees([segment], device=device)
     recorder = Recorder(dict(zip(layers, plain, strict=True)), nodes)

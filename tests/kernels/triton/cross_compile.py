@@ -63,7 +63,7 @@ def compile_attention(
     """What the backend would launch for blocks of so many nodes."""
     pointers = ("keys", "values")
     types = dict.fromkeys(pointers, f"*{kv}")
-    types |= dict.fromkeys(("q", "part", "part_lse", "noted", "lse"), "*fp32")
+    types |= dict.fromkeys(("q", "part", "part_lse", "probed", "lse"), "*fp32")
     integers = ("items", "blocks", "rows", "masks", "tables", "tiles", "bases")
     types |= dict.fromkeys(integers, "*i32")
     types |= {"places": "*i64", "probes": "*i64", "layer": "i32", "scale": "fp32", "out": f"*{kv}"}

@@ -15,7 +15,7 @@ from triton_cases import check, draw_caches, in_pages, run
 
 from paceline.kernels import PagedPlane, Probe, TreeSegment, plan_trees
 from paceline.kernels.caches import Plane
-from paceline.kernels.dense import AttentionCall, note_scores
+from paceline.kernels.dense import AttentionCall, record_scores
 
 HEADS = [(2, 2, 64), (8, 2, 80), (7, 1, 96), (5, 1, 128), (1, 1, 256), (40, 1, 64)]
 
@@ -105,13 +105,13 @@ def test_noted_are_the_scores_and_the_result_has_the_same_bits(window: int | Non
         ]
 
     found, expected = make(), make()
-    noted = run(segments, q, keys, values, window, found)
+    probed = run(segments, q, keys, values, window, found)
     plain = run(segments, q, keys, values, window)
-    assert noted[0].equal(plain[0])
-    assert noted[1].equal(plain[1])
+    assert probed[0].equal(plain[0])
+    assert probed[1].equal(plain[1])
     plan = plan_trees(segments)
     call = AttentionCall(q, keys, values, plan, 0.125, window, *plain)
-    note_scores(call, expected)
+    record_scores(call, expected)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.out, theirs.out, atol=5e-3, rtol=5e-3, equal_nan=True)
 

@@ -112,8 +112,8 @@ def test_scores_are_noted_in_a_captured_pass_as_in_a_plain_one(
     published = []
     for captured in (False, True):
         if captured:
-            layers, noted = batch.scratch(CONFIG.windows)
-            found = runner.forward([5, 6, 7, 8], segments, [1, 2], (), layers, noted)
+            layers, probed = batch.scratch(CONFIG.windows)
+            found = runner.forward([5, 6, 7, 8], segments, [1, 2], (), layers, probed)
             assert found is not None
         else:
             plan = plan_trees(segments)

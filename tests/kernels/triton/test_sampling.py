@@ -5,19 +5,11 @@ from __future__ import annotations
 import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
+from kernel_cases import sampling_params
 
 from paceline.kernels import History, SamplingParams, choose_token
 
 NONE = History([1])
-SEEDS = st.integers(0, 2**64 - 1)
-PARAMS = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.9]),
-    top_k=st.sampled_from([0, 0, 1, 3, 40, 5000]),
-    top_p=st.sampled_from([1.0, 1.0, 0.05, 0.5, 0.9, 0.999]),
-    min_p=st.sampled_from([0.0, 0.0, 0.02, 0.5, 1.0]),
-    seed=SEEDS,
-)
 
 
 # Shrinking takes minutes in Triton's interpreter.
@@ -31,7 +23,7 @@ PARAMS = st.builds(
     seed=1,
 )
 @given(
-    params=st.lists(PARAMS, min_size=1, max_size=3),
+    params=st.lists(sampling_params(), min_size=1, max_size=3),
     position=st.integers(0, 2**40),
     vocab=st.sampled_from([1, 5, 1023, 1500]),
     coarse=st.booleans(),

@@ -19,7 +19,7 @@ from paceline.bench.gpu.cases import (
     report,
 )
 from paceline.decoder import Decoder, GraphRunner
-from paceline.kernels import NotedBlock, TreeSegment, plan_trees
+from paceline.kernels import ProbedBlock, TreeSegment, plan_trees
 
 CONTEXTS = (2048, 32768)
 NODES = (1, 8, 16, 64)
@@ -69,8 +69,8 @@ def _times(decoder: Decoder, context: int) -> dict[str, Any]:
         scores = torch.empty(config.layers, 2, config.kv_heads, context, device=device)
         chain = [TreeSegment(0, context, None, 16)]
         layers = tuple(range(config.layers))
-        noted = [NotedBlock(0, (0, 15), scores)]
-        note = partial(graphs.forward, list(range(16)), chain, [0], (), layers, noted)
+        probed = [ProbedBlock(0, (0, 15), scores)]
+        note = partial(graphs.forward, list(range(16)), chain, [0], (), layers, probed)
         found["16_nodes_with_scores_over_without"] = median_ms(note, device) / by_nodes["16"]
 
     def eager() -> None:

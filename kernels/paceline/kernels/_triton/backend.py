@@ -16,14 +16,14 @@ from paceline.kernels._triton.jit.rows import add_norm_rows, gate_rows, rotate_r
 from paceline.kernels._triton.jit.sampling import choose_rows
 from paceline.kernels._triton.plan import (
     MASK_WORDS,
-    NotedRows,
+    ProbeTable,
     RowTables,
     Tables,
     Tiling,
     WorkTables,
 )
 from paceline.kernels.caches import PagedPlane, Plane
-from paceline.kernels.dense import AttentionCall, Probe, note_scores
+from paceline.kernels.dense import AttentionCall, Probe, record_scores
 from paceline.kernels.trees import TreePlan
 
 if TYPE_CHECKING:
@@ -145,13 +145,13 @@ class TritonBackend:
     def attend(self, call: AttentionCall) -> None:
         """See :class:`paceline.kernels.AttentionBackend`."""
         caches, tables, tiling = _read(call)
-        noted = NotedRows.of(call.probes, call.plan, tiling)
+        probed = ProbeTable.of(call.probes, call.plan, tiling)
         target = call.out if call.out.is_contiguous() else torch.empty_like(call.out)
-        attend(call.q.contiguous(), caches, tables.rows, tables.work(tiling), tiling, noted,
+        attend(call.q.contiguous(), caches, tables.rows, tables.work(tiling), tiling, probed,
                call.scale, target, call.lse)  # fmt: skip
         if target is not call.out:
             call.out.copy_(target)
-        note_scores(call, noted.others)
+        record_scores(call, probed.others)
 
 
 def _read(call: AttentionCall) -> tuple[Caches, Tables, Tiling]:
@@ -171,7 +171,7 @@ def attend(
     rows: RowTables,
     work: WorkTables,
     tiling: Tiling,
-    noted: NotedRows,
+    probed: ProbeTable,
     scale: float,
     out: Tensor,
     lse: Tensor | None,
@@ -184,18 +184,18 @@ def attend(
         rows: Packed rows, as many as ``q`` has or fewer.
         work: Work items.
         tiling: Their sizes.
-        noted: Rows whose scores are recorded.
+        probed: Rows whose scores are recorded.
         scale: Factor on the scores.
         out: ``[M, Hq, D]``.
         lse: float32 ``[M, Hq]`` or None.
     """
     kv_heads, dim, items = caches.kv_heads, caches.dim, work.items.shape[0]
-    shape, options = attend_shape(tiling, dim, caches.page_size, noted.count)
+    shape, options = attend_shape(tiling, dim, caches.page_size, probed.count)
     part = q.new_empty((items, kv_heads, tiling.rows, dim), dtype=torch.float32)
     part_lse = q.new_empty((items, kv_heads, tiling.rows), dtype=torch.float32)
     attend_items[(items, kv_heads)](
         q, caches.keys, caches.values, part, part_lse, work.items, rows.blocks, rows.rows,
-        rows.masks, caches.tables, caches.origins, noted.table, noted.base, noted.layer,
+        rows.masks, caches.tables, caches.origins, probed.table, probed.base, probed.layer,
         scale * LOG2E, *caches.strides, caches.tables.stride(0),
         **shape, ALIGN=caches.align, **options,
     )  # fmt: skip
@@ -265,7 +265,7 @@ class FlashBackend(TritonBackend):
         rest_lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         behind = replace(tiling, prefix=False)
         attend(q.contiguous(), caches, tables.rows, tables.work(behind), behind,
-               NotedRows.of((), plan, tiling), call.scale, rest, rest_lse)  # fmt: skip
+               ProbeTable.of((), plan, tiling), call.scale, rest, rest_lse)  # fmt: skip
         # The log-sum-exp of an empty prefix is undefined.
         share = torch.where(seen[:, None], torch.sigmoid(prefix_lse - rest_lse), 0.0)[..., None]
         call.out.copy_(torch.where(share > 0, torch.lerp(rest, prefix.float(), share), rest))

@@ -11,16 +11,15 @@ these are sized for the largest batch of a shape. Unused work items have no keys
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.kernels.dense import MOST_NOTED, NotedBlock, PlannedProbes, Probe
+from paceline.kernels.dense import MAX_PROBES, GraphProbes, Probe, ProbedBlock
 from paceline.kernels.trees import MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees
 
 MASK_WORDS = MAX_TREE_NODES // 32
@@ -30,7 +29,7 @@ MIN_CHUNK = 256
 STATIC = "static tables"
 """Key of a plan's tables at fixed addresses (:class:`GraphPlan`)."""
 
-MOST_ROWS = 128
+MAX_TILE_ROWS = 128
 """Most rows of a tile: with their outputs they fill the registers."""
 
 PROGRAMS_PER_SM = 2
@@ -211,7 +210,7 @@ def choose_tiling(rows: int, group: int, keys: Tensor, window: int | None) -> Ti
     if keys.dtype == torch.float32:  # multiplied from registers, without tensor cores
         return Tiling(group, 16, 16, window or 0, programs)
     half = keys.shape[-1] > 128
-    rows = min(MOST_ROWS // 2 if half else MOST_ROWS, fitting)
+    rows = min(MAX_TILE_ROWS // 2 if half else MAX_TILE_ROWS, fitting)
     return Tiling(group, rows, 32 if half else 64, window or 0, programs)
 
 
@@ -224,31 +223,24 @@ def _programs(device: torch.device) -> int:
 
 NONE = -2  # -1 is the node of rows that pad a tile
 
-PLANNED = "planned notes"
-"""Key of a plan's :class:`PlannedNotes`, for scores recorded at fixed addresses."""
-
-
-class PlannedNotes(NamedTuple):
-    """The table of :class:`NotedRows`, of a plan that is refilled before each run."""
-
-    table: Tensor
-    base: Tensor
+GRAPH_PROBES = "graph probes"
+"""Key of a plan's :class:`ProbeTable` at fixed addresses, which is refilled before each run."""
 
 
 @dataclass(frozen=True)
-class NotedRows:
+class ProbeTable:
     """Probes in the form that the kernel reads.
 
     A tile holds all heads of a group, so sums over them need no atomic operation and have the same
     bits in every run.
 
     Attributes:
-        count: Probes of a block at most, 0 to ``MOST_NOTED``.
-        table: int64 ``[S, MOST_NOTED, 4]``: node (-2: none), origin of its scores, strides between
+        count: Probes of a block at most, 0 to ``MAX_PROBES``.
+        table: int64 ``[S, MAX_PROBES, 4]``: node (-2: none), origin of its scores, strides between
             heads and between layers.
         base: float32 tensor that origins are relative to.
         layer: Index of the layer among those recorded to one buffer.
-        others: Probes that the kernel does not fill: those of weights, and any above ``MOST_NOTED``
+        others: Probes that the kernel does not fill: those of weights, and any above ``MAX_PROBES``
             of a block.
     """
 
@@ -259,23 +251,22 @@ class NotedRows:
     layer: int = 0
 
     @classmethod
-    def of(cls, probes: Sequence[Probe], plan: TreePlan, tiling: Tiling) -> NotedRows:
+    def of(cls, probes: Sequence[Probe], plan: TreePlan, tiling: Tiling) -> ProbeTable:
         """Sort the probes of one call; with a window, their outputs are first filled with -inf."""
-        if isinstance(probes, PlannedProbes):
-            notes: PlannedNotes = plan.prepared[PLANNED]
-            return cls(MOST_NOTED, notes.table, notes.base, layer=probes.layer)
+        if isinstance(probes, GraphProbes):
+            table: ProbeTable = plan.prepared[GRAPH_PROBES]
+            return replace(table, layer=probes.layer)
         taken: dict[int, list[Probe]] = {}
         others: list[Probe] = []
         for probe in probes:
             mine = taken.setdefault(probe.segment, [])
-            fits = len(mine) < MOST_NOTED and tiling.group <= tiling.rows and not probe.weights
+            fits = len(mine) < MAX_PROBES and tiling.group <= tiling.rows and not probe.weights
             (mine if fits else others).append(probe)
         if not any(taken.values()):
             if "no probes" not in plan.prepared:
-                none = torch.zeros(4 * MOST_NOTED, dtype=torch.int64, device=plan.device)
+                none = torch.zeros(4 * MAX_PROBES, dtype=torch.int64, device=plan.device)
                 plan.prepared["no probes"] = none, torch.zeros(4, device=plan.device)
-            table, base = plan.prepared["no probes"]
-            return cls(0, table, base, tuple(others))
+            return cls(0, *plan.prepared["no probes"], tuple(others))
         if tiling.window:
             for segment, mine in taken.items():
                 for probe in mine:
@@ -285,7 +276,7 @@ class NotedRows:
         key = tuple((p.segment, p.node, p.weights, _address(p.out)) for p in probes)
         if key in plan.prepared:  # the next layer records to the same addresses
             return cls(count, plan.prepared[key], first, tuple(others))
-        numbers = np.full((len(plan.segments), MOST_NOTED, 4), NONE, np.int64)
+        numbers = np.full((len(plan.segments), MAX_PROBES, 4), NONE, np.int64)
         for segment, mine in taken.items():
             for index, probe in enumerate(mine):
                 origin = (probe.out.data_ptr() - first.data_ptr()) // 4
@@ -314,7 +305,7 @@ class GraphPlan:
         tilings: Sequence[Tiling],
         longest: int,
         *,
-        notes: bool = False,
+        probes: bool = False,
     ) -> None:
         """Allocate the tables.
 
@@ -323,7 +314,7 @@ class GraphPlan:
             keys: Key pool ``[pages, Hkv, page_size, D]``, for its device.
             tilings: Tiling of each kind of layer; see :func:`tilings_for`.
             longest: Largest possible position.
-            notes: Whether layers record scores.
+            probes: Whether layers record scores.
         """
         self.rows = rows
         self._tilings = tilings
@@ -334,8 +325,8 @@ class GraphPlan:
         for tiling in tilings:
             tiles = rows * -(-tiling.group // tiling.used)
             shapes += [(tiling.programs + tiles, 4), (tiles, 2), (rows,)]
-        if notes:
-            shapes.append((rows, MOST_NOTED, 4, 2))  # as int64
+        if probes:
+            shapes.append((rows, MAX_PROBES, 4, 2))  # as int64
         sizes = [-(-int(np.prod(shape)) // 4) * 4 for shape in shapes]
         on_gpu = keys.device.type == "cuda"
         self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=on_gpu)
@@ -356,12 +347,12 @@ class GraphPlan:
         }
         static = StaticTables(RowTables(*on_device[1:4]), work)
         self.plan = TreePlan((), (0, rows), positions, longest, keys.device, {STATIC: static})
-        self._notes: NDArray[np.int64] | None = None
+        self._probes: NDArray[np.int64] | None = None
         self._base = torch.zeros(4, device=keys.device)
-        if notes:
-            self._notes = self._sections.pop().view(np.int64)[..., 0]
+        if probes:
+            self._probes = self._sections.pop().view(np.int64)[..., 0]
             table = on_device[-1].view(torch.int64)[..., 0]
-            self.plan.prepared[PLANNED] = PlannedNotes(table, self._base)
+            self.plan.prepared[GRAPH_PROBES] = ProbeTable(MAX_PROBES, table, self._base)
         self.fill([], [], [])
 
     def fill(
@@ -369,7 +360,7 @@ class GraphPlan:
         tokens: Sequence[int],
         segments: Sequence[TreeSegment],
         table_rows: Sequence[int],
-        noted: Sequence[NotedBlock] = (),
+        probed: Sequence[ProbedBlock] = (),
     ) -> None:
         """Write another batch, possibly empty, to the tables.
 
@@ -377,7 +368,7 @@ class GraphPlan:
             tokens: Packed tokens, at most ``rows``.
             segments: Their blocks.
             table_rows: Row of the page tables of each sequence.
-            noted: Blocks whose scores are recorded.
+            probed: Blocks whose scores are recorded.
         """
         if self._sent is not None:
             self._sent.synchronize()  # the last copy may still read the host tables
@@ -398,13 +389,13 @@ class GraphPlan:
                 arrays = work_arrays(plan, tiling)
                 for section, array in zip(work[3 * index : 3 * index + 3], arrays, strict=True):
                     section[: len(array)] = array
-        if self._notes is not None:
-            self._notes[..., 0] = NONE
-            for each in noted:
+        if self._probes is not None:
+            self._probes[..., 0] = NONE
+            for each in probed:
                 layers, nodes, heads, _ = each.out.stride()
                 first = (each.out.data_ptr() - self._base.data_ptr()) // 4
                 for index, node in enumerate(each.nodes):
-                    self._notes[each.block, index] = (node, first + index * nodes, heads, layers)
+                    self._probes[each.block, index] = (node, first + index * nodes, heads, layers)
         self._device.copy_(self._host, non_blocking=True)
         if self._sent is not None:
             self._sent.record()

@@ -319,13 +319,13 @@ class Rope:
         """Prepare the table of a model."""
         self._inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=device)
         self._scaling = config.rope_scaling
-        self._most = config.max_position
+        self._max_position = config.max_position
         self._table = self._rows(min(_FIRST_ROWS, config.max_position))
 
     def table(self, longest: int) -> Tensor:
         """float32 ``[positions, D]`` up to at least position ``longest``: cosines, then sines."""
         if longest >= self._table.shape[0]:
-            doubled = min(1 << (longest + 1).bit_length(), self._most)
+            doubled = min(1 << (longest + 1).bit_length(), self._max_position)
             self._table = self._rows(max(doubled, longest + 1))
         return self._table
 

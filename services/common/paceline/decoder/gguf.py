@@ -42,7 +42,7 @@ ARCHITECTURES = {
 EMBEDDING, NORM = "token_embd.weight", "output_norm.weight"
 """Names of the token embedding and the final norm."""
 
-_MOST = (1 << 31) - 1
+_MAX_NUMBER = (1 << 31) - 1
 
 
 class Metadata:
@@ -94,9 +94,9 @@ class Metadata:
     def count(self, key: str, default: int | None = None) -> int:
         """An integer from 1 to 2^31 - 1."""
         found = self.get(key, default)
-        if not isinstance(found, int) or not 0 < found <= _MOST:
+        if not isinstance(found, int) or not 0 < found <= _MAX_NUMBER:
             raise self._error(
-                f"{self.architecture}.{key} is {found!r}, expected a number from 1 to {_MOST}"
+                f"{self.architecture}.{key} is {found!r}, expected a number from 1 to {_MAX_NUMBER}"
             )
         return found
 

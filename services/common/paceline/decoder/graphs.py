@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.model import Decoder, ForwardResult
-from paceline.kernels import KVCacheView, NotedBlock, PagedPlane, PlannedProbes, Probe, TreeSegment
+from paceline.kernels import GraphProbes, KVCacheView, PagedPlane, Probe, ProbedBlock, TreeSegment
 
 if TYPE_CHECKING:
     from paceline.kernels._triton.plan import GraphPlan
@@ -55,8 +55,8 @@ class GraphRunner:
         segments: Sequence[TreeSegment],
         table_rows: Sequence[int],
         taps: Sequence[int] = (),
-        noted_layers: Sequence[int] = (),
-        noted: Sequence[NotedBlock] = (),
+        probed_layers: Sequence[int] = (),
+        probed: Sequence[ProbedBlock] = (),
     ) -> ForwardResult | None:
         """Run packed query blocks and write their keys and values.
 
@@ -65,9 +65,9 @@ class GraphRunner:
             segments: Their blocks; ``segment.sequence`` indexes ``table_rows``.
             table_rows: Row of the page tables of each sequence.
             taps: Layers whose outputs to return, 0 for the first.
-            noted_layers: Layers without a window whose scores are recorded, in rising order; as
-                many as the layers of each buffer in ``noted``.
-            noted: Blocks whose scores are recorded.
+            probed_layers: Layers without a window whose scores are recorded, in rising order; as
+                many as the layers of each buffer in ``probed``.
+            probed: Blocks whose scores are recorded.
 
         Returns:
             Logits of all rows, and taps; None if no shape is large enough.
@@ -81,20 +81,20 @@ class GraphRunner:
         config = self._decoder.config
         widest = max(segment.length for segment in segments)
         tilings = tilings_for(widest, config.group, self._keys, config.windows)
-        key = (rows, tilings, tuple(taps), tuple(noted_layers))
+        key = (rows, tilings, tuple(taps), tuple(probed_layers))
         graph = self._graphs.get(key)
         if graph is None:
             longest = config.max_position - 1
-            plan = GraphPlan(rows, self._keys, tilings, longest, notes=bool(noted_layers))
-            graph = self._graphs[key] = self._capture(plan, taps, noted_layers)
-        graph.plan.fill(tokens, segments, table_rows, noted)
+            plan = GraphPlan(rows, self._keys, tilings, longest, probes=bool(probed_layers))
+            graph = self._graphs[key] = self._capture(plan, taps, probed_layers)
+        graph.plan.fill(tokens, segments, table_rows, probed)
         result = graph.run()
         count = len(tokens)
         return ForwardResult(result.logits[:count], tuple(tap[:count] for tap in result.taps))
 
-    def _capture(self, plan: GraphPlan, taps: Sequence[int], noted_layers: Sequence[int]) -> _Graph:
+    def _capture(self, plan: GraphPlan, taps: Sequence[int], layers: Sequence[int]) -> _Graph:
         """Capture a pass over an empty batch: rows of padding write nothing."""
-        observer = _Planned(noted_layers) if noted_layers else None
+        observer = _GraphObserver(layers) if layers else None
 
         def run() -> ForwardResult:
             return self._decoder.forward(
@@ -123,7 +123,7 @@ class GraphRunner:
         return _Graph(plan, replay)
 
 
-class _Planned:
+class _GraphObserver:
     """Records the scores that the plan's tables name; an ``AttentionObserver``."""
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -131,7 +131,7 @@ class _Planned:
 
     def probes(self, layer: int) -> Sequence[Probe]:
         """See :class:`paceline.decoder.AttentionObserver`."""
-        return PlannedProbes(self._indices[layer]) if layer in self._indices else ()
+        return GraphProbes(self._indices[layer]) if layer in self._indices else ()
 
     def rows(self, layer: int) -> Sequence[int]:
         """Want no queries."""

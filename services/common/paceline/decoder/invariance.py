@@ -14,7 +14,7 @@ from paceline.kernels import CHUNK, TreeSegment, cpu_kernels, plan_trees
 _PREFIX = CHUNK - 3  # so that the tree crosses a chunk border
 # Row counts of a linear layer that are compared: libraries choose kernels by the number of rows.
 _ROWS = (*range(1, 18), 33, 49, 65, 129, 257)
-_MOST_ROWS = 513
+_MAX_ROWS = 513
 _PARENTS = (-1, 0, 0, 1, 1, 3, 2, 5, 7, 4, 8, 9)
 
 
@@ -73,7 +73,7 @@ def _rows_that_differ(decoder: Decoder) -> str:
             continue
         return (
             f"a linear layer of {ins} to {outs} in {decoder.config.dtype} gives a row other bits "
-            f"in a batch of {rows} rows than in one of {_MOST_ROWS}"
+            f"in a batch of {rows} rows than in one of {_MAX_ROWS}"
         )
     return ""
 
@@ -81,7 +81,7 @@ def _rows_that_differ(decoder: Decoder) -> str:
 def _rows_that_depend_on_others(layer: Linear, decoder: Decoder) -> int:
     """The first number of rows with which a row has other bits, or 0."""
     generator = torch.Generator().manual_seed(layer.in_features)
-    x = torch.randn(_MOST_ROWS, layer.in_features, generator=generator)
+    x = torch.randn(_MAX_ROWS, layer.in_features, generator=generator)
     x = x.to(decoder.device, decoder.config.dtype)
     with torch.inference_mode():
         together = layer(x)

@@ -107,7 +107,7 @@ class ModelFolder(ModelSource):
 
 
 _VALUES = 64
-_LEAST_COSINE = 0.9  # 4 bits leave 0.99, unrelated weights are near 0
+_MIN_COSINE = 0.9  # 4 bits leave 0.99, unrelated weights are near 0
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Origin:
             return False
         pairs = list(zip(self.weights, other.weights, strict=True))
         norms = math.hypot(*self.weights) * math.hypot(*other.weights)
-        return sum(a * b for a, b in pairs) > _LEAST_COSINE * norms
+        return sum(a * b for a, b in pairs) > _MIN_COSINE * norms
 
 
 def open_model(path: str | Path) -> ModelSource:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import (
-    MOST_NOTED,
+    MAX_PROBES,
     SELECTION_CHUNK,
     PageBounds,
     Plane,
@@ -101,7 +101,7 @@ class ScoreObserver(ABC):
         """Returns a buffer where a captured CUDA graph can store the scores of all layers.
 
         Returns:
-            float32 ``[layers, MOST_NOTED, Hkv, n]`` with n at least the prefix; None if the
+            float32 ``[layers, MAX_PROBES, Hkv, n]`` with n at least the prefix; None if the
             observer needs more than a captured graph stores.
         """
         return None
@@ -131,7 +131,7 @@ class AttentionScores(ScoreObserver):
         self._step = torch.empty(rows, slots, device=device)
         self._total = torch.zeros(rows, slots, device=device)
         self._buffers = [torch.empty(rows, slots // self.chunk, device=device) for _ in range(2)]
-        self._stored = torch.empty(rows, MOST_NOTED, heads, 0, device=device)
+        self._stored = torch.empty(rows, MAX_PROBES, heads, 0, device=device)
         # Of the step that runs:
         self._block = self._prefix = 0
         self._nodes: Sequence[int] = ()

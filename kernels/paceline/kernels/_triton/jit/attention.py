@@ -41,8 +41,8 @@ def _key_offsets(
 
 
 @triton.jit
-def _note(
-    scores, node, lead, probe, noted, slots, end, head, layer,
+def _record(
+    scores, node, lead, probe, probed, slots, end, head, layer,
     GROUP: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Record the sum over a group of the scores of one row: fixed order, no atomics."""
@@ -51,13 +51,13 @@ def _note(
         mine = node == recorded
         total = tl.sum(tl.where(mine[:, None], scores, 0.0), 0) * 0.6931471805599453
         place = tl.load(probe + 1) + tl.load(probe + 2) * head + tl.load(probe + 3) * layer
-        tl.store(noted + place + slots, total, mask=slots < end)
+        tl.store(probed + place + slots, total, mask=slots < end)
 
 
 @triton.jit
 def _tile(
     q, top, total, out, n, end, start, node, lead, depth, mask_row, sequence, head,
-    keys, values, masks, tables, places, probes, noted, layer, scale,
+    keys, values, masks, tables, places, probes, probed, layer, scale,
     key_page, key_head, key_slot, value_page, value_head, value_slot, table_stride,
     DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     ALIGN: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, WORDS: tl.constexpr,
@@ -95,9 +95,9 @@ def _tile(
         scores = tl.where(seen, scores, float("-inf"))
     if PROBES >= 1:
         prefix = tl.minimum(start, end)
-        _note(scores, node, lead, probes, noted, slots, prefix, head, layer, GROUP, USED)
+        _record(scores, node, lead, probes, probed, slots, prefix, head, layer, GROUP, USED)
         if PROBES == 2:
-            _note(scores, node, lead, probes + 4, noted, slots, prefix, head, layer, GROUP, USED)
+            _record(scores, node, lead, probes + 4, probed, slots, prefix, head, layer, GROUP, USED)
     highest = tl.maximum(top, tl.max(scores, 1))
     finite = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp2(scores - finite[:, None])
@@ -118,7 +118,7 @@ def _tile(
 
 @triton.jit(do_not_specialize=["scale", "layer"])
 def attend_items(
-    q, keys, values, part, part_lse, items, blocks, rows, masks, tables, places, probes, noted,
+    q, keys, values, part, part_lse, items, blocks, rows, masks, tables, places, probes, probed,
     layer, scale, key_page, key_head, key_slot, value_page, value_head, value_slot, table_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     USED: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr,
@@ -168,7 +168,7 @@ def attend_items(
             for n in tl.range(begin, first, BLOCK_N, num_stages=1):
                 top, total, out = _tile(
                     q_tile, top, total, out, n, end, start, node, lead, depth, row, sequence, head,
-                    keys, values, masks, tables, places, probe, noted, layer, scale,
+                    keys, values, masks, tables, places, probe, probed, layer, scale,
                     key_page, key_head, key_slot, value_page, value_head, value_slot,
                     table_stride, DIM, WIDE, BLOCK_N, PAGE, ALIGN, WINDOW, True, WORDS, PROBES,
                     GROUP, USED,
@@ -176,7 +176,7 @@ def attend_items(
         for n in tl.range(first, whole, BLOCK_N, num_stages=STAGES):
             top, total, out = _tile(
                 q_tile, top, total, out, n, end, start, node, lead, depth, row, sequence, head,
-                keys, values, masks, tables, places, probe, noted, layer, scale,
+                keys, values, masks, tables, places, probe, probed, layer, scale,
                 key_page, key_head, key_slot, value_page, value_head, value_slot,
                 table_stride, DIM, WIDE, BLOCK_N, PAGE, ALIGN, WINDOW, False, WORDS, PROBES,
                 GROUP, USED,
@@ -184,7 +184,7 @@ def attend_items(
         for n in tl.range(whole, end, BLOCK_N, num_stages=1):
             top, total, out = _tile(
                 q_tile, top, total, out, n, end, start, node, lead, depth, row, sequence, head,
-                keys, values, masks, tables, places, probe, noted, layer, scale,
+                keys, values, masks, tables, places, probe, probed, layer, scale,
                 key_page, key_head, key_slot, value_page, value_head, value_slot,
                 table_stride, DIM, WIDE, BLOCK_N, PAGE, ALIGN, WINDOW, True, WORDS, PROBES,
                 GROUP, USED,

@@ -144,11 +144,11 @@ class Batch:
     ) -> ForwardResult | None:
         """Replay a CUDA graph; None if no graph can run the batch and observe its attention."""
         config = decoder.config
-        layers, noted = self._observer.scratch(config.windows)
-        if len(self._observer) and not noted:
+        layers, probed = self._observer.scratch(config.windows)
+        if len(self._observer) and not probed:
             return None
         tables = [table_row(cache) for cache in self._caches]
-        result = graphs.forward(self.tokens, self._blocks, tables, taps, layers, noted)
+        result = graphs.forward(self.tokens, self._blocks, tables, taps, layers, probed)
         if result is not None:
             self._observer.publish(config.q_heads)
         return result

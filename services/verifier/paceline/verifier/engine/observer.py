@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paceline.kernels import NotedBlock, Probe, TreeSegment
+from paceline.kernels import Probe, ProbedBlock, TreeSegment
 from paceline.kv.selection import ScoreObserver
 
 
@@ -68,7 +68,7 @@ class BatchObserver:
         for each, part in zip(querying, parts, strict=True):
             each.observer.attended(layer, part)
 
-    def scratch(self, windows: Sequence[int | None]) -> tuple[tuple[int, ...], list[NotedBlock]]:
+    def scratch(self, windows: Sequence[int | None]) -> tuple[tuple[int, ...], list[ProbedBlock]]:
         """Returns what a captured graph has to store: layers, and blocks with scratch buffers.
 
         Args:
@@ -89,7 +89,7 @@ class BatchObserver:
             scratch = each.observer.scratch()
             if scratch is None:
                 return (), []
-            blocks.append(NotedBlock(each.block, each.nodes, scratch))
+            blocks.append(ProbedBlock(each.block, each.nodes, scratch))
         return layers, blocks
 
     def publish(self, q_heads: int) -> None:
