@@ -4,6 +4,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -12,7 +13,7 @@ from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from paceline.service import OptionsError, ServerOptions, ServiceError, run_server
+from paceline.service import Gate, OptionsError, ServerOptions, ServiceError, run_server
 
 from .conftest import Serve, ToyProcess
 from .toy import Toy, ask, call, echo, open_stream
@@ -81,6 +82,20 @@ async def test_sigterm_lets_a_stream_finish_and_refuses_new_ones(toy_process: St
     assert process.events()[-2:] == ["drained", "stop"]
 
 
+async def test_a_closed_gate_lets_nothing_in_and_waits_for_those_inside() -> None:
+    gate = Gate()
+    with gate.enter():
+        with suppress(RuntimeError), gate.enter():
+            raise RuntimeError
+        gate.close()
+        waiting = asyncio.create_task(gate.drained())
+        with pytest.raises(ServiceError, match="shutting down"), gate.enter():
+            pytest.fail("it let us in")
+        assert (gate.inside, waiting.done()) == (1, False)
+    async with asyncio.timeout(60):
+        await waiting
+
+
 async def test_a_health_watcher_hears_of_the_drain_and_does_not_hold_it_up(serve: Serve) -> None:
     served = await serve()
     async with served.channel() as channel:
@@ -100,7 +115,7 @@ async def test_calls_over_the_stream_limit_wait_their_turn(serve: Serve) -> None
         first = await open_stream(channel)
         second = call(channel, "StreamStream")()
         writing = asyncio.create_task(second.write(StringValue(value="two")))
-        await asyncio.sleep(0.2)
+        await echo(first, "again")
         assert served.toy.gate.inside == 1
         await first.done_writing()
         assert await first.read() is grpc.aio.EOF

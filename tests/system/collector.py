@@ -3,7 +3,7 @@ prints them, one JSON object a line."""
 
 import json
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -37,14 +37,17 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def __init__(self) -> None:
         self.spans: list[Received] = []
         self.address = ""
+        self._received = threading.Condition()
 
     def Export(
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: Any
     ) -> trace_service_pb2.ExportTraceServiceResponse:
-        for resource in request.resource_spans:
-            service = _attributes(resource.resource.attributes)["service.name"]
-            for scope in resource.scope_spans:
-                self.spans += [_received(span, service) for span in scope.spans]
+        with self._received:
+            for resource in request.resource_spans:
+                service = _attributes(resource.resource.attributes)["service.name"]
+                for scope in resource.scope_spans:
+                    self.spans += [_received(span, service) for span in scope.spans]
+            self._received.notify_all()
         return trace_service_pb2.ExportTraceServiceResponse()
 
     @property
@@ -55,12 +58,11 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             "OTEL_BSP_SCHEDULE_DELAY": "50",
         }
 
-    def wait(self, enough: Callable[[list[Received]], bool], seconds: float = 120.0) -> None:
+    def wait(self, enough: Callable[[list[Received]], bool], seconds: float | None = 120.0) -> None:
         """Wait until the spans received are enough."""
-        deadline = time.monotonic() + seconds
-        while not enough(self.spans):
-            assert time.monotonic() < deadline, [span.name for span in self.spans]
-            time.sleep(0.02)
+        with self._received:
+            came = self._received.wait_for(lambda: enough(self.spans), seconds)
+        assert came, [span.name for span in self.spans]
 
 
 @contextmanager
@@ -108,10 +110,10 @@ def main() -> None:
     with collecting(sys.argv[1]) as collector:
         printed = 0
         while True:
+            collector.wait(lambda spans: len(spans) > printed, seconds=None)  # noqa: B023
             for span in collector.spans[printed:]:
                 print(json.dumps(asdict(span)), flush=True)
                 printed += 1
-            time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
-"""Access to a real verifier: certificates, tokens, and owners of caches."""
+"""Access to a real verifier: certificates and tokens."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 from certificates import Authority, Pair
 from system_support import make_prompts
@@ -13,15 +11,12 @@ from system_support import make_prompts
 from paceline.client import (
     AuthError,
     Client,
-    NotFoundError,
     PacelineError,
     RetryOptions,
     TlsOptions,
     UnavailableError,
 )
-from paceline.client._errors import from_rpc_error
 from paceline.harness import ServiceProcess
-from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 
 TOKEN = "a-token-only-tests-know"
 IMPATIENT = RetryOptions(budget=0.5)
@@ -33,7 +28,6 @@ class Secured:
 
     authority: Authority
     client: Pair
-    colleague: Pair
     expired: Pair
     stranger: Pair
     address: str
@@ -68,7 +62,6 @@ def secured(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         yield Secured(
             authority,
             authority.sign("client"),
-            authority.sign("colleague"),
             authority.sign("expired", expired=True),
             other.sign("stranger"),
             served.address,
@@ -116,38 +109,3 @@ async def test_a_client_trusts_no_other_authority_and_no_expired_server(
     for address, tls in ((secured.address, foreign), (secured.late, secured.tls(secured.client))):
         with pytest.raises(UnavailableError):
             await attempt(address, tls, TOKEN)
-
-
-async def test_only_its_creator_can_use_a_handle(secured: Secured) -> None:
-    """Another certificate of the same authority, with the same token, cannot use the handle."""
-    prompt = make_prompts(1)[0]
-    async with Client(secured.address, tls=secured.tls(secured.client), token=TOKEN) as client:
-        kept = client.generate(prompt, max_new_tokens=4, keep_cache=True)
-        await kept
-        assert kept.handle
-        credentials = grpc.ssl_channel_credentials(
-            secured.authority.cert.read_bytes(),
-            secured.colleague.key.read_bytes(),
-            secured.colleague.cert.read_bytes(),
-        )
-        async with grpc.aio.secure_channel(secured.address, credentials) as channel:
-            stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
-            bearer: Any = {"metadata": (("authorization", f"Bearer {TOKEN}"),)}
-            stream = stub.Generate(**bearer)
-            start = verifier_pb2.GenerateStart(handle=kept.handle, position=4)
-            await stream.write(verifier_pb2.GenerateRequest(start=start, credits=1))
-            fork = verifier_pb2.CreateCacheRequest(prompt_tokens=[1], parent_handle=kept.handle)
-            renewal = verifier_pb2.RenewLeaseRequest(handle=kept.handle)
-            for call in (
-                stream.read(),
-                stub.CreateCache(fork, **bearer).read(),
-                stub.RenewLease(renewal, **bearer),
-            ):
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await call
-                assert isinstance(from_rpc_error(caught.value), NotFoundError)
-            release = verifier_pb2.ReleaseCacheRequest(handle=kept.handle)
-            assert not (await stub.ReleaseCache(release, **bearer)).released
-        again = client.generate(prompt, max_new_tokens=4, parent=kept)
-        assert (await again).usage.reused_tokens > 0, "its creator still has it"
-        await kept.aclose()

@@ -254,8 +254,8 @@ class ProbeTable:
     def of(cls, probes: Sequence[Probe], plan: TreePlan, tiling: Tiling) -> ProbeTable:
         """Sort the probes of one call; with a window, their outputs are first filled with -inf."""
         if isinstance(probes, GraphProbes):
-            table: ProbeTable = plan.prepared[GRAPH_PROBES]
-            return replace(table, layer=probes.layer)
+            of_graph: ProbeTable = plan.prepared[GRAPH_PROBES]
+            return replace(of_graph, layer=probes.layer)
         taken: dict[int, list[Probe]] = {}
         others: list[Probe] = []
         for probe in probes:
@@ -266,7 +266,8 @@ class ProbeTable:
             if "no probes" not in plan.prepared:
                 none = torch.zeros(4 * MAX_PROBES, dtype=torch.int64, device=plan.device)
                 plan.prepared["no probes"] = none, torch.zeros(4, device=plan.device)
-            return cls(0, *plan.prepared["no probes"], tuple(others))
+            table, base = plan.prepared["no probes"]
+            return cls(0, table, base, tuple(others))
         if tiling.window:
             for segment, mine in taken.items():
                 for probe in mine:

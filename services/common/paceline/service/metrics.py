@@ -39,7 +39,7 @@ def count_calls(registry: CollectorRegistry) -> OnEnd:
     """Register the counter of ended calls; returns the function that increments it."""
     rpcs = Counter(
         Metric.RPCS,
-        "gRPC calls that ended; a Verify or Draft stream is one call",
+        "gRPC calls that ended; a Generate or Join stream is one call",
         ("rpc_method", "code", "reason"),
         registry=registry,
     )
