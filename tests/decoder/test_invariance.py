@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.decoder import LocalCache, check_batch_invariance
 from paceline.decoder.weights import Linear
-from paceline.kernels import CpuKernels, Executor, Pass, TreeSegment, plan_trees
+from paceline.kernels import CpuKernels, Executor, Pass
 from paceline.kernels.program import PassResult
 
 pytestmark = pytest.mark.bits
@@ -130,26 +130,3 @@ def test_committed_paths_continue_as_if_decoded(
     cache.commit(path)
     extend(decoder, alone, torch.cat([prompt, tree[path]]), most=1)
     assert torch.equal(extend(decoder, cache, rest), extend(decoder, alone, rest, most=1))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_batch_of_sequences_keeps_the_bits_of_each(
-    models: dict[str, Path], dtype: torch.dtype
-) -> None:
-    decoder = load(models, "qwen3", dtype)
-    starts = (0, 3, 255, 300)
-    blocks = (None, (-1, 0, 0, 2), (-1, 0, 1, 1, 0), None)
-    lengths = (20, 4, 5, 1)
-    caches = [LocalCache(decoder.config) for _ in starts]
-    segments, tokens, alone = [], [], []
-    for index, (start, parents, count) in enumerate(zip(starts, blocks, lengths, strict=True)):
-        if start:
-            extend(decoder, caches[index], random_tokens(start, index))
-        caches[index].reserve(count)
-        tokens.append(random_tokens(count, 10 + index))
-        segments.append(TreeSegment(index, start, parents, count))
-        single = plan_trees([TreeSegment(0, start, parents, count)])
-        result = decoder.forward(tokens[-1], single, [caches[index]], logit_rows=None)
-        alone.append(result.logits)
-    packed = decoder.forward(torch.cat(tokens), plan_trees(segments), caches, logit_rows=None)
-    assert torch.equal(packed.logits, torch.cat(alone))

@@ -163,12 +163,22 @@ def test_the_bits_of_a_row_do_not_depend_on_its_company(
 
 
 @pytest.mark.parametrize("format", FLOATS)
-@pytest.mark.parametrize("shape", [(1, 1), (16, 32), (33, 7), (100, 65)])
+@pytest.mark.parametrize("shape", [(1, 1), (33, 7), (100, 65), (896, 4864), (256, 8192)])
 def test_floats_are_the_product(format: str, shape: tuple[int, int]) -> None:
-    weight, bias, x = random(shape), random(shape[:1], 1), random((9, shape[1]), 2)
-    kept = weight.to(getattr(torch, format)).double()
-    expected = (x.double() @ kept.T + bias).float()
-    torch.testing.assert_close(multiply(x, pack(weight, bias, format)), expected)
+    """Of compiled kernels and of torch; a row has the same bits in any batch."""
+    weight, bias, x = random(shape), random(shape[:1], 1), random((150, shape[1]), 2)
+    kept = weight.to(getattr(torch, format))
+    expected = (x.double() @ kept.double().T + bias).float()
+    packed = pack(weight, bias, format)
+    for product in (
+        lambda rows: multiply(rows, packed),
+        lambda rows: multiply_floats(rows, kept.float(), bias),
+    ):
+        found = product(x)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+        for rows in (0, 1, 2, 3, 5, 9, 16, 18, 33, 34, 64, 65):
+            assert torch.equal(product(x[:rows]), found[:rows])
+            assert torch.equal(product(x[150 - rows :]), found[150 - rows :])
 
 
 @pytest.mark.parametrize(("bits", "error"), [(8, 0.01), (4, 0.1)])

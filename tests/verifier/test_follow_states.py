@@ -15,7 +15,7 @@ from paceline.drafter.errors import KvGone, KvNotShared
 from paceline.drafter.kv import stream as stream_module
 from paceline.drafter.kv.remote import RemoteStates
 from paceline.drafter.kv.stream import Update
-from paceline.kv.wire import decode_rows, encode_rows
+from paceline.kv.wire import encode_rows
 from paceline.v1 import kv_pb2, verifier_pb2
 
 HIDDEN = 48
@@ -106,16 +106,3 @@ async def test_invalid_updates_are_refused(change: dict[str, Any]) -> None:
         await sent._receive(Update(1, shape, [message(**change)]))
     sent.close()
     sent._first.cancel()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_on_the_wire(dtype: torch.dtype) -> None:
-    kinds = {
-        torch.float32: kv_pb2.KV_DTYPE_FLOAT32,
-        torch.bfloat16: kv_pb2.KV_DTYPE_BFLOAT16,
-        torch.float16: kv_pb2.KV_DTYPE_FLOAT16,
-    }
-    rows = torch.randn(5, 7).to(dtype)
-    assert torch.equal(decode_rows(encode_rows(rows), 5, 7, kinds[dtype]), rows)
-    with pytest.raises(ValueError, match="cannot have"):
-        decode_rows(b"", 0, 7, kv_pb2.KV_DTYPE_INT8)

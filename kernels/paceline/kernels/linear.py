@@ -291,6 +291,8 @@ def multiply(x: Tensor, packed: PackedMatrix) -> Tensor:
     if x.dtype is not torch.float32 or x.shape[1:] != (packed.ins,) or not x.is_contiguous():
         found = f"{x.dtype} {list(x.shape)}"
         raise ValueError(f"x is {found}, expected dense float32 [rows, {packed.ins}]")
+    if not len(x):
+        return torch.empty(0, packed.outs)
     native = _native()
     if native is not None:
         return native.multiply(x, packed.matrix())

@@ -326,8 +326,6 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, in]`` to ``[rows, out]`` in the type of ``x``."""
-        if not len(x):
-            return x.new_empty(0, self.out_features)
         if self.packed is not None:
             return multiply(x.float().contiguous(), self.packed).to(x.dtype)
         if x.device.type != "cpu":
