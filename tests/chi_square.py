@@ -10,7 +10,7 @@ FALSE_ALARM = 1e-4
 """A right sampler fails one test at this rate over seeds; the seeds are fixed, so it never does
 twice."""
 
-_LEAST_EXPECTED = 5.0
+_MIN_EXPECTED = 5.0
 
 
 def p_value(found: Iterable[Hashable], chances: Mapping[Hashable, float]) -> float:
@@ -24,7 +24,7 @@ def p_value(found: Iterable[Hashable], chances: Mapping[Hashable, float]) -> flo
         if chances.get(sample, 0.0) <= 0.0:
             return 0.0
         counts[sample] += 1
-    rare = {o for o, chance in chances.items() if chance * len(samples) < _LEAST_EXPECTED}
+    rare = {o for o, chance in chances.items() if chance * len(samples) < _MIN_EXPECTED}
     pairs = [(counts[o], chances[o] * len(samples)) for o in chances if o not in rare]
     if sum(chances[o] for o in rare) * len(samples) >= 1:
         pairs.append((sum(counts[o] for o in rare), sum(chances[o] for o in rare) * len(samples)))

@@ -98,13 +98,13 @@ def random_tokens(count: int, seed: int = 0) -> Tensor:
     return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def extend(decoder: Decoder, cache: LocalCache, tokens: Tensor, most: int = CHUNK) -> Tensor:
-    """Append tokens in blocks that end at chunk borders and have at most ``most`` tokens."""
+def extend(decoder: Decoder, cache: LocalCache, tokens: Tensor, max_tokens: int = CHUNK) -> Tensor:
+    """Append tokens in blocks that end at chunk borders and have at most ``max_tokens`` tokens."""
     logits: list[Tensor] = []
     done = 0
     while done < tokens.numel():
         start = len(cache)
-        count = min(most, CHUNK - start % CHUNK, tokens.numel() - done)
+        count = min(max_tokens, CHUNK - start % CHUNK, tokens.numel() - done)
         cache.reserve(count)
         plan = plan_trees([TreeSegment(0, start, None, count)])
         block = tokens[done : done + count]

@@ -100,7 +100,7 @@ def test_a_tree_has_the_bits_of_decoding_each_path(
         path = path_to(parents, leaf)
         alone = LocalCache(decoder.config)
         extend(decoder, alone, prompt)
-        assert torch.equal(extend(decoder, alone, tree[path], most=1), found[path])
+        assert torch.equal(extend(decoder, alone, tree[path], max_tokens=1), found[path])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -110,9 +110,9 @@ def test_prefill_in_any_chunks_has_the_bits_of_decoding(
 ) -> None:
     decoder = load(models, name, dtype)
     tokens = random_tokens(290)
-    one_by_one = extend(decoder, LocalCache(decoder.config), tokens, most=1)
+    one_by_one = extend(decoder, LocalCache(decoder.config), tokens, max_tokens=1)
     for most in (256, 100, 7):
-        found = extend(decoder, LocalCache(decoder.config), tokens, most=most)
+        found = extend(decoder, LocalCache(decoder.config), tokens, max_tokens=most)
         assert torch.equal(found, one_by_one)
 
 
@@ -128,5 +128,5 @@ def test_committed_paths_continue_as_if_decoded(
     ask_tree(decoder, cache, tree, parents)
     path = path_to(parents, 6)
     cache.commit(path)
-    extend(decoder, alone, torch.cat([prompt, tree[path]]), most=1)
-    assert torch.equal(extend(decoder, cache, rest), extend(decoder, alone, rest, most=1))
+    extend(decoder, alone, torch.cat([prompt, tree[path]]), max_tokens=1)
+    assert torch.equal(extend(decoder, cache, rest), extend(decoder, alone, rest, max_tokens=1))

@@ -38,7 +38,7 @@ def test_prefill_decode_and_trees_agree_with_transformers(
     tokens, tree = random_tokens(380), random_tokens(len(PARENTS), seed=1)
     expected = expected_logits(models[name], tokens)
     assert_agrees(extend(decoder, cache, tokens[:370]), expected[:370])
-    assert_agrees(extend(decoder, cache, tokens[370:], most=1), expected[370:])
+    assert_agrees(extend(decoder, cache, tokens[370:], max_tokens=1), expected[370:])
     found = ask_tree(decoder, cache, tree, PARENTS)
     for leaf in (4, 8, 9):
         path = path_to(PARENTS, leaf)

@@ -26,7 +26,7 @@ AT_A_TIME = 8
 CALL_SECONDS = 120.0
 # Time for the response to bytes that are no whole request. Most get none.
 NO_ANSWER_SECONDS = 0.05
-MOST_GROWTH = 96 << 20
+MAX_GROWTH = 96 << 20
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 ANSWERS = (200, 204, 400, 404, 405, 413, 415, 417, 429)
 """Status codes of requests in valid HTTP."""
@@ -170,6 +170,6 @@ async def test_random_http_requests_do_no_harm(tmp_path: Path) -> None:
         print("MiB of gateway, verifier, drafter:", *([b >> 20 for b in each] for each in memory))
         assert any(answer.startswith("200") for answer in answers), "nothing was tested"
         for first, last in zip(memory[0], memory[-1], strict=True):
-            assert last - first < MOST_GROWTH
+            assert last - first < MAX_GROWTH
         for process in (gateway, drafter, verifier):
             assert process.terminate() == 0, process.log_tail()

@@ -163,9 +163,9 @@ def in_tiles(library: ctypes.CDLL) -> Iterator[None]:
 
 
 @st.composite
-def trees(draw: st.DrawFn, most: int = 64) -> tuple[int, ...]:
+def trees(draw: st.DrawFn, max_nodes: int = 64) -> tuple[int, ...]:
     """Parents of a tree of any shape, bushy to deep."""
-    count = draw(st.integers(1, most))
+    count = draw(st.integers(1, max_nodes))
     reach = draw(st.sampled_from([0, 1, 2, 5, MAX_TREE_NODES]))
     if reach == 0:
         return (-1, *range(count - 1))
@@ -271,13 +271,13 @@ WINDOWS = (None, None, 1, 33, 40, 256, 300, 1000, 2100)
 
 @st.composite
 def cases(
-    draw: st.DrawFn, most: int = 64, dtypes: Sequence[torch.dtype] = DTYPES, spare: int = 40
+    draw: st.DrawFn, max_nodes: int = 64, dtypes: Sequence[torch.dtype] = DTYPES, spare: int = 40
 ) -> Case:
     """Any tree behind any prefix, with any heads, type of cache and window."""
     return make_case(
         draw(st.integers(0, 1000)),
         draw(st.sampled_from(PREFIXES) | st.integers(0, 1300)),
-        draw(trees(most)),
+        draw(trees(max_nodes)),
         draw(st.sampled_from(HEADS)),
         draw(st.sampled_from(dtypes)),
         draw(st.sampled_from(WINDOWS)),

@@ -25,13 +25,13 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 @settings(max_examples=40)
-@given(case=cases(most=40))
+@given(case=cases(max_nodes=40))
 def test_any_tree_agrees_with_the_reference(case: Case) -> None:
     torch.testing.assert_close(case.run().double(), case.expected()[0], atol=2e-5, rtol=1e-5)
 
 
 @settings(max_examples=15)
-@given(case=cases(most=40, dtypes=[torch.bfloat16]))
+@given(case=cases(max_nodes=40, dtypes=[torch.bfloat16]))
 def test_tiles_agree_with_the_reference(case: Case) -> None:
     """Scaled queries are rounded in the reference too; the rest is the rounding of weights."""
     library = compiled(levels_here()[0]).library
