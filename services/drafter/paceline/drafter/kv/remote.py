@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from paceline.drafter.errors import KvGone
-from paceline.drafter.kv.mapped import MappedKv
+from paceline.drafter.kv.cuda import CudaKv
+from paceline.drafter.kv.mapped import SharedKv
 from paceline.drafter.kv.reader import KvReader, StateReader
 from paceline.drafter.kv.stream import Update, UpdateStream
 from paceline.kv.wire import WIRE_TYPES, decode, decode_rows
@@ -254,7 +255,7 @@ class SparseView(KvReader):
     are read.
     """
 
-    def __init__(self, mapped: MappedKv, selection: RemoteKv) -> None:
+    def __init__(self, mapped: SharedKv | CudaKv, selection: RemoteKv) -> None:
         """Own a mapping and a subscription without keys and values; :meth:`close` closes both."""
         self.layers = mapped.layers
         self.selection = selection
