@@ -25,7 +25,6 @@ from paceline.drafter.methods.base import (
     Generation,
     Needs,
     Resources,
-    Update,
     check_choice,
     parse_options,
 )
@@ -47,10 +46,8 @@ class DSparkSequence(BeamSequence):
     _drafter: DSparkDrafter
 
     def __init__(self, drafter: DSparkDrafter, generation: Generation, states: StateReader) -> None:
-        super().__init__(drafter, generation)
+        super().__init__(drafter, generation, 1)
         self.states = states
-        self.anchor = generation.tokens[-1]
-        """Newest token of the text."""
         self.context = drafter.backbone.new_context()
         self.newest = torch.empty(0)
         """Hidden states of the newest position in the context, ``[1, taps * hidden]``."""
@@ -58,13 +55,13 @@ class DSparkSequence(BeamSequence):
         self._state: Tensor | None = None
 
     @property
+    def anchor(self) -> int:
+        """Newest token of the text."""
+        return self.text[-1]
+
+    @property
     def backlog(self) -> int:
         return max(0, self._readable - self.context.next_position(self._readable))
-
-    def extend(self, update: Update) -> None:
-        if update.tokens:
-            self.anchor = update.tokens[-1]
-        super().extend(update)
 
     def warm(self, limit: int) -> None:
         new = self.new_states(limit)
