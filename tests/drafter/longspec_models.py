@@ -14,6 +14,7 @@ from paceline.decoder import Decoder, LocalCache, load_config
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.kv.reader import StreamingReader
 from paceline.drafter.methods.base import Generation, Resources
+from paceline.drafter.methods.checkpoint import load_weights
 from paceline.drafter.methods.longspec import (
     LongSpecConfig,
     LongSpecModel,
@@ -115,7 +116,7 @@ class Dense:
         self.config, dtype = read_longspec(folder)
         self.context = context
         self.model = LongSpecModel(self.config)
-        self.model.load_state_dict(dict(Checkpoint(folder, dtype)))
+        self.model.load_state_dict(load_weights(folder, self.config, LongSpecModel, dtype))
         weights = Checkpoint(target, torch.float32)
         self.embedding = weights["model.embed_tokens.weight"]
         tied = load_config(target).tied

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.decoder import UnsupportedModelError
-from paceline.drafter.methods.checkpoint import TargetRef
+from paceline.drafter.methods.checkpoint import TargetRef, load_weights
 from paceline.drafter.methods.dspark import (
     DSparkConfig,
+    DSparkModel,
     Layout,
-    load_weights,
     read_dspark,
     save_dspark,
 )
@@ -120,7 +120,7 @@ def test_published_layouts_load(tmp_path: Path, layout: Layout, markov: str) -> 
     config, dtype = read_dspark(folder, target_layers=4)
     assert config == replace(CONFIG, markov_head=markov)
     assert dtype == torch.bfloat16
-    loaded = load_weights(folder, config, dtype)
+    loaded = load_weights(folder, config, DSparkModel, dtype)
     assert set(weights) - set(loaded) <= {"embed_tokens.weight", "lm_head.weight"}
     assert all(torch.equal(loaded[name], weights[name]) for name in loaded)
     make(config).load_state_dict(loaded)
@@ -133,7 +133,7 @@ def test_dflash_loads(tmp_path: Path) -> None:
     config, _ = read_dspark(write(tmp_path / "a", DFLASH, weights), target_layers=4)
     assert config == replace(plain, from_anchor=False)
     assert config.levels == 3
-    load_weights(tmp_path / "a", config, torch.bfloat16)
+    load_weights(tmp_path / "a", config, DSparkModel, torch.bfloat16)
     described = {k: v for k, v in DEEPSPEC.items() if k not in (
         "markov_head_type", "confidence_head_with_markov")}  # fmt: skip
     described |= {"markov_rank": 0, "enable_confidence_head": False}
@@ -152,7 +152,7 @@ def test_exports_are_read_back(tmp_path: Path, layout: Layout, change: dict[str,
         frozen=(shared, shared) if layout is Layout.DEEPSPEC else None, notes={"steps": 3},
     )  # fmt: skip
     assert read_dspark(tmp_path) == (config, torch.float32)
-    loaded = load_weights(tmp_path, config, torch.float32)
+    loaded = load_weights(tmp_path, config, DSparkModel, torch.float32)
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
     stored = load_file(tmp_path / "model.safetensors")
     assert ("lm_head.weight" in stored) == (layout is Layout.DEEPSPEC)
@@ -169,12 +169,14 @@ def test_a_reduced_vocabulary_is_read_back(tmp_path: Path) -> None:
     save_dspark(tmp_path, reduced, weights, REF)
     assert json.loads((tmp_path / "config.json").read_text())["draft_vocab_size"] == 9
     assert read_dspark(tmp_path) == (reduced, torch.bfloat16)
-    assert torch.equal(load_weights(tmp_path, reduced, torch.bfloat16)["d2t"], weights["d2t"])
+    assert torch.equal(
+        load_weights(tmp_path, reduced, DSparkModel, torch.bfloat16)["d2t"], weights["d2t"]
+    )
     with pytest.raises(UnsupportedModelError, match="whole vocabulary"):
         save_dspark(tmp_path, reduced, weights, REF, layout=Layout.DEEPSPEC)
     save_dspark(tmp_path, reduced, {**weights, "d2t": torch.zeros(9, dtype=torch.int64)}, REF)
     with pytest.raises(UnsupportedModelError, match="expected 9 rising token ids below 50"):
-        load_weights(tmp_path, reduced, torch.bfloat16)
+        load_weights(tmp_path, reduced, DSparkModel, torch.bfloat16)
 
 
 def test_exports_have_the_fields_of_the_other_projects(tmp_path: Path) -> None:
@@ -254,7 +256,7 @@ def test_other_tensors_are_refused(
     folder = write(tmp_path, SPECULATORS, weights)
     config, dtype = read_dspark(folder)
     with pytest.raises(UnsupportedModelError, match=message):
-        load_weights(folder, config, dtype)
+        load_weights(folder, config, DSparkModel, dtype)
 
 
 def test_impossible_shapes_are_refused() -> None:

@@ -29,10 +29,17 @@ from paceline.drafter.methods.base import (
     parse_options,
 )
 from paceline.drafter.methods.beam_drafter import BeamDrafter, BeamSequence, required
-from paceline.drafter.methods.checkpoint import TargetOptions, load_model, read_fit, required_folder
+from paceline.drafter.methods.checkpoint import (
+    TargetOptions,
+    load_model,
+    load_weights,
+    read_fit,
+    required_folder,
+)
 from paceline.drafter.methods.dspark.backbone import DSparkBackbone
-from paceline.drafter.methods.dspark.checkpoint import load_weights, read_dspark
+from paceline.drafter.methods.dspark.config import read_dspark
 from paceline.drafter.methods.dspark.heads import DSparkHeads, HeadInput, HeadOutput
+from paceline.drafter.methods.dspark.module import DSparkModel
 
 
 class DSparkSequence(BeamSequence):
@@ -217,7 +224,7 @@ def _read(folder: Path, fit: Fit, options: DSparkOptions, device: str) -> DSpark
     config, dtype = read_dspark(folder, load_config(target).layers if target else 0)
     dtype = options.torch_dtype(dtype)
     embedding, fit = options.read_embedding(folder, fit, config, dtype, device)
-    weights = load_weights(folder, config, dtype, device)
+    weights = load_weights(folder, config, DSparkModel, dtype, device)
     with torch.inference_mode():
         backbone = DSparkBackbone(config, weights, embedding, dtype, device, options.int8)
         heads = DSparkHeads(config, weights, dtype, device, options.int8)

@@ -19,7 +19,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from paceline.decoder.weights import Checkpoint
 from paceline.drafter.kv import KvOptions
 from paceline.drafter.kv.reader import KvReader
 from paceline.drafter.methods.base import (
@@ -42,12 +41,14 @@ from paceline.drafter.methods.checkpoint import (
     TargetEmbedding,
     TargetOptions,
     load_model,
+    load_weights,
     read_fit,
     required_folder,
     weight_bytes,
 )
 from paceline.drafter.methods.longspec.config import read_longspec
 from paceline.drafter.methods.longspec.layer import LongSpecLayer, TargetKv
+from paceline.drafter.methods.longspec.module import LongSpecModel
 from paceline.kernels import CHUNK, Context, TreePlan, plan_trees
 
 
@@ -214,7 +215,7 @@ def _read(
     config, dtype = read_longspec(folder)
     dtype = options.torch_dtype(dtype)
     embedding, fit = options.read_embedding(folder, fit, config, dtype, device)
-    weights = Checkpoint(folder, dtype, device)
+    weights = load_weights(folder, config, LongSpecModel, dtype, device)
     with torch.inference_mode():
         layer = LongSpecLayer(config, weights, embedding, dtype, device, options.int8)
     return layer, embedding, fit
