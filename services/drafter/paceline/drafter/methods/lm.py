@@ -96,7 +96,7 @@ class ObservedRows:
     positions: Tensor
 
 
-class ScoreObserver:
+class TextScores:
     """Adds up attention weights over layers and heads; an ``AttentionObserver``."""
 
     def __init__(self, observed: Sequence[ObservedRows]) -> None:
@@ -185,7 +185,7 @@ class LmSequence(BeamSequence):
         if self._scores is not None and count == self.backlog:
             rows = range(max(0, count - OBSERVED), count)
             observed = ObservedRows(self._scores, rows, self.cache, torch.arange(end))
-            observer = ScoreObserver([observed])
+            observer = TextScores([observed])
         block = self.text_block(0, begin, end, begin)
         self._drafter.forward([block], [self.cache], observer)
         self.cache.commit(range(count))
@@ -345,13 +345,13 @@ class LmDrafter(BeamDrafter[LmSequence]):
         logits = self.forward(
             blocks,
             [sequence.round_cache for sequence in growing],
-            ScoreObserver(observed) if observed else None,
+            TextScores(observed) if observed else None,
         )
         for sequence, part in zip(growing, logits, strict=True):
             sequence.add_level(part)
 
     def forward(
-        self, blocks: Sequence[Block], caches: Sequence[LocalCache], observer: ScoreObserver | None
+        self, blocks: Sequence[Block], caches: Sequence[LocalCache], observer: TextScores | None
     ) -> list[Tensor]:
         """Logits of blocks, see :func:`forward_blocks`."""
 

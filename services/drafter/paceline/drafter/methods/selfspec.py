@@ -63,7 +63,7 @@ _EXPONENT = 0.25
 """Exponent on confidences before any token was compared: a copy of the target agrees with it far
 more often than its probabilities say."""
 
-_LEAST_EXPONENT = 1 / 32
+_MIN_EXPONENT = 1 / 32
 """Below it, tokens of any probability would be drafted."""
 
 _RATE = 0.1
@@ -166,7 +166,7 @@ class SelfSpecSequence(BeamSequence):
             surplus += math.exp(log_prob) - (drafted == token)
             if drafted != token:
                 break
-        self.exponent = min(1.0, max(_LEAST_EXPONENT, self.exponent * math.exp(_RATE * surplus)))
+        self.exponent = min(1.0, max(_MIN_EXPONENT, self.exponent * math.exp(_RATE * surplus)))
         self._drafter.exponent = self.exponent
 
     def _set_slots(self, slots: int) -> None:

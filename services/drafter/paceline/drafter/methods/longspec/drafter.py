@@ -89,7 +89,7 @@ class LongSpecSequence(BeamSequence):
 
     def prepare(self) -> bool:
         self.kv.check()
-        while self.backlog > MOST_NEW_TOKENS:
+        while self.backlog > MAX_FED_TOKENS:
             self.warm(CHUNK)
         self.cache.reserve(self.length)
         below = self.length - 1  # the verifier may have committed more than this text
@@ -121,7 +121,7 @@ class LongSpecSequence(BeamSequence):
         self.context = None
 
 
-MOST_NEW_TOKENS = 16
+MAX_FED_TOKENS = 16
 """Most tokens that a round feeds through the whole layer. Of more, as of a prompt, all but the
 newest get keys and values alone."""
 

@@ -22,7 +22,7 @@ from paceline.drafter.methods.dspark import (
     save_dspark,
 )
 
-from .shapes import CONFIG, make
+from .shapes import DSPARK, randomised
 
 REF = TargetRef("some-target", ("Qwen3ForCausalLM",), "f" * 64, "a" * 64)
 D, FF, V, R, LAYERS = 24, 40, 50, 6, 2
@@ -118,17 +118,17 @@ def test_published_layouts_load(tmp_path: Path, layout: Layout, markov: str) -> 
     weights = tensors(markov, frozen=deepspec)
     folder = write(tmp_path, described, weights)
     config, dtype = read_dspark(folder, target_layers=4)
-    assert config == replace(CONFIG, markov_head=markov)
+    assert config == replace(DSPARK, markov_head=markov)
     assert dtype == torch.bfloat16
     loaded = load_weights(folder, config, DSparkModel, dtype)
     assert set(weights) - set(loaded) <= {"embed_tokens.weight", "lm_head.weight"}
     assert all(torch.equal(loaded[name], weights[name]) for name in loaded)
-    make(config).load_state_dict(loaded)
+    randomised(DSparkModel(config)).load_state_dict(loaded)
 
 
 def test_dflash_loads(tmp_path: Path) -> None:
     """From speculators as a type of its own, from DeepSpec as a DSpark without heads."""
-    plain = replace(CONFIG, **NO_HEADS)
+    plain = replace(DSPARK, **NO_HEADS)
     weights = tensors(None, confidence=False)
     config, _ = read_dspark(write(tmp_path / "a", DFLASH, weights), target_layers=4)
     assert config == replace(plain, from_anchor=False)
@@ -144,8 +144,8 @@ def test_dflash_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{}, {"markov_head": "rnn"}, NO_HEADS])
 @pytest.mark.parametrize("layout", Layout)
 def test_exports_are_read_back(tmp_path: Path, layout: Layout, change: dict[str, Any]) -> None:
-    config = replace(CONFIG, **change)
-    weights = make(config).state_dict()
+    config = replace(DSPARK, **change)
+    weights = randomised(DSparkModel(config)).state_dict()
     shared = torch.randn(V, D)  # a tied target: embedding and head are one tensor
     save_dspark(
         tmp_path, config, weights, REF, layout=layout, dtype=torch.float32,
@@ -162,8 +162,8 @@ def test_exports_are_read_back(tmp_path: Path, layout: Layout, change: dict[str,
 
 
 def test_a_reduced_vocabulary_is_read_back(tmp_path: Path) -> None:
-    reduced = replace(CONFIG, draft_vocab_size=9)
-    weights = {**make(reduced).state_dict(), "d2t": torch.arange(3, 48, 5)}
+    reduced = replace(DSPARK, draft_vocab_size=9)
+    weights = {**randomised(DSparkModel(reduced)).state_dict(), "d2t": torch.arange(3, 48, 5)}
     assert weights["markov_head.markov_w1.weight"].shape == (10, R)  # one for all other tokens
     assert weights["markov_head.markov_w2.weight"].shape == (9, R)
     save_dspark(tmp_path, reduced, weights, REF)
@@ -181,18 +181,18 @@ def test_a_reduced_vocabulary_is_read_back(tmp_path: Path) -> None:
 
 def test_exports_have_the_fields_of_the_other_projects(tmp_path: Path) -> None:
     """Layer numbers in particular: the output of layer 0 is DeepSpec's 0 and speculators' 1."""
-    weights = make(CONFIG).state_dict()
+    weights = randomised(DSparkModel(DSPARK)).state_dict()
     for layout, published in ((Layout.DEEPSPEC, DEEPSPEC), (Layout.SPECULATORS, SPECULATORS)):
         frozen = (torch.zeros(V, D), torch.zeros(V, D)) if layout is Layout.DEEPSPEC else None
-        save_dspark(tmp_path / layout.value, CONFIG, weights, REF, layout=layout, frozen=frozen)
+        save_dspark(tmp_path / layout.value, DSPARK, weights, REF, layout=layout, frozen=frozen)
         written = json.loads((tmp_path / layout.value / "config.json").read_text())
         for key in SAID:
             assert written.get(key) == published.get(key), key
 
 
 def test_a_window_is_in_the_own_section(tmp_path: Path) -> None:
-    windowed = replace(CONFIG, window=32, state_input=True)
-    weights = make(windowed).state_dict()
+    windowed = replace(DSPARK, window=32, state_input=True)
+    weights = randomised(DSparkModel(windowed)).state_dict()
     save_dspark(tmp_path, windowed, weights, REF)
     assert read_dspark(tmp_path)[0] == windowed
     with pytest.raises(UnsupportedModelError, match="whole context"):
@@ -263,5 +263,5 @@ def test_impossible_shapes_are_refused() -> None:
     for change in ({"block": 0}, {"mask_token": 50}, {"taps": ()}, {"kv_heads": 4},
                    {"block": 1, "from_anchor": False}, {"markov_rank": 0}):  # fmt: skip
         with pytest.raises(UnsupportedModelError):
-            replace(CONFIG, **change)
-    assert isinstance(CONFIG, DSparkConfig)
+            replace(DSPARK, **change)
+    assert isinstance(DSPARK, DSparkConfig)
