@@ -13,11 +13,10 @@ from paceline.decoder import load_config
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.acceptance import RecordedStates
 from paceline.drafter.methods.base import Generation, Resources
-from paceline.drafter.methods.checkpoint import TargetRef
+from paceline.drafter.methods.checkpoint import TargetRef, load_weights
 from paceline.drafter.methods.dspark import (
     DSparkConfig,
     DSparkModel,
-    load_weights,
     read_dspark,
     save_dspark,
 )
@@ -98,7 +97,7 @@ class Dense:
     def __init__(self, folder: Path, target: Path) -> None:
         self.config, dtype = read_dspark(folder)
         self.model = DSparkModel(self.config)
-        self.model.load_state_dict(load_weights(folder, self.config, dtype))
+        self.model.load_state_dict(load_weights(folder, self.config, DSparkModel, dtype))
         weights = Checkpoint(target, torch.float32)
         self.embedding = weights["model.embed_tokens.weight"]
         tied = load_config(target).tied

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.decoder import Decoder, LocalCache, load_config
+from paceline.decoder import Decoder, load_config
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.kv.reader import StreamingReader
 from paceline.drafter.methods.base import Generation, Resources
+from paceline.drafter.methods.checkpoint import load_weights
 from paceline.drafter.methods.longspec import (
     LongSpecConfig,
     LongSpecModel,
@@ -23,11 +24,10 @@ from paceline.drafter.methods.longspec import (
     window_mask,
 )
 from paceline.drafter.methods.longspec.drafter import LongSpecDrafter, LongSpecSequence
-from paceline.drafter.methods.slots import chain_segments
-from paceline.kernels import plan_trees, streaming
+from paceline.kernels import streaming
 from paceline.v1 import sampling_pb2
 
-from .models import GREEDY, VOCAB, beam_search
+from .models import GREEDY, VOCAB, beam_search, forward
 
 
 @dataclass
@@ -67,11 +67,7 @@ def target_kv(target: Path, config: LongSpecConfig, text: Sequence[int]) -> Fake
 
     Behind it lie numbers that must not be read.
     """
-    decoder = Decoder.load(target)
-    cache = LocalCache(decoder.config)
-    cache.reserve(len(text) + 50)
-    plan = plan_trees(chain_segments(0, 0, len(text)))
-    decoder.forward(torch.tensor(text), plan, [cache], logit_rows=torch.tensor([0]))
+    _, cache = forward(Decoder.load(target), text, 50)
     keys, values = (each.clone() for each in cache.layer(config.target_layer))
     keys[:, len(text) - 1 :] = values[:, len(text) - 1 :] = torch.nan
     return FakeKv(keys, values, len(text) - 1)
@@ -115,7 +111,7 @@ class Dense:
         self.config, dtype = read_longspec(folder)
         self.context = context
         self.model = LongSpecModel(self.config)
-        self.model.load_state_dict(dict(Checkpoint(folder, dtype)))
+        self.model.load_state_dict(load_weights(folder, self.config, LongSpecModel, dtype))
         weights = Checkpoint(target, torch.float32)
         self.embedding = weights["model.embed_tokens.weight"]
         tied = load_config(target).tied

@@ -12,9 +12,16 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from paceline.decoder import LocalCache
+from paceline.decoder import Decoder, LocalCache
+from paceline.drafter.acceptance import RecordedKv
 from paceline.drafter.methods.base import Generation, Resources
 from paceline.drafter.methods.lm import LmDrafter, LmSequence
 from paceline.drafter.methods.slots import chain_segments
@@ -90,15 +97,46 @@ def text_of(length: int, seed: int = 0) -> list[int]:
     return [draws.randrange(VOCAB) for _ in range(length)]
 
 
-def forward(drafter: LmDrafter, text: Sequence[int]) -> tuple[torch.Tensor, LocalCache]:
-    """Logits after the text, and its KV, by one pass over all of it."""
-    cache = LocalCache(drafter.decoder.config)
-    cache.reserve(len(text))
+def forward(
+    decoder: Decoder, text: Sequence[int], room: int = 0
+) -> tuple[torch.Tensor, LocalCache]:
+    """Logits after the text, and its KV with room for more, by one pass over all of it."""
+    cache = LocalCache(decoder.config)
+    cache.reserve(len(text) + room)
     plan = plan_trees(chain_segments(0, 0, len(text)))
     last = torch.tensor([len(text) - 1])
-    return drafter.decoder.forward(torch.tensor(text), plan, [cache], logit_rows=last).logits[
-        0
-    ], cache
+    logits = decoder.forward(torch.tensor(text), plan, [cache], logit_rows=last).logits
+    return logits[0], cache
+
+
+@torch.inference_mode()
+def greedy(
+    folder: Path, text: Sequence[int], rounds: Sequence[tuple[int, Sequence[int]]], count: int
+) -> list[int]:
+    """Tokens that transformers writes after `text`.
+
+    `rounds` are, of each round, where it began to feed tokens and what it saw of those before.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    tokens = list(text)
+    for _ in range(count):
+        seen = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+        for begin, chosen in rounds:
+            seen[begin:, :begin] = False
+            seen[begin:, list(chosen)] = True
+        mask = torch.zeros(1, 1, *seen.shape).masked_fill(~seen, -torch.inf)
+        logits = model(torch.tensor([tokens]), attention_mask=mask).logits
+        tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(text) :]
+
+
+def recorded_kv(decoder: Decoder, text: Sequence[int], committed: int) -> RecordedKv:
+    """All layers of a target's KV of a text, up to a committed length."""
+    kv = RecordedKv(forward(decoder, text)[1])
+    kv.committed = committed
+    return kv
 
 
 class Oracle:
@@ -114,7 +152,7 @@ class Oracle:
 
     def next_token(self, beyond: Sequence[int] = ()) -> int:
         text = [*self.text, *beyond]
-        logits, _ = forward(self._drafter, text)
+        logits, _ = forward(self._drafter.decoder, text)
         history = History(text[: self._prompt], text[self._prompt :])
         return choose_token(logits, self._params, len(text), history)
 

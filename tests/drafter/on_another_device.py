@@ -30,8 +30,7 @@ from another_device import OnDevice, another_device
 
 from .dspark_models import made_up_states, write_dspark
 from .longspec_models import write_longspec
-from .models import SAMPLINGS, VOCAB, text_of, write_model
-from .test_selfspec import stale_kv
+from .models import SAMPLINGS, VOCAB, recorded_kv, text_of, write_model
 
 METHODS = {
     "lm": {"widths": "3,2", "min_survival": "0"},
@@ -108,7 +107,7 @@ def trees(drafter: Drafter, target: Decoder, sampling: str, kv_device: str) -> l
             states = made_up_states(drafter.backbone.config, length + 8)
             generation = replace(generation, states=states)
         elif drafter.needs.kv_layers:
-            kv = Moved(stale_kv(target, text, length + 8), kv_device)
+            kv = Moved(recorded_kv(target, text, length + 8), kv_device)
             generation = replace(generation, kv=kv)
         sequences.append(drafter.start(generation))
     found: list[TokenTree] = []

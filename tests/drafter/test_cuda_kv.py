@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from paceline.drafter.errors import KvGone, KvNotShared
 from paceline.drafter.kv import KvOptions
 from paceline.drafter.kv.cuda import CudaKv
 from paceline.drafter.kv.exchange import KvExchange
+from paceline.drafter.kv.mapped import CacheFile
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.sequence import Generation, Sequence
@@ -29,7 +31,7 @@ from paceline.verifier.kv.pool import PagedKv, PagePool
 from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
 
 from .conftest import until
-from .test_kv_descriptions import change
+from .segments import change_layout
 
 LAYOUT = KvLayout(layers=3, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
 COMMITTED = 300
@@ -51,17 +53,9 @@ class Pool:
         self.kv.reserve(COMMITTED)
         self.kv.publish(COMMITTED)
 
-    def describe(self, layers: list[int] | None = None) -> kv_pb2.MapCacheResponse:
-        return kv_pb2.MapCacheResponse(
-            file=self.kv.describe_file(),
-            dtype=kv_pb2.KV_DTYPE_BFLOAT16,
-            generation=5,
-            kv=self.kv.describe(layers or range(LAYOUT.layers)),
-        )
-
-    def open(self, layers: tuple[int, ...], **change: Any) -> CudaKv:
-        answer = change.pop("answer", None) or self.describe()
-        return CudaKv(answer, self.cache.read_grant, layers, self.driver, 0)
+    def open(self, *layers: int) -> CudaKv:
+        file = CacheFile(f"/{self.kv.name}", self.cache.read_grant)
+        return CudaKv(file, layers, self.driver, 0)
 
 
 @pytest.fixture
@@ -76,7 +70,7 @@ def pool() -> Iterator[Pool]:
 
 
 def test_a_drafter_reads_what_the_verifier_wrote(pool: Pool) -> None:
-    kv = pool.open((0, -1))
+    kv = pool.open(0, -1)
     assert (kv.committed, kv.transport, kv.received) == (COMMITTED, "map", 0)
     for below, budget, positions in (
         (290, 0, range(290)),
@@ -97,7 +91,7 @@ def test_a_drafter_reads_what_the_verifier_wrote(pool: Pool) -> None:
 
 
 def test_a_released_cache_is_detected_after_reading(pool: Pool) -> None:
-    kv = pool.open((1,))
+    kv = pool.open(1)
     kv.refresh(1000, 0)
     kv.parts(1)
     pool.kv.close()
@@ -109,7 +103,7 @@ def test_a_released_cache_is_detected_after_reading(pool: Pool) -> None:
 
 
 def test_an_invalid_page_table_is_refused(pool: Pool) -> None:
-    kv = pool.open((1,))
+    kv = pool.open(1)
     pool.kv._table[1] = 5
     with pytest.raises(KvGone, match="out of its pool"):
         kv.refresh(1000, 0)
@@ -117,40 +111,28 @@ def test_an_invalid_page_table_is_refused(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value"),
+    "fields",
     [
-        ("layers.0.key_offset", 1 << 40),
-        ("layers.2.value_offset", 1),
-        ("layers.2.layer", 7),
-        ("head_stride", 1 << 62),
-        ("position_stride", 8),
-        ("heads", 0),
-        ("capacity", 0),
-        ("capacity", 1 << 31),
-        ("pages.page_size", 0),
-        ("pages.page_size", 512),
-        ("pages.page_size", 700),
-        ("pages.page_stride", 64),
-        ("pages.page_stride", 1 << 63),
-        ("pages.table_offset", 0),
-        ("pages.table_offset", 8192),
-        ("pages.table_offset", 4097),
-        ("pages.memory.handle", bytes(64)),
-        ("pages.memory.device_uuid", b"?" * 16),
-        ("pages.memory.byte_size", 1 << 33),
-        ("pages.memory.byte_offset", 3),
+        {"layers": 2},
+        {"heads": 0},
+        {"heads": 1 << 31},
+        {"capacity": 0},
+        {"capacity": 1 << 31},
+        {"dtype": kv_pb2.KV_DTYPE_FLOAT8_E4M3},
+        {"pages__page_size": 0},
+        {"pages__page_size": 4096},
+        {"pages__memory__handle": bytes(64)},
+        {"pages__memory__device_uuid": b"?" * 16},
+        {"pages__memory__byte_size": 1 << 33},
+        {"pages__memory__byte_offset": 3},
     ],
 )
-def test_invalid_descriptions_are_refused(pool: Pool, path: str, value: Any) -> None:
-    answer = pool.describe()
-    change(f"kv.{path}", value)(answer)
+def test_no_layout_leads_out_of_file_or_pool(pool: Pool, fields: dict[str, Any]) -> None:
+    change_layout(pool.kv, **fields)
+    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(KvNotShared):
-        pool.open((0, 1, 2), answer=answer)
-
-
-def test_another_grant_is_refused(pool: Pool) -> None:
-    with pytest.raises(KvNotShared, match="not, or no longer"):
-        CudaKv(pool.describe(), b"x" * 16, (0,), pool.driver, 0)
+        pool.open(0, 1, 2)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 class OneCache:
@@ -162,9 +144,6 @@ class OneCache:
     def find_granted(self, read_grant: bytes) -> Cache:
         assert read_grant == self._cache.read_grant
         return self._cache
-
-    def lease_left(self, cache: Cache) -> float:
-        return 30.0
 
 
 @pytest.mark.parametrize(

@@ -81,20 +81,6 @@ def test_weights_in_bfloat16_draft(pair: tuple[Path, Path]) -> None:
     assert start(drafter, text_of(30, 1), states).draft(Budget(8, 2))
 
 
-def test_weights_of_8_bits_draft_about_the_same(tmp_path: Path) -> None:
-    target = write_model(tmp_path / "target", hidden_size=64, head_dim=32)
-    folder = write_dspark(
-        tmp_path / "drafter", target, markov_rank=32, draft_vocab_size=40, confidence=False
-    )
-    text = text_of(30, 1)
-    drafters = [load(folder, target, widths="1", weights=weights) for weights in ("auto", "int8")]
-    states = made_up_states(drafters[0].shape, 29)
-    trees = [start(drafter, text, states).draft(Budget(8, 2)) for drafter in drafters]
-    assert trees[0].tokens == trees[1].tokens
-    assert trees[0].confidences != trees[1].confidences
-    assert trees[0].confidences == pytest.approx(trees[1].confidences, abs=0.1)
-
-
 def test_memory_is_constant_with_a_window(small: tuple[Path, Path]) -> None:
     """Hidden states older than the window are not read."""
     drafter, dense = _loaded(small)

@@ -17,8 +17,7 @@ from paceline.drafter import VerifierAccess
 from .conftest import Drafting, drafting, until
 from .fake_verifier import Refused, Text
 from .fakes import FakeDrafter, FakeSequence
-from .kv_verifier import KvVerifier
-from .segments import COMMITTED, GRANT, new_segment
+from .segments import COMMITTED, GRANT, HEADS, KvVerifier, change_layout, new_segment
 
 
 @pytest.fixture
@@ -52,7 +51,6 @@ async def open_text(service: Drafting, **fields: Any) -> Text:
 async def test_a_method_reads_what_the_verifier_writes(service: Drafting, kv: KvVerifier) -> None:
     text = await open_text(service)
     assert text.opened.kv_transport == "map"
-    assert list(kv.requests[0].layers) == [], "all: it alone knows which is the last"
     sequence, segment = newest(), kv.segment
     await text.round()
     segment.kv[..., COMMITTED, :] = 9.0
@@ -92,13 +90,13 @@ async def test_a_sequence_without_its_kv_is_refused(service: Drafting, kv: KvVer
         with pytest.raises(Refused, match=message) as error:
             await open_text(service, read_grant=grant)
         assert error.value.reason == "KV_NOT_SHARED"
-    kv.change = lambda response: setattr(response.kv.layers[0], "key_offset", 1 << 40)
-    with pytest.raises(Refused, match="expected it inside bytes"):
+    change_layout(kv.segment, heads=1 << 31)
+    with pytest.raises(Refused, match="expected one inside bytes"):
         await open_text(service)
+    change_layout(kv.segment, heads=HEADS)
     assert not FakeDrafter.loaded[0].sequences
     other = await open_text(service, drafter="ngram")
     await other.round()
-    kv.change = lambda response: None
     await (await open_text(service)).end()
 
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 from paceline.drafter.methods.base import Budget, Update
 from paceline.drafter.methods.lm import LmDrafter, LmSequence, TopChunks
 
-from .models import VOCAB, load, start, text_of, write_model
+from .models import VOCAB, greedy, load, start, text_of, write_model
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -34,27 +33,6 @@ def warmed(drafter: LmDrafter, text: list[int]) -> LmSequence:
     return sequence
 
 
-@torch.inference_mode()
-def greedy(folder: Path, text: list[int], rounds: list[tuple[int, list[int]]]) -> list[int]:
-    """Three tokens that transformers writes after `text`.
-
-    `rounds` are, of each round, where it began to feed tokens and what it saw of those before.
-    """
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
-    tokens = list(text)
-    for _ in range(3):
-        seen = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
-        for begin, chosen in rounds:
-            seen[begin:, :begin] = False
-            seen[begin:, chosen] = True
-        mask = torch.zeros(1, 1, *seen.shape).masked_fill(~seen, -torch.inf)
-        logits = model(torch.tensor([tokens]), attention_mask=mask).logits
-        tokens.append(int(logits[0, -1].argmax()))
-    return tokens[len(text) :]
-
-
 @pytest.mark.parametrize("policy", ["streaming", "chunk_topk"])
 def test_a_chain_is_the_sparse_models_own_text(folder: Path, policy: str) -> None:
     """After any budget of earlier rounds, whose KV stays as it was computed."""
@@ -70,7 +48,7 @@ def test_a_chain_is_the_sparse_models_own_text(folder: Path, policy: str) -> Non
         assert len(chosen) <= budget
         assert chosen[-1] == begin - 1
         seen.append((begin, chosen))
-        assert list(tree.tokens) == greedy(folder, sequence.text, seen)
+        assert list(tree.tokens) == greedy(folder, sequence.text, seen, 3)
         other = (tree.tokens[kept] + 1) % VOCAB
         sequence.extend(Update([*tree.tokens[:kept], other, 7]))
         assert sequence.cached == len(sequence.text) - 2, "the KV of accepted nodes is kept"

@@ -72,20 +72,6 @@ def test_trees_equal_a_dense_beam_search(
         check_tree(tree, expected)
 
 
-def test_weights_of_8_bits_draft_about_the_same(tmp_path: Path) -> None:
-    target = write_model(tmp_path / "target", hidden_size=64, head_dim=32)
-    folder = write_longspec(tmp_path / "drafter", target)
-    text = text_of(30, 1)
-    kv = target_kv(target, load(folder, target).layer.config, text)
-    trees = [
-        start(load(folder, target, widths="1", weights=weights), text, kv).draft(Budget(8, 1))
-        for weights in ("auto", "int8")
-    ]
-    assert trees[0].tokens == trees[1].tokens
-    assert trees[0].confidences != trees[1].confidences
-    assert trees[0].confidences == pytest.approx(trees[1].confidences, abs=0.1)
-
-
 def test_the_budget_may_change_between_rounds(small: tuple[Path, Path]) -> None:
     drafter = load(*small, widths="2,2", min_survival="0", max_nodes="64")
     dense, text = Dense(*small, 0), text_of(60, 3)

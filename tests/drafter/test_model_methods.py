@@ -43,9 +43,11 @@ class Method:
         return sequence
 
 
-def load(name: str, folder: Path, widths: str = "4,4,4,4", **shape: Any) -> Method:
+def load(
+    name: str, folder: Path, widths: str = "4,4,4,4", weights: str = "auto", **shape: Any
+) -> Method:
     target = write_model(folder / "target", **shape)
-    options = {"widths": widths, "min_survival": "0"}
+    options = {"widths": widths, "min_survival": "0", "weights": weights}
     if name == "lm":
         return Method(models.load(target, **options))
     if name == "selfspec":
@@ -53,7 +55,7 @@ def load(name: str, folder: Path, widths: str = "4,4,4,4", **shape: Any) -> Meth
     if name == "longspec":
         layer = longspec_models.write_longspec(folder / name, target, window=16)
         return Method(longspec_models.load(layer, target, **options), "kv")
-    block = dspark_models.write_dspark(folder / name, target, markov_rank=8, window=16, layers=2)
+    block = dspark_models.write_dspark(folder / name, target, markov_rank=32, window=16, layers=2)
     return Method(dspark_models.load(block, target, **options), "states")
 
 
@@ -175,3 +177,15 @@ def test_a_released_cache_fails_its_own_sequence_only(name: str, loaded: dict[st
 def test_a_generation_without_the_data_is_refused(name: str, loaded: dict[str, Method]) -> None:
     with pytest.raises(ValueError, match="with a read_grant"):
         loaded[name].drafter.start(Generation([1, 2], 2, VOCAB))
+
+
+@pytest.mark.parametrize("name", ["longspec", "dspark"])
+def test_weights_of_8_bits_draft_about_the_same(name: str, tmp_path: Path) -> None:
+    text, trees = text_of(30, 1), []
+    for weights in ("auto", "int8"):
+        method = load(name, tmp_path, "1", weights=weights, hidden_size=64, head_dim=32)
+        trees.append(method.start(text).draft(Budget(8, 1)))
+    exact, rough = trees
+    assert exact.tokens == rough.tokens
+    assert exact.confidences != rough.confidences
+    assert exact.confidences == pytest.approx(rough.confidences, abs=0.1)

@@ -12,9 +12,9 @@ from paceline.drafter.methods.selfspec import SelfSpecDrafter
 
 from .conftest import until
 from .fakes import FakeDrafter, FakeSequence
-from .models import GREEDY, SAMPLINGS, VOCAB, Oracle, load, start, text_of, write_model
-from .test_selfspec import greedy, stale_kv
+from .models import GREEDY, SAMPLINGS, VOCAB, Oracle, load, recorded_kv, start, text_of, write_model
 from .test_selfspec import load as load_selfspec
+from .test_selfspec import sparse_text
 from .test_worker import drafting, round_of, started_worker
 
 
@@ -77,13 +77,13 @@ def test_drafting_ahead_ends(folder: Path) -> None:
 
 def selfspec(folder: Path, text: list[int]) -> tuple[SelfSpecDrafter, list[int]]:
     drafter = load_selfspec(folder, context=12, depth=5, min_survival=0)
-    return drafter, greedy(folder, text, len(text) - 1, 12, 11)
+    return drafter, sparse_text(folder, text, len(text) - 1, 12, 11)
 
 
 def test_selfspec_continues_its_own_text(folder: Path) -> None:
     text = text_of(60, 4)
     drafter, expected = selfspec(folder, text)
-    kv = stale_kv(drafter.decoder, text, len(text) - 1)
+    kv = recorded_kv(drafter.decoder, text, len(text) - 1)
     sequence = drafter.start(Generation(text, len(text), VOCAB, GREEDY, kv=kv))
     assert list(sequence.draft(Budget(5, 5)).tokens) == expected[:5]
     for _ in range(3):

@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from paceline.decoder import Decoder, LocalCache, weights_fingerprint
-from paceline.drafter.acceptance import RecordedKv
+from paceline.decoder import weights_fingerprint
 from paceline.drafter.methods import selfspec
 from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
 from paceline.drafter.methods.selfspec import (
@@ -18,21 +15,9 @@ from paceline.drafter.methods.selfspec import (
     SelfSpecDrafter,
     SelfSpecSequence,
 )
-from paceline.drafter.methods.slots import chain_segments
-from paceline.kernels import plan_trees, streaming
+from paceline.kernels import streaming
 
-from .models import GREEDY, VOCAB, text_of, write_model
-
-
-def stale_kv(decoder: Decoder, text: list[int], committed: int) -> RecordedKv:
-    """All layers of a target's KV of a text, up to a committed length."""
-    cache = LocalCache(decoder.config)
-    cache.reserve(len(text))
-    plan = plan_trees(chain_segments(0, 0, len(text)))
-    decoder.forward(torch.tensor(text), plan, [cache], logit_rows=torch.tensor([0]))
-    kv = RecordedKv(cache)
-    kv.committed = committed
-    return kv
+from .models import GREEDY, VOCAB, greedy, recorded_kv, text_of, write_model
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -46,26 +31,14 @@ def load(folder: Path, **options: Any) -> SelfSpecDrafter:
 
 
 def start(drafter: SelfSpecDrafter, text: list[int], committed: int) -> SelfSpecSequence:
-    kv = stale_kv(drafter.decoder, text, committed)
+    kv = recorded_kv(drafter.decoder, text, committed)
     return drafter.start(Generation(text, len(text), VOCAB, GREEDY, kv=kv))
 
 
-@torch.inference_mode()
-def greedy(folder: Path, text: list[int], known: int, budget: int, count: int) -> list[int]:
-    """Greedy tokens of transformers if tokens from ``known`` on see few positions before it."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
-    tokens = list(text)
-    for _ in range(count):
-        seen = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
-        seen[known:, :known] = False
-        for part in streaming(known, budget):
-            seen[known:, part.start : part.stop] = True
-        mask = torch.zeros(1, 1, *seen.shape).masked_fill(~seen, -torch.inf)
-        logits = model(torch.tensor([tokens]), attention_mask=mask).logits
-        tokens.append(int(logits[0, -1].argmax()))
-    return tokens[len(text) :]
+def sparse_text(folder: Path, text: list[int], known: int, budget: int, count: int) -> list[int]:
+    """The target's own tokens if those from ``known`` on see few positions before it."""
+    seen = [position for part in streaming(known, budget) for position in part]
+    return greedy(folder, text, [(known, seen)], count)
 
 
 @pytest.mark.parametrize(("budget", "behind"), [(0, 1), (12, 1), (12, 7), (30, 20)])
@@ -75,11 +48,11 @@ def test_a_chain_is_the_sparse_targets_own_text(folder: Path, budget: int, behin
     sequence = start(drafter, text, len(text) - behind)
     tree = sequence.draft(Budget(8, 8))
     assert tree.parents == (-1, 0, 1, 2, 3)
-    assert list(tree.tokens) == greedy(folder, text, len(text) - behind, budget, 5)
+    assert list(tree.tokens) == sparse_text(folder, text, len(text) - behind, budget, 5)
     sequence.extend(Update(tree.tokens[:2]))
     again = sequence.draft(Budget(8, 3))
     longer = [*text, *tree.tokens[:2]]
-    assert list(again.tokens) == greedy(folder, longer, len(text) - behind, budget, 3)
+    assert list(again.tokens) == sparse_text(folder, longer, len(text) - behind, budget, 3)
     sequence.close()
 
 

@@ -219,7 +219,7 @@ def valid_call(fuzzer: Fuzzer, name: str, prompt: list[int]) -> list[Message]:
         case "UnloadDrafter":
             return [drafter_pb2.UnloadDrafterRequest(name="x", version="1")]
         case "MapCache":
-            return [kv_pb2.MapCacheRequest(read_grant=grant, layers=[0, 1])]
+            return [kv_pb2.MapCacheRequest(read_grant=grant)]
         case "FollowCache":
             subscribe = kv_pb2.FollowSubscribe(read_grant=grant, layers=[0], budget=64)
             return [

@@ -14,7 +14,7 @@ from verifier_support import Client, until
 from paceline.drafter.errors import KvGone, KvNotShared
 from paceline.drafter.kv import stream as stream_module
 from paceline.drafter.kv.remote import RemoteStates
-from paceline.drafter.kv.stream import Update
+from paceline.drafter.kv.stream import CacheUpdate
 from paceline.kv.wire import encode_rows
 from paceline.v1 import kv_pb2, verifier_pb2
 
@@ -100,9 +100,9 @@ async def test_invalid_updates_are_refused(change: dict[str, Any]) -> None:
     subscribe = kv_pb2.FollowSubscribe(hidden_state_layers=[0])
     sent = RemoteStates(Silent, subscribe)
     shape = kv_pb2.KvShape(hidden_size=3, dtype=kv_pb2.KV_DTYPE_FLOAT32)
-    await sent._receive(Update(1, shape, [message()]))
+    await sent._receive(CacheUpdate(1, shape, [message()]))
     assert sent.read(0, 2)[1].shape == (2, 3)
     with pytest.raises(KvGone):
-        await sent._receive(Update(1, shape, [message(**change)]))
+        await sent._receive(CacheUpdate(1, shape, [message(**change)]))
     sent.close()
     sent._first.cancel()

@@ -9,8 +9,11 @@ from typing import Any
 import drafters
 import pytest
 import torch
-from verifier_support import LAYOUT, failure, reason_of, serving, text
+from kv_support import mapping
+from verifier_support import LAYOUT, serving, text
 
+from paceline.drafter.errors import KvNotShared
+from paceline.kv.segment import HEADER_BYTES
 from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.kv.pool import PAGE_TOKENS, PagedKv, PagePool
@@ -55,8 +58,8 @@ async def test_followed_is_what_was_written(models: Any, tmp_path: Path, policy:
     async with serving(models["Llama"], tmp_path / "p.sock", **options) as client:
         created = await client.create(text(1, 300), max_new_tokens=5, ignore_eos=True)
         stub: Any = kv_pb2_grpc.KvExchangeServiceStub(client.channel)
-        request = kv_pb2.MapCacheRequest(read_grant=created.read_grant)
-        assert reason_of(await failure(stub.MapCache(request))) == "KV_NOT_MAPPABLE"
+        with pytest.raises(KvNotShared, match="pages that other processes cannot map"):
+            await mapping(client, created, 0)
         stream = stub.FollowCache()
         subscribe = kv_pb2.FollowSubscribe(
             read_grant=created.read_grant,
@@ -135,12 +138,12 @@ def test_the_file_has_the_page_table_and_hidden_states() -> None:
     kv = PagedKv(pool, 768, taps)
     kv.reserve(512)
     raw = kv.path.read_bytes()
-    table = torch.frombuffer(bytearray(raw[kv.table_offset :]), dtype=torch.int32, count=2)
+    table = torch.frombuffer(bytearray(raw[HEADER_BYTES:]), dtype=torch.int32, count=2)
     assert torch.equal(table, pool.tables[1, :2])
     states = torch.randn(3, 5)
     assert kv.taps is not None
     kv.taps.record(10, {0: states}, slice(None))
     assert torch.equal(kv.taps.rows[0, 10:13], states)
-    offset = kv.describe_states([0]).layers[0].offset + 10 * 5 * 4
+    offset = kv.header.layout.hidden_states.offset + 10 * 5 * 4
     assert kv.path.read_bytes()[offset : offset + 60] == states.numpy().tobytes()
     kv.close()

@@ -26,11 +26,10 @@ from paceline.drafter import Drafter, Resources
 from paceline.drafter.acceptance import accepted_lengths, replay
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import LoadError
-from paceline.drafter.methods.checkpoint import check_target, read_fit
+from paceline.drafter.methods.checkpoint import check_target, load_weights, read_fit
 from paceline.drafter.methods.dspark import (
     DSparkConfig,
     DSparkModel,
-    load_weights,
     read_dspark,
     save_dspark,
 )
@@ -149,7 +148,7 @@ class DSparkDrafter(DrafterModel):
     def read(cls, folder: Path, target: Path, device: str) -> Self:
         config, _ = read_dspark(folder)
         model = DSparkModel(config)
-        model.load_state_dict(load_weights(folder, config, torch.float32))
+        model.load_state_dict(load_weights(folder, config, DSparkModel, torch.float32))
         return cls(target, model.to(device))
 
     def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:

@@ -24,102 +24,62 @@ KV_DTYPE_INT8: KvDtype
 KV_DTYPE_FLOAT8_E4M3: KvDtype
 
 class MapCacheRequest(_message.Message):
-    __slots__ = ("read_grant", "layers", "hidden_state_layers")
+    __slots__ = ("read_grant",)
     READ_GRANT_FIELD_NUMBER: _ClassVar[int]
-    LAYERS_FIELD_NUMBER: _ClassVar[int]
-    HIDDEN_STATE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     read_grant: bytes
-    layers: _containers.RepeatedScalarFieldContainer[int]
-    hidden_state_layers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, read_grant: _Optional[bytes] = ..., layers: _Optional[_Iterable[int]] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, read_grant: _Optional[bytes] = ...) -> None: ...
 
 class MapCacheResponse(_message.Message):
-    __slots__ = ("file", "dtype", "committed_length", "generation", "lease_ms", "kv", "hidden_states")
+    __slots__ = ("file",)
     FILE_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
-    KV_FIELD_NUMBER: _ClassVar[int]
-    HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     file: PosixSharedMemory
-    dtype: KvDtype
-    committed_length: int
-    generation: int
-    lease_ms: int
-    kv: KvLayout
-    hidden_states: HiddenStateLayout
-    def __init__(self, file: _Optional[_Union[PosixSharedMemory, _Mapping]] = ..., dtype: _Optional[_Union[KvDtype, str]] = ..., committed_length: _Optional[int] = ..., generation: _Optional[int] = ..., lease_ms: _Optional[int] = ..., kv: _Optional[_Union[KvLayout, _Mapping]] = ..., hidden_states: _Optional[_Union[HiddenStateLayout, _Mapping]] = ...) -> None: ...
+    def __init__(self, file: _Optional[_Union[PosixSharedMemory, _Mapping]] = ...) -> None: ...
 
-class KvLayout(_message.Message):
-    __slots__ = ("layers", "heads", "head_dim", "capacity", "head_stride", "position_stride", "pages", "dtype")
+class SegmentLayout(_message.Message):
+    __slots__ = ("layers", "heads", "head_dim", "dtype", "capacity", "pages", "hidden_states")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
-    CAPACITY_FIELD_NUMBER: _ClassVar[int]
-    HEAD_STRIDE_FIELD_NUMBER: _ClassVar[int]
-    POSITION_STRIDE_FIELD_NUMBER: _ClassVar[int]
-    PAGES_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
-    layers: _containers.RepeatedCompositeFieldContainer[KvLayer]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
+    layers: int
     heads: int
     head_dim: int
-    capacity: int
-    head_stride: int
-    position_stride: int
-    pages: KvPages
     dtype: KvDtype
-    def __init__(self, layers: _Optional[_Iterable[_Union[KvLayer, _Mapping]]] = ..., heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., capacity: _Optional[int] = ..., head_stride: _Optional[int] = ..., position_stride: _Optional[int] = ..., pages: _Optional[_Union[KvPages, _Mapping]] = ..., dtype: _Optional[_Union[KvDtype, str]] = ...) -> None: ...
-
-class KvLayer(_message.Message):
-    __slots__ = ("layer", "key_offset", "value_offset")
-    LAYER_FIELD_NUMBER: _ClassVar[int]
-    KEY_OFFSET_FIELD_NUMBER: _ClassVar[int]
-    VALUE_OFFSET_FIELD_NUMBER: _ClassVar[int]
-    layer: int
-    key_offset: int
-    value_offset: int
-    def __init__(self, layer: _Optional[int] = ..., key_offset: _Optional[int] = ..., value_offset: _Optional[int] = ...) -> None: ...
+    capacity: int
+    pages: KvPages
+    hidden_states: HiddenStateLayout
+    def __init__(self, layers: _Optional[int] = ..., heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[_Union[KvDtype, str]] = ..., capacity: _Optional[int] = ..., pages: _Optional[_Union[KvPages, _Mapping]] = ..., hidden_states: _Optional[_Union[HiddenStateLayout, _Mapping]] = ...) -> None: ...
 
 class KvPages(_message.Message):
-    __slots__ = ("memory", "page_size", "page_stride", "table_offset")
+    __slots__ = ("memory", "page_size")
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
-    PAGE_STRIDE_FIELD_NUMBER: _ClassVar[int]
-    TABLE_OFFSET_FIELD_NUMBER: _ClassVar[int]
     memory: CudaIpcMemory
     page_size: int
-    page_stride: int
-    table_offset: int
-    def __init__(self, memory: _Optional[_Union[CudaIpcMemory, _Mapping]] = ..., page_size: _Optional[int] = ..., page_stride: _Optional[int] = ..., table_offset: _Optional[int] = ...) -> None: ...
+    def __init__(self, memory: _Optional[_Union[CudaIpcMemory, _Mapping]] = ..., page_size: _Optional[int] = ...) -> None: ...
 
 class HiddenStateLayout(_message.Message):
-    __slots__ = ("layers", "hidden_size", "slots", "position_stride")
+    __slots__ = ("layers", "hidden_size", "slots", "offset", "dtype")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
-    POSITION_STRIDE_FIELD_NUMBER: _ClassVar[int]
-    layers: _containers.RepeatedCompositeFieldContainer[HiddenStateLayer]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedScalarFieldContainer[int]
     hidden_size: int
     slots: int
-    position_stride: int
-    def __init__(self, layers: _Optional[_Iterable[_Union[HiddenStateLayer, _Mapping]]] = ..., hidden_size: _Optional[int] = ..., slots: _Optional[int] = ..., position_stride: _Optional[int] = ...) -> None: ...
-
-class HiddenStateLayer(_message.Message):
-    __slots__ = ("layer", "offset")
-    LAYER_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    layer: int
     offset: int
-    def __init__(self, layer: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+    dtype: KvDtype
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., slots: _Optional[int] = ..., offset: _Optional[int] = ..., dtype: _Optional[_Union[KvDtype, str]] = ...) -> None: ...
 
 class PosixSharedMemory(_message.Message):
-    __slots__ = ("name", "byte_size")
+    __slots__ = ("name",)
     NAME_FIELD_NUMBER: _ClassVar[int]
-    BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
     name: str
-    byte_size: int
-    def __init__(self, name: _Optional[str] = ..., byte_size: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class CudaIpcMemory(_message.Message):
     __slots__ = ("device_uuid", "handle", "byte_offset", "byte_size")

@@ -52,7 +52,7 @@ class KvExchangeServiceServicer:
     """
 
     def MapCache(self, request, context):
-        """Describes the memory of a cache to a drafter on the same host.
+        """Names the memory of a cache to a drafter on the same host.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -122,6 +122,7 @@ class Decoder:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             layer = partial(_layer, config, weights, shared)
             self._layers = list(pool.map(layer, range(config.layers)))
+        torch.set_num_threads(threads)  # later threads begin with the newest setting of any
         self._rope = Rope(config, device)
         self._executor = Executor(self._record())
 

@@ -10,6 +10,10 @@ import mmap
 import re
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
+
+from paceline.v1 import kv_pb2
+
 SHM = Path("/dev/shm")
 PREFIX = "paceline-"
 
@@ -26,9 +30,10 @@ Unit: tokens."""
 
 _NAME = re.compile(rf"{PREFIX}[0-9]{{1,20}}-[0-9]{{1,20}}-[0-9a-f]{{16}}")
 _DIGEST_BYTES = 32
-_MAGIC = int.from_bytes(b"PACEKV\0\1", "big")
-_MAGIC_WORD, _GENERATION_WORD, _COMMITTED_WORD, _DIGEST_WORD = 0, 1, 2, 4
+_MAGIC = int.from_bytes(b"PACEKV\0\2", "big")
+_MAGIC_WORD, _GENERATION_WORD, _COMMITTED_WORD, _LAYOUT_WORD, _DIGEST_WORD = 0, 1, 2, 3, 4
 _WORDS = 8
+_LAYOUT_BYTES = HEADER_BYTES - 8 * _WORDS
 
 
 def segment_path(name: str) -> Path:
@@ -69,7 +74,7 @@ def is_orphan(file: int) -> bool:
 
 
 class SegmentHeader:
-    """Eight 64-bit words in the machine's byte order, at the start of a mapped segment.
+    """Eight 64-bit words in the machine's byte order, and the layout, at the start of a segment.
 
     ====  =============================================================================
     word  meaning
@@ -77,14 +82,15 @@ class SegmentHeader:
     0     magic: this layout
     1     the cache generation, at least 1; 0 before the cache is opened and once it is closed
     2     committed length. Unit: tokens
-    3     not used
+    3     bytes of the ``SegmentLayout`` (kv.proto) that follows the words
     4-7   SHA-256 of the cache's read grant, by which a reader checks that it has the right file
     ====  =============================================================================
 
     Safety contract:
 
-    - Only the owner writes: words 0, 1 and 4-7 once in :meth:`open`, word 2 from then on by the
-      thread that writes the KV, after the KV it covers; word 1 a last time in :meth:`close`.
+    - Only the owner writes: the layout once in :meth:`describe`, words 0, 1 and 4-7 once in
+      :meth:`open`, word 2 from then on by the thread that writes the KV, after the KV it covers;
+      word 1 a last time in :meth:`close`.
     - While word 1 stays the same, word 2 only grows, and positions below it never change. Both are
       single aligned words: a reader sees the old value or the new one.
     - Memory below the committed length keeps its contents even after :meth:`close`: the file is
@@ -103,7 +109,9 @@ class SegmentHeader:
 
         Through a read-only mapping all writing raises TypeError.
         """
-        self._words = memoryview(mapping)[: _WORDS * 8].cast("Q")
+        page = memoryview(mapping)[:HEADER_BYTES]
+        self._words = page[: _WORDS * 8].cast("Q")
+        self._layout = page[_WORDS * 8 :]
 
     @property
     def valid(self) -> bool:
@@ -124,6 +132,27 @@ class SegmentHeader:
     def grant_digest(self) -> bytes:
         """SHA-256 of the read grant."""
         return self._words[_DIGEST_WORD:].tobytes()
+
+    @property
+    def layout(self) -> kv_pb2.SegmentLayout:
+        """What lies where in the segment.
+
+        Raises:
+            ValueError: There is no valid layout.
+        """
+        size = self._words[_LAYOUT_WORD]
+        if not 0 < size <= _LAYOUT_BYTES:
+            raise ValueError(f"its layout has {size} bytes, expected 1 to {_LAYOUT_BYTES}")
+        try:
+            return kv_pb2.SegmentLayout.FromString(bytes(self._layout[:size]))
+        except DecodeError as error:
+            raise ValueError(f"its layout cannot be read: {error}") from error
+
+    def describe(self, layout: kv_pb2.SegmentLayout) -> None:
+        """Write the layout, before :meth:`open`."""
+        data = layout.SerializeToString()
+        self._layout[: len(data)] = data
+        self._words[_LAYOUT_WORD] = len(data)
 
     def open(self, generation: int, grant_digest: bytes) -> None:
         """Make the segment readable.
@@ -149,3 +178,4 @@ class SegmentHeader:
     def release(self) -> None:
         """Drop the reference to the mapping; the header cannot be used afterwards."""
         self._words.release()
+        self._layout.release()

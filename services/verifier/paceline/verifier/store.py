@@ -187,10 +187,6 @@ class CacheStore:
             raise CacheNotFound("no cache has this read grant")
         return cache
 
-    def lease_left(self, cache: Cache) -> float:
-        """Remaining lifetime of a cache without use. Unit: seconds."""
-        return self.lease_seconds if cache.busy else max(0.0, cache.expires - self._clock())
-
     def _expired(self, cache: Cache) -> bool:
         return not cache.busy and self._clock() >= cache.expires
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from paceline.drafter.errors import KvGone, KvNotShared
-from paceline.drafter.kv.mapped import MappedKv, view
+from paceline.drafter.kv.mapped import CacheFile, MappedReader, SharedKv
+from paceline.drafter.kv.reader import KvReader
 from paceline.kv.cuda import CudaDriver, DriverError, MappedMemory, NotMappable, cuda_driver
 from paceline.kv.segment import HEADER_BYTES
 from paceline.kv.selection import streaming_positions
-from paceline.v1 import kv_pb2
 
 
-class CudaKv(MappedKv):
+class CudaKv(MappedReader, KvReader):
     """K and V of some layers in the pages of the verifier's pool.
 
     A process maps the pool once. The committed length and the page table are in the cache's file,
@@ -34,62 +35,51 @@ class CudaKv(MappedKv):
 
     def __init__(
         self,
-        response: kv_pb2.MapCacheResponse,
-        read_grant: bytes,
+        file: CacheFile,
         layers: Iterable[int],
         driver: CudaDriver,
         reader: int,
     ) -> None:
-        """Map the memory that a verifier described, after checking the description.
+        """Map the verifier's pool.
 
         Args:
-            response: The verifier's response.
-            read_grant: Read grant of the cache.
-            layers: Layers to map; negative ones count from the last.
+            file: The cache's file, which is closed if the KV cannot be read.
+            layers: Layers to read; negative ones count from the last.
             driver: The GPU's driver.
             reader: Ordinal of the device that reads.
 
         Raises:
-            KvNotShared: The description is wrong, or this device cannot read the memory.
+            KvNotShared: The target has no such layers, the layout is invalid, or this device cannot
+                read the pool.
         """
+        super().__init__(file)
         self._selected: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
-        super().__init__(response, read_grant, layers, paged=True)
-        kv, pages, memory = response.kv, response.kv.pages, response.kv.pages.memory
+        layout, size, memory = file.layout, file.layout.pages.page_size, file.layout.pages.memory
         try:
-            sizes = (kv.capacity, pages.page_size, pages.page_stride)
-            if not all(sizes) or kv.capacity % pages.page_size:
+            dtype = file.kv_dtype
+            self._numbers = file.numbers(layers)
+            self.layers = tuple(self._numbers)
+            self._table = file.array(HEADER_BYTES, (layout.capacity // max(1, size),), torch.int32)
+            page = (layout.layers, 2, layout.heads, size, layout.head_dim)
+            page_bytes = math.prod(page) * dtype.itemsize
+            count = memory.byte_size // page_bytes if page_bytes else 0
+            if not count or memory.byte_offset % 16:
                 raise KvNotShared(
-                    f"the verifier described {kv.capacity} positions in pages of "
-                    f"{pages.page_size} and {pages.page_stride} bytes, expected whole pages"
+                    f"the verifier's pool has {memory.byte_size} bytes from byte "
+                    f"{memory.byte_offset}, expected whole pages of {page_bytes} bytes"
                 )
-            if memory.byte_offset % 16 or memory.byte_size % self.dtype.itemsize:
-                raise KvNotShared("the pool's offset or size splits elements")
-            self._page_size = pages.page_size
-            self._page_count = memory.byte_size // pages.page_stride
-            entries = kv.capacity // pages.page_size
-            words = self._elements(torch.int32)
-            self._table = view(
-                words, HEADER_BYTES, pages.table_offset, (1, entries), (4 * entries,)
-            )[0]
             self._pool = MappedMemory(
                 driver, reader, memory.device_uuid, memory.handle,
                 memory.byte_offset, memory.byte_size,
             )  # fmt: skip
         except (KvNotShared, NotMappable) as error:
-            super().close()
+            file.close()
             raise KvNotShared(str(error)) from error
-        elements = self._pool.bytes.view(self.dtype)
-        planes = (self._page_count, kv.heads, pages.page_size, self.row)
-        steps = (pages.page_stride, kv.head_stride, kv.position_stride)
-        self._planes: dict[int, list[Tensor]] = {}
-        try:
-            for layer, offsets in self.described.items():
-                self._planes[layer] = [
-                    view(elements, 0, offset, planes, steps) for offset in offsets
-                ]
-        except KvNotShared:
-            self.close()
-            raise
+        stored = self._pool.bytes[: count * page_bytes].view(dtype)
+        self._pages = stored.view(count, *page)
+        """``[pages, layers, 2, Hkv, page_size, D]``."""
+        entries = layout.capacity // size
+        self.byte_size = len(self.layers) * entries * page_bytes // layout.layers
 
     def refresh(self, below: int, budget: int) -> int:
         """See :class:`KvReader`. The policy is ``streaming``."""
@@ -105,7 +95,11 @@ class CudaKv(MappedKv):
         return [self._copy(layer, *self._selected[1])]
 
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`MappedKv`. The copies are on the GPU.
+        """Returns copies of keys and values at positions, each ``[Hkv, n, D]``, on the GPU.
+
+        Args:
+            layer: One of :attr:`layers`.
+            positions: int64 ``[n]`` on the CPU, all below :attr:`committed`.
 
         Raises:
             KvGone: The page table is invalid.
@@ -125,7 +119,7 @@ class CudaKv(MappedKv):
     def close(self) -> None:
         """Unmap the file and the pool. Closing twice is safe."""
         self._selected = None
-        self._planes = {}
+        self._pages = torch.empty(0)
         self._table = torch.empty(0)
         super().close()
         self._pool.close()
@@ -136,34 +130,48 @@ class CudaKv(MappedKv):
         Raises:
             KvGone: An entry of the page table is not a page of the pool.
         """
-        pages = self._table[positions // self._page_size].long()
-        if not bool(((pages >= 0) & (pages < self._page_count)).all()):
+        size = self._pages.shape[4]
+        pages = self._table[positions // size].long()
+        if not bool(((pages >= 0) & (pages < len(self._pages))).all()):
             raise KvGone("the verifier's page table leads out of its pool")
-        slots = torch.stack([pages, positions % self._page_size])
-        pages, offsets = slots.to(self._pool.bytes.device)
+        slots = torch.stack([pages, positions % size])
+        pages, offsets = slots.to(self._pages.device)
         return pages, offsets
 
     def _copy(self, layer: int, pages: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = (plane[pages, :, offsets].transpose(0, 1) for plane in self._planes[layer])
+        stored = self._pages[:, self._numbers[layer]]
+        keys, values = (stored[pages, kind, :, offsets].transpose(0, 1) for kind in (0, 1))
         return keys, values
 
 
-def map_cuda(
-    response: kv_pb2.MapCacheResponse, read_grant: bytes, layers: Iterable[int], device: str
-) -> CudaKv:
-    """Map KV on a GPU for a drafter that runs on ``device``, by its torch name.
+def open_kv(name: str, read_grant: bytes, layers: Iterable[int], device: str) -> SharedKv | CudaKv:
+    """Map KV in main memory, or on a GPU for a drafter that runs on ``device``, by its torch name.
+
+    Args:
+        name: Name of the cache's shared memory, with its leading slash.
+        read_grant: Read grant of the cache.
+        layers: Layers to read; negative ones count from the last.
+        device: Device of the drafter.
 
     Raises:
-        KvNotShared: The drafter does not run on a GPU, or see :class:`CudaKv`.
+        KvNotShared: See :class:`CacheFile`, :class:`SharedKv` and :class:`CudaKv`, or the KV is on
+            a GPU and the drafter is not.
     """
+    file = CacheFile(name, read_grant)
+    pages = file.layout.pages
+    if not file.layout.HasField("pages"):
+        return SharedKv(file, layers)
     reader = torch.device(device)
-    if reader.type != "cuda":
-        raise KvNotShared(
-            f"the verifier's KV is on a GPU, and this drafter runs on {reader}; run it on that "
-            "GPU, or let it follow the cache"
-        )
     try:
+        if not pages.HasField("memory"):
+            raise KvNotShared("the verifier's KV lies in pages that other processes cannot map")
+        if reader.type != "cuda":
+            raise KvNotShared(
+                f"the verifier's KV is on a GPU, and this drafter runs on {reader}; run it on that "
+                "GPU, or let it follow the cache"
+            )
         driver = cuda_driver()
-    except DriverError as error:
-        raise KvNotShared(f"there is no CUDA driver to map with: {error}") from error
-    return CudaKv(response, read_grant, layers, driver, reader.index or 0)
+    except (KvNotShared, DriverError) as error:
+        file.close()
+        raise KvNotShared(str(error)) from error
+    return CudaKv(file, layers, driver, reader.index or 0)

@@ -22,7 +22,8 @@ from paceline.v1 import kv_pb2, kv_pb2_grpc
 
 if TYPE_CHECKING:
     # They import torch, which drafters that read no KV do not need.
-    from paceline.drafter.kv.mapped import MappedKv
+    from paceline.drafter.kv.cuda import CudaKv
+    from paceline.drafter.kv.mapped import SharedKv
     from paceline.drafter.kv.reader import KvReader, StateReader
 
 logger = logging.getLogger("paceline.drafter")
@@ -173,12 +174,12 @@ class KvExchange:
         Raises:
             KvNotShared: As for :meth:`open`, or the cache does not keep them.
         """
-        from paceline.drafter.kv.mapped import SharedStates
+        from paceline.drafter.kv.mapped import CacheFile, SharedStates
         from paceline.drafter.kv.remote import RemoteStates
 
         async def map_states() -> StateReader:
-            request = kv_pb2.MapCacheRequest(read_grant=read_grant, hidden_state_layers=layers)
-            return SharedStates(await self._call(address, request), read_grant, layers, window)
+            file = CacheFile(await self._map(address, read_grant), read_grant)
+            return SharedStates(file, layers, window)
 
         async def follow_states() -> StateReader:
             subscribe = kv_pb2.FollowSubscribe(
@@ -213,20 +214,13 @@ class KvExchange:
         except KvNotShared as error:
             raise KvNotShared(f"{not_mapped}; nor can it be followed: {error}") from error
 
-    async def map_cache(self, address: str, read_grant: bytes, layers: Sequence[int]) -> MappedKv:
+    async def map_cache(
+        self, address: str, read_grant: bytes, layers: Sequence[int]
+    ) -> SharedKv | CudaKv:
         """Map keys and values of a cache. See :meth:`open`."""
-        from paceline.drafter.kv.cuda import map_cuda
-        from paceline.drafter.kv.mapped import SharedKv
+        from paceline.drafter.kv.cuda import open_kv
 
-        # Only the verifier knows the number of layers, from which negative ones are counted.
-        every = any(layer < 0 for layer in layers)
-        request = kv_pb2.MapCacheRequest(
-            read_grant=read_grant, layers=() if every else sorted(set(layers))
-        )
-        response = await self._call(address, request)
-        if response.kv.HasField("pages"):
-            return map_cuda(response, read_grant, layers, self._device)
-        return SharedKv(response, read_grant, layers)
+        return open_kv(await self._map(address, read_grant), read_grant, layers, self._device)
 
     async def close(self) -> None:
         """Close all connections. Open readers keep what they have."""
@@ -241,7 +235,8 @@ class KvExchange:
             raise KvGone("the drafter is stopping")
         return self._stub(address).FollowCache(metadata=self.metadata)
 
-    async def _call(self, address: str, request: kv_pb2.MapCacheRequest) -> kv_pb2.MapCacheResponse:
+    async def _map(self, address: str, read_grant: bytes) -> str:
+        """Returns the name of a cache's shared memory."""
         if not is_local_address(address):
             raise KvNotShared(
                 f"the verifier's address {address[:80]} is not on this machine; name it by "
@@ -249,7 +244,9 @@ class KvExchange:
             )
         try:
             response: kv_pb2.MapCacheResponse = await self._stub(address).MapCache(
-                request, timeout=CALL_SECONDS, metadata=(*self.metadata, *current_metadata())
+                kv_pb2.MapCacheRequest(read_grant=read_grant),
+                timeout=CALL_SECONDS,
+                metadata=(*self.metadata, *current_metadata()),
             )
         except grpc.aio.AioRpcError as error:
             message = (
@@ -259,7 +256,7 @@ class KvExchange:
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise VerifierUnreachable(message) from error
             raise KvNotShared(message) from error
-        return response
+        return response.file.name
 
     def _stub(self, address: str) -> Any:
         return kv_pb2_grpc.KvExchangeServiceStub(self.channel(address))

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import mmap
 import os
 import stat
-import sys
 import warnings
-from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from paceline.drafter.errors import KvGone, KvNotShared
-from paceline.drafter.kv.reader import CacheReader, KvReader, StateReader, StreamingReader
+from paceline.drafter.kv.reader import CacheReader, StateReader, StreamingReader
 from paceline.kernels.caches import from_rows, row_width
 from paceline.kv.segment import HEADER_BYTES, TAP_AHEAD, SegmentHeader, is_orphan, segment_path
 from paceline.kv.wire import KV_TYPES, STATE_TYPES
 from paceline.v1 import kv_pb2
 
 
-class MappedReader(CacheReader):
-    """Reads a cache whose file is mapped read-only.
+class CacheFile:
+    """The file of a cache, mapped read-only.
 
     The file must belong to the drafter's own user, and its header must hold the digest of the read
-    grant. So a malicious verifier cannot make the drafter open any other file.
+    grant. So a malicious verifier cannot make the drafter open any other file. The header has the
+    layout too; every array of it must lie in the file.
 
     Safety contract (see :class:`paceline.kv.segment.SegmentHeader` for the writer's side):
 
@@ -38,42 +38,34 @@ class MappedReader(CacheReader):
     - Tensors keep the mapping alive: they may outlive :meth:`close`, and keep the memory.
     """
 
-    byte_size = 0
-
-    def __init__(self, response: kv_pb2.MapCacheResponse, read_grant: bytes, capacity: int) -> None:
+    def __init__(self, name: str, read_grant: bytes) -> None:
         """Map the file that a verifier named.
 
         Args:
-            response: The verifier's response.
+            name: Name of the shared memory, with its leading slash.
             read_grant: Read grant of the cache.
-            capacity: Positions of the cache. Unit: tokens.
 
         Raises:
-            KvNotShared: The file is missing, belongs to another user, or is not as described.
+            KvNotShared: The file is missing, belongs to another user, or is not that of the grant.
         """
-        if response.dtype not in STATE_TYPES:
-            raise KvNotShared(
-                f"the verifier's hidden states have the type number {response.dtype}, expected one "
-                f"of {sorted(STATE_TYPES)}: float32, float16, bfloat16"
-            )
-        if not response.generation:
-            raise KvNotShared("the verifier named no generation")
         try:
-            path = segment_path(response.file.name.removeprefix("/"))
+            path = segment_path(name.removeprefix("/"))
         except ValueError as error:
             raise KvNotShared(
                 f"the verifier named memory that cannot be mapped: {error}"
             ) from error
-        self._generation = response.generation
-        self._capacity = capacity
-        self._file = _open(path, response.file.byte_size)
+        self._file = _open(path)
         try:
-            self._memory = mmap.mmap(self._file, response.file.byte_size, prot=mmap.PROT_READ)
+            self._memory = mmap.mmap(self._file, 0, prot=mmap.PROT_READ)
             self._header = SegmentHeader(self._memory)
+            self._generation = self._header.generation
             digest = hashlib.sha256(read_grant).digest()
-            header = (self._header.valid, self._header.generation, self._header.grant_digest)
-            if header != (True, self._generation, digest):
+            if (self._header.valid, self._header.grant_digest) != (True, digest) or (
+                not self._generation
+            ):
                 raise KvNotShared(f"{path} is not, or no longer, the cache of this read grant")
+            self.layout: kv_pb2.SegmentLayout = self._header.layout
+            """What lies where in the file."""
         except (OSError, ValueError) as error:
             os.close(self._file)
             raise KvNotShared(f"cannot map {path}: {error}") from error
@@ -94,7 +86,7 @@ class MappedReader(CacheReader):
             KvGone: The mapping was closed.
         """
         self._check_open()
-        return min(self._header.committed, self._capacity)
+        return min(self._header.committed, self.layout.capacity)
 
     def check(self) -> None:
         """Check that the cache still exists, by its header and its owner's lock.
@@ -111,6 +103,11 @@ class MappedReader(CacheReader):
         if is_orphan(self._file):
             raise KvGone("the verifier of the cache has ended")
 
+    @property
+    def byte_size(self) -> int:
+        """Size of the file. Unit: bytes."""
+        return len(self._memory)
+
     def close(self) -> None:
         """Close the file and drop the mapping. Closing twice is safe."""
         if not self.closed:
@@ -119,95 +116,108 @@ class MappedReader(CacheReader):
             self._header.release()
             del self._memory
 
-    def _elements(self, dtype: torch.dtype) -> Tensor:
-        """Returns the whole file as elements of a type, read-only."""
+    def array(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns a dense array that begins at a byte of the file, read-only.
+
+        Raises:
+            KvNotShared: It is empty, or does not lie in the file.
+        """
+        count = math.prod(shape)
+        end = offset + count * dtype.itemsize
+        if not count or offset < HEADER_BYTES or offset % dtype.itemsize or end > len(self._memory):
+            raise KvNotShared(
+                f"the verifier's cache has an array {list(shape)} from byte {offset} to {end}, "
+                f"expected one inside bytes {HEADER_BYTES} to {len(self._memory)} of its file"
+            )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")
-            count = len(self._memory) // dtype.itemsize
-            return torch.frombuffer(self._memory, dtype=dtype, count=count)
+            found = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
+        return found.view(*shape)
+
+    def numbers(self, layers: Iterable[int]) -> dict[int, int]:
+        """Returns the number of each layer of keys and values, as counted from 0.
+
+        Raises:
+            KvNotShared: The target has no such layer.
+        """
+        count = self.layout.layers
+        numbers = {layer: layer + count if layer < 0 else layer for layer in layers}
+        for layer, number in numbers.items():
+            if not 0 <= number < count:
+                raise KvNotShared(
+                    f"the drafter reads layer {layer}, but the target has {count}; was the drafter "
+                    "made for another target?"
+                )
+        return numbers
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Type of keys and values.
+
+        Raises:
+            KvNotShared: It is unknown.
+        """
+        return _dtype(self.layout.dtype, KV_TYPES)
 
     def _check_open(self) -> None:
         if self.closed:
             raise KvGone("this mapping was closed")
 
 
-class MappedKv(MappedReader, KvReader):
-    """KV in memory of the verifier, any position of which can be read."""
+class MappedReader(CacheReader):
+    """Reads a cache by its mapped file, which it owns; for the safety contract see
+    :class:`CacheFile`."""
 
-    def __init__(
-        self,
-        response: kv_pb2.MapCacheResponse,
-        read_grant: bytes,
-        layers: Iterable[int],
-        *,
-        paged: bool,
-    ) -> None:
-        """Map the cache's file.
+    byte_size = 0
+
+    def __init__(self, file: CacheFile) -> None:
+        self._file = file
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._file.closed
+
+    @property
+    def committed(self) -> int:
+        """See :class:`CacheFile`."""
+        return self._file.committed
+
+    def check(self) -> None:
+        """See :class:`CacheFile`."""
+        self._file.check()
+
+    def close(self) -> None:
+        """Unmap the file. Closing twice is safe."""
+        self._file.close()
+
+
+class SharedKv(MappedReader, StreamingReader):
+    """K and V of some layers in the verifier's own memory."""
+
+    def __init__(self, file: CacheFile, layers: Iterable[int]) -> None:
+        """Read a file.
 
         Args:
-            response: The verifier's response.
-            read_grant: Read grant of the cache.
-            layers: Layers to read. Negative ones count from the last; ``response`` must then
-                describe all layers.
-            paged: Whether the KV has to lie in pages on a GPU, or in the file.
+            file: The file, which is closed if it cannot be read.
+            layers: Layers to read; negative ones count from the last.
 
         Raises:
-            KvNotShared: The description is wrong, or the file is not as described.
+            KvNotShared: The target has no such layers, or the layout is invalid.
         """
-        kv = response.kv
-        if kv.HasField("pages") != paged:
-            raise KvNotShared(f"the verifier's KV is {'not ' * paged}in pages on a GPU")
-        number = kv.dtype or response.dtype
-        if number not in KV_TYPES or (paged and number not in STATE_TYPES):
-            raise KvNotShared(
-                f"the verifier's KV has the type number {number}, expected one of "
-                f"{sorted(KV_TYPES)}: float32, float16, bfloat16, int8 (not in pages)"
-            )
-        self.layers = tuple(layers)
-        self.dtype = KV_TYPES[number]
-        """Type of keys and values; int8 as in :mod:`paceline.kernels.caches`."""
-        self.described = _described(kv, self.layers)
-        """Offsets of keys and values of each of :attr:`layers`."""
-        width = row_width(kv.head_dim, self.dtype)
-        self.row = width
-        """Elements of a head at a position."""
-        super().__init__(response, read_grant, kv.capacity)
-        layer_bytes = 2 * kv.heads * kv.capacity * width * self.dtype.itemsize
-        self.byte_size = len(self.layers) * layer_bytes
-
-    @abstractmethod
-    def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns copies of keys and values at positions, each ``[Hkv, n, D]``.
-
-        Args:
-            layer: One of :attr:`layers`.
-            positions: int64 ``[n]`` on the CPU, all below :attr:`committed`.
-        """
-
-
-class SharedKv(MappedKv, StreamingReader):
-    """K and V of some layers in the verifier's own memory.
-
-    For the safety contract see :class:`MappedReader`.
-    """
-
-    def __init__(
-        self, response: kv_pb2.MapCacheResponse, read_grant: bytes, layers: Iterable[int]
-    ) -> None:
-        """Map the memory that a verifier described. See :class:`MappedKv`."""
-        super().__init__(response, read_grant, layers, paged=False)
-        kv, elements = response.kv, self._elements(self.dtype)
-        shape, strides = (kv.heads, kv.capacity, self.row), (kv.head_stride, kv.position_stride)
-        self._views: dict[int, tuple[Tensor, Tensor]] = {}
+        super().__init__(file)
+        layout = file.layout
         try:
-            for layer, (keys, values) in self.described.items():
-                self._views[layer] = (
-                    view(elements, HEADER_BYTES, keys, shape, strides),
-                    view(elements, HEADER_BYTES, values, shape, strides),
-                )
+            numbers = file.numbers(layers)
+            width = row_width(layout.head_dim, file.kv_dtype)
+            shape = (layout.layers, 2, layout.heads, layout.capacity, width)
+            stored = file.array(HEADER_BYTES, shape, file.kv_dtype)
         except BaseException:
-            self.close()
+            file.close()
             raise
+        self.layers = tuple(numbers)
+        self._views = {layer: (stored[n, 0], stored[n, 1]) for layer, n in numbers.items()}
+        self.byte_size = len(numbers) * stored[0].nbytes
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns keys (after RoPE) and values of a layer on the CPU, each ``[heads, capacity,
@@ -222,6 +232,12 @@ class SharedKv(MappedKv, StreamingReader):
         return self._views[index]
 
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns copies of keys and values at positions, each ``[Hkv, n, D]``.
+
+        Args:
+            layer: One of :attr:`layers`.
+            positions: int64 ``[n]`` on the CPU, all below :attr:`committed`.
+        """
         keys, values = self._views[layer]
         return (
             from_rows(keys.index_select(1, positions)),
@@ -241,49 +257,39 @@ class SharedStates(MappedReader, StateReader):
     :class:`paceline.kv.segment.SegmentHeader`).
     """
 
-    def __init__(
-        self,
-        response: kv_pb2.MapCacheResponse,
-        read_grant: bytes,
-        layers: Sequence[int],
-        window: int,
-    ) -> None:
-        """Map the memory that a verifier described.
+    def __init__(self, file: CacheFile, layers: Sequence[int], window: int) -> None:
+        """Read a file.
 
         Args:
-            response: The verifier's response.
-            read_grant: Read grant of the cache.
-            layers: Layers, in the order in which they are read.
+            file: The file, which is closed if it cannot be read.
+            layers: Layers, counted from 0, in the order in which they are read.
             window: Newest positions that are read; 0: all.
 
         Raises:
-            KvNotShared: The description is wrong, or the file is not as described.
+            KvNotShared: The cache does not keep these states, or the layout is invalid.
         """
-        states = response.hidden_states
-        offsets = {each.layer: each.offset for each in states.layers}
-        if len(offsets) != len(states.layers) or set(offsets) != set(layers):
-            raise KvNotShared(
-                f"the verifier described hidden states of layers {sorted(offsets)}, expected each "
-                f"of {sorted(layers)} once"
-            )
-        if states.slots < window + TAP_AHEAD:
-            raise KvNotShared(
-                f"the verifier keeps {states.slots} hidden states, expected at least "
-                f"{window + TAP_AHEAD}"
-            )
-        super().__init__(response, read_grant, sys.maxsize)
-        self.byte_size = response.file.byte_size
-        self._window = window
-        self._slots = states.slots
-        shape, strides = (states.slots, states.hidden_size), (states.position_stride,)
+        super().__init__(file)
+        kept = file.layout.hidden_states
         try:
-            elements = self._elements(STATE_TYPES[response.dtype])
-            self._rings = [
-                view(elements, HEADER_BYTES, offsets[layer], shape, strides) for layer in layers
-            ]
+            if missing := sorted(set(layers) - set(kept.layers)):
+                raise KvNotShared(
+                    f"the drafter reads hidden states of layers {missing}, but the cache keeps "
+                    f"those of {list(kept.layers)}"
+                )
+            if kept.slots < window + TAP_AHEAD:
+                raise KvNotShared(
+                    f"the verifier keeps {kept.slots} hidden states, expected at least "
+                    f"{window + TAP_AHEAD}"
+                )
+            shape = (len(kept.layers), kept.slots, kept.hidden_size)
+            stored = file.array(kept.offset, shape, _dtype(kept.dtype, STATE_TYPES))
         except BaseException:
-            self.close()
+            file.close()
             raise
+        self.byte_size = file.byte_size
+        self._window = window
+        self._slots = kept.slots
+        self._rings = [stored[list(kept.layers).index(layer)] for layer in layers]
 
     def read(self, begin: int, end: int) -> tuple[int, Tensor]:
         begin = min(end, max(begin, self._oldest()))
@@ -304,62 +310,21 @@ class SharedStates(MappedReader, StateReader):
         return max(kept, committed + TAP_AHEAD - self._slots, 0)
 
 
-def view(
-    memory: Tensor, begin: int, start: int, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> Tensor:
-    """Returns an array in flat memory, after checking that it lies there.
-
-    Args:
-        memory: Elements of the array's type.
-        begin: First byte that the array may occupy.
-        start: First byte of the array.
-        shape: Its shape; the last dimension is dense.
-        strides: Its strides but the last, in bytes; rows must not overlap.
+def _dtype(number: kv_pb2.KvDtype, known: Mapping[kv_pb2.KvDtype, torch.dtype]) -> torch.dtype:
+    """Returns the torch type of a number in a layout.
 
     Raises:
-        KvNotShared: It is empty, leads out of the memory, or splits elements.
+        KvNotShared: It is not one of those known.
     """
-    size, end = memory.element_size(), memory.nbytes
-    row = shape[-1] * size
-    if not all(shape):
-        raise KvNotShared(f"the verifier described a shape {shape}, expected none to be 0")
-    stop = start + sum((n - 1) * step for n, step in zip(shape, strides, strict=False)) + row
-    # torch stores all strides, so those that are not used (one head) are bounded too.
-    if start < begin or stop > end or max(strides) > end or strides[-1] < row:
+    if number not in known:
         raise KvNotShared(
-            f"the verifier described an array from byte {start} to {stop}, with strides {strides}, "
-            f"expected it inside bytes {begin} to {end} and rows of {row} bytes not to overlap"
+            f"the verifier's cache has the type number {number}, expected one of {sorted(known)}"
         )
-    if any(number % size for number in (start, *strides)):
-        raise KvNotShared(f"offset {start} or strides {strides} split elements of {size} bytes")
-    return memory.as_strided(shape, (*(step // size for step in strides), 1), start // size)
+    return known[number]
 
 
-def _described(kv: kv_pb2.KvLayout, layers: Iterable[int]) -> dict[int, tuple[int, int]]:
-    """Returns the offsets of keys and values by layer, as the method named it.
-
-    Raises:
-        KvNotShared: A layer is not described, or described twice.
-    """
-    offsets = {each.layer: (each.key_offset, each.value_offset) for each in kv.layers}
-    if not offsets or len(offsets) != len(kv.layers):
-        raise KvNotShared("the verifier described no layer, or one of them twice")
-    count, described = max(offsets) + 1, {}
-    for layer in layers:
-        if layer < 0 and len(offsets) != count:
-            raise KvNotShared("the verifier left out layers, so none can be counted from the last")
-        number = layer + count if layer < 0 else layer
-        if number not in offsets:
-            raise KvNotShared(
-                f"the drafter reads layer {layer}, but the verifier described {len(offsets)} "
-                "layers without it; was the drafter made for another target?"
-            )
-        described[layer] = offsets[number]
-    return described
-
-
-def _open(path: Path, byte_size: int) -> int:
-    """Open a regular file of this user and of this size."""
+def _open(path: Path) -> int:
+    """Open a regular file of this user that has a header."""
     try:
         # O_NONBLOCK: if the name is a pipe, open() must not wait.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -375,8 +340,8 @@ def _open(path: Path, byte_size: int) -> int:
         wrong = "is not a regular file"
     elif status.st_uid != os.geteuid():
         wrong = f"belongs to user {status.st_uid}, expected {os.geteuid()}"
-    elif status.st_size != byte_size:
-        wrong = f"has {status.st_size} bytes, expected {byte_size} as described"
+    elif status.st_size < HEADER_BYTES:
+        wrong = f"has {status.st_size} bytes, expected at least {HEADER_BYTES}"
     if wrong is not None:
         os.close(file)
         raise KvNotShared(f"{path} {wrong}")

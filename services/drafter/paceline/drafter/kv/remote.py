@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from paceline.drafter.errors import KvGone
-from paceline.drafter.kv.mapped import MappedKv
+from paceline.drafter.kv.cuda import CudaKv
+from paceline.drafter.kv.mapped import SharedKv
 from paceline.drafter.kv.reader import KvReader, StateReader
-from paceline.drafter.kv.stream import Update, UpdateStream
+from paceline.drafter.kv.stream import CacheUpdate, UpdateStream
 from paceline.kv.wire import WIRE_TYPES, decode, decode_rows
 from paceline.v1 import kv_pb2
 
@@ -188,7 +189,7 @@ class RemoteKv(UpdateStream, KvReader):
         """The delta cache; None before the first update is applied."""
         self._cache_stream = 0
         self._budget = self._largest_budget = subscribe.budget
-        self._pending: deque[Update] = deque()
+        self._pending: deque[CacheUpdate] = deque()
         self._not_full = asyncio.Event()
 
     @property
@@ -218,7 +219,7 @@ class RemoteKv(UpdateStream, KvReader):
         self.cache = None
         super().close()
 
-    def _apply(self, update: Update) -> None:
+    def _apply(self, update: CacheUpdate) -> None:
         try:
             if self.cache is None or update.stream != self._cache_stream:
                 self.cache, self._cache_stream = DeltaCache(update.shape), update.stream
@@ -239,7 +240,7 @@ class RemoteKv(UpdateStream, KvReader):
     def _limit(self) -> int:
         return self._largest_budget * len(self.layers)
 
-    async def _receive(self, update: Update) -> None:
+    async def _receive(self, update: CacheUpdate) -> None:
         self._pending.append(update)
         while len(self._pending) >= UPDATES_AHEAD:
             self._not_full.clear()
@@ -254,7 +255,7 @@ class SparseView(KvReader):
     are read.
     """
 
-    def __init__(self, mapped: MappedKv, selection: RemoteKv) -> None:
+    def __init__(self, mapped: SharedKv | CudaKv, selection: RemoteKv) -> None:
         """Own a mapping and a subscription without keys and values; :meth:`close` closes both."""
         self.layers = mapped.layers
         self.selection = selection
@@ -378,7 +379,7 @@ class RemoteStates(UpdateStream, StateReader):
     def _limit(self) -> int:
         return self._max_rows * len(self._layers)
 
-    async def _receive(self, update: Update) -> None:
+    async def _receive(self, update: CacheUpdate) -> None:
         for message in update.messages:
             if message.hidden_states:
                 self._append(message, update.shape)

@@ -17,7 +17,7 @@ from paceline.v1 import kv_pb2
 
 logger = logging.getLogger("paceline.drafter")
 
-FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
+FIRST_DELAY, MAX_DELAY = 0.1, 5.0
 """Delays before a lost stream is opened again, doubled after each attempt. Unit: seconds."""
 
 _LOST = {
@@ -32,7 +32,7 @@ _LOST = {
 
 
 @dataclass(frozen=True)
-class Update:
+class CacheUpdate:
     """One whole update.
 
     Attributes:
@@ -119,7 +119,7 @@ class UpdateStream(ABC):
         """Returns the most positions that an update may bring, summed over layers."""
 
     @abstractmethod
-    async def _receive(self, update: Update) -> None:
+    async def _receive(self, update: CacheUpdate) -> None:
         """Called with each update. The next message is read after it returns.
 
         Raises:
@@ -153,7 +153,7 @@ class UpdateStream(ABC):
             if not self._first.done():
                 self._first.set_exception(KvNotShared(f"the verifier sends no updates: {lost}"))
                 return
-            delay = FIRST_DELAY if self.received > received else min(2 * delay, LONGEST_DELAY)
+            delay = FIRST_DELAY if self.received > received else min(2 * delay, MAX_DELAY)
             logger.debug("lost the KV stream, again in %.1f s: %s", delay, lost)
             await asyncio.sleep(delay)
 
@@ -181,7 +181,7 @@ class UpdateStream(ABC):
                 if room < 0:
                     raise KvGone("the verifier sent more positions than the budget allows")
                 if message.last:
-                    update, messages = Update(self._stream, shape, messages), []
+                    update, messages = CacheUpdate(self._stream, shape, messages), []
                     await self._receive(update)
         finally:
             acks.cancel()

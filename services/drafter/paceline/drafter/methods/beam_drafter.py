@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -55,14 +55,24 @@ class ModelShape(Protocol):
 
 
 class BeamSequence(DraftSequence):
-    """One generation of a :class:`BeamDrafter`.
+    """One generation of a :class:`BeamDrafter`: its text, and the tree of a round.
 
-    A subclass prepares a round in :meth:`prepare`, and takes the logits of each level.
+    In a round the drafter calls :meth:`begin`, grows the tree level by level, then calls
+    :meth:`finish`. If the KV of a sequence depends on tokens only, a chain can grow beyond the tree
+    of a round: up to one more token, the verifier's own, and the chain of the next round.
     """
 
-    def __init__(self, drafter: BeamDrafter[Any], generation: Generation) -> None:
-        self.length = len(generation.tokens)
+    def __init__(
+        self, drafter: BeamDrafter[Any], generation: Generation, kept: int | None = None
+    ) -> None:
+        """Starts a sequence that keeps so many of the newest tokens of its text; None: all."""
+        tokens = generation.tokens
+        self.text: list[int] | deque[int] = list(tokens) if kept is None else deque(tokens, kept)
+        """The text, or its newest tokens."""
+        self.length = len(tokens)
         """Tokens of the text."""
+        self.room = 2 * drafter.options.drafted + 1
+        """Slots behind the text for the nodes of a round and those drafted ahead."""
         self.beam: Beam | None = None
         """The tree of the newest round; None if there is none."""
         self._ahead: Chain | None = None
@@ -82,6 +92,7 @@ class BeamSequence(DraftSequence):
         if update.tokens:
             self._ahead = self.beam.after(update.tokens) if self.beam is not None else None
             self.beam = None
+        self.text.extend(update.tokens)
         self.length += len(update.tokens)
         self._ranker.extend(update.tokens)
 
@@ -136,6 +147,48 @@ class BeamSequence(DraftSequence):
         beam = self.tree
         position = self.length + beam.level
         return self._ranker.rank(logits, position, beam.frontier_tokens(), beam.width)
+
+    def grow(self, logits: Tensor) -> None:
+        """Adds a level to the tree from the logits ``[frontier, V]`` of the block that was fed."""
+        if self.tree.level:
+            self.tree.mark_fed()
+        self.tree.add_level(self.rank(logits))
+
+    def text_block(self, index: int, begin: int, end: int, slot: int) -> Block:
+        """Returns positions ``begin`` to ``end`` of the text, to be fed.
+
+        Args:
+            index: Index of this sequence's cache in the forward pass.
+            begin: First position.
+            end: One past the last position.
+            slot: Cache slot of the first position.
+        """
+        tokens = [self.text[at - self.length] for at in range(begin, end)]
+        segments = chain_segments(index, slot, slot + end - begin)
+        return Block(tokens, range(begin, end), segments, 1)
+
+    def tree_block(self, index: int, slot: int) -> Block:
+        """Returns the nodes of the tree to be fed for its next level.
+
+        Args:
+            index: Index of this sequence's cache in the forward pass.
+            slot: Cache slot of the first node of the tree.
+        """
+        beam = self.tree
+        tokens, parents = beam.block()
+        segment = TreeSegment(index, slot + beam.trunk, parents, len(tokens))
+        positions = [self.length + beam.trunk + depth for depth in segment.depths]
+        return Block(tokens, positions, [segment], len(beam.frontier))
+
+    def chain_grows(self) -> bool:
+        """Makes the last node of a chain the frontier, to draft ahead. Returns False if there is
+        no such node or no room behind it."""
+        return (
+            self.beam is not None
+            and self.beam.level < self.room
+            and self.length + self.beam.level < self._drafter.shape.max_position
+            and self.beam.expand_last()
+        )
 
     def finish(self) -> None:
         """Ends the round.
@@ -256,89 +309,3 @@ def forward_blocks(forward: Forward, blocks: Sequence[Block], device: torch.devi
     tokens = torch.tensor([token for block in blocks for token in block.tokens], device=device)
     logits = forward(tokens, plan, torch.tensor(rows, device=device))
     return [logits[stop - n : stop] for stop, n in zip(accumulate(counts), counts, strict=True)]
-
-
-class DecoderSequence(BeamSequence):
-    """A sequence that feeds the newest tokens of its text, then the nodes of its tree.
-
-    If its KV depends on tokens only (``drafts_ahead``), a chain can grow beyond the tree of a
-    round: up to one more token, the verifier's own, and the chain of the next round.
-    """
-
-    drafts_ahead: ClassVar[bool] = False
-
-    def __init__(self, drafter: BeamDrafter[Any], generation: Generation) -> None:
-        super().__init__(drafter, generation)
-        self.room = 2 * drafter.options.drafted + 1
-        """Slots behind the text for the nodes of a round and those drafted ahead."""
-        self.text: list[int] | deque[int] = list(generation.tokens)
-        """The text, or its newest tokens."""
-
-    def extend(self, update: Update) -> None:
-        self.text.extend(update.tokens)
-        super().extend(update)
-
-    @property
-    @abstractmethod
-    def begin_position(self) -> int:
-        """First token of the text that is fed with the first level."""
-
-    @property
-    @abstractmethod
-    def begin_slot(self) -> int:
-        """Cache slot of the first token of the next block, without its trunk."""
-
-    def block(self, index: int) -> Block:
-        """Returns what to feed for the next level.
-
-        Args:
-            index: Index of this sequence's cache in the forward pass.
-        """
-        beam, slot, begin = self.tree, self.begin_slot, self.begin_position
-        if beam.level == 0:
-            return self.text_block(index, begin, self.length, slot)
-        tokens, parents = beam.block()
-        segment = TreeSegment(index, slot + beam.trunk, parents, len(tokens))
-        positions = [self.length + beam.trunk + depth for depth in segment.depths]
-        return Block(tokens, positions, [segment], len(beam.frontier))
-
-    def text_block(self, index: int, begin: int, end: int, slot: int) -> Block:
-        """Returns positions ``begin`` to ``end`` of the text, in slots from ``slot`` on."""
-        tokens = [self.text[at - self.length] for at in range(begin, end)]
-        segments = chain_segments(index, slot, slot + end - begin)
-        return Block(tokens, range(begin, end), segments, 1)
-
-    def add_level(self, logits: Tensor) -> None:
-        """Adds a level to the tree from the logits of :meth:`block`, ``[frontier, V]``."""
-        if self.tree.level == 0:
-            self.commit_text()
-        else:
-            self.tree.mark_fed()
-        self.tree.add_level(self.rank(logits))
-
-    @abstractmethod
-    def commit_text(self) -> None:
-        """Keeps the KV of the text that was fed with the first level."""
-
-    def begin_ahead(self) -> bool:
-        return (
-            self.drafts_ahead
-            and self.beam is not None
-            and self.beam.level < self.room
-            and self.length + self.beam.level < self._drafter.shape.max_position
-            and self.beam.expand_last()
-        )
-
-
-def grow_blocks(growing: Sequence[DecoderSequence], forward: Forward, device: torch.device) -> None:
-    """Adds one level to the tree of each sequence, by one forward pass over their blocks.
-
-    Args:
-        growing: The sequences; sequence i has cache i in the pass.
-        forward: The pass of the model.
-        device: Device of the model.
-    """
-    blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
-    logits = forward_blocks(forward, blocks, device)
-    for sequence, part in zip(growing, logits, strict=True):
-        sequence.add_level(part)

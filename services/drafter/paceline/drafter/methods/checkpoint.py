@@ -14,10 +14,16 @@ from torch import Tensor
 
 from paceline.decoder import ModelSource, UnsupportedModelError, open_model, use_device
 from paceline.decoder.sources import ModelFolder, Origin
-from paceline.decoder.weights import Checkpoint
+from paceline.decoder.weights import Checkpoint, take
 from paceline.drafter.methods.base import Fit, LoadError, Resources
 from paceline.drafter.methods.beam import BeamOptions
-from paceline.drafter.methods.layers import LayerShape, drafted_tokens, linear
+from paceline.drafter.methods.layers import (
+    DRAFT_TOKENS,
+    DraftModel,
+    LayerShape,
+    drafted_tokens,
+    linear,
+)
 from paceline.kernels import set_numerics
 
 P = ParamSpec("P")
@@ -320,6 +326,44 @@ def read_config_file(folder: str | Path, method: str) -> dict[str, Any]:
             f"expected {method!r}, format {FORMAT}"
         )
     return config
+
+
+_OTHER_TENSORS = frozenset({EMBEDDING, HEAD, "t2d", DRAFT_TOKENS})
+"""Tensors that a folder may also hold: the target's own, and maps between vocabularies."""
+
+
+def load_weights(
+    folder: str | Path,
+    config: LayerShape,
+    model: Callable[[Any], DraftModel],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
+    """Reads all tensors of a drafter except the target's.
+
+    Args:
+        folder: The drafter's.
+        config: Its shape.
+        model: Makes the drafter in training of a shape; its tensors have the same names.
+        dtype: Type of the tensors.
+        device: Their device.
+
+    Raises:
+        UnsupportedModelError: A tensor is missing, has another shape, or is not known, which means
+            that the drafter has a part that its config.json does not describe.
+    """
+    found = Checkpoint(folder, dtype, device)
+    with torch.device("meta"):
+        shapes = {name: tuple(t.shape) for name, t in model(config).state_dict().items()}
+    if unknown := sorted(set(found) - set(shapes) - _OTHER_TENSORS):
+        raise UnsupportedModelError(
+            f"{folder} holds the tensors {unknown[:5]}, which no drafter of its config.json has"
+        )
+    drafted = drafted_tokens(Path(folder), config)
+    if drafted is not None:
+        del shapes[DRAFT_TOKENS]
+    weights = {name: take(found, name, shape) for name, shape in shapes.items()}
+    return weights if drafted is None else {**weights, DRAFT_TOKENS: drafted.to(device)}
 
 
 class TargetEmbedding:

@@ -21,6 +21,7 @@ from paceline.decoder import UnsupportedModelError, open_model
 from paceline.decoder.config import check_rope, rope_frequencies
 from paceline.decoder.model_source import remembered
 from paceline.decoder.weights import Checkpoint, Linear
+from paceline.kernels import Heads, Norm, Recorder
 from paceline.kernels.blocks import quantise
 
 DRAFT_TOKENS = "d2t"
@@ -253,6 +254,41 @@ class DraftModel(nn.Module):
     def draft_rows(self, tokens: Tensor) -> Tensor:
         """See :func:`~paceline.drafter.methods.layers.draft_rows`."""
         return draft_rows(self.d2t, tokens)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """A drafter's tensors by name, as the parts of programs.
+
+    Attributes:
+        config: Shape of the drafter.
+        tensors: See :func:`~paceline.drafter.methods.checkpoint.load_weights`.
+        int8: Whether matrices get 8 bits in blocks of 32.
+    """
+
+    config: LayerShape
+    tensors: Mapping[str, Tensor]
+    int8: bool = False
+
+    @property
+    def heads(self) -> Heads:
+        """Heads of the layers."""
+        return Heads(self.config.q_heads, self.config.kv_heads, self.config.head_dim)
+
+    def norm(self, name: str) -> Norm:
+        """Returns an RMS norm."""
+        return Norm(self.tensors[f"{name}.weight"].float(), self.config.norm_eps)
+
+    def matrix(self, *names: str) -> Linear:
+        """Returns linear layers of one input as one layer."""
+        return linear([self.tensors[f"{name}.weight"] for name in names], self.int8)
+
+    def feed_forward(self, program: Recorder, x: int, delta: int, base: str) -> int:
+        """Records ``x += delta`` and the feed-forward block of a layer; returns its output."""
+        inputs = program.add_norm(x, delta, self.norm(f"{base}post_attention_layernorm"))
+        gate_up = self.matrix(f"{base}mlp.gate_proj", f"{base}mlp.up_proj")
+        gated = program.gate(program.multiply(inputs, gate_up))
+        return program.multiply(gated, self.matrix(f"{base}mlp.down_proj"))
 
 
 def linear(parts: Sequence[Tensor], int8: bool) -> Linear:

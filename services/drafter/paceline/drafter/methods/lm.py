@@ -30,8 +30,8 @@ from paceline.drafter.methods.base import (
 from paceline.drafter.methods.beam import BeamOptions, check_context
 from paceline.drafter.methods.beam_drafter import (
     BeamDrafter,
+    BeamSequence,
     Block,
-    DecoderSequence,
     forward_blocks,
 )
 from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
@@ -96,7 +96,7 @@ class ObservedRows:
     positions: Tensor
 
 
-class ScoreObserver:
+class TextScores:
     """Adds up attention weights over layers and heads; an ``AttentionObserver``."""
 
     def __init__(self, observed: Sequence[ObservedRows]) -> None:
@@ -117,7 +117,7 @@ class ScoreObserver:
             each.scores.add(each.positions, weights.cpu())
 
 
-class LmSequence(DecoderSequence):
+class LmSequence(BeamSequence):
     """One generation of ``lm``.
 
     The first ``cached`` tokens of the text have their KV in the cache, followed by the nodes of the
@@ -130,7 +130,6 @@ class LmSequence(DecoderSequence):
     """
 
     _drafter: LmDrafter
-    drafts_ahead: ClassVar[bool] = True
 
     def __init__(self, drafter: LmDrafter, generation: Generation) -> None:
         super().__init__(drafter, generation)
@@ -186,7 +185,7 @@ class LmSequence(DecoderSequence):
         if self._scores is not None and count == self.backlog:
             rows = range(max(0, count - OBSERVED), count)
             observed = ObservedRows(self._scores, rows, self.cache, torch.arange(end))
-            observer = ScoreObserver([observed])
+            observer = TextScores([observed])
         block = self.text_block(0, begin, end, begin)
         self._drafter.forward([block], [self.cache], observer)
         self.cache.commit(range(count))
@@ -203,21 +202,23 @@ class LmSequence(DecoderSequence):
 
     def begin_ahead(self) -> bool:
         # A copy of selected positions ends with its round.
-        return self._sparse is None and super().begin_ahead()
+        return self._sparse is None and self.chain_grows()
 
     def keep_ahead(self) -> bool:
         return self._reserve(self.room)
 
-    @property
-    def begin_position(self) -> int:
-        return self.cached
+    def block(self, index: int) -> Block:
+        """Returns what to feed for the next level; ``index`` is that of its cache in the pass."""
+        slot = len(self.round_cache)
+        if self.tree.level:
+            return self.tree_block(index, slot)
+        return self.text_block(index, self.cached, self.length, slot)
 
-    @property
-    def begin_slot(self) -> int:
-        return len(self.round_cache)
-
-    def commit_text(self) -> None:
-        self._commit(range(self.length - self.cached))
+    def add_level(self, logits: Tensor) -> None:
+        """Adds a level to the tree from the logits of :meth:`block`, ``[frontier, V]``."""
+        if not self.tree.level:
+            self._commit(range(self.length - self.cached))
+        self.grow(logits)
 
     def observed_rows(self, stop: int) -> list[ObservedRows]:
         """Returns the rows of its block to be scored; the block ends before row ``stop``."""
@@ -344,13 +345,13 @@ class LmDrafter(BeamDrafter[LmSequence]):
         logits = self.forward(
             blocks,
             [sequence.round_cache for sequence in growing],
-            ScoreObserver(observed) if observed else None,
+            TextScores(observed) if observed else None,
         )
         for sequence, part in zip(growing, logits, strict=True):
             sequence.add_level(part)
 
     def forward(
-        self, blocks: Sequence[Block], caches: Sequence[LocalCache], observer: ScoreObserver | None
+        self, blocks: Sequence[Block], caches: Sequence[LocalCache], observer: TextScores | None
     ) -> list[Tensor]:
         """Logits of blocks, see :func:`forward_blocks`."""
 

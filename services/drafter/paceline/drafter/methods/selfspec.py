@@ -45,8 +45,9 @@ from paceline.drafter.methods.base import (
 from paceline.drafter.methods.beam import Beam, BeamOptions, Ranked, check_context
 from paceline.drafter.methods.beam_drafter import (
     BeamDrafter,
-    DecoderSequence,
-    grow_blocks,
+    BeamSequence,
+    Block,
+    forward_blocks,
     required,
 )
 from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
@@ -62,14 +63,14 @@ _EXPONENT = 0.25
 """Exponent on confidences before any token was compared: a copy of the target agrees with it far
 more often than its probabilities say."""
 
-_LEAST_EXPONENT = 1 / 32
+_MIN_EXPONENT = 1 / 32
 """Below it, tokens of any probability would be drafted."""
 
 _RATE = 0.1
 """Relative change of the exponent for each token that was expected and wrong: about ten count."""
 
 
-class SelfSpecSequence(DecoderSequence):
+class SelfSpecSequence(BeamSequence):
     """One generation of ``selfspec``; a ``KVCacheView`` for the decoder.
 
     Each round begins with a table of the target's selected positions, in any order, since their
@@ -78,7 +79,6 @@ class SelfSpecSequence(DecoderSequence):
     """
 
     _drafter: SelfSpecDrafter
-    drafts_ahead: ClassVar[bool] = True
 
     def __init__(self, drafter: SelfSpecDrafter, generation: Generation, kv: KvReader) -> None:
         super().__init__(drafter, generation)
@@ -136,17 +136,21 @@ class SelfSpecSequence(DecoderSequence):
         self._fed = fed
         return fed <= MAX_NEW_TOKENS and self._slot + self.room <= self._layers[0][0].shape[1]
 
-    @property
-    def begin_position(self) -> int:
-        return self._begin
+    def block(self, index: int) -> Block:
+        """Returns what to feed for the next level; ``index`` is that of its cache in the pass."""
+        if self.tree.level:
+            return self.tree_block(index, self._slot)
+        return self.text_block(index, self._begin, self.length, self._slot)
 
-    @property
-    def begin_slot(self) -> int:
-        return self._slot
+    def add_level(self, logits: Tensor) -> None:
+        """Adds a level to the tree from the logits of :meth:`block`, ``[frontier, V]``."""
+        if not self.tree.level:
+            self._fed = self.length - self._begin
+            self._slot += self._fed
+        self.grow(logits)
 
-    def commit_text(self) -> None:
-        self._fed = self.length - self._begin
-        self._slot += self._fed
+    def begin_ahead(self) -> bool:
+        return self.chain_grows()
 
     def finish(self) -> None:
         self.kv.check()
@@ -162,7 +166,7 @@ class SelfSpecSequence(DecoderSequence):
             surplus += math.exp(log_prob) - (drafted == token)
             if drafted != token:
                 break
-        self.exponent = min(1.0, max(_LEAST_EXPONENT, self.exponent * math.exp(_RATE * surplus)))
+        self.exponent = min(1.0, max(_MIN_EXPONENT, self.exponent * math.exp(_RATE * surplus)))
         self._drafter.exponent = self.exponent
 
     def _set_slots(self, slots: int) -> None:
@@ -240,7 +244,10 @@ class SelfSpecDrafter(BeamDrafter[SelfSpecSequence]):
         def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
             return self.decoder.forward(tokens, plan, growing, logit_rows=rows).logits
 
-        grow_blocks(growing, run, self.decoder.device)
+        blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
+        logits = forward_blocks(run, blocks, self.decoder.device)
+        for sequence, part in zip(growing, logits, strict=True):
+            sequence.add_level(part)
 
 
 def _load_decoder(

@@ -7,7 +7,6 @@ import mmap
 import os
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -32,8 +31,8 @@ class SequenceKv(ABC):
     """KV memory of one sequence, with a file in /dev/shm: header, body and hidden states.
 
     The file is mapped once, and its memory is reserved in steps. Subclasses define the contents of
-    the body. Kernels read the KV as :class:`paceline.kernels.Plane`, other processes as
-    :meth:`describe` describes it.
+    the body. Kernels read the KV as :class:`paceline.kernels.Plane`, other processes by the layout
+    in the header.
 
     Safety contract:
 
@@ -51,16 +50,19 @@ class SequenceKv(ABC):
         file_bytes: The file's size. Unit: bytes.
         taps: Hidden states that are kept; None: none.
         header: The file's header, for readers in other processes; unusable once closed.
-        mappable: Whether other processes may map the KV.
         table: Addresses of all layers for compiled programs; None: KV in pages.
     """
 
     device = torch.device("cpu")
     table: LayerTable | None = None
-    mappable: bool = True
 
     def __init__(
-        self, layout: KvLayout, capacity: int, body_bytes: int, taps: TapLayout | None
+        self,
+        layout: KvLayout,
+        capacity: int,
+        body_bytes: int,
+        taps: TapLayout | None,
+        pages: kv_pb2.KvPages | None = None,
     ) -> None:
         """Make a file. It has an address range, but memory for its header only.
 
@@ -70,6 +72,7 @@ class SequenceKv(ABC):
             body_bytes: Size of the body, between header and hidden states, a multiple of an
                 element's size in both.
             taps: Layout of the hidden states; None: none are kept.
+            pages: The pool of the KV's pages; None: the KV is in the body.
 
         Raises:
             OutOfMemory: No file can be made in /dev/shm, or it cannot be mapped.
@@ -96,6 +99,7 @@ class SequenceKv(ABC):
                 f"cannot map {self.file_bytes} bytes of {self.path}: {error}"
             ) from error
         self.header = SegmentHeader(mapping)
+        self.header.describe(self._describe(taps, pages))
         memory = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES)
         self._body: Tensor = memory[:body_bytes]
         self.taps: TapPlanes | None = None
@@ -166,53 +170,29 @@ class SequenceKv(ABC):
         """Whether :meth:`close` was called."""
         return self._file < 0
 
-    def describe_file(self) -> kv_pb2.PosixSharedMemory:
-        """Describe the file to other processes."""
-        return kv_pb2.PosixSharedMemory(name=f"/{self.name}", byte_size=self.file_bytes)
-
-    def describe(self, layers: Iterable[int]) -> kv_pb2.KvLayout:
-        """Describe where keys and values of layers lie, if the KV is mappable."""
-        return self._describe(layers, HEADER_BYTES, self.capacity)
-
-    def _describe(self, layers: Iterable[int], start: int, slots: int) -> kv_pb2.KvLayout:
-        """Describe planes of so many slots, the first of which begins at byte ``start``."""
+    def _describe(
+        self, taps: TapLayout | None, pages: kv_pb2.KvPages | None
+    ) -> kv_pb2.SegmentLayout:
         layout = self.layout
-        plane_bytes = slots * layout.row_bytes
-        kind_bytes = layout.kv_heads * plane_bytes
-        return kv_pb2.KvLayout(
-            layers=[
-                kv_pb2.KvLayer(
-                    layer=layer,
-                    key_offset=start + 2 * layer * kind_bytes,
-                    value_offset=start + (2 * layer + 1) * kind_bytes,
-                )
-                for layer in layers
-            ],
+        described = kv_pb2.SegmentLayout(
+            layers=layout.layers,
             heads=layout.kv_heads,
             head_dim=layout.head_dim,
-            capacity=self.capacity,
-            head_stride=plane_bytes,
-            position_stride=layout.row_bytes,
             dtype=cache_dtype(layout.dtype),
+            capacity=self.capacity,
+            pages=pages,
         )
-
-    def describe_states(self, layers: Iterable[int]) -> kv_pb2.HiddenStateLayout:
-        """Describe where the hidden states of kept layers lie."""
-        assert self.taps is not None, "hidden states are kept"
-        layout = self.taps.layout
-        kept = layout.taps.layers
-        return kv_pb2.HiddenStateLayout(
-            layers=[
-                kv_pb2.HiddenStateLayer(
-                    layer=layer,
-                    offset=self._taps_offset + kept.index(layer) * layout.plane_bytes,
+        if taps is not None:
+            described.hidden_states.CopyFrom(
+                kv_pb2.HiddenStateLayout(
+                    layers=taps.taps.layers,
+                    hidden_size=taps.hidden,
+                    slots=taps.slots,
+                    offset=self._taps_offset,
+                    dtype=cache_dtype(taps.dtype),
                 )
-                for layer in layers
-            ],
-            hidden_size=layout.hidden,
-            slots=layout.slots,
-            position_stride=layout.row_bytes,
-        )
+            )
+        return described
 
     def publish(self, committed: int) -> None:
         """Publish the committed length, after its KV was written. Unit: tokens."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from paceline.decoder import ACCELERATORS
 from paceline.kernels import PagedPlane
 from paceline.kv.cuda import CudaDriver, DriverError, ExportedMemory, cuda_driver
+from paceline.kv.segment import HEADER_BYTES
 from paceline.v1 import kv_pb2
 from paceline.verifier.kv.base import OutOfMemory, SequenceKv
 from paceline.verifier.kv.layout import BLOCK_TOKENS, TREE_TOKENS, KvLayout, round_up
@@ -84,6 +84,15 @@ class PagePool:
         self._reading = torch.Stream(device) if device.type in ACCELERATORS else None
         self._free_pages = list(range(count))[::-1]
         self._free_rows = list(range(1, max_sequences + 1))[::-1]
+
+    def describe(self) -> kv_pb2.KvPages:
+        """Describe the pages to other processes."""
+        described = kv_pb2.KvPages(page_size=PAGE_TOKENS)
+        if self.exported is not None:
+            described.memory.device_uuid = self.exported.device_uuid
+            described.memory.handle = self.exported.handle
+            described.memory.byte_size = self.exported.bytes.numel()
+        return described
 
     @property
     def limit_bytes(self) -> int:
@@ -228,11 +237,11 @@ class PagedKv(SequenceKv):
         entries = capacity // PAGE_TOKENS
         if entries > pool.tables.shape[1]:
             raise OutOfMemory(f"{capacity} tokens need more pages than a table of the pool has")
-        self._table_bytes = -(-entries * 4 // _TABLE_BYTES) * _TABLE_BYTES
+        table_bytes = -(-entries * 4 // _TABLE_BYTES) * _TABLE_BYTES
         self._row = pool.take_row()
         try:
-            super().__init__(pool.layout, capacity, self._table_bytes, taps)
-            self._fill(self.table_offset, self._table_bytes, capacity)
+            super().__init__(pool.layout, capacity, table_bytes, taps, pool.describe())
+            self._fill(HEADER_BYTES, table_bytes, capacity)
         except BaseException:
             pool.free(self._row, [])
             raise
@@ -241,25 +250,6 @@ class PagedKv(SequenceKv):
         self._table = self._body.view(torch.int32)
         self._pages: list[int] = []
         self._layers = pool.planes(self._row, capacity)
-        self.mappable = pool.exported is not None
-
-    @property
-    def table_offset(self) -> int:
-        """Start of the page table. Unit: bytes from the start of the file."""
-        return self._taps_offset - self._table_bytes
-
-    def describe(self, layers: Iterable[int]) -> kv_pb2.KvLayout:
-        """See :class:`SequenceKv`."""
-        memory = self.pool.exported
-        assert memory is not None, "the pool is exported"
-        described = self._describe(layers, 0, PAGE_TOKENS)
-        described.pages.memory.device_uuid = memory.device_uuid
-        described.pages.memory.handle = memory.handle
-        described.pages.memory.byte_size = memory.bytes.numel()
-        described.pages.page_size = PAGE_TOKENS
-        described.pages.page_stride = self.pool.page_bytes
-        described.pages.table_offset = self.table_offset
-        return described
 
     def layer(self, index: int) -> tuple[PagedPlane, PagedPlane]:
         """See :class:`SequenceKv`."""

@@ -27,9 +27,9 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
     """Gives holders of read grants access to committed KV. Changes neither a cache nor its lease.
 
     A cache may be mapped by a caller that has its read grant, runs on this machine, and can open
-    the segment's file, that is, runs as the verifier's user. The answer stays valid while the cache
-    generation stays the same; the segment's header (:class:`paceline.kv.segment.SegmentHeader`)
-    guards reads. A cache may be followed from anywhere by a caller that has its read grant.
+    the segment's file, that is, runs as the verifier's user. The segment's header
+    (:class:`paceline.kv.segment.SegmentHeader`) has the layout and guards reads. A cache may be
+    followed from anywhere by a caller that has its read grant.
     """
 
     def __init__(self, store: CacheStore, counts: FollowCounts | None = None) -> None:
@@ -39,36 +39,16 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
     async def MapCache(
         self, request: kv_pb2.MapCacheRequest, context: Any
     ) -> kv_pb2.MapCacheResponse:
-        """Describe where keys, values and hidden states of the requested layers lie."""
+        """Name the file of a cache."""
         if not is_local_peer(context.peer()):
             raise ServiceError.failed_precondition(
                 "KV_NOT_LOCAL",
                 f"{context.peer()} is not on this machine, where the KV can be mapped; use a "
                 "drafter on this machine, over loopback or a unix socket, or follow the cache",
             )
-        cache = self._find(request.read_grant)
-        segment = cache.sequence.segment
-        response = kv_pb2.MapCacheResponse(
-            file=segment.describe_file(),
-            dtype=cache_dtype(segment.layout.hidden_dtype),
-            committed_length=cache.sequence.committed,
-            generation=cache.generation,
-            lease_ms=round(self._store.lease_left(cache) * 1000),
-        )
-        if request.layers or not request.hidden_state_layers:
-            layers = _layers(request.layers, segment.layout.layers)
-            if not segment.mappable:
-                raise ServiceError.failed_precondition(
-                    "KV_NOT_MAPPABLE",
-                    "this verifier's KV lies in pages that other processes cannot map; follow the "
-                    "cache",
-                )
-            response.kv.CopyFrom(segment.describe(layers))
-        if request.hidden_state_layers:
-            _check_kept(segment, request.hidden_state_layers)
-            layers = list(dict.fromkeys(request.hidden_state_layers))
-            response.hidden_states.CopyFrom(segment.describe_states(layers))
-        return response
+        segment = self._find(request.read_grant).sequence.segment
+        file = kv_pb2.PosixSharedMemory(name=f"/{segment.name}")
+        return kv_pb2.MapCacheResponse(file=file)
 
     async def FollowCache(self, request_iterator: Any, context: Any) -> None:
         """Stream selected positions, and their changes after each round."""

@@ -7,8 +7,13 @@ Without the two heads it is DFlash. Training imports
 drafts (:mod:`~paceline.drafter.methods.dspark.backbone`) is tested against it.
 """
 
-from paceline.drafter.methods.dspark.checkpoint import load_weights, read_dspark, save_dspark
-from paceline.drafter.methods.dspark.config import MARKOV_HEADS, DSparkConfig, Layout
+from paceline.drafter.methods.dspark.config import (
+    MARKOV_HEADS,
+    DSparkConfig,
+    Layout,
+    read_dspark,
+    save_dspark,
+)
 from paceline.drafter.methods.dspark.heads import ConfidenceHead, MarkovHead
 from paceline.drafter.methods.dspark.module import DSparkModel
 
@@ -19,7 +24,6 @@ __all__ = [
     "DSparkModel",
     "Layout",
     "MarkovHead",
-    "load_weights",
     "read_dspark",
     "save_dspark",
 ]

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from paceline.decoder.config import Rope
-from paceline.decoder.weights import Linear
 from paceline.drafter.methods.checkpoint import TargetEmbedding
 from paceline.drafter.methods.dspark.config import DSparkConfig
-from paceline.drafter.methods.layers import linear
+from paceline.drafter.methods.layers import LayerWeights
 from paceline.drafter.methods.slots import WindowCache, chain_segments
 from paceline.kernels import (
     Context,
     Executor,
-    Heads,
     Norm,
     Pass,
     Program,
@@ -42,15 +39,15 @@ class DSparkBackbone:
         device: torch.device | str,
         int8: bool = False,
     ) -> None:
-        """Builds the backbone from tensors of :func:`~.checkpoint.load_weights`.
+        """Builds the backbone from its tensors by name and the target's.
 
         With ``int8`` its matrices get 8 bits in blocks of 32.
         """
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self._rope = Rope(config, device)
-        tensors = _Tensors(config, weights, int8)
-        self._writing = Executor(_record_context(tensors, dtype))
-        self._drafting = Executor(_record_block(tensors, embedding, dtype))
+        tensors = LayerWeights(config, weights, int8)
+        self._writing = Executor(_record_context(config, tensors, dtype))
+        self._drafting = Executor(_record_block(config, tensors, embedding, dtype))
 
     def new_context(self) -> WindowCache:
         """Returns an empty context for one generation: the KV of its hidden states.
@@ -130,31 +127,12 @@ class DSparkBackbone:
         return result.taps[0].view(shape), result.logits.view(shape)
 
 
-@dataclass(frozen=True)
-class _Tensors:
-    """The parts of a program, from tensors by name."""
-
-    config: DSparkConfig
-    weights: Mapping[str, Tensor]
-    int8: bool
-
-    @property
-    def heads(self) -> Heads:
-        return Heads(self.config.q_heads, self.config.kv_heads, self.config.head_dim)
-
-    def norm(self, name: str) -> Norm:
-        return Norm(self.weights[f"{name}.weight"].float(), self.config.norm_eps)
-
-    def head_norms(self, base: str) -> tuple[Norm, Norm]:
-        return self.norm(f"{base}q_norm"), self.norm(f"{base}k_norm")
-
-    def matrix(self, *names: str) -> Linear:
-        return linear([self.weights[f"{name}.weight"] for name in names], self.int8)
+def _head_norms(tensors: LayerWeights, base: str) -> tuple[Norm, Norm]:
+    return tensors.norm(f"{base}q_norm"), tensors.norm(f"{base}k_norm")
 
 
-def _record_context(tensors: _Tensors, dtype: torch.dtype) -> Program:
+def _record_context(config: DSparkConfig, tensors: LayerWeights, dtype: torch.dtype) -> Program:
     """Hidden states to the keys and values of all layers."""
-    config = tensors.config
     program = Recorder(tensors.heads, dtype)
     states = program.input(len(config.taps) * config.hidden)
     projected = program.multiply(states, tensors.matrix("fc"))
@@ -162,13 +140,14 @@ def _record_context(tensors: _Tensors, dtype: torch.dtype) -> Program:
     for index in range(config.layers):
         base = f"layers.{index}.self_attn."
         pair = program.multiply(inputs, tensors.matrix(f"{base}k_proj", f"{base}v_proj"))
-        program.write(pair, tensors.head_norms(base), index)
+        program.write(pair, _head_norms(tensors, base), index)
     return program.finish()
 
 
-def _record_block(tensors: _Tensors, embedding: TargetEmbedding, dtype: torch.dtype) -> Program:
+def _record_block(
+    config: DSparkConfig, tensors: LayerWeights, embedding: TargetEmbedding, dtype: torch.dtype
+) -> Program:
     """Tokens of blocks to logits; the tap is the hidden state that the LM head reads."""
-    config = tensors.config
     window = config.window + config.block if config.window else None
     program = Recorder(tensors.heads, dtype)
     x, delta = program.embed(embedding.embedding), 0
@@ -180,13 +159,10 @@ def _record_block(tensors: _Tensors, embedding: TargetEmbedding, dtype: torch.dt
         base, attention = f"layers.{index}.", f"layers.{index}.self_attn."
         inputs = program.add_norm(x, delta, tensors.norm(f"{base}input_layernorm"))
         heads = program.multiply(inputs, tensors.matrix(*(f"{attention}{n}_proj" for n in "qkv")))
-        q = program.rotate(heads, tensors.head_norms(attention), index)
+        q = program.rotate(heads, _head_norms(tensors, attention), index)
         attended = program.attend_context(q, index, window)
         delta = program.multiply(attended, tensors.matrix(f"{attention}o_proj"))
-        inputs = program.add_norm(x, delta, tensors.norm(f"{base}post_attention_layernorm"))
-        wide = tensors.matrix(f"{base}mlp.gate_proj", f"{base}mlp.up_proj")
-        gated = program.gate(program.multiply(inputs, wide))
-        delta = program.multiply(gated, tensors.matrix(f"{base}mlp.down_proj"))
+        delta = tensors.feed_forward(program, x, delta, base)
     program.add(x, delta)
     hidden = program.add_norm(program.select(x), 0, tensors.norm("norm"))
     program.tap(hidden, 0)

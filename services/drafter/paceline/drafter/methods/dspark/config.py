@@ -1,4 +1,4 @@
-"""A DSpark drafter's shape, also as the config.json of DeepSpec and of speculators has it.
+"""A DSpark drafter's shape and folder, in the layout of DeepSpec or of speculators.
 
 Tensor names are the same in both. They differ in how layers are counted and in which token each
 position of a block predicts. A wrong assumption costs most of the accepted length and raises no
@@ -15,17 +15,36 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
 from paceline.decoder import UnsupportedModelError
 from paceline.decoder.model_source import remembered
-from paceline.drafter.methods.checkpoint import SECTION, TargetRef, speculators_fields
+from paceline.decoder.weights import Checkpoint
+from paceline.drafter.methods.checkpoint import (
+    CONFIG_FILE,
+    EMBEDDING,
+    HEAD,
+    SECTION,
+    TargetRef,
+    read_config_file,
+    speculators_fields,
+    write_checkpoint,
+)
 from paceline.drafter.methods.layers import LayerShape, config_errors, target_fields
 
-MARKOV_HEADS = ("vanilla", "gated", "rnn")
+METHOD = "dspark"
 
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
 _DEEPSPEC_MODEL = "Qwen3DSparkModel"
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+
+_DTYPES = {
+    torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch.float16: torch.bfloat16
+}  # fmt: skip
+"""Type of a drafter by that of its tensors."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +162,7 @@ class Layout(Enum):
     SPECULATORS = "speculators"
 
 
-def layout_of(described: Json) -> Layout:
+def _layout_of(described: Json) -> Layout:
     """Returns the project whose config.json it is.
 
     Raises:
@@ -160,7 +179,7 @@ def layout_of(described: Json) -> Layout:
     )
 
 
-def read_config(described: Json, target_layers: int = 0) -> DSparkConfig:
+def _read_config(described: Json, target_layers: int = 0) -> DSparkConfig:
     """Reads the shape of a drafter from a config.json of either layout.
 
     Args:
@@ -171,7 +190,7 @@ def read_config(described: Json, target_layers: int = 0) -> DSparkConfig:
         UnsupportedModelError: It needs an unsupported feature, lacks a field, or is for a target of
             another depth.
     """
-    layout = layout_of(described)
+    layout = _layout_of(described)
     with config_errors(layout.value):
         config = (_read_deepspec if layout is Layout.DEEPSPEC else _read_speculators)(described)
     if target_layers and config.target_layers not in (0, target_layers):
@@ -189,8 +208,8 @@ def read_config(described: Json, target_layers: int = 0) -> DSparkConfig:
     return config
 
 
-def write_config(config: DSparkConfig, layout: Layout, target: TargetRef) -> dict[str, Any]:
-    """Inverse of :func:`read_config`, without the ``paceline`` section.
+def _write_config(config: DSparkConfig, layout: Layout, target: TargetRef) -> dict[str, Any]:
+    """Inverse of :func:`_read_config`, without the ``paceline`` section.
 
     Raises:
         UnsupportedModelError: The layout has no field for a part of ``config``.
@@ -335,3 +354,75 @@ def _speculators(config: DSparkConfig, target: TargetRef) -> dict[str, Any]:
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config.taps],
         "sample_from_anchor": config.from_anchor,
     }
+
+
+def save_dspark(
+    folder: str | Path,
+    config: DSparkConfig,
+    weights: Mapping[str, Tensor],
+    target: TargetRef,
+    *,
+    layout: Layout = Layout.SPECULATORS,
+    frozen: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    notes: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a drafter's folder.
+
+    Args:
+        folder: Created if it does not exist.
+        config: Shape of the drafter.
+        weights: State dict of a :class:`~paceline.drafter.methods.dspark.DSparkModel`.
+        target: The target that it was trained for.
+        layout: Project whose config.json is written. A ``paceline`` section holds what that project
+            has no fields for.
+        frozen: The target's embedding and LM head, ``[V, hidden]`` each, to be written too.
+            DeepSpec's loader expects them; others read them from the target.
+        dtype: Type of the tensors in the file.
+        notes: Written to the ``paceline`` section as ``training``: how it was trained.
+
+    Raises:
+        UnsupportedModelError: The layout cannot express such a drafter.
+    """
+    described = _write_config(config, layout, target)
+    if layout is Layout.DEEPSPEC and frozen is None:
+        raise UnsupportedModelError("a DeepSpec folder holds the target's embedding and LM head")
+    tensors = dict(weights)
+    if frozen is not None:
+        tensors |= dict(zip((EMBEDDING, HEAD), frozen, strict=True))
+    section = {name: getattr(config, name) for name in ("target_layers", "window", "state_input")}
+    write_checkpoint(
+        folder, METHOD, described, tensors, target, dtype=dtype, section=section, notes=notes
+    )
+
+
+def read_dspark(folder: str | Path, target_layers: int = 0) -> tuple[DSparkConfig, torch.dtype]:
+    """Reads the shape of a drafter from its config.json, and the type for its tensors.
+
+    Args:
+        folder: The drafter's.
+        target_layers: Number of layers of its target, which must match the folder's; 0: not known.
+
+    Raises:
+        UnsupportedModelError: It is no DSpark or DFlash drafter, needs an unsupported feature,
+            lacks a field, or is for a target of another depth.
+        FileNotFoundError: There is no config.json.
+    """
+    path = Path(folder) / CONFIG_FILE
+    described = read_config_file(folder, METHOD)
+    try:
+        config = _read_config(described, target_layers)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{path}: {error}") from error
+    weights = Checkpoint(folder, torch.float32)
+    if "fc.weight" not in weights:
+        raise UnsupportedModelError(
+            f"{folder} has no tensor 'fc.weight', expected the names of a "
+            f"{_layout_of(described).value} drafter"
+        )
+    stored = weights.stored("fc.weight").dtype
+    if stored not in _DTYPES:
+        raise UnsupportedModelError(
+            f"{folder} holds tensors of the type {stored}, expected one of {list(_DTYPES)}"
+        )
+    return config, _DTYPES[stored]

@@ -25,15 +25,21 @@ from paceline.drafter.methods.base import (
     Generation,
     Needs,
     Resources,
-    Update,
     check_choice,
     parse_options,
 )
 from paceline.drafter.methods.beam_drafter import BeamDrafter, BeamSequence, required
-from paceline.drafter.methods.checkpoint import TargetOptions, load_model, read_fit, required_folder
+from paceline.drafter.methods.checkpoint import (
+    TargetOptions,
+    load_model,
+    load_weights,
+    read_fit,
+    required_folder,
+)
 from paceline.drafter.methods.dspark.backbone import DSparkBackbone
-from paceline.drafter.methods.dspark.checkpoint import load_weights, read_dspark
+from paceline.drafter.methods.dspark.config import read_dspark
 from paceline.drafter.methods.dspark.heads import DSparkHeads, HeadInput, HeadOutput
+from paceline.drafter.methods.dspark.module import DSparkModel
 
 
 class DSparkSequence(BeamSequence):
@@ -47,10 +53,8 @@ class DSparkSequence(BeamSequence):
     _drafter: DSparkDrafter
 
     def __init__(self, drafter: DSparkDrafter, generation: Generation, states: StateReader) -> None:
-        super().__init__(drafter, generation)
+        super().__init__(drafter, generation, 1)
         self.states = states
-        self.anchor = generation.tokens[-1]
-        """Newest token of the text."""
         self.context = drafter.backbone.new_context()
         self.newest = torch.empty(0)
         """Hidden states of the newest position in the context, ``[1, taps * hidden]``."""
@@ -58,13 +62,13 @@ class DSparkSequence(BeamSequence):
         self._state: Tensor | None = None
 
     @property
+    def anchor(self) -> int:
+        """Newest token of the text."""
+        return self.text[-1]
+
+    @property
     def backlog(self) -> int:
         return max(0, self._readable - self.context.next_position(self._readable))
-
-    def extend(self, update: Update) -> None:
-        if update.tokens:
-            self.anchor = update.tokens[-1]
-        super().extend(update)
 
     def warm(self, limit: int) -> None:
         new = self.new_states(limit)
@@ -220,7 +224,7 @@ def _read(folder: Path, fit: Fit, options: DSparkOptions, device: str) -> DSpark
     config, dtype = read_dspark(folder, load_config(target).layers if target else 0)
     dtype = options.torch_dtype(dtype)
     embedding, fit = options.read_embedding(folder, fit, config, dtype, device)
-    weights = load_weights(folder, config, dtype, device)
+    weights = load_weights(folder, config, DSparkModel, dtype, device)
     with torch.inference_mode():
         backbone = DSparkBackbone(config, weights, embedding, dtype, device, options.int8)
         heads = DSparkHeads(config, weights, dtype, device, options.int8)

@@ -11,7 +11,6 @@ grow as in :mod:`paceline.drafter.methods.beam`.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from paceline.decoder.weights import Checkpoint
 from paceline.drafter.kv import KvOptions
 from paceline.drafter.kv.reader import KvReader
 from paceline.drafter.methods.base import (
@@ -34,24 +32,27 @@ from paceline.drafter.methods.base import (
 from paceline.drafter.methods.beam import check_context
 from paceline.drafter.methods.beam_drafter import (
     BeamDrafter,
-    DecoderSequence,
-    grow_blocks,
+    BeamSequence,
+    Block,
+    forward_blocks,
     required,
 )
 from paceline.drafter.methods.checkpoint import (
     TargetEmbedding,
     TargetOptions,
     load_model,
+    load_weights,
     read_fit,
     required_folder,
     weight_bytes,
 )
 from paceline.drafter.methods.longspec.config import read_longspec
 from paceline.drafter.methods.longspec.layer import LongSpecLayer, TargetKv
+from paceline.drafter.methods.longspec.module import LongSpecModel
 from paceline.kernels import CHUNK, Context, TreePlan, plan_trees
 
 
-class LongSpecSequence(DecoderSequence):
+class LongSpecSequence(BeamSequence):
     """One generation of ``longspec``.
 
     Its memory does not depend on the context: keys, values and tokens of a window. (Only the
@@ -62,11 +63,10 @@ class LongSpecSequence(DecoderSequence):
     _drafter: LongSpecDrafter
 
     def __init__(self, drafter: LongSpecDrafter, generation: Generation, kv: KvReader) -> None:
-        super().__init__(drafter, generation)
-        self.kv = kv
-        self.cache = drafter.layer.new_cache(drafter.options.drafted)
-        self.text = deque(generation.tokens, maxlen=self.cache.window)
         layer = drafter.layer
+        super().__init__(drafter, generation, layer.config.window)
+        self.kv = kv
+        self.cache = layer.new_cache(drafter.options.drafted)
         self._target = TargetKv(layer.config, layer.dtype, layer.device)
         self.context: Context | None = None
         """The target's KV that the round reads; None outside of a round."""
@@ -89,7 +89,7 @@ class LongSpecSequence(DecoderSequence):
 
     def prepare(self) -> bool:
         self.kv.check()
-        while self.backlog > MOST_NEW_TOKENS:
+        while self.backlog > MAX_FED_TOKENS:
             self.warm(CHUNK)
         self.cache.reserve(self.length)
         below = self.length - 1  # the verifier may have committed more than this text
@@ -98,17 +98,18 @@ class LongSpecSequence(DecoderSequence):
         self.context = self._target.context(parts)
         return True
 
-    @property
-    def begin_position(self) -> int:
-        return min(self.cache.next_position(self.length), self.length - 1)
+    def block(self, index: int) -> Block:
+        """Returns what to feed for the next level; ``index`` is that of its cache in the pass."""
+        if self.tree.level:
+            return self.tree_block(index, self.length - self.cache.base)
+        begin = min(self.cache.next_position(self.length), self.length - 1)
+        return self.text_block(index, begin, self.length, begin - self.cache.base)
 
-    @property
-    def begin_slot(self) -> int:
-        begin = self.length if self.tree.level else self.begin_position
-        return begin - self.cache.base
-
-    def commit_text(self) -> None:
-        self.cache.length = self.length
+    def add_level(self, logits: Tensor) -> None:
+        """Adds a level to the tree from the logits of :meth:`block`, ``[frontier, V]``."""
+        if not self.tree.level:
+            self.cache.length = self.length
+        self.grow(logits)
 
     def finish(self) -> None:
         if self.context is not None:
@@ -120,7 +121,7 @@ class LongSpecSequence(DecoderSequence):
         self.context = None
 
 
-MOST_NEW_TOKENS = 16
+MAX_FED_TOKENS = 16
 """Most tokens that a round feeds through the whole layer. Of more, as of a prompt, all but the
 newest get keys and values alone."""
 
@@ -202,7 +203,10 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
         def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
             return self.layer.forward(tokens, plan, caches, contexts, rows)
 
-        grow_blocks(growing, run, self.layer.device)
+        blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
+        logits = forward_blocks(run, blocks, self.layer.device)
+        for sequence, part in zip(growing, logits, strict=True):
+            sequence.add_level(part)
 
 
 def _read(
@@ -211,7 +215,7 @@ def _read(
     config, dtype = read_longspec(folder)
     dtype = options.torch_dtype(dtype)
     embedding, fit = options.read_embedding(folder, fit, config, dtype, device)
-    weights = Checkpoint(folder, dtype, device)
+    weights = load_weights(folder, config, LongSpecModel, dtype, device)
     with torch.inference_mode():
         layer = LongSpecLayer(config, weights, embedding, dtype, device, options.int8)
     return layer, embedding, fit

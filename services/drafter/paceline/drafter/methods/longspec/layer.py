@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.config import Rope
-from paceline.decoder.weights import Linear, take
 from paceline.drafter.methods.checkpoint import TargetEmbedding
-from paceline.drafter.methods.layers import linear
+from paceline.drafter.methods.layers import LayerWeights
 from paceline.drafter.methods.longspec.config import LongSpecConfig
 from paceline.drafter.methods.slots import WindowCache
-from paceline.kernels import Context, Executor, Heads, LayerTable, Norm, Pass, Recorder, TreePlan
+from paceline.kernels import Context, Executor, LayerTable, Pass, Recorder, TreePlan
 
 
 class TargetKv:
@@ -74,52 +73,36 @@ class LongSpecLayer:
         device: torch.device | str,
         int8: bool = False,
     ) -> None:
-        """Builds the layer from the folder's tensors and the target's.
+        """Builds the layer from its tensors by name and the target's.
 
         With ``int8`` its matrices get 8 bits in blocks of 32.
-
-        Raises:
-            UnsupportedModelError: A tensor is missing or of another shape.
         """
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self._rope = Rope(config, device)
         self.drafted_tokens = embedding.tokens
         """The target's token id of each logit, int64 ``[R]``; None: all ids."""
-        width, hidden = config.q_heads * config.head_dim, config.hidden
-        kv, wide = config.kv_heads * config.head_dim, config.intermediate
+        tensors = LayerWeights(config, weights, int8)
+        base = "layers.0."
+        qkv = tensors.matrix(*(f"{base}self_attn.{name}_proj" for name in "qkv"))
+        self_norm = tensors.norm(f"{base}input_layernorm")
 
-        def norm(name: str) -> Norm:
-            return Norm(take(weights, f"{name}.weight", (hidden,)).float(), config.norm_eps)
-
-        def matrix(ins: int, outs: Mapping[str, int]) -> Linear:
-            parts = [take(weights, f"layers.0.{n}.weight", (o, ins)) for n, o in outs.items()]
-            return linear(parts, int8)
-
-        attention, mlp = {"q": width, "k": kv, "v": kv}, ("gate", "up")
-        qkv = matrix(hidden, {f"self_attn.{n}_proj": outs for n, outs in attention.items()})
-        self_norm = norm("layers.0.input_layernorm")
-        heads = Heads(config.q_heads, config.kv_heads, config.head_dim)
-
-        program = Recorder(heads, dtype)
+        program = Recorder(tensors.heads, dtype)
         x = program.embed(embedding.embedding)
         program.rotate(program.multiply(program.add_norm(x, 0, self_norm), qkv), None, 0)
         self._writing = Executor(program.finish())
 
-        program = Recorder(heads, dtype)
+        program = Recorder(tensors.heads, dtype)
         x = program.embed(embedding.embedding)
         q = program.rotate(program.multiply(program.add_norm(x, 0, self_norm), qkv), None, 0)
         attended = program.attend(q, 0, config.window)
-        delta = program.multiply(attended, matrix(width, {"self_attn.o_proj": hidden}))
-        inputs = program.add_norm(x, delta, norm("layers.0.cross_layernorm"))
-        q = program.multiply(inputs, matrix(hidden, {"cross_attn.q_proj": width}))
+        delta = program.multiply(attended, tensors.matrix(f"{base}self_attn.o_proj"))
+        inputs = program.add_norm(x, delta, tensors.norm(f"{base}cross_layernorm"))
+        q = program.multiply(inputs, tensors.matrix(f"{base}cross_attn.q_proj"))
         attended = program.attend_context(program.rotate_queries(q), 0, None)
-        delta = program.multiply(attended, matrix(width, {"cross_attn.o_proj": hidden}))
-        inputs = program.add_norm(x, delta, norm("layers.0.post_attention_layernorm"))
-        gate_up = program.multiply(inputs, matrix(hidden, {f"mlp.{n}_proj": wide for n in mlp}))
-        down = matrix(wide, {"mlp.down_proj": hidden})
-        program.add(x, program.multiply(program.gate(gate_up), down))
+        delta = program.multiply(attended, tensors.matrix(f"{base}cross_attn.o_proj"))
+        program.add(x, tensors.feed_forward(program, x, delta, base))
         x = program.select(x)
-        last = program.add_norm(x, 0, norm("norm")) if config.final_norm else x
+        last = program.add_norm(x, 0, tensors.norm("norm")) if config.final_norm else x
         program.multiply(last, embedding.head)
         self._drafting = Executor(program.finish())
 

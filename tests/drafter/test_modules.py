@@ -1,4 +1,4 @@
-"""The dense DSpark backbone and its heads against the paper's formulas, written out."""
+"""The drafters that are trained, in dense PyTorch, against the papers' formulas written out."""
 
 from __future__ import annotations
 
@@ -10,17 +10,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
 from paceline.drafter.methods.dspark import MARKOV_HEADS, ConfidenceHead, DSparkModel, MarkovHead
+from paceline.drafter.methods.longspec import LongSpecModel, lag_mask, window_mask
+from paceline.kernels import streaming
 
-from .shapes import CONFIG, make
+from .shapes import DSPARK, LONGSPEC, randomised
+
+
+@pytest.fixture
+def model() -> LongSpecModel:
+    return randomised(LongSpecModel(LONGSPEC))
+
+
+def inputs(batch: int, length: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(1)
+    x = torch.randn(batch, length, LONGSPEC.hidden, generator=draws)
+    shape = (2, batch, LONGSPEC.kv_heads, keys, LONGSPEC.head_dim)
+    k, v = torch.randn(shape, generator=draws)
+    return x, k, v
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean() + 1e-6).sqrt() * weight
 
 
-def turned(x: Tensor, position: int) -> Tensor:
+def turned(x: Tensor, position: float) -> Tensor:
     """Rotary embedding of one head, pair after pair."""
     out, half = x.clone(), len(x) // 2
     for i in range(half):
@@ -69,7 +85,7 @@ def by_hand(model: DSparkModel, embedded: Tensor, anchor: int, taps: Tensor) -> 
 @pytest.mark.parametrize("state_input", [False, True])
 @pytest.mark.parametrize("anchor", [0, 1, 9])
 def test_a_block_by_hand(anchor: int, state_input: bool) -> None:
-    model = make(replace(CONFIG, state_input=state_input))
+    model = randomised(DSparkModel(replace(DSPARK, state_input=state_input)))
     embedded, taps = torch.randn(4, 24), torch.randn(anchor, 48)
     with torch.no_grad():
         found = model(
@@ -80,8 +96,8 @@ def test_a_block_by_hand(anchor: int, state_input: bool) -> None:
 
 
 def test_the_anchor_predicts_only_with_from_anchor() -> None:
-    model = make(CONFIG)
-    later = make(replace(CONFIG, from_anchor=False))
+    model = randomised(DSparkModel(DSPARK))
+    later = randomised(DSparkModel(replace(DSPARK, from_anchor=False)))
     inputs = torch.randn(1, 2, 4, 24), torch.tensor([[3, 5]]), torch.randn(1, 3, 48)
     positions = torch.arange(3)[None]
     with torch.no_grad():
@@ -94,7 +110,9 @@ def test_the_anchor_predicts_only_with_from_anchor() -> None:
 def test_packed_blocks_are_independent(data: st.DataObject) -> None:
     """Blocks of several texts equal each block alone, with its window in any order."""
     window = data.draw(st.sampled_from([0, 1, 5]))
-    model = make(replace(CONFIG, window=window, state_input=data.draw(st.booleans())))
+    model = randomised(
+        DSparkModel(replace(DSPARK, window=window, state_input=data.draw(st.booleans())))
+    )
     texts, blocks = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
     lengths = [data.draw(st.integers(1, 12)) for _ in range(texts)]
     positions = torch.full((texts, max(lengths) + 1), -1)
@@ -118,8 +136,8 @@ def test_packed_blocks_are_independent(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("kind", MARKOV_HEADS)
 def test_the_sequential_head_by_hand(kind: str) -> None:
-    config = replace(CONFIG, markov_head=kind)
-    head = make(config).markov_head
+    config = replace(DSPARK, markov_head=kind)
+    head = randomised(DSparkModel(config)).markov_head
     assert isinstance(head, MarkovHead)
     w1, w2 = head.markov_w1.weight, head.markov_w2.weight
     before, hidden = torch.tensor([[3, 9, 3]]), torch.randn(1, 3, 24)
@@ -143,15 +161,107 @@ def test_the_sequential_head_by_hand(kind: str) -> None:
 
 def test_a_new_head_has_no_bias() -> None:
     """Training starts from DFlash."""
-    head = MarkovHead(CONFIG)
+    head = MarkovHead(DSPARK)
     features, _ = head(torch.tensor([[3, 9]]), torch.randn(1, 2, 24))
     assert not head.markov_w2(features).any()
 
 
 @pytest.mark.parametrize("markov", [True, False])
 def test_the_confidence_head_by_hand(markov: bool) -> None:
-    head = ConfidenceHead(replace(CONFIG, confidence_markov=markov))
+    head = ConfidenceHead(replace(DSPARK, confidence_markov=markov))
     hidden, before = torch.randn(2, 3, 24), torch.randn(2, 3, 6)
     inputs = torch.cat([hidden, before], -1) if markov else hidden
     expected = inputs @ head.proj.weight[0] + head.proj.bias
     torch.testing.assert_close(head(hidden, before), expected)
+
+
+def test_one_token_by_hand(model: LongSpecModel) -> None:
+    """Token 7 of a text whose target KV is known up to position 3, head by head."""
+    x, keys, values = inputs(1, 8, 4)
+    positions = torch.arange(8)
+    cross = torch.ones(8, 4, dtype=torch.bool)
+    found = model(x, positions, window_mask(8, 5), keys, values, cross)[0, 7]
+
+    w = dict(model.named_parameters())
+
+    def norm(row: Tensor, name: str) -> Tensor:
+        return normed(row, w[f"{name}.weight"])
+
+    def project(row: Tensor, name: str) -> Tensor:
+        return w[f"layers.0.{name}.weight"] @ row
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = []
+        for head in range(6):
+            at = head // 3
+            weights = (k[at] @ turned(q.view(6, 8)[head], 7.0) / 8**0.5).softmax(0)
+            heads.append(weights @ v[at])
+        return torch.cat(heads)
+
+    rows = [norm(x[0, t], "layers.0.input_layernorm") for t in range(3, 8)]
+    k = torch.stack([project(row, "self_attn.k_proj").view(2, 8) for row in rows], dim=1)
+    k = torch.stack([torch.stack([turned(k[h, t], 3.0 + t) for t in range(5)]) for h in range(2)])
+    v = torch.stack([project(row, "self_attn.v_proj").view(2, 8) for row in rows], dim=1)
+    out = x[0, 7]
+    seen = attention(project(rows[-1], "self_attn.q_proj"), k, v)
+    out = out + project(seen, "self_attn.o_proj")
+    q = project(norm(out, "layers.0.cross_layernorm"), "cross_attn.q_proj")
+    out = out + project(attention(q, keys[0], values[0]), "cross_attn.o_proj")
+    h = norm(out, "layers.0.post_attention_layernorm")
+    wide = F.silu(project(h, "mlp.gate_proj")) * project(h, "mlp.up_proj")
+    out = norm(out + project(wide, "mlp.down_proj"), "norm")
+    torch.testing.assert_close(found, out, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("context", [0, 5, 7])
+@pytest.mark.parametrize("lag", [1, 2, 5])
+def test_a_lag_mask_equals_drafting(model: LongSpecModel, lag: int, context: int) -> None:
+    """Row p of one training pass equals drafting without the last ``lag`` target positions."""
+    x, keys, values = inputs(1, 12, 12)
+    at = torch.arange(12)
+    window = window_mask(12, LONGSPEC.window)
+    trained = model(x, at, window, keys, values, lag_mask(12, lag, context))
+    for p in range(12):
+        known = max(0, p - lag + 1)
+        read = torch.zeros(12, known, dtype=torch.bool)
+        for part in streaming(known, context):
+            read[:, part.start : part.stop] = True
+        drafted = model(x, at, window, keys[:, :, :known], values[:, :, :known], read)
+        torch.testing.assert_close(trained[0, p], drafted[0, p], rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_a_batch_have_their_own_positions_and_masks(model: LongSpecModel) -> None:
+    x, keys, values = inputs(3, 6, 6)
+    positions = torch.stack([torch.arange(6), torch.arange(6) + 900, torch.arange(6) * 2])
+    own = torch.stack([window_mask(6, w) for w in (1, 3, 6)])
+    cross = torch.stack([lag_mask(6, lag) for lag in (1, 2, 4)])
+    together = model(x, positions, own, keys, values, cross)
+    for i in range(3):
+        part = slice(i, i + 1)
+        alone = model(x[part], positions[i], own[i], keys[part], values[part], cross[i])
+        torch.testing.assert_close(together[part], alone, rtol=1e-4, atol=1e-5)
+    moved = model(x[:1], positions[1], own[0], keys[:1], values[:1], cross[0])
+    assert not torch.allclose(moved, together[:1], atol=1e-3)  # the target's keys stay behind
+
+
+def test_all_parameters_have_gradients(model: LongSpecModel) -> None:
+    x, keys, values = inputs(2, 9, 9)
+    out = model(x, torch.arange(9), window_mask(9, 5), keys, values, lag_mask(9, 3))
+    assert out.isfinite().all()
+    out.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().sum() > 0, name
+    assert "norm.weight" not in LongSpecModel(replace(LONGSPEC, final_norm=False)).state_dict()
+
+
+def test_a_lag_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 or more"):
+        lag_mask(4, 0)
+    assert window_mask(4, 2).tolist() == [
+        [True, False, False, False],
+        [True, True, False, False],
+        [False, True, True, False],
+        [False, False, True, True],
+    ]

@@ -13,16 +13,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.decoder import UnsupportedModelError
-from paceline.drafter.methods.checkpoint import TargetRef
+from paceline.drafter.methods.checkpoint import TargetRef, load_weights
 from paceline.drafter.methods.dspark import (
     DSparkConfig,
+    DSparkModel,
     Layout,
-    load_weights,
     read_dspark,
     save_dspark,
 )
 
-from .shapes import CONFIG, make
+from .shapes import DSPARK, randomised
 
 REF = TargetRef("some-target", ("Qwen3ForCausalLM",), "f" * 64, "a" * 64)
 D, FF, V, R, LAYERS = 24, 40, 50, 6, 2
@@ -118,22 +118,22 @@ def test_published_layouts_load(tmp_path: Path, layout: Layout, markov: str) -> 
     weights = tensors(markov, frozen=deepspec)
     folder = write(tmp_path, described, weights)
     config, dtype = read_dspark(folder, target_layers=4)
-    assert config == replace(CONFIG, markov_head=markov)
+    assert config == replace(DSPARK, markov_head=markov)
     assert dtype == torch.bfloat16
-    loaded = load_weights(folder, config, dtype)
+    loaded = load_weights(folder, config, DSparkModel, dtype)
     assert set(weights) - set(loaded) <= {"embed_tokens.weight", "lm_head.weight"}
     assert all(torch.equal(loaded[name], weights[name]) for name in loaded)
-    make(config).load_state_dict(loaded)
+    randomised(DSparkModel(config)).load_state_dict(loaded)
 
 
 def test_dflash_loads(tmp_path: Path) -> None:
     """From speculators as a type of its own, from DeepSpec as a DSpark without heads."""
-    plain = replace(CONFIG, **NO_HEADS)
+    plain = replace(DSPARK, **NO_HEADS)
     weights = tensors(None, confidence=False)
     config, _ = read_dspark(write(tmp_path / "a", DFLASH, weights), target_layers=4)
     assert config == replace(plain, from_anchor=False)
     assert config.levels == 3
-    load_weights(tmp_path / "a", config, torch.bfloat16)
+    load_weights(tmp_path / "a", config, DSparkModel, torch.bfloat16)
     described = {k: v for k, v in DEEPSPEC.items() if k not in (
         "markov_head_type", "confidence_head_with_markov")}  # fmt: skip
     described |= {"markov_rank": 0, "enable_confidence_head": False}
@@ -144,15 +144,15 @@ def test_dflash_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{}, {"markov_head": "rnn"}, NO_HEADS])
 @pytest.mark.parametrize("layout", Layout)
 def test_exports_are_read_back(tmp_path: Path, layout: Layout, change: dict[str, Any]) -> None:
-    config = replace(CONFIG, **change)
-    weights = make(config).state_dict()
+    config = replace(DSPARK, **change)
+    weights = randomised(DSparkModel(config)).state_dict()
     shared = torch.randn(V, D)  # a tied target: embedding and head are one tensor
     save_dspark(
         tmp_path, config, weights, REF, layout=layout, dtype=torch.float32,
         frozen=(shared, shared) if layout is Layout.DEEPSPEC else None, notes={"steps": 3},
     )  # fmt: skip
     assert read_dspark(tmp_path) == (config, torch.float32)
-    loaded = load_weights(tmp_path, config, torch.float32)
+    loaded = load_weights(tmp_path, config, DSparkModel, torch.float32)
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
     stored = load_file(tmp_path / "model.safetensors")
     assert ("lm_head.weight" in stored) == (layout is Layout.DEEPSPEC)
@@ -162,35 +162,37 @@ def test_exports_are_read_back(tmp_path: Path, layout: Layout, change: dict[str,
 
 
 def test_a_reduced_vocabulary_is_read_back(tmp_path: Path) -> None:
-    reduced = replace(CONFIG, draft_vocab_size=9)
-    weights = {**make(reduced).state_dict(), "d2t": torch.arange(3, 48, 5)}
+    reduced = replace(DSPARK, draft_vocab_size=9)
+    weights = {**randomised(DSparkModel(reduced)).state_dict(), "d2t": torch.arange(3, 48, 5)}
     assert weights["markov_head.markov_w1.weight"].shape == (10, R)  # one for all other tokens
     assert weights["markov_head.markov_w2.weight"].shape == (9, R)
     save_dspark(tmp_path, reduced, weights, REF)
     assert json.loads((tmp_path / "config.json").read_text())["draft_vocab_size"] == 9
     assert read_dspark(tmp_path) == (reduced, torch.bfloat16)
-    assert torch.equal(load_weights(tmp_path, reduced, torch.bfloat16)["d2t"], weights["d2t"])
+    assert torch.equal(
+        load_weights(tmp_path, reduced, DSparkModel, torch.bfloat16)["d2t"], weights["d2t"]
+    )
     with pytest.raises(UnsupportedModelError, match="whole vocabulary"):
         save_dspark(tmp_path, reduced, weights, REF, layout=Layout.DEEPSPEC)
     save_dspark(tmp_path, reduced, {**weights, "d2t": torch.zeros(9, dtype=torch.int64)}, REF)
     with pytest.raises(UnsupportedModelError, match="expected 9 rising token ids below 50"):
-        load_weights(tmp_path, reduced, torch.bfloat16)
+        load_weights(tmp_path, reduced, DSparkModel, torch.bfloat16)
 
 
 def test_exports_have_the_fields_of_the_other_projects(tmp_path: Path) -> None:
     """Layer numbers in particular: the output of layer 0 is DeepSpec's 0 and speculators' 1."""
-    weights = make(CONFIG).state_dict()
+    weights = randomised(DSparkModel(DSPARK)).state_dict()
     for layout, published in ((Layout.DEEPSPEC, DEEPSPEC), (Layout.SPECULATORS, SPECULATORS)):
         frozen = (torch.zeros(V, D), torch.zeros(V, D)) if layout is Layout.DEEPSPEC else None
-        save_dspark(tmp_path / layout.value, CONFIG, weights, REF, layout=layout, frozen=frozen)
+        save_dspark(tmp_path / layout.value, DSPARK, weights, REF, layout=layout, frozen=frozen)
         written = json.loads((tmp_path / layout.value / "config.json").read_text())
         for key in SAID:
             assert written.get(key) == published.get(key), key
 
 
 def test_a_window_is_in_the_own_section(tmp_path: Path) -> None:
-    windowed = replace(CONFIG, window=32, state_input=True)
-    weights = make(windowed).state_dict()
+    windowed = replace(DSPARK, window=32, state_input=True)
+    weights = randomised(DSparkModel(windowed)).state_dict()
     save_dspark(tmp_path, windowed, weights, REF)
     assert read_dspark(tmp_path)[0] == windowed
     with pytest.raises(UnsupportedModelError, match="whole context"):
@@ -254,12 +256,12 @@ def test_other_tensors_are_refused(
     folder = write(tmp_path, SPECULATORS, weights)
     config, dtype = read_dspark(folder)
     with pytest.raises(UnsupportedModelError, match=message):
-        load_weights(folder, config, dtype)
+        load_weights(folder, config, DSparkModel, dtype)
 
 
 def test_impossible_shapes_are_refused() -> None:
     for change in ({"block": 0}, {"mask_token": 50}, {"taps": ()}, {"kv_heads": 4},
                    {"block": 1, "from_anchor": False}, {"markov_rank": 0}):  # fmt: skip
         with pytest.raises(UnsupportedModelError):
-            replace(CONFIG, **change)
-    assert isinstance(CONFIG, DSparkConfig)
+            replace(DSPARK, **change)
+    assert isinstance(DSPARK, DSparkConfig)
