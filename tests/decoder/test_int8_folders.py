@@ -86,17 +86,17 @@ def test_token_ids_keep_their_type(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "scale",
     [
-        torch.ones(80, 2, dtype=torch.float16),
-        torch.ones(79, 3, dtype=torch.float16),
-        torch.ones(240, dtype=torch.float16),
-        torch.ones(80, 3),
-        torch.full((80, 3), torch.inf, dtype=torch.float16),
+        torch.ones(160, 2, dtype=torch.float16),
+        torch.ones(159, 3, dtype=torch.float16),
+        torch.ones(480, dtype=torch.float16),
+        torch.ones(160, 3),
+        torch.full((160, 3), torch.inf, dtype=torch.float16),
     ],
 )
 def test_scales_that_do_not_fit_are_refused(folder: Path, scale: Tensor) -> None:
     file = folder / "model.safetensors"
     stored = load_file(file)
-    assert stored[MATRIX].shape == (80, 96)
+    assert stored[MATRIX].shape == (160, 96)
     save_file({**stored, f"{MATRIX}.scale": scale}, file, metadata={"format": "paceline-int8"})
     with pytest.raises(UnsupportedModelError, match=MATRIX):
         Decoder.load(folder)
