@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from paceline.tree import EMPTY, TokenTree
-from paceline.verifier.engine.output import StepOutput
+from paceline.verifier.engine.job import StepOutput
 from paceline.verifier.scheduler import scheduler as module
 from paceline.verifier.scheduler.admission import Step
 from paceline.verifier.scheduler.costs import CostTable

@@ -14,7 +14,7 @@ import pytest
 from simulated_load import MODES, Accepted, Costs, Simulation
 
 from paceline.tree import TokenTree
-from paceline.verifier.engine.output import StepOutput
+from paceline.verifier.engine.job import StepOutput
 from paceline.verifier.scheduler.admission import Calibration, Step, expected_nodes
 from paceline.verifier.scheduler.controller import (
     Drafters,

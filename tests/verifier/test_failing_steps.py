@@ -20,10 +20,8 @@ from paceline.kv.selection import AttentionScores
 from paceline.tree import TokenTree
 from paceline.v1 import verifier_pb2
 from paceline.verifier.engine import engine as engine_module
-from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.errors import DeviceLost, StepFailed
-from paceline.verifier.engine.job import Decode, Job, Prefill
-from paceline.verifier.engine.output import Draft
+from paceline.verifier.engine.engine import DeviceLost, Engine
+from paceline.verifier.engine.job import Decode, Draft, Job, Prefill, StepFailed
 from paceline.verifier.engine.sequence import Generation, Sequence
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import Segment

@@ -10,7 +10,7 @@ import pytest
 from verifier_support import LAYOUT, Clock
 
 from paceline.verifier import admission
-from paceline.verifier.engine.output import FinishReason
+from paceline.verifier.engine.job import FinishReason
 from paceline.verifier.engine.sequence import Generation, Sequence
 from paceline.verifier.kv.segment import Segment, SegmentMemory, own_segments
 from paceline.verifier.store import CacheNotFound, CacheStore, StoreFull

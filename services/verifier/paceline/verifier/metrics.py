@@ -16,8 +16,7 @@ from paceline.telemetry.names import PROVIDER, Metric, Span
 from paceline.v1 import verifier_pb2
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import Prefill
-from paceline.verifier.engine.output import StepOutput
+from paceline.verifier.engine.job import Prefill, StepOutput
 from paceline.verifier.rpc.follow import FollowCounts
 from paceline.verifier.store import CacheStore
 

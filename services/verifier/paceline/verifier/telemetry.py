@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.telemetry.names import Attribute, Span
 from paceline.telemetry.tracing import add_server_span, remote_context, traceparent_of
 from paceline.verifier.cache import Cache
-from paceline.verifier.engine.job import Prefill
-from paceline.verifier.engine.output import Draft, StepOutput
+from paceline.verifier.engine.job import Draft, Prefill, StepOutput
 
 if TYPE_CHECKING:
     from opentelemetry import context, trace

@@ -17,8 +17,7 @@ from paceline.service import ServiceError
 from paceline.service.exchange import FramedSocket, PeerGone, Waiter
 from paceline.tree import TokenTree
 from paceline.v1 import drafter_pb2, exchange_pb2, tree_pb2, verifier_pb2
-from paceline.verifier.engine.job import Decode, microseconds
-from paceline.verifier.engine.output import Draft, NoDraft
+from paceline.verifier.engine.job import Decode, Draft, NoDraft, microseconds
 
 _log = logging.getLogger(__name__)
 

@@ -22,13 +22,19 @@ from paceline.tree import MAX_NODES, TokenTree
 from paceline.verifier.engine.acceptance import accept_batch
 from paceline.verifier.engine.batch import Batch
 from paceline.verifier.engine.drafting import Drafting, ReadTree
-from paceline.verifier.engine.errors import DeviceLost, SequenceClosed, StepFailed, device_lost
-from paceline.verifier.engine.job import Decode, Job, Prefill, microseconds
-from paceline.verifier.engine.output import NoDraft, StepOutput
+from paceline.verifier.engine.job import (
+    Decode,
+    Job,
+    NoDraft,
+    Prefill,
+    SequenceClosed,
+    StepFailed,
+    StepOutput,
+    microseconds,
+)
 from paceline.verifier.engine.prefixes import PrefixCache
-from paceline.verifier.engine.queue import JobQueue
+from paceline.verifier.engine.queue import CommandThread, JobQueue
 from paceline.verifier.engine.sequence import Sequence
-from paceline.verifier.engine.thread import CommandThread
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.scheduler.admission import Step
 from paceline.verifier.scheduler.scheduler import Scheduler, Served
@@ -41,6 +47,10 @@ _MESSAGE_GAP = 0.030
 
 A message takes about 1 ms of processor time from the steps: the event loop writes it, and the
 client's process wakes up and reads it."""
+
+
+class DeviceLost(Exception):
+    """The device fails every call; only a new process can use it again."""
 
 
 class Engine:
@@ -457,3 +467,14 @@ class Engine:
 def _notify_all(jobs: Items[Job]) -> None:
     for job in jobs:
         job.notify()
+
+
+def device_lost(device: torch.device) -> bool:
+    """Whether every call of an accelerator fails, as on a GPU after a fault in a kernel."""
+    if device.type == "cpu":
+        return False
+    try:
+        torch.accelerator.synchronize(device)
+    except RuntimeError:
+        return True
+    return False

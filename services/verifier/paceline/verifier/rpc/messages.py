@@ -12,7 +12,7 @@ from paceline.service.sampling import sampling_params
 from paceline.tree import MAX_NODES, TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 from paceline.verifier.engine.drafting import MAX_NAME
-from paceline.verifier.engine.output import FinishReason, StepOutput
+from paceline.verifier.engine.job import FinishReason, StepOutput
 from paceline.verifier.engine.sequence import Generation, Sequence
 from paceline.verifier.grammar import MAX_SCHEMA_BYTES, Grammar, GrammarError, Grammars, Kind
 from paceline.verifier.kv.taps import Taps

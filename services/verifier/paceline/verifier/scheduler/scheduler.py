@@ -15,8 +15,7 @@ from paceline.verifier.scheduler.controller import Drafters, PlainClock, Sequenc
 from paceline.verifier.scheduler.costs import CostTable, LiveCosts
 
 if TYPE_CHECKING:
-    from paceline.verifier.engine.job import Decode
-    from paceline.verifier.engine.output import StepOutput
+    from paceline.verifier.engine.job import Decode, StepOutput
     from paceline.verifier.engine.sequence import Sequence
 
 _NEWEST = 0.1  # weight of the newest step in the mean idle time
