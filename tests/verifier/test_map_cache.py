@@ -39,7 +39,7 @@ async def map_cache(client: Client, read_grant: bytes) -> bytes:
     return content(response.file.name)
 
 
-def generation(file: bytes) -> int:
+def epoch(file: bytes) -> int:
     (found,) = struct.unpack_from("=Q", file, 8)
     assert isinstance(found, int)
     return found
@@ -51,7 +51,7 @@ async def test_the_header_leads_to_every_element(client: Client) -> None:
     (cache,) = client.service.store
     file = await map_cache(client, created.read_grant)
     assert file[:8] == struct.pack("=Q", int.from_bytes(b"PACEKV\0\2", "big"))
-    assert struct.unpack_from("=2Q", file, 8) == (created.generation, len(PROMPT))
+    assert struct.unpack_from("=2Q", file, 8) == (created.epoch, len(PROMPT))
     (size,) = struct.unpack_from("=Q", file, 24)
     layout = kv_pb2.SegmentLayout.FromString(file[64 : 64 + size])
     assert layout.dtype == kv_pb2.KV_DTYPE_FLOAT32
@@ -69,7 +69,7 @@ async def test_the_header_leads_to_every_element(client: Client) -> None:
 
 async def test_refusals(client: Client) -> None:
     created, other = await client.create(PROMPT), await client.create(PROMPT)
-    assert generation(await map_cache(client, other.read_grant)) == other.generation
+    assert epoch(await map_cache(client, other.read_grant)) == other.epoch
     await client.release(other.handle)
     for grant, expected in (
         (created.handle, (CODE.NOT_FOUND, "CACHE_NOT_FOUND")),

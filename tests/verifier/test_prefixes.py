@@ -93,7 +93,7 @@ async def test_readers_of_an_ended_text_stop(client_reusing: Client) -> None:
     await client.release(created.handle)
     await until(lambda: len(client.service.engine.prefixes) == 1)
     segment = cache.sequence.segment
-    assert (segment.closed, segment.header.generation) == (False, 0)
+    assert (segment.closed, segment.header.epoch) == (False, 0)
 
 
 async def test_many_at_once_in_little_memory(model: Path, tmp_path: Path) -> None:

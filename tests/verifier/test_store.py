@@ -133,7 +133,7 @@ async def test_every_capability_and_generation_differs() -> None:
     secrets = {secret for cache in caches for secret in (cache.handle, cache.read_grant)}
     assert len(secrets) == 8
     assert {len(secret) for secret in secrets} == {16}
-    assert len({cache.generation for cache in caches}) == 4
+    assert len({cache.epoch for cache in caches}) == 4
     for cache in caches:
         await store.release(cache)
 

@@ -165,7 +165,7 @@ class Telemetry:
                 Attribute.REUSED_TOKENS: job.reused,
                 Attribute.QUEUE_US: job.queue_us,
                 Attribute.COMPUTE_US: job.step_us,
-                Attribute.CACHE_GENERATION: cache.generation,
+                Attribute.CACHE_GENERATION: cache.epoch,
             }
             name = Span.VERIFIER_PREFILL
             add_server_span(self._tracer, name, traceparent, began_ns, attributes, job.error)
@@ -179,7 +179,7 @@ def _round_attributes(cache: Cache, output: StepOutput) -> dict[str, Any]:
         Attribute.NUM_DRAFT_TOKENS: 0 if draft is None else len(draft.tree),
         Attribute.NUM_ACCEPTED: len(output.accepted),
         Attribute.NUM_EMITTED: len(output.tokens),
-        Attribute.CACHE_GENERATION: cache.generation,
+        Attribute.CACHE_GENERATION: cache.epoch,
     }
     if draft is not None:
         attributes[Attribute.TREE_DEPTH] = draft.tree.depth

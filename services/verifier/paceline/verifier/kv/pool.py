@@ -219,8 +219,8 @@ class PagedKv(SequenceKv):
     call to follow the sequence.
 
     Safety contract for readers, in addition to that of :class:`SequenceKv`: positions below the
-    committed length keep their pages and their values while the generation stays the same. Pages of
-    a closed sequence are reused, so a reader drops what it read if the generation has changed.
+    committed length keep their pages and their values while the epoch stays the same. Pages of
+    a closed sequence are reused, so a reader drops what it read if the epoch has changed.
     """
 
     def __init__(self, pool: PagePool, capacity: int, taps: TapLayout | None = None) -> None:

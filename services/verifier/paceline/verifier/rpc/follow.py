@@ -267,7 +267,7 @@ class FollowStream:
         return kv_pb2.FollowCacheResponse(
             update_id=self._sent,
             committed_length=committed,
-            generation=self._cache.generation,
+            epoch=self._cache.epoch,
             **fields,
         )
 

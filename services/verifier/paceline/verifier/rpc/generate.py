@@ -149,7 +149,7 @@ class GenerateStream:
             queue_us=output.queue_us,
             node_budget=output.node_budget,
             batch_tokens=output.batch_tokens,
-            generation=self._cache.generation,
+            epoch=self._cache.epoch,
             fallbacks=[reason for reason, _ in output.fallbacks],
         )
         if output.fallbacks:
