@@ -16,7 +16,7 @@ from verifier_support import LAYOUT, Client, Clock, failure, reason_of, serving,
 
 from paceline.service import ServiceError
 from paceline.v1 import kv_pb2, kv_pb2_grpc, verifier_pb2
-from paceline.verifier.engine.sequence import Generation
+from paceline.verifier.engine.sequence import GenerationParams
 from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
 from paceline.verifier.store import CacheNotFound
 
@@ -115,7 +115,7 @@ async def test_mapping_does_not_keep_a_cache_alive(
 async def test_an_expired_lease_ends_access_before_the_sweep() -> None:
     clock = Clock()
     store = new_store(clock)
-    cache = await store.admit(Generation((1,), length_limit=9), "me")
+    cache = await store.admit(GenerationParams((1,), length_limit=9), "me")
     clock.now = 6.0
     assert store.find_granted(cache.read_grant) is cache
     clock.now = 10.0
@@ -127,7 +127,7 @@ async def test_an_expired_lease_ends_access_before_the_sweep() -> None:
 
 async def test_callers_on_other_machines_are_refused() -> None:
     store = new_store(Clock())
-    cache = await store.admit(Generation((1,), length_limit=9), "me")
+    cache = await store.admit(GenerationParams((1,), length_limit=9), "me")
     servicer = KvExchangeServicer(store)
     request = kv_pb2.MapCacheRequest(read_grant=cache.read_grant)
     away, here = (

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from verifier_support import LAYOUT, VOCAB, Client, reason_of, serving, text, until
 
 from paceline.verifier.engine.prefixes import CHUNK_TOKENS, PrefixCache
-from paceline.verifier.engine.sequence import Generation, Sequence
+from paceline.verifier.engine.sequence import GenerationParams, Sequence
 from paceline.verifier.kv.pool import PagedKv, PagePool
 from paceline.verifier.kv.segment import Segment
 
@@ -139,7 +139,9 @@ async def client_reusing(model: Path, tmp_path: Path) -> Any:
 
 def sequence(owner: str, tokens: list[int]) -> Sequence:
     """A sequence whose whole text but the newest token is committed."""
-    made = Sequence(Generation(tuple(tokens), length_limit=1000), Segment(LAYOUT, 1024), owner)
+    made = Sequence(
+        GenerationParams(tuple(tokens), length_limit=1000), Segment(LAYOUT, 1024), owner
+    )
     made.committed = len(tokens) - 1
     return made
 

@@ -6,11 +6,11 @@ import hashlib
 import secrets
 from typing import TYPE_CHECKING
 
-from paceline.verifier.engine.job import Job
+from paceline.verifier.engine.job import EngineJob
 from paceline.verifier.engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from paceline.verifier.metrics import Request
+    from paceline.verifier.metrics import RequestTimes
 
 CAPABILITY_BYTES = 16
 
@@ -44,10 +44,10 @@ class Cache:
         self.expected_bytes = expected_bytes
         self.epoch = epoch
         self.expires = 0.0
-        self.job: Job | None = None
+        self.job: EngineJob | None = None
         self.stream: object | None = None
         self.released = False
-        self.request: Request | None = None
+        self.request: RequestTimes | None = None
         self.rounds = 0
         sequence.read_grant = self.read_grant
         sequence.segment.header.open(epoch, digest(self.read_grant))

@@ -82,7 +82,7 @@ _REQUEST_SECONDS = tuple(0.01 * 2**power for power in range(14))
 
 
 @dataclass(slots=True)
-class Request:
+class RequestTimes:
     """Times of one generation (time.perf_counter)."""
 
     began: float
@@ -170,7 +170,7 @@ class VerifierMetrics:
 
     def admitted(self, cache: Cache) -> None:
         """A cache was admitted: its generation begins."""
-        cache.request = Request(perf_counter())
+        cache.request = RequestTimes(perf_counter())
 
     def prefilled(self, cache: Cache, prefill: Prefill) -> None:
         """A prefill ended. One without a first token is not counted."""

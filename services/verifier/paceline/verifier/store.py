@@ -12,7 +12,7 @@ from typing import Protocol
 from paceline.verifier.admission import Admission, NoRoom
 from paceline.verifier.cache import Cache, digest
 from paceline.verifier.engine.prefixes import PrefixCache
-from paceline.verifier.engine.sequence import Generation, Sequence
+from paceline.verifier.engine.sequence import GenerationParams, Sequence
 from paceline.verifier.kv.base import SequenceKv
 from paceline.verifier.kv.layout import KvLayout, round_up
 from paceline.verifier.kv.segment import SegmentMemory, own_segments
@@ -114,7 +114,7 @@ class CacheStore:
         """Caches whose handles are valid."""
         return iter(list(self._caches.values()))
 
-    async def admit(self, generation: Generation, owner: str) -> Cache:
+    async def admit(self, generation: GenerationParams, owner: str) -> Cache:
         """Create a cache as soon as the generation is expected to fit beside the others.
 
         Raises:

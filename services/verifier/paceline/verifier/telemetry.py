@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from opentelemetry import context, trace
     from opentelemetry.sdk.trace import Tracer
 
-    from paceline.verifier.engine.drafting import DraftSequence
+    from paceline.verifier.engine.drafting import SequenceAtDrafter
     from paceline.verifier.metrics import VerifierMetrics
 
 
@@ -61,7 +61,7 @@ class RoundSpans:
         self._open = OpenSpans(began, draft)
         return traceparent_of(draft)
 
-    def end_draft(self, draft: Draft | None, sequence: DraftSequence | None) -> None:
+    def end_draft(self, draft: Draft | None, sequence: SequenceAtDrafter | None) -> None:
         """End the span of the draft; without a tree it was late, empty, or the drafter failed."""
         if self._open is None:
             return

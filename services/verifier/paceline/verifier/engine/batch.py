@@ -13,7 +13,7 @@ from paceline.decoder.graphs import table_row
 from paceline.kernels import MAX_TREE_NODES, Probe, ProbedBlock, TreeSegment, plan_trees
 from paceline.kv.selection import ScoreObserver
 from paceline.tree import EMPTY, TokenTree
-from paceline.verifier.engine.job import Decode, Job, Prefill
+from paceline.verifier.engine.job import Decode, EngineJob, Prefill
 from paceline.verifier.engine.sequence import HiddenStates, Sequence
 from paceline.verifier.kv.base import SequenceKv
 
@@ -127,7 +127,7 @@ class BatchEntry:
             tokens; none unless they are requested.
     """
 
-    job: Job
+    job: EngineJob
     tree: TokenTree
     stop: int
     logits: slice
@@ -249,7 +249,7 @@ class Batch:
 
     def _add_entry(
         self,
-        job: Job,
+        job: EngineJob,
         tree: TokenTree,
         stop: int,
         logits: slice,

@@ -24,7 +24,7 @@ from paceline.verifier.engine.batch import Batch
 from paceline.verifier.engine.drafting import Drafting, ReadTree
 from paceline.verifier.engine.job import (
     Decode,
-    Job,
+    EngineJob,
     NoDraft,
     Prefill,
     SequenceClosed,
@@ -36,7 +36,7 @@ from paceline.verifier.engine.prefixes import PrefixCache
 from paceline.verifier.engine.queue import CommandThread, JobQueue
 from paceline.verifier.engine.sequence import Sequence
 from paceline.verifier.kv.base import OutOfMemory
-from paceline.verifier.scheduler.admission import Step
+from paceline.verifier.scheduler.admission import StepLoad
 from paceline.verifier.scheduler.scheduler import Scheduler, Served
 
 _log = logging.getLogger(__name__)
@@ -225,7 +225,7 @@ class Engine:
         tokens = len(batch) + len(jobs)
         attended = batch.attended + sum(len(job.sequence.tokens) for job in jobs)
         try:
-            step, away = Step(tokens, attended, len(jobs)), len(self._drafting.waiting)
+            step, away = StepLoad(tokens, attended, len(jobs)), len(self._drafting.waiting)
             return self._scheduler.admit(jobs, trees, step, away)
         except Exception:  # the jobs have left the queue: none may be lost
             self._drop_scheduler()
@@ -464,7 +464,7 @@ class Engine:
             self._lost.set_exception(lost)
 
 
-def _notify_all(jobs: Items[Job]) -> None:
+def _notify_all(jobs: Items[EngineJob]) -> None:
     for job in jobs:
         job.notify()
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from paceline.tree import EMPTY, TokenTree
 
 if TYPE_CHECKING:
-    from paceline.verifier.engine.drafting import DraftSequence
+    from paceline.verifier.engine.drafting import SequenceAtDrafter
     from paceline.verifier.engine.sequence import Sequence
     from paceline.verifier.telemetry import OpenSpans, RoundSpans
 
@@ -153,7 +153,7 @@ def merge(outputs: Items[StepOutput]) -> StepOutput:
     )
 
 
-class Job:
+class EngineJob:
     """Work on one sequence.
 
     The engine thread writes ``error``, then ``done``, then has the event loop call ``notify()``;
@@ -210,7 +210,7 @@ class Job:
             await self.updated()
 
 
-class Prefill(Job):
+class Prefill(EngineJob):
     """Computes the KV of a text and emits the first token after it.
 
     Attributes:
@@ -257,7 +257,7 @@ class Prefill(Job):
         self.done = output is not None
 
 
-class Decode(Job):
+class Decode(EngineJob):
     """The steps of one generation, for as long as a Generate stream lasts.
 
     Between two steps it waits for a step (``queued``), for a tree, or for credits. Only the engine
@@ -308,7 +308,7 @@ class Decode(Job):
         self.tree: TokenTree = EMPTY
         self.nodes: tuple[int, ...] = ()
         self.no_draft = NoDraft.NO_DRAFTER
-        self.sequence_at_drafter: DraftSequence | None = None
+        self.sequence_at_drafter: SequenceAtDrafter | None = None
         self.retry_at = 0.0
         self.failures = 0
         self.fallbacks: list[tuple[str, str]] = []

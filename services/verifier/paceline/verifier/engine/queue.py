@@ -14,7 +14,7 @@ from typing import TypeVar
 from paceline.kernels import CHUNK
 from paceline.service.exchange import Waiter
 from paceline.verifier.engine.batch import Batch
-from paceline.verifier.engine.job import Decode, Job, Prefill, SequenceClosed, StepFailed
+from paceline.verifier.engine.job import Decode, EngineJob, Prefill, SequenceClosed, StepFailed
 from paceline.verifier.engine.prefixes import PrefixCache
 from paceline.verifier.kv.base import OutOfMemory
 
@@ -38,13 +38,13 @@ class JobQueue:
         self._prefill_tokens = prefill_tokens
         self._decodes: deque[Decode] = deque()
         self._prefills: deque[Prefill] = deque()
-        self.updated: list[Job] = []
+        self.updated: list[EngineJob] = []
 
     def __len__(self) -> int:
         """Number of waiting jobs."""
         return len(self._decodes) + len(self._prefills)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: EngineJob) -> None:
         """Append a job."""
         job.queued = True
         if isinstance(job, Decode):
@@ -52,12 +52,12 @@ class JobQueue:
         elif isinstance(job, Prefill):
             self._prefills.append(job)
 
-    def fail(self, job: Job, error: Exception) -> None:
+    def fail(self, job: EngineJob, error: Exception) -> None:
         """End a job that is not in the queue, with an error."""
         job.fail(error)
         self.updated.append(job)
 
-    def fail_all(self, fails: Callable[[Job], bool], error: Exception) -> None:
+    def fail_all(self, fails: Callable[[EngineJob], bool], error: Exception) -> None:
         """End the waiting jobs for which ``fails`` is true, with an error."""
         for job in [*self._decodes, *self._prefills]:
             if fails(job):
@@ -99,7 +99,7 @@ class JobQueue:
                 batch.add_prefill(job, stop)
                 left -= stop - start
 
-    def _cancelled(self, job: Job) -> bool:
+    def _cancelled(self, job: EngineJob) -> bool:
         """Take a job from the queue; whether it ended without a step."""
         job.queued = False
         if job.sequence.released:
@@ -109,7 +109,7 @@ class JobQueue:
             self.updated.append(job)
         return job.done
 
-    def _reserve(self, job: Job, tokens: int) -> bool:
+    def _reserve(self, job: EngineJob, tokens: int) -> bool:
         """Reserve KV, over that of ended texts where memory is short."""
         while not job.done:
             try:

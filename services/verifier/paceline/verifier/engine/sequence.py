@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Generation:
-    """A generation request.
+class GenerationParams:
+    """What a client requested: prompt, sampling parameters and limits.
 
     Attributes:
         prompt: Token ids of the prompt, at least one.
@@ -78,7 +78,7 @@ class Sequence:
         listeners: Called on the event loop, which owns them, after steps and at the release.
     """
 
-    def __init__(self, generation: Generation, segment: SequenceKv, owner: str = "") -> None:
+    def __init__(self, generation: GenerationParams, segment: SequenceKv, owner: str = "") -> None:
         self.generation = generation
         self.owner = owner
         self.segment = segment

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from paceline.tree import DEFAULT_CONFIDENCE, TokenTree
-from paceline.verifier.scheduler.admission import Step, admit, expected_nodes
+from paceline.verifier.scheduler.admission import StepLoad, admit, expected_nodes
 from paceline.verifier.scheduler.controller import Drafters, PlainClock, SequenceState
 from paceline.verifier.scheduler.costs import CostTable, LiveCosts
 
@@ -81,7 +81,7 @@ class Scheduler:
         self._load = 1  # sequences that the newest step would serve in plain decoding
 
     def admit(
-        self, jobs: Items[Decode], trees: Items[TokenTree], step: Step, away: int
+        self, jobs: Items[Decode], trees: Items[TokenTree], step: StepLoad, away: int
     ) -> list[TokenTree]:
         """Cut the trees of a step that begins now.
 
@@ -201,7 +201,7 @@ class Scheduler:
         jobs: Items[Decode],
         trees: Items[TokenTree],
         states: Items[SequenceState],
-        step: Step,
+        step: StepLoad,
         context: float,
     ) -> list[TokenTree]:
         costs = self._costs
