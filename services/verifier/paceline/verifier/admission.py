@@ -12,8 +12,8 @@ from paceline.verifier.engine.sequence import GenerationParams, Sequence
 WAIT_SECONDS = 30.0
 """Longest wait of a request for memory. Then its client is told to come again."""
 
-_MOST_WAITING = 1024
-"""Most requests that wait for memory."""
+_MAX_WAITING = 1024
+"""Maximum number of requests that wait for memory."""
 
 _FIRST_EXPECTED = 256
 """Output tokens expected of a generation before any has ended."""
@@ -66,7 +66,7 @@ class Admission:
         Raises:
             NoRoom: It waited too long, or too many wait.
         """
-        if len(self._waiting) >= _MOST_WAITING:
+        if len(self._waiting) >= _MAX_WAITING:
             raise NoRoom(f"{len(self._waiting)} requests wait for KV memory")
         ticket = (not generation.output, next(self._tickets))
         self._waiting.append(ticket)

@@ -85,7 +85,7 @@ class CacheStore:
         Args:
             memory: KV memory of all caches.
             free: Ends a sequence; the engine's ``release``.
-            max_sequences: Most caches.
+            max_sequences: Maximum number of caches.
             lease_seconds: Lifetime of a cache without use. Unit: seconds.
             prefixes: Ended texts that the engine keeps; None: none.
             clock: Monotonic clock. Unit: seconds.

@@ -158,7 +158,7 @@ def walk(
         choose: Returns the token after a node (-1: the anchor). It is called once for each node on
             the path, from the anchor down, and every token it returns is emitted.
         stop_ids: Tokens that end the generation.
-        limit: Most tokens to emit, at least 1.
+        limit: Maximum number of tokens to emit, at least 1.
 
     Returns:
         The emitted tokens, the accepted nodes of ``tree`` and the finish reason. Unless ``choose``

@@ -75,22 +75,23 @@ class Engine:
         scheduler: Scheduler | None = None,
         node_budget: int = MAX_NODES,
         graphs: GraphRunner | None = None,
-        most_prefixes: int = 0,
+        max_prefixes: int = 0,
         read_tree: ReadTree | None = None,
     ) -> None:
         """Make an engine; :meth:`start` starts its thread.
 
         Args:
             decoder: The model.
-            step_tokens: Most tokens of rounds in one step; further rounds wait for the next one.
-            prefill_tokens: Most tokens of prompts in one step, so that a long prompt does not hold
-                up rounds.
+            step_tokens: Maximum number of tokens of rounds in one step; further rounds wait for the
+                next one.
+            prefill_tokens: Maximum number of tokens of prompts in one step, so that a long prompt
+                does not hold up rounds.
             threads: Threads of one operation; None: PyTorch's setting.
             scheduler: Chooses the nodes of a step; None: all nodes are verified.
             node_budget: Maximum number of drafted nodes in a tree.
             graphs: CUDA graphs of the model, where KV lies in pages.
-            most_prefixes: Most ended texts whose KV is kept for prompts that begin like them; 0: no
-                prompt reuses the KV of another one, unless it names its cache.
+            max_prefixes: Maximum number of ended texts whose KV is kept for prompts that begin like
+                them; 0: no prompt reuses the KV of another one, unless it names its cache.
             read_tree: Reads and checks a drafted tree; None: it is not checked.
         """
         self._decoder = decoder
@@ -99,8 +100,8 @@ class Engine:
         self._node_budget = node_budget
         self._graphs = graphs
         self._thread = CommandThread("paceline-engine")
-        self.prefixes = PrefixCache(most_prefixes)
-        self._reuses = most_prefixes > 0
+        self.prefixes = PrefixCache(max_prefixes)
+        self._reuses = max_prefixes > 0
         self._queue = JobQueue(step_tokens, prefill_tokens, self.prefixes)
         self._drafting = Drafting(
             self._thread.waiter, read_tree or (lambda tree, job: TokenTree.from_proto(tree))

@@ -36,7 +36,7 @@ class FinishReason(Enum):
     STOP = "stop"
     """An end-of-sequence or stop token was emitted."""
     LENGTH = "length"
-    """The most tokens that the request allows were emitted, or the context is full."""
+    """As many tokens as the request allows were emitted, or the context is full."""
 
 
 class NoDraft(Enum):

@@ -27,7 +27,7 @@ class GenerationParams:
         prompt: Token ids of the prompt, at least one.
         output: Tokens emitted before, through a cache that was lost.
         sampling: Sampling parameters.
-        length_limit: Most tokens of prompt and output together.
+        length_limit: Maximum length of prompt and output together. Unit: tokens.
         stop_ids: Tokens that end it.
         top_logprobs: Likeliest tokens to report with each emitted one; None: no log-probabilities.
         taps: Hidden states to keep for drafters; None: none.
@@ -132,9 +132,9 @@ class Sequence:
         The last token is left out, since its logits are needed. So are positions whose hidden
         states must be kept but are missing in the other sequence.
         """
-        most = min(other.committed, len(self.tokens) - 1)
-        pairs = zip(self.tokens[:most], other.tokens, strict=False)
-        shared = next((at for at, (own, theirs) in enumerate(pairs) if own != theirs), most)
+        longest = min(other.committed, len(self.tokens) - 1)
+        pairs = zip(self.tokens[:longest], other.tokens, strict=False)
+        shared = next((at for at, (own, theirs) in enumerate(pairs) if own != theirs), longest)
         taps = self.segment.taps
         if taps is None:
             return shared

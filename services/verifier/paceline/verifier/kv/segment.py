@@ -26,7 +26,7 @@ class SegmentMemory:
 
     Attributes:
         layout: Shape of the model's KV.
-        limit_bytes: Most memory of all segments together. Unit: bytes.
+        limit_bytes: Maximum memory of all segments together. Unit: bytes.
         used_bytes: Memory taken. Unit: bytes.
     """
 

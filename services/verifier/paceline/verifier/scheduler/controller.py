@@ -205,8 +205,8 @@ class SequenceState:
         if self._answered is not None and (self._drafting or tree):
             gain = emitted - (now - self._answered) - self.interference
             paying = self.balance > _START or self.drafter.gain > 0
-            least = _MIN_IF_PAYING if paying else _MIN
-            self.balance = min(_MAX, max(self.balance + gain, min(self.balance, least)))
+            min_balance = _MIN_IF_PAYING if paying else _MIN
+            self.balance = min(_MAX, max(self.balance + gain, min(self.balance, min_balance)))
             self.drafter.observe(gain)
             self.exploring &= gain <= 0
         elif self.balance < _START:
