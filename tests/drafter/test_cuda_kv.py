@@ -25,7 +25,7 @@ from paceline.drafter.kv.exchange import KvExchange
 from paceline.drafter.kv.mapped import CacheFile
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.cache import Cache
-from paceline.verifier.engine.sequence import Generation, Sequence
+from paceline.verifier.engine.sequence import GenerationParams, Sequence
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.pool import PagedKv, PagePool
 from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
@@ -49,7 +49,7 @@ class Pool:
         )  # fmt: skip
         self.pages.kv.copy_(torch.randn(self.pages.kv.shape))
         self.kv = PagedKv(self.pages, 768)
-        self.cache = Cache(Sequence(Generation((1,)), self.kv, "me"), 5)
+        self.cache = Cache(Sequence(GenerationParams((1,)), self.kv, "me"), 5)
         self.kv.reserve(COMMITTED)
         self.kv.publish(COMMITTED)
 

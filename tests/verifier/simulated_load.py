@@ -10,9 +10,9 @@ from typing import Any
 from unittest.mock import patch
 
 from paceline.tree import EMPTY, TokenTree
-from paceline.verifier.engine.output import StepOutput
+from paceline.verifier.engine.job import StepOutput
 from paceline.verifier.scheduler import scheduler as module
-from paceline.verifier.scheduler.admission import Step
+from paceline.verifier.scheduler.admission import StepLoad
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.scheduler import Scheduler, Served
 
@@ -147,7 +147,7 @@ class Simulation:
     def _step(self, people: list[User], here: list[User]) -> int:
         """One step; the tokens it emits."""
         jobs, trees = [user.job for user in here], [user.job.tree for user in here]
-        step = Step(len(here), CONTEXT * len(here), len(here))
+        step = StepLoad(len(here), CONTEXT * len(here), len(here))
         away = sum(user.asked for user in people if user.ready_at > self._now)
         checked = self._scheduler.admit(jobs, trees, step, away)
         if self.mode != "scheduled":

@@ -14,8 +14,8 @@ import pytest
 from simulated_load import MODES, Accepted, Costs, Simulation
 
 from paceline.tree import TokenTree
-from paceline.verifier.engine.output import StepOutput
-from paceline.verifier.scheduler.admission import Calibration, Step, expected_nodes
+from paceline.verifier.engine.job import StepOutput
+from paceline.verifier.scheduler.admission import OnlineCalibration, StepLoad, expected_nodes
 from paceline.verifier.scheduler.controller import (
     Drafters,
     DrafterStatistics,
@@ -154,7 +154,7 @@ def test_a_tree_pays_for_its_own_nodes_only(monkeypatch: pytest.MonkeyPatch) -> 
         jobs: list[Any] = [
             Mock(sequence=each, tree=tree) for each, tree in zip(sequences, trees, strict=True)
         ]
-        scheduler.admit(jobs, trees, Step(2, 18, 2), 0)
+        scheduler.admit(jobs, trees, StepLoad(2, 18, 2), 0)
         outputs = [StepOutput([1] * (count + 1), accepted=list(range(count))) for count in right]
         began, now = now, now + seconds
         scheduler.stepped(began, now, list(map(Served, jobs, trees, outputs)))
@@ -262,7 +262,7 @@ def test_node_budgets_follow_what_is_admitted() -> None:
 @pytest.mark.parametrize("truth", [0.2, 0.5, 0.8])
 @pytest.mark.parametrize("drafted", [0.3, 0.6, 0.95])
 def test_calibrated_survivals_sum_to_accepted_nodes(drafted: float, truth: float) -> None:
-    chance, calibration = random.Random(1), Calibration()
+    chance, calibration = random.Random(1), OnlineCalibration()
     tree = TokenTree.chain([1] * 4, [drafted] * 4)
     for _ in range(300):
         accepted = 0
@@ -275,7 +275,7 @@ def test_calibrated_survivals_sum_to_accepted_nodes(drafted: float, truth: float
 
 
 def test_calibration_is_finite_for_any_confidence() -> None:
-    calibration = Calibration()
+    calibration = OnlineCalibration()
     for drafted in (0.0, 1.0):
         tree = TokenTree.chain([1] * 255, [drafted] * 255)
         calibration.observe(expected_nodes(tree.survivals), 0)

@@ -20,11 +20,9 @@ from paceline.kv.selection import AttentionScores
 from paceline.tree import TokenTree
 from paceline.v1 import verifier_pb2
 from paceline.verifier.engine import engine as engine_module
-from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.errors import DeviceLost, StepFailed
-from paceline.verifier.engine.job import Decode, Job, Prefill
-from paceline.verifier.engine.output import Draft
-from paceline.verifier.engine.sequence import Generation, Sequence
+from paceline.verifier.engine.engine import DeviceLost, Engine
+from paceline.verifier.engine.job import Decode, Draft, EngineJob, Prefill, StepFailed
+from paceline.verifier.engine.sequence import GenerationParams, Sequence
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import Segment
 
@@ -63,12 +61,12 @@ class ByHand:
 
     def sequence(self, *prompt: int, **sampling: Any) -> Sequence:
         params = SamplingParams(logit_bias=((POISON, -1e4),), **sampling)
-        generation = Generation(prompt, sampling=params, length_limit=CONTEXT)
+        generation = GenerationParams(prompt, sampling=params, length_limit=CONTEXT)
         sequence = Sequence(generation, Segment(self.layout, CONTEXT))
         self.sequences.append(sequence)
         return sequence
 
-    def step(self, *jobs: Job) -> None:
+    def step(self, *jobs: EngineJob) -> None:
         """One step of all of them."""
         for job in jobs:
             if isinstance(job, Prefill):
@@ -124,7 +122,7 @@ async def texts(
         hand.step(Prefill(bad))
         before = [*bad.tokens], bad.committed, len(bad.history)
 
-        def step(jobs: Items[Job], wrong: Job) -> None:
+        def step(jobs: Items[EngineJob], wrong: EngineJob) -> None:
             hand.step(*jobs[:2], *([wrong] if poisoned else []), *jobs[2:])
             assert [job.error for job in jobs] == [None] * 3
             if poisoned:

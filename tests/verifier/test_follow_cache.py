@@ -27,7 +27,7 @@ from paceline.kv.wire import (
 )
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.cache import Cache
-from paceline.verifier.engine.sequence import Generation, Sequence
+from paceline.verifier.engine.sequence import GenerationParams, Sequence
 from paceline.verifier.kv.segment import Segment
 from paceline.verifier.rpc import follow
 from paceline.verifier.rpc.follow import FollowStream
@@ -53,7 +53,7 @@ class Scattered(SelectionPolicy):
 def new_cache(segment: Segment) -> Cache:
     segment.reserve(1000)
     segment.kv[..., : segment.reserved, :].normal_()
-    return Cache(Sequence(Generation((1,), length_limit=900), segment, "local"), 1)
+    return Cache(Sequence(GenerationParams((1,), length_limit=900), segment, "local"), 1)
 
 
 @settings(max_examples=20)

@@ -263,7 +263,7 @@ async def test_a_lease_lasts_as_long_as_its_stream(
         renewed = await client.stub.RenewLease(
             verifier_pb2.RenewLeaseRequest(handle=created.handle)
         )
-        assert (renewed.lease_ms, renewed.generation) == (300, created.generation)
+        assert (renewed.lease_ms, renewed.epoch) == (300, created.epoch)
         clock.now += 0.2
         await client.service.store.sweep()
         assert not cache.released

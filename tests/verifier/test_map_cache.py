@@ -16,7 +16,7 @@ from verifier_support import LAYOUT, Client, Clock, failure, reason_of, serving,
 
 from paceline.service import ServiceError
 from paceline.v1 import kv_pb2, kv_pb2_grpc, verifier_pb2
-from paceline.verifier.engine.sequence import Generation
+from paceline.verifier.engine.sequence import GenerationParams
 from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
 from paceline.verifier.store import CacheNotFound
 
@@ -39,7 +39,7 @@ async def map_cache(client: Client, read_grant: bytes) -> bytes:
     return content(response.file.name)
 
 
-def generation(file: bytes) -> int:
+def epoch(file: bytes) -> int:
     (found,) = struct.unpack_from("=Q", file, 8)
     assert isinstance(found, int)
     return found
@@ -51,7 +51,7 @@ async def test_the_header_leads_to_every_element(client: Client) -> None:
     (cache,) = client.service.store
     file = await map_cache(client, created.read_grant)
     assert file[:8] == struct.pack("=Q", int.from_bytes(b"PACEKV\0\2", "big"))
-    assert struct.unpack_from("=2Q", file, 8) == (created.generation, len(PROMPT))
+    assert struct.unpack_from("=2Q", file, 8) == (created.epoch, len(PROMPT))
     (size,) = struct.unpack_from("=Q", file, 24)
     layout = kv_pb2.SegmentLayout.FromString(file[64 : 64 + size])
     assert layout.dtype == kv_pb2.KV_DTYPE_FLOAT32
@@ -69,7 +69,7 @@ async def test_the_header_leads_to_every_element(client: Client) -> None:
 
 async def test_refusals(client: Client) -> None:
     created, other = await client.create(PROMPT), await client.create(PROMPT)
-    assert generation(await map_cache(client, other.read_grant)) == other.generation
+    assert epoch(await map_cache(client, other.read_grant)) == other.epoch
     await client.release(other.handle)
     for grant, expected in (
         (created.handle, (CODE.NOT_FOUND, "CACHE_NOT_FOUND")),
@@ -115,7 +115,7 @@ async def test_mapping_does_not_keep_a_cache_alive(
 async def test_an_expired_lease_ends_access_before_the_sweep() -> None:
     clock = Clock()
     store = new_store(clock)
-    cache = await store.admit(Generation((1,), length_limit=9), "me")
+    cache = await store.admit(GenerationParams((1,), length_limit=9), "me")
     clock.now = 6.0
     assert store.find_granted(cache.read_grant) is cache
     clock.now = 10.0
@@ -127,7 +127,7 @@ async def test_an_expired_lease_ends_access_before_the_sweep() -> None:
 
 async def test_callers_on_other_machines_are_refused() -> None:
     store = new_store(Clock())
-    cache = await store.admit(Generation((1,), length_limit=9), "me")
+    cache = await store.admit(GenerationParams((1,), length_limit=9), "me")
     servicer = KvExchangeServicer(store)
     request = kv_pb2.MapCacheRequest(read_grant=cache.read_grant)
     away, here = (

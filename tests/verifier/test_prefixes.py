@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from verifier_support import LAYOUT, VOCAB, Client, reason_of, serving, text, until
 
 from paceline.verifier.engine.prefixes import CHUNK_TOKENS, PrefixCache
-from paceline.verifier.engine.sequence import Generation, Sequence
+from paceline.verifier.engine.sequence import GenerationParams, Sequence
 from paceline.verifier.kv.pool import PagedKv, PagePool
 from paceline.verifier.kv.segment import Segment
 
@@ -93,7 +93,7 @@ async def test_readers_of_an_ended_text_stop(client_reusing: Client) -> None:
     await client.release(created.handle)
     await until(lambda: len(client.service.engine.prefixes) == 1)
     segment = cache.sequence.segment
-    assert (segment.closed, segment.header.generation) == (False, 0)
+    assert (segment.closed, segment.header.epoch) == (False, 0)
 
 
 async def test_many_at_once_in_little_memory(model: Path, tmp_path: Path) -> None:
@@ -139,7 +139,9 @@ async def client_reusing(model: Path, tmp_path: Path) -> Any:
 
 def sequence(owner: str, tokens: list[int]) -> Sequence:
     """A sequence whose whole text but the newest token is committed."""
-    made = Sequence(Generation(tuple(tokens), length_limit=1000), Segment(LAYOUT, 1024), owner)
+    made = Sequence(
+        GenerationParams(tuple(tokens), length_limit=1000), Segment(LAYOUT, 1024), owner
+    )
     made.committed = len(tokens) - 1
     return made
 

@@ -17,7 +17,7 @@ from verifier_support import Client, serving
 from paceline.kernels import SamplingParams
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, verifier_pb2
-from paceline.verifier.scheduler.admission import Step
+from paceline.verifier.scheduler.admission import StepLoad
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.scheduler import Scheduler
 
@@ -138,7 +138,7 @@ def drawn(confidences: list[float], costs: CostTable) -> list[int]:
     job.sequence.generation.sampling = sampling
     count = len(confidences)
     tree = TokenTree.chain([1] * count, confidences)
-    (cut,) = Scheduler(costs, 255).admit([job], [tree], Step(1, 9, 1), 0)
+    (cut,) = Scheduler(costs, 255).admit([job], [tree], StepLoad(1, 9, 1), 0)
     return list(cut.tokens)
 
 

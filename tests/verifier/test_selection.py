@@ -21,7 +21,7 @@ from paceline.kernels import SELECTION_CHUNK, PageBounds, TreeSegment, plan_tree
 from paceline.kernels.caches import from_rows
 from paceline.kv.policies import load_policy
 from paceline.kv.selection import PAGE, ScoreObserver, TopScores
-from paceline.verifier.engine.observer import BatchObserver
+from paceline.verifier.engine.batch import BatchObserver
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import Segment
 

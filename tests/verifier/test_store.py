@@ -10,8 +10,8 @@ import pytest
 from verifier_support import LAYOUT, Clock
 
 from paceline.verifier import admission
-from paceline.verifier.engine.output import FinishReason
-from paceline.verifier.engine.sequence import Generation, Sequence
+from paceline.verifier.engine.job import FinishReason
+from paceline.verifier.engine.sequence import GenerationParams, Sequence
 from paceline.verifier.kv.segment import Segment, SegmentMemory, own_segments
 from paceline.verifier.store import CacheNotFound, CacheStore, StoreFull
 
@@ -29,7 +29,7 @@ def new_store(clock: Clock, **options: Any) -> CacheStore:
 async def test_leases_expire() -> None:
     clock = Clock()
     store = new_store(clock)
-    caches = [await store.admit(Generation((1,), length_limit=9), "me") for _ in range(3)]
+    caches = [await store.admit(GenerationParams((1,), length_limit=9), "me") for _ in range(3)]
     clock.now = 6.0
     assert store.find(caches[1].handle, "me") is caches[1]
     clock.now = 10.0
@@ -45,7 +45,7 @@ async def test_leases_expire() -> None:
 
 
 async def test_admission_counts_texts_at_their_expected_length() -> None:
-    generation = Generation((1,) * 10, length_limit=5000)
+    generation = GenerationParams((1,) * 10, length_limit=5000)
     memory = LAYOUT.capacity(5000) * LAYOUT.token_bytes
     store = new_store(Clock(), kv_bytes=memory, max_sequences=64)
     expected = 512 * LAYOUT.token_bytes  # 10 + 256 tokens, in steps of 256
@@ -60,7 +60,7 @@ async def test_admission_counts_texts_at_their_expected_length() -> None:
     assert not waiting[1].done()
     waiting[1].cancel()
     with pytest.raises(StoreFull) as full:
-        await store.admit(Generation((1,), length_limit=5400), "me")
+        await store.admit(GenerationParams((1,), length_limit=5400), "me")
     assert full.value.forever
     for cache in caches:
         await store.release(cache)
@@ -70,9 +70,9 @@ async def test_admission_counts_texts_at_their_expected_length() -> None:
 
 async def test_released_generations_are_admitted_before_new_ones() -> None:
     store = new_store(Clock(), max_sequences=1)
-    first = await store.admit(Generation((1,), length_limit=9), "me")
-    new = asyncio.create_task(store.admit(Generation((1,), length_limit=9), "me"))
-    again = asyncio.create_task(store.admit(Generation((1,), (2,), length_limit=9), "me"))
+    first = await store.admit(GenerationParams((1,), length_limit=9), "me")
+    new = asyncio.create_task(store.admit(GenerationParams((1,), length_limit=9), "me"))
+    again = asyncio.create_task(store.admit(GenerationParams((1,), (2,), length_limit=9), "me"))
     await asyncio.sleep(0)
     await store.release(first)
     second = await again
@@ -87,13 +87,13 @@ async def test_a_request_without_room_is_refused_in_the_end(
     monkeypatch.setattr(admission, "WAIT_SECONDS", 0.0)
     store = new_store(Clock(), max_sequences=0)
     with pytest.raises(StoreFull) as full:
-        await store.admit(Generation((1,), length_limit=9), "me")
+        await store.admit(GenerationParams((1,), length_limit=9), "me")
     assert not full.value.forever
 
 
 async def test_the_youngest_generation_makes_room() -> None:
     store = new_store(Clock())
-    caches = [await store.admit(Generation((1,), length_limit=200), "me") for _ in range(4)]
+    caches = [await store.admit(GenerationParams((1,), length_limit=200), "me") for _ in range(4)]
     since = perf_counter()
     await asyncio.gather(store.make_room(since), store.make_room(since))
     assert [cache.released for cache in caches] == [False, False, False, True]
@@ -114,7 +114,7 @@ async def test_a_cancelled_release_frees_the_memory() -> None:
 
     memory = SegmentMemory(LAYOUT, 1 << 24)
     store = CacheStore(memory, later, max_sequences=4, lease_seconds=9.0)
-    cache = await store.admit(Generation((1,), length_limit=9), "me")
+    cache = await store.admit(GenerationParams((1,), length_limit=9), "me")
     releasing = asyncio.create_task(store.release(cache))
     await asyncio.sleep(0)
     releasing.cancel()
@@ -129,11 +129,11 @@ async def test_a_cancelled_release_frees_the_memory() -> None:
 
 async def test_every_capability_and_generation_differs() -> None:
     store = new_store(Clock())
-    caches = [await store.admit(Generation((1,), length_limit=9), "me") for _ in range(4)]
+    caches = [await store.admit(GenerationParams((1,), length_limit=9), "me") for _ in range(4)]
     secrets = {secret for cache in caches for secret in (cache.handle, cache.read_grant)}
     assert len(secrets) == 8
     assert {len(secret) for secret in secrets} == {16}
-    assert len({cache.generation for cache in caches}) == 4
+    assert len({cache.epoch for cache in caches}) == 4
     for cache in caches:
         await store.release(cache)
 
@@ -144,7 +144,7 @@ async def test_the_integrity_check_sees_damage(segment: Segment) -> None:
         store.check_integrity()  # the fixture's segment belongs to no cache
     segment.close()
     store.check_integrity()
-    cache = await store.admit(Generation((1,), length_limit=9), "me")
+    cache = await store.admit(GenerationParams((1,), length_limit=9), "me")
     cache.sequence.committed = 1
     with pytest.raises(AssertionError, match="committed beyond what is reserved"):
         store.check_integrity()

@@ -83,7 +83,7 @@ class GenerationTrace:
                     Attribute.QUEUE_US: outcome.queue_us,
                     Attribute.COMPUTE_US: outcome.prefill_us,
                     Attribute.REUSED_TOKENS: outcome.reused_tokens,
-                    Attribute.CACHE_GENERATION: outcome.generation,
+                    Attribute.CACHE_GENERATION: outcome.epoch,
                 }
             )
         span.end()

@@ -8,7 +8,7 @@ import torch
 from paceline.decoder import Decoder, DecoderConfig, GraphRunner, LocalCache
 from paceline.kernels import PagedPlane, TreeSegment, attention, plan_trees
 from paceline.kv.selection import AttentionScores
-from paceline.verifier.engine.observer import BatchObserver
+from paceline.verifier.engine.batch import BatchObserver
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.pool import PagePool, PoolView
 

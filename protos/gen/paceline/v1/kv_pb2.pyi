@@ -132,11 +132,11 @@ class FollowAck(_message.Message):
     def __init__(self, update_id: _Optional[int] = ..., budget: _Optional[int] = ...) -> None: ...
 
 class FollowCacheResponse(_message.Message):
-    __slots__ = ("update_id", "chunks", "committed_length", "generation", "last", "drops", "shape", "hidden_states")
+    __slots__ = ("update_id", "chunks", "committed_length", "epoch", "last", "drops", "shape", "hidden_states")
     UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     DROPS_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
@@ -144,12 +144,12 @@ class FollowCacheResponse(_message.Message):
     update_id: int
     chunks: _containers.RepeatedCompositeFieldContainer[KvChunk]
     committed_length: int
-    generation: int
+    epoch: int
     last: bool
     drops: _containers.RepeatedCompositeFieldContainer[KvDrop]
     shape: KvShape
     hidden_states: _containers.RepeatedCompositeFieldContainer[_verifier_pb2.HiddenStates]
-    def __init__(self, update_id: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[KvChunk, _Mapping]]] = ..., committed_length: _Optional[int] = ..., generation: _Optional[int] = ..., last: _Optional[bool] = ..., drops: _Optional[_Iterable[_Union[KvDrop, _Mapping]]] = ..., shape: _Optional[_Union[KvShape, _Mapping]] = ..., hidden_states: _Optional[_Iterable[_Union[_verifier_pb2.HiddenStates, _Mapping]]] = ...) -> None: ...
+    def __init__(self, update_id: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[KvChunk, _Mapping]]] = ..., committed_length: _Optional[int] = ..., epoch: _Optional[int] = ..., last: _Optional[bool] = ..., drops: _Optional[_Iterable[_Union[KvDrop, _Mapping]]] = ..., shape: _Optional[_Union[KvShape, _Mapping]] = ..., hidden_states: _Optional[_Iterable[_Union[_verifier_pb2.HiddenStates, _Mapping]]] = ...) -> None: ...
 
 class KvShape(_message.Message):
     __slots__ = ("layers", "heads", "head_dim", "dtype", "wire_dtype", "hidden_size")

@@ -157,12 +157,12 @@ class PrefillProgress(_message.Message):
     def __init__(self, prefilled_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ...) -> None: ...
 
 class CacheCreated(_message.Message):
-    __slots__ = ("handle", "read_grant", "first", "reused_tokens", "generation", "lease_ms", "queue_us", "prefill_us", "prompt_logprobs", "top_prompt_logprobs")
+    __slots__ = ("handle", "read_grant", "first", "reused_tokens", "epoch", "lease_ms", "queue_us", "prefill_us", "prompt_logprobs", "top_prompt_logprobs")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     READ_GRANT_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     PREFILL_US_FIELD_NUMBER: _ClassVar[int]
@@ -172,13 +172,13 @@ class CacheCreated(_message.Message):
     read_grant: bytes
     first: RoundResult
     reused_tokens: int
-    generation: int
+    epoch: int
     lease_ms: int
     queue_us: int
     prefill_us: int
     prompt_logprobs: _containers.RepeatedScalarFieldContainer[float]
     top_prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TopLogprobs]
-    def __init__(self, handle: _Optional[bytes] = ..., read_grant: _Optional[bytes] = ..., first: _Optional[_Union[RoundResult, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., generation: _Optional[int] = ..., lease_ms: _Optional[int] = ..., queue_us: _Optional[int] = ..., prefill_us: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., top_prompt_logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ...) -> None: ...
+    def __init__(self, handle: _Optional[bytes] = ..., read_grant: _Optional[bytes] = ..., first: _Optional[_Union[RoundResult, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_ms: _Optional[int] = ..., queue_us: _Optional[int] = ..., prefill_us: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., top_prompt_logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("start", "credits")
@@ -213,7 +213,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, rounds: _Optional[_Iterable[_Union[Round, _Mapping]]] = ...) -> None: ...
 
 class Round(_message.Message):
-    __slots__ = ("position", "result", "steps", "tree", "checked_nodes", "no_draft", "drafter", "round_us", "draft_us", "verify_us", "queue_us", "kv_bytes", "node_budget", "batch_tokens", "generation", "fallbacks", "fallback_message")
+    __slots__ = ("position", "result", "steps", "tree", "checked_nodes", "no_draft", "drafter", "round_us", "draft_us", "verify_us", "queue_us", "kv_bytes", "node_budget", "batch_tokens", "epoch", "fallbacks", "fallback_message")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -228,7 +228,7 @@ class Round(_message.Message):
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     NODE_BUDGET_FIELD_NUMBER: _ClassVar[int]
     BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     FALLBACKS_FIELD_NUMBER: _ClassVar[int]
     FALLBACK_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     position: int
@@ -245,10 +245,10 @@ class Round(_message.Message):
     kv_bytes: int
     node_budget: int
     batch_tokens: int
-    generation: int
+    epoch: int
     fallbacks: _containers.RepeatedScalarFieldContainer[str]
     fallback_message: str
-    def __init__(self, position: _Optional[int] = ..., result: _Optional[_Union[RoundResult, _Mapping]] = ..., steps: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ..., checked_nodes: _Optional[int] = ..., no_draft: _Optional[_Union[NoDraftReason, str]] = ..., drafter: _Optional[str] = ..., round_us: _Optional[int] = ..., draft_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., node_budget: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., generation: _Optional[int] = ..., fallbacks: _Optional[_Iterable[str]] = ..., fallback_message: _Optional[str] = ...) -> None: ...
+    def __init__(self, position: _Optional[int] = ..., result: _Optional[_Union[RoundResult, _Mapping]] = ..., steps: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ..., checked_nodes: _Optional[int] = ..., no_draft: _Optional[_Union[NoDraftReason, str]] = ..., drafter: _Optional[str] = ..., round_us: _Optional[int] = ..., draft_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., node_budget: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., epoch: _Optional[int] = ..., fallbacks: _Optional[_Iterable[str]] = ..., fallback_message: _Optional[str] = ...) -> None: ...
 
 class RoundResult(_message.Message):
     __slots__ = ("tokens", "accepted_nodes", "logprobs", "top_logprobs", "finish_reason", "committed_length")
@@ -293,12 +293,12 @@ class RenewLeaseRequest(_message.Message):
     def __init__(self, handle: _Optional[bytes] = ...) -> None: ...
 
 class RenewLeaseResponse(_message.Message):
-    __slots__ = ("lease_ms", "generation")
+    __slots__ = ("lease_ms", "epoch")
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     lease_ms: int
-    generation: int
-    def __init__(self, lease_ms: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, lease_ms: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ReleaseCacheRequest(_message.Message):
     __slots__ = ("handle",)

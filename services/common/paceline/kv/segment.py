@@ -31,7 +31,7 @@ Unit: tokens."""
 _NAME = re.compile(rf"{PREFIX}[0-9]{{1,20}}-[0-9]{{1,20}}-[0-9a-f]{{16}}")
 _DIGEST_BYTES = 32
 _MAGIC = int.from_bytes(b"PACEKV\0\2", "big")
-_MAGIC_WORD, _GENERATION_WORD, _COMMITTED_WORD, _LAYOUT_WORD, _DIGEST_WORD = 0, 1, 2, 3, 4
+_MAGIC_WORD, _EPOCH_WORD, _COMMITTED_WORD, _LAYOUT_WORD, _DIGEST_WORD = 0, 1, 2, 3, 4
 _WORDS = 8
 _LAYOUT_BYTES = HEADER_BYTES - 8 * _WORDS
 
@@ -80,7 +80,7 @@ class SegmentHeader:
     word  meaning
     ====  =============================================================================
     0     magic: this layout
-    1     the cache generation, at least 1; 0 before the cache is opened and once it is closed
+    1     the epoch of the cache, at least 1; 0 before the cache is opened and once it is closed
     2     committed length. Unit: tokens
     3     bytes of the ``SegmentLayout`` (kv.proto) that follows the words
     4-7   SHA-256 of the cache's read grant, by which a reader checks that it has the right file
@@ -119,9 +119,9 @@ class SegmentHeader:
         return self._words[_MAGIC_WORD] == _MAGIC
 
     @property
-    def generation(self) -> int:
-        """The cache generation; 0: closed."""
-        return self._words[_GENERATION_WORD]
+    def epoch(self) -> int:
+        """The epoch of the cache; 0: closed."""
+        return self._words[_EPOCH_WORD]
 
     @property
     def committed(self) -> int:
@@ -154,18 +154,18 @@ class SegmentHeader:
         self._layout[: len(data)] = data
         self._words[_LAYOUT_WORD] = len(data)
 
-    def open(self, generation: int, grant_digest: bytes) -> None:
+    def open(self, epoch: int, grant_digest: bytes) -> None:
         """Make the segment readable.
 
         Args:
-            generation: The cache generation, at least 1.
+            epoch: The epoch of the cache, at least 1.
             grant_digest: SHA-256 of the read grant, 32 bytes.
         """
-        assert generation > 0
+        assert epoch > 0
         assert len(grant_digest) == _DIGEST_BYTES
         self._words[_DIGEST_WORD:] = memoryview(grant_digest).cast("Q")
         self._words[_MAGIC_WORD] = _MAGIC
-        self._words[_GENERATION_WORD] = generation
+        self._words[_EPOCH_WORD] = epoch
 
     def commit(self, tokens: int) -> None:
         """Publish that positions below ``tokens`` are final."""
@@ -173,7 +173,7 @@ class SegmentHeader:
 
     def close(self) -> None:
         """Publish that the cache is gone."""
-        self._words[_GENERATION_WORD] = 0
+        self._words[_EPOCH_WORD] = 0
 
     def release(self) -> None:
         """Drop the reference to the mapping; the header cannot be used afterwards."""

@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable
 from itertools import count
 
-from paceline.verifier.engine.sequence import Generation, Sequence
+from paceline.verifier.engine.sequence import GenerationParams, Sequence
 
 WAIT_SECONDS = 30.0
 """Longest wait of a request for memory. Then its client is told to come again."""
 
-_MOST_WAITING = 1024
-"""Most requests that wait for memory."""
+_MAX_WAITING = 1024
+"""Maximum number of requests that wait for memory."""
 
 _FIRST_EXPECTED = 256
 """Output tokens expected of a generation before any has ended."""
@@ -49,7 +49,7 @@ class Admission:
         """Requests that wait for memory now."""
         return len(self._waiting)
 
-    def expected_length(self, generation: Generation) -> int:
+    def expected_length(self, generation: GenerationParams) -> int:
         """Tokens that a generation is expected to have at its end."""
         so_far = len(generation.prompt) + len(generation.output)
         return min(so_far + math.ceil(self.expected_output), generation.length_limit)
@@ -60,13 +60,13 @@ class Admission:
             output = len(sequence.tokens) - len(sequence.generation.prompt)
             self.expected_output += _NEWEST_SHARE * (output - self.expected_output)
 
-    async def wait(self, generation: Generation, has_room: Callable[[], bool]) -> None:
+    async def wait(self, generation: GenerationParams, has_room: Callable[[], bool]) -> None:
         """Wait until it is a request's turn and there is room for it.
 
         Raises:
             NoRoom: It waited too long, or too many wait.
         """
-        if len(self._waiting) >= _MOST_WAITING:
+        if len(self._waiting) >= _MAX_WAITING:
             raise NoRoom(f"{len(self._waiting)} requests wait for KV memory")
         ticket = (not generation.output, next(self._tickets))
         self._waiting.append(ticket)

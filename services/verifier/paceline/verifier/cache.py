@@ -6,11 +6,11 @@ import hashlib
 import secrets
 from typing import TYPE_CHECKING
 
-from paceline.verifier.engine.job import Job
+from paceline.verifier.engine.job import EngineJob
 from paceline.verifier.engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from paceline.verifier.metrics import Request
+    from paceline.verifier.metrics import RequestTimes
 
 CAPABILITY_BYTES = 16
 
@@ -27,7 +27,7 @@ class Cache:
         read_grant: Capability that only lets its holder read committed KV (16 random bytes).
         sequence: The sequence.
         expected_bytes: Memory that it was expected to need when it was admitted. Unit: bytes.
-        generation: Number of the cache, different for every cache of a process. A reader that finds
+        epoch: Number of the cache, different for every cache of a process. A reader that finds
             another number than before must discard what it read.
         expires: When the lease ends (the store's clock).
         job: Its newest job; None before the first.
@@ -37,20 +37,20 @@ class Cache:
         rounds: Rounds that were traced.
     """
 
-    def __init__(self, sequence: Sequence, generation: int, expected_bytes: int = 0) -> None:
+    def __init__(self, sequence: Sequence, epoch: int, expected_bytes: int = 0) -> None:
         self.handle = secrets.token_bytes(CAPABILITY_BYTES)
         self.read_grant = secrets.token_bytes(CAPABILITY_BYTES)
         self.sequence = sequence
         self.expected_bytes = expected_bytes
-        self.generation = generation
+        self.epoch = epoch
         self.expires = 0.0
-        self.job: Job | None = None
+        self.job: EngineJob | None = None
         self.stream: object | None = None
         self.released = False
-        self.request: Request | None = None
+        self.request: RequestTimes | None = None
         self.rounds = 0
         sequence.read_grant = self.read_grant
-        sequence.segment.header.open(generation, digest(self.read_grant))
+        sequence.segment.header.open(epoch, digest(self.read_grant))
 
     @property
     def owner(self) -> str:

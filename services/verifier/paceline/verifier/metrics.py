@@ -16,8 +16,7 @@ from paceline.telemetry.names import PROVIDER, Metric, Span
 from paceline.v1 import verifier_pb2
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import Prefill
-from paceline.verifier.engine.output import StepOutput
+from paceline.verifier.engine.job import Prefill, StepOutput
 from paceline.verifier.rpc.follow import FollowCounts
 from paceline.verifier.store import CacheStore
 
@@ -83,7 +82,7 @@ _REQUEST_SECONDS = tuple(0.01 * 2**power for power in range(14))
 
 
 @dataclass(slots=True)
-class Request:
+class RequestTimes:
     """Times of one generation (time.perf_counter)."""
 
     began: float
@@ -171,7 +170,7 @@ class VerifierMetrics:
 
     def admitted(self, cache: Cache) -> None:
         """A cache was admitted: its generation begins."""
-        cache.request = Request(perf_counter())
+        cache.request = RequestTimes(perf_counter())
 
     def prefilled(self, cache: Cache, prefill: Prefill) -> None:
         """A prefill ended. One without a first token is not counted."""

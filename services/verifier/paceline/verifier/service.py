@@ -105,7 +105,7 @@ class VerifierService:
         if longest < model.message.max_context:
             _log.warning("%d bytes of KV hold texts of %d tokens at most", kv_bytes, longest)
             model.message.max_context = longest
-        most_prefixes = options.max_sequences if options.prefix_caching else 0
+        max_prefixes = options.max_sequences if options.prefix_caching else 0
         self._pool: PagePool | None = None
         memory: KvMemory
         graphs: GraphRunner | None = None
@@ -114,7 +114,7 @@ class VerifierService:
                 layout,
                 decoder.device,
                 kv_bytes=kv_bytes,
-                max_sequences=options.max_sequences + most_prefixes,
+                max_sequences=options.max_sequences + max_prefixes,
                 max_context=model.message.max_context,
             )
             if decoder.device.type == "cuda" and find_spec("triton") is not None:
@@ -129,7 +129,7 @@ class VerifierService:
             scheduler=self._scheduler,
             node_budget=options.node_budget,
             graphs=graphs,
-            most_prefixes=most_prefixes,
+            max_prefixes=max_prefixes,
             read_tree=lambda tree, job: read_tree(tree, model.message, job.sequence),
         )
         self.store = CacheStore(
@@ -303,8 +303,8 @@ def _longest_text(layout: KvLayout, kv_bytes: int) -> int:
     """
     tokens = kv_bytes // layout.token_bytes // BLOCK_TOKENS * BLOCK_TOKENS - TREE_TOKENS
     if tokens <= 0:
-        least = layout.capacity(1) * layout.token_bytes
-        raise ValueError(f"kv_bytes is {kv_bytes}, expected at least {least} for this model")
+        min_bytes = layout.capacity(1) * layout.token_bytes
+        raise ValueError(f"kv_bytes is {kv_bytes}, expected at least {min_bytes} for this model")
     return tokens
 
 

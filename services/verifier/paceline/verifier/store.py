@@ -12,7 +12,7 @@ from typing import Protocol
 from paceline.verifier.admission import Admission, NoRoom
 from paceline.verifier.cache import Cache, digest
 from paceline.verifier.engine.prefixes import PrefixCache
-from paceline.verifier.engine.sequence import Generation, Sequence
+from paceline.verifier.engine.sequence import GenerationParams, Sequence
 from paceline.verifier.kv.base import SequenceKv
 from paceline.verifier.kv.layout import KvLayout, round_up
 from paceline.verifier.kv.segment import SegmentMemory, own_segments
@@ -85,7 +85,7 @@ class CacheStore:
         Args:
             memory: KV memory of all caches.
             free: Ends a sequence; the engine's ``release``.
-            max_sequences: Most caches.
+            max_sequences: Maximum number of caches.
             lease_seconds: Lifetime of a cache without use. Unit: seconds.
             prefixes: Ended texts that the engine keeps; None: none.
             clock: Monotonic clock. Unit: seconds.
@@ -102,7 +102,7 @@ class CacheStore:
         self._caches: dict[bytes, Cache] = {}
         self._grants: dict[bytes, Cache] = {}
         self._releasing: dict[Cache, asyncio.Task[None]] = {}
-        self._generations = count(1)
+        self._epochs = count(1)
         self._preempting = asyncio.Lock()
         self._freed_at = 0.0
 
@@ -114,7 +114,7 @@ class CacheStore:
         """Caches whose handles are valid."""
         return iter(list(self._caches.values()))
 
-    async def admit(self, generation: Generation, owner: str) -> Cache:
+    async def admit(self, generation: GenerationParams, owner: str) -> Cache:
         """Create a cache as soon as the generation is expected to fit beside the others.
 
         Raises:
@@ -142,7 +142,7 @@ class CacheStore:
                 f"{expected}; try again later"
             ) from error
         sequence = Sequence(generation, self.memory.allocate(capacity, taps), owner)
-        cache = Cache(sequence, next(self._generations), expected)
+        cache = Cache(sequence, next(self._epochs), expected)
         self._caches[digest(cache.handle)] = cache
         self._grants[digest(cache.read_grant)] = cache
         self.renew(cache)
@@ -231,7 +231,7 @@ class CacheStore:
                 return
             unfinished = [cache for cache in self if cache.sequence.finish is None]
             if len(unfinished) > 1:
-                youngest = max(unfinished, key=lambda cache: cache.generation)
+                youngest = max(unfinished, key=lambda cache: cache.epoch)
                 await self.release(youngest, "preempted")
 
     async def wait_released(self) -> None:
@@ -262,7 +262,7 @@ class CacheStore:
             elif self._expired(cache):
                 expired.append(cache)
         for cache in expired:
-            _log.info("lease expired", extra={"generation": cache.generation})
+            _log.info("lease expired", extra={"epoch": cache.epoch})
             self.expired += 1
             await self.release(cache, "lease_expired")
         return len(expired)
@@ -283,7 +283,7 @@ class CacheStore:
         names = [segment.name for segment in segments]
         grants = {id(cache) for cache in self._grants.values()}
         broken = [
-            f"cache {cache.generation}: {rule}"
+            f"cache {cache.epoch}: {rule}"
             for cache in caches
             for rule, kept in _invariants(cache).items()
             if not kept
@@ -312,8 +312,7 @@ def _invariants(cache: Cache) -> dict[str, bool]:
         "its segment is closed": not segment.closed,
         "it was released": not cache.released,
         "its header differs": segment.closed
-        or (segment.header.generation, segment.header.committed)
-        == (cache.generation, sequence.committed),
+        or (segment.header.epoch, segment.header.committed) == (cache.epoch, sequence.committed),
         "committed beyond what is reserved": sequence.committed <= segment.reserved,
         "reserved beyond its capacity": segment.reserved <= segment.capacity,
         "text and history differ": len(sequence.history) == len(sequence.tokens),

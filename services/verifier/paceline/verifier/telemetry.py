@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 from paceline.telemetry.names import Attribute, Span
 from paceline.telemetry.tracing import add_server_span, remote_context, traceparent_of
 from paceline.verifier.cache import Cache
-from paceline.verifier.engine.job import Prefill
-from paceline.verifier.engine.output import Draft, StepOutput
+from paceline.verifier.engine.job import Draft, Prefill, StepOutput
 
 if TYPE_CHECKING:
     from opentelemetry import context, trace
     from opentelemetry.sdk.trace import Tracer
 
-    from paceline.verifier.engine.drafting import DraftSequence
+    from paceline.verifier.engine.drafting import SequenceAtDrafter
     from paceline.verifier.metrics import VerifierMetrics
 
 
@@ -62,7 +61,7 @@ class RoundSpans:
         self._open = OpenSpans(began, draft)
         return traceparent_of(draft)
 
-    def end_draft(self, draft: Draft | None, sequence: DraftSequence | None) -> None:
+    def end_draft(self, draft: Draft | None, sequence: SequenceAtDrafter | None) -> None:
         """End the span of the draft; without a tree it was late, empty, or the drafter failed."""
         if self._open is None:
             return
@@ -166,7 +165,7 @@ class Telemetry:
                 Attribute.REUSED_TOKENS: job.reused,
                 Attribute.QUEUE_US: job.queue_us,
                 Attribute.COMPUTE_US: job.step_us,
-                Attribute.CACHE_GENERATION: cache.generation,
+                Attribute.CACHE_GENERATION: cache.epoch,
             }
             name = Span.VERIFIER_PREFILL
             add_server_span(self._tracer, name, traceparent, began_ns, attributes, job.error)
@@ -180,7 +179,7 @@ def _round_attributes(cache: Cache, output: StepOutput) -> dict[str, Any]:
         Attribute.NUM_DRAFT_TOKENS: 0 if draft is None else len(draft.tree),
         Attribute.NUM_ACCEPTED: len(output.accepted),
         Attribute.NUM_EMITTED: len(output.tokens),
-        Attribute.CACHE_GENERATION: cache.generation,
+        Attribute.CACHE_GENERATION: cache.epoch,
     }
     if draft is not None:
         attributes[Attribute.TREE_DEPTH] = draft.tree.depth

@@ -58,10 +58,10 @@ class CacheFile:
         try:
             self._memory = mmap.mmap(self._file, 0, prot=mmap.PROT_READ)
             self._header = SegmentHeader(self._memory)
-            self._generation = self._header.generation
+            self._epoch = self._header.epoch
             digest = hashlib.sha256(read_grant).digest()
             if (self._header.valid, self._header.grant_digest) != (True, digest) or (
-                not self._generation
+                not self._epoch
             ):
                 raise KvNotShared(f"{path} is not, or no longer, the cache of this read grant")
             self.layout: kv_pb2.SegmentLayout = self._header.layout
@@ -98,7 +98,7 @@ class CacheFile:
             KvGone: The verifier released the cache or has ended, or the mapping was closed.
         """
         self._check_open()
-        if self._header.generation != self._generation:
+        if self._header.epoch != self._epoch:
             raise KvGone("the verifier released the cache")
         if is_orphan(self._file):
             raise KvGone("the verifier of the cache has ended")

@@ -10,12 +10,106 @@ from torch import Tensor
 
 from paceline.decoder import Decoder, ForwardResult, GraphRunner
 from paceline.decoder.graphs import table_row
-from paceline.kernels import MAX_TREE_NODES, TreeSegment, plan_trees
+from paceline.kernels import MAX_TREE_NODES, Probe, ProbedBlock, TreeSegment, plan_trees
+from paceline.kv.selection import ScoreObserver
 from paceline.tree import EMPTY, TokenTree
-from paceline.verifier.engine.job import Decode, Job, Prefill
-from paceline.verifier.engine.observer import BatchObserver
+from paceline.verifier.engine.job import Decode, EngineJob, Prefill
 from paceline.verifier.engine.sequence import HiddenStates, Sequence
 from paceline.verifier.kv.base import SequenceKv
+
+
+@dataclass(frozen=True)
+class _Observed:
+    """The block of a batch that one observer observes.
+
+    Attributes:
+        observer: The sequence's observer.
+        block: Index of the block in the plan.
+        nodes: Observed rows, counted inside the block.
+        rows: The same rows, counted in the batch.
+    """
+
+    observer: ScoreObserver
+    block: int
+    nodes: tuple[int, ...]
+    rows: tuple[int, ...]
+
+
+class BatchObserver:
+    """All observers of a forward pass; a :class:`paceline.decoder.AttentionObserver`."""
+
+    def __init__(self) -> None:
+        self._observed: list[_Observed] = []
+
+    def __len__(self) -> int:
+        """Number of observers."""
+        return len(self._observed)
+
+    def add(self, observer: ScoreObserver, block: int, segment: TreeSegment, first: int) -> None:
+        """Add the observer of one sequence.
+
+        Args:
+            observer: The observer; its step begins.
+            block: Index of the sequence's block in the plan.
+            segment: That block.
+            first: Its first row in the batch.
+        """
+        nodes = observer.nodes(segment)
+        observer.begin(block, nodes, segment.start)
+        rows = tuple(first + node for node in nodes)
+        self._observed.append(_Observed(observer, block, nodes, rows))
+
+    def probes(self, layer: int) -> Items[Probe]:
+        """See :class:`paceline.decoder.AttentionObserver`."""
+        observers = [each.observer for each in self._observed if layer in each.observer.layers]
+        return [probe for observer in observers for probe in observer.probes(layer)]
+
+    def rows(self, layer: int) -> Items[int]:
+        """See :class:`paceline.decoder.AttentionObserver`."""
+        return [row for each in self._querying(layer) for row in each.rows]
+
+    def attended(self, layer: int, q: Tensor) -> None:
+        """See :class:`paceline.decoder.AttentionObserver`."""
+        querying = self._querying(layer)
+        parts = q.split([len(each.rows) for each in querying])
+        for each, part in zip(querying, parts, strict=True):
+            each.observer.attended(layer, part)
+
+    def scratch(self, windows: Items[int | None]) -> tuple[tuple[int, ...], list[ProbedBlock]]:
+        """Returns what a captured graph has to store: layers, and blocks with scratch buffers.
+
+        Args:
+            windows: Sliding window of each layer of the model, or None.
+
+        Returns:
+            Nothing if one captured graph cannot serve all observers: it stores scores, not weights,
+            of the same layers for all, and of layers without a window.
+        """
+        observed = {tuple(each.observer.layers) for each in self._observed}
+        if len(observed) != 1:
+            return (), []
+        (layers,) = observed
+        if any(windows[layer] is not None for layer in layers):
+            return (), []
+        blocks = []
+        for each in self._observed:
+            scratch = each.observer.scratch()
+            if scratch is None:
+                return (), []
+            blocks.append(ProbedBlock(each.block, each.nodes, scratch))
+        return layers, blocks
+
+    def publish(self, q_heads: int) -> None:
+        """Called when the pass of a model with so many query heads has ended."""
+        for each in self._observed:
+            each.observer.publish(q_heads)
+
+    def _querying(self, layer: int) -> list[_Observed]:
+        return [
+            each
+            for each in self._observed
+            if each.observer.wants_queries and layer in each.observer.layers
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +127,7 @@ class BatchEntry:
             tokens; none unless they are requested.
     """
 
-    job: Job
+    job: EngineJob
     tree: TokenTree
     stop: int
     logits: slice
@@ -155,7 +249,7 @@ class Batch:
 
     def _add_entry(
         self,
-        job: Job,
+        job: EngineJob,
         tree: TokenTree,
         stop: int,
         logits: slice,

@@ -17,8 +17,7 @@ from paceline.service import ServiceError
 from paceline.service.exchange import FramedSocket, PeerGone, Waiter
 from paceline.tree import TokenTree
 from paceline.v1 import drafter_pb2, exchange_pb2, tree_pb2, verifier_pb2
-from paceline.verifier.engine.job import Decode, microseconds
-from paceline.verifier.engine.output import Draft, NoDraft
+from paceline.verifier.engine.job import Decode, Draft, NoDraft, microseconds
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ class Link:
         """
         self.drafters = drafters
         self.socket = socket
-        self.sequences: dict[int, DraftSequence] = {}
+        self.sequences: dict[int, SequenceAtDrafter] = {}
         self.last = 0
         self.message = exchange_pb2.JoinResponse()
         self.latency: dict[str, float] = {}
@@ -128,7 +127,7 @@ class Link:
             self.socket.send(message.SerializeToString())
 
 
-class DraftSequence:
+class SequenceAtDrafter:
     """A generation that is open at a drafter service.
 
     Attributes:
@@ -347,7 +346,7 @@ class Drafting:
             if link.socket is not None and link.socket.unsent:
                 self._waiter.watch_writable(link.socket.fileno(), writable=True)
 
-    def _open(self, job: Decode, now: float) -> DraftSequence | None:
+    def _open(self, job: Decode, now: float) -> SequenceAtDrafter | None:
         """Open a generation at a service that has its drafter; None: it cannot be opened now."""
         if now < job.retry_at:
             return None
@@ -359,7 +358,7 @@ class Drafting:
             return None
         link = min(offering, key=lambda each: (each.socket is None, len(each.sequences)))
         link.last += 1
-        sequence = DraftSequence(link, link.last, job, name)
+        sequence = SequenceAtDrafter(link, link.last, job, name)
         link.sequences[link.last] = sequence
         job.sequence_at_drafter = sequence
         text = job.sequence
@@ -376,7 +375,7 @@ class Drafting:
         )
         return sequence
 
-    def _timeout(self, sequence: DraftSequence) -> float:
+    def _timeout(self, sequence: SequenceAtDrafter) -> float:
         job = sequence.job
         if sequence.opened is None and not job.always_draft:
             return _FIRST_TIMEOUT
@@ -385,7 +384,7 @@ class Drafting:
         mean = sequence.link.latency.get(sequence.name, 0.0)
         return min(_MAX_TIMEOUT, max(_MIN_TIMEOUT, _TIMEOUT_FACTOR * mean))
 
-    def _find(self, link: Link, number: int) -> DraftSequence | None:
+    def _find(self, link: Link, number: int) -> SequenceAtDrafter | None:
         """An open sequence; None: it was closed.
 
         Raises:
@@ -399,7 +398,7 @@ class Drafting:
             )
         return link.sequences.get(number)
 
-    def _drafted(self, sequence: DraftSequence, message: exchange_pb2.DraftedTree) -> None:
+    def _drafted(self, sequence: SequenceAtDrafter, message: exchange_pb2.DraftedTree) -> None:
         """Take a tree.
 
         Raises:
@@ -448,7 +447,9 @@ class Drafting:
         job.no_draft = NoDraft.EMPTY
         self._resume(job)
 
-    def _drop(self, sequence: DraftSequence, reason: str, why: str, *, wrong: bool = False) -> None:
+    def _drop(
+        self, sequence: SequenceAtDrafter, reason: str, why: str, *, wrong: bool = False
+    ) -> None:
         """Forget a sequence after a failure; its generation goes on and tries again later."""
         job = sequence.job
         del sequence.link.sequences[sequence.number]

@@ -22,15 +22,21 @@ from paceline.tree import MAX_NODES, TokenTree
 from paceline.verifier.engine.acceptance import accept_batch
 from paceline.verifier.engine.batch import Batch
 from paceline.verifier.engine.drafting import Drafting, ReadTree
-from paceline.verifier.engine.errors import DeviceLost, SequenceClosed, StepFailed, device_lost
-from paceline.verifier.engine.job import Decode, Job, Prefill, microseconds
-from paceline.verifier.engine.output import NoDraft, StepOutput
+from paceline.verifier.engine.job import (
+    Decode,
+    EngineJob,
+    NoDraft,
+    Prefill,
+    SequenceClosed,
+    StepFailed,
+    StepOutput,
+    microseconds,
+)
 from paceline.verifier.engine.prefixes import PrefixCache
-from paceline.verifier.engine.queue import JobQueue
+from paceline.verifier.engine.queue import CommandThread, JobQueue
 from paceline.verifier.engine.sequence import Sequence
-from paceline.verifier.engine.thread import CommandThread
 from paceline.verifier.kv.base import OutOfMemory
-from paceline.verifier.scheduler.admission import Step
+from paceline.verifier.scheduler.admission import StepLoad
 from paceline.verifier.scheduler.scheduler import Scheduler, Served
 
 _log = logging.getLogger(__name__)
@@ -41,6 +47,10 @@ _MESSAGE_GAP = 0.030
 
 A message takes about 1 ms of processor time from the steps: the event loop writes it, and the
 client's process wakes up and reads it."""
+
+
+class DeviceLost(Exception):
+    """The device fails every call; only a new process can use it again."""
 
 
 class Engine:
@@ -65,22 +75,23 @@ class Engine:
         scheduler: Scheduler | None = None,
         node_budget: int = MAX_NODES,
         graphs: GraphRunner | None = None,
-        most_prefixes: int = 0,
+        max_prefixes: int = 0,
         read_tree: ReadTree | None = None,
     ) -> None:
         """Make an engine; :meth:`start` starts its thread.
 
         Args:
             decoder: The model.
-            step_tokens: Most tokens of rounds in one step; further rounds wait for the next one.
-            prefill_tokens: Most tokens of prompts in one step, so that a long prompt does not hold
-                up rounds.
+            step_tokens: Maximum number of tokens of rounds in one step; further rounds wait for the
+                next one.
+            prefill_tokens: Maximum number of tokens of prompts in one step, so that a long prompt
+                does not hold up rounds.
             threads: Threads of one operation; None: PyTorch's setting.
             scheduler: Chooses the nodes of a step; None: all nodes are verified.
             node_budget: Maximum number of drafted nodes in a tree.
             graphs: CUDA graphs of the model, where KV lies in pages.
-            most_prefixes: Most ended texts whose KV is kept for prompts that begin like them; 0: no
-                prompt reuses the KV of another one, unless it names its cache.
+            max_prefixes: Maximum number of ended texts whose KV is kept for prompts that begin like
+                them; 0: no prompt reuses the KV of another one, unless it names its cache.
             read_tree: Reads and checks a drafted tree; None: it is not checked.
         """
         self._decoder = decoder
@@ -89,8 +100,8 @@ class Engine:
         self._node_budget = node_budget
         self._graphs = graphs
         self._thread = CommandThread("paceline-engine")
-        self.prefixes = PrefixCache(most_prefixes)
-        self._reuses = most_prefixes > 0
+        self.prefixes = PrefixCache(max_prefixes)
+        self._reuses = max_prefixes > 0
         self._queue = JobQueue(step_tokens, prefill_tokens, self.prefixes)
         self._drafting = Drafting(
             self._thread.waiter, read_tree or (lambda tree, job: TokenTree.from_proto(tree))
@@ -215,7 +226,7 @@ class Engine:
         tokens = len(batch) + len(jobs)
         attended = batch.attended + sum(len(job.sequence.tokens) for job in jobs)
         try:
-            step, away = Step(tokens, attended, len(jobs)), len(self._drafting.waiting)
+            step, away = StepLoad(tokens, attended, len(jobs)), len(self._drafting.waiting)
             return self._scheduler.admit(jobs, trees, step, away)
         except Exception:  # the jobs have left the queue: none may be lost
             self._drop_scheduler()
@@ -454,6 +465,17 @@ class Engine:
             self._lost.set_exception(lost)
 
 
-def _notify_all(jobs: Items[Job]) -> None:
+def _notify_all(jobs: Items[EngineJob]) -> None:
     for job in jobs:
         job.notify()
+
+
+def device_lost(device: torch.device) -> bool:
+    """Whether every call of an accelerator fails, as on a GPU after a fault in a kernel."""
+    if device.type == "cpu":
+        return False
+    try:
+        torch.accelerator.synchronize(device)
+    except RuntimeError:
+        return True
+    return False

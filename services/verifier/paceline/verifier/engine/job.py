@@ -1,26 +1,159 @@
-"""Jobs: work that the event loop queues for the engine, with their results."""
+"""Jobs: work that the event loop queues for the engine, and what a step emits for them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from paceline.tree import EMPTY, TokenTree
-from paceline.verifier.engine.output import Draft, NoDraft, StepOutput
 
 if TYPE_CHECKING:
-    from paceline.verifier.engine.drafting import DraftSequence
+    from paceline.verifier.engine.drafting import SequenceAtDrafter
     from paceline.verifier.engine.sequence import Sequence
-    from paceline.verifier.telemetry import RoundSpans
+    from paceline.verifier.telemetry import OpenSpans, RoundSpans
 
 _MAX_CONFIDENCE = 0.98
 """Largest confidence that is used. Calibration raises survivals to a power, which keeps 1 at 1."""
 
 
-class Job:
+class StepFailed(Exception):
+    """A step could not be computed. It committed nothing; the job may be repeated."""
+
+
+class SequenceClosed(Exception):
+    """The sequence was released while a job of it waited."""
+
+
+class FinishReason(Enum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    """An end-of-sequence or stop token was emitted."""
+    LENGTH = "length"
+    """As many tokens as the request allows were emitted, or the context is full."""
+
+
+class NoDraft(Enum):
+    """Why a step has no drafted tree; see ``paceline.v1.NoDraftReason``."""
+
+    NO_DRAFTER = "no_drafter"
+    NODE_BUDGET = "node_budget"
+    NOT_READY = "not_ready"
+    LATE = "late"
+    EMPTY = "empty"
+    LAST_TOKEN = "last_token"
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A tree as it was drafted.
+
+    Attributes:
+        tree: At least one node.
+        drafter: NAME@VERSION of its drafter.
+        draft_us: Time to draft. Unit: microseconds.
+        queue_us: Wait at the drafter. Unit: microseconds.
+        kv_bytes: KV and hidden states that the drafter received over gRPC for it. Unit: bytes.
+    """
+
+    tree: TokenTree
+    drafter: str
+    draft_us: int = 0
+    queue_us: int = 0
+    kv_bytes: int = 0
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one engine step emitted for one sequence.
+
+    Acceptance makes it, the engine adds the times of the step, and the service writes it to the
+    client.
+
+    Attributes:
+        tokens: Emitted tokens, at least one.
+        accepted: Indices of the accepted nodes in the drafted tree, from the anchor down. One fewer
+            than ``tokens``, unless the last token ended the generation and was drafted too.
+        finish: Why the generation ended; None: it has not ended.
+        logprobs: Raw log-probability of each token; empty unless the request has logprobs.
+        top_logprobs: Likeliest (token, log-probability) pairs at each position; empty unless the
+            request has top_logprobs.
+        position: Output tokens before these.
+        committed: Committed length after the step. Unit: tokens.
+        checked: Drafted nodes that the step verified.
+        batch_tokens: Tokens in the step, of all sequences.
+        queue_us: Wait for the step. Unit: microseconds.
+        step_us: Time of the step, acceptance included. Unit: microseconds.
+        node_budget: Maximum number of nodes to draft next.
+        draft: The drafted tree; None: there was none.
+        no_draft: Why there was none; None after a prefill and with a tree.
+        fallbacks: Failures of drafting since the step before: reason and message.
+        round_began: When the step before ended (time.perf_counter).
+        began: When this one began.
+        ended: When it ended.
+        spans: Spans of its round that were begun; None: there are none.
+        steps: Number of steps that are merged in it.
+    """
+
+    tokens: list[int]
+    accepted: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    position: int = 0
+    committed: int = 0
+    checked: int = 0
+    batch_tokens: int = 0
+    queue_us: int = 0
+    step_us: int = 0
+    node_budget: int = 0
+    draft: Draft | None = None
+    no_draft: NoDraft | None = None
+    fallbacks: list[tuple[str, str]] = field(default_factory=list)
+    round_began: float = 0.0
+    began: float = 0.0
+    ended: float = 0.0
+    spans: OpenSpans | None = None
+    steps: int = 1
+
+
+def mergeable(first: StepOutput, second: StepOutput) -> bool:
+    """Whether two consecutive outputs may be one message: plain steps for the same reason."""
+    plain = first.draft is None and second.draft is None and first.no_draft is second.no_draft
+    return plain and first.spans is None and second.spans is None
+
+
+def merge(outputs: Items[StepOutput]) -> StepOutput:
+    """Consecutive outputs that are :func:`mergeable`, at least one, as a single output.
+
+    Tokens are joined and times are added up; committed length, finish reason, node budget and batch
+    tokens are those of the last step.
+    """
+    first, last = outputs[0], outputs[-1]
+    if len(outputs) == 1:
+        return last
+    return replace(
+        last,
+        tokens=[token for each in outputs for token in each.tokens],
+        logprobs=[logprob for each in outputs for logprob in each.logprobs],
+        top_logprobs=[top for each in outputs for top in each.top_logprobs],
+        position=first.position,
+        queue_us=sum(each.queue_us for each in outputs),
+        step_us=sum(each.step_us for each in outputs),
+        fallbacks=[fallback for each in outputs for fallback in each.fallbacks],
+        round_began=first.round_began,
+        began=first.began,
+        steps=len(outputs),
+    )
+
+
+class EngineJob:
     """Work on one sequence.
 
     The engine thread writes ``error``, then ``done``, then has the event loop call ``notify()``;
@@ -77,7 +210,7 @@ class Job:
             await self.updated()
 
 
-class Prefill(Job):
+class Prefill(EngineJob):
     """Computes the KV of a text and emits the first token after it.
 
     Attributes:
@@ -124,7 +257,7 @@ class Prefill(Job):
         self.done = output is not None
 
 
-class Decode(Job):
+class Decode(EngineJob):
     """The steps of one generation, for as long as a Generate stream lasts.
 
     Between two steps it waits for a step (``queued``), for a tree, or for credits. Only the engine
@@ -175,7 +308,7 @@ class Decode(Job):
         self.tree: TokenTree = EMPTY
         self.nodes: tuple[int, ...] = ()
         self.no_draft = NoDraft.NO_DRAFTER
-        self.sequence_at_drafter: DraftSequence | None = None
+        self.sequence_at_drafter: SequenceAtDrafter | None = None
         self.retry_at = 0.0
         self.failures = 0
         self.fallbacks: list[tuple[str, str]] = []

@@ -29,9 +29,9 @@ class PrefixCache:
         reused_tokens: Tokens of these prefixes.
     """
 
-    def __init__(self, most: int) -> None:
-        """Make an empty cache that keeps at most ``most`` ended sequences."""
-        self._most = most
+    def __init__(self, max_kept: int) -> None:
+        """Make an empty cache that keeps at most ``max_kept`` ended sequences."""
+        self._max_kept = max_kept
         self._kept: OrderedDict[Sequence, None] = OrderedDict()
         self._found: dict[Key, dict[Sequence, None]] = {}
         self._keys: dict[Sequence, list[Key]] = {}
@@ -67,7 +67,7 @@ class PrefixCache:
                 if other is not sequence and other in self._kept and self._keys[other][-1] == key:
                     self.close(other)
         self._kept[sequence] = None
-        while len(self._kept) > self._most:
+        while len(self._kept) > self._max_kept:
             self.evict()
 
     def find(self, sequence: Sequence) -> Sequence | None:

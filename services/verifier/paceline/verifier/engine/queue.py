@@ -1,16 +1,25 @@
-"""Jobs that wait for a step."""
+"""What waits for the engine: jobs for their next step, and commands of the event loop."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import queue
+import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 from paceline.kernels import CHUNK
+from paceline.service.exchange import Waiter
 from paceline.verifier.engine.batch import Batch
-from paceline.verifier.engine.errors import SequenceClosed, StepFailed
-from paceline.verifier.engine.job import Decode, Job, Prefill
+from paceline.verifier.engine.job import Decode, EngineJob, Prefill, SequenceClosed, StepFailed
 from paceline.verifier.engine.prefixes import PrefixCache
 from paceline.verifier.kv.base import OutOfMemory
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class JobQueue:
@@ -29,13 +38,13 @@ class JobQueue:
         self._prefill_tokens = prefill_tokens
         self._decodes: deque[Decode] = deque()
         self._prefills: deque[Prefill] = deque()
-        self.updated: list[Job] = []
+        self.updated: list[EngineJob] = []
 
     def __len__(self) -> int:
         """Number of waiting jobs."""
         return len(self._decodes) + len(self._prefills)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: EngineJob) -> None:
         """Append a job."""
         job.queued = True
         if isinstance(job, Decode):
@@ -43,12 +52,12 @@ class JobQueue:
         elif isinstance(job, Prefill):
             self._prefills.append(job)
 
-    def fail(self, job: Job, error: Exception) -> None:
+    def fail(self, job: EngineJob, error: Exception) -> None:
         """End a job that is not in the queue, with an error."""
         job.fail(error)
         self.updated.append(job)
 
-    def fail_all(self, fails: Callable[[Job], bool], error: Exception) -> None:
+    def fail_all(self, fails: Callable[[EngineJob], bool], error: Exception) -> None:
         """End the waiting jobs for which ``fails`` is true, with an error."""
         for job in [*self._decodes, *self._prefills]:
             if fails(job):
@@ -90,7 +99,7 @@ class JobQueue:
                 batch.add_prefill(job, stop)
                 left -= stop - start
 
-    def _cancelled(self, job: Job) -> bool:
+    def _cancelled(self, job: EngineJob) -> bool:
         """Take a job from the queue; whether it ended without a step."""
         job.queued = False
         if job.sequence.released:
@@ -100,7 +109,7 @@ class JobQueue:
             self.updated.append(job)
         return job.done
 
-    def _reserve(self, job: Job, tokens: int) -> bool:
+    def _reserve(self, job: EngineJob, tokens: int) -> bool:
         """Reserve KV, over that of ended texts where memory is short."""
         while not job.done:
             try:
@@ -113,3 +122,81 @@ class JobQueue:
             else:
                 break
         return not job.done
+
+
+class CommandThread:
+    """Runs commands in the order of their submission, when its work calls :meth:`run_commands`.
+
+    Attributes:
+        waiter: What the thread waits with. Its work adds sockets.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Make a thread; :meth:`start` starts it."""
+        self.waiter = Waiter()
+        self._name = name
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Start the thread with ``work``. Callbacks go to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=work, name=self._name, daemon=True)
+        self._thread.start()
+
+    def submit(self, command: Callable[[], None]) -> None:
+        """Queue a command."""
+        self._commands.put(command)
+        self.waiter.wake()
+
+    async def call(self, action: Callable[[], _T]) -> _T:
+        """Run ``action`` as a command, or at once if the thread does not run.
+
+        Raises:
+            Exception: ``action`` raised it.
+        """
+        if self._thread is None:
+            return action()
+        answer: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(action())
+            except Exception as error:
+                answer.set_exception(error)
+
+        self.submit(run)
+        return await asyncio.shield(asyncio.wrap_future(answer))  # a cancelled caller stops nothing
+
+    async def stop(self, last: Callable[[], None]) -> None:
+        """Run ``last``, which has the work return, and join the thread."""
+        if self._thread is None:
+            return
+        self.submit(last)
+        await asyncio.to_thread(self._thread.join)
+        self._thread = None
+        self.run_commands(0.0)
+
+    def run_commands(self, seconds: float | None) -> list[int]:
+        """Wait at most ``seconds`` (None: for ever) for commands and sockets; run the commands.
+
+        Returns:
+            Descriptors of sockets that are ready.
+        """
+        ready = self.waiter.wait(seconds)
+        while not self._commands.empty():
+            try:
+                self._commands.get()()
+            except Exception:
+                _log.exception("engine command failed")
+        return ready
+
+    def call_loop(self, callback: Callable[[], None]) -> None:
+        """Have the event loop call ``callback``. Any thread may call this."""
+        if self._loop is None:
+            return
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            _log.debug("the event loop is closed; a callback was dropped")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.kernels import History, SamplingParams
 from paceline.v1 import sampling_pb2
-from paceline.verifier.engine.output import FinishReason, StepOutput
+from paceline.verifier.engine.job import FinishReason, StepOutput
 from paceline.verifier.kv.base import SequenceKv
 from paceline.verifier.kv.taps import Taps
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Generation:
-    """A generation request.
+class GenerationParams:
+    """What a client requested: prompt, sampling parameters and limits.
 
     Attributes:
         prompt: Token ids of the prompt, at least one.
         output: Tokens emitted before, through a cache that was lost.
         sampling: Sampling parameters.
-        length_limit: Most tokens of prompt and output together.
+        length_limit: Maximum length of prompt and output together. Unit: tokens.
         stop_ids: Tokens that end it.
         top_logprobs: Likeliest tokens to report with each emitted one; None: no log-probabilities.
         taps: Hidden states to keep for drafters; None: none.
@@ -78,7 +78,7 @@ class Sequence:
         listeners: Called on the event loop, which owns them, after steps and at the release.
     """
 
-    def __init__(self, generation: Generation, segment: SequenceKv, owner: str = "") -> None:
+    def __init__(self, generation: GenerationParams, segment: SequenceKv, owner: str = "") -> None:
         self.generation = generation
         self.owner = owner
         self.segment = segment
@@ -132,9 +132,9 @@ class Sequence:
         The last token is left out, since its logits are needed. So are positions whose hidden
         states must be kept but are missing in the other sequence.
         """
-        most = min(other.committed, len(self.tokens) - 1)
-        pairs = zip(self.tokens[:most], other.tokens, strict=False)
-        shared = next((at for at, (own, theirs) in enumerate(pairs) if own != theirs), most)
+        longest = min(other.committed, len(self.tokens) - 1)
+        pairs = zip(self.tokens[:longest], other.tokens, strict=False)
+        shared = next((at for at, (own, theirs) in enumerate(pairs) if own != theirs), longest)
         taps = self.segment.taps
         if taps is None:
             return shared

@@ -32,7 +32,7 @@ class PagePool:
         layout: Shape of the model's KV.
         device: Device of the memory.
         kv: ``[pages, layers, 2, kv_heads, PAGE_TOKENS, head_dim]``; 0 is keys, 1 values.
-        tables: Pages of each sequence, int32 ``[sequences, most]``.
+        tables: Pages of each sequence, int32 ``[sequences, max_pages]``.
         exported: The exported allocation; None on the CPU, where other processes cannot map it.
     """
 
@@ -52,7 +52,7 @@ class PagePool:
             layout: Shape of the model's KV.
             device: Device of the memory.
             kv_bytes: Size, rounded down to whole pages. Unit: bytes.
-            max_sequences: Most sequences at once.
+            max_sequences: Maximum number of sequences at once.
             max_context: Longest text. Unit: tokens.
             driver: Driver that allocates; None: libcuda for a GPU, PyTorch on the CPU.
 
@@ -77,9 +77,9 @@ class PagePool:
             self.kv: Tensor = self.exported.bytes.view(layout.dtype).view(shape)
         else:
             self.kv = torch.zeros(shape, dtype=layout.dtype, device=device)
-        most = (round_up(max_context) + TREE_TOKENS) // PAGE_TOKENS
+        max_pages = (round_up(max_context) + TREE_TOKENS) // PAGE_TOKENS
         # Row 0 belongs to no sequence; all its entries are page 0.
-        self.tables = torch.zeros(max_sequences + 1, most, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(max_sequences + 1, max_pages, dtype=torch.int32, device=device)
         self._holders = [0] * count  # sequences that hold each page
         self._reading = torch.Stream(device) if device.type in ACCELERATORS else None
         self._free_pages = list(range(count))[::-1]
@@ -219,8 +219,8 @@ class PagedKv(SequenceKv):
     call to follow the sequence.
 
     Safety contract for readers, in addition to that of :class:`SequenceKv`: positions below the
-    committed length keep their pages and their values while the generation stays the same. Pages of
-    a closed sequence are reused, so a reader drops what it read if the generation has changed.
+    committed length keep their pages and their values while the epoch stays the same. Pages of
+    a closed sequence are reused, so a reader drops what it read if the epoch has changed.
     """
 
     def __init__(self, pool: PagePool, capacity: int, taps: TapLayout | None = None) -> None:

@@ -26,7 +26,7 @@ class SegmentMemory:
 
     Attributes:
         layout: Shape of the model's KV.
-        limit_bytes: Most memory of all segments together. Unit: bytes.
+        limit_bytes: Maximum memory of all segments together. Unit: bytes.
         used_bytes: Memory taken. Unit: bytes.
     """
 
@@ -79,7 +79,7 @@ class Segment(SequenceKv):
     - Other processes of the same user (mode 0600) may map the file read-only and read positions
       below the header's committed length, which only grows; positions at or above it change at any
       time, and those beyond ``reserved`` have no memory. A mapping taken before ``close()`` stays
-      valid memory afterwards and is never written again; the header's generation becomes 0.
+      valid memory afterwards and is never written again; the header's epoch becomes 0.
     - Readers cannot prevent a segment from being closed: its pages are freed with their last
       mapping.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from paceline.service import ServiceError
-from paceline.verifier.engine.errors import SequenceClosed, StepFailed
+from paceline.verifier.engine.job import SequenceClosed, StepFailed
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.store import CacheNotFound, StoreFull
 

@@ -87,11 +87,11 @@ class StateFeed:
 
 
 MESSAGE_BYTES = 1 << 20
-"""Most KV or hidden states in one message, so that encoding it does not block the event loop for
-long. Unit: bytes."""
+"""Maximum size of KV or hidden states in one message, so that encoding it does not block the event
+loop for long. Unit: bytes."""
 
 UPDATES_AHEAD = 2
-"""Most updates sent that are not acknowledged yet. A slower link skips rounds."""
+"""Maximum number of updates sent that are not acknowledged yet. A slower link skips rounds."""
 
 _POSITION_BYTES = 4
 
@@ -132,7 +132,7 @@ class FollowStream:
             cache: The followed cache.
             layers: Layers sent, counted from 0.
             policy: Chooses positions of these layers.
-            budget: Most positions per layer. Unit: tokens.
+            budget: Maximum number of positions per layer. Unit: tokens.
             wire: Type of keys and values on the wire; None: chunks carry positions only.
             states: Hidden states to send along; None: none.
             counts: Where the stream is counted; None: nowhere.
@@ -267,7 +267,7 @@ class FollowStream:
         return kv_pb2.FollowCacheResponse(
             update_id=self._sent,
             committed_length=committed,
-            generation=self._cache.generation,
+            epoch=self._cache.epoch,
             **fields,
         )
 

@@ -13,8 +13,7 @@ from paceline.v1 import tree_pb2, verifier_pb2
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.drafting import MAX_NAME
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import Decode, microseconds
-from paceline.verifier.engine.output import NoDraft, StepOutput, merge, mergeable
+from paceline.verifier.engine.job import Decode, NoDraft, StepOutput, merge, mergeable, microseconds
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.rpc.errors import as_service_errors, cache_not_found
 from paceline.verifier.rpc.messages import write_result
@@ -150,7 +149,7 @@ class GenerateStream:
             queue_us=output.queue_us,
             node_budget=output.node_budget,
             batch_tokens=output.batch_tokens,
-            generation=self._cache.generation,
+            epoch=self._cache.epoch,
             fallbacks=[reason for reason, _ in output.fallbacks],
         )
         if output.fallbacks:

@@ -20,7 +20,7 @@ from paceline.verifier.rpc.follow import FollowCounts, FollowStream, StateFeed
 from paceline.verifier.store import CacheNotFound, CacheStore
 
 MAX_FOLLOWERS = 16
-"""Most FollowCache streams per cache."""
+"""Maximum number of FollowCache streams per cache."""
 
 
 class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):

@@ -12,8 +12,8 @@ from paceline.service.sampling import sampling_params
 from paceline.tree import MAX_NODES, TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 from paceline.verifier.engine.drafting import MAX_NAME
-from paceline.verifier.engine.output import FinishReason, StepOutput
-from paceline.verifier.engine.sequence import Generation, Sequence
+from paceline.verifier.engine.job import FinishReason, StepOutput
+from paceline.verifier.engine.sequence import GenerationParams, Sequence
 from paceline.verifier.grammar import MAX_SCHEMA_BYTES, Grammar, GrammarError, Grammars, Kind
 from paceline.verifier.kv.taps import Taps
 
@@ -33,7 +33,7 @@ _invalid = ServiceError.invalid_argument
 
 async def read_generation(
     request: verifier_pb2.CreateCacheRequest, model: Model, grammars: Grammars, taps: Taps | None
-) -> Generation:
+) -> GenerationParams:
     """Read and check a generation request.
 
     Args:
@@ -93,7 +93,7 @@ async def read_generation(
     if not request.ignore_eos:
         stop_ids.update(model.eos_token_ids)
     logprobs = request.logprobs or request.top_logprobs > 0
-    return Generation(
+    return GenerationParams(
         prompt=tuple(prompt),
         output=tuple(output),
         sampling=read_sampling(request.sampling, model),

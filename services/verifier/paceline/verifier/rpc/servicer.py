@@ -90,7 +90,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         """Renew the lease of a cache."""
         cache = self._find(request.handle, owner_of(context))
         return verifier_pb2.RenewLeaseResponse(
-            lease_ms=self._model.message.lease_ms, generation=cache.generation
+            lease_ms=self._model.message.lease_ms, epoch=cache.epoch
         )
 
     async def ReleaseCache(
@@ -128,7 +128,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             read_grant=cache.read_grant,
             first=write_result(prefill.output),
             reused_tokens=prefill.reused,
-            generation=cache.generation,
+            epoch=cache.epoch,
             lease_ms=self._model.message.lease_ms,
             queue_us=prefill.queue_us,
             prefill_us=prefill.step_us,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A step without any drafted node.
+class StepLoad:
+    """What a step has to do without any drafted node.
 
     Attributes:
         tokens: Batch tokens: one anchor per sequence, and pieces of prompts.
@@ -80,7 +80,7 @@ def expected_nodes(survivals: Sequence[float]) -> list[float]:
     return [sum([each**exponent for each in survivals]) for exponent in _EXPONENTS]
 
 
-class Calibration:
+class OnlineCalibration:
     """Corrects the survivals of a drafter by an exponent that is fitted online.
 
     The verifier does not know how good a drafter's confidences are. It fits the exponent with which
@@ -88,7 +88,7 @@ class Calibration:
     DSpark 3.2.1, found online. An exponent keeps the order of a tree's nodes.
     """
 
-    def __init__(self, seed: Calibration | None = None) -> None:
+    def __init__(self, seed: OnlineCalibration | None = None) -> None:
         """Start without evidence, or with that of ``seed``, weighted as a few rounds."""
         self._expected = [0.0] * len(_EXPONENTS)
         self._accepted = 0.0

@@ -20,7 +20,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.verifier.scheduler.admission import Calibration
+from paceline.verifier.scheduler.admission import OnlineCalibration
 
 _SHARE = 0.02  # of plain tokens that exploration may cost
 _SHARE_IF_PAYING = 0.05  # the same while the drafter's mean gain is above 0
@@ -133,7 +133,7 @@ class DrafterStatistics:
 
     gain: float = 0.0
     nodes: float | None = None
-    calibration: Calibration = field(default_factory=Calibration)
+    calibration: OnlineCalibration = field(default_factory=OnlineCalibration)
     unspent: float = 0.0
 
     @property
@@ -163,7 +163,7 @@ class SequenceState:
     def __init__(self, drafter: DrafterStatistics, max_nodes: int, name: str | None) -> None:
         self.name = name
         self.drafter = drafter
-        self.calibration = Calibration(drafter.calibration)
+        self.calibration = OnlineCalibration(drafter.calibration)
         self.suspended = True
         self.exploring = False
         self.interference = 0.0
@@ -205,8 +205,8 @@ class SequenceState:
         if self._answered is not None and (self._drafting or tree):
             gain = emitted - (now - self._answered) - self.interference
             paying = self.balance > _START or self.drafter.gain > 0
-            least = _MIN_IF_PAYING if paying else _MIN
-            self.balance = min(_MAX, max(self.balance + gain, min(self.balance, least)))
+            min_balance = _MIN_IF_PAYING if paying else _MIN
+            self.balance = min(_MAX, max(self.balance + gain, min(self.balance, min_balance)))
             self.drafter.observe(gain)
             self.exploring &= gain <= 0
         elif self.balance < _START:

@@ -25,7 +25,7 @@ _AGAIN, _SHORT = 3, 0.012  # times that a step is run in a row, and seconds that
 _LONG_STEP = 0.15  # seconds after which a step is long enough for costs to be linear from there
 _BUDGET = 2.5  # seconds after which the grid is not measured once more
 _NOMINAL = 0.01  # seconds of every step of a table that is not measured
-_SWEEPS = (2, 8)  # times that it is measured: the least and the most
+_MIN_SWEEPS, _MAX_SWEEPS = 2, 8  # times that the grid is measured
 _KV_BYTES = 512 << 20  # all caches together: larger than those of processors
 
 
@@ -87,7 +87,7 @@ def profile(decoder: Decoder, max_context: int) -> CostTable:
     ]
     near, far = contexts[:2]
     split = [shapes_of(_SPLIT, context, rows) for context in (near, far) for rows in (1, _SPLIT)]
-    *points, many, one, many_far, one_far = least_seconds(
+    *points, many, one, many_far, one_far = min_seconds(
         profiler, [*(step for row in grid for step in row), *split]
     )
     at_near, at_far = (max(0.0, each) / (_SPLIT - 1) for each in (many - one, many_far - one_far))
@@ -119,13 +119,13 @@ def flat_table(max_context: int) -> CostTable:
 
 def contexts_of(max_context: int) -> tuple[int, ...]:
     """Contexts to measure for texts of at most so many tokens: at least two."""
-    least = min(CONTEXTS[0], max(1, max_context - 1))
-    contexts = sorted({least, *(each for each in CONTEXTS if least < each < max_context)})
-    return tuple(contexts) if len(contexts) > 1 else (least, max(least + 1, max_context))
+    shortest = min(CONTEXTS[0], max(1, max_context - 1))
+    contexts = sorted({shortest, *(each for each in CONTEXTS if shortest < each < max_context)})
+    return tuple(contexts) if len(contexts) > 1 else (shortest, max(shortest + 1, max_context))
 
 
-def least_seconds(profiler: Profiler, steps: Sequence[list[tuple[int, int]]]) -> list[float]:
-    """Least time of each of several steps.
+def min_seconds(profiler: Profiler, steps: Sequence[list[tuple[int, int]]]) -> list[float]:
+    """Minimum time of each of several steps.
 
     All are measured in turn, again and again: what disturbs the machine for a moment then hits
     another step each time. Short ones are run several times in a row, because in service too the
@@ -137,9 +137,8 @@ def least_seconds(profiler: Profiler, steps: Sequence[list[tuple[int, int]]]) ->
     """
     begun = perf_counter()
     times = [float("inf")] * len(steps)
-    least, most = _SWEEPS
-    for sweep in range(most):
-        if sweep >= least and perf_counter() - begun > _BUDGET:
+    for sweep in range(_MAX_SWEEPS):
+        if sweep >= _MIN_SWEEPS and perf_counter() - begun > _BUDGET:
             break
         for index, step in enumerate(steps):
             for _ in range(_AGAIN):

@@ -10,13 +10,12 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from paceline.tree import DEFAULT_CONFIDENCE, TokenTree
-from paceline.verifier.scheduler.admission import Step, admit, expected_nodes
+from paceline.verifier.scheduler.admission import StepLoad, admit, expected_nodes
 from paceline.verifier.scheduler.controller import Drafters, PlainClock, SequenceState
 from paceline.verifier.scheduler.costs import CostTable, LiveCosts
 
 if TYPE_CHECKING:
-    from paceline.verifier.engine.job import Decode
-    from paceline.verifier.engine.output import StepOutput
+    from paceline.verifier.engine.job import Decode, StepOutput
     from paceline.verifier.engine.sequence import Sequence
 
 _NEWEST = 0.1  # weight of the newest step in the mean idle time
@@ -82,7 +81,7 @@ class Scheduler:
         self._load = 1  # sequences that the newest step would serve in plain decoding
 
     def admit(
-        self, jobs: Items[Decode], trees: Items[TokenTree], step: Step, away: int
+        self, jobs: Items[Decode], trees: Items[TokenTree], step: StepLoad, away: int
     ) -> list[TokenTree]:
         """Cut the trees of a step that begins now.
 
@@ -202,7 +201,7 @@ class Scheduler:
         jobs: Items[Decode],
         trees: Items[TokenTree],
         states: Items[SequenceState],
-        step: Step,
+        step: StepLoad,
         context: float,
     ) -> list[TokenTree]:
         costs = self._costs

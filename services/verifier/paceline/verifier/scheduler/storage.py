@@ -20,7 +20,7 @@ from paceline.verifier.scheduler.profile import contexts_of, profile
 from paceline.verifier.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
-_MOST_FILES = 64
+_MAX_FILES = 64
 _FORMAT = 5  # of the file, and of what is measured
 _TOO_SLOW = 0.75  # learnt scale of a table below which it was measured beside other processes
 
@@ -109,7 +109,7 @@ def _write(file: Path, text: str) -> None:
         fresh.write_text(text)
         fresh.replace(file)
         files = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
-        for old in files[:-_MOST_FILES]:
+        for old in files[:-_MAX_FILES]:
             old.unlink(missing_ok=True)
             old.with_suffix(".lock").unlink(missing_ok=True)
     except OSError as error:
