@@ -27,7 +27,7 @@ class Needs:
 
     kv_layers: tuple[int, ...] = ()
     """Target layers whose committed K and V it reads; negative ones count from the last. A
-    generation without them (:attr:`Generation.kv`) is refused."""
+    generation without them (:attr:`GenerationInfo.kv`) is refused."""
 
     kv_options: KvOptions = field(default_factory=KvOptions)
     """Transport, selection policy and wire format of the KV."""
@@ -40,7 +40,7 @@ class Needs:
 
     hidden_state_layers: tuple[int, ...] = ()
     """Target layers whose outputs it reads, 0 for the first, increasing. A generation without them
-    (:attr:`Generation.states`) is refused."""
+    (:attr:`GenerationInfo.states`) is refused."""
 
     hidden_state_window: int = 0
     """Number of last positions whose hidden states it reads; 0: all. Unit: tokens."""
@@ -99,7 +99,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationInfo:
     """A generation, as the service describes it to a drafter."""
 
     tokens: Sequence[int]
@@ -142,8 +142,8 @@ class Update:
     """Emitted since the last update; the last is the new anchor."""
 
     committed_length: int = 0
-    """Positions whose KV is final, as the verifier reports it. :attr:`Generation.kv` has its own
-    committed length. Unit: tokens."""
+    """Positions whose KV is final, as the verifier reports it. :attr:`GenerationInfo.kv` has its
+    own committed length. Unit: tokens."""
 
 
 class DraftSequence(ABC):
@@ -223,7 +223,7 @@ class Drafter(ABC):
         """
 
     @abstractmethod
-    def start(self, generation: Generation) -> DraftSequence:
+    def start(self, generation: GenerationInfo) -> DraftSequence:
         """Starts a generation. Cheap: :meth:`DraftSequence.warm` processes its text."""
 
     def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[TokenTree]:

@@ -15,7 +15,7 @@ from paceline.drafter.methods.base import (
     Budget,
     Drafter,
     DraftSequence,
-    Generation,
+    GenerationInfo,
     Resources,
     Update,
     grow,
@@ -39,7 +39,7 @@ class LookupOptions:
 class LookupSequence(DraftSequence):
     """One generation of both drafters."""
 
-    def __init__(self, drafter: LookupDrafter, generation: Generation) -> None:
+    def __init__(self, drafter: LookupDrafter, generation: GenerationInfo) -> None:
         self.model = drafter.model.start(generation)
         self.lookup = drafter.lookup.start(generation)
         self.sampled = generation.sampling.temperature > 0
@@ -95,7 +95,7 @@ class LookupDrafter(Drafter):
     def load(cls, folder: object, options: Mapping[str, str], resources: Resources) -> Drafter:
         raise NotImplementedError("the loader makes it from a drafter with the option lookup")
 
-    def start(self, generation: Generation) -> LookupSequence:
+    def start(self, generation: GenerationInfo) -> LookupSequence:
         return LookupSequence(self, generation)
 
     def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[TokenTree]:

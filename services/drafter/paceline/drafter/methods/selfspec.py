@@ -33,7 +33,7 @@ from paceline.drafter.kv import KvOptions
 from paceline.drafter.kv.reader import KvReader
 from paceline.drafter.methods.base import (
     Fit,
-    Generation,
+    GenerationInfo,
     LoadError,
     Needs,
     Resources,
@@ -80,7 +80,7 @@ class SelfSpecSequence(BeamSequence):
 
     _drafter: SelfSpecDrafter
 
-    def __init__(self, drafter: SelfSpecDrafter, generation: Generation, kv: KvReader) -> None:
+    def __init__(self, drafter: SelfSpecDrafter, generation: GenerationInfo, kv: KvReader) -> None:
         super().__init__(drafter, generation)
         self.kv = kv
         self._set_slots(0)
@@ -237,7 +237,7 @@ class SelfSpecDrafter(BeamDrafter[SelfSpecSequence]):
         )
         return cls(decoder, parsed, fit, 0 if shared else weight_bytes(folder))
 
-    def start(self, generation: Generation) -> SelfSpecSequence:
+    def start(self, generation: GenerationInfo) -> SelfSpecSequence:
         return SelfSpecSequence(self, generation, required(generation.kv, "selfspec", "KV"))
 
     def grow_level(self, growing: Sequence[SelfSpecSequence]) -> None:

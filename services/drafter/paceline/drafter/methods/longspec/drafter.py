@@ -23,7 +23,7 @@ from paceline.drafter.kv import KvOptions
 from paceline.drafter.kv.reader import KvReader
 from paceline.drafter.methods.base import (
     Fit,
-    Generation,
+    GenerationInfo,
     LoadError,
     Needs,
     Resources,
@@ -62,7 +62,7 @@ class LongSpecSequence(BeamSequence):
 
     _drafter: LongSpecDrafter
 
-    def __init__(self, drafter: LongSpecDrafter, generation: Generation, kv: KvReader) -> None:
+    def __init__(self, drafter: LongSpecDrafter, generation: GenerationInfo, kv: KvReader) -> None:
         layer = drafter.layer
         super().__init__(drafter, generation, layer.config.window)
         self.kv = kv
@@ -193,7 +193,7 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
         )
         return cls(layer, parsed, fit, weight_bytes(folder) + shared.private_bytes)
 
-    def start(self, generation: Generation) -> LongSpecSequence:
+    def start(self, generation: GenerationInfo) -> LongSpecSequence:
         return LongSpecSequence(self, generation, required(generation.kv, "longspec", "KV"))
 
     def grow_level(self, growing: Sequence[LongSpecSequence]) -> None:
