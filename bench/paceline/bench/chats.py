@@ -61,7 +61,7 @@ Ask = Callable[[list[dict[str, str]], int], Awaitable[tuple[float, int, str]]]
 """(messages, maximum of tokens) -> time of the first token, number of tokens, text."""
 
 Start = Callable[[int, int], AbstractContextManager[RunningServer]]
-"""Starts a server for so many chats at a time, each of so many tokens."""
+"""(chats at a time, tokens of each) -> a running server."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -136,7 +136,7 @@ async def _rate(server: RunningServer) -> float:
 
 
 async def _held(server: RunningServer, count: int) -> int:
-    """The largest memory while so many chats run."""
+    """The largest memory while this many chats run."""
     largest = 0
     async with _asking(server) as ask:
         chats = [

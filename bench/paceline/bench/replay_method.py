@@ -38,7 +38,7 @@ class ReplayOptions:
     """Probability at each level that the recorded token is drafted."""
 
     max_nodes: int = 8
-    """Most nodes of a tree."""
+    """Maximum number of nodes of a tree."""
 
     width: int = 1
     """Nodes of a level: 1 drafts a chain; more add wrong tokens."""

@@ -40,7 +40,7 @@ TRAINED_FILE, HELDOUT_FILE = "recorded.jsonl", "heldout.jsonl"
 """The two parts, in a run's work folder."""
 
 _HELDOUT = 8
-"""One prompt of so many is held out."""
+"""One of this many prompts is held out."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Needs:
     """Transport, selection policy and wire format of the KV."""
 
     kv_budget: int = 0
-    """Most positions that it reads per layer; 0: all. Unit: tokens."""
+    """Maximum number of positions that it reads per layer; 0: all. Unit: tokens."""
 
     kv_ratio: float = 0.0
     """Share of the text's positions that it reads, where that is more than ``kv_budget``."""
@@ -89,7 +89,7 @@ class Budget:
     """Limits of the tree of one round."""
 
     nodes: int
-    """Most nodes."""
+    """Maximum number of nodes."""
 
     depth: int
     """Longest path. Unit: tokens."""
@@ -197,7 +197,7 @@ class Drafter(ABC):
     fit: Fit = Fit()
     needs: Needs = Needs()
     max_nodes: int = 64
-    """Most nodes that it drafts in a round."""
+    """Maximum number of nodes that it drafts in a round."""
 
     max_depth: int = 64
     """Longest path that it drafts. Unit: tokens."""
@@ -352,7 +352,7 @@ def grow(
         root: State of the anchor.
         expand: Returns the children of a node from its state and depth (0 for the anchor): token,
             confidence in [0, 1] and state of each, with no token twice.
-        nodes: Most nodes of the tree.
+        nodes: Maximum number of nodes of the tree.
         depth: Longest path.
         min_survival: Nodes whose path is less likely than this are left out.
 

@@ -1,8 +1,8 @@
 """A model's drafter that looks up earlier text first: the option ``lookup`` of every method.
 
 Where the text repeats itself, prompt lookup drafts longer paths than a model, and in microseconds.
-A round is drafted by ``ngram`` alone if its tree is expected to be accepted further than the
-model's trees of late; otherwise the model drafts too, and the two trees become one.
+A round is drafted by ``ngram`` alone if its tree has a larger expected accepted length
+than the model's recent trees; otherwise the model drafts too, and the two trees become one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LookupSequence(DraftSequence):
         self.sampled = generation.sampling.temperature > 0
         self.rejects = rejects(generation.sampling)
         self.expected = 0.0
-        """Mean accepted tokens that the model's trees of late promised; 0: it has drafted none."""
+        """Mean expected accepted length of the model's recent trees; 0: it has drafted none."""
         self._drafter = drafter
 
     @property

@@ -304,7 +304,7 @@ class NgramOptions:
     """Nodes less likely than this to be accepted are left out."""
 
     max_nodes: int = 32
-    """Most nodes of a tree."""
+    """Maximum number of nodes of a tree."""
 
     depth: int = 32
     """Longest path. Unit: tokens."""

@@ -54,8 +54,9 @@ from paceline.drafter.methods.checkpoint import load_model, read_fit, required_f
 from paceline.kernels import LayerTable, TreePlan
 
 MAX_NEW_TOKENS = 128
-"""Most tokens behind the target's KV that a round feeds. With more of them, as after a lost
-connection, catching up would take longer than a draft saves: the tree is empty. Unit: tokens."""
+"""Maximum number of tokens behind the target's KV that a round feeds. With more of them, as after
+a lost connection, catching up would take longer than a draft saves: the tree is empty.
+Unit: tokens."""
 
 _GROWTH = 256
 
@@ -170,7 +171,7 @@ class SelfSpecSequence(BeamSequence):
         self._drafter.exponent = self.exponent
 
     def _set_slots(self, slots: int) -> None:
-        """Makes new memory of so many slots; its content is 0."""
+        """Makes new memory of this many slots; its content is 0."""
         decoder = self._drafter.decoder
         config = decoder.config
         shape = (config.layers, 2, config.kv_heads, slots, config.head_dim)

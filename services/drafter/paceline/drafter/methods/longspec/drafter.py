@@ -122,14 +122,14 @@ class LongSpecSequence(BeamSequence):
 
 
 MAX_FED_TOKENS = 16
-"""Most tokens that a round feeds through the whole layer. Of more, as of a prompt, all but the
-newest get keys and values alone."""
+"""Maximum number of tokens that a round feeds through the whole layer. Of more, as of a prompt,
+all but the newest get keys and values alone."""
 
 GPU_WIDTHS = (4, 16, 16, 16, 16)
 """The paper's (LongSpec, appendix D)."""
 
 CPU_WIDTHS, CPU_NODES = (8, 8), 10
-"""Most tokens per second with the demo pair, see docs/longspec.md. For a target whose step takes
+"""The fastest shape with the demo pair, see docs/longspec.md. For a target whose step takes
 more of a round's time a deeper tree is better, such as 4,8,8,8 with 16 nodes."""
 
 

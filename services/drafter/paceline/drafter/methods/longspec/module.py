@@ -136,7 +136,8 @@ def lag_mask(length: int, lag: int, context: int = 0) -> Tensor:
     Args:
         length: Tokens.
         lag: 1 or more, because a token's own KV is not committed yet.
-        context: Most positions seen, selected as by :func:`paceline.kernels.streaming`; 0: all.
+        context: Maximum number of positions seen, selected as by
+            :func:`paceline.kernels.streaming`; 0: all.
 
     Returns:
         bool ``[length, length]``, rows are queries; the first ``lag`` rows see nothing.
