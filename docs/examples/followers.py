@@ -15,7 +15,7 @@ from paceline.drafter.methods.base import (
     Budget,
     Drafter,
     DraftSequence,
-    Generation,
+    GenerationInfo,
     Resources,
     Update,
     check_range,
@@ -97,6 +97,6 @@ class FollowersDrafter(Drafter):
         refuse_folder(cls.method, folder)
         return cls(parse_options(FollowersOptions, options))
 
-    def start(self, generation: Generation) -> FollowersSequence:
+    def start(self, generation: GenerationInfo) -> FollowersSequence:
         """Count the prompt."""
         return FollowersSequence(generation.tokens, self._options)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.bench.replay_method import ReplayDrafter
-from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
+from paceline.drafter.methods.base import Budget, GenerationInfo, LoadError, Resources, Update
 from paceline.drafter.recordings import Recording
 from paceline.tree import TokenTree
 
@@ -35,7 +35,7 @@ def drafter(path: Path, **options: str) -> ReplayDrafter:
 def test_with_p_1_every_level_is_right(record: Path) -> None:
     for folder_or_file in (record, record.parent):
         sequence = drafter(folder_or_file, p="1").start(
-            Generation([*PROMPT, *RECORD[:4]], 3, VOCAB)
+            GenerationInfo([*PROMPT, *RECORD[:4]], 3, VOCAB)
         )
         assert list(sequence.draft(Budget(8, 8)).tokens) == RECORD[4:12]
         sequence.extend(Update(RECORD[4:10]))
@@ -44,7 +44,7 @@ def test_with_p_1_every_level_is_right(record: Path) -> None:
 
 
 def test_each_level_is_right_with_probability_p(record: Path) -> None:
-    sequence = drafter(record, p="0.8", max_nodes="200").start(Generation(PROMPT, 3, VOCAB))
+    sequence = drafter(record, p="0.8", max_nodes="200").start(GenerationInfo(PROMPT, 3, VOCAB))
     right = 0
     for start in range(0, 2000, 200):
         tree = sequence.draft(Budget(200, 200))
@@ -56,7 +56,9 @@ def test_each_level_is_right_with_probability_p(record: Path) -> None:
 
 @pytest.mark.parametrize("p", ["0", "0.5", "1"])
 def test_other_nodes_are_distinct_and_wrong(record: Path, p: str) -> None:
-    sequence = drafter(record, p=p, width="4", max_nodes="12").start(Generation(PROMPT, 3, VOCAB))
+    sequence = drafter(record, p=p, width="4", max_nodes="12").start(
+        GenerationInfo(PROMPT, 3, VOCAB)
+    )
     tree = sequence.draft(Budget(12, 8))
     tree.check(VOCAB)
     assert len(tree) == 12
@@ -73,18 +75,18 @@ def test_other_nodes_are_distinct_and_wrong(record: Path, p: str) -> None:
 def test_the_same_seed_gives_the_same_trees(record: Path) -> None:
     def draft(seed: str) -> TokenTree:
         loaded = drafter(record, p="0.5", seed=seed, max_nodes="64")
-        return loaded.start(Generation(PROMPT, 3, VOCAB)).draft(Budget(64, 64))
+        return loaded.start(GenerationInfo(PROMPT, 3, VOCAB)).draft(Budget(64, 64))
 
     assert draft("1") == draft("1") != draft("2")
 
 
 def test_other_texts_are_not_drafted(record: Path) -> None:
     loaded = drafter(record)
-    assert not loaded.start(Generation([4, 5], 2, VOCAB)).draft(Budget(8, 8))
-    left = loaded.start(Generation(PROMPT, 3, VOCAB))
+    assert not loaded.start(GenerationInfo([4, 5], 2, VOCAB)).draft(Budget(8, 8))
+    left = loaded.start(GenerationInfo(PROMPT, 3, VOCAB))
     left.extend(Update([RECORD[0], RECORD[1] + 1]))
     assert not left.draft(Budget(8, 8))
-    ended = loaded.start(Generation([9, 9, 5], 2, VOCAB))
+    ended = loaded.start(GenerationInfo([9, 9, 5], 2, VOCAB))
     assert not ended.draft(Budget(8, 8))
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.bench.cli import add_arguments
-from paceline.bench.step.engines import LlamaCpp, OpenVino, Paceline, TransformersEngine
+from paceline.bench.step.engines import LlamaCpp, OpenVino, PacelineEngine, TransformersEngine
 from paceline.bench.step.roofline import Roofline
 from paceline.bench.step.run import draw, measure, run, show
 from paceline.decoder import load_config
@@ -42,7 +42,7 @@ def options(*arguments: object) -> argparse.Namespace:
 
 
 def test_engines_take_turns_and_find_the_same_figures(target: Path) -> None:
-    paceline, other = Paceline(target, "float32"), TransformersEngine(target, 96)
+    paceline, other = PacelineEngine(target, "float32"), TransformersEngine(target, 96)
     done: list[str] = []
     cells = measure([paceline, other], (1, 4), (8, 300), 2, done.append)
     assert [line.rpartition(", ")[2] for line in done] == [

@@ -13,7 +13,7 @@ from typing import Self
 import pytest
 
 from paceline.bench.cli import add_arguments
-from paceline.bench.table.engines import Answer, Program, Request, Server, llama_server
+from paceline.bench.table.engines import Answer, AnswerRequest, LibraryProcess, Server, llama_server
 from paceline.bench.table.figures import (
     Cell,
     best,
@@ -101,7 +101,7 @@ class Fake:
         at: TracebackType | None,
     ) -> None: ...
 
-    async def answer(self, mode: str, request: Request) -> Answer:
+    async def answer(self, mode: str, request: AnswerRequest) -> Answer:
         self.asked.append((mode, request.prompt, request.seed))
         now = time.perf_counter()
         return answer(3, now, now + 1.0, "same")
@@ -218,7 +218,7 @@ async def test_a_server_that_is_started_is_stopped(tmp_path: Path) -> None:
     server = llama_server(str(program), Path("M.Q4_1.gguf"), ["ngram-mod"], 1)
     assert (server.name, server.modes) == ("llama.cpp Q4_1", ("none", "ngram-mod"))
     async with server:
-        found = await server.answer("ngram-mod", Request([1, 2], 5, 0.0, 1))
+        found = await server.answer("ngram-mod", AnswerRequest([1, 2], 5, 0.0, 1))
         assert (found.tokens, found.output) == (5, "word " * 5)
         assert found.first_seconds > 0
     with pytest.raises(OSError, match="No such file"):
@@ -227,17 +227,17 @@ async def test_a_server_that_is_started_is_stopped(tmp_path: Path) -> None:
 
 
 async def test_transformers_answers_with_and_without_prompt_lookup() -> None:
-    program = Program("transformers", sys.executable, TARGET, [])
+    program = LibraryProcess("transformers", sys.executable, TARGET, [])
     assert program.name == "transformers bfloat16"
     async with program:
         plain, lookup = [
-            await program.answer(mode, Request([5, 6, 7, 8] * 8, 12, 0.0, 1))
+            await program.answer(mode, AnswerRequest([5, 6, 7, 8] * 8, 12, 0.0, 1))
             for mode in program.modes
         ]
     assert plain.tokens == lookup.tokens == 12
     assert len(json.loads(plain.output)) == 12
     assert plain.first < plain.ended
-    broken = Program("transformers", sys.executable, ROOT / "missing", [])
+    broken = LibraryProcess("transformers", sys.executable, ROOT / "missing", [])
     with pytest.raises(OSError, match="ended with code 1"):
         async with broken:
             pass

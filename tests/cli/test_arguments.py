@@ -10,7 +10,7 @@ from paceline.cli.command import CommandError, expand_config
 from paceline.cli.main import main
 from paceline.cli.serve import BackOff
 from paceline.cli.service_process import default_threads
-from paceline.service.arguments import add_options, byte_count, given_options, to_words
+from paceline.service.options import add_options, byte_count, given_options, to_words
 from paceline.verifier import VerifierOptions
 
 FILE = """

@@ -64,12 +64,15 @@ async def test_a_peers_cancellation_is_a_broken_stream_ours_is_not() -> None:
     with pytest.raises(UnavailableError), rpc_errors():
         raise asyncio.CancelledError
 
-    async def sleep() -> None:
-        with rpc_errors():
-            await asyncio.sleep(60)
+    waits = asyncio.Event()
 
-    task = asyncio.create_task(sleep())
-    await asyncio.sleep(0)
+    async def wait() -> None:
+        with rpc_errors():
+            waits.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(wait())
+    await waits.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -15,7 +15,7 @@ from paceline.drafter import (
     Budget,
     Drafter,
     DraftSequence,
-    Generation,
+    GenerationInfo,
     Resources,
     TokenTree,
     Update,
@@ -25,7 +25,7 @@ from paceline.drafter import (
 class HostileSequence(DraftSequence):
     """Calls the drafter with its text, a seeded generator and the number of the round."""
 
-    def __init__(self, drafter: Hostile, generation: Generation) -> None:
+    def __init__(self, drafter: Hostile, generation: GenerationInfo) -> None:
         self.text = list(generation.tokens)
         self.vocab_size = generation.vocab_size
         self.rounds = 0
@@ -48,7 +48,7 @@ class Hostile(Drafter):
     def load(cls, folder: Path | None, options: Mapping[str, str], resources: Resources) -> Hostile:
         return cls()
 
-    def start(self, generation: Generation) -> HostileSequence:
+    def start(self, generation: GenerationInfo) -> HostileSequence:
         return HostileSequence(self, generation)
 
     def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> TokenTree:

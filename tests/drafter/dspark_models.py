@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.decoder import load_config
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.acceptance import RecordedStates
-from paceline.drafter.methods.base import Generation, Resources
+from paceline.drafter.methods.base import GenerationInfo, Resources
 from paceline.drafter.methods.checkpoint import TargetRef, load_weights
 from paceline.drafter.methods.dspark import (
     DSparkConfig,
@@ -88,7 +88,7 @@ def start(
     sampling: sampling_pb2.SamplingParams = GREEDY,
 ) -> DSparkSequence:
     """Starts a generation of a prompt."""
-    return drafter.start(Generation(text, len(text), VOCAB, sampling, states=states))
+    return drafter.start(GenerationInfo(text, len(text), VOCAB, sampling, states=states))
 
 
 class Dense:

@@ -14,7 +14,7 @@ from paceline.drafter import (
     Drafter,
     DraftSequence,
     Fit,
-    Generation,
+    GenerationInfo,
     LoadError,
     Needs,
     Resources,
@@ -30,7 +30,7 @@ TOKENIZER = "a" * 64
 class FakeSequence(DraftSequence):
     """Drafts the newest token once more."""
 
-    def __init__(self, drafter: FakeDrafter, generation: Generation) -> None:
+    def __init__(self, drafter: FakeDrafter, generation: GenerationInfo) -> None:
         self.drafter = drafter
         self.kv = generation.kv
         self.prefixes: list[list[Tensor]] = []
@@ -110,7 +110,7 @@ class FakeDrafter(Drafter):
             made.needs = Needs(hidden_state_layers=(1, 2), hidden_state_window=7)
         return made
 
-    def start(self, generation: Generation) -> FakeSequence:
+    def start(self, generation: GenerationInfo) -> FakeSequence:
         self.sequences.append(FakeSequence(self, generation))
         return self.sequences[-1]
 

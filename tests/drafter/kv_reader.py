@@ -10,7 +10,7 @@ from paceline.drafter import (
     Budget,
     Drafter,
     DraftSequence,
-    Generation,
+    GenerationInfo,
     LoadError,
     Needs,
     Resources,
@@ -25,7 +25,7 @@ LAYERS = (0, -1)
 class _Sequence(DraftSequence):
     """Repeats the token after the committed position whose last key is nearest the newest one."""
 
-    def __init__(self, kv: SharedKv, generation: Generation) -> None:
+    def __init__(self, kv: SharedKv, generation: GenerationInfo) -> None:
         self._kv = kv
         self._text = list(generation.tokens)
 
@@ -56,6 +56,6 @@ class KvReader(Drafter):
             raise LoadError("FOLDER_NOT_WANTED", "it has no weights")
         return cls()
 
-    def start(self, generation: Generation) -> _Sequence:
+    def start(self, generation: GenerationInfo) -> _Sequence:
         assert generation.kv is not None
         return _Sequence(generation.kv, generation)

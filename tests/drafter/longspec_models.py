@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.decoder import Decoder, load_config
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.kv.reader import StreamingReader
-from paceline.drafter.methods.base import Generation, Resources
+from paceline.drafter.methods.base import GenerationInfo, Resources
 from paceline.drafter.methods.checkpoint import load_weights
 from paceline.drafter.methods.longspec import (
     LongSpecConfig,
@@ -101,7 +101,7 @@ def start(
     sampling: sampling_pb2.SamplingParams = GREEDY,
 ) -> LongSpecSequence:
     """Starts a generation of a prompt."""
-    return drafter.start(Generation(text, len(text), VOCAB, sampling, kv=kv))
+    return drafter.start(GenerationInfo(text, len(text), VOCAB, sampling, kv=kv))
 
 
 class Dense:

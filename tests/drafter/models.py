@@ -22,7 +22,7 @@ from transformers import (
 
 from paceline.decoder import Decoder, LocalCache
 from paceline.drafter.acceptance import RecordedKv
-from paceline.drafter.methods.base import Generation, Resources
+from paceline.drafter.methods.base import GenerationInfo, Resources
 from paceline.drafter.methods.lm import LmDrafter, LmSequence
 from paceline.drafter.methods.slots import chain_segments
 from paceline.kernels import History, choose_token, filter_logits, gumbel_noise, plan_trees
@@ -88,7 +88,7 @@ def start(
     drafter: LmDrafter, text: Sequence[int], sampling: sampling_pb2.SamplingParams = GREEDY
 ) -> LmSequence:
     """Starts a generation of a prompt."""
-    return drafter.start(Generation(text, len(text), VOCAB, sampling))
+    return drafter.start(GenerationInfo(text, len(text), VOCAB, sampling))
 
 
 def text_of(length: int, seed: int = 0) -> list[int]:

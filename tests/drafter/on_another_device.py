@@ -17,7 +17,14 @@ from torch import Tensor
 
 from paceline.decoder import Decoder
 from paceline.drafter.methods import method_class
-from paceline.drafter.methods.base import Budget, Drafter, Generation, LoadError, Resources, Update
+from paceline.drafter.methods.base import (
+    Budget,
+    Drafter,
+    GenerationInfo,
+    LoadError,
+    Resources,
+    Update,
+)
 from paceline.drafter.methods.beam import Ranked, Ranker
 from paceline.kernels import attention
 from paceline.kernels.dense import DenseBackend
@@ -102,7 +109,7 @@ def trees(drafter: Drafter, target: Decoder, sampling: str, kv_device: str) -> l
     texts, lengths = [text_of(60, 1), text_of(40, 2)], (40, 23)
     sequences = []
     for text, length in zip(texts, lengths, strict=True):
-        generation = Generation(text[:length], length, VOCAB, SAMPLINGS[sampling])
+        generation = GenerationInfo(text[:length], length, VOCAB, SAMPLINGS[sampling])
         if drafter.method == "dspark":
             states = made_up_states(drafter.backbone.config, length + 8)
             generation = replace(generation, states=states)

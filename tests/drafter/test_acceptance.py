@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter.acceptance import accepted_lengths, record
-from paceline.drafter.methods.base import Budget, Generation, Update
+from paceline.drafter.methods.base import Budget, GenerationInfo, Update
 from paceline.drafter.statistics import accepted_length
 from paceline.tree import TokenTree
 
@@ -44,7 +44,7 @@ def test_rounds_are_those_with_a_verifier(folder: Path, name: str) -> None:
     recording = record(target.decoder, text_of(20), COUNT, sampling)
     oracle = Oracle(target, text_of(20), sampling)
     oracle.text.append(oracle.next_token())
-    sequence = drafter.start(Generation(oracle.text, 20, VOCAB, sampling))
+    sequence = drafter.start(GenerationInfo(oracle.text, 20, VOCAB, sampling))
     expected = []
     while len(oracle.text) + 3 <= len(recording.tokens):
         emitted = oracle.verify(sequence.draft(Budget(64, 3)))

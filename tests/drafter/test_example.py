@@ -14,7 +14,7 @@ from paceline.drafter.methods.base import (
     Budget,
     Drafter,
     DraftSequence,
-    Generation,
+    GenerationInfo,
     LoadError,
     Resources,
     Update,
@@ -27,7 +27,7 @@ DRAFTER: type[Drafter] = importlib.import_module("followers").FollowersDrafter
 
 def begin(text: list[int], **options: str) -> DraftSequence:
     drafter = DRAFTER.load(None, options, Resources())
-    return drafter.start(Generation(text, len(text), 100))
+    return drafter.start(GenerationInfo(text, len(text), 100))
 
 
 def test_it_is_as_short_as_promised() -> None:

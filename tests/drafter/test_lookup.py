@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter.calibration import Calibration, Scaling
-from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
+from paceline.drafter.methods.base import Budget, GenerationInfo, LoadError, Resources, Update
 from paceline.drafter.methods.lookup import LookupDrafter, merge
 from paceline.drafter.registry import Loader
 from paceline.drafter.spec import DrafterSpec, Roots
@@ -65,8 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("lookup") / "model", "llama", 3)
 
 
-def generation(text: list[int], sampling: str = "greedy") -> Generation:
-    return Generation(text, len(text), VOCAB, SAMPLINGS[sampling])
+def generation(text: list[int], sampling: str = "greedy") -> GenerationInfo:
+    return GenerationInfo(text, len(text), VOCAB, SAMPLINGS[sampling])
 
 
 def test_a_new_text_gets_the_tree_of_the_model(folder: Path) -> None:
@@ -113,7 +113,9 @@ def test_rejection_sampling_gets_whole_trees_of_one_drafter(folder: Path) -> Non
         temperature=1.0, seed=4, mode=sampling_pb2.ACCEPTANCE_MODE_REJECTION
     )
     drafter = LookupDrafter(load(folder, widths="1", depth="3"))
-    tree = drafter.start(Generation(REPEATED, len(REPEATED), VOCAB, sampling)).draft(Budget(8, 8))
+    tree = drafter.start(GenerationInfo(REPEATED, len(REPEATED), VOCAB, sampling)).draft(
+        Budget(8, 8)
+    )
     assert tree.is_chain
     assert len(tree.proposals) in (0, len(tree))
 

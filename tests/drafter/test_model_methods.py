@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.drafter.methods.base import Budget, DraftSequence, Generation, Resources, Update
+from paceline.drafter.methods.base import Budget, DraftSequence, GenerationInfo, Resources, Update
 from paceline.drafter.methods.selfspec import SelfSpecDrafter
 from paceline.tree import TokenTree
 
@@ -28,7 +28,7 @@ class Method:
 
     drafter: Any
     field: str = ""
-    """Field of ``Generation`` that holds the data; empty: it reads none."""
+    """Field of ``GenerationInfo`` that holds the data; empty: it reads none."""
 
     def source(self, committed: int, seed: int = 0) -> Any:
         if self.field == "states":
@@ -38,7 +38,7 @@ class Method:
     def start(self, text: list[int], sampling: Any = GREEDY, source: Any = None) -> DraftSequence:
         data = {self.field: source or self.source(len(text) - 1)} if self.field else {}
         sequence: DraftSequence = self.drafter.start(
-            Generation(text, len(text), VOCAB, sampling, **data)
+            GenerationInfo(text, len(text), VOCAB, sampling, **data)
         )
         return sequence
 
@@ -141,7 +141,7 @@ def test_ids_beyond_the_target_s_vocabulary_are_never_drafted(
 ) -> None:
     method = loaded[name]
     data = {method.field: method.source(2)} if method.field else {}
-    tree = method.drafter.start(Generation([1, 2, 3], 3, 10, **data)).draft(Budget(16, 4))
+    tree = method.drafter.start(GenerationInfo([1, 2, 3], 3, 10, **data)).draft(Budget(16, 4))
     assert len(tree) > 0
     assert max(tree.tokens) < 10
 
@@ -176,7 +176,7 @@ def test_a_released_cache_fails_its_own_sequence_only(name: str, loaded: dict[st
 @pytest.mark.parametrize("name", READERS)
 def test_a_generation_without_the_data_is_refused(name: str, loaded: dict[str, Method]) -> None:
     with pytest.raises(ValueError, match="with a read_grant"):
-        loaded[name].drafter.start(Generation([1, 2], 2, VOCAB))
+        loaded[name].drafter.start(GenerationInfo([1, 2], 2, VOCAB))
 
 
 @pytest.mark.parametrize("name", ["longspec", "dspark"])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafter.methods.base import Budget, Generation, Resources, Update
+from paceline.drafter.methods.base import Budget, GenerationInfo, Resources, Update
 from paceline.drafter.methods.ngram import NgramDrafter, NgramIndex, NgramSequence, SharedTexts
 from paceline.tree import EMPTY
 
@@ -19,7 +19,7 @@ def load(**options: str) -> NgramDrafter:
 
 
 def sequence(text: list[int], **options: str) -> NgramSequence:
-    return load(**options).start(Generation(text, len(text), 1000))
+    return load(**options).start(GenerationInfo(text, len(text), 1000))
 
 
 def naive_matches(
@@ -128,11 +128,11 @@ def test_memory_grows_with_the_text_only() -> None:
 
 def run(drafter: NgramDrafter, text: list[int], owner: str) -> None:
     """A generation from its start to its end."""
-    drafter.start(Generation(text, 1, 1000, owner=owner)).close()
+    drafter.start(GenerationInfo(text, 1, 1000, owner=owner)).close()
 
 
 def first_tokens(drafter: NgramDrafter, text: list[int], owner: str) -> tuple[int, ...]:
-    return drafter.start(Generation(text, len(text), 1000, owner=owner)).draft(LARGE).tokens[:3]
+    return drafter.start(GenerationInfo(text, len(text), 1000, owner=owner)).draft(LARGE).tokens[:3]
 
 
 def test_ended_texts_of_the_same_owner_are_continued_and_no_others() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.drafter.methods.base import Budget, Generation, Update
+from paceline.drafter.methods.base import Budget, GenerationInfo, Update
 from paceline.drafter.methods.selfspec import SelfSpecDrafter
 
 from .conftest import until
@@ -84,7 +84,7 @@ def test_selfspec_continues_its_own_text(folder: Path) -> None:
     text = text_of(60, 4)
     drafter, expected = selfspec(folder, text)
     kv = recorded_kv(drafter.decoder, text, len(text) - 1)
-    sequence = drafter.start(Generation(text, len(text), VOCAB, GREEDY, kv=kv))
+    sequence = drafter.start(GenerationInfo(text, len(text), VOCAB, GREEDY, kv=kv))
     assert list(sequence.draft(Budget(5, 5)).tokens) == expected[:5]
     for _ in range(3):
         drafter.draft_ahead([sequence])

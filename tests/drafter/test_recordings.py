@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.drafter import LoadError, build_service
-from paceline.drafter.recordings import MIN_BYTES, Recorder, Recording, read_recordings
+from paceline.drafter.recordings import MIN_BYTES, Recording, TextRecorder, read_recordings
 from paceline.v1 import drafter_pb2, sampling_pb2
 
 from .conftest import Drafting, drafting, failure, until
@@ -27,15 +27,15 @@ ids = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9).map(tuple)
 
 
 @contextlib.asynccontextmanager
-async def recording(folder: Path, limit: int = MIN_BYTES) -> AsyncIterator[Recorder]:
-    recorder = Recorder(folder, limit)
+async def recording(folder: Path, limit: int = MIN_BYTES) -> AsyncIterator[TextRecorder]:
+    recorder = TextRecorder(folder, limit)
     try:
         yield recorder
     finally:
         await recorder.close()
 
 
-async def written(recorder: Recorder, texts: int) -> None:
+async def written(recorder: TextRecorder, texts: int) -> None:
     """Return when so many texts are recorded or lost."""
     await until(lambda: recorder.recorded + recorder.lost >= texts)
 
@@ -130,9 +130,9 @@ async def test_lost_texts_are_counted(tmp_path: Path) -> None:
 async def test_a_folder_has_one_recorder(tmp_path: Path) -> None:
     async with recording(tmp_path):
         with pytest.raises(OSError, match="another process records"):
-            Recorder(tmp_path, MIN_BYTES)
+            TextRecorder(tmp_path, MIN_BYTES)
     with pytest.raises(ValueError, match=str(MIN_BYTES)):
-        Recorder(tmp_path, MIN_BYTES - 1)
+        TextRecorder(tmp_path, MIN_BYTES - 1)
 
 
 @settings(max_examples=40)

@@ -118,7 +118,6 @@ async def test_generations_continue_while_versions_change() -> None:
                         tokens.append(first)
                         answers += 1
                         assert list(tree.tree.tokens) == [first]
-                        await asyncio.sleep(0)
                     await text.end()
                 except Refused as error:
                     ends.add(error.reason)

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.decoder import weights_fingerprint
 from paceline.drafter.methods import selfspec
-from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
+from paceline.drafter.methods.base import Budget, GenerationInfo, LoadError, Resources, Update
 from paceline.drafter.methods.selfspec import (
     MAX_NEW_TOKENS,
     SelfSpecDrafter,
@@ -32,7 +32,7 @@ def load(folder: Path, **options: Any) -> SelfSpecDrafter:
 
 def start(drafter: SelfSpecDrafter, text: list[int], committed: int) -> SelfSpecSequence:
     kv = recorded_kv(drafter.decoder, text, committed)
-    return drafter.start(Generation(text, len(text), VOCAB, GREEDY, kv=kv))
+    return drafter.start(GenerationInfo(text, len(text), VOCAB, GREEDY, kv=kv))
 
 
 def sparse_text(folder: Path, text: list[int], known: int, budget: int, count: int) -> list[int]:
@@ -95,7 +95,7 @@ def test_nothing_is_drafted_without_kv_or_far_behind_it(folder: Path) -> None:
     assert not len(start(drafter, text, 39).draft(Budget(5, 5)))
     assert len(start(drafter, text, 41).draft(Budget(5, 5)))
     with pytest.raises(ValueError, match="has none"):
-        drafter.start(Generation(text, len(text), VOCAB, GREEDY))
+        drafter.start(GenerationInfo(text, len(text), VOCAB, GREEDY))
 
 
 def test_the_budget_may_be_a_share_of_the_text(folder: Path) -> None:

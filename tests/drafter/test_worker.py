@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from paceline.drafter.methods.base import Budget, Drafter, Generation, Update
+from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update
 from paceline.drafter.session import Drafted, Session
 from paceline.drafter.worker import SLICE, DraftWorker, Job
 
@@ -38,7 +38,7 @@ def worker() -> Iterator[DraftWorker]:
 
 def drafting(drafter: Drafter, backlog: int | None = None) -> Session:
     """A new sequence; of a fake, with a backlog."""
-    session = Session(drafter, Generation([1] * 3, 3, 100))
+    session = Session(drafter, GenerationInfo([1] * 3, 3, 100))
     if backlog is not None:
         session.sequence.pending = backlog  # type: ignore[attr-defined]
     return session

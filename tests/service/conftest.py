@@ -80,10 +80,17 @@ async def serve() -> AsyncIterator[Serve]:
         yield start
 
 
+async def eventually(true: Callable[[], bool]) -> None:
+    """Waits until a condition that another process or thread makes true, and has no event."""
+    async with asyncio.timeout(60):
+        while not await asyncio.to_thread(true):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 class ToyProcess:
     """A toy in a process of its own."""
 
-    def __init__(self, folder: Path, drain: float, start: float) -> None:
+    def __init__(self, folder: Path, drain: float, *start: str) -> None:
         self.diary = folder / "diary"
         self.diary.touch()
         self._ready = folder / "ready"
@@ -91,22 +98,23 @@ class ToyProcess:
         self.process = subprocess.Popen(
             [
                 *(sys.executable, toy.__file__, "127.0.0.1:0", str(self._ready)),
-                *(str(self.diary), str(drain), str(start)),
+                *(str(self.diary), str(drain), *start),
             ],
             stdout=self._log,
             stderr=self._log,
         )
 
     async def address(self) -> str:
-        while not self._ready.exists() or not self._ready.read_text():
+        def ready() -> bool:
             assert self.process.poll() is None, "the toy died"
-            await asyncio.sleep(0.01)
+            return self._ready.exists() and bool(self._ready.read_text())
+
+        await eventually(ready)
         return self._ready.read_text()
 
     async def noted(self, event: str) -> None:
         """Wait until the toy wrote this event into its diary."""
-        while event not in self.events():  # noqa: ASYNC110 - another process writes it
-            await asyncio.sleep(0.01)
+        await eventually(lambda: event in self.events())
 
     async def ended(self) -> int:
         return await asyncio.to_thread(self.process.wait, 60)
@@ -126,10 +134,10 @@ def toy_process(tmp_path: Path) -> Iterator[Callable[..., ToyProcess]]:
     """Starts toy processes; those left are killed after the test."""
     started: list[ToyProcess] = []
 
-    def start(drain: float = 30.0, start: float = 0.0) -> ToyProcess:
+    def start(drain: float = 30.0, *, hangs: bool = False) -> ToyProcess:
         folder = tmp_path / str(len(started))
         folder.mkdir()
-        started.append(ToyProcess(folder, drain, start))
+        started.append(ToyProcess(folder, drain, *(["hangs"] if hangs else [])))
         return started[-1]
 
     yield start

@@ -149,7 +149,7 @@ async def test_a_second_signal_ends_at_once_and_cleans_up(toy_process: Start) ->
 
 
 async def test_a_signal_during_start_ends_before_listening(toy_process: Start) -> None:
-    process = toy_process(start=3600)
+    process = toy_process(hangs=True)
     await process.noted("start")
     process.process.send_signal(signal.SIGTERM)
     assert await process.ended() == 0

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.service import OptionsError
 
-from .conftest import Pair, Serve
+from .conftest import Pair, Serve, eventually
 from .toy import ask
 
 TOKEN = "a-token-only-tests-know"
@@ -60,7 +60,8 @@ async def test_calls_are_counted_by_how_they_ended(serve: Serve) -> None:
         for name in ("made-up", "another"):  # what callers make up is no series of its own
             with pytest.raises(grpc.aio.AioRpcError):
                 await channel.unary_unary(f"/toy.Toy/{name}")(b"")
-    await asyncio.sleep(0)
+    # A call is counted after its caller has the answer.
+    await eventually(lambda: sum(rpcs(address).values()) == 7)
     assert await asyncio.to_thread(rpcs, address) == {
         ("UnaryUnary", "OK", ""): 2,
         ("UnaryUnary", "RESOURCE_EXHAUSTED", "FULL"): 1,

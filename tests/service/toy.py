@@ -34,7 +34,7 @@ class Toy:
         self.gate = Gate()
         self.diary = diary
         self.events: list[str] = []
-        self.start_seconds = 0.0
+        self.start_ends = True
         self.fail_to_start = False
         self.broken = asyncio.Event()
 
@@ -63,7 +63,8 @@ class Toy:
         self._note("start")
         if self.fail_to_start:
             raise ServiceError.internal("NO_MODEL", "the model is not there")
-        await asyncio.sleep(self.start_seconds)
+        if not self.start_ends:
+            await asyncio.Event().wait()
 
     async def fault(self) -> None:
         await self.broken.wait()
@@ -166,10 +167,10 @@ async def open_stream(channel: grpc.aio.Channel) -> Any:
 
 
 def main() -> None:
-    """Serve a toy from the command line: ADDRESS READY_FILE DIARY DRAIN_SECONDS START_SECONDS."""
-    address, ready, diary, drain, start = sys.argv[1:]
+    """Serve a toy from the command line: ADDRESS READY_FILE DIARY DRAIN_SECONDS [hangs]."""
+    address, ready, diary, drain, *hangs = sys.argv[1:]
     toy = Toy(Path(diary))
-    toy.start_seconds = float(start)
+    toy.start_ends = not hangs
     options = ServerOptions(address, drain_seconds=float(drain))
 
     def on_ready(bound: str) -> None:

@@ -134,16 +134,25 @@ def reference(folder: Path, prompts: Sequence[list[int]], tokens: int) -> list[l
 
 def wait_joined(address: str, count: int = 1) -> list[verifier_pb2.JoinedService]:
     """The drafter services of a verifier, once there are so many. Blocking."""
-    deadline = time.monotonic() + 120
     request = verifier_pb2.GetModelRequest(omit_tokenizer=True)
+    joined: list[verifier_pb2.JoinedService] = []
     with grpc.insecure_channel(address) as channel:
         stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-        while True:
-            found = list(stub.GetModel(request, wait_for_ready=True).drafter_services)
-            if len(found) == count:
-                return found
-            assert time.monotonic() < deadline, f"expected {count} services, there are {found}"
-            time.sleep(0.02)
+
+        def there() -> bool:
+            joined[:] = stub.GetModel(request, wait_for_ready=True).drafter_services
+            return len(joined) == count
+
+        eventually(there, f"{count} drafter services have joined")
+    return joined
+
+
+def eventually(true: Callable[[], bool], what: str) -> None:
+    """Poll a condition that other processes make true, and that has no event. Blocking."""
+    deadline = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < deadline, f"it never came true that {what}"
+        time.sleep(0.02)
 
 
 SPAWNED: set[int] = set()

@@ -15,6 +15,7 @@ import pytest
 from system_support import (
     EAGER,
     THREADS,
+    eventually,
     generate_and,
     make_prompts,
     shared_memory_segments,
@@ -358,9 +359,9 @@ async def test_many_rough_generations(
             await asyncio.gather(*(in_turn(index) for index in range(len(prompts))))
             assert cuts >= count // 4
     # A cache whose handle was lost with its connection is kept until its lease ends.
-    async with asyncio.timeout(120):
-        while not shared_memory_segments() <= before:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
+    await asyncio.to_thread(
+        eventually, lambda: shared_memory_segments() <= before, "all segments are removed"
+    )
     expect_integrity(verifier)
 
 

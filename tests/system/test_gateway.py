@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI
+from system_support import eventually
 from tiny_models import write_ending_model
 
 from paceline.client import Client
@@ -277,7 +278,7 @@ async def test_a_signal_lets_streams_finish(
             gateway.send_signal(signal.SIGTERM)
             events += [event async for event in stream]
         assert events[-1].choices[0].finish_reason == "length"
-        async with asyncio.timeout(60):
-            while gateway.returncode is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await asyncio.to_thread(
+            eventually, lambda: gateway.returncode is not None, "the gateway has ended"
+        )
         assert gateway.returncode == 0

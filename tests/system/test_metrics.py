@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
-from system_support import EAGER, generate_all, make_prompts
+from system_support import EAGER, eventually, generate_all, make_prompts
 
 from paceline.client import Client, GenerationResult
 from paceline.harness import ServiceProcess
@@ -51,11 +51,12 @@ class Endpoint:
 
     async def eventually(self, true: Callable[[], bool]) -> None:
         """Scrape until a condition holds: metrics are updated after the answer is sent."""
-        async with asyncio.timeout(60):
-            await asyncio.to_thread(self.scrape)
-            while not true():
-                await asyncio.sleep(0.02)
-                await asyncio.to_thread(self.scrape)
+
+        def now() -> bool:
+            self.scrape()
+            return true()
+
+        await asyncio.to_thread(eventually, now, "the metrics have these values")
 
 
 async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from system_support import EAGER, make_prompts
+from system_support import EAGER, eventually, make_prompts
 from tiny_models import VOCABULARY
 
 from paceline.cli.main import main
@@ -61,14 +60,16 @@ Kept = dict[tuple[int, ...], tuple[int, ...]]
 
 def recorded(folder: Path, enough: Callable[[Kept], bool]) -> Kept:
     """Tokens by prompt of what is on the disk, once that is enough."""
-    deadline = time.monotonic() + 60
-    while True:
+    kept: Kept = {}
+
+    def complete() -> bool:
         with suppress(LoadError):  # There is none yet.
-            kept = {text.prompt: text.tokens for text in read_recordings(folder)}
-            if enough(kept):
-                return kept
-        assert time.monotonic() < deadline, "texts are not recorded"
-        time.sleep(0.1)
+            kept.update({text.prompt: text.tokens for text in read_recordings(folder)})
+            return enough(kept)
+        return False
+
+    eventually(complete, "enough texts are recorded")
+    return kept
 
 
 def tokens_of(results: list[GenerationResult]) -> list[list[int]]:

@@ -19,8 +19,8 @@ from paceline.kernels.sampling import SamplingParams
 from paceline.train.batches import PADDING, Answers
 from paceline.train.dspark import (
     CHUNK,
-    Blocks,
     SignalBlockLoss,
+    TrainingBlocks,
     label_weights,
     weighted_loss,
     whole_blocks,
@@ -53,7 +53,7 @@ def test_blocks_of_rows_of_several_texts_are_whole(
     tokens = torch.randint(0, 9, (rows, length))  # 0 ends texts
     positions = torch.arange(length).expand(rows, length)
     possible = whole_blocks(tokens, config.levels, separator=0)
-    blocks = Blocks.draw(config, tokens, positions, possible, count)
+    blocks = TrainingBlocks.draw(config, tokens, positions, possible, count)
     check_blocks(config, blocks, tokens)
     for row in range(rows):
         drawn = blocks.anchors[row][blocks.counted[row, :, 0]].tolist()
@@ -66,7 +66,7 @@ def test_blocks_of_rows_of_several_texts_are_whole(
     assert (blocks.counted.all(-1) == blocks.counted[..., 0]).all()
 
 
-def check_blocks(config: DSparkConfig, blocks: Blocks, tokens: Tensor) -> None:
+def check_blocks(config: DSparkConfig, blocks: TrainingBlocks, tokens: Tensor) -> None:
     """Every label that counts follows its anchor in the row."""
     for row, block, level in blocks.counted.nonzero().tolist():
         place = int(blocks.target[row, block, 0]) - row * tokens.shape[1]
@@ -100,9 +100,9 @@ def test_answers_are_drawn_by_their_length_with_their_window() -> None:
 def test_blocks_begin_in_answers_and_end_with_their_text() -> None:
     tokens = torch.arange(1, 41)
     signals = Signals(tokens, [0, 25, 40], torch.randn(40, 16), None, torch.randn(40, 32))
-    model, drawn = DSparkModel(CONFIG), list[Blocks]()
+    model, drawn = DSparkModel(CONFIG), list[TrainingBlocks]()
 
-    def forward(embedded: Tensor, blocks: Blocks, positions: Tensor, taps: Tensor) -> Any:
+    def forward(embedded: Tensor, blocks: TrainingBlocks, positions: Tensor, taps: Tensor) -> Any:
         drawn.append(blocks)
         texts = taps.view(-1, 32)[positions.flatten() >= 0]
         assert torch.equal(texts, signals.taps[torch.cat([torch.arange(12, 25), tokens[25:] - 1])])

@@ -40,7 +40,7 @@ _READY_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningServer:
     """A server that answers: its address, and its processes."""
 
     url: str
@@ -60,8 +60,8 @@ class Running:
 Ask = Callable[[list[dict[str, str]], int], Awaitable[tuple[float, int, str]]]
 """(messages, maximum of tokens) -> time of the first token, number of tokens, text."""
 
-Start = Callable[[int, int], AbstractContextManager[Running]]
-"""Starts a server for so many chats at a time, each of so many tokens."""
+Start = Callable[[int, int], AbstractContextManager[RunningServer]]
+"""(chats at a time, tokens of each) -> a running server."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -108,7 +108,7 @@ def _measure(start: Start, repeats: int) -> dict[str, Any]:
     }
 
 
-async def _turns(server: Running, number: int) -> list[float]:
+async def _turns(server: RunningServer, number: int) -> list[float]:
     """Seconds to the first token of each turn of a chat about a file."""
     text = "\n".join(_prompts("long"))[number * _FILE_CHARACTERS :][:_FILE_CHARACTERS]
     messages: list[dict[str, str]] = []
@@ -125,7 +125,7 @@ async def _turns(server: Running, number: int) -> list[float]:
     return found
 
 
-async def _rate(server: Running) -> float:
+async def _rate(server: RunningServer) -> float:
     """Tokens a second of several users at once, from the first request to the last token."""
     prompts = [*_prompts("chat"), *_prompts("code")][:_USERS]
     async with _asking(server) as ask:
@@ -135,8 +135,8 @@ async def _rate(server: Running) -> float:
         return sum(tokens for _, tokens, _ in answers) / (time.perf_counter() - began)
 
 
-async def _held(server: Running, count: int) -> int:
-    """The largest memory while so many chats run."""
+async def _held(server: RunningServer, count: int) -> int:
+    """The largest memory while this many chats run."""
     largest = 0
     async with _asking(server) as ask:
         chats = [
@@ -171,7 +171,7 @@ async def _answer(
 
 
 @asynccontextmanager
-async def _asking(server: Running) -> AsyncIterator[Ask]:
+async def _asking(server: RunningServer) -> AsyncIterator[Ask]:
     """Asks the server's first model."""
     async with AsyncOpenAI(
         base_url=server.url, api_key="-", max_retries=0, timeout=_READY_SECONDS
@@ -185,27 +185,27 @@ def _prompts(category: str) -> list[str]:
 
 
 @contextmanager
-def _paceline(target: Path, weights: str, slots: int, context: int) -> Iterator[Running]:
+def _paceline(target: Path, weights: str, slots: int, context: int) -> Iterator[RunningServer]:
     with gateway(target, verifier=["--weights", weights]) as (url, processes):
-        yield Running(url, tuple(each.pid for each in processes))
+        yield RunningServer(url, tuple(each.pid for each in processes))
 
 
 @contextmanager
-def _llama(program: str, model: Path, slots: int, context: int) -> Iterator[Running]:
+def _llama(program: str, model: Path, slots: int, context: int) -> Iterator[RunningServer]:
     port = free_port()
     command = [program, "-m", str(model), "--port", str(port), "-t", str(threads())]
     command += ["-np", str(slots), "-c", str(slots * context)]
     quiet = subprocess.DEVNULL
     with subprocess.Popen(command, stdout=quiet, stderr=quiet) as process:
         try:
-            server = Running(f"http://127.0.0.1:{port}/v1", (process.pid,))
+            server = RunningServer(f"http://127.0.0.1:{port}/v1", (process.pid,))
             uvloop.run(_ready(server))
             yield server
         finally:
             process.kill()
 
 
-async def _ready(server: Running) -> None:
+async def _ready(server: RunningServer) -> None:
     deadline = time.monotonic() + _READY_SECONDS
     while True:
         try:

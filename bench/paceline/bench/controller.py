@@ -34,7 +34,7 @@ from paceline.bench.replay_method import (
 )
 from paceline.bench.services import ALWAYS, generate, recording, services
 from paceline.client import Client
-from paceline.drafter import Budget, Generation, Resources, TokenTree
+from paceline.drafter import Budget, GenerationInfo, Resources, TokenTree
 from paceline.drafter.methods.base import parse_options
 
 MODES = ("none", "always", "controller")
@@ -135,7 +135,7 @@ class Changing(ReplayDrafter):
         assert folder is not None
         return cls(parse_options(_ChangingOptions, options), read_records(folder))
 
-    def start(self, generation: Generation) -> _ChangingSequence:
+    def start(self, generation: GenerationInfo) -> _ChangingSequence:
         return _ChangingSequence(self._options, self._records, generation)
 
 

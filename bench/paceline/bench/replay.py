@@ -20,7 +20,7 @@ from paceline.bench.prompts import long_prompts
 from paceline.bench.record import Results, make_console
 from paceline.bench.replay_method import METHODS
 from paceline.bench.services import ALWAYS, Sample, generate, recording, services
-from paceline.bench.step.engines import Paceline
+from paceline.bench.step.engines import PacelineEngine
 
 
 async def measure(
@@ -65,7 +65,7 @@ async def measure(
                 drafted = await generate(client, prompt, tokens, "replay")
     rounds = drafted.drafted
     draft_ms = median(entry.draft_ms for entry in rounds)
-    bare = Paceline(models.target, weights).measure(context + tokens // 2, (1, nodes + 1))
+    bare = PacelineEngine(models.target, weights).measure(context + tokens // 2, (1, nodes + 1))
     step_ms, forward_ms = bare["ms_1"], bare[f"ms_{nodes + 1}"]
     length = drafted.stats.mean_accepted_length
     rate, plain_rate = decode_rate(drafted), decode_rate(plain)

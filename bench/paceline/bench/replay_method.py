@@ -17,7 +17,7 @@ from paceline.drafter.methods.base import (
     Budget,
     Drafter,
     DraftSequence,
-    Generation,
+    GenerationInfo,
     LoadError,
     Resources,
     Update,
@@ -38,7 +38,7 @@ class ReplayOptions:
     """Probability at each level that the recorded token is drafted."""
 
     max_nodes: int = 8
-    """Most nodes of a tree."""
+    """Maximum number of nodes of a tree."""
 
     width: int = 1
     """Nodes of a level: 1 drafts a chain; more add wrong tokens."""
@@ -76,7 +76,9 @@ def read_records(path: Path) -> Records:
 class ReplaySequence(DraftSequence):
     """A generation, as far as it agrees with its recording."""
 
-    def __init__(self, options: ReplayOptions, records: Records, generation: Generation) -> None:
+    def __init__(
+        self, options: ReplayOptions, records: Records, generation: GenerationInfo
+    ) -> None:
         self._options = options
         self._vocab_size = generation.vocab_size
         prompt = tuple(generation.tokens[: generation.prompt_length])
@@ -160,7 +162,7 @@ class ReplayDrafter(Drafter):
             raise LoadError("FOLDER_MISSING", "replay needs a recording: replay:FILE.jsonl")
         return cls(parse_options(ReplayOptions, options), read_records(folder))
 
-    def start(self, generation: Generation) -> ReplaySequence:
+    def start(self, generation: GenerationInfo) -> ReplaySequence:
         return ReplaySequence(self._options, self._records, generation)
 
     def draft_ahead(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:

@@ -48,7 +48,7 @@ _SHAPES: tuple[dict[str, Any], ...] = (
 
 
 @dataclass(frozen=True)
-class Chat:
+class ScriptedChat:
     """A conversation: what the user says in each turn, and how it is asked for."""
 
     number: int
@@ -109,7 +109,7 @@ async def _run(
     soak: Soak,
     url: str,
     processes: Sequence[ServiceProcess],
-    chats: list[Chat],
+    chats: list[ScriptedChat],
     users: int,
     seconds: float,
 ) -> None:
@@ -130,7 +130,7 @@ async def _run(
                     soak.memory.setdefault(process.kind, []).append(anonymous_bytes(process.pid))
 
 
-async def _hold(soak: Soak, api: AsyncOpenAI, chat: Chat, draws: random.Random) -> None:
+async def _hold(soak: Soak, api: AsyncOpenAI, chat: ScriptedChat, draws: random.Random) -> None:
     """Hold one conversation, and compare it with the first time."""
     model = (await api.models.list()).data[0].id
     messages: list[Any] = []
@@ -184,7 +184,7 @@ async def _answer(soak: Soak, api: AsyncOpenAI, asked: dict[str, Any], kind: str
     return text
 
 
-def _chats(seed: int) -> Iterator[Chat]:
+def _chats(seed: int) -> Iterator[ScriptedChat]:
     """Conversations that begin with the prompts of the table, in random order."""
     draws = random.Random(seed)
     firsts = [
@@ -195,7 +195,7 @@ def _chats(seed: int) -> Iterator[Chat]:
     draws.shuffle(firsts)
     for number, first in enumerate(firsts):
         turns = (first, *draws.sample(_FOLLOWING, draws.choice((0, 1, 3))))
-        yield Chat(number, turns, draws.choice((16, 64, 160)), draws.choice(_SHAPES))
+        yield ScriptedChat(number, turns, draws.choice((16, 64, 160)), draws.choice(_SHAPES))
 
 
 def _growth(samples: list[int]) -> float:

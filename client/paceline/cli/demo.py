@@ -39,7 +39,7 @@ Prompt = str | list[int]
 
 
 @dataclass(frozen=True)
-class Run:
+class DemoRun:
     """One measured generation."""
 
     drafter: str
@@ -52,11 +52,11 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Row:
+class PromptRuns:
     """All runs of one prompt, the one without a drafter first."""
 
     prompt: str
-    runs: list[Run]
+    runs: list[DemoRun]
 
     @property
     def identical(self) -> bool:
@@ -112,7 +112,7 @@ async def _show(
     addresses: tuple[str, str],
     prompts: Sequence[Prompt],
     args: argparse.Namespace,
-) -> list[Row]:
+) -> list[PromptRuns]:
     """Streams the answer to the first prompt, then measures each other prompt without a drafter and
     once with each drafter: drafters that remember texts have not seen it."""
     verifier, drafter = addresses
@@ -136,7 +136,7 @@ async def _show(
             style="dim",
         )
         return [
-            Row(
+            PromptRuns(
                 _beginning(prompt),
                 [await _measure(client, text, name, args) for name in ("none", *names)],
             )
@@ -181,12 +181,12 @@ async def _measure(
     drafter: str,
     args: argparse.Namespace,
     tokens: int | None = None,
-) -> Run:
+) -> DemoRun:
     """One generation, timed from its first token on: the prefill is the same for all."""
     began = perf_counter()
     result = await _generation(client, prompt, drafter, args, tokens or args.max_new_tokens)
     seconds = perf_counter() - began - result.stats.first_token_ms / 1000
-    return Run(drafter, result, seconds)
+    return DemoRun(drafter, result, seconds)
 
 
 def _generation(
@@ -201,7 +201,7 @@ def _generation(
     )
 
 
-def _report(console: Console, rows: Sequence[Row]) -> None:
+def _report(console: Console, rows: Sequence[PromptRuns]) -> None:
     title = "Tokens/s after the first token, on this machine, of prompts that no drafter has seen"
     table = Table(title=title, title_justify="left")
     table.add_column("prompt")

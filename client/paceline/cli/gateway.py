@@ -18,9 +18,8 @@ from paceline.cli.service_process import (
     stop_with_stdin,
 )
 from paceline.client import PacelineError, RetryOptions
-from paceline.service.arguments import add_options, given_options
 from paceline.service.logs import configure_logging
-from paceline.service.options import OptionsError, read_secret
+from paceline.service.options import OptionsError, add_options, given_options, read_secret
 from paceline.telemetry.exporters import traced
 
 if TYPE_CHECKING:

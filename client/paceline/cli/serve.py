@@ -33,8 +33,7 @@ from paceline.harness import (
 )
 from paceline.harness.models import MODEL, drafter_spec, model_path
 from paceline.service import ServerOptions, configure_logging
-from paceline.service.arguments import to_words, words_of
-from paceline.service.options import OptionsError, read_token
+from paceline.service.options import OptionsError, read_token, to_words, words_of
 from paceline.verifier import VerifierOptions
 
 logger = logging.getLogger("paceline.cli")

@@ -20,8 +20,7 @@ from paceline.cli.service_process import (
 from paceline.harness import local_services
 from paceline.harness.models import MODEL, WEIGHTS, drafter_spec, model_path
 from paceline.service import Service
-from paceline.service.arguments import add_options, byte_count, given_options, option
-from paceline.service.options import read_token
+from paceline.service.options import add_options, byte_count, given_options, option, read_token
 from paceline.verifier import VerifierOptions
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from paceline.harness import PROMPT_FILE, ProcessFailed, read_prompts
 from paceline.harness.models import MODEL, WEIGHTS, drafter_spec, model_path
 from paceline.tune import (
     METHODS,
-    Step,
     TuneError,
     TuningRun,
     TuningServices,
+    TuningStep,
     to_table,
     to_toml,
     tune,
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _measure(services: TuningServices, method: str) -> tuple[list[Step], float]:
+async def _measure(services: TuningServices, method: str) -> tuple[list[TuningStep], float]:
     """All steps, and the speed without a drafter in tokens/s."""
     async with services:
         return await tune(method, services.measure), services.baseline

@@ -31,7 +31,7 @@ PATIENCE = 1.0
 # more than twice those of the least busy one.
 _HEADROOM = 4
 CHUNK = 64
-"""Texts are compared in chunks of so many tokens."""
+"""Size of the chunks in which texts are compared. Unit: tokens."""
 _MAX_CHUNKS = 1 << 16
 # Longest wait for drafter services to join a verifier, and shortest time between two requests to
 # join it. Unit: seconds.
@@ -126,7 +126,7 @@ class Verifier:
 
     @property
     def late(self) -> bool:
-        """Whether it has owed an answer for so long that it is not waited for."""
+        """Whether it has not answered for `PATIENCE` seconds: no generation waits for it."""
         pending = self._asking is not None and not self._asking.done()
         return pending and monotonic() - self._asked_at >= PATIENCE
 

@@ -15,7 +15,7 @@ from ._fleet import Fleet
 from ._options import DraftOptions, GenerationOptions
 from ._output import Chunk, Output, TokenLogprob
 from ._stats import RoundStats, Stats, Usage
-from ._stream import UNLIMITED, Request, TokenStream, cost
+from ._stream import UNLIMITED, StreamRequest, TokenStream, cost
 from ._text import Model
 from ._trace import GenerationTrace
 
@@ -238,7 +238,7 @@ class Generation:
 
     async def _receive(self, model: Model) -> None:
         """Receives tokens until the text ends."""
-        request = Request(
+        request = StreamRequest(
             self._prompt_tokens, self._output.token_ids, self._options, self._running.drafting
         )
         stream = self._stream = TokenStream(

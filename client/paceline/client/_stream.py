@@ -37,7 +37,7 @@ _RELEASE_TIMEOUT = 2.0
 
 
 @dataclass(frozen=True)
-class Request:
+class StreamRequest:
     """What a generation asks of its verifier."""
 
     prompt: Sequence[int]
@@ -83,7 +83,7 @@ class TokenStream:
         self,
         fleet: Fleet,
         facts: verifier_pb2.GetModelResponse,
-        request: Request,
+        request: StreamRequest,
         stats: Stats,
         trace: GenerationTrace | None,
         window: int,

@@ -10,8 +10,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from paceline.service.arguments import byte_count, option
-from paceline.service.options import OptionsError, ServerOptions, stays_on_this_machine
+from paceline.service.options import (
+    OptionsError,
+    ServerOptions,
+    byte_count,
+    option,
+    stays_on_this_machine,
+)
 
 
 class ApiKey(BaseModel):

@@ -29,7 +29,7 @@ DISCONNECTED = 499
 # Longest time in which a caller reads nothing. Its text, which holds memory of the verifier, ends
 # then. Unit: seconds.
 _STALLED_SECONDS = 60.0
-# A whole response is sent in pieces of so many bytes.
+# Size of the pieces in which a whole response is sent. Unit: bytes.
 _PIECE = 1 << 16
 
 Json = dict[str, Any]

@@ -23,7 +23,7 @@ class TuningServices:
     """A verifier and a drafter process that measure one setting after the other.
 
     An async context manager. Each prompt is prefilled once: every generation forks the cache of a
-    plain one. Every round drafts, at whatever speed.
+    plain one. Every round drafts, also where that is slower.
 
     Attributes:
         baseline: Speed without a drafter. Unit: tokens/s.

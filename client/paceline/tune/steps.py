@@ -57,7 +57,7 @@ class TuningRun:
 
 
 @dataclass(frozen=True)
-class Step:
+class TuningStep:
     """One sweep."""
 
     title: str
@@ -69,7 +69,7 @@ Measure = Callable[[Mapping[str, str]], Awaitable[TuningRun]]
 """Measures a drafter with these options added to its own."""
 
 
-async def tune(method: str, measure: Measure) -> list[Step]:
+async def tune(method: str, measure: Measure) -> list[TuningStep]:
     """Runs all steps of a method. The setting chosen in the last one is the result.
 
     `selfspec` (SpecAttn, section 3.4): the smallest sparse ratio with a stable accepted length, at
@@ -89,7 +89,7 @@ async def tune(method: str, measure: Measure) -> list[Step]:
     )
 
 
-async def _chain(measure: Measure) -> list[Step]:
+async def _chain(measure: Measure) -> list[TuningStep]:
     def setting(ratio: float, depth: int) -> dict[str, str]:
         return {"ratio": f"{ratio:.3g}", "context": str(MIN_CONTEXT), "depth": str(depth)}
 
@@ -103,7 +103,7 @@ async def _chain(measure: Measure) -> list[Step]:
     depth = int(by_depth.chosen.options["depth"])
     near = [setting(min(1.0, ratio * factor), depth) for factor in NEIGHBOURS]
     return [
-        Step("sparse ratio, long chains", first, stable),
+        TuningStep("sparse ratio, long chains", first, stable),
         by_depth,
         _fastest("sparse ratio, refined", await _sweep(measure, near)),
     ]
@@ -113,12 +113,12 @@ async def _sweep(measure: Measure, settings: Iterable[Mapping[str, str]]) -> lis
     return [await measure(setting) for setting in settings]
 
 
-def _fastest(title: str, runs: list[TuningRun]) -> Step:
-    return Step(title, runs, max(runs, key=lambda run: run.tokens_per_second))
+def _fastest(title: str, runs: list[TuningRun]) -> TuningStep:
+    return TuningStep(title, runs, max(runs, key=lambda run: run.tokens_per_second))
 
 
 def to_toml(
-    verifier: Mapping[str, str | bool], load: str, steps: Sequence[Step], baseline: float
+    verifier: Mapping[str, str | bool], load: str, steps: Sequence[TuningStep], baseline: float
 ) -> str:
     """A config file for `paceline serve`, `paceline verifier` and `paceline drafter`.
 
@@ -140,7 +140,7 @@ def to_toml(
     return "\n".join(lines)
 
 
-def to_table(step: Step, baseline: float) -> Table:
+def to_table(step: TuningStep, baseline: float) -> Table:
     """The runs of a step with their speeds as bars; `baseline` as in `to_toml`."""
     table = Table(title=step.title)
     table.add_column("setting")

@@ -40,7 +40,7 @@ def _pointers(*names: str) -> list[tuple[str, Any]]:
     return [(name, ctypes.c_void_p) for name in names]
 
 
-class Block(ctypes.Structure):
+class CBlock(ctypes.Structure):
     """``Block`` of ``native/attention.h``."""
 
     _fields_ = [
@@ -80,7 +80,7 @@ class BlockTables:
 
     def __init__(self, plan: TreePlan, group: int) -> None:
         """Make the tables for ``group`` query heads per kv head."""
-        rows = (Block * len(plan.segments))()
+        rows = (CBlock * len(plan.segments))()
         tiles: list[int] = []
         max_nodes = max(1, _TILE_ROWS // group)
         self._kept: list[Any] = [rows]
@@ -109,7 +109,7 @@ class BlockTables:
         return tables
 
 
-def _fill_tree(block: Block, segment: TreeSegment) -> ctypes.Array[ctypes.c_int32]:
+def _fill_tree(block: CBlock, segment: TreeSegment) -> ctypes.Array[ctypes.c_int32]:
     """Set the depths and root-first paths of a tree in ``block``; returns their memory."""
     assert segment.parents is not None
     paths: list[list[int]] = []
@@ -326,9 +326,11 @@ class NativeProgram:
                     f"a context has {context.length} slots, expected 1 to {table.capacity}"
                 )
         caches, plan = _addresses(tables), call.plan
-        blocks = (Block * len(plan.segments))(
+        blocks = (CBlock * len(plan.segments))(
             *(
-                Block(segment.sequence, call.contexts[segment.sequence].length - 1, 1, row, *_NODES)
+                CBlock(
+                    segment.sequence, call.contexts[segment.sequence].length - 1, 1, row, *_NODES
+                )
                 for segment, row in zip(plan.segments, plan.offsets, strict=False)
             )
         )

@@ -62,7 +62,7 @@ allocate = _Chunks().allocate
 """``allocate(size) -> Tensor``: uint8 zeros ``[size]`` at a multiple of ``ALIGNMENT``."""
 
 
-class Matrix(ctypes.Structure):
+class CMatrix(ctypes.Structure):
     """``Matrix`` of ``native/linear.h``."""
 
     _fields_ = [
@@ -84,7 +84,7 @@ class NativeLinear:
         self._multiply.argtypes = (pointer, pointer, number, pointer, pointer)
         self._multiply.restype = None
 
-    def multiply(self, x: Tensor, matrix: Matrix) -> Tensor:
+    def multiply(self, x: Tensor, matrix: CMatrix) -> Tensor:
         """``x W^T + bias``: float32 ``[rows, ins]`` -> ``[rows, outs]``, dense."""
         rows, at = len(x), ctypes.addressof(matrix)
         out = torch.empty(rows, matrix.outs)
@@ -218,10 +218,10 @@ class PackedMatrix:
             return found[which // PANEL, :, which % PANEL]
         return found.transpose(1, 2).flatten(0, 1)[: self.outs][which]
 
-    def matrix(self) -> Matrix:
+    def matrix(self) -> CMatrix:
         """The argument of the C kernels; valid as long as this object lives."""
         address = {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
-        return Matrix(
+        return CMatrix(
             outs=self.outs,
             ins=self.ins,
             format=FORMATS.index(self.format),

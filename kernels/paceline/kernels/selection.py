@@ -24,7 +24,8 @@ def streaming(length: int, budget: int) -> tuple[range, ...]:
 
     Args:
         length: Number of positions.
-        budget: Most positions to select; 0 for all. At ``SINKS`` or below only the newest ones.
+        budget: Maximum number of positions to select; 0 for all. At ``SINKS`` or below only
+            the newest ones.
 
     Returns:
         One or two rising, non-empty ranges; none if there is no position.

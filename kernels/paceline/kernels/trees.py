@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MAX_TREE_NODES = 256
-"""Most nodes one segment may have."""
+"""Maximum number of nodes one segment may have."""
 
 CHUNK = 256
 """Keys per attention chunk. Chunks begin at absolute multiples of this in every batch."""

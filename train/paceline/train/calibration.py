@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from paceline.decoder import Decoder
 from paceline.drafter import Drafter, DrafterSpec, Resources
-from paceline.drafter.acceptance import Recording, record, replay, rounds
+from paceline.drafter.acceptance import TargetRecording, record, replay, rounds
 from paceline.drafter.calibration import FILE, Calibration, Scaling
 from paceline.drafter.methods import method_class
 from paceline.drafter.recordings import read_recordings
@@ -133,7 +133,7 @@ class Paths:
         )
 
 
-def collect(drafter: Drafter, recording: Recording) -> list[Paths]:
+def collect(drafter: Drafter, recording: TargetRecording) -> list[Paths]:
     """The paths of all rounds along a recorded text, by depth."""
     confidences: list[list[list[float]]] = []
     accepted: list[list[bool]] = []
@@ -197,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _recordings(
     args: argparse.Namespace, decoder: Decoder, layers: Collection[int], temperature: float
-) -> Iterator[Recording]:
+) -> Iterator[TargetRecording]:
     """The recorded texts of a file, or texts written here after held-out files of the corpus."""
     if args.recordings is not None:
         for text in read_recordings(args.recordings):

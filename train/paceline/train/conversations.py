@@ -30,7 +30,7 @@ from paceline.train.run import Run
 
 
 @dataclass(frozen=True)
-class Conversation:
+class TokenizedConversation:
     """One question with its answer, as token ids in the target's chat template.
 
     Attributes:
@@ -53,7 +53,7 @@ class Conversation:
         return [*self.prompt, *self.answer]
 
 
-def read_conversations(path: Path) -> list[Conversation]:
+def read_conversations(path: Path) -> list[TokenizedConversation]:
     """Read a file of conversations; a last line that was cut off while writing is left out.
 
     Raises:
@@ -65,7 +65,7 @@ def read_conversations(path: Path) -> list[Conversation]:
         try:
             row = json.loads(line)
             row["prompt"], row["answer"] = tuple(row["prompt"]), tuple(row["answer"])
-            found.append(Conversation(**row))
+            found.append(TokenizedConversation(**row))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"line {number} of {path} is no conversation: {error!r}; expected a file of "
@@ -74,7 +74,7 @@ def read_conversations(path: Path) -> list[Conversation]:
     return found
 
 
-def _append(path: Path, conversations: Iterable[Conversation]) -> None:
+def _append(path: Path, conversations: Iterable[TokenizedConversation]) -> None:
     """Add lines to the file, in one write."""
     text = "".join(json.dumps(asdict(each)) + "\n" for each in conversations)
     with path.open("a", encoding="utf-8") as file:
@@ -208,7 +208,7 @@ def write_conversations(
     count: int,
     path: Path,
     seed: int = 0,
-) -> list[Conversation]:
+) -> list[TokenizedConversation]:
     """Conversations that the target writes, appended to `path` until it holds `count` or more.
 
     Questions of the kinds chat, code and mathematics are the target's own from their first words
@@ -249,7 +249,7 @@ def _question(
     kind: str,
     template: Template,
     documents: Sequence[Sequence[int]],
-    written: Sequence[Conversation],
+    written: Sequence[TokenizedConversation],
     draw: np.random.Generator,
 ) -> _Question:
     def one_of(texts: Sequence[str]) -> str:
@@ -301,7 +301,7 @@ def _complete(
 
 def _answer(
     decoder: Decoder, template: Template, questions: Sequence[_Question], draw: np.random.Generator
-) -> list[Conversation]:
+) -> list[TokenizedConversation]:
     seeds = _seeds(draw, len(questions))
     tasks = []
     for number, (question, seed) in enumerate(zip(questions, seeds, strict=True)):
@@ -310,7 +310,7 @@ def _answer(
         tasks.append(Task(template.whole(question.text), params, length))
     found = sorted(write_texts(decoder, tasks, template.stop))
     return [
-        Conversation(
+        TokenizedConversation(
             questions[number].kind,
             tasks[number].params.temperature,
             tasks[number].params.seed,
@@ -333,8 +333,8 @@ _TOKENS = 128  # of an answer that are measured
 class OwnTexts:
     """Conversations that an instruct model wrote, as the text for its drafters."""
 
-    trained: Sequence[Conversation]
-    heldout: Sequence[Conversation]
+    trained: Sequence[TokenizedConversation]
+    heldout: Sequence[TokenizedConversation]
 
     @classmethod
     def load(

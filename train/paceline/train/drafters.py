@@ -96,7 +96,7 @@ class DrafterModel(ABC):
 
 
 @dataclass
-class LongSpecDrafter(DrafterModel):
+class LongSpecDrafterModel(DrafterModel):
     """A LongSpec layer; `levels` is the depth it drafts to, in tokens."""
 
     method = "longspec"
@@ -124,7 +124,7 @@ class LongSpecDrafter(DrafterModel):
 
 
 @dataclass
-class DSparkDrafter(DrafterModel):
+class DSparkDrafterModel(DrafterModel):
     """A DSpark drafter."""
 
     method = "dspark"
@@ -158,7 +158,7 @@ class DSparkDrafter(DrafterModel):
 
 
 @dataclass
-class LmDrafter(DrafterModel):
+class LmDrafterModel(DrafterModel):
     """A small language model with the target's tokenizer, read from `folder`."""
 
     method = "lm"
@@ -191,9 +191,9 @@ def read_drafter(folder: Path, target: Path, device: str) -> DrafterModel:
     Raises ValueError if its method is not trained here, or if it was made for another target.
     """
     section = json.loads((folder / _CONFIG).read_text()).get("paceline", {})
-    method = section.get("method", LmDrafter.method)
+    method = section.get("method", LmDrafterModel.method)
     kinds: dict[str, type[DrafterModel]] = {
-        kind.method: kind for kind in (LongSpecDrafter, DSparkDrafter, LmDrafter)
+        kind.method: kind for kind in (LongSpecDrafterModel, DSparkDrafterModel, LmDrafterModel)
     }
     if method not in kinds:
         expected = " or ".join(kinds)

@@ -15,7 +15,7 @@ from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
 from paceline.train.batches import PADDING, Answers, Batches, Rows
 from paceline.train.conversations import OwnTexts
 from paceline.train.drafters import (
-    DSparkDrafter,
+    DSparkDrafterModel,
     Objective,
     parameters,
 )
@@ -27,7 +27,7 @@ from paceline.train.signals import Signals, TappedTarget
 
 
 @dataclass(frozen=True)
-class Blocks:
+class TrainingBlocks:
     """G blocks of each of B rows of S tokens.
 
     Attributes:
@@ -50,7 +50,7 @@ class Blocks:
     @classmethod
     def draw(
         cls, config: DSparkConfig, tokens: Tensor, positions: Tensor, possible: Tensor, count: int
-    ) -> Blocks:
+    ) -> TrainingBlocks:
         """Draw up to `count` random blocks of each row, from torch's global generator.
 
         Args:
@@ -178,7 +178,7 @@ class BlockDrafter(nn.Module):
         self.model = model
 
     def forward(
-        self, embedded: Tensor, blocks: Blocks, positions: Tensor, taps: Tensor
+        self, embedded: Tensor, blocks: TrainingBlocks, positions: Tensor, taps: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Run backbone and heads on blocks of known text.
 
@@ -233,7 +233,7 @@ class BlockLoss:
                 "text is shorter; give longer ones or a smaller block"
             )
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-        blocks = Blocks.draw(config, tokens, positions, possible, preset.anchors)
+        blocks = TrainingBlocks.draw(config, tokens, positions, possible, preset.anchors)
         taps, states = target.read(tokens)
         embedded = target.embed(blocks.fed)
         hidden, features, confidence = forward(
@@ -358,7 +358,7 @@ class SignalBlockLoss:
         positions = self._positions[indices].masked_fill(~real, -1)
         possible = self._possible[indices] & real
         tokens = signals.tokens[indices]
-        blocks = Blocks.draw(model.config, tokens, positions, possible, preset.anchors)
+        blocks = TrainingBlocks.draw(model.config, tokens, positions, possible, preset.anchors)
         embedded = self._embedding[blocks.fed].float()
         taps = signals.taps[indices].float()
         hidden, features, confidence = forward(embedded, blocks, positions, taps)
@@ -378,7 +378,7 @@ class SignalBlockLoss:
 _FIRST_NORM = 0.25  # of the target's
 
 
-class DSparkRecipe(Recipe[DSparkPreset, DSparkDrafter]):
+class DSparkRecipe(Recipe[DSparkPreset, DSparkDrafterModel]):
     """How a DSpark drafter is made and trained.
 
     Its mask token is the tokenizer's end of text, which is in the target's embedding and never an
@@ -388,15 +388,15 @@ class DSparkRecipe(Recipe[DSparkPreset, DSparkDrafter]):
     method = "dspark"
     trees: ClassVar[Mapping[str, str]] = {"widths": "4,4,2", "max_nodes": "8", "weights": "int8"}
 
-    def new_drafter(self, mask_token: int) -> DSparkDrafter:
+    def new_drafter(self, mask_token: int) -> DSparkDrafterModel:
         model = DSparkModel(self.preset.config(self.target, mask_token))
-        return DSparkDrafter(self.target, model)
+        return DSparkDrafterModel(self.target, model)
 
     def plan(self, run: Run, focus: int = 0) -> Plan:
         return DSparkPlan(self.preset.stages, run.minutes, run.steps, focus)
 
     def text_loss(
-        self, drafter: DSparkDrafter, batches: Batches, plan: Plan, separator: int, device: str
+        self, drafter: DSparkDrafterModel, batches: Batches, plan: Plan, separator: int, device: str
     ) -> tuple[nn.Module, Loss]:
         source = open_model(self.target)
         decoder = Decoder.load(source, device=device)
@@ -405,7 +405,7 @@ class DSparkRecipe(Recipe[DSparkPreset, DSparkDrafter]):
         return BlockDrafter(drafter.model), loss
 
     def initial_weights(
-        self, source: ModelSource, drafter: DSparkDrafter, drafted: Tensor
+        self, source: ModelSource, drafter: DSparkDrafterModel, drafted: Tensor
     ) -> dict[str, Tensor]:
         """Weights of the target's last layers, by the names of a DSparkModel.
 
@@ -432,12 +432,12 @@ class DSparkRecipe(Recipe[DSparkPreset, DSparkDrafter]):
         weights["norm.weight"] *= _FIRST_NORM
         return {**weights, "d2t": drafted} if config.draft_vocab_size else weights
 
-    def needed_signals(self, drafter: DSparkDrafter) -> dict[str, Any]:
+    def needed_signals(self, drafter: DSparkDrafterModel) -> dict[str, Any]:
         return {"taps": drafter.config.taps}
 
     def signal_loss(
         self,
-        drafter: DSparkDrafter,
+        drafter: DSparkDrafterModel,
         embedding: Tensor,
         head: Tensor,
         signals: Signals,
@@ -449,7 +449,7 @@ class DSparkRecipe(Recipe[DSparkPreset, DSparkDrafter]):
         batches = Answers(signals.starts, answers, drafter.config.window)
         return BlockDrafter(drafter.model), loss, batches
 
-    def shape_section(self, drafter: DSparkDrafter) -> str:
+    def shape_section(self, drafter: DSparkDrafterModel) -> str:
         config = drafter.config
         heads = "no sequential head and no confidence head: this is DFlash"
         if config.markov_rank:

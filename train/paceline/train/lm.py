@@ -17,7 +17,7 @@ from paceline.train.batches import Batches
 from paceline.train.corpus import Corpus
 from paceline.train.drafters import (
     Heldout,
-    LmDrafter,
+    LmDrafterModel,
     Objective,
     Texts,
     rounds_section,
@@ -60,7 +60,7 @@ def train_lm(target_folder: Path, corpus: Corpus, preset: Preset, run: Run, out:
     teacher = teacher_of(target, batches.stream, texts.eos, _KEPT, run.work / "teacher.safetensors")
     model = build_model(preset, texts.eos)
     model.to(torch.device(run.device))  # type: ignore[arg-type]
-    drafter = LmDrafter(target_folder, model, target_folder)
+    drafter = LmDrafterModel(target_folder, model, target_folder)
 
     def loss(forward: nn.Module, indices: Tensor, done: float) -> Tensor:
         tokens = batches.stream[indices[:, :-1]].to(run.device)

@@ -14,13 +14,13 @@ from transformers import DynamicCache
 from paceline.decoder import Decoder, ModelSource
 from paceline.drafter.methods.layers import apply_rope
 from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel
-from paceline.drafter.methods.longspec.module import Layer, split_heads
+from paceline.drafter.methods.longspec.module import DenseLongSpecLayer, split_heads
 from paceline.train.batches import PADDING, Batches, Rows, WholeTexts
 from paceline.train.conversations import OwnTexts
 from paceline.train.corpus import Corpus, encode_all, load_tokenizer
 from paceline.train.drafters import (
     Heldout,
-    LongSpecDrafter,
+    LongSpecDrafterModel,
     Objective,
     Rounds,
     parameters,
@@ -71,7 +71,7 @@ class LaggedLayer(nn.Module):
             `[lags, B, S, hidden]`; rows below `max(lag, sinks)` are undefined.
         """
         model, layer = self.model, self.model.layers[0]
-        assert isinstance(layer, Layer)
+        assert isinstance(layer, DenseLongSpecLayer)
         dim, window = model.config.head_dim, model.config.window
         factors = model.rope_factors(positions)
         x: Tensor = embedded
@@ -324,14 +324,14 @@ _CONTEXTS = {
 }
 
 
-class LongSpecRecipe(Recipe[LongSpecPreset, LongSpecDrafter]):
+class LongSpecRecipe(Recipe[LongSpecPreset, LongSpecDrafterModel]):
     """How a LongSpec layer is made and trained."""
 
     method = "longspec"
     prompts = (300, 1024, 2048, 3840)
     trees = _TREES
 
-    def new_drafter(self, mask_token: int) -> LongSpecDrafter:
+    def new_drafter(self, mask_token: int) -> LongSpecDrafterModel:
         preset = self.preset
         config = LongSpecConfig.for_target(
             self.target,
@@ -339,13 +339,18 @@ class LongSpecRecipe(Recipe[LongSpecPreset, LongSpecDrafter]):
             intermediate=preset.intermediate,
             draft_vocab_size=preset.draft_vocab_size,
         )
-        return LongSpecDrafter(self.target, LongSpecModel(config), preset.levels)
+        return LongSpecDrafterModel(self.target, LongSpecModel(config), preset.levels)
 
     def plan(self, run: Run, focus: int = 0) -> Plan:
         return Plan(self.preset.stages, run.minutes, run.steps, focus)
 
     def text_loss(
-        self, drafter: LongSpecDrafter, batches: Batches, plan: Plan, separator: int, device: str
+        self,
+        drafter: LongSpecDrafterModel,
+        batches: Batches,
+        plan: Plan,
+        separator: int,
+        device: str,
     ) -> tuple[nn.Module, Loss]:
         target = FrozenTarget(self.target, device, drafter.config.target_layer)
         return LaggedLayer(drafter.model), LaggedLoss(target, batches, self.preset, plan)
@@ -356,7 +361,7 @@ class LongSpecRecipe(Recipe[LongSpecPreset, LongSpecDrafter]):
         return {"widths": _WIDTHS, "depth": depth, "max_nodes": str(_MAX_NODES)}
 
     def initial_weights(
-        self, source: ModelSource, drafter: LongSpecDrafter, drafted: Tensor
+        self, source: ModelSource, drafter: LongSpecDrafterModel, drafted: Tensor
     ) -> dict[str, Tensor]:
         """Weights of the target's first and last layer, by the names of a LongSpecModel.
 
@@ -378,12 +383,12 @@ class LongSpecRecipe(Recipe[LongSpecPreset, LongSpecDrafter]):
         copied = {own: source.tensor(name, torch.float32, "cpu") for own, name in weights.items()}
         return {**copied, "d2t": drafted} if config.draft_vocab_size else copied
 
-    def needed_signals(self, drafter: LongSpecDrafter) -> dict[str, Any]:
+    def needed_signals(self, drafter: LongSpecDrafterModel) -> dict[str, Any]:
         return {"kv_layer": drafter.config.target_layer}
 
     def signal_loss(
         self,
-        drafter: LongSpecDrafter,
+        drafter: LongSpecDrafterModel,
         embedding: Tensor,
         head: Tensor,
         signals: Signals,
@@ -393,7 +398,7 @@ class LongSpecRecipe(Recipe[LongSpecPreset, LongSpecDrafter]):
         return LaggedLayer(drafter.model), loss, WholeTexts(signals.starts)
 
     def long_rounds(
-        self, drafter: LongSpecDrafter, decoder: Decoder, corpus: Corpus, out: Path
+        self, drafter: LongSpecDrafterModel, decoder: Decoder, corpus: Corpus, out: Path
     ) -> Rounds:
         """After long held-out documents, with and without the positions in the middle."""
         documents = encode_all(load_tokenizer(self.target), corpus.heldout)
@@ -403,7 +408,7 @@ class LongSpecRecipe(Recipe[LongSpecPreset, LongSpecDrafter]):
         }
         return Heldout(drafter, decoder, texts, _CONTEXTS).measure(out)
 
-    def shape_section(self, drafter: LongSpecDrafter) -> str:
+    def shape_section(self, drafter: LongSpecDrafterModel) -> str:
         config, levels = drafter.config, drafter.levels
         trees = f"{_WIDTHS} nodes by level (the last for all deeper levels), {_MAX_NODES}"
         if self.preset.conversations:

@@ -20,9 +20,9 @@ from paceline.train.batches import Batches
 from paceline.train.corpus import Corpus
 from paceline.train.drafters import (
     DrafterModel,
-    DSparkDrafter,
+    DSparkDrafterModel,
     Heldout,
-    LongSpecDrafter,
+    LongSpecDrafterModel,
     Objective,
     Texts,
     accepted_length,
@@ -40,7 +40,7 @@ TRAINED_FILE, HELDOUT_FILE = "recorded.jsonl", "heldout.jsonl"
 """The two parts, in a run's work folder."""
 
 _HELDOUT = 8
-"""One prompt of so many is held out."""
+"""One of this many prompts is held out."""
 
 
 @dataclass(frozen=True)
@@ -210,10 +210,10 @@ def _module_and_loss(
     drafter: DrafterModel, batches: Batches, plan: Plan, separator: int, device: str
 ) -> tuple[nn.Module, Loss]:
     """The module to train and the objective that the drafter was made with."""
-    if isinstance(drafter, DSparkDrafter):
+    if isinstance(drafter, DSparkDrafterModel):
         block = DSparkRecipe(drafter.target, DSPARK_PRESETS["cpu"])
         return block.text_loss(drafter, batches, plan, separator, device)
-    if isinstance(drafter, LongSpecDrafter):
+    if isinstance(drafter, LongSpecDrafterModel):
         preset = replace(LONGSPEC_PRESETS["cpu"], levels=drafter.levels)
         layer = LongSpecRecipe(drafter.target, preset)
         return layer.text_loss(drafter, batches, plan, separator, device)

@@ -22,9 +22,9 @@ from paceline.train.batches import Batches, Rows
 from paceline.train.conversations import OwnTexts
 from paceline.train.corpus import Corpus, load_tokenizer
 from paceline.train.drafters import (
-    DSparkDrafter,
+    DSparkDrafterModel,
     Heldout,
-    LongSpecDrafter,
+    LongSpecDrafterModel,
     Objective,
     Rounds,
     Texts,
@@ -42,7 +42,7 @@ _PROMPT = 300  # tokens of the prompts that are measured while training
 _MEASURED_FILES = 12
 _LOGGED_TEXTS, _MEASURED_TEXTS = 2, 12  # conversations of each kind and temperature
 P = TypeVar("P", LongSpecPreset, DSparkPreset)
-D = TypeVar("D", LongSpecDrafter, DSparkDrafter)
+D = TypeVar("D", LongSpecDrafterModel, DSparkDrafterModel)
 
 
 @dataclass

@@ -19,7 +19,7 @@ import grpc
 
 from paceline.bench.drills.drill import Drill, Outcome
 from paceline.bench.drills.load import Text
-from paceline.bench.drills.world import Services, World, create_cache, creation, growth
+from paceline.bench.drills.world import DrillServices, World, create_cache, creation, growth
 from paceline.client import InvalidRequestError, NotFoundError
 from paceline.client._errors import from_rpc_error
 from paceline.harness import ServiceProcess
@@ -72,7 +72,7 @@ async def swap(world: World) -> Outcome:
     return outcome
 
 
-async def _swap(services: Services, world: World, number: int) -> None:
+async def _swap(services: DrillServices, world: World, number: int) -> None:
     """Every third version is of a method without weights."""
     request = drafter_pb2.LoadDrafterRequest(name="x", method="ngram", activate=True)
     if number % 3 != 2:
@@ -85,7 +85,7 @@ async def _swap(services: Services, world: World, number: int) -> None:
     )
 
 
-async def _memory(services: Services) -> list[int]:
+async def _memory(services: DrillServices) -> list[int]:
     """Lowest memory of both services over two seconds with one version loaded, without the
     temporary buffers of steps."""
     while len((await _listed(services)).drafters) > 1:  # noqa: ASYNC110 - the service moves streams
@@ -97,7 +97,7 @@ async def _memory(services: Services) -> list[int]:
     return lowest
 
 
-async def _listed(services: Services) -> drafter_pb2.ListDraftersResponse:
+async def _listed(services: DrillServices) -> drafter_pb2.ListDraftersResponse:
     request = drafter_pb2.ListDraftersRequest()
     response: drafter_pb2.ListDraftersResponse = await services.registry.ListDrafters(request)
     return response
@@ -247,7 +247,7 @@ async def _small_shared_memory(world: World, texts: list[Text]) -> Outcome:
     return outcome
 
 
-async def _overload(services: Services, texts: list[Text]) -> Outcome:
+async def _overload(services: DrillServices, texts: list[Text]) -> Outcome:
     outcome = Outcome()
     async with services.load(texts=texts) as load:
         await load.more(2 * services.world.scale.generations)
@@ -277,7 +277,7 @@ async def abandoned(world: World) -> Outcome:
     return outcome
 
 
-async def _abandon(services: Services, world: World, clients: int) -> None:
+async def _abandon(services: DrillServices, world: World, clients: int) -> None:
     slots = asyncio.Semaphore(_CONCURRENCY)
 
     async def one(index: int) -> None:
@@ -288,18 +288,18 @@ async def _abandon(services: Services, world: World, clients: int) -> None:
     await asyncio.gather(*(one(index) for index in range(clients)))
 
 
-async def _in_prefill(services: Services, text: Text) -> None:
+async def _in_prefill(services: DrillServices, text: Text) -> None:
     async with grpc.aio.insecure_channel(services.verifier.address) as channel:
         call = verifier_pb2_grpc.VerifierServiceStub(channel).CreateCache(creation(text))
         await call.wait_for_connection()
 
 
-async def _after_prefill(services: Services, text: Text) -> None:
+async def _after_prefill(services: DrillServices, text: Text) -> None:
     async with grpc.aio.insecure_channel(services.verifier.address) as channel:
         await create_cache(channel, text)
 
 
-async def _in_a_round(services: Services, text: Text, drafter: str = "none") -> None:
+async def _in_a_round(services: DrillServices, text: Text, drafter: str = "none") -> None:
     async with grpc.aio.insecure_channel(services.verifier.address) as channel:
         created = await create_cache(channel, text)
         stream = verifier_pb2_grpc.VerifierServiceStub(channel).Generate()
@@ -311,11 +311,11 @@ async def _in_a_round(services: Services, text: Text, drafter: str = "none") -> 
         await stream.read()
 
 
-async def _while_drafting(services: Services, text: Text) -> None:
+async def _while_drafting(services: DrillServices, text: Text) -> None:
     await _in_a_round(services, text, "ngram")
 
 
-async def _while_joining(services: Services, text: Text) -> None:
+async def _while_joining(services: DrillServices, text: Text) -> None:
     """A drafter service disappears, before and after it has joined."""
     async with grpc.aio.insecure_channel(services.verifier.address) as channel:
         stream = exchange_pb2_grpc.DraftExchangeServiceStub(channel).Join()

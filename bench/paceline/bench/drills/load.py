@@ -46,7 +46,7 @@ class Load:
         self._ended = asyncio.Event()
 
     async def more(self, generations: int) -> None:
-        """Wait until so many more have ended."""
+        """Wait until this many more have ended."""
         goal = self.finished + self.failures.total() + generations
         while self.finished + self.failures.total() < goal:
             await self._next_end()

@@ -32,7 +32,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 @dataclass
-class Services:
+class DrillServices:
     """A verifier, a drafter and a client of both."""
 
     verifier: ServiceProcess
@@ -151,7 +151,7 @@ class World:
         *,
         verifier: ServiceProcess | None = None,
         environment: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[Services]:
+    ) -> AsyncIterator[DrillServices]:
         """Services for the body.
 
         Args:
@@ -176,7 +176,7 @@ class World:
             )
             async with client, grpc.aio.insecure_channel(drafter.address) as channel:
                 registry = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
-                yield Services(started, drafter, client, registry, self)
+                yield DrillServices(started, drafter, client, registry, self)
 
 
 def creation(text: Text) -> verifier_pb2.CreateCacheRequest:

@@ -38,7 +38,7 @@ def missing() -> list[str]:
 
 
 @dataclass(frozen=True)
-class Batch:
+class PaddedBatch:
     """The sequences of a case, padded to the longest.
 
     Attributes:
@@ -56,7 +56,7 @@ class Batch:
     scale: float
 
     @classmethod
-    def of(cls, case: Case) -> Batch:
+    def of(cls, case: Case) -> PaddedBatch:
         """From contiguous caches and blocks of one length."""
         segments = case.plan.segments
         both = (
@@ -74,7 +74,7 @@ def _padded(plane: Any, segment: TreeSegment, segments: Sequence[TreeSegment]) -
     return torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, more)).contiguous()
 
 
-def _sdpa(batch: Batch) -> Action:
+def _sdpa(batch: PaddedBatch) -> Action:
     """PyTorch; one token needs no mask.
 
     Raises:
@@ -98,7 +98,7 @@ def _sdpa(batch: Batch) -> Action:
     return run
 
 
-def _flash(batch: Batch) -> Action:
+def _flash(batch: PaddedBatch) -> Action:
     """A causal mask is aligned with the end of the keys, as a chain's is."""
     from flash_attn import flash_attn_with_kvcache
 
@@ -114,7 +114,7 @@ def _flash(batch: Batch) -> Action:
     return run
 
 
-def _xformers(batch: Batch) -> Action:
+def _xformers(batch: PaddedBatch) -> Action:
     """The split-K kernel, with the heads of a group as a dimension."""
     from xformers.ops import memory_efficient_attention_forward
     from xformers.ops.fmha import triton_splitk
@@ -143,7 +143,7 @@ def _xformers(batch: Batch) -> Action:
     return run
 
 
-BASELINES: dict[str, Callable[[Batch], Action]] = {
+BASELINES: dict[str, Callable[[PaddedBatch], Action]] = {
     "sdpa": _sdpa,
     "flash_attn": _flash,
     "xformers_split_k": _xformers,
@@ -154,7 +154,7 @@ BASELINES: dict[str, Callable[[Batch], Action]] = {
 def eager_with_mask(case: Case) -> Action:
     """Tree attention of one sequence in plain PyTorch operations."""
     (segment,) = case.plan.segments
-    batch = Batch.of(case)
+    batch = PaddedBatch.of(case)
     group = batch.q.shape[2] // batch.keys.shape[2]
     q, keys, values = (each.transpose(1, 2) for each in (batch.q, batch.keys, batch.values))
     mask = torch.ones(segment.length, segment.stop, dtype=torch.bool)
@@ -226,7 +226,7 @@ def _baselines(case: Case, device: torch.device, time: float) -> dict[str, Any]:
     right = ours().float()
     found: dict[str, Any] = {"chain_ms": _timed(ours, device)}
     times: dict[str, float] = {}
-    batch = Batch.of(chain)
+    batch = PaddedBatch.of(chain)
     for name in sorted(BASELINES.keys() - missing()):
         try:
             action = BASELINES[name](batch)

@@ -61,7 +61,7 @@ def make_case(
     paged: bool = False,
     window: int | None = None,
 ) -> Case:
-    """Sequences of some prefix lengths with trees of so many nodes; unwritten slots are NaN."""
+    """Sequences of some prefix lengths with trees of this many nodes; unwritten slots are NaN."""
     segments = [
         TreeSegment(index, length, random_tree(count), count)
         for index, (length, count) in enumerate(zip(lengths, nodes, strict=True))

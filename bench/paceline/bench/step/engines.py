@@ -33,7 +33,7 @@ _STEPS = 5  # whose median counts
 Figures = dict[str, float]
 
 
-class Engine(Protocol):
+class StepEngine(Protocol):
     """One way to run the target."""
 
     name: str
@@ -43,7 +43,7 @@ class Engine(Protocol):
         ...
 
 
-class Paceline:
+class PacelineEngine:
     """The decoder as the verifier calls it: binary trees, and prompts in chunks of `CHUNK` rows."""
 
     def __init__(self, target: Path, weights: str) -> None:
@@ -51,7 +51,7 @@ class Paceline:
         self.decoder = Decoder.load(target, weights)
 
     def measure(self, context: int, rows: Sequence[int]) -> Figures:
-        """See :class:`Engine`; a step of at least `CHUNK` rows is a chunk of a prompt."""
+        """See :class:`StepEngine`; a step of at least `CHUNK` rows is a chunk of a prompt."""
         cache = LocalCache(self.decoder.config)
         began = time.perf_counter()
         while len(cache) < context:
@@ -92,7 +92,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def measure(self, context: int, rows: Sequence[int]) -> Figures:
-        """See :class:`Engine`."""
+        """See :class:`StepEngine`."""
         cache = DynamicCache()
         began = time.perf_counter()
         for first in range(0, context, _CHUNK):
@@ -119,7 +119,7 @@ class LlamaCpp:
         self._command = [program, "-m", str(model), "-t", str(threads), "-r", "1", "-o", "json"]
 
     def measure(self, context: int, rows: Sequence[int]) -> Figures:
-        """See :class:`Engine`."""
+        """See :class:`StepEngine`."""
         prompts, new = ",".join(map(str, rows)), str(_DECODED)
         [prefill] = _json([*self._command, "-p", str(context), "-n", "0"])
         steps = _json([*self._command, "-p", prompts, "-n", new, "-d", str(context)])
@@ -139,7 +139,7 @@ class OpenVino:
         self._command = [python, str(script), str(model), str(threads), str(vocab)]
 
     def measure(self, context: int, rows: Sequence[int]) -> Figures:
-        """See :class:`Engine`."""
+        """See :class:`StepEngine`."""
         return dict(_json([*self._command, str(context), str(_DECODED)]))
 
 

@@ -54,7 +54,7 @@ class Roofline:
         self._probes = (f"read:{self._bytes:.0f}", linear, attention)
 
     def measure(self, context: int, rows: Sequence[int]) -> Figures:
-        """See :class:`Engine`. Raises OSError without a working C compiler."""
+        """See :class:`StepEngine`. Raises OSError without a working C compiler."""
         rates = self._rates()
         chunks = ((min(CHUNK, context - start), start) for start in range(0, context, CHUNK))
         return {

@@ -21,7 +21,13 @@ from rich.table import Table
 
 from paceline.bench.models import Models
 from paceline.bench.record import Results, make_console
-from paceline.bench.step.engines import Engine, LlamaCpp, OpenVino, Paceline, TransformersEngine
+from paceline.bench.step.engines import (
+    LlamaCpp,
+    OpenVino,
+    PacelineEngine,
+    StepEngine,
+    TransformersEngine,
+)
 from paceline.bench.step.roofline import PEAKS, Roofline
 from paceline.kernels import cpu_kernels
 
@@ -30,7 +36,7 @@ Cells = dict[str, dict[str, Quartiles]]  # by context and engine
 
 
 def measure(
-    engines: Sequence[Engine],
+    engines: Sequence[StepEngine],
     rows: Sequence[int],
     contexts: Sequence[int],
     repeats: int,
@@ -45,7 +51,7 @@ def measure(
         repeats: Turns, at least 2.
         progress: Called after every measurement.
     """
-    runs: dict[tuple[int, Engine], list[dict[str, float]]] = defaultdict(list)
+    runs: dict[tuple[int, StepEngine], list[dict[str, float]]] = defaultdict(list)
     for turn in range(repeats):
         for context in contexts:
             for place in range(len(engines)):
@@ -60,7 +66,7 @@ def measure(
     return cells
 
 
-def rivals(args: argparse.Namespace, models: Models, vocab: int) -> Iterator[Engine]:
+def rivals(args: argparse.Namespace, models: Models, vocab: int) -> Iterator[StepEngine]:
     """Other engines that are here; prints which are not."""
     threads = torch.get_num_threads()
     if models.target.is_dir():
@@ -116,9 +122,9 @@ def run(args: argparse.Namespace) -> int:
     console = make_console()
     models = Models.of(args)
     level, threads = cpu_kernels().level, torch.get_num_threads()
-    engines: list[Engine] = []
+    engines: list[StepEngine] = []
     for weights in args.weights:
-        paceline = Paceline(models.target, weights)
+        paceline = PacelineEngine(models.target, weights)
         config = paceline.decoder.config
         engines.append(paceline)
         engines += [Roofline(config, weights, level, threads)] if level in PEAKS else []

@@ -31,7 +31,7 @@ _PROGRAM = Path(__file__).with_name("program.py")
 
 
 @dataclass(frozen=True)
-class Request:
+class AnswerRequest:
     """Token ids, the maximum of new tokens, and the sampling."""
 
     prompt: list[int]
@@ -63,7 +63,7 @@ class Answer:
     drafted_tokens: int = 0
 
 
-class Engine(Protocol):
+class Contestant(Protocol):
     """An async context manager that starts the engine and stops it.
 
     Attributes:
@@ -82,12 +82,12 @@ class Engine(Protocol):
 
     async def __aexit__(self, *error: object) -> None: ...
 
-    async def answer(self, mode: str, request: Request) -> Answer:
+    async def answer(self, mode: str, request: AnswerRequest) -> Answer:
         """Answer one request in a mode."""
         ...
 
 
-class Paceline:
+class PacelineServices:
     """A verifier and a drafter, through the client.
 
     Args:
@@ -96,7 +96,7 @@ class Paceline:
         drafters: Specifications METHOD[:DIR][,KEY=VALUE...] by name.
         always: Every round drafts.
         reuse: Read a prompt once and decode behind copies of its KV. For one user.
-        every: See :class:`Engine`.
+        every: See :class:`Contestant`.
     """
 
     concurrent = True
@@ -132,8 +132,8 @@ class Paceline:
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
 
-    async def answer(self, mode: str, request: Request) -> Answer:
-        """See :class:`Engine`."""
+    async def answer(self, mode: str, request: AnswerRequest) -> Answer:
+        """See :class:`Contestant`."""
         parent = await self._read(request.prompt) if self._reuse else None
         began, first = time.perf_counter(), None
         generation = self._client.generate(
@@ -174,10 +174,10 @@ class Server:
     """Servers with OpenAI's completions endpoint, one for each mode.
 
     Args:
-        name: See :class:`Engine`.
+        name: See :class:`Contestant`.
         modes: By mode the URL of a running server, or the command that starts one, in which
             ``{port}`` stands for its port.
-        every: See :class:`Engine`.
+        every: See :class:`Contestant`.
     """
 
     concurrent = True
@@ -197,8 +197,8 @@ class Server:
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
 
-    async def answer(self, mode: str, request: Request) -> Answer:
-        """See :class:`Engine`.
+    async def answer(self, mode: str, request: AnswerRequest) -> Answer:
+        """See :class:`Contestant`.
 
         Raises:
             openai.OpenAIError: The server cannot be reached, or refuses.
@@ -254,7 +254,7 @@ class Server:
                 await asyncio.sleep(0.2)
 
 
-class Program:
+class LibraryProcess:
     """A Python library in a process of its own, which may run another Python; see ``program.py``.
 
     Args:
@@ -262,7 +262,7 @@ class Program:
         python: Path of the Python.
         model: Hugging Face folder or GGUF file.
         eos: Tokens that end a text.
-        every: See :class:`Engine`.
+        every: See :class:`Contestant`.
     """
 
     concurrent = False
@@ -290,8 +290,8 @@ class Program:
         await _stop(self._process)
         self._copy.cleanup()
 
-    async def answer(self, mode: str, request: Request) -> Answer:
-        """See :class:`Engine`."""
+    async def answer(self, mode: str, request: AnswerRequest) -> Answer:
+        """See :class:`Contestant`."""
         began = time.perf_counter()
         found = await self._ask({"lookup": mode != NONE, **asdict(request)})
         first, ended = found["first"], found["seconds"]

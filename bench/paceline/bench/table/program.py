@@ -35,7 +35,7 @@ def transformers(model: Path, eos: list[int]) -> Generate:
 
     @torch.inference_mode()
     def generate(request: dict[str, Any], came: Callable[[], None]) -> list[int]:
-        class Streamer(BaseStreamer):
+        class TransformersStreamer(BaseStreamer):
             prompt = True
 
             def put(self, value: torch.Tensor) -> None:
@@ -53,7 +53,7 @@ def transformers(model: Path, eos: list[int]) -> Generate:
             attention_mask=torch.ones_like(ids),
             max_new_tokens=request["tokens"],
             pad_token_id=0,
-            streamer=Streamer(),
+            streamer=TransformersStreamer(),
             **(sampled if heat else {"do_sample": False}),
             **({"prompt_lookup_num_tokens": DRAFTED} if request["lookup"] else {}),
         )
@@ -76,7 +76,7 @@ def openvino(model: Path, eos: list[int]) -> Generate:
     ]
 
     def generate(request: dict[str, Any], came: Callable[[], None]) -> list[int]:
-        class Streamer(genai.StreamerBase):  # type: ignore[misc]
+        class OpenVinoStreamer(genai.StreamerBase):  # type: ignore[misc]
             def write(self, token: Any) -> Any:
                 came()
                 return genai.StreamingStatus.RUNNING
@@ -92,7 +92,9 @@ def openvino(model: Path, eos: list[int]) -> Generate:
             config.num_assistant_tokens, config.max_ngram_size = DRAFTED, 3
         ids = np.array([request["prompt"]])
         inputs = genai.TokenizedInputs(Tensor(ids), Tensor(np.ones_like(ids)))
-        return list(pipelines[request["lookup"]].generate(inputs, config, Streamer()).tokens[0])
+        return list(
+            pipelines[request["lookup"]].generate(inputs, config, OpenVinoStreamer()).tokens[0]
+        )
 
     return generate
 

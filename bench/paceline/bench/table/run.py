@@ -24,7 +24,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from paceline.bench.models import Models
 from paceline.bench.record import Results, make_console
-from paceline.bench.table.engines import Engine, Paceline, Program, Request, Server, llama_server
+from paceline.bench.table.engines import (
+    AnswerRequest,
+    Contestant,
+    LibraryProcess,
+    PacelineServices,
+    Server,
+    llama_server,
+)
 from paceline.bench.table.figures import Sample, draw, markdown, sample, summarize, table
 from paceline.cli.shipped import drafters_for
 from paceline.decoder import ModelSource, open_model
@@ -77,7 +84,7 @@ class Limits:
 
 async def measure(
     phase: Phase,
-    engines: Sequence[Engine],
+    engines: Sequence[Contestant],
     prompts: Prompts,
     warm_up: list[int],
     limits: Limits,
@@ -101,7 +108,7 @@ async def measure(
         Whether all was measured before the deadline.
     """
     async with AsyncExitStack() as stack:
-        contestants: list[tuple[Engine, str]] = []
+        contestants: list[tuple[Contestant, str]] = []
         for engine in engines:
             modes = [mode for mode in engine.modes if limits.wanted(f"{engine.name} {mode}")]
             if not modes or (phase.users > 1 and not engine.concurrent):
@@ -113,7 +120,7 @@ async def measure(
                 continue
             contestants += [(engine, mode) for mode in modes]
         for engine, mode in contestants:
-            await engine.answer(mode, Request(warm_up, _WARM_UP_TOKENS, phase.temperature, 0))
+            await engine.answer(mode, AnswerRequest(warm_up, _WARM_UP_TOKENS, phase.temperature, 0))
             log(f"{engine.name} {mode} is ready")
         for turn, (category, group, texts) in enumerate(_groups(prompts, phase.users)):
             cell, first = phase.cell(category), turn % max(1, len(contestants))
@@ -126,7 +133,7 @@ async def measure(
                     record(cell, group, found)
                     return False
                 requests = [
-                    Request(text, limits.tokens, phase.temperature, int(group) + 1)
+                    AnswerRequest(text, limits.tokens, phase.temperature, int(group) + 1)
                     for text in texts
                 ]
                 answers = await asyncio.gather(*(engine.answer(mode, each) for each in requests))
@@ -268,7 +275,7 @@ def choose(prompts: Prompts, phase: Phase, wanted: list[str]) -> Prompts:
 
 def contestants(
     args: argparse.Namespace, models: Models, source: ModelSource, phase: Phase
-) -> Iterator[Engine]:
+) -> Iterator[Contestant]:
     """Engines of a phase that are here. Slow ones answer fewer prompts, and only greedily."""
     shipped = [
         *drafters_for(models.target),
@@ -277,7 +284,7 @@ def contestants(
     drafters = dict(spec.split("=", 1) for spec in args.drafter or shipped)
     # Engines of their own for --always: drafters that remember texts have not seen the answers.
     for weights, always in product(args.weights, (False, True) if args.always else (False,)):
-        yield Paceline(
+        yield PacelineServices(
             models.target,
             weights,
             drafters,
@@ -292,7 +299,7 @@ def contestants(
         yield llama_server(str(program), file, args.llama_modes, phase.users, every=every)
     if phase.temperature or phase.users > 1:
         return
-    library = partial(Program, eos=source.config().eos_token_ids)
+    library = partial(LibraryProcess, eos=source.config().eos_token_ids)
     python = args.openvino_python or (find_spec("openvino_genai") and sys.executable)
     if python and args.openvino_model:
         yield library("openvino", python, args.openvino_model, every=2)

@@ -10,7 +10,7 @@
 #define ROWS 6                  /* rows of a block of a product */
 #define COLUMNS (BLOCK * LANES) /* its columns */
 #define DEPTH 64                /* values of a panel */
-#define AHEAD 64 /* keys are fetched so many slots ahead: hardware does not follow their order */
+#define AHEAD 64 /* keys are fetched this many slots ahead: hardware does not follow their order */
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }

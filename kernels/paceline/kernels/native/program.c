@@ -169,7 +169,7 @@ static int64_t begin_attention(State *s, const Operation *o) {
   return attention_items(&s->attention);
 }
 
-/* Items of a row-wise operation over so many values a row. */
+/* Items of a row-wise operation over this many values a row. */
 static int64_t pieces(State *s, int64_t width) {
   s->piece = width < VALUES ? VALUES / width : 1;
   return (s->rows + s->piece - 1) / s->piece;

@@ -108,7 +108,7 @@ class ScoreObserver(ABC):
 
     @abstractmethod
     def publish(self, q_heads: int) -> None:
-        """End the step of a model with so many query heads: replace :attr:`scores`."""
+        """End the step of a model with this many query heads: replace :attr:`scores`."""
 
 
 class AttentionScores(ScoreObserver):
@@ -215,7 +215,7 @@ class SelectionPolicy(ABC):
 
         Args:
             committed: Committed length, at least 1. Unit: tokens.
-            budget: Most positions per layer, at least 1.
+            budget: Maximum number of positions per layer, at least 1.
 
         Returns:
             Positions for each layer, int64 ``[n]``, rising, all below ``committed``, the same

@@ -23,7 +23,7 @@ logger = logging.getLogger("paceline.service")
 
 PATH = "/metrics"
 CALLER_SECONDS = 10.0
-"""A connection that is idle for so long is closed."""
+"""A connection that is idle for this time is closed. Unit: seconds."""
 
 
 def new_registry() -> CollectorRegistry:

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from paceline.kernels import Proposal
 
 MAX_NODES = 255
-"""Most nodes that the verifier accepts. With the anchor they fill one block of the attention."""
+"""Maximum number of nodes that the verifier accepts. With the anchor they fill one block of the
+attention."""
 
 DEFAULT_CONFIDENCE = 0.6
 """Probability that one of a node's children is accepted, for a tree without confidences."""
 
 _MAX_LISTED = 4096
-"""Most tokens that the distribution of one node may list."""
+"""Maximum number of tokens that the distribution of one node may list."""
 
 
 class TreeError(ValueError):
@@ -70,7 +71,7 @@ class TokenTree:
 
         Args:
             message: The message; confidences and probabilities are float32 in it.
-            max_nodes: Most nodes to accept; None: any number.
+            max_nodes: Maximum number of nodes to accept; None: any number.
 
         Raises:
             TreeError: The tree has more nodes, or a distribution is malformed.

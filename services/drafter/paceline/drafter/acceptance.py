@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache
 from paceline.drafter.kv.reader import StateReader, StreamingReader
-from paceline.drafter.methods.base import Budget, Drafter, Generation, Update
+from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update
 from paceline.drafter.methods.slots import chain_segments
 from paceline.drafter.statistics import accepted_length
 from paceline.kernels import History, choose_token, plan_trees
@@ -71,7 +71,7 @@ class RecordedKv(StreamingReader):
 
 
 @dataclass(frozen=True)
-class Recording:
+class TargetRecording:
     """A text that a target generated, with its KV and hidden states.
 
     Attributes:
@@ -102,7 +102,7 @@ def record(
     count: int,
     sampling: sampling_pb2.SamplingParams = GREEDY,
     layers: Collection[int] = (),
-) -> Recording:
+) -> TargetRecording:
     """Generate ``count`` tokens after a prompt; end tokens do not end the text.
 
     Args:
@@ -133,7 +133,7 @@ def record(
             tokens.append(choose_token(logits, params, stop, history))
             history.push(tokens[-1])
     states = {layer: torch.cat(parts) for layer, parts in taps.items()}
-    return Recording(tokens, len(prompt), config.vocab_size, sampling, cache, states)
+    return TargetRecording(tokens, len(prompt), config.vocab_size, sampling, cache, states)
 
 
 def replay(
@@ -142,7 +142,7 @@ def replay(
     tokens: Sequence[int],
     sampling: sampling_pb2.SamplingParams = GREEDY,
     layers: Collection[int] = (),
-) -> Recording:
+) -> TargetRecording:
     """Record the KV and hidden states of a text that the target generated before.
 
     Raises:
@@ -152,12 +152,12 @@ def replay(
     return replace(recording, tokens=[*prompt, *tokens], prompt_length=len(prompt))
 
 
-def accepted_lengths(drafter: Drafter, recording: Recording) -> list[int]:
+def accepted_lengths(drafter: Drafter, recording: TargetRecording) -> list[int]:
     """Accepted draft tokens of each round along a recorded text, without bonus tokens."""
     return [accepted_length(tree, after) for tree, after in rounds(drafter, recording)]
 
 
-def rounds(drafter: Drafter, recording: Recording) -> Iterator[tuple[TokenTree, list[int]]]:
+def rounds(drafter: Drafter, recording: TargetRecording) -> Iterator[tuple[TokenTree, list[int]]]:
     """Draft along a recorded text.
 
     The last round is the last one in which a path of full depth fits the text.
@@ -184,7 +184,7 @@ def rounds(drafter: Drafter, recording: Recording) -> Iterator[tuple[TokenTree, 
     commit(length - 1)
     budget = Budget(drafter.max_nodes, drafter.max_depth)
     sequence = drafter.start(
-        Generation(
+        GenerationInfo(
             tokens[:length],
             recording.prompt_length,
             recording.vocab_size,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from paceline.drafter.methods.base import Budget, Drafter, Generation, LoadError, Update
+from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, LoadError, Update
 from paceline.drafter.recordings import Recording
 from paceline.drafter.session import Drafted, Session
 from paceline.drafter.spec import DrafterSpec
@@ -71,7 +71,7 @@ class LoadCheck:
                 f"a recorded text holds the token {largest}, but the drafter's vocabulary has "
                 f"{vocab_size}: the texts are of another tokenizer"
             )
-        generation = Generation(
+        generation = GenerationInfo(
             tokens=[*recording.prompt, tokens[0]],  # the first recorded token is the anchor
             prompt_length=len(recording.prompt),
             vocab_size=vocab_size,

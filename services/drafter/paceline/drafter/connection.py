@@ -16,8 +16,8 @@ from google.protobuf.message import DecodeError
 
 from paceline.drafter.errors import KvGone
 from paceline.drafter.kv.exchange import KvExchange
-from paceline.drafter.methods.base import Budget, Generation, Update
-from paceline.drafter.recordings import Recorder, Recording
+from paceline.drafter.methods.base import Budget, GenerationInfo, Update
+from paceline.drafter.recordings import Recording, TextRecorder
 from paceline.drafter.registry import Registry, Version
 from paceline.drafter.session import (
     Drafted,
@@ -67,7 +67,7 @@ class Parts:
     registry: Registry
     worker: DraftWorker
     kv: KvExchange
-    recorder: Recorder | None
+    recorder: TextRecorder | None
     metrics: DrafterMetrics | None
     tracer: Tracer | None
     max_context: int
@@ -569,7 +569,7 @@ class Connection:
         parts.registry.attach(version, evict)
         try:
             check_fit(self._target, message.read_grant, tokens, version, before)
-            generation = Generation(
+            generation = GenerationInfo(
                 tokens=tokens,
                 prompt_length=message.prompt_length,
                 vocab_size=self._target.vocab_size,

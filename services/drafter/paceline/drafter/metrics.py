@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from paceline.drafter.recordings import Recorder
+from paceline.drafter.recordings import TextRecorder
 from paceline.drafter.registry import Registry, Version
 from paceline.drafter.session import Drafted, Session
 from paceline.drafter.worker import DraftWorker
@@ -44,7 +44,7 @@ class DrafterMetrics(Collector):
         metrics: CollectorRegistry,
         drafters: Registry,
         worker: DraftWorker,
-        recorder: Recorder | None,
+        recorder: TextRecorder | None,
         links: Callable[[], Sequence[drafter_pb2.VerifierLink]],
     ) -> None:
         self._drafters = drafters

@@ -126,7 +126,7 @@ def _read(file: Path) -> list[Recording]:
     return recordings
 
 
-class Recorder:
+class TextRecorder:
     """Appends texts to files in one folder, on a thread.
 
     :meth:`add` never waits. A text that cannot be recorded is counted as lost. The first failed

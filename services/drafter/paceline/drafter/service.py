@@ -18,7 +18,7 @@ from paceline.drafter.connection import Parts
 from paceline.drafter.exchange import Exchange
 from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
 from paceline.drafter.methods.base import Drafter, LoadError, Resources
-from paceline.drafter.recordings import Recorder, read_recordings
+from paceline.drafter.recordings import TextRecorder, read_recordings
 from paceline.drafter.registry import Loader, Registry
 from paceline.drafter.spec import DrafterSpec, Roots
 from paceline.drafter.state import StateFile
@@ -43,7 +43,7 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
     """
 
     def __init__(
-        self, registry: Registry, exchange: Exchange, recorder: Recorder | None = None
+        self, registry: Registry, exchange: Exchange, recorder: TextRecorder | None = None
     ) -> None:
         self._registry = registry
         self._exchange = exchange
@@ -135,7 +135,7 @@ class DrafterService:
         worker: DraftWorker,
         kv: KvExchange,
         exchange: Exchange,
-        recorder: Recorder | None,
+        recorder: TextRecorder | None,
     ) -> None:
         self._load = list(load)
         self._registry = registry
@@ -220,7 +220,7 @@ def build_service(
         recordings: Texts for the load check of every version that reads no KV or hidden states
             (:func:`paceline.drafter.recordings.read_recordings`). None: versions are not checked.
         record: Folder of this service's own for the texts of its generations, for training
-            (:class:`paceline.drafter.recordings.Recorder`). None: no text is recorded.
+            (:class:`paceline.drafter.recordings.TextRecorder`). None: no text is recorded.
         record_bytes: Limit of ``record``. Unit: bytes.
 
     Raises:
@@ -252,7 +252,7 @@ def build_service(
         state=StateFile(state_dir) if state_dir is not None else None,
     )
     kv = KvExchange(access or VerifierAccess(), resources.device)
-    recorder = Recorder(record, record_bytes) if record is not None else None
+    recorder = TextRecorder(record, record_bytes) if record is not None else None
     parts = Parts(
         registry=registry,
         worker=worker,

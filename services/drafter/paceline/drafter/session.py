@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.drafter.errors import KvNotShared
 from paceline.drafter.kv.exchange import KvExchange
-from paceline.drafter.methods.base import Drafter, Generation, Update
+from paceline.drafter.methods.base import Drafter, GenerationInfo, Update
 from paceline.drafter.registry import Version
 from paceline.drafter.statistics import DraftStatistics, accepted_length
 from paceline.sampling import Sampling, SamplingError
@@ -49,7 +49,7 @@ class Session:
     def __init__(
         self,
         drafter: Drafter,
-        generation: Generation,
+        generation: GenerationInfo,
         kv: KvReader | None = None,
         states: StateReader | None = None,
         statistics: DraftStatistics | None = None,
@@ -133,7 +133,7 @@ class Session:
 
 async def open_session(
     version: Version,
-    generation: Generation,
+    generation: GenerationInfo,
     exchange: KvExchange,
     tracer: Tracer | None = None,
     traceparent: str = "",
@@ -168,7 +168,9 @@ async def open_session(
     return session
 
 
-async def _open_session(version: Version, generation: Generation, exchange: KvExchange) -> Session:
+async def _open_session(
+    version: Version, generation: GenerationInfo, exchange: KvExchange
+) -> Session:
     needs, kv, states = version.drafter.needs, None, None
     verifier = generation.verifier_address, generation.read_grant
     source, reason = "KV", "KV_NOT_SHARED"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.service.arguments import byte_count, option
+from paceline.service.options import byte_count, option
 from paceline.tree import MAX_NODES
 
 WEIGHTS = ("auto", "float32", "bfloat16", "int8", "int4")

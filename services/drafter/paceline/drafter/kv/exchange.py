@@ -123,7 +123,7 @@ class KvExchange:
             read_grant: Read grant of the cache.
             layers: At least one; negative ones count from the last.
             options: Options of the method.
-            budget: Most positions per layer to begin with; 0: all.
+            budget: Maximum number of positions per layer to begin with; 0: all.
 
         Raises:
             KvNotShared: The verifier does not answer in time, or refuses.

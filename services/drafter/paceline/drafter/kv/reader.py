@@ -79,7 +79,7 @@ class KvReader(CacheReader):
         Args:
             below: Positions at or above this are not read: the verifier may be ahead of the
                 drafter's text. Unit: tokens.
-            budget: Most positions per layer, 0 for all; it may change between rounds.
+            budget: Maximum number of positions per layer, 0 for all; it may change between rounds.
 
         Returns:
             The length that the selection covers: positions from here on are not in :meth:`parts`.

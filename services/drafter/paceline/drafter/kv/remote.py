@@ -27,12 +27,13 @@ MAX_POSITIONS = 1 << 20
 """The budget that is sent for a budget of 0, all positions."""
 
 MAX_NEWER = 128
-"""Most positions newer than the verifier's selection that a sparse view reads in addition. With
-more of them, as after a loss of the link, the selection is too old to be used. Unit: tokens."""
+"""Maximum number of positions newer than the verifier's selection that a sparse view reads in
+addition. With more of them, as after a loss of the link, the selection is too old to be used.
+Unit: tokens."""
 
 UPDATES_AHEAD = 3
-"""Most updates received that no round has applied, one more than the verifier may send. Further
-ones are not read from the connection."""
+"""Maximum number of updates received that no round has applied, one more than the verifier may
+send. Further ones are not read from the connection."""
 
 
 class DeltaCache:
@@ -73,7 +74,7 @@ class DeltaCache:
 
         Args:
             messages: All its messages.
-            budget: Most positions per layer after it.
+            budget: Maximum number of positions per layer after it.
 
         Raises:
             KvGone: It contradicts itself or earlier updates. The cache must not be used then.

@@ -27,20 +27,20 @@ class Needs:
 
     kv_layers: tuple[int, ...] = ()
     """Target layers whose committed K and V it reads; negative ones count from the last. A
-    generation without them (:attr:`Generation.kv`) is refused."""
+    generation without them (:attr:`GenerationInfo.kv`) is refused."""
 
     kv_options: KvOptions = field(default_factory=KvOptions)
     """Transport, selection policy and wire format of the KV."""
 
     kv_budget: int = 0
-    """Most positions that it reads per layer; 0: all. Unit: tokens."""
+    """Maximum number of positions that it reads per layer; 0: all. Unit: tokens."""
 
     kv_ratio: float = 0.0
     """Share of the text's positions that it reads, where that is more than ``kv_budget``."""
 
     hidden_state_layers: tuple[int, ...] = ()
     """Target layers whose outputs it reads, 0 for the first, increasing. A generation without them
-    (:attr:`Generation.states`) is refused."""
+    (:attr:`GenerationInfo.states`) is refused."""
 
     hidden_state_window: int = 0
     """Number of last positions whose hidden states it reads; 0: all. Unit: tokens."""
@@ -89,7 +89,7 @@ class Budget:
     """Limits of the tree of one round."""
 
     nodes: int
-    """Most nodes."""
+    """Maximum number of nodes."""
 
     depth: int
     """Longest path. Unit: tokens."""
@@ -99,7 +99,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationInfo:
     """A generation, as the service describes it to a drafter."""
 
     tokens: Sequence[int]
@@ -142,8 +142,8 @@ class Update:
     """Emitted since the last update; the last is the new anchor."""
 
     committed_length: int = 0
-    """Positions whose KV is final, as the verifier reports it. :attr:`Generation.kv` has its own
-    committed length. Unit: tokens."""
+    """Positions whose KV is final, as the verifier reports it. :attr:`GenerationInfo.kv` has its
+    own committed length. Unit: tokens."""
 
 
 class DraftSequence(ABC):
@@ -197,7 +197,7 @@ class Drafter(ABC):
     fit: Fit = Fit()
     needs: Needs = Needs()
     max_nodes: int = 64
-    """Most nodes that it drafts in a round."""
+    """Maximum number of nodes that it drafts in a round."""
 
     max_depth: int = 64
     """Longest path that it drafts. Unit: tokens."""
@@ -223,7 +223,7 @@ class Drafter(ABC):
         """
 
     @abstractmethod
-    def start(self, generation: Generation) -> DraftSequence:
+    def start(self, generation: GenerationInfo) -> DraftSequence:
         """Starts a generation. Cheap: :meth:`DraftSequence.warm` processes its text."""
 
     def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[TokenTree]:
@@ -352,7 +352,7 @@ def grow(
         root: State of the anchor.
         expand: Returns the children of a node from its state and depth (0 for the anchor): token,
             confidence in [0, 1] and state of each, with no token twice.
-        nodes: Most nodes of the tree.
+        nodes: Maximum number of nodes of the tree.
         depth: Longest path.
         min_survival: Nodes whose path is less likely than this are left out.
 

@@ -190,7 +190,7 @@ class BeamOptions:
     """Longest path; 0: as many levels as ``widths`` has numbers. Unit: tokens."""
 
     max_nodes: int = 0
-    """Most nodes of a tree: the likeliest of those drafted; 0: all of them."""
+    """Maximum number of nodes of a tree: the likeliest of those drafted; 0: all of them."""
 
     min_survival: float = 0.01
     """Nodes less likely than this to be accepted are not expanded."""
@@ -278,7 +278,7 @@ class Beam:
         """Creates a tree of the anchor and the nodes that were drafted ahead.
 
         Args:
-            budget: Most nodes and greatest depth of the result.
+            budget: Maximum number of nodes and greatest depth of the result.
             widths: Nodes of each level; the last number applies to all deeper levels.
             min_survival: Nodes less likely than this are not expanded.
             drafted: Nodes drafted ahead. Those beyond the depth, and those that would not have
@@ -422,12 +422,12 @@ class Beam:
         """Chooses the frontier among the nodes from ``start`` on."""
         self.level += 1
         # A child scores at most as much as its parent, and loses ties to nodes added before it.
-        least, stop = self._least_score(), start
-        while stop < len(self.scores) and least < self.scores[stop] >= self._min_score:
+        worst, stop = self._worst_kept_score(), start
+        while stop < len(self.scores) and worst < self.scores[stop] >= self._min_score:
             stop += 1
         self.frontier = range(start, stop)
 
-    def _least_score(self) -> float:
+    def _worst_kept_score(self) -> float:
         """Score of the worst node that still fits the budget."""
         if len(self.scores) < self._budget.nodes:
             return -math.inf

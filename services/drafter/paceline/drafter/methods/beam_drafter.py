@@ -18,7 +18,7 @@ from paceline.drafter.methods.base import (
     Drafter,
     DraftSequence,
     Fit,
-    Generation,
+    GenerationInfo,
     Update,
 )
 from paceline.drafter.methods.beam import Beam, BeamOptions, Chain, Ranked, Ranker
@@ -63,9 +63,9 @@ class BeamSequence(DraftSequence):
     """
 
     def __init__(
-        self, drafter: BeamDrafter[Any], generation: Generation, kept: int | None = None
+        self, drafter: BeamDrafter[Any], generation: GenerationInfo, kept: int | None = None
     ) -> None:
-        """Starts a sequence that keeps so many of the newest tokens of its text; None: all."""
+        """Starts a sequence that keeps this many of the newest tokens of its text; None: all."""
         tokens = generation.tokens
         self.text: list[int] | deque[int] = list(tokens) if kept is None else deque(tokens, kept)
         """The text, or its newest tokens."""

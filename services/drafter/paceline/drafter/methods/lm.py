@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.decoder import WEIGHTS, Decoder, KVCacheView, LocalCache
 from paceline.drafter.methods.base import (
     Fit,
-    Generation,
+    GenerationInfo,
     Resources,
     Update,
     check_choice,
@@ -131,7 +131,7 @@ class LmSequence(BeamSequence):
 
     _drafter: LmDrafter
 
-    def __init__(self, drafter: LmDrafter, generation: Generation) -> None:
+    def __init__(self, drafter: LmDrafter, generation: GenerationInfo) -> None:
         super().__init__(drafter, generation)
         self._cache: LocalCache | None = None
         self._sparse: LocalCache | None = None
@@ -331,7 +331,7 @@ class LmDrafter(BeamDrafter[LmSequence]):
         )
         return cls(decoder, parsed, fit, weight_bytes(folder))
 
-    def start(self, generation: Generation) -> LmSequence:
+    def start(self, generation: GenerationInfo) -> LmSequence:
         return LmSequence(self, generation)
 
     def grow_level(self, growing: Sequence[LmSequence]) -> None:

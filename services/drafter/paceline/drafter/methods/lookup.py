@@ -1,8 +1,8 @@
 """A model's drafter that looks up earlier text first: the option ``lookup`` of every method.
 
 Where the text repeats itself, prompt lookup drafts longer paths than a model, and in microseconds.
-A round is drafted by ``ngram`` alone if its tree is expected to be accepted further than the
-model's trees of late; otherwise the model drafts too, and the two trees become one.
+A round is drafted by ``ngram`` alone if its tree has a larger expected accepted length
+than the model's recent trees; otherwise the model drafts too, and the two trees become one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.drafter.methods.base import (
     Budget,
     Drafter,
     DraftSequence,
-    Generation,
+    GenerationInfo,
     Resources,
     Update,
     grow,
@@ -39,13 +39,13 @@ class LookupOptions:
 class LookupSequence(DraftSequence):
     """One generation of both drafters."""
 
-    def __init__(self, drafter: LookupDrafter, generation: Generation) -> None:
+    def __init__(self, drafter: LookupDrafter, generation: GenerationInfo) -> None:
         self.model = drafter.model.start(generation)
         self.lookup = drafter.lookup.start(generation)
         self.sampled = generation.sampling.temperature > 0
         self.rejects = rejects(generation.sampling)
         self.expected = 0.0
-        """Mean accepted tokens that the model's trees of late promised; 0: it has drafted none."""
+        """Mean expected accepted length of the model's recent trees; 0: it has drafted none."""
         self._drafter = drafter
 
     @property
@@ -95,7 +95,7 @@ class LookupDrafter(Drafter):
     def load(cls, folder: object, options: Mapping[str, str], resources: Resources) -> Drafter:
         raise NotImplementedError("the loader makes it from a drafter with the option lookup")
 
-    def start(self, generation: Generation) -> LookupSequence:
+    def start(self, generation: GenerationInfo) -> LookupSequence:
         return LookupSequence(self, generation)
 
     def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[TokenTree]:

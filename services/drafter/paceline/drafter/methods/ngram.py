@@ -20,7 +20,7 @@ from paceline.drafter.methods.base import (
     Budget,
     Drafter,
     DraftSequence,
-    Generation,
+    GenerationInfo,
     Resources,
     Update,
     check_range,
@@ -304,7 +304,7 @@ class NgramOptions:
     """Nodes less likely than this to be accepted are left out."""
 
     max_nodes: int = 32
-    """Most nodes of a tree."""
+    """Maximum number of nodes of a tree."""
 
     depth: int = 32
     """Longest path. Unit: tokens."""
@@ -354,7 +354,7 @@ class Continuation(NamedTuple):
 class NgramSequence(DraftSequence):
     """The text of one generation and its index."""
 
-    def __init__(self, options: NgramOptions, generation: Generation, owner: Owner) -> None:
+    def __init__(self, options: NgramOptions, generation: GenerationInfo, owner: Owner) -> None:
         self._options = options
         self._shared = owner.texts
         self._index = NgramIndex(options.min_n, options.max_n)
@@ -457,7 +457,7 @@ class NgramDrafter(Drafter):
         refuse_folder(cls.method, folder)
         return cls(parse_options(NgramOptions, options))
 
-    def start(self, generation: Generation) -> NgramSequence:
+    def start(self, generation: GenerationInfo) -> NgramSequence:
         return NgramSequence(self._options, generation, self._owner(generation.owner))
 
     def _owner(self, name: str) -> Owner:

@@ -33,7 +33,7 @@ from paceline.drafter.kv import KvOptions
 from paceline.drafter.kv.reader import KvReader
 from paceline.drafter.methods.base import (
     Fit,
-    Generation,
+    GenerationInfo,
     LoadError,
     Needs,
     Resources,
@@ -54,8 +54,9 @@ from paceline.drafter.methods.checkpoint import load_model, read_fit, required_f
 from paceline.kernels import LayerTable, TreePlan
 
 MAX_NEW_TOKENS = 128
-"""Most tokens behind the target's KV that a round feeds. With more of them, as after a lost
-connection, catching up would take longer than a draft saves: the tree is empty. Unit: tokens."""
+"""Maximum number of tokens behind the target's KV that a round feeds. With more of them, as after
+a lost connection, catching up would take longer than a draft saves: the tree is empty.
+Unit: tokens."""
 
 _GROWTH = 256
 
@@ -80,7 +81,7 @@ class SelfSpecSequence(BeamSequence):
 
     _drafter: SelfSpecDrafter
 
-    def __init__(self, drafter: SelfSpecDrafter, generation: Generation, kv: KvReader) -> None:
+    def __init__(self, drafter: SelfSpecDrafter, generation: GenerationInfo, kv: KvReader) -> None:
         super().__init__(drafter, generation)
         self.kv = kv
         self._set_slots(0)
@@ -170,7 +171,7 @@ class SelfSpecSequence(BeamSequence):
         self._drafter.exponent = self.exponent
 
     def _set_slots(self, slots: int) -> None:
-        """Makes new memory of so many slots; its content is 0."""
+        """Makes new memory of this many slots; its content is 0."""
         decoder = self._drafter.decoder
         config = decoder.config
         shape = (config.layers, 2, config.kv_heads, slots, config.head_dim)
@@ -237,7 +238,7 @@ class SelfSpecDrafter(BeamDrafter[SelfSpecSequence]):
         )
         return cls(decoder, parsed, fit, 0 if shared else weight_bytes(folder))
 
-    def start(self, generation: Generation) -> SelfSpecSequence:
+    def start(self, generation: GenerationInfo) -> SelfSpecSequence:
         return SelfSpecSequence(self, generation, required(generation.kv, "selfspec", "KV"))
 
     def grow_level(self, growing: Sequence[SelfSpecSequence]) -> None:

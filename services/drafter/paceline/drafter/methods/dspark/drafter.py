@@ -22,7 +22,7 @@ from paceline.drafter.kv import TRANSPORTS
 from paceline.drafter.kv.reader import StateReader
 from paceline.drafter.methods.base import (
     Fit,
-    Generation,
+    GenerationInfo,
     Needs,
     Resources,
     check_choice,
@@ -52,7 +52,9 @@ class DSparkSequence(BeamSequence):
 
     _drafter: DSparkDrafter
 
-    def __init__(self, drafter: DSparkDrafter, generation: Generation, states: StateReader) -> None:
+    def __init__(
+        self, drafter: DSparkDrafter, generation: GenerationInfo, states: StateReader
+    ) -> None:
         super().__init__(drafter, generation, 1)
         self.states = states
         self.context = drafter.backbone.new_context()
@@ -198,7 +200,7 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
         fit = read_fit(folder)
         return load_model(folder, resources, _read, folder, fit, parsed, resources.device)
 
-    def start(self, generation: Generation) -> DSparkSequence:
+    def start(self, generation: GenerationInfo) -> DSparkSequence:
         states = required(generation.states, "dspark", "hidden states")
         return DSparkSequence(self, generation, states)
 

@@ -11,7 +11,7 @@ from paceline.drafter.methods.dspark.heads import ConfidenceHead, MarkovHead
 from paceline.drafter.methods.layers import DraftModel, Mlp, RmsNorm, apply_rope
 
 
-class Attention(nn.Module):
+class DSparkAttention(nn.Module):
     """Attention of a block to the context and, in both directions, to itself (equation 3)."""
 
     def __init__(self, config: DSparkConfig) -> None:
@@ -52,13 +52,13 @@ class Attention(nn.Module):
         return attended
 
 
-class Layer(nn.Module):
+class DSparkLayer(nn.Module):
     """Attention and feed-forward block, each with a norm before it."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(config.hidden, config.norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = DSparkAttention(config)
         self.post_attention_layernorm = RmsNorm(config.hidden, config.norm_eps)
         self.mlp = Mlp(config.hidden, config.intermediate)
 
@@ -74,7 +74,7 @@ class DSparkModel(DraftModel):
         self.config = config
         self.fc = nn.Linear(len(config.taps) * config.hidden, config.hidden, bias=False)
         self.hidden_norm = RmsNorm(config.hidden, config.norm_eps)
-        self.layers = nn.ModuleList([Layer(config) for _ in range(config.layers)])
+        self.layers = nn.ModuleList([DSparkLayer(config) for _ in range(config.layers)])
         self.norm = RmsNorm(config.hidden, config.norm_eps)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
@@ -107,7 +107,7 @@ class DSparkModel(DraftModel):
             embedded = embedded + (before.to(projected) @ projected)[:, :, None]
         x = embedded.flatten(1, 2)
         for layer in self.layers:
-            assert isinstance(layer, Layer)
+            assert isinstance(layer, DSparkLayer)
             attention = layer.self_attn
             context_kv = attention.keys_values(context, context_factors)
             x = x + attention(layer.input_layernorm(x), factors, context_kv, seen)
@@ -116,7 +116,7 @@ class DSparkModel(DraftModel):
         return hidden
 
     def _seen(self, anchors: Tensor, tap_positions: Tensor) -> Tensor:
-        """The mask of :class:`Attention`: the window before an anchor, and the block itself."""
+        """The mask of the attention: the window before an anchor, and the block itself."""
         texts, count = anchors.shape
         block, window = self.config.block, self.config.window
         ends, places = anchors[:, :, None], tap_positions[:, None]

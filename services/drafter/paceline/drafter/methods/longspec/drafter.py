@@ -23,7 +23,7 @@ from paceline.drafter.kv import KvOptions
 from paceline.drafter.kv.reader import KvReader
 from paceline.drafter.methods.base import (
     Fit,
-    Generation,
+    GenerationInfo,
     LoadError,
     Needs,
     Resources,
@@ -62,7 +62,7 @@ class LongSpecSequence(BeamSequence):
 
     _drafter: LongSpecDrafter
 
-    def __init__(self, drafter: LongSpecDrafter, generation: Generation, kv: KvReader) -> None:
+    def __init__(self, drafter: LongSpecDrafter, generation: GenerationInfo, kv: KvReader) -> None:
         layer = drafter.layer
         super().__init__(drafter, generation, layer.config.window)
         self.kv = kv
@@ -122,14 +122,14 @@ class LongSpecSequence(BeamSequence):
 
 
 MAX_FED_TOKENS = 16
-"""Most tokens that a round feeds through the whole layer. Of more, as of a prompt, all but the
-newest get keys and values alone."""
+"""Maximum number of tokens that a round feeds through the whole layer. Of more, as of a prompt,
+all but the newest get keys and values alone."""
 
 GPU_WIDTHS = (4, 16, 16, 16, 16)
 """The paper's (LongSpec, appendix D)."""
 
 CPU_WIDTHS, CPU_NODES = (8, 8), 10
-"""Most tokens per second with the demo pair, see docs/longspec.md. For a target whose step takes
+"""The fastest shape with the demo pair, see docs/longspec.md. For a target whose step takes
 more of a round's time a deeper tree is better, such as 4,8,8,8 with 16 nodes."""
 
 
@@ -193,7 +193,7 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
         )
         return cls(layer, parsed, fit, weight_bytes(folder) + shared.private_bytes)
 
-    def start(self, generation: Generation) -> LongSpecSequence:
+    def start(self, generation: GenerationInfo) -> LongSpecSequence:
         return LongSpecSequence(self, generation, required(generation.kv, "longspec", "KV"))
 
     def grow_level(self, growing: Sequence[LongSpecSequence]) -> None:

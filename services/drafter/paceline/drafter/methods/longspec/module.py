@@ -11,7 +11,7 @@ from paceline.drafter.methods.longspec.config import LongSpecConfig
 from paceline.kernels import SINKS
 
 
-class Attention(nn.Module):
+class LongSpecAttention(nn.Module):
     """Projections of one attention: all four, or only those of query and output."""
 
     def __init__(self, config: LongSpecConfig, *, own_keys: bool) -> None:
@@ -24,15 +24,15 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(q, config.hidden, bias=False)
 
 
-class Layer(nn.Module):
+class DenseLongSpecLayer(nn.Module):
     """Self-attention, cross-attention and feed-forward block, each with a norm before it."""
 
     def __init__(self, config: LongSpecConfig) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(config.hidden, config.norm_eps)
-        self.self_attn = Attention(config, own_keys=True)
+        self.self_attn = LongSpecAttention(config, own_keys=True)
         self.cross_layernorm = RmsNorm(config.hidden, config.norm_eps)
-        self.cross_attn = Attention(config, own_keys=False)
+        self.cross_attn = LongSpecAttention(config, own_keys=False)
         self.post_attention_layernorm = RmsNorm(config.hidden, config.norm_eps)
         self.mlp = Mlp(config.hidden, config.intermediate)
 
@@ -46,7 +46,7 @@ class LongSpecModel(DraftModel):
     def __init__(self, config: LongSpecConfig) -> None:
         super().__init__(config)
         self.config = config
-        self.layers = nn.ModuleList([Layer(config)])
+        self.layers = nn.ModuleList([DenseLongSpecLayer(config)])
         self.norm = RmsNorm(config.hidden, config.norm_eps) if config.final_norm else None
 
     def forward(
@@ -76,7 +76,7 @@ class LongSpecModel(DraftModel):
             attends to no target position.
         """
         config, layer = self.config, self.layers[0]
-        assert isinstance(layer, Layer)
+        assert isinstance(layer, DenseLongSpecLayer)
         factors = self.rope_factors(positions)
         x: Tensor = embedded
         inputs = layer.input_layernorm(x)
@@ -136,7 +136,8 @@ def lag_mask(length: int, lag: int, context: int = 0) -> Tensor:
     Args:
         length: Tokens.
         lag: 1 or more, because a token's own KV is not committed yet.
-        context: Most positions seen, selected as by :func:`paceline.kernels.streaming`; 0: all.
+        context: Maximum number of positions seen, selected as by
+            :func:`paceline.kernels.streaming`; 0: all.
 
     Returns:
         bool ``[length, length]``, rows are queries; the first ``lag`` rows see nothing.
