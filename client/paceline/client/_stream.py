@@ -184,10 +184,10 @@ class TokenStream:
                 if all(each.full for each in self._fleet.serving):
                     limited = self._request.options.deadline is not None
                     await self._attempts.pause(error, within_deadline=limited)
-            except NotFoundError:
-                if not self._parent:
-                    raise
-                self._parent = b""  # released meanwhile: prefill the whole prompt
+            except NotFoundError as error:
+                if not self._parent:  # its memory was needed during the prefill
+                    await self._attempts.pause(error)
+                self._parent = b""  # or the parent was released: prefill the whole prompt
             except ServerError as error:
                 await self._pause_after_failed_step(error)
                 self._parent, avoid = b"", {verifier}
