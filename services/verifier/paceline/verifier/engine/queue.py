@@ -102,7 +102,7 @@ class JobQueue:
     def _cancelled(self, job: EngineJob) -> bool:
         """Take a job from the queue; whether it ended without a step."""
         job.queued = False
-        if job.sequence.released:
+        if job.sequence.released or (job.cancelled and isinstance(job, Prefill)):
             self.fail(job, SequenceClosed("the cache was released"))
         elif job.cancelled:
             job.done = True
