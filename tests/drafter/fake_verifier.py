@@ -199,6 +199,7 @@ class FakeVerifier(exchange_pb2_grpc.DraftExchangeServiceServicer):
             reader, writer = await connection
             peer = Peer(first.drafters, context, "socket")
             peer.socket = writer
+        await context.write(exchange_pb2.JoinResponse())
         tasks = [asyncio.create_task(self._read_stream(peer, context))]
         if peer.socket is not None:
             tasks.append(asyncio.create_task(self._read_socket(peer, reader)))

@@ -371,9 +371,11 @@ class DrafterService:
             path = self.joined.socket_path.replace("@", "\0", 1)
             reader, self._writer = await asyncio.open_unix_connection(path)
             self.write(self.joined.socket_token)
+            await self._call.read()
             self._serving = asyncio.create_task(self._serve_socket(reader))
         else:
             await self._call.write(exchange_pb2.JoinRequest(use_stream=True))
+            await self._call.read()
             self._serving = asyncio.create_task(self._serve_stream())
         await until(lambda: self.infos in self._known())
 

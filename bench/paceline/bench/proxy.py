@@ -15,6 +15,7 @@ class Proxy:
     Attributes:
         delay: Of everything that is sent, one way. Unit: seconds.
         down: Whether new connections are refused.
+        connections: Number of connections that were accepted.
     """
 
     def __init__(self, target: str, delay: float = 0.0, path: Path | None = None) -> None:
@@ -22,6 +23,7 @@ class Proxy:
         self._path = path
         self.delay = delay
         self.down = False
+        self.connections = 0
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -68,6 +70,7 @@ class Proxy:
         except OSError:
             writer.transport.abort()
             return
+        self.connections += 1
         for source, sink in ((reader, far_writer), (far_reader, writer)):
             self._writers.add(sink)
             task = asyncio.create_task(self._pump(source, sink))
@@ -75,14 +78,30 @@ class Proxy:
             task.add_done_callback(self._tasks.discard)
 
     async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        try:
-            while data := await source.read(65536):
-                if self.delay:
-                    await asyncio.sleep(self.delay)
+        clock = asyncio.get_running_loop().time
+        delayed: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+
+        async def send() -> None:
+            while True:
+                due, data = await delayed.get()
+                await asyncio.sleep(max(0.0, due - clock()))
+                if not data:
+                    return
                 sink.write(data)
                 await sink.drain()
+
+        sending = asyncio.create_task(send())
+        # The other direction ends with its source, and this one with its own.
+        sending.add_done_callback(lambda _: sink.transport.abort())
+        try:
+            data = b"-"
+            while data:
+                data = await source.read(65536)
+                delayed.put_nowait((clock() + self.delay, data))
+            await sending
         except OSError:
             pass
         finally:
+            sending.cancel()
             self._writers.discard(sink)
             sink.transport.abort()

@@ -149,8 +149,14 @@ class _Verifier:
                 if not first.HasField("joined") or not first.joined.vocab_size:
                     raise _Ended("its first message does not introduce it as a verifier")
                 opened = await _open_socket(first.joined)
-                if opened is None:
-                    await _write(call, exchange_pb2.JoinRequest(use_stream=True))
+                try:
+                    if opened is None:
+                        await _write(call, exchange_pb2.JoinRequest(use_stream=True))
+                    await _read(call)  # from now on the verifier lists this service
+                except BaseException:
+                    if opened is not None:
+                        opened.close()
+                    raise
             await self._serve(call, first.joined, opened)
         finally:
             call.cancel()

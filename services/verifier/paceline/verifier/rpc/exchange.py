@@ -180,6 +180,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         """Use a connection until it ends; ``reading`` reads its next message."""
         loop = asyncio.get_running_loop()
         outgoing: asyncio.Queue[exchange_pb2.JoinResponse] = asyncio.Queue()
+        outgoing.put_nowait(exchange_pb2.JoinResponse())  # the service is listed when it is sent
         failed: asyncio.Future[None] = loop.create_future()
 
         def write(message: exchange_pb2.JoinResponse) -> None:
@@ -189,9 +190,9 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             loop.call_soon_threadsafe(partial(_set_error, failed, error))
 
         link = Link(drafters, write, end, framed)
-        writing = asyncio.create_task(_write_all(outgoing, context))
         self._links.append(link)
         self._engine.drafting(lambda drafting: drafting.join(link))
+        writing = asyncio.create_task(_write_all(outgoing, context))
         extra = {"carrier": verifier_pb2.Carrier.Name(link.carrier), "drafters": _names(drafters)}
         _log.info("a drafter service joined", extra=extra)
         try:
