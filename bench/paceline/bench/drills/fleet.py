@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
-from itertools import cycle, islice
 
 from paceline.bench.drills.drill import Drill, Outcome
-from paceline.bench.drills.load import Load, Text
+from paceline.bench.drills.load import Load
 from paceline.bench.drills.world import World
-from paceline.client import Chunk, Client, Generation
+from paceline.client import Client
 
 _GENERATIONS = 3  # at a time, as a multiple of those of other drills
-_MAX_HELD = 24  # generations that are begun until one is on the verifier to be killed
 
 
 async def three_verifiers(world: World) -> Outcome:
@@ -29,12 +26,23 @@ async def three_verifiers(world: World) -> Outcome:
         addresses = f"{kept.address},{killed.address},{drained.address}"
         client.set_verifiers(addresses)
         # It reads one token at a time, so that its generation has not ended when its verifier does.
-        slow = await stack.enter_async_context(Client(addresses, unread_chunks=1))
+        slow = await stack.enter_async_context(Client(killed.address, unread_chunks=1))
         async with services.load(concurrency=concurrency) as load:
             await load.more(concurrency)
             outcome.figures["slowest stall undisturbed s"] = _stall(load)
             outcome.checks["all three served"] = len(load.verifiers) == 3
-            held, chunks, text = await _held_at(killed.address, slow, world.texts)
+            text = world.texts[0]
+            held = slow.generate(
+                text.prompt,
+                max_new_tokens=len(text.expected),
+                temperature=1.0,
+                seed=text.seed,
+                ignore_eos=True,
+                drafter="none",
+            )
+            chunks = aiter(held)
+            await anext(chunks)
+            slow.set_verifiers(addresses)
             await asyncio.to_thread(killed.kill)
             await load.more(concurrency)
             async for _ in chunks:
@@ -58,36 +66,6 @@ async def three_verifiers(world: World) -> Outcome:
         await services.end(outcome)
     outcome.figures["generations at a time"] = concurrency
     return outcome
-
-
-async def _held_at(
-    address: str, client: Client, texts: list[Text]
-) -> tuple[Generation, AsyncGenerator[Chunk, None], Text]:
-    """A generation on a verifier, of which one chunk was read, with its other chunks and its text.
-
-    Raises:
-        RuntimeError: None of many generations is there.
-    """
-    elsewhere: list[Generation] = []
-    try:
-        for text in islice(cycle(texts), _MAX_HELD):
-            generation = client.generate(
-                text.prompt,
-                max_new_tokens=len(text.expected),
-                temperature=1.0,
-                seed=text.seed,
-                ignore_eos=True,
-                drafter="none",
-            )
-            chunks = aiter(generation)
-            await anext(chunks)
-            if generation.stats.verifiers[-1] == address:
-                return generation, chunks, text
-            elsewhere.append(generation)
-    finally:
-        for generation in elsewhere:
-            await generation.aclose()
-    raise RuntimeError(f"none of {_MAX_HELD} generations is on {address}")
 
 
 def _stall(load: Load) -> float:

@@ -6,7 +6,7 @@ RoPE are float32 for bfloat16 weights too; the compiled kernels keep all activat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
@@ -118,13 +118,20 @@ class Decoder:
             embedding = large("embedding", _EMBEDDING)
             assert not isinstance(embedding, PackedMatrix)
             self._embedding = plain(embedding, config.dtype).contiguous()
-        threads = torch.get_num_threads()
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            layer = partial(_layer, config, weights, shared)
-            self._layers = list(pool.map(layer, range(config.layers)))
-        torch.set_num_threads(threads)  # later threads begin with the newest setting of any
+        self._layers = self._load_layers(partial(_layer, config, weights, shared))
         self._rope = Rope(config, device)
         self._executor = Executor(self._record())
+
+    def _load_layers(self, load: Callable[[int], _Layer]) -> list[_Layer]:
+        """Load all layers: on a CPU one on each core, since most of it runs on one thread."""
+        indices = range(self.config.layers)
+        if self.device.type != "cpu":
+            return list(map(load, indices))
+        threads = torch.get_num_threads()
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            layers = list(pool.map(load, indices))
+        torch.set_num_threads(threads)  # later threads begin with the newest setting of any
+        return layers
 
     @staticmethod
     def load(
