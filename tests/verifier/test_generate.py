@@ -141,10 +141,13 @@ async def test_a_credit_comes_while_a_tree_is_on_its_way(client: Client, handle:
     await until(lambda: bool(service.paused))
     await call.write(granted(1))
     await service.answer()
-    responses = [await call.read() for _ in range(2)]
-    assert [each.position for each in responses] == [1, 2]
-    empty = verifier_pb2.NO_DRAFT_REASON_EMPTY
-    assert [(each.steps, each.no_draft) for each in responses] == [(1, empty)] * 2
+    steps = 0
+    while steps < 2:  # plain steps may be merged
+        round_ = await call.read()
+        assert round_.position == 1 + steps
+        assert round_.no_draft == verifier_pb2.NO_DRAFT_REASON_EMPTY
+        steps += round_.steps
+    assert steps == 2
     call.cancel()
 
 
