@@ -37,12 +37,13 @@ class RoundSpans:
 
     Attributes:
         traceparent: Of the generation's span.
+        parent: The same, parsed once; any thread may read it.
     """
 
     def __init__(self, tracer: Tracer, traceparent: str, parent: context.Context) -> None:
         self.traceparent = traceparent
         self._tracer = tracer
-        self._parent = parent
+        self.parent = parent
         self._open: OpenSpans | None = None
 
     def begin_draft(self, round_began: float) -> str:
@@ -56,7 +57,7 @@ class RoundSpans:
         """
         from opentelemetry.trace import set_span_in_context
 
-        began = self._tracer.start_span(Span.ROUND, self._parent, start_time=_ns(round_began))
+        began = self._tracer.start_span(Span.ROUND, self.parent, start_time=_ns(round_began))
         draft = self._tracer.start_span(Span.DRAFT, set_span_in_context(began))
         self._open = OpenSpans(began, draft)
         return traceparent_of(draft)
@@ -125,14 +126,14 @@ class Telemetry:
         parent = remote_context(traceparent)
         return None if parent is None else RoundSpans(self._tracer, traceparent, parent)
 
-    def answered(self, cache: Cache, output: StepOutput, traceparent: str) -> None:
-        """Report a step, or consecutive plain ones, after its tokens were sent."""
+    def answered(self, cache: Cache, output: StepOutput, spans: RoundSpans | None) -> None:
+        """Report a step, or consecutive plain ones, after its tokens were sent.
+
+        `spans` are its generation's; None: it is not traced.
+        """
         if self._metrics is not None:
             self._metrics.answered(cache, output)
-        if self._tracer is None or not traceparent:
-            return
-        parent = remote_context(traceparent)
-        if parent is None:
+        if self._tracer is None or spans is None:
             return
         from opentelemetry.trace import set_span_in_context
 
@@ -140,7 +141,7 @@ class Telemetry:
         if output.spans is not None:
             span = output.spans.round
         else:
-            span = self._tracer.start_span(Span.ROUND, parent, start_time=began)
+            span = self._tracer.start_span(Span.ROUND, spans.parent, start_time=began)
         verify = self._tracer.start_span(
             Span.VERIFY,
             set_span_in_context(span),

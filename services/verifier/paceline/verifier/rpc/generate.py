@@ -100,7 +100,7 @@ class GenerateStream:
         self._engine.decode(job)
         reading = asyncio.create_task(self._read_credits(job, context))
         try:
-            await self._answer(job, start.traceparent, context)
+            await self._answer(job, context)
         finally:
             reading.cancel()
             self._engine.cancel(job)  # no effect on a job that is done
@@ -117,7 +117,7 @@ class GenerateStream:
         while (request := await context.read()) is not grpc.aio.EOF:
             self._engine.grant(job, min(request.credits, _MAX_CREDITS))
 
-    async def _answer(self, job: Decode, traceparent: str, context: Any) -> None:
+    async def _answer(self, job: Decode, context: Any) -> None:
         """Send the tokens of a job as they are emitted."""
         done = False
         while not done:
@@ -135,7 +135,7 @@ class GenerateStream:
                 await context.write(_message(*map(self._round, outputs)))
             finally:  # a client that has the last token cancels the stream meanwhile
                 for output in outputs:
-                    self._telemetry.answered(self._cache, output, traceparent)
+                    self._telemetry.answered(self._cache, output, job.spans)
 
     def _round(self, output: StepOutput) -> verifier_pb2.Round:
         response = verifier_pb2.Round(
