@@ -8,7 +8,9 @@ import torch
 from paceline.decoder import Decoder, DecoderConfig, GraphRunner, LocalCache
 from paceline.kernels import PagedPlane, TreeSegment, attention, plan_trees
 from paceline.kv.selection import AttentionScores
-from paceline.verifier.engine.batch import BatchObserver
+from paceline.verifier.engine.batch import Batch, BatchObserver
+from paceline.verifier.engine.job import Prefill
+from paceline.verifier.engine.sequence import GenerationParams, Sequence
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.pool import PagePool, PoolView
 
@@ -167,3 +169,15 @@ def test_batches_beyond_every_shape_are_left_to_others(pool: PagePool) -> None:
     runner = GraphRunner(make_decoder(), PoolView(pool))
     segments = [TreeSegment(0, 0, None, 256), TreeSegment(0, 256, None, 1)]
     assert runner.forward([0] * 257, segments, [1]) is None
+
+
+def test_a_batch_that_needs_no_logits(request: pytest.FixtureRequest, pool: PagePool) -> None:
+    """A part of a prompt in the middle, which a graph can run."""
+    request.getfixturevalue("triton_on_cpu")
+    decoder, kv = make_decoder(), pool.allocate(256, None)
+    kv.reserve(20)
+    batch = Batch()
+    batch.add_prefill(Prefill(Sequence(GenerationParams(tuple(range(9))), kv)), 6)
+    logits, _ = batch.forward(decoder, GraphRunner(decoder, PoolView(pool)))
+    assert logits.shape == (0, 50)
+    kv.close()

@@ -215,13 +215,13 @@ class Batch:
             states any sequence keeps.
         """
         taps = sorted(self._taps)
+        every = len(self._logit_rows) == len(self.tokens)
+        rows = torch.tensor(self._logit_rows, dtype=torch.int64, device=decoder.device)
         if graphs is not None:
             result = self._replay(decoder, graphs, taps)
             if result is not None:
-                logits = result.logits[torch.tensor(self._logit_rows, device=decoder.device)]
+                logits = result.logits if every else result.logits[rows]
                 return logits, dict(zip(taps, result.taps, strict=True))
-        every = len(self._logit_rows) == len(self.tokens)
-        rows = torch.tensor(self._logit_rows, dtype=torch.int64, device=decoder.device)
         result = decoder.forward(
             torch.tensor(self.tokens, device=decoder.device),
             plan_trees(self._blocks, device=decoder.device),
