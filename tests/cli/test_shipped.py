@@ -38,6 +38,7 @@ def test_drafters_are_found_by_the_weights_of_their_target(target: Path, tmp_pat
     ]
     untrained = ["ngram=ngram", f"selfspec=selfspec:{target},weights=int4"]
     assert shipped.drafters_for(target) == untrained
+    assert shipped.drafters_for(target, "cuda:0") == ["ngram=ngram"], "no second copy on a GPU"
 
 
 @pytest.mark.skipif(cpu_kernels().library is None, reason="selfspec needs native kernels to pay")

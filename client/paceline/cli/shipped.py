@@ -22,9 +22,10 @@ def drafters_for(target: Path, device: str = "cpu", weights: str = "auto") -> li
     """What to load for a target: the drafters trained for it, and `ngram`.
 
     Trained drafters look up earlier text first; native CPU kernels run them in 8 bits. Without any,
-    `ngram` and `selfspec` with the target's own weights in 4 bits. A large target in bfloat16 or
-    float32 on a CPU has `selfspec` first: a step in 4 bits takes a third of the time and usually
-    has the same token. Imports torch.
+    `ngram`, and on a CPU `selfspec` with the target's own weights in 4 bits: on a GPU that is a
+    second copy in the verifier's format. A large target in bfloat16 or float32 on a CPU has
+    `selfspec` first: a step in 4 bits takes a third of the time and usually has the same token.
+    Imports torch.
 
     Args:
         target: Hugging Face folder or GGUF file.
@@ -59,7 +60,7 @@ def drafters_for(target: Path, device: str = "cpu", weights: str = "auto") -> li
     own = f"selfspec=selfspec:{target},weights=int4"
     if native and _is_wide(model, weights):
         return [f"{own},lookup=true", *trained, "ngram=ngram"]
-    return [*trained, "ngram=ngram"] if trained else ["ngram=ngram", own]
+    return [*trained, "ngram=ngram"] if trained or device != "cpu" else ["ngram=ngram", own]
 
 
 def _is_wide(model: ModelSource, weights: str) -> bool:
