@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from paceline.decoder import DeviceLost
 from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update
 from paceline.drafter.session import Drafted, Session
 from paceline.drafter.worker import SLICE, DraftWorker, Job
@@ -154,3 +155,26 @@ async def test_an_error_of_a_posted_call_reaches_its_caller(worker: DraftWorker)
     with pytest.raises(ZeroDivisionError):
         await worker.run(lambda: 1 // 0)
     assert await worker.run(lambda: 7) == 7
+
+
+async def test_a_failure_that_lasts_ends_the_service() -> None:
+    """One round may fail without it; after each failure the device is asked."""
+    lost: list[Exception] = []
+    worker = DraftWorker(find_fault=lambda: lost[0] if lost else None)
+    worker.start()
+    try:
+        drafter = FakeDrafter()
+        drafter.poison = 13
+        session = drafting(drafter)
+        for _ in range(2):
+            with pytest.raises(RuntimeError):
+                await round_of(worker, session, 13)
+            assert (await round_of(worker, session, 6)).tree.tokens == (6,)
+            assert not worker.fault.done()
+        lost.append(DeviceLost("the GPU fails every call"))
+        with pytest.raises(RuntimeError):
+            await round_of(worker, session, 13)
+        with pytest.raises(DeviceLost, match="fails every call"):
+            await asyncio.wrap_future(worker.fault)
+    finally:
+        worker.stop()

@@ -14,13 +14,13 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from verifier_support import CONTEXT, serving
 
-from paceline.decoder import Decoder
+from paceline.decoder import Decoder, DeviceLost
 from paceline.kernels import SamplingParams
 from paceline.kv.selection import AttentionScores
 from paceline.tree import TokenTree
 from paceline.v1 import verifier_pb2
 from paceline.verifier.engine import engine as engine_module
-from paceline.verifier.engine.engine import DeviceLost, Engine
+from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Decode, Draft, EngineJob, Prefill, StepFailed
 from paceline.verifier.engine.sequence import GenerationParams, Sequence
 from paceline.verifier.kv.layout import KvLayout
@@ -179,7 +179,9 @@ async def test_a_lost_device_ends_the_verifier(
                 await client.create([3, 1, 4])
             call = client.stub.GetModel(verifier_pb2.GetModelRequest())
             assert (await call).name == "Llama", "a step may fail without the device"
-            monkeypatch.setattr(engine_module, "device_lost", lambda device: True)
+            monkeypatch.setattr(
+                engine_module, "device_lost", lambda device: DeviceLost("the GPU fails every call")
+            )
             with pytest.raises(grpc.aio.AioRpcError):
                 await client.create([3, 1, 4])
             assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING

@@ -2,7 +2,7 @@
 
 from paceline.decoder.cache import LocalCache
 from paceline.decoder.config import WEIGHTS, DecoderConfig, UnsupportedModelError
-from paceline.decoder.device import ACCELERATORS, find_device, use_device
+from paceline.decoder.device import ACCELERATORS, DeviceLost, device_lost, find_device, use_device
 from paceline.decoder.graphs import GraphRunner
 from paceline.decoder.invariance import BatchInvariance, check_batch_invariance
 from paceline.decoder.model import AttentionObserver, Decoder, ForwardResult
@@ -19,6 +19,7 @@ __all__ = [
     "BatchInvariance",
     "Decoder",
     "DecoderConfig",
+    "DeviceLost",
     "ForwardResult",
     "GraphRunner",
     "KVCacheView",
@@ -28,6 +29,7 @@ __all__ = [
     "Publication",
     "UnsupportedModelError",
     "check_batch_invariance",
+    "device_lost",
     "find_device",
     "load_config",
     "open_model",

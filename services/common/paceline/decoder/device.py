@@ -59,3 +59,19 @@ def use_device(device: torch.device | str) -> None:
     device = torch.device(device)
     if device.type in ACCELERATORS:
         torch.get_device_module(device).set_device(device)
+
+
+class DeviceLost(Exception):
+    """The device fails every call; only a new process can use it again."""
+
+
+def device_lost(device: torch.device | str) -> DeviceLost | None:
+    """The error if every call of an accelerator fails, as on a GPU after a fault in a kernel."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return None
+    try:
+        torch.accelerator.synchronize(device)
+    except RuntimeError as error:
+        return DeviceLost(f"{device} fails every call since an error in a kernel: {error}")
+    return None

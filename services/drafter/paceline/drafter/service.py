@@ -162,8 +162,13 @@ class DrafterService:
         self.exchange.start()
 
     async def fault(self) -> None:
-        """Never returns: every failure is that of one drafter, sequence or verifier."""
-        await asyncio.Future()
+        """Wait until the device is lost: every other failure is that of one drafter, sequence or
+        verifier.
+
+        Raises:
+            DeviceLost: It is.
+        """
+        await asyncio.shield(asyncio.wrap_future(self._worker.fault))
 
     async def drain(self) -> None:
         """Refuse new sequences, and return when verifiers have closed all open ones."""
@@ -237,7 +242,8 @@ def build_service(
     allowed = [*roots, *folders] if roots else [f for each in folders for f in (each, each.parent)]
     if overlap is None:
         overlap = resources.device != "cpu"
-    worker = DraftWorker(_thread_setup(resources.device), overlap=overlap)
+    prepare, find_fault = _device_calls(resources.device)
+    worker = DraftWorker(prepare, overlap=overlap, find_fault=find_fault)
 
     def dispose(drafter: Drafter) -> None:
         worker.post(drafter.close)
@@ -295,13 +301,15 @@ def drafting_device(name: str) -> str:
     return str(find_device(name, preferred=1))
 
 
-def _thread_setup(device: str) -> Callable[[], None] | None:
-    """Function that selects a GPU on the calling thread; None for the CPU."""
+def _device_calls(
+    device: str,
+) -> tuple[Callable[[], None] | None, Callable[[], Exception | None] | None]:
+    """Functions that select a GPU on the calling thread, and check it; None for the CPU."""
     if device == "cpu":
-        return None
-    from paceline.decoder import use_device
+        return None, None
+    from paceline.decoder import device_lost, use_device
 
-    return partial(use_device, device)
+    return partial(use_device, device), partial(device_lost, device)
 
 
 def _has_driver() -> bool:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -54,10 +55,27 @@ class DraftWorker:
     until it was closed, only the thread touches a session.
     """
 
-    def __init__(self, prepare: Callable[[], None] | None = None, *, overlap: bool = False) -> None:
-        """Create a worker; ``prepare`` runs first on its thread."""
+    def __init__(
+        self,
+        prepare: Callable[[], None] | None = None,
+        *,
+        overlap: bool = False,
+        find_fault: Callable[[], Exception | None] | None = None,
+    ) -> None:
+        """Create a worker.
+
+        Args:
+            prepare: Runs first on its thread.
+            overlap: Whether an idle thread drafts ahead.
+            find_fault: Called after a failure: the error because of which every call will fail, or
+                None.
+        """
         self._prepare = prepare
         self._overlap = overlap
+        self._find_fault = find_fault
+        self._failed = False
+        self.fault: Future[None] = Future()
+        """Fails with what ``find_fault`` returned."""
         self._waiter = Waiter()
         self._calls: deque[Callable[[], None]] = deque()
         # Reentrant, since a finalizer that posts may run anywhere.
@@ -164,7 +182,7 @@ class DraftWorker:
         self._ahead.pop(session, None)
         self._prefilling = [job for job in self._prefilling if job.session is not session]
         self._jobs = [job for job in self._jobs if job.session is not session]
-        _run_logged(session.close)
+        self._run_logged(session.close)
 
     def _stop(self) -> None:
         self._stopping = True
@@ -173,7 +191,10 @@ class DraftWorker:
         if self._prepare is not None:
             self._prepare()
         while not self._stopping:
-            _run_logged(self._pass)
+            self._run_logged(self._pass)
+            if self._failed:
+                self._failed = False
+                self._check_fault()
 
     def _pass(self) -> None:
         """Wait for work and do it.
@@ -185,9 +206,9 @@ class DraftWorker:
         for descriptor in self._waiter.wait(0 if busy else None):
             read = self._readers.get(descriptor)
             if read is not None:  # else an earlier one of this pass removed it
-                _run_logged(read)
+                self._run_logged(read)
         while self._calls:
-            _run_logged(self._calls.popleft())
+            self._run_logged(self._calls.popleft())
         jobs, self._jobs = self._jobs, []
         self._serve(jobs)
         self._flush()
@@ -205,7 +226,7 @@ class DraftWorker:
         while self._flushes:
             flushes, self._flushes = self._flushes, {}
             for flush in flushes:
-                _run_logged(flush)
+                self._run_logged(flush)
 
     def _serve(self, jobs: list[Job]) -> None:
         batches: dict[Drafter, list[Job]] = {}
@@ -225,7 +246,7 @@ class DraftWorker:
             try:
                 session.extend(job.update)
             except Exception as error:
-                job.answer(error)
+                self._fail(job, error)
                 return False
             job.extended = True
             job.worked = time.monotonic() - begun
@@ -247,7 +268,7 @@ class DraftWorker:
                 raise ValueError(f"{len(trees)} trees for {len(jobs)} sequences")
         except Exception as error:
             if len(jobs) == 1:
-                jobs[0].answer(error)
+                self._fail(jobs[0], error)
                 return
             for job in jobs:  # so that only the faulty one fails
                 self._draft(drafter, [job])
@@ -256,13 +277,13 @@ class DraftWorker:
         for job, tree in zip(jobs, trees, strict=True):
             if self._overlap:
                 self._ahead[job.session] = None
-            result: Drafted | Exception
             try:
                 waited = begun - job.arrived - job.worked
                 result = job.session.finish(Drafted(tree, job.worked + spent, waited))
             except Exception as error:
-                result = error
-            job.answer(result)
+                self._fail(job, error)
+            else:
+                job.answer(result)
 
     def _prefill_slice(self) -> None:
         """Process one slice of the backlog of a waiting round, in round-robin order."""
@@ -277,7 +298,7 @@ class DraftWorker:
         try:
             job.session.sequence.warm(SLICE)
         except Exception as error:
-            job.answer(error)
+            self._fail(job, error)
             return
         job.worked += time.monotonic() - begun
         self._serve([job])
@@ -286,7 +307,7 @@ class DraftWorker:
         """Process one slice of the backlog of a session without a round."""
         session = next(iter(self._idle))
         del self._idle[session]
-        if _run_logged(lambda: session.sequence.warm(SLICE)):
+        if self._run_logged(lambda: session.sequence.warm(SLICE)):
             self.catch_up(session)
 
     def _draft_ahead(self) -> None:
@@ -294,17 +315,27 @@ class DraftWorker:
         drafter = next(iter(self._ahead)).drafter
         sessions = {each.sequence: each for each in self._ahead if each.drafter is drafter}
         going: list[object] = []
-        _run_logged(lambda: going.extend(drafter.draft_ahead(list(sessions))))
+        self._run_logged(lambda: going.extend(drafter.draft_ahead(list(sessions))))
         for sequence, session in sessions.items():
             if sequence not in going:
                 del self._ahead[session]
 
+    def _fail(self, job: Job, error: Exception) -> None:
+        self._failed = True
+        job.answer(error)
 
-def _run_logged(call: Callable[[], None]) -> bool:
-    """Run a function and log what it raises. Returns whether it raised nothing."""
-    try:
-        call()
-    except Exception:
-        logger.exception("the drafting thread goes on after an error")
-        return False
-    return True
+    def _run_logged(self, call: Callable[[], None]) -> bool:
+        """Run a function and log what it raises. Returns whether it raised nothing."""
+        try:
+            call()
+        except Exception:
+            self._failed = True
+            logger.exception("the drafting thread goes on after an error")
+            return False
+        return True
+
+    def _check_fault(self) -> None:
+        fault = None if self._find_fault is None else self._find_fault()
+        if fault is not None and not self.fault.done():
+            logger.critical("%s: the drafter service ends", fault)
+            self.fault.set_exception(fault)

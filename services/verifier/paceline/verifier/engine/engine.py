@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from paceline.decoder import Decoder, GraphRunner, use_device
+from paceline.decoder import Decoder, GraphRunner, device_lost, use_device
 from paceline.tree import MAX_NODES, TokenTree
 from paceline.verifier.engine.acceptance import accept_batch
 from paceline.verifier.engine.batch import Batch
@@ -47,10 +47,6 @@ _MESSAGE_GAP = 0.030
 
 A message takes about 1 ms of processor time from the steps: the event loop writes it, and the
 client's process wakes up and reads it."""
-
-
-class DeviceLost(Exception):
-    """The device fails every call; only a new process can use it again."""
 
 
 class Engine:
@@ -459,23 +455,11 @@ class Engine:
             self._thread.call_loop(partial(_notify_all, jobs))
 
     def _check_device(self) -> None:
-        if not self._lost.done() and device_lost(self.device):
-            _log.critical("the device fails every call: the verifier has to be restarted")
-            lost = DeviceLost(f"{self.device} fails every call since an error in a kernel")
+        if not self._lost.done() and (lost := device_lost(self.device)):
+            _log.critical("%s: the verifier ends", lost)
             self._lost.set_exception(lost)
 
 
 def _notify_all(jobs: Items[EngineJob]) -> None:
     for job in jobs:
         job.notify()
-
-
-def device_lost(device: torch.device) -> bool:
-    """Whether every call of an accelerator fails, as on a GPU after a fault in a kernel."""
-    if device.type == "cpu":
-        return False
-    try:
-        torch.accelerator.synchronize(device)
-    except RuntimeError:
-        return True
-    return False
