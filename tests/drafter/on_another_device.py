@@ -26,7 +26,9 @@ from paceline.drafter.methods.base import (
     Update,
 )
 from paceline.drafter.methods.beam import Ranked, Ranker
+from paceline.drafter.methods.layers import linear
 from paceline.kernels import attention
+from paceline.kernels.blocks import quantise
 from paceline.kernels.dense import DenseBackend
 from paceline.service.sampling import sampling_params
 from paceline.tree import TokenTree
@@ -144,6 +146,18 @@ def test_trees_are_those_of_the_cpu(
             for tree, right in zip(found, expected, strict=True):
                 assert (tree.tokens, tree.parents) == (right.tokens, right.parents)
                 assert tree.confidences == pytest.approx(right.confidences, rel=1e-4)
+
+
+def test_weights_in_8_bits_are_rounded_on_the_device() -> None:
+    """The compiled kernels, which would read them, are of the CPU."""
+    weight, x = torch.randn(48, 64), torch.randn(3, 64)
+    right = x @ quantise(weight, 8).dequantise().T
+    with another_device():
+        layer = linear([weight.to("other")], int8=True)
+        assert layer.packed is None
+        found = layer(x.to("other"))
+        assert isinstance(found, OnDevice)
+    torch.testing.assert_close(found.inner, right)
 
 
 def test_candidates_are_selected_on_the_device() -> None:

@@ -8,14 +8,24 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from kernel_cases import make_case
 
-from paceline.kernels import _compile, _native, attention, backend_for, row_kernels
+from paceline.kernels import (
+    LayerTable,
+    _compile,
+    _native,
+    attention,
+    backend_for,
+    raw_logprobs,
+    row_kernels,
+)
+from paceline.kernels.linear import multiply, pack
 from paceline.kernels.rows import TorchRows
 
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
@@ -152,3 +162,20 @@ def test_the_build_imports_no_torch() -> None:
 def test_head_sizes_without_whole_vectors_run_on_torch(heads: tuple[int, int, int]) -> None:
     case = make_case(0, 300, (-1, 0, 0, 1), heads)
     torch.testing.assert_close(case.run()[3], case.run_alone(3)[0])
+
+
+@pytest.mark.skipif(_native.library() is None, reason="no compiled kernels")
+def test_a_tensor_of_another_device_is_refused_by_its_name() -> None:
+    """C would take its address for one in main memory."""
+    elsewhere = torch.empty(64, 64, device="meta")
+    packed = pack(torch.zeros(64, 64))
+    calls: dict[str, Callable[[], object]] = {
+        "logits": lambda: raw_logprobs(elsewhere[0], 0, 0),
+        "x": lambda: multiply(elsewhere, packed),
+        "values": lambda: replace(packed, values=packed.values.to("meta")).matrix(),
+        "a cache": lambda: LayerTable([(elsewhere[None], elsewhere[None])]),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=f"^{name} is on meta, expected the CPU"):
+            call()
+    assert LayerTable.of([(elsewhere[None], elsewhere[None])]) is None

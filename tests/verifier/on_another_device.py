@@ -43,13 +43,18 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3, "presence_penalty": 0.3}])
-async def test_same_tokens(folder: Path, tmp_path: Path, sampling: dict[str, Any]) -> None:
+@pytest.mark.parametrize("top_logprobs", [0, 3])
+async def test_same_tokens(
+    folder: Path, tmp_path: Path, sampling: dict[str, Any], top_logprobs: int
+) -> None:
     """Plain and in trees, with a fork of another text and hidden states that are kept."""
     prompt = text(3, 60)
     fields = {
         "sampling": sampling_pb2.SamplingParams(**sampling),
         "max_new_tokens": 12,
         "ignore_eos": True,
+        "top_logprobs": top_logprobs,
+        "prompt_logprobs": 1,
     }
     options: dict[str, Any] = {"kv_bytes": 1 << 24, "max_sequences": 8}
     async with serving(folder, tmp_path / "p.sock", **options) as client:

@@ -25,6 +25,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from paceline.kernels import _compile
 
@@ -49,6 +50,17 @@ class CpuKernels:
     level: str
     library: ctypes.CDLL | None
     origin: str
+
+
+def address(tensor: Tensor, name: str) -> int:
+    """Address of a tensor for a native call.
+
+    Raises:
+        ValueError: It is not on the CPU. C would read an address of another device.
+    """
+    if not tensor.is_cpu:
+        raise ValueError(f"{name} is on {tensor.device}, expected the CPU for compiled CPU kernels")
+    return tensor.data_ptr()
 
 
 def library() -> ctypes.CDLL | None:

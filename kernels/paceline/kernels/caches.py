@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from paceline.kernels._native import address
+
 SCALE_BYTES = 4
 _LARGEST = 127
 _MIN_LARGEST = 2.0**-100
@@ -134,7 +136,8 @@ class KVCacheView(Protocol):
 
     @property
     def table(self) -> LayerTable | None:
-        """Addresses of all layers, made anew when the memory changes; None: KV in pages."""
+        """Addresses of all layers, made anew when the memory changes; None: KV in pages, or not on
+        the CPU."""
         ...
 
     def layer(self, index: int) -> tuple[Plane, Plane]:
@@ -157,8 +160,13 @@ class LayerTable:
         dtype: Type of keys and values.
     """
 
+    @classmethod
+    def of(cls, layers: Sequence[tuple[Tensor, Tensor]]) -> LayerTable | None:
+        """The table of planes; None if they are not on the CPU."""
+        return cls(layers) if layers[0][0].is_cpu else None
+
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Make the table of planes ``[Hkv, capacity, D]`` of one shape and type.
+        """Make the table of planes ``[Hkv, capacity, D]`` of one shape and type, on the CPU.
 
         Raises:
             ValueError: Shapes or types differ, or a last dimension is not dense.
@@ -174,5 +182,4 @@ class LayerTable:
                     f"a plane is {plane.dtype} {tuple(plane.shape)} with strides {plane.stride()}, "
                     f"expected {self.dtype} {tuple(first.shape)} with a dense last dimension"
                 )
-            for at, number in enumerate((plane.data_ptr(), plane.stride(0), plane.stride(1))):
-                self._rows[3 * index + at] = number
+            self._rows[3 * index : 3 * index + 3] = [address(plane, "a cache"), *plane.stride()[:2]]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paceline.kernels._native import LANES, library
+from paceline.kernels._native import LANES, address, library
 from paceline.kernels.attention import tree_attention
 from paceline.kernels.caches import LayerTable
 from paceline.kernels.dense import Probe
@@ -64,7 +64,7 @@ def probe_rows(probes: Sequence[Probe]) -> ctypes.Array[_Probe]:
     rows = (_Probe * len(probes))()
     for row, probe in zip(rows, probes, strict=True):
         row.block, row.node, row.weights = probe.segment, probe.node, probe.weights
-        row.stride, row.out = probe.out.stride(0), probe.out.data_ptr()
+        row.stride, row.out = probe.out.stride(0), address(probe.out, "a probe's output")
     return rows
 
 
@@ -251,10 +251,10 @@ class NativeProgram:
             rows=plan.rows,
             selected=logits.shape[0],
             threads=torch.get_num_threads(),
-            tokens=None if tokens is None else tokens.data_ptr(),
-            position=plan.positions.data_ptr(),
-            selection=None if selection is None else selection.data_ptr(),
-            table=call.table.data_ptr(),
+            tokens=None if tokens is None else address(tokens, "tokens"),
+            position=address(plan.positions, "positions"),
+            selection=None if selection is None else address(selection, "selection"),
+            table=address(call.table, "table"),
             sequences=len(tables),
             caches=ctypes.addressof(caches),
             kv_type=CACHE_TYPES.index(tables[0].dtype),
@@ -269,13 +269,13 @@ class NativeProgram:
             queries=self._query_table(call.queries, queries, kept),
         )
         if inputs is not None:
-            run.inputs, run.inputs_bf16 = inputs.data_ptr(), inputs.dtype == torch.bfloat16
+            run.inputs, run.inputs_bf16 = address(inputs, "inputs"), inputs.dtype == torch.bfloat16
         if call.contexts:
             self._add_contexts(run, call, kept)
-        address = ctypes.addressof(run)
-        memory = self._reserve(self._bytes(self._address, address))
+        at = ctypes.addressof(run)
+        memory = self._reserve(self._bytes(self._address, at))
         run.memory = memory.data_ptr()
-        failed = self._run(self._address, address)
+        failed = self._run(self._address, at)
         if failed == _OUT_OF_MEMORY:
             raise MemoryError(f"no memory for the scores of {plan.rows} rows: send smaller batches")
         if failed:
@@ -288,14 +288,14 @@ class NativeProgram:
     def _translate(self, op: Operation) -> _Operation:
         weights: list[int | None] = [None, None]
         if isinstance(op.table, Tensor):
-            weights[0] = op.table.data_ptr()
+            weights[0] = address(op.table, "an embedding")
         elif op.table is not None:
             weights[1] = self._matrix(op.table)
         if op.matrix is not None:
             assert op.matrix.packed is not None
             weights[0] = self._matrix(op.matrix.packed)
         for index, norm in enumerate(op.norms):
-            weights[index] = norm.weight.data_ptr()
+            weights[index] = address(norm.weight, "a norm")
         return _Operation(
             kind=op.kind,
             source=op.source,

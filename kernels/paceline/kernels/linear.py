@@ -18,7 +18,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from paceline.kernels._native import library
+from paceline.kernels._native import address, library
 from paceline.kernels.blocks import BLOCK, Blocks
 
 ALIGNMENT = 64
@@ -89,7 +89,7 @@ class NativeLinear:
         rows, at = len(x), ctypes.addressof(matrix)
         out = torch.empty(rows, matrix.outs)
         scratch = torch.empty(self._scratch(at, rows), dtype=torch.uint8)
-        self._multiply(at, x.data_ptr(), rows, scratch.data_ptr(), out.data_ptr())
+        self._multiply(at, address(x, "x"), rows, scratch.data_ptr(), out.data_ptr())
         return out
 
 
@@ -220,14 +220,14 @@ class PackedMatrix:
 
     def matrix(self) -> CMatrix:
         """The argument of the C kernels; valid as long as this object lives."""
-        address = {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
+        found = {name: address(tensor, name) for name, tensor in self.tensors().items()}
         return CMatrix(
             outs=self.outs,
             ins=self.ins,
             format=FORMATS.index(self.format),
             scales_f16=self.scales is not None and self.scales.dtype is torch.float16,
             offset=self.offset,
-            **address,
+            **found,
         )
 
 

@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.kernels._native import library
+from paceline.kernels._native import address, library
 from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox_words
 
 
@@ -332,7 +332,9 @@ def _logsumexp(values: Tensor) -> float:
     if native is None:
         return float(values.double().logsumexp(0))
     dense, memory = values.contiguous(), np.empty(values.numel(), np.float32)
-    total: float = _logsumexp_of(native)(dense.data_ptr(), dense.numel(), memory.ctypes.data)
+    total: float = _logsumexp_of(native)(
+        address(dense, "logits"), dense.numel(), memory.ctypes.data
+    )
     return total
 
 
@@ -346,7 +348,7 @@ def _exponentials(values: Tensor) -> tuple[NDArray[np.float32], float]:
     out = np.empty(dense.numel(), np.float32)
     peak = ctypes.c_float()
     total: float = _exponentials_of(native)(
-        dense.data_ptr(), dense.numel(), ctypes.byref(peak), out.ctypes.data
+        address(dense, "logits"), dense.numel(), ctypes.byref(peak), out.ctypes.data
     )
     return out, total
 
@@ -388,7 +390,7 @@ def best_candidates(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
     ids = torch.empty(rows, width, dtype=torch.int64)
     logs = torch.empty(rows, width)
     native.paceline_candidates(
-        ctypes.c_void_p(scores.data_ptr()),
+        ctypes.c_void_p(address(scores, "scores")),
         *map(ctypes.c_int64, (scores.stride(0), rows, count, width)),
         ctypes.c_void_p(ids.data_ptr()),
         ctypes.c_void_p(logs.data_ptr()),

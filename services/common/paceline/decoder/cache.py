@@ -100,7 +100,7 @@ class LocalCache:
     def _keep(self, store: Tensor) -> None:
         self._store = store
         self._views = [(both[0], both[1]) for both in store]
-        self.table = LayerTable(self._views)
+        self.table = LayerTable.of(self._views)
 
     def _allocate(self, capacity: int) -> Tensor:
         with torch.inference_mode(False):  # tensors of inference mode are read-only outside of it

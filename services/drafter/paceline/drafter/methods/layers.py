@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from paceline.decoder import UnsupportedModelError, open_model
 from paceline.decoder.config import check_rope, rope_frequencies
 from paceline.decoder.model_source import remembered
-from paceline.decoder.weights import Checkpoint, Linear
+from paceline.decoder.weights import Checkpoint, Linear, plain
 from paceline.kernels import Heads, Norm, Recorder
 from paceline.kernels.blocks import quantise
 
@@ -294,10 +294,14 @@ class LayerWeights:
 def linear(parts: Sequence[Tensor], int8: bool) -> Linear:
     """Returns linear layers ``[out, in]`` of one input as one layer.
 
-    With ``int8`` the weights get 8 bits in blocks of 32, so ``in`` must be a multiple of 32.
+    With ``int8`` the weights get 8 bits in blocks of 32, so ``in`` must be a multiple of 32. Off
+    the CPU they are rounded to such blocks and stored as they came.
     """
     weight = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-    return Linear(quantise(weight.float(), 8) if int8 else weight)
+    if not int8:
+        return Linear(weight)
+    blocks = quantise(weight.float(), 8)
+    return Linear(blocks if weight.device.type == "cpu" else plain(blocks, weight.dtype))
 
 
 class RmsNorm(nn.Module):

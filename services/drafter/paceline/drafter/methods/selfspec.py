@@ -178,7 +178,7 @@ class SelfSpecSequence(BeamSequence):
         with torch.inference_mode(False):
             store = torch.zeros(shape, dtype=config.dtype, device=decoder.device)
         self._layers = [(both[0], both[1]) for both in store]
-        self.table = LayerTable(self._layers)
+        self.table = LayerTable.of(self._layers)
 
 
 _SHARED_WEIGHTS_TIMEOUT = 60.0

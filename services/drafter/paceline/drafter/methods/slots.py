@@ -92,7 +92,7 @@ class WindowCache:
     def _keep(self, store: Tensor) -> None:
         self._store = store
         self._views = [(both[0], both[1]) for both in store]
-        self.table = LayerTable(self._views)
+        self.table = LayerTable.of(self._views)
 
     def _allocate(self, slots: int) -> Tensor:
         with torch.inference_mode(False):  # otherwise only inference mode could write to it

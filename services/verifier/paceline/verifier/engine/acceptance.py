@@ -66,16 +66,18 @@ class Sampler:
         """The token after ``node`` (-1: the anchor)."""
         generation, history = self._sequence.generation, self._sequence.history
         guide, logits = self._sequence.guide, self._logits[node + 1]
-        allowed = logits if guide is None else guide.mask(logits.cpu())
+        if self._tokens is None or generation.top_logprobs is not None:
+            logits = logits.cpu()
+        allowed = logits if guide is None else guide.mask(logits)
         if self._tokens is not None:
             token = self._tokens[node + 1]
         elif self._argmax:
             # numpy's argmax returns the lowest of equal values too, in a twentieth of torch's time.
-            token = int(allowed.float().cpu().numpy().argmax())
+            token = int(allowed.float().numpy().argmax())
         elif node + 1 < len(self._chain):
-            token = self._accept_or_resample(node + 1, allowed.cpu())
+            token = self._accept_or_resample(node + 1, allowed)
         else:
-            token = choose_token(allowed.cpu(), generation.sampling, len(history), history)
+            token = choose_token(allowed, generation.sampling, len(history), history)
         history.push(token)
         if guide is not None:
             guide.push(token)

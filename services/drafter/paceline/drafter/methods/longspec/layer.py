@@ -34,7 +34,7 @@ class TargetKv:
         if len(parts) > 1 or (first.dtype, first.device) != (own.dtype, own.device):
             parts = [self._copy(parts)]
         (self._planes,) = parts
-        self.table = LayerTable([self._planes])
+        self.table = LayerTable.of([self._planes])
         return Context(self, self._planes[0].shape[1])
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
