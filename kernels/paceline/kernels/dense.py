@@ -162,5 +162,6 @@ def _seen(segment: TreeSegment, window: int | None) -> Tensor:
     seen[:, segment.start :] = torch.from_numpy(segment.ancestors())
     if window is not None:
         at = torch.tensor(segment.depths) + segment.start
-        seen &= torch.cat([torch.arange(segment.start), at])[None, :] > at[:, None] - window
+        new = at[: segment.stop - segment.start]
+        seen &= torch.cat([torch.arange(segment.start), new])[None, :] > at[:, None] - window
     return seen

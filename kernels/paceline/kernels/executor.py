@@ -19,7 +19,13 @@ from paceline.kernels.caches import LayerTable
 from paceline.kernels.dense import Probe
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program
 from paceline.kernels.rows import row_kernels
-from paceline.kernels.trees import MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees
+from paceline.kernels.trees import (
+    MAX_TREE_NODES,
+    ContextSegment,
+    TreePlan,
+    TreeSegment,
+    plan_trees,
+)
 
 if TYPE_CHECKING:
     from paceline.kernels.linear import PackedMatrix
@@ -486,31 +492,17 @@ def _attend(program: Program, op: Operation, call: Pass, q: Tensor) -> Tensor:
 
 
 def _attend_context(program: Program, op: Operation, call: Pass, q: Tensor) -> Tensor:
-    """Attention of all rows of a block to the same keys.
-
-    They are passed as query heads of one row at the end of the context: keys are read once for all
-    of them. Blocks of one length share a call.
-    """
-    plan, kv_heads, dim = call.plan, program.heads.kv_heads, program.heads.dim
-    pairs = [context.cache.layer(op.layer) for context in call.contexts]
-    keys, values = [keys for keys, _ in pairs], [values for _, values in pairs]
-    out = torch.empty(plan.rows, program.heads.q_heads * dim, dtype=program.dtype, device=q.device)
-    for length in {segment.length for segment in plan.segments}:
-        blocks = [i for i, segment in enumerate(plan.segments) if segment.length == length]
-        of = [plan.segments[i].sequence for i in blocks]
-        rows = torch.tensor([plan.offsets[i] for i in blocks], device=q.device)
-        rows = (rows[:, None] + torch.arange(length, device=q.device)).flatten()
-        ends = plan_trees(
-            [TreeSegment(i, call.contexts[i].length - 1, None, 1) for i in of], device=plan.device
-        )
-        packed = q[rows].view(len(blocks), length, kv_heads, -1, dim).transpose(1, 2)
-        attended = tree_attention(
-            packed.reshape(len(blocks), -1, dim), keys, values, ends,
-            scale=dim**-0.5, window=op.window or None,
-        )  # fmt: skip
-        attended = attended.view(len(blocks), kv_heads, length, -1, dim).transpose(1, 2)
-        out[rows] = attended.reshape(len(rows), -1).to(program.dtype)
-    return out
+    """Attention of all rows of a block to the same keys."""
+    keys, values = zip(*(each.cache.layer(op.layer) for each in call.contexts), strict=True)
+    blocks = [
+        ContextSegment(block.sequence, call.contexts[block.sequence].length - 1, None, block.length)
+        for block in call.plan.segments
+    ]
+    attended = tree_attention(
+        q, keys, values, plan_trees(blocks, device=call.plan.device),
+        scale=program.heads.dim**-0.5, window=op.window or None,
+    )  # fmt: skip
+    return attended.flatten(1).to(program.dtype)
 
 
 class Executor:

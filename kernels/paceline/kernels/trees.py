@@ -86,7 +86,7 @@ class TreeSegment:
         return self.start + self.length
 
     def ancestors(self) -> NDArray[np.bool_]:
-        """Ancestor-or-self relation, ``[length, length]``: row i marks the path of node i."""
+        """Ancestor-or-self relation, ``[length, stop - start]``: row i marks the path of node i."""
         if self.is_chain:
             return np.tri(self.length, dtype=np.bool_)
         assert self.parents is not None
@@ -97,6 +97,30 @@ class TreeSegment:
         packed = b"".join(path.to_bytes(size, "little") for path in paths)
         bits = np.frombuffer(packed, np.uint8).reshape(self.length, size)
         return np.unpackbits(bits, axis=1, count=self.length, bitorder="little").view(np.bool_)
+
+
+@dataclass(frozen=True)
+class ContextSegment(TreeSegment):
+    """Rows that all attend to the same keys: those of a prefix and of the slot after it."""
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Zeros: all rows are at the last slot."""
+        return (0,) * self.length
+
+    @property
+    def is_chain(self) -> bool:
+        """No row is the child of another one."""
+        return False
+
+    @property
+    def stop(self) -> int:
+        """One past the last slot."""
+        return self.start + 1
+
+    def ancestors(self) -> NDArray[np.bool_]:
+        """``[length, 1]``: all rows see the slot."""
+        return np.ones((self.length, 1), np.bool_)
 
 
 @dataclass

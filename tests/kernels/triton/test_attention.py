@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,20 @@ from reference import reference_attention
 from torch import Tensor
 from triton_cases import check, draw_caches, in_pages, run
 
-from paceline.kernels import PagedPlane, Probe, TreeSegment, plan_trees
+from paceline.kernels import (
+    Context,
+    Heads,
+    PagedPlane,
+    Pass,
+    Probe,
+    Recorder,
+    TreeSegment,
+    attention,
+    plan_trees,
+)
 from paceline.kernels.caches import Plane
-from paceline.kernels.dense import AttentionCall, record_scores
+from paceline.kernels.dense import AttentionCall, DenseBackend, record_scores
+from paceline.kernels.executor import run_one_by_one
 
 HEADS = [(2, 2, 64), (8, 2, 80), (7, 1, 96), (5, 1, 128), (1, 1, 256), (40, 1, 64)]
 
@@ -159,3 +171,48 @@ def test_a_prefix_by_flash_attn_is_merged_with_the_rest() -> None:
     assert calls == [[256, 0]]
     check(run(segments, q, keys, values, None, backend=FlashBackend(prefix)), expected, q.dtype)
     assert len(calls) == 1, "contiguous caches are not for it"
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_blocks_of_all_lengths_over_a_context_share_few_kernels(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kernel is compiled for seconds, and a drafter's blocks have a length of their own."""
+    from paceline.kernels._triton import backend
+
+    heads, shapes, attend_shape = Heads(4, 1, 16), set(), backend.attend_shape
+
+    def recorded(tiling: Any, *rest: int) -> Any:
+        shapes.add((tiling, *rest))
+        return attend_shape(tiling, *rest)
+
+    monkeypatch.setattr(backend, "attend_shape", recorded)
+    program = Recorder(heads, torch.float16)
+    q = program.rotate_queries(program.input(64))
+    program.tap(program.attend_context(q, 0, window), 0)
+    recording = program.finish()
+    caches = [FilledCache(seed) for seed in range(2)]
+    contexts = [Context(caches[0], 70), Context(caches[1], 33)]
+    for length in (*range(1, 14), 20, 33, 47, 64):
+        plan = plan_trees([TreeSegment(i, 0, None, n) for i, n in enumerate((length, 3))])
+        inputs, table = torch.randn(length + 3, 64), torch.ones(64, 16)
+        call = Pass(None, plan, caches, table, taps=[0], contexts=contexts, inputs=inputs)
+        found = []
+        for each in (backend.TritonBackend(), DenseBackend()):
+            monkeypatch.setitem(attention._LOADED, "cpu", each)
+            found.append(run_one_by_one(recording, call).taps[0])
+        torch.testing.assert_close(*found, atol=5e-3, rtol=5e-3)
+    assert len(shapes) <= 4
+
+
+class FilledCache:
+    """Random keys and values of one layer."""
+
+    table = None
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self._planes = torch.randn(2, 1, 80, 16).half()
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._planes[0], self._planes[1]
