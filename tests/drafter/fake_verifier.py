@@ -90,6 +90,9 @@ class Peer:
         self.ended = asyncio.Event()
         self.leave = asyncio.Event()
         """Set it to end the connection."""
+        self.takes_lists = asyncio.Event()
+        """Clear it to leave changed lists of drafters unanswered."""
+        self.takes_lists.set()
         self.closes = True
         """Close all sequences when the service leaves."""
         self.socket: asyncio.StreamWriter | None = None
@@ -199,7 +202,7 @@ class FakeVerifier(exchange_pb2_grpc.DraftExchangeServiceServicer):
             reader, writer = await connection
             peer = Peer(first.drafters, context, "socket")
             peer.socket = writer
-        await context.write(exchange_pb2.JoinResponse())
+        await context.write(exchange_pb2.JoinResponse(lists=1))
         tasks = [asyncio.create_task(self._read_stream(peer, context))]
         if peer.socket is not None:
             tasks.append(asyncio.create_task(self._read_socket(peer, reader)))
@@ -225,6 +228,9 @@ class FakeVerifier(exchange_pb2_grpc.DraftExchangeServiceServicer):
         while (message := await context.read()) is not grpc.aio.EOF:
             assert peer.socket is None or message.HasField("drafters")
             peer.receive(message)
+            if message.HasField("drafters"):
+                await peer.takes_lists.wait()
+                await context.write(exchange_pb2.JoinResponse(lists=len(peer.lists)))
 
     async def _read_socket(self, peer: Peer, reader: asyncio.StreamReader) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):

@@ -79,11 +79,32 @@ async def test_changes_of_the_list_of_drafters_are_announced(tmp_path: Path) -> 
         assert peer.lists[0].default_drafter == "x"
         text = await service.open([1], drafter="x")
         await load(service, "x", "fake", activate=True)
-        await until(lambda: names(peer) == [("x", "1", 0.0, False), ("x", "2", 1.0, False)])
+        assert names(peer) == [("x", "1", 0.0, False), ("x", "2", 1.0, False)]
         await unload(service, "x", "1")
-        await until(lambda: names(peer) == [("x", "1", 0.0, True), ("x", "2", 1.0, False)])
+        assert names(peer) == [("x", "1", 0.0, True), ("x", "2", 1.0, False)]
         await text.end()
         await until(lambda: names(peer) == [("x", "2", 1.0, False)])
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+async def test_a_change_is_answered_when_verifiers_list_it(carrier: str) -> None:
+    """Those that have left are not waited for."""
+    async with drafting("x=ngram", carrier=carrier) as service:
+        peer = service.peer
+        for change in (load(service, "y", "ngram"), unload(service, "y")):
+            peer.takes_lists.clear()
+            lists = len(peer.lists)
+            answer = asyncio.create_task(change)
+            await until(lambda: len(peer.lists) > lists)
+            await links(service)
+            assert not answer.done()
+            peer.takes_lists.set()
+            await answer
+        peer.takes_lists.clear()
+        answer = asyncio.create_task(load(service, "y", "ngram"))
+        await until(lambda: names(peer)[-1][0] == "y")
+        peer.leave.set()
+        await answer
 
 
 async def test_folders_are_not_announced(folder: Path) -> None:

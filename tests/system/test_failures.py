@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -27,7 +28,7 @@ from paceline.client import Client, DraftOptions, RetryOptions
 from paceline.drafter.errors import KvGone
 from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
 from paceline.harness import ServiceProcess
-from paceline.v1 import verifier_pb2, verifier_pb2_grpc
+from paceline.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 TOKENS = 96
 AFTER = 60
@@ -274,6 +275,39 @@ async def test_connections_dropped_and_delayed(
         await asyncio.to_thread(wait_joined, verifier.address, 2)
         assert await outputs(client, prompts, names) == (expected, {})
     expect_integrity(verifier)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+async def test_a_loaded_drafter_drafts_in_the_next_generation(
+    carrier: str,
+    services: tuple[ServiceProcess, ServiceProcess],
+    models: dict[str, Path],
+    sockets: Path,
+) -> None:
+    """However long the verifier takes to hear of it; and an unloaded one is not listed."""
+    verifier, _ = services
+    (prompt,) = make_prompts(1, seed=5)
+    async with (
+        Proxy(verifier.address, path=sockets / f"link-{carrier}") as link,
+        drafter_behind(link, loads(models, ["lm"], "far-"), carrier, sockets) as far,
+        client_of(verifier.address, far.address, EAGER) as client,
+        grpc.aio.insecure_channel(far.address) as channel,
+    ):
+        registry: Any = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
+        await asyncio.to_thread(wait_joined, verifier.address, 2)
+        link.delay = 0.05
+        load = drafter_pb2.LoadDrafterRequest(method="lm", folder=str(models["small"]))
+        for name in ("far-lm", *(f"new-{number}" for number in range(5))):
+            load.name, load.activate = name, True
+            loaded = (await registry.LoadDrafter(load)).drafter
+            result = await client.generate(prompt, max_new_tokens=8, drafter=name)
+            assert (result.stats.drafter_versions, result.stats.fallbacks) == (
+                [f"{name}@{loaded.version}"],
+                {},
+            )
+            unload = drafter_pb2.UnloadDrafterRequest(name=name, force=True)
+            await registry.UnloadDrafter(unload)
+            assert name not in await client.drafters()
 
 
 async def test_another_service_takes_over(

@@ -175,6 +175,22 @@ async def test_a_service_has_to_introduce_itself(client: Client) -> None:
     assert not client.service.joined()
 
 
+async def test_lists_are_answered_when_they_are_in_use(client: Client) -> None:
+    call = exchange_pb2_grpc.DraftExchangeServiceStub(client.channel).Join()
+    infos = [client.drafter_service.info("0", name=name) for name in ("a", "b", "c")]
+    for number, info in enumerate(infos):
+        drafters = exchange_pb2.DrafterList(drafters=[info])
+        await call.write(exchange_pb2.JoinRequest(drafters=drafters))
+        if not number:
+            await call.read()
+            await call.write(exchange_pb2.JoinRequest(use_stream=True))
+        assert await call.read() == exchange_pb2.JoinResponse(lists=number + 1)
+        (service,) = client.service.joined()
+        assert list(service.drafters) == [info]
+    call.cancel()
+    await until(lambda: not client.service.joined())
+
+
 async def test_a_socket_without_the_token_is_closed(client: Client) -> None:
     """And the service may use its stream then."""
     stub = exchange_pb2_grpc.DraftExchangeServiceStub(client.channel)

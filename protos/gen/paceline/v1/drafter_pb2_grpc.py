@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class DrafterRegistryServiceStub:
-    """Lists, loads, activates and unloads versions of named drafters while generations run.
+    """Lists, loads, activates and unloads versions of named drafters while generations run. A change is answered when the
+    verifiers that the service has joined list it, after 2 s at the latest.
     """
 
     def __init__(self, channel):
@@ -63,7 +64,8 @@ class DrafterRegistryServiceStub:
 
 
 class DrafterRegistryServiceServicer:
-    """Lists, loads, activates and unloads versions of named drafters while generations run.
+    """Lists, loads, activates and unloads versions of named drafters while generations run. A change is answered when the
+    verifiers that the service has joined list it, after 2 s at the latest.
     """
 
     def ListDrafters(self, request, context):
@@ -138,7 +140,8 @@ def add_DrafterRegistryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DrafterRegistryService:
-    """Lists, loads, activates and unloads versions of named drafters while generations run.
+    """Lists, loads, activates and unloads versions of named drafters while generations run. A change is answered when the
+    verifiers that the service has joined list it, after 2 s at the latest.
     """
 
     @staticmethod

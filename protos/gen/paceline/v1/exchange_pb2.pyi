@@ -76,18 +76,20 @@ class DraftedTree(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., round: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ..., draft_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., version: _Optional[str] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("joined", "step", "closed", "open", "rounds")
+    __slots__ = ("joined", "step", "closed", "open", "rounds", "lists")
     JOINED_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    LISTS_FIELD_NUMBER: _ClassVar[int]
     joined: Joined
     step: int
     closed: _containers.RepeatedScalarFieldContainer[int]
     open: _containers.RepeatedCompositeFieldContainer[OpenSequence]
     rounds: _containers.RepeatedCompositeFieldContainer[DraftRound]
-    def __init__(self, joined: _Optional[_Union[Joined, _Mapping]] = ..., step: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., open: _Optional[_Iterable[_Union[OpenSequence, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[DraftRound, _Mapping]]] = ...) -> None: ...
+    lists: int
+    def __init__(self, joined: _Optional[_Union[Joined, _Mapping]] = ..., step: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., open: _Optional[_Iterable[_Union[OpenSequence, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[DraftRound, _Mapping]]] = ..., lists: _Optional[int] = ...) -> None: ...
 
 class Joined(_message.Message):
     __slots__ = ("target_fingerprint", "tokenizer_digest", "vocab_size", "max_tree_nodes", "instance_id", "socket_path", "socket_token")

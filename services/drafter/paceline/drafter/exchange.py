@@ -26,7 +26,7 @@ JOIN_SECONDS = 10.0
 """Longest wait for the answer of a verifier to a Join call."""
 
 REACH_SECONDS = 2.0
-"""Longest wait of JoinVerifier."""
+"""Longest wait of JoinVerifier, and for verifiers to list changed drafters."""
 
 FIRST_DELAY, MAX_DELAY = 0.1, 5.0
 """Delays before a verifier is joined again, doubled after each attempt. Unit: seconds."""
@@ -55,6 +55,9 @@ class _Verifier:
         self.error = "not joined yet"
         self.joined = asyncio.Event()
         """Set while it is joined."""
+        self._announced = 0
+        self._listed = asyncio.Event()
+        """Cleared while the verifier has to answer a list of drafters."""
         self._parts = parts
         self._delay = FIRST_DELAY
         self._hurry = asyncio.Event()
@@ -74,13 +77,21 @@ class _Verifier:
 
     def announce(self) -> None:
         """Send the list of drafters, after a change."""
+        self._announced += 1
+        self._listed.clear()
         self._outgoing.put_nowait(self._drafters())
+
+    async def listed(self) -> None:
+        """Return when the verifier lists the drafters as they are now, or is not joined."""
+        if self.joined.is_set():
+            await self._listed.wait()
 
     async def reach(self) -> None:
         """Return when it is joined. The next attempt begins at once."""
         if not self.joined.is_set():
             self._hurry.set()
         await self.joined.wait()
+        await self.listed()
 
     async def close(self) -> None:
         """End the connection and join no more."""
@@ -139,7 +150,7 @@ class _Verifier:
             AioRpcError: The call failed.
             TimeoutError: The verifier does not answer.
         """
-        self._outgoing = asyncio.Queue()
+        self._outgoing, self._announced = asyncio.Queue(), 1
         stub: Any = exchange_pb2_grpc.DraftExchangeServiceStub(self._parts.kv.channel(self.address))
         call = stub.Join(metadata=self._parts.kv.metadata)
         try:
@@ -152,14 +163,20 @@ class _Verifier:
                 try:
                     if opened is None:
                         await _write(call, exchange_pb2.JoinRequest(use_stream=True))
-                    await _read(call)  # from now on the verifier lists this service
+                    self._answered(await _read(call))  # from now on it lists this service
                 except BaseException:
                     if opened is not None:
                         opened.close()
                     raise
             await self._serve(call, first.joined, opened)
         finally:
+            self._listed.set()
             call.cancel()
+
+    def _answered(self, message: exchange_pb2.JoinResponse) -> None:
+        """The verifier has taken lists of drafters."""
+        if message.lists >= self._announced:
+            self._listed.set()
 
     async def _serve(
         self, call: Any, joined: exchange_pb2.Joined, opened: FramedSocket | None
@@ -184,6 +201,9 @@ class _Verifier:
         async def receive() -> None:
             while True:
                 message = await _read(call)
+                if message.lists:
+                    self._answered(message)
+                    continue
                 if opened is not None:
                     raise _Ended("it sent a message over the stream, expected the socket")
                 worker.post(partial(connection.receive, message, time.monotonic()))
@@ -280,6 +300,15 @@ class Exchange:
                 f"{verifier.error}; start it, or name another address",
             ) from None
         return verifier.link()
+
+    async def listed(self) -> None:
+        """Return when the joined verifiers list the drafters as they are now.
+
+        One that does not answer in time is not waited for.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REACH_SECONDS):
+                await asyncio.gather(*(each.listed() for each in self._verifiers.values()))
 
     async def drain(self) -> None:
         """Open no more sequences, and return when the verifiers have closed all there are."""

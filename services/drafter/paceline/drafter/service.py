@@ -39,7 +39,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
     """Lists, loads, activates and unloads versions while generations run.
 
-    A change is on disk before its response is sent.
+    A change is on disk, and the joined verifiers list it, before its response is sent.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
             version = await self._registry.load(spec, activate=request.activate)
         except LoadError as error:
             raise ServiceError.invalid_argument(error.reason, str(error)) from error
-        await self._registry.saved()
+        await self._settle()
         logger.info(
             "drafter loaded",
             extra={"drafter": spec.name, "version": version.version, "method": spec.method},
@@ -88,7 +88,7 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
         """Gives a version a share of new generations."""
         share = request.traffic_share or 1.0
         version = self._registry.activate(request.name, request.version, share)
-        await self._registry.saved()
+        await self._settle()
         logger.info(
             "drafter activated",
             extra={"drafter": request.name, "version": version.version, "share": version.share},
@@ -100,7 +100,7 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
     ) -> drafter_pb2.UnloadDrafterResponse:
         """Removes versions; those in use are freed with their last sequence."""
         unloaded = self._registry.unload(request.name, request.version, force=request.force)
-        await self._registry.saved()
+        await self._settle()
         logger.info(
             "drafter unloading",
             extra={"drafter": request.name, "version": request.version, "done": unloaded},
@@ -113,6 +113,11 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
         """Joins a verifier that the service's list allows."""
         link = await self._exchange.join(request.address)
         return drafter_pb2.JoinVerifierResponse(verifier=link)
+
+    async def _settle(self) -> None:
+        """Return when all changes so far are saved and listed."""
+        await self._registry.saved()
+        await self._exchange.listed()
 
 
 RECORD_BYTES = 64 << 20

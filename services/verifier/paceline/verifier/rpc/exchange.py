@@ -29,6 +29,8 @@ _TOKEN_BYTES = 16
 _HANDSHAKE_SECONDS = 10.0
 _MAX_DRAFTERS = 256
 _MAX_LIST_BYTES = 256 << 10
+_MAX_UNSENT = 4096
+"""Maximum number of messages that wait for a service that does not read its stream."""
 
 
 class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
@@ -180,11 +182,17 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         """Use a connection until it ends; ``reading`` reads its next message."""
         loop = asyncio.get_running_loop()
         outgoing: asyncio.Queue[exchange_pb2.JoinResponse] = asyncio.Queue()
-        outgoing.put_nowait(exchange_pb2.JoinResponse())  # the service is listed when it is sent
         failed: asyncio.Future[None] = loop.create_future()
 
+        def put(message: exchange_pb2.JoinResponse) -> None:
+            if outgoing.qsize() < _MAX_UNSENT:
+                outgoing.put_nowait(message)
+            else:
+                why = f"{_MAX_UNSENT} messages wait for this service; read the stream"
+                _set_error(failed, ServiceError.resource_exhausted("NOT_READ", why))
+
         def write(message: exchange_pb2.JoinResponse) -> None:
-            loop.call_soon_threadsafe(outgoing.put_nowait, message)
+            loop.call_soon_threadsafe(put, message)
 
         def end(error: ServiceError) -> None:
             loop.call_soon_threadsafe(partial(_set_error, failed, error))
@@ -192,6 +200,8 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         link = Link(drafters, write, end, framed)
         self._links.append(link)
         self._engine.drafting(lambda drafting: drafting.join(link))
+        lists = 1
+        put(exchange_pb2.JoinResponse(lists=lists))
         writing = asyncio.create_task(_write_all(outgoing, context))
         extra = {"carrier": verifier_pb2.Carrier.Name(link.carrier), "drafters": _names(drafters)}
         _log.info("a drafter service joined", extra=extra)
@@ -206,6 +216,9 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
                 if message is grpc.aio.EOF:
                     return
                 self._received(link, message)
+                if message.HasField("drafters"):
+                    lists += 1
+                    put(exchange_pb2.JoinResponse(lists=lists))
                 reading = asyncio.create_task(context.read())
         finally:
             self._links.remove(link)
