@@ -69,8 +69,10 @@ def test_time_is_split_into_parts(tmp_path: Path) -> None:
 
 def test_the_verifiers_times_do_as_well() -> None:
     stats = Stats(first_token_ms=8.0, prefill_ms=6.0)
-    stats.add(RoundStats(8, 3, 4, round_ms=10, draft_ms=3, verify_ms=4, queue_ms=2))
-    stats.add(RoundStats(0, 0, 5, round_ms=20, draft_ms=0, verify_ms=20, queue_ms=0, steps=5))
+    stats.rounds.append(RoundStats(8, 3, 4, round_ms=10, draft_ms=3, verify_ms=4, queue_ms=2))
+    stats.rounds.append(
+        RoundStats(0, 0, 5, round_ms=20, draft_ms=0, verify_ms=20, queue_ms=0, steps=5)
+    )
     prefill, first, plain = trace.rows_of_stats(stats)
     assert prefill.parts == (("transport", 2), ("verify", 6))
     assert first.parts == (("draft", 3), ("transport", 1), ("queue", 2), ("verify", 4))

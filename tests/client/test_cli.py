@@ -81,7 +81,7 @@ async def test_generate_prints_statistics(world: World, capsys: pytest.CaptureFi
     assert await generate(world, "hi", "--stats", "--drafter", "fake", *EAGERLY) == 0
     errors = capsys.readouterr().err
     assert errors.startswith("40 tokens in ")
-    assert "drafted by fake@1" in errors
+    assert "fake@1 drafted 8 of 8 rounds, 4.9 tokens a round. Too few plain steps" in errors
 
 
 def test_every_parameter_becomes_an_argument(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+from collections import Counter
 
 import pytest
 
-from paceline.client import Client, DraftOptions, UnavailableError
+from paceline.client import Client, DraftOptions, RoundStats, Stats, UnavailableError
+from paceline.client._output import Undrafted
 from paceline.v1 import verifier_pb2
 
 from .conftest import QUICK
@@ -30,7 +32,33 @@ async def test_statistics_are_those_of_the_responses(world: World, client: Clien
     assert stats.summary()["accepted"] == 80
     for entry in stats.rounds:
         assert (entry.round_ms, entry.draft_ms, entry.steps) == (0.1, 0.01, 1)
+        assert (entry.drafter, entry.version, entry.undrafted) == ("fake", "1", None)
         assert entry.transport_ms == pytest.approx(0.09)
+
+
+def plain(steps: int, reason: Undrafted, **times: float) -> RoundStats:
+    return RoundStats(0, 0, steps, 10.0 * steps, 0, 0, 0, steps=steps, undrafted=reason, **times)
+
+
+def test_statistics_are_explained_in_words() -> None:
+    drafted = RoundStats(4, 1, 2, 16.0, 0, 0, 0, drafter="dspark", version="2", plain_ms=10.0)
+    rounds = [drafted, plain(6, "node_budget", plain_ms=60.0), drafted, plain(3, "late")]
+    stats = Stats(rounds, fallbacks=Counter(drafter_timeout=3))
+    assert stats.speedup == pytest.approx((2 * 20 + 60) / (2 * 16 + 60))
+    assert stats.undrafted == {"node_budget": 6, "late": 3}
+    assert stats.explain() == (
+        "dspark@2 drafted 2 of 11 rounds, 2.0 tokens a round; 9 without a draft: 6 not worth it, "
+        "3 late. About 1.1x of plain decoding. Failures: 3 drafter_timeout."
+    )
+    stats.merge(Stats([RoundStats(4, 3, 4, 1.0, 0, 0, 0, drafter="ngram", version="1")]))
+    assert "2 of 12 rounds, 2.0 tokens a round; ngram@1 drafted 1 of 12 rounds, 4.0" in (
+        stats.explain()
+    )
+    assert "Too few plain steps were measured" in Stats([plain(2, "not_ready")]).explain()
+    assert Stats([plain(5, "no_drafter")]).explain() == (
+        "no draft in 5 rounds: 5 without a drafter."
+    )
+    assert Stats().explain() == "no draft in 0 rounds: the prefill emitted the whole text."
 
 
 async def test_without_drafting(world: World, client: Client) -> None:
@@ -41,6 +69,7 @@ async def test_without_drafting(world: World, client: Client) -> None:
     assert [entry.steps for entry in result.stats.rounds] == [16] * 6 + [4]
     assert result.stats.free_run_tokens == 100
     assert result.stats.drafted_rounds == 0
+    assert result.stats.undrafted == {"no_drafter": 100}
     assert not world.registry.asked
     assert world.verifier.starts[0].drafter == world.verifier.creates[0].drafter == "none"
 

@@ -232,6 +232,20 @@ def test_plain_steps_are_measured_before_anybody_drafts_and_again_later() -> Non
     assert not clock.known(16)
 
 
+def test_a_plain_step_is_reported_by_those_of_this_process_alone() -> None:
+    clock, earlier = PlainClock(), PlainClock()
+    for _ in range(20):
+        earlier.observe(1, 9.0, 1.0)
+    clock.load_json(earlier.to_json())
+    assert clock.known(1)
+    for _ in range(7):
+        clock.observe(1, 3.0, 1.0)
+    assert clock.measured(1, 2.0) == 0
+    clock.observe(1, 3.0, 1.0)
+    assert clock.measured(1, 2.0) == pytest.approx(6.0)
+    assert clock.measured(16, 1.0) == pytest.approx(3.0), "the nearest load counts"
+
+
 def test_what_was_learnt_is_taken_over_by_the_next_process() -> None:
     costs = CostTable((1, 512), (1, 2048), ((1.0, 1.0), (2.0, 2.0)))
     first, second = Scheduler(costs, 255), Scheduler(costs, 255)

@@ -107,6 +107,16 @@ async def test_a_finished_generation_sends_what_the_client_lacks(client: Client)
     assert not cache.busy
 
 
+async def test_rounds_carry_the_time_of_a_plain_step_once_it_was_measured(
+    model: Path, tmp_path: Path
+) -> None:
+    async with serving(model, tmp_path / "v", schedule="auto") as client:
+        created = await client.create(PROMPT, **FIELDS)
+        first, *_, last = await client.responses(created.handle, drafter="none")
+        assert not first.plain_us
+        assert last.plain_us
+
+
 async def test_credits_are_steps(client: Client, handle: bytes) -> None:
     """None runs none, n run n, and later ones continue."""
     (cache,) = client.service.store

@@ -19,6 +19,7 @@ from paceline.cli.generate import (
     add_generation_arguments,
     generation_arguments,
     new_client,
+    speed,
     summary,
 )
 from paceline.cli.service_process import new_runner
@@ -51,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model, the parameters of answers, and the services."""
     add_model_arguments(parser, f"start services for it: {MODEL}; default: use running services")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message")
+    parser.add_argument(
+        "--stats",
+        action=argparse.BooleanOptionalAction,
+        help="print speed and drafting of each answer (default: on a terminal)",
+    )
     add_generation_arguments(parser)
     parser.set_defaults(max_new_tokens=1024)
     add_client_arguments(parser)
@@ -65,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         with exit_with(2, OptionsError, ValueError):
             client = new_client(args)
         with new_runner() as runner:
-            chat = Chat(client, console, options, args.system)
+            chat = Chat(client, console, options, args.system, args.stats)
             try:
                 runner.run(chat.connect())
                 _converse(chat, runner)
@@ -116,15 +122,22 @@ class Chat:
         console: Where answers and notices are printed.
         options: Arguments of `Client.generate`.
         system: System message; empty: none.
+        stats: Whether speed and drafting of each answer are printed; None: on a terminal.
     """
 
     def __init__(
-        self, client: Client, console: Console, options: dict[str, Any], system: str = ""
+        self,
+        client: Client,
+        console: Console,
+        options: dict[str, Any],
+        system: str = "",
+        stats: bool | None = None,
     ) -> None:
         self.conversation = Conversation(system)
         self._client = client
         self._console = console
         self._options = options
+        self._shows_stats = console.is_terminal if stats is None else stats
         self._drafters: tuple[str, ...] = ()
         self._results: list[GenerationResult] = []
 
@@ -206,7 +219,7 @@ class Chat:
         if result.finish_reason == "length":
             count = len(result.token_ids)
             self.notice(f"(ended after {count} tokens: --max-new-tokens allows longer answers)")
-        if self._console.is_terminal:
+        if self._shows_stats:
             self.notice(summary(result))
 
     def _style(self, drafter: str | None) -> str:
@@ -238,13 +251,7 @@ class Chat:
             stats, tokens = Stats(), sum(len(result.token_ids) for result in results)
             for result in results:
                 stats.merge(result.stats)
-            drafted = f"{stats.drafted_rounds} of {len(stats.rounds)} rounds drafted"
-            by = f" by {', '.join(stats.drafter_versions)}" if stats.drafter_versions else ""
-            self.notice(
-                f"{title}: {tokens} tokens in {stats.total_ms / 1000:.2f} s, {drafted}{by}, "
-                f"{stats.accepted} of {stats.drafted} drafted tokens accepted, "
-                f"{stats.mean_accepted_length:.2f} tokens a drafted round"
-            )
+            self.notice(f"{title}: {speed(tokens, stats)}. {stats.explain()}")
 
     def _system(self, text: str) -> None:
         self.conversation.system = text

@@ -20,6 +20,7 @@ from paceline.client import (
     GenerationResult,
     PacelineError,
     RetryOptions,
+    Stats,
 )
 from paceline.service.options import OptionsError
 from paceline.telemetry.exporters import traced
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("prompt", nargs="?", help="text to continue; -: read it from stdin")
     add("--file", type=Path, metavar="F", help="read the prompt from a file")
     add("--json", action="store_true", help="print one JSON object at the end")
-    add("--stats", action="store_true", help="print speed and cost to stderr")
+    add("--stats", action="store_true", help="print speed and drafting to stderr")
     add_generation_arguments(parser)
     add_client_arguments(parser)
 
@@ -155,14 +156,12 @@ def _prompt(args: argparse.Namespace) -> str:
 
 
 def summary(result: GenerationResult) -> str:
-    """Speed and drafting of a generation, in a line."""
-    stats, tokens = result.stats, len(result.token_ids)
-    speed = tokens / (stats.total_ms / 1000) if stats.total_ms else 0.0
-    text = (
-        f"{tokens} tokens in {stats.total_ms / 1000:.2f} s ({speed:.1f} tokens/s), "
-        f"{stats.drafted_rounds} drafted rounds, {stats.mean_accepted_length:.2f} tokens each, "
-        f"seed {result.seed}"
-    )
-    if stats.drafter_versions:
-        text += f", drafted by {', '.join(stats.drafter_versions)}"
-    return text + (f", fallbacks {dict(stats.fallbacks)}" if stats.fallbacks else "")
+    """Speed, seed and drafting of a generation, in words."""
+    stats = result.stats
+    return f"{speed(len(result.token_ids), stats)}, seed {result.seed}. {stats.explain()}"
+
+
+def speed(tokens: int, stats: Stats) -> str:
+    """Tokens, the time of the whole generation, and their ratio."""
+    seconds = stats.total_ms / 1000
+    return f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds if seconds else 0:.1f} tokens/s)"

@@ -257,23 +257,7 @@ class Generation:
     def _record(self, response: verifier_pb2.Round) -> None:
         """Adds a response to the statistics."""
         if response.steps:
-            self.stats.add(
-                RoundStats(
-                    drafted=len(response.tree.tokens),
-                    accepted=len(response.result.accepted_nodes),
-                    emitted=len(response.result.tokens),
-                    round_ms=response.round_us / 1000,
-                    draft_ms=response.draft_us / 1000,
-                    verify_ms=response.verify_us / 1000,
-                    queue_ms=response.queue_us / 1000,
-                    checked=response.checked_nodes,
-                    node_budget=response.node_budget,
-                    kv_bytes=response.kv_bytes,
-                    steps=response.steps,
-                )
-            )
-        if response.drafter and response.drafter not in self.stats.drafter_versions:
-            self.stats.drafter_versions.append(response.drafter)
+            self.stats.rounds.append(RoundStats.read(response))
         self.stats.fallbacks.update(response.fallbacks)
         for reason in response.fallbacks:
             self._running.fleet.drafting_failed(reason, response.fallback_message)

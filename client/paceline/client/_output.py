@@ -13,7 +13,7 @@ from ._text import Detokenizer, TextCodec
 Proposer = Literal["drafter", "verifier"]
 Undrafted = Literal["no_drafter", "node_budget", "not_ready", "late", "empty", "last_token"]
 
-_UNDRAFTED: dict[int, Undrafted] = {
+UNDRAFTED: dict[int, Undrafted] = {
     verifier_pb2.NO_DRAFT_REASON_NO_DRAFTER: "no_drafter",
     verifier_pb2.NO_DRAFT_REASON_NODE_BUDGET: "node_budget",
     verifier_pb2.NO_DRAFT_REASON_NOT_READY: "not_ready",
@@ -136,7 +136,7 @@ class Output:
             round_index,
             tuple(pieces),
             VerifiedTree(response.tree, result) if response.tree.tokens else None,
-            _UNDRAFTED.get(response.no_draft),
+            UNDRAFTED.get(response.no_draft),
         )
 
     def _read(self, tokens: Iterable[int]) -> list[str]:

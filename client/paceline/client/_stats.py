@@ -5,6 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from paceline.v1 import verifier_pb2
+
+from ._output import UNDRAFTED, Undrafted
+
+_REASONS: dict[str, str] = {
+    "no_drafter": "without a drafter",
+    "node_budget": "not worth it",
+    "not_ready": "drafter not ready",
+    "late": "late",
+    "empty": "nothing to propose",
+    "last_token": "last token",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class RoundStats:
@@ -33,11 +46,42 @@ class RoundStats:
     """Bytes of the target's KV sent to the drafter; 0 if the drafter maps it."""
     steps: int = 1
     """Engine steps; more than 1 only without a tree."""
+    drafter: str = ""
+    """Name of the drafter of the tree; empty without one."""
+    version: str = ""
+    """Its version."""
+    undrafted: Undrafted | None = None
+    """Why there is no tree, as in `Chunk.undrafted`; None with one."""
+    plain_ms: float = 0.0
+    """Time of as many plain steps under the same load, by those that the verifier's process
+    measured; 0: it measured too few."""
 
     @property
     def transport_ms(self) -> float:
         """The rest: messages between verifier and drafter, and waits."""
         return max(0.0, self.round_ms - self.draft_ms - self.verify_ms - self.queue_ms)
+
+    @classmethod
+    def read(cls, message: verifier_pb2.Round) -> RoundStats:
+        """Reads a round of the verifier, with at least one step."""
+        drafter, _, version = message.drafter.partition("@")
+        return cls(
+            drafted=len(message.tree.tokens),
+            accepted=len(message.result.accepted_nodes),
+            emitted=len(message.result.tokens),
+            round_ms=message.round_us / 1000,
+            draft_ms=message.draft_us / 1000,
+            verify_ms=message.verify_us / 1000,
+            queue_ms=message.queue_us / 1000,
+            checked=message.checked_nodes,
+            node_budget=message.node_budget,
+            kv_bytes=message.kv_bytes,
+            steps=message.steps,
+            drafter=drafter,
+            version=version,
+            undrafted=UNDRAFTED.get(message.no_draft),
+            plain_ms=message.plain_us / 1000,
+        )
 
 
 @dataclass(frozen=True)
@@ -60,17 +104,11 @@ class Stats:
 
     rounds: list[RoundStats] = field(default_factory=list)
     """Every step with a tree in order, and the steps without one between them."""
-    accepted_per_position: list[int] = field(default_factory=list)
-    """Number of rounds that accepted the drafted token at depth 1, 2, ..."""
     verifiers: list[str] = field(default_factory=list)
     """Addresses of the verifiers that generated the text, by first use. Not in `summary`, which a
     gateway sends to its callers."""
-    drafter_versions: list[str] = field(default_factory=list)
-    """Versions of drafters whose trees were verified, as "name@version", by first use."""
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Failures of drafting and of connections, by reason."""
-    free_run_tokens: int = 0
-    """Tokens of rounds without a tree."""
     prefill_ms: float = 0.0
     """Prefill time of the verifier, prefills after a restart included."""
     first_token_ms: float = 0.0
@@ -84,15 +122,36 @@ class Stats:
     """Whether all verifiers that generated the text promise the same bits. If not, tokens after
     the text moved to another one may differ at numeric ties."""
 
-    def add(self, entry: RoundStats) -> None:
-        """Adds a round."""
-        self.rounds.append(entry)
-        if entry.drafted == 0:
-            self.free_run_tokens += entry.emitted
-        missing = entry.accepted - len(self.accepted_per_position)
-        self.accepted_per_position.extend([0] * missing)
-        for position in range(entry.accepted):
-            self.accepted_per_position[position] += 1
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """Number of rounds that accepted the drafted token at depth 1, 2, ..."""
+        depth = max((entry.accepted for entry in self.rounds), default=0)
+        return [sum(entry.accepted > place for entry in self.rounds) for place in range(depth)]
+
+    @property
+    def drafter_versions(self) -> list[str]:
+        """Versions of drafters whose trees were verified, as "name@version", by first use."""
+        drafted = (entry for entry in self.rounds if entry.drafted)
+        return list(dict.fromkeys(f"{entry.drafter}@{entry.version}" for entry in drafted))
+
+    @property
+    def undrafted(self) -> Counter[str]:
+        """Number of steps without a tree, by reason."""
+        counts: Counter[str] = Counter()
+        for entry in self.rounds:
+            if not entry.drafted:
+                counts[entry.undrafted or "unknown"] += entry.steps
+        return counts
+
+    @property
+    def steps(self) -> int:
+        """Number of engine steps, each with a tree or without."""
+        return sum(entry.steps for entry in self.rounds)
+
+    @property
+    def free_run_tokens(self) -> int:
+        """Tokens of rounds without a tree."""
+        return sum(entry.emitted for entry in self.rounds if not entry.drafted)
 
     @property
     def drafted_rounds(self) -> int:
@@ -126,6 +185,16 @@ class Stats:
         return self.accepted / self.drafted_rounds if self.drafted_rounds else 0.0
 
     @property
+    def speedup(self) -> float | None:
+        """Speed of the rounds over that of plain decoding, by plain steps that the verifier's
+        process measured under the same load. None: it measured too few."""
+        measured = [entry for entry in self.rounds if entry.plain_ms and entry.round_ms]
+        if not measured:
+            return None
+        plain_ms = sum(entry.emitted * entry.plain_ms / entry.steps for entry in measured)
+        return plain_ms / sum(entry.round_ms for entry in measured)
+
+    @property
     def draft_ms(self) -> float:
         """Compute time of the drafter."""
         return sum(entry.draft_ms for entry in self.rounds)
@@ -150,29 +219,59 @@ class Stats:
         """Time of all rounds."""
         return sum(entry.round_ms for entry in self.rounds)
 
+    def explain(self) -> str:
+        """Says in words who drafted how much, why rounds have no draft, and what drafting gained.
+
+        For example: "dspark@2 drafted 31 of 40 rounds, 1.9 tokens a round; 9 without a draft: 6
+        not worth it, 3 late. About 1.2x of plain decoding."
+        """
+        undrafted = self.undrafted
+        parts = []
+        for name in self.drafter_versions:
+            own = [e for e in self.rounds if e.drafted and f"{e.drafter}@{e.version}" == name]
+            length = sum(entry.emitted for entry in own) / len(own)
+            parts.append(
+                f"{name} drafted {len(own)} of {_count(self.steps, 'round')}, "
+                f"{length:.1f} tokens a round"
+            )
+        missing = (f"{count} {_REASONS.get(why, why)}" for why, count in undrafted.most_common())
+        if undrafted and parts:
+            parts.append(f"{undrafted.total()} without a draft: {', '.join(missing)}")
+        elif not parts:
+            words = ", ".join(missing) or "the prefill emitted the whole text"
+            parts.append(f"no draft in {_count(self.steps, 'round')}: {words}")
+        text = "; ".join(parts) + "."
+        if any(reason != "no_drafter" for reason in undrafted) or self.drafted_rounds:
+            speedup = self.speedup
+            text += (
+                " Too few plain steps were measured to compare with plain decoding."
+                if speedup is None
+                else f" About {speedup:.1f}x of plain decoding."
+            )
+        if self.fallbacks:
+            failures = (f"{count} {reason}" for reason, count in self.fallbacks.most_common())
+            text += f" Failures: {', '.join(failures)}."
+        return text
+
     def summary(self) -> dict[str, object]:
         """The statistics as JSON-ready values; times in milliseconds."""
         names = (
-            *("drafted_rounds", "drafted", "checked", "accepted", "mean_accepted_length"),
-            *("mean_accepted_drafts", "free_run_tokens", "draft_ms", "verify_ms", "queue_ms"),
-            *("transport_ms", "round_ms", "prefill_ms", "first_token_ms", "total_ms"),
+            *("steps", "drafted_rounds", "drafted", "checked", "accepted", "mean_accepted_length"),
+            *("mean_accepted_drafts", "free_run_tokens", "speedup", "draft_ms", "verify_ms"),
+            *("queue_ms", "transport_ms", "round_ms", "prefill_ms", "first_token_ms", "total_ms"),
+            *("accepted_per_position", "batch_invariant", "same_numerics", "drafter_versions"),
         )
         return {
             "rounds": len(self.rounds),
             **{name: getattr(self, name) for name in names},
-            "accepted_per_position": list(self.accepted_per_position),
-            "batch_invariant": self.batch_invariant,
-            "same_numerics": self.same_numerics,
-            "drafter_versions": list(self.drafter_versions),
+            "undrafted": dict(self.undrafted),
             "fallbacks": dict(self.fallbacks),
         }
 
     def merge(self, other: Stats) -> None:
         """Adds the statistics of another generation; times are sums."""
-        for entry in other.rounds:
-            self.add(entry)
+        self.rounds += other.rounds
         self.fallbacks.update(other.fallbacks)
-        self.drafter_versions = list(dict.fromkeys(self.drafter_versions + other.drafter_versions))
         self.verifiers = list(dict.fromkeys(self.verifiers + other.verifiers))
         self.same_numerics = self.same_numerics and other.same_numerics
         self.prefill_ms += other.prefill_ms
@@ -180,3 +279,7 @@ class Stats:
         self.total_ms += other.total_ms
         if other.batch_invariant is not None:
             self.batch_invariant = other.batch_invariant and self.batch_invariant is not False
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")

@@ -213,7 +213,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, rounds: _Optional[_Iterable[_Union[Round, _Mapping]]] = ...) -> None: ...
 
 class Round(_message.Message):
-    __slots__ = ("position", "result", "steps", "tree", "checked_nodes", "no_draft", "drafter", "round_us", "draft_us", "verify_us", "queue_us", "kv_bytes", "node_budget", "batch_tokens", "epoch", "fallbacks", "fallback_message")
+    __slots__ = ("position", "result", "steps", "tree", "checked_nodes", "no_draft", "drafter", "round_us", "draft_us", "verify_us", "queue_us", "kv_bytes", "node_budget", "batch_tokens", "epoch", "fallbacks", "fallback_message", "plain_us")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +231,7 @@ class Round(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FALLBACKS_FIELD_NUMBER: _ClassVar[int]
     FALLBACK_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_US_FIELD_NUMBER: _ClassVar[int]
     position: int
     result: RoundResult
     steps: int
@@ -248,7 +249,8 @@ class Round(_message.Message):
     epoch: int
     fallbacks: _containers.RepeatedScalarFieldContainer[str]
     fallback_message: str
-    def __init__(self, position: _Optional[int] = ..., result: _Optional[_Union[RoundResult, _Mapping]] = ..., steps: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ..., checked_nodes: _Optional[int] = ..., no_draft: _Optional[_Union[NoDraftReason, str]] = ..., drafter: _Optional[str] = ..., round_us: _Optional[int] = ..., draft_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., node_budget: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., epoch: _Optional[int] = ..., fallbacks: _Optional[_Iterable[str]] = ..., fallback_message: _Optional[str] = ...) -> None: ...
+    plain_us: int
+    def __init__(self, position: _Optional[int] = ..., result: _Optional[_Union[RoundResult, _Mapping]] = ..., steps: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ..., checked_nodes: _Optional[int] = ..., no_draft: _Optional[_Union[NoDraftReason, str]] = ..., drafter: _Optional[str] = ..., round_us: _Optional[int] = ..., draft_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., node_budget: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., epoch: _Optional[int] = ..., fallbacks: _Optional[_Iterable[str]] = ..., fallback_message: _Optional[str] = ..., plain_us: _Optional[int] = ...) -> None: ...
 
 class RoundResult(_message.Message):
     __slots__ = ("tokens", "accepted_nodes", "logprobs", "top_logprobs", "finish_reason", "committed_length")

@@ -90,6 +90,7 @@ class StepOutput:
         batch_tokens: Tokens in the step, of all sequences.
         queue_us: Wait for the step. Unit: microseconds.
         step_us: Time of the step, acceptance included. Unit: microseconds.
+        plain_us: Time of a plain step under the same load; 0: not measured. Unit: microseconds.
         node_budget: Maximum number of nodes to draft next.
         draft: The drafted tree; None: there was none.
         no_draft: Why there was none; None after a prefill and with a tree.
@@ -112,6 +113,7 @@ class StepOutput:
     batch_tokens: int = 0
     queue_us: int = 0
     step_us: int = 0
+    plain_us: int = 0
     node_budget: int = 0
     draft: Draft | None = None
     no_draft: NoDraft | None = None
@@ -126,7 +128,8 @@ class StepOutput:
 def mergeable(first: StepOutput, second: StepOutput) -> bool:
     """Whether two consecutive outputs may be one message: plain steps for the same reason."""
     plain = first.draft is None and second.draft is None and first.no_draft is second.no_draft
-    return plain and first.spans is None and second.spans is None
+    measured = (first.plain_us > 0) == (second.plain_us > 0)
+    return plain and measured and first.spans is None and second.spans is None
 
 
 def merge(outputs: Items[StepOutput]) -> StepOutput:
@@ -146,6 +149,7 @@ def merge(outputs: Items[StepOutput]) -> StepOutput:
         position=first.position,
         queue_us=sum(each.queue_us for each in outputs),
         step_us=sum(each.step_us for each in outputs),
+        plain_us=sum(each.plain_us for each in outputs),
         fallbacks=[fallback for each in outputs for fallback in each.fallbacks],
         round_began=first.round_began,
         began=first.began,

@@ -147,6 +147,7 @@ class GenerateStream:
             round_us=microseconds(output.ended - output.round_began),
             verify_us=output.step_us,
             queue_us=output.queue_us,
+            plain_us=output.plain_us,
             node_budget=output.node_budget,
             batch_tokens=output.batch_tokens,
             epoch=self._cache.epoch,

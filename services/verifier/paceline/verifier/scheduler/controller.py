@@ -39,6 +39,7 @@ _KNOWN = 16  # plain steps after which the speed of plain decoding at a load is 
 _STALE = 250  # steps beside drafting at a load after which it is measured again
 _NEWEST = 0.05  # weight of the newest plain step
 _OUTLIER = 5.0  # a plain step this many times longer than usual is left out
+_MEASURED = 8  # plain steps of this process after which their speed is reported
 
 
 def load_bucket(load: int) -> int:
@@ -51,6 +52,8 @@ class _PlainSpeed:
     ratio: float = 1.0
     steps: int = 0
     drafted: int = 0
+    own_ratio: float = 1.0  # of this process alone; `ratio` may begin with that of an earlier one
+    own_steps: int = 0
 
 
 class PlainClock:
@@ -72,6 +75,11 @@ class PlainClock:
         """
         return self._nearest(load).steps >= _KNOWN
 
+    def measured(self, load: int, predicted: float) -> float:
+        """Time of a plain step by those of this process; 0: there were too few. Unit: seconds."""
+        speed = self._nearest(load)
+        return predicted * speed.own_ratio if speed.own_steps >= _MEASURED else 0.0
+
     def advance(self, load: int, seconds: float, predicted: float) -> None:
         """Let wall-clock time pass; ``predicted`` is a plain step of all ``load`` sequences."""
         self.now += seconds / (predicted * self._nearest(load).ratio)
@@ -87,8 +95,10 @@ class PlainClock:
         if ratio > _OUTLIER * speed.ratio and speed.steps:
             return
         speed.steps += 1
+        speed.own_steps += 1
         speed.drafted = 0
         speed.ratio += max(_NEWEST, 1 / speed.steps) * (ratio - speed.ratio)
+        speed.own_ratio += max(_NEWEST, 1 / speed.own_steps) * (ratio - speed.own_ratio)
 
     def drafted(self, load: int) -> None:
         """Count a step with drafting sequences. After many, plain steps are measured again."""

@@ -147,7 +147,9 @@ class Scheduler:
         if not plan.plain:
             self._clock.drafted(self._load)
             self._charge(self._clock.now - before, served)
+        plain_us = round(1e6 * self._clock.measured(self._load, plan.plain_seconds))
         for each in served:
+            each.output.plain_us = plain_us
             self._answered(each)
         return plan.decided
 
