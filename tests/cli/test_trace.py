@@ -23,10 +23,14 @@ def span(name: str, own: str, parent: str, began: float, ended: float, **facts: 
         "startTimeUnixNano": str(round(began * MS)),
         "endTimeUnixNano": str(round(ended * MS)),
         "attributes": [
-            {"key": "specdec." + key.replace("__", "."), "value": {"intValue": str(value)}}
+            {"key": "specdec." + key.replace("__", "."), "value": _value(value)}
             for key, value in facts.items()
         ],
     }
+
+
+def _value(value: float) -> dict[str, Any]:
+    return {"intValue": str(value)} if isinstance(value, int) else {"doubleValue": value}
 
 
 ROUND = {
@@ -37,10 +41,10 @@ ROUND = {
 }
 CLIENT = [
     span("text_completion <m>", "root", "", 0, 40),
-    span("specdec.prefill", "p", "root", 1, 11, queue_us=2000, compute_us=6000),
+    span("specdec.prefill", "p", "root", 1, 11, queue_duration=0.002, compute_duration=0.006),
     span("specdec.round", "r", "root", 12, 30, **ROUND),
-    span("specdec.draft", "d", "r", 12, 18, queue_us=1000, compute_us=3000),
-    span("specdec.verify", "v", "r", 19, 30, queue_us=500, compute_us=7500),
+    span("specdec.draft", "d", "r", 12, 18, queue_duration=0.001, compute_duration=0.003),
+    span("specdec.verify", "v", "r", 19, 30, queue_duration=0.0005, compute_duration=0.0075),
     span("specdec.round", "cut", "root", 31, 33),
 ]
 SERVICES = [span("specdec.verifier.round", "s", "v", 19.5, 28)]

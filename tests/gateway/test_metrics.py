@@ -7,12 +7,16 @@ import asyncio
 import aiohttp
 import openai
 import pytest
+from openai.types.chat import ChatCompletionUserMessageParam
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
 from paceline.client import MockTransport
 from paceline.gateway import GatewayOptions, server
 from paceline.gateway.metrics import GatewayMetrics
-from paceline.telemetry.names import Metric
+from paceline.telemetry.names import Attribute, Metric, Span
 
 from .conftest import Serve, eventually
 
@@ -96,3 +100,36 @@ async def test_the_endpoint_requires_the_key() -> None:
     assert f'{Metric.GATEWAY_REQUESTS}_total{{path="{PATH}",status="200"}} 1.0' in text
     assert server.serve_gateway_metrics(GatewayOptions()) == (None, None)
     GatewayOptions(metrics_address="0.0.0.0:0", insecure_metrics=True)
+
+
+async def test_a_request_is_the_parent_of_its_texts(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider, exporter = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    source = provider.get_tracer("test")
+    for module in ("paceline.telemetry.tracing", "paceline.client._trace"):
+        monkeypatch.setattr(f"{module}.tracer", lambda: source)
+    template = "{{ messages[0].content }}"
+    async with serve(MockTransport("fine"), chat_template=template) as served:
+        message: ChatCompletionUserMessageParam = {"role": "user", "content": "hi"}
+        await served.openai.chat.completions.create(model="mock", messages=[message])
+        with pytest.raises(openai.NotFoundError):
+            await served.openai.completions.create(model="other", prompt="a")
+        async with aiohttp.ClientSession() as session, session.get(f"{served.url}/health"):
+            pass
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    chat, wrong = spans["POST /v1/chat/completions"], spans["POST /v1/completions"]
+    text = spans["chat mock"]
+    assert text.parent == chat.context
+    assert (text.attributes or {})[Attribute.OPERATION] == Span.CHAT
+    assert (chat.attributes or {}).items() >= {
+        Attribute.HTTP_METHOD: "POST",
+        Attribute.HTTP_ROUTE: "/v1/chat/completions",
+        Attribute.HTTP_STATUS: 200,
+        Attribute.URL_PATH: "/v1/chat/completions",
+        Attribute.URL_SCHEME: "http",
+        Attribute.SERVER_ADDRESS: "127.0.0.1",
+    }.items()
+    assert (wrong.attributes or {})[Attribute.HTTP_STATUS] == 404
+    assert not any("health" in name for name in spans)

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import version
+from socket import gethostname
 
 import pytest
 
@@ -68,8 +70,10 @@ def test_console_writes_to_standard_error() -> None:
     done = run(SPAN, OTEL_TRACES_EXPORTER="console", OTEL_RESOURCE_ATTRIBUTES="zone=a")
     assert done.returncode == 0, done.stderr
     assert not done.stdout
-    for part in ('"name": "hello"', '"service.name": "my-service"', '"zone": "a"'):
-        assert part in done.stderr
+    for name in ('"name": "hello"', '"service.name": "my-service"', '"zone": "a"'):
+        assert name in done.stderr
+    for name in (f'"service.version": "{version("paceline")}"', f'"host.name": "{gethostname()}"'):
+        assert name in done.stderr
 
 
 def test_the_environment_names_the_service_and_the_sampler() -> None:

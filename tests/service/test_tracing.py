@@ -41,10 +41,13 @@ async def test_a_call_joins_its_callers_trace(serve: Serve, spans: InMemorySpanE
     assert f"{span.context.trace_id:032x}" == TRACE
     assert span.parent is not None
     assert f"{span.parent.span_id:016x}" == PARENT
+    host, _, port = served.address.rpartition(":")
     assert dict(span.attributes or {}) == {
-        "rpc.system": "grpc",
-        "rpc.service": "toy.Toy",
-        "rpc.method": "UnaryUnary",
+        "rpc.system.name": "grpc",
+        "rpc.method": "toy.Toy/UnaryUnary",
+        "rpc.response.status_code": "OK",
+        "server.address": host,
+        "server.port": int(port),
     }
     assert span.status.status_code is StatusCode.UNSET
 
@@ -66,10 +69,14 @@ async def test_calls_without_a_sampled_trace_have_no_span(
 
 @pytest.mark.parametrize(
     ("order", "error", "code"),
-    [("fail", "FULL", 8), ("bug", "KeyError", None), ("unbuilt", "NotImplementedError", None)],
+    [
+        ("fail", "FULL", "RESOURCE_EXHAUSTED"),
+        ("bug", "KeyError", None),
+        ("unbuilt", "NotImplementedError", None),
+    ],
 )
 async def test_failures_are_failed_spans(
-    serve: Serve, spans: InMemorySpanExporter, order: str, error: str, code: int | None
+    serve: Serve, spans: InMemorySpanExporter, order: str, error: str, code: str | None
 ) -> None:
     served = await serve()
     async with served.channel() as channel:
@@ -78,7 +85,7 @@ async def test_failures_are_failed_spans(
     (span,) = spans.get_finished_spans()
     assert span.status.status_code is StatusCode.ERROR
     assert said(span)["error.type"] == error
-    assert said(span).get("rpc.grpc.status_code") == code
+    assert said(span).get("rpc.response.status_code") == code
 
 
 async def test_streams_have_no_span_for_all_of_them(

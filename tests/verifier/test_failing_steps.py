@@ -21,7 +21,14 @@ from paceline.tree import TokenTree
 from paceline.v1 import verifier_pb2
 from paceline.verifier.engine import engine as engine_module
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import Decode, Draft, EngineJob, Prefill, StepFailed
+from paceline.verifier.engine.job import (
+    Decode,
+    Draft,
+    DrafterVersion,
+    EngineJob,
+    Prefill,
+    StepFailed,
+)
 from paceline.verifier.engine.sequence import GenerationParams, Sequence
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import Segment
@@ -97,7 +104,7 @@ def by_hand(decoder: Any) -> Iterator[ByHand]:
 def drafting(sequence: Sequence, draft: list[int]) -> Decode:
     """One step with a chain."""
     job = Decode(sequence, credits=1)
-    job.set_draft(Draft(TokenTree.chain(draft), "test@1"))
+    job.set_draft(Draft(TokenTree.chain(draft), DrafterVersion("test", "1", "replay")))
     return job
 
 

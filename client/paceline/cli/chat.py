@@ -35,6 +35,7 @@ from paceline.client import (
 from paceline.harness import ProcessFailed
 from paceline.harness.models import MODEL
 from paceline.service.options import OptionsError
+from paceline.telemetry.names import Span
 
 _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 _COMMANDS = {
@@ -193,6 +194,7 @@ class Chat:
             left = model.facts.max_context - len(prompt)
             options = {**self._options, "max_new_tokens": min(limit, left)}
             generation = self._client.generate(prompt, **options)
+            generation.operation = Span.CHAT
             await self._stream(generation, parts)
         except PacelineError as error:
             self.notice(f"no answer: {error}" if not parts else f"the answer broke off: {error}")

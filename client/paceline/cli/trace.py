@@ -131,7 +131,7 @@ def rows_of_spans(spans: Iterable[Recorded]) -> list[Row]:
         ValueError: The spans include no generation.
     """
     spans = list(spans)
-    roots = [span for span in spans if span.name.split(" ")[0] == Span.GENERATION]
+    roots = [span for span in spans if span.name.split(" ")[0] in (Span.GENERATION, Span.CHAT)]
     if not roots:
         raise ValueError("no generation among the spans: only one that has ended is traced")
     root = max(roots, key=lambda span: span.began_ns)
@@ -226,8 +226,8 @@ def _call(call: Recorded, served: Sequence[Recorded]) -> Iterator[tuple[str, flo
     Without the service's own span, both directions of transport get half of its time.
     """
     total = (call.ended_ns - call.began_ns) / 1e6
-    queue = min(total, call.attributes.get(Attribute.QUEUE_US, 0) / 1e3)
-    work = min(total - queue, call.attributes.get(Attribute.COMPUTE_US, 0) / 1e3)
+    queue = min(total, call.attributes.get(Attribute.QUEUE_DURATION, 0) * 1e3)
+    work = min(total - queue, call.attributes.get(Attribute.COMPUTE_DURATION, 0) * 1e3)
     transport = total - queue - work
     there = transport / 2
     if served:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from paceline.telemetry.names import Span
 from paceline.v1 import verifier_pb2
 
 from ._errors import ClientClosedError, DeadlineError, InvalidRequestError
@@ -77,6 +78,9 @@ class Generation:
         self._trace: GenerationTrace | None = None
         self.stats = Stats()
         """Updated while the generation runs."""
+        self.operation: str = Span.GENERATION
+        """Its name in traces, as of its start: "text_completion", or "chat" for an answer in a
+        conversation."""
 
     @property
     def handle(self) -> bytes:
@@ -155,7 +159,7 @@ class Generation:
         """The task of the generation: generate, release the resources, return the result."""
         began = perf_counter()
         self._running.generations.add(self)
-        self._trace = GenerationTrace.start(self._options)
+        self._trace = GenerationTrace.start(self._options, self.operation)
         error: BaseException | None = None
         try:
             await self._generate()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from paceline.telemetry.names import PROVIDER, Attribute, Span
-from paceline.telemetry.tracing import fail, traceparent_of, tracer
+from paceline.telemetry.names import CREATE_CACHE, PROVIDER, Attribute, Span
+from paceline.telemetry.tracing import fail, server_attributes, traceparent_of, tracer
 from paceline.v1 import verifier_pb2
 
 from ._options import GenerationOptions
@@ -25,8 +25,9 @@ class GenerationTrace:
     The spans of its rounds are the verifier's and the drafter's, children of the generation's.
     """
 
-    def __init__(self, source: Tracer, root: trace.Span) -> None:
+    def __init__(self, source: Tracer, root: trace.Span, operation: str) -> None:
         """Use `start`."""
+        self._operation = operation
         self._tracer = source
         self._root = root
         self._prefill: trace.Span | None = None
@@ -34,8 +35,8 @@ class GenerationTrace:
         """Trace context of the generation."""
 
     @classmethod
-    def start(cls, options: GenerationOptions) -> GenerationTrace | None:
-        """Starts the span of the generation as a child of the current one.
+    def start(cls, options: GenerationOptions, operation: str) -> GenerationTrace | None:
+        """Starts the span of the generation, an `operation`, as a child of the current one.
 
         The span becomes the current one of this task. Returns None if it is not recorded.
         """
@@ -45,15 +46,16 @@ class GenerationTrace:
         from opentelemetry import context, trace
 
         kind = trace.SpanKind.CLIENT
-        root = source.start_span(Span.GENERATION, None, kind, _request(options))
+        facts = {Attribute.OPERATION: operation, **_request(options)}
+        root = source.start_span(operation, None, kind, facts)
         if not root.is_recording():
             return None
         context.attach(trace.set_span_in_context(root))
-        return cls(source, root)
+        return cls(source, root, operation)
 
     def served_by(self, model: str) -> None:
         """Sets the name of the model."""
-        self._root.update_name(f"{Span.GENERATION} {model}")
+        self._root.update_name(f"{self._operation} {model}")
         self._root.set_attributes({Attribute.REQUEST_MODEL: model, Attribute.RESPONSE_MODEL: model})
 
     def begin_prefill(self, address: str) -> str:
@@ -65,9 +67,11 @@ class GenerationTrace:
         from opentelemetry import trace
 
         parent = trace.set_span_in_context(self._root)
-        kind = trace.SpanKind.CLIENT
-        self._prefill = self._tracer.start_span(Span.PREFILL, parent, kind, _server(address))
-        self._root.set_attributes(_server(address))
+        server = server_attributes(address)
+        self._prefill = self._tracer.start_span(
+            Span.PREFILL, parent, trace.SpanKind.CLIENT, {**CREATE_CACHE, **server}
+        )
+        self._root.set_attributes(server)
         return traceparent_of(self._prefill)
 
     def end_prefill(self, outcome: verifier_pb2.CacheCreated | BaseException | None) -> None:
@@ -80,10 +84,10 @@ class GenerationTrace:
         elif outcome is not None:
             span.set_attributes(
                 {
-                    Attribute.QUEUE_US: outcome.queue_us,
-                    Attribute.COMPUTE_US: outcome.prefill_us,
+                    Attribute.QUEUE_DURATION: outcome.queue_us / 1e6,
+                    Attribute.COMPUTE_DURATION: outcome.prefill_us / 1e6,
                     Attribute.REUSED_TOKENS: outcome.reused_tokens,
-                    Attribute.CACHE_GENERATION: outcome.epoch,
+                    Attribute.CACHE_EPOCH: outcome.epoch,
                 }
             )
         span.end()
@@ -112,7 +116,6 @@ class GenerationTrace:
 
 def _request(options: GenerationOptions) -> _Values:
     values: dict[str, Any] = {
-        Attribute.OPERATION: Span.GENERATION,
         Attribute.PROVIDER: PROVIDER,
         Attribute.REQUEST_MAX_TOKENS: options.max_new_tokens,
         Attribute.REQUEST_TEMPERATURE: options.temperature,
@@ -129,10 +132,3 @@ def _request(options: GenerationOptions) -> _Values:
     if options.drafter is not None:
         values[Attribute.DRAFTER_NAME] = options.drafter
     return values
-
-
-def _server(address: str) -> _Values:
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdecimal():
-        return {Attribute.SERVER_ADDRESS: host.strip("[]"), Attribute.SERVER_PORT: int(port)}
-    return {Attribute.SERVER_ADDRESS: address} if address else {}

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.client import (
@@ -21,6 +21,7 @@ from paceline.client import (
     TokenLogprob,
     render_chat,
 )
+from paceline.telemetry.names import Span
 
 from .errors import ApiError, bad_request
 from .options import GatewayOptions
@@ -50,6 +51,8 @@ class GenerationJob:
     choices: Sequence[dict[str, Any]]
     """Arguments of `Client.generate` for each of the n choices of a prompt."""
     stream_options: StreamOptions
+    operation: str = Span.GENERATION
+    """Name of its generations in traces."""
 
     @property
     def count(self) -> int:
@@ -145,7 +148,8 @@ class JobBuilder:
         prompt = await self.chat_prompt(model, body, body.tool_use().tools)
         limit = body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return await self._job("messages", body, model, [prompt], limit, logprobs)
+        job = await self._job("messages", body, model, [prompt], limit, logprobs)
+        return replace(job, operation=Span.CHAT)
 
     async def chat_prompt(
         self, model: Model, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool]
@@ -254,10 +258,12 @@ async def generate_texts(
         """All choices of a prompt."""
         prompt, first = job.prompts[number], number * len(job.choices)
         parent = client.generate(prompt, keep_cache=len(job.choices) > 1, **job.choices[0])
+        parent.operation = job.operation
 
         async def fork(choice: int) -> None:
             await began.wait()
             generation = client.generate(prompt, parent=parent, **job.choices[choice])
+            generation.operation = job.operation
             await report(first + choice, generation, parent, began)
 
         try:

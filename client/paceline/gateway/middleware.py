@@ -9,10 +9,14 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+
+from paceline.telemetry.names import Attribute
+from paceline.telemetry.tracing import http_span, server_attributes
 
 from .errors import ApiError, from_error, from_http
 from .options import ApiKey
@@ -21,6 +25,7 @@ from .writers import DISCONNECTED, FAILED
 
 if TYPE_CHECKING:
     from aiohttp.typedefs import Middleware
+    from opentelemetry.trace import Span
 
     from .metrics import GatewayMetrics
 
@@ -168,26 +173,52 @@ def guard(keyring: Keyring) -> Middleware:
 
 
 def observe(metrics: GatewayMetrics | None, *, access_log: bool) -> Middleware:
-    """Gives a request its id, counts it, and writes its line of the access log."""
+    """Gives a request its id and its span, counts it, and writes its line of the access log."""
 
     @web.middleware
     async def observed(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = _request_id(request.headers.get("x-request-id", ""))
         began = time.perf_counter()
         status = DISCONNECTED
-        try:
-            response = await handler(request)
-            status = request.get(FAILED, response.status)
-            return response
-        finally:
-            seconds = time.perf_counter() - began
-            route = request.match_info.route.resource
-            if metrics is not None and request.path.startswith("/v1/"):
-                metrics.ended(route.canonical if route is not None else "", status, seconds)
-            if access_log:
-                _log(request, status, seconds)
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource is not None else ""
+        with _span(request, route) as span:
+            try:
+                response = await handler(request)
+                status = request.get(FAILED, response.status)
+                return response
+            finally:
+                seconds = time.perf_counter() - began
+                if span is not None:
+                    _end(span, status)
+                if metrics is not None and request.path.startswith("/v1/"):
+                    metrics.ended(route, status, seconds)
+                if access_log:
+                    _log(request, status, seconds)
 
     return observed
+
+
+def _span(request: web.Request, route: str) -> AbstractContextManager[Span | None]:
+    """The span of a request; none for pages and health checks."""
+    if _open(request.path):
+        return nullcontext()
+    attributes = {
+        Attribute.URL_PATH: request.path,
+        Attribute.URL_SCHEME: request.scheme,
+        **server_attributes(request.host),
+    }
+    return http_span(request.method, route, request.headers, attributes)
+
+
+def _end(span: Span, status: int) -> None:
+    """Sets the status of a request's span; errors are the server's and broken connections."""
+    span.set_attribute(Attribute.HTTP_STATUS, status)
+    if status >= DISCONNECTED:
+        from opentelemetry.trace import StatusCode
+
+        span.set_attribute(Attribute.ERROR_TYPE, str(status))
+        span.set_status(StatusCode.ERROR)
 
 
 def _log(request: web.Request, status: int, seconds: float) -> None:

@@ -22,7 +22,6 @@ from paceline.client import Client, GenerationResult, PacelineError
 from paceline.service.metrics import MetricsEndpoint, new_registry, serve_metrics
 from paceline.service.options import OptionsError, socket_path_of, split_address
 from paceline.service.runtime import Gate, Stop
-from paceline.telemetry.tracing import continuing
 
 from . import middleware
 from .errors import ApiError, bad_request
@@ -188,7 +187,7 @@ class Gateway:
                 caller.spend(len(event.chunk.token_ids))
             await response.receive(event)
 
-        with self.gate.enter(), continuing(request.headers):
+        with self.gate.enter():
             return await response.send(generate_texts(self._client, job, receive))
 
     async def _models(self, request: web.Request) -> web.StreamResponse:

@@ -20,7 +20,7 @@ from grpc_status import rpc_status
 from paceline.service.identity import bearer_token, token_matches
 from paceline.service.logs import request_id
 from paceline.telemetry.names import Attribute
-from paceline.telemetry.tracing import annotate, server_span
+from paceline.telemetry.tracing import Attributes, annotate, server_attributes, server_span
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Tracer
@@ -140,6 +140,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     It wraps calls, not messages: the wrapper writes a response stream itself, in place of grpc.
     Calls of the health service are not intercepted.
+
+    Attributes:
+        address: Where the server listens, for spans; set before the first call.
     """
 
     def __init__(
@@ -156,6 +159,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._token = token
         self._on_end = on_end
         self._tracer = tracer
+        self.address = ""
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -207,7 +211,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         traced: Behaviour = call
         if self._tracer is not None and kind == "unary_unary":
-            traced = _traced(self._tracer, method, call)
+            traced = _traced(self._tracer, method, call, server_attributes(self.address))
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         return make(
             self._guarded(method, traced),
@@ -262,22 +266,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return guarded
 
 
-def _traced(tracer: Tracer, method: str, call: Behaviour) -> Behaviour:
+def _traced(tracer: Tracer, method: str, call: Behaviour, server: Attributes) -> Behaviour:
     """A handler of `method` ("/package.Service/Method") with a span of each traced call."""
-    service, _, name = method.removeprefix("/").rpartition("/")
-    attributes = {
-        Attribute.RPC_SYSTEM: "grpc",
-        Attribute.RPC_SERVICE: service,
-        Attribute.RPC_METHOD: name,
-    }
+    name = method.removeprefix("/")
+    attributes = {Attribute.RPC_SYSTEM: "grpc", Attribute.RPC_METHOD: name, **server}
 
     async def traced(request: Any, context: Any) -> Any:
         traceparent = dict(context.invocation_metadata() or ()).get("traceparent", "")
-        with server_span(tracer, f"{service}/{name}", str(traceparent), attributes):
+        with server_span(tracer, name, str(traceparent), attributes):
             try:
-                return await call(request, context)
+                response = await call(request, context)
+                annotate({Attribute.RPC_STATUS: "OK"})
+                return response
             except ServiceError as error:
-                annotate({Attribute.RPC_STATUS: error.code.value[0]})
+                annotate({Attribute.RPC_STATUS: error.code.name})
                 raise
 
     return traced

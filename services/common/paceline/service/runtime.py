@@ -260,7 +260,7 @@ async def _serve(
     server = grpc.aio.server(interceptors=[interceptor], options=_channel_arguments(options))
     service.register(server)
     health = await _add_health(server, service.service_names)
-    address = _bind(server, options, credentials)
+    address = interceptor.address = _bind(server, options, credentials)
     try:
         await server.start()
         logger.info("serving", extra={"address": address, "services": service.service_names})

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import TYPE_CHECKING
+
+from paceline.telemetry.names import Attribute
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.util.types import AttributeValue
 
 logger = logging.getLogger("paceline.telemetry")
 
@@ -34,7 +39,7 @@ def traced(service: str) -> Iterator[None]:
       Default: otlp if an endpoint is set, else none.
     - `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_EXPORTER_OTLP_PROTOCOL` (grpc or http/protobuf), and all
       others that OpenTelemetry's SDK reads: headers, sampler, batch sizes, resource attributes.
-    - `OTEL_SERVICE_NAME`: instead of `service`.
+    - `OTEL_SERVICE_NAME`: instead of `service`; `OTEL_RESOURCE_ATTRIBUTES` adds others.
     """
     names = _exporter_names(os.environ)
     provider = _provider(service, names) if names else None
@@ -74,8 +79,13 @@ def _provider(service: str, names: list[str]) -> TracerProvider | None:
             error.name,
         )
         return None
-    # The environment takes precedence over the default name.
-    resource = Resource.create({"service.name": service}).merge(OTELResourceDetector().detect())
+    facts: dict[str, AttributeValue] = {
+        Attribute.SERVICE_NAME: service,
+        Attribute.SERVICE_VERSION: version("paceline"),
+        Attribute.HOST_NAME: socket.gethostname(),
+    }
+    # The environment takes precedence.
+    resource = Resource.create(facts).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     exporting = False
     for name in names:

@@ -1,13 +1,18 @@
-"""All names of Paceline's telemetry, described in `docs/telemetry.md`."""
+"""All names of Paceline's telemetry, described in `docs/telemetry.md`.
+
+Names outside of `specdec` are those of OpenTelemetry's semantic conventions.
+"""
 
 from typing import Final
 
 
 class Span:
-    """Names of spans."""
+    """Names of spans. Calls have the name of their method, requests of HTTP method and route."""
 
     GENERATION: Final = "text_completion"
     """Of the client, for a whole generation; followed by the name of the model."""
+    CHAT: Final = "chat"
+    """The same for an answer in a conversation."""
     PREFILL: Final = "specdec.prefill"
     ROUND: Final = "specdec.round"
     DRAFT: Final = "specdec.draft"
@@ -20,7 +25,6 @@ class Span:
 class Attribute:
     """Keys of span attributes."""
 
-    # OpenTelemetry's conventions for generative AI, errors, servers and RPCs.
     OPERATION: Final = "gen_ai.operation.name"
     PROVIDER: Final = "gen_ai.provider.name"
     REQUEST_MODEL: Final = "gen_ai.request.model"
@@ -35,27 +39,35 @@ class Attribute:
     FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
     INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
     OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+    REUSED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
     ERROR_TYPE: Final = "error.type"
     SERVER_ADDRESS: Final = "server.address"
     SERVER_PORT: Final = "server.port"
-    RPC_SYSTEM: Final = "rpc.system"
-    RPC_SERVICE: Final = "rpc.service"
+    RPC_SYSTEM: Final = "rpc.system.name"
     RPC_METHOD: Final = "rpc.method"
-    RPC_STATUS: Final = "rpc.grpc.status_code"
+    RPC_STATUS: Final = "rpc.response.status_code"
+    HTTP_METHOD: Final = "http.request.method"
+    HTTP_ROUTE: Final = "http.route"
+    HTTP_STATUS: Final = "http.response.status_code"
+    URL_PATH: Final = "url.path"
+    URL_SCHEME: Final = "url.scheme"
 
-    # Speculative decoding: no convention covers it.
+    # Of resources.
+    SERVICE_NAME: Final = "service.name"
+    SERVICE_VERSION: Final = "service.version"
+    HOST_NAME: Final = "host.name"
+
+    # Speculative decoding: no convention covers it. Durations are in seconds.
     ROUND_INDEX: Final = "specdec.round.index"
     NUM_DRAFTS: Final = "specdec.num_drafts"
     NUM_DRAFT_TOKENS: Final = "specdec.num_draft_tokens"
     NUM_ACCEPTED: Final = "specdec.num_accepted_draft_tokens"
     NUM_EMITTED: Final = "specdec.num_emitted_tokens"
-    NODE_BUDGET: Final = "specdec.node_budget"
     TREE_DEPTH: Final = "specdec.tree.depth"
-    QUEUE_US: Final = "specdec.queue_us"
-    COMPUTE_US: Final = "specdec.compute_us"
+    QUEUE_DURATION: Final = "specdec.queue_duration"
+    COMPUTE_DURATION: Final = "specdec.compute_duration"
     BATCH_TOKENS: Final = "specdec.batch_tokens"
-    REUSED_TOKENS: Final = "specdec.reused_tokens"
-    CACHE_GENERATION: Final = "specdec.cache.generation"
+    CACHE_EPOCH: Final = "specdec.cache.epoch"
     DRAFTER_NAME: Final = "specdec.drafter.name"
     DRAFTER_METHOD: Final = "specdec.drafter.method"
     DRAFTER_VERSION: Final = "specdec.drafter.version"
@@ -142,5 +154,14 @@ class Metric:
     RPCS: Final = "specdec_rpcs"
 
 
+SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
+"""Version of the conventions that names follow."""
+
 PROVIDER: Final = "paceline"
 """Value of gen_ai.provider.name, which the conventions require."""
+
+CREATE_CACHE: Final = {
+    Attribute.RPC_SYSTEM: "grpc",
+    Attribute.RPC_METHOD: "paceline.v1.VerifierService/CreateCache",
+}
+"""Attributes of both spans of a prefill."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from http import HTTPMethod
 from typing import TYPE_CHECKING
 
-from paceline.telemetry.names import Attribute
+from paceline.telemetry.names import SCHEMA_URL, Attribute
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -33,7 +34,7 @@ def tracer() -> Tracer | None:
     from opentelemetry import trace
     from opentelemetry.sdk.trace import Tracer
 
-    found = trace.get_tracer_provider().get_tracer("paceline")
+    found = trace.get_tracer_provider().get_tracer("paceline", schema_url=SCHEMA_URL)
     # With OTEL_SDK_DISABLED the SDK returns a tracer of another class.
     return found if isinstance(found, Tracer) else None
 
@@ -62,22 +63,42 @@ def current_metadata() -> tuple[tuple[str, str], ...]:
 
 
 @contextmanager
-def continuing(headers: Mapping[str, str]) -> Iterator[None]:
-    """Spans that begin in the body join the trace in the headers of an HTTP request, if any.
+def http_span(
+    method: str, route: str, headers: Mapping[str, str], attributes: Attributes
+) -> Iterator[Span | None]:
+    """The span of an HTTP request around the body, as the current span; None without tracing.
 
-    The sampler decides whether they are recorded, by default as the caller did.
+    It joins the trace in the request's headers, or begins one. The sampler decides whether it is
+    recorded, by default as the caller did.
+
+    Args:
+        method: HTTP method; one that HTTP does not define becomes `_OTHER`.
+        route: Path template, such as "/v1/models/{name}".
+        headers: Of the request.
+        attributes: By `names.Attribute`.
     """
-    if tracer() is None:
-        yield
+    source = tracer()
+    if source is None:
+        yield None
         return
     from opentelemetry import context
+    from opentelemetry.trace import SpanKind, use_span
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    token = context.attach(TraceContextTextMapPropagator().extract(headers, context.get_current()))
-    try:
-        yield
-    finally:
-        context.detach(token)
+    parent = TraceContextTextMapPropagator().extract(headers, context.get_current())
+    known = method in HTTPMethod.__members__
+    span = source.start_span(
+        f"{method if known else 'HTTP'} {route}",
+        parent,
+        SpanKind.SERVER,
+        {
+            Attribute.HTTP_METHOD: method if known else "_OTHER",
+            Attribute.HTTP_ROUTE: route,
+            **attributes,
+        },
+    )
+    with use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
+        yield span
 
 
 @contextmanager
@@ -107,16 +128,19 @@ def add_server_span(
     name: str,
     traceparent: str,
     began_ns: int,
+    ended_ns: int | None,
     attributes: Attributes,
     error: BaseException | None = None,
 ) -> None:
-    """Add a service's span that ends now; none without a valid traceparent.
+    """Add a service's span that has ended; none without a valid traceparent.
 
     Args:
         tracer: Of this process.
         name: One of `names.Span`.
         traceparent: Of the caller.
         began_ns: When the message arrived. Unit: nanoseconds since 1970.
+        ended_ns: When the answer was sent; None: now. A span that ends later would outlast its
+            parent, which ends with the answer.
         attributes: By `names.Attribute`.
         error: The error that the work failed with, if any.
     """
@@ -124,7 +148,7 @@ def add_server_span(
     if span is not None:
         if error is not None:
             fail(span, error)
-        span.end()
+        span.end(ended_ns)
 
 
 def remote_context(traceparent: str) -> Context | None:
@@ -134,6 +158,14 @@ def remote_context(traceparent: str) -> Context | None:
 
     parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent})
     return parent if trace.get_current_span(parent).get_span_context().is_valid else None
+
+
+def server_attributes(address: str) -> Attributes:
+    """The attributes of a server's address, "host:port" or "unix:/path"."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal():
+        return {Attribute.SERVER_ADDRESS: host.strip("[]"), Attribute.SERVER_PORT: int(port)}
+    return {Attribute.SERVER_ADDRESS: address} if address else {}
 
 
 def annotate(attributes: Attributes) -> None:

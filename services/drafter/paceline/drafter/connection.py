@@ -156,7 +156,8 @@ class Connection:
         self._last = 0
         self._ended = False
         self._outgoing = exchange_pb2.JoinRequest()
-        self._answered: list[tuple[Version, Drafted, str, float]] = []
+        self._sent_ns = 0
+        self._answered: list[tuple[Version, Drafted, str, int]] = []
 
     @property
     def carrier(self) -> str:
@@ -209,6 +210,7 @@ class Connection:
 
     def _flush(self) -> None:
         """Send what was collected."""
+        self._sent_ns = time.time_ns()
         self._worker.flush_later(self._count)
         if self._ended:
             return
@@ -410,25 +412,30 @@ class Connection:
             version=version.version,
             kv_bytes=seat.session.take_received_bytes(),
         )
-        self._answered.append((version, result, message.traceparent, sequence.arrived))
+        arrived = time.time_ns() - round((time.monotonic() - sequence.arrived) * 1e9)
+        self._answered.append((version, result, message.traceparent, arrived))
         self._worker.flush_later(self._flush)
 
     def _count(self) -> None:
-        """Count answered rounds and make their spans, after all messages were sent."""
+        """Count answered rounds and make their spans, after all messages were sent.
+
+        The spans end when their message was sent: the verifier's, their parents, end with it.
+        """
         answered, self._answered = self._answered, []
         metrics, tracer = self._parts.metrics, self._parts.tracer
         for version, drafted, traceparent, arrived in answered:
             if metrics is not None:
                 metrics.drafted(version, drafted)
             if tracer is not None and traceparent:
-                began = time.time_ns() - round((time.monotonic() - arrived) * 1e9)
                 attributes: Attributes = {
-                    Attribute.DRAFTER_VERSION: version.version,
+                    **version.attributes,
                     Attribute.NUM_DRAFT_TOKENS: len(drafted.tree.tokens),
-                    Attribute.QUEUE_US: round(drafted.queue_seconds * 1e6),
-                    Attribute.COMPUTE_US: round(drafted.draft_seconds * 1e6),
+                    Attribute.QUEUE_DURATION: drafted.queue_seconds,
+                    Attribute.COMPUTE_DURATION: drafted.draft_seconds,
                 }
-                add_server_span(tracer, Span.DRAFTER_ROUND, traceparent, began, attributes)
+                add_server_span(
+                    tracer, Span.DRAFTER_ROUND, traceparent, arrived, self._sent_ns, attributes
+                )
 
     def _evicted(self, sequence: _Sequence, version: Version) -> None:
         """A version that a sequence is at, or on its way to, was unloaded by force."""

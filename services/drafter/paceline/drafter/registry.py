@@ -23,6 +23,8 @@ from paceline.drafter.spec import DrafterSpec, Roots
 from paceline.drafter.state import RegistryState, StateFile
 from paceline.drafter.statistics import DraftStatistics
 from paceline.service import ServiceError
+from paceline.telemetry.names import Attribute
+from paceline.telemetry.tracing import Attributes
 from paceline.v1 import drafter_pb2
 
 logger = logging.getLogger("paceline.drafter")
@@ -117,6 +119,15 @@ class Version:
         self.recent.append(failed)
         failures = sum(self.recent)
         return failed and failures >= MIN_FAILURES and 2 * failures > len(self.recent)
+
+    @property
+    def attributes(self) -> Attributes:
+        """Attributes of spans of its work."""
+        return {
+            Attribute.DRAFTER_NAME: self.spec.name,
+            Attribute.DRAFTER_VERSION: self.version,
+            Attribute.DRAFTER_METHOD: self.spec.method,
+        }
 
     def info(self) -> drafter_pb2.DrafterInfo:
         """The version as listed."""

@@ -152,12 +152,7 @@ async def open_session(
     """
     if tracer is None:
         return await _open_session(version, generation, exchange)
-    attributes = {
-        Attribute.DRAFTER_NAME: version.spec.name,
-        Attribute.DRAFTER_VERSION: version.version,
-        Attribute.DRAFTER_METHOD: version.spec.method,
-    }
-    with server_span(tracer, Span.DRAFTER_OPEN, traceparent, attributes):
+    with server_span(tracer, Span.DRAFTER_OPEN, traceparent, version.attributes):
         session = await _open_session(version, generation, exchange)
         annotate(
             {

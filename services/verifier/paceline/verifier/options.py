@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,20 @@ WEIGHTS = ("auto", "float32", "bfloat16", "int8", "int4")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
 SCHEDULES = ("off", "auto", "profile")
 NUMERICS = ("auto", "portable")
+
+
+def round_sampling(text: str) -> tuple[int, int]:
+    """Parses `N:M` or `all`; an argparse type.
+
+    Raises:
+        argparse.ArgumentTypeError: It is neither, or M is 0.
+    """
+    first, _, every = ("0:1" if text == "all" else text).partition(":")
+    if not (first.isdecimal() and every.isdecimal() and int(every)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} names no rounds: give N:M, the first N and then one in M, or all"
+        )
+    return int(first), int(every)
 
 
 @dataclass(frozen=True)
@@ -92,6 +107,13 @@ class VerifierOptions:
         "folder for the Unix socket of drafter services, which they must see under the same path "
         "(default: an abstract name, for services in the network namespace of this process)",
         metavar="DIR",
+    )
+    trace_rounds: tuple[int, int] = option(
+        (100, 10),
+        "rounds of a traced generation that have spans. N:M: the first N, then one in M; all: each "
+        "one (default: 100:10)",
+        type=round_sampling,
+        metavar="N:M",
     )
     threads: int | None = None
     """Threads of one operation; None: PyTorch's setting."""

@@ -143,7 +143,7 @@ class VerifierService:
         self._follow_counts = FollowCounts()
         self._exchange = DraftExchangeServicer(model.message, self.engine, options.socket_dir)
         kept = None if metrics is None else self._metrics(metrics, model)
-        telemetry = Telemetry(kept, tracer())
+        telemetry = Telemetry(kept, tracer(), options.trace_rounds)
         self._servicer = VerifierServicer(
             model, self.store, self.engine, self._gate, self._exchange, telemetry
         )

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 from functools import partial
-from time import perf_counter, time_ns
-from typing import TYPE_CHECKING, Any
+from time import perf_counter_ns, time_ns
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.telemetry.names import Attribute, Span
+from paceline.telemetry.names import CREATE_CACHE, Attribute, Span
 from paceline.telemetry.tracing import add_server_span, remote_context, traceparent_of
 from paceline.verifier.cache import Cache
-from paceline.verifier.engine.job import Draft, Prefill, StepOutput
+from paceline.verifier.engine.job import Decode, DrafterVersion, Prefill, StepOutput
 
 if TYPE_CHECKING:
     from opentelemetry import context, trace
     from opentelemetry.sdk.trace import Tracer
 
-    from paceline.verifier.engine.drafting import SequenceAtDrafter
     from paceline.verifier.metrics import VerifierMetrics
 
 
-class OpenSpans:
-    """The spans of a round that was drafted for, and what its drafter answered."""
+class OpenSpans(NamedTuple):
+    """The spans of a round that is drafted for."""
 
-    __slots__ = ("draft", "round")
-
-    def __init__(self, round_: trace.Span, draft: trace.Span) -> None:
-        self.round = round_
-        self.draft = draft
+    round: trace.Span
+    draft: trace.Span
 
 
 class RoundSpans:
     """Begins the spans of a generation's drafted rounds. Only the engine thread uses it.
+
+    A long text has thousands of rounds. The first ones are traced, and then one in so many.
 
     The span of a draft has to begin when the tree is requested, since the drafter's span is its
     child. All other spans are made when the step is reported (:meth:`Telemetry.answered`).
@@ -40,11 +38,31 @@ class RoundSpans:
         parent: The same, parsed once; any thread may read it.
     """
 
-    def __init__(self, tracer: Tracer, traceparent: str, parent: context.Context) -> None:
+    def __init__(
+        self,
+        tracer: Tracer,
+        traceparent: str,
+        parent: context.Context,
+        rounds: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Begin with the first round.
+
+        Args:
+            tracer: Of this process.
+            traceparent: Of the generation's span.
+            parent: The same, parsed.
+            rounds: Number of first rounds that are traced, and n of each n-th one after them.
+        """
         self.traceparent = traceparent
-        self._tracer = tracer
         self.parent = parent
+        self._tracer = tracer
+        self._first, self._every = rounds
+        self._step = 0
         self._open: OpenSpans | None = None
+
+    @property
+    def _traced(self) -> bool:
+        return self._step < self._first or self._step % self._every == 0
 
     def begin_draft(self, round_began: float) -> str:
         """Begin the spans of a round and its draft.
@@ -53,33 +71,40 @@ class RoundSpans:
             round_began: When the round began (time.perf_counter).
 
         Returns:
-            The traceparent of the draft.
+            The traceparent of the draft; empty: the round is not traced.
         """
-        from opentelemetry.trace import set_span_in_context
+        if not self._traced:
+            return ""
+        from opentelemetry.trace import SpanKind, set_span_in_context
 
-        began = self._tracer.start_span(Span.ROUND, self.parent, start_time=_ns(round_began))
-        draft = self._tracer.start_span(Span.DRAFT, set_span_in_context(began))
+        began = self._tracer.start_span(
+            Span.ROUND, self.parent, start_time=_wall_clock() + _ns(round_began)
+        )
+        context = set_span_in_context(began)
+        draft = self._tracer.start_span(Span.DRAFT, context, SpanKind.CLIENT)
         self._open = OpenSpans(began, draft)
         return traceparent_of(draft)
 
-    def end_draft(self, draft: Draft | None, sequence: SequenceAtDrafter | None) -> None:
+    def end_draft(self, job: Decode) -> None:
         """End the span of the draft; without a tree it was late, empty, or the drafter failed."""
         if self._open is None:
             return
-        span = self._open.draft
+        span, draft, sequence = self._open.draft, job.draft, job.sequence_at_drafter
         if sequence is not None:
             span.set_attribute(Attribute.DRAFTER_NAME, sequence.name)
             span.set_attribute(Attribute.DRAFT_CARRIER, sequence.link.carrier_name)
             if sequence.opened is not None:
                 transport = sequence.opened.kv_transport or "none"
                 span.set_attribute(Attribute.KV_TRANSPORT, transport)
-        if draft is not None:
+        if draft is None:
+            span.set_attribute(Attribute.NO_DRAFT, job.no_draft.value)
+        else:
             span.set_attributes(
                 {
-                    Attribute.DRAFTER_VERSION: draft.drafter.rpartition("@")[2],
+                    **_drafter(draft.drafter),
                     Attribute.NUM_DRAFT_TOKENS: len(draft.tree),
-                    Attribute.QUEUE_US: draft.queue_us,
-                    Attribute.COMPUTE_US: draft.draft_us,
+                    Attribute.QUEUE_DURATION: draft.queue_us / 1e6,
+                    Attribute.COMPUTE_DURATION: draft.draft_us / 1e6,
                     Attribute.KV_BYTES: draft.kv_bytes,
                 }
             )
@@ -87,16 +112,16 @@ class RoundSpans:
 
     def close(self) -> None:
         """End the spans of a round that will have no step."""
-        spans = self.take()
-        if spans is not None:
-            for span in (spans.draft, spans.round):
-                if span.is_recording():  # it has not ended
-                    span.end()
+        for span in reversed(self._open or ()):
+            if span.is_recording():  # it has not ended
+                span.end()
+        self._open = None
 
-    def take(self) -> OpenSpans | None:
-        """The spans of the round that its step ends; None: it was not drafted for."""
+    def take(self) -> tuple[OpenSpans | None, bool]:
+        """The spans of the round that its step ends, if there are any, and whether to trace it."""
+        traced, self._step = self._traced, self._step + 1
         spans, self._open = self._open, None
-        return spans
+        return spans, traced
 
 
 class Telemetry:
@@ -105,9 +130,16 @@ class Telemetry:
     Used on the event loop.
     """
 
-    def __init__(self, metrics: VerifierMetrics | None, tracer: Tracer | None) -> None:
+    def __init__(
+        self,
+        metrics: VerifierMetrics | None,
+        tracer: Tracer | None,
+        rounds: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Report to what there is; `rounds` as in :class:`RoundSpans`."""
         self._metrics = metrics
         self._tracer = tracer
+        self._rounds = rounds
 
     def admitted(self, cache: Cache) -> None:
         """Report the start of a generation."""
@@ -124,7 +156,9 @@ class Telemetry:
         if self._tracer is None:
             return None
         parent = remote_context(traceparent)
-        return None if parent is None else RoundSpans(self._tracer, traceparent, parent)
+        return (
+            None if parent is None else RoundSpans(self._tracer, traceparent, parent, self._rounds)
+        )
 
     def answered(self, cache: Cache, output: StepOutput, spans: RoundSpans | None) -> None:
         """Report a step, or consecutive plain ones, after its tokens were sent.
@@ -135,62 +169,86 @@ class Telemetry:
             self._metrics.answered(cache, output)
         if self._tracer is None or spans is None:
             return
+        cache.rounds += 1
+        if not output.traced:
+            return
         from opentelemetry.trace import set_span_in_context
 
-        began = _ns(output.round_began)
+        clock = _wall_clock()
         if output.spans is not None:
             span = output.spans.round
         else:
-            span = self._tracer.start_span(Span.ROUND, spans.parent, start_time=began)
+            span = self._tracer.start_span(
+                Span.ROUND, spans.parent, start_time=clock + _ns(output.round_began)
+            )
         verify = self._tracer.start_span(
             Span.VERIFY,
             set_span_in_context(span),
             attributes={
                 Attribute.NUM_EMITTED: len(output.tokens),
-                Attribute.QUEUE_US: output.queue_us,
-                Attribute.COMPUTE_US: output.step_us,
+                Attribute.QUEUE_DURATION: output.queue_us / 1e6,
+                Attribute.COMPUTE_DURATION: output.step_us / 1e6,
                 Attribute.BATCH_TOKENS: output.batch_tokens,
             },
-            start_time=_ns(output.began),
+            start_time=clock + _ns(output.began),
         )
-        verify.end(_ns(output.ended))
+        ended = clock + _ns(output.ended)
+        verify.end(ended)
         span.set_attributes(_round_attributes(cache, output))
-        span.end(_ns(output.ended))
+        span.end(ended)
 
     def _prefilled(self, cache: Cache, job: Prefill, traceparent: str, began_ns: int) -> None:
         if self._metrics is not None:
             self._metrics.prefilled(cache, job)
         if self._tracer is not None and traceparent:
-            attributes = {
+            attributes: dict[str, Any] = {
+                **CREATE_CACHE,
                 Attribute.INPUT_TOKENS: job.total,
                 Attribute.REUSED_TOKENS: job.reused,
-                Attribute.QUEUE_US: job.queue_us,
-                Attribute.COMPUTE_US: job.step_us,
-                Attribute.CACHE_GENERATION: cache.epoch,
+                Attribute.QUEUE_DURATION: job.queue_us / 1e6,
+                Attribute.COMPUTE_DURATION: job.step_us / 1e6,
+                Attribute.CACHE_EPOCH: cache.epoch,
             }
             name = Span.VERIFIER_PREFILL
-            add_server_span(self._tracer, name, traceparent, began_ns, attributes, job.error)
+            ended = _wall_clock() + _ns(job.ended)
+            add_server_span(self._tracer, name, traceparent, began_ns, ended, attributes, job.error)
 
 
 def _round_attributes(cache: Cache, output: StepOutput) -> dict[str, Any]:
-    cache.rounds += 1
     draft = output.draft
     attributes: dict[str, Any] = {
         Attribute.ROUND_INDEX: cache.rounds,
         Attribute.NUM_DRAFT_TOKENS: 0 if draft is None else len(draft.tree),
         Attribute.NUM_ACCEPTED: len(output.accepted),
         Attribute.NUM_EMITTED: len(output.tokens),
-        Attribute.CACHE_GENERATION: cache.epoch,
+        Attribute.CACHE_EPOCH: cache.epoch,
     }
+    if output.drafter is not None:
+        attributes |= _drafter(output.drafter)
     if draft is not None:
         attributes[Attribute.TREE_DEPTH] = draft.tree.depth
-        attributes[Attribute.DRAFTER_VERSION] = draft.drafter.rpartition("@")[2]
         attributes[Attribute.KV_BYTES] = draft.kv_bytes
     elif output.no_draft is not None:
         attributes[Attribute.NO_DRAFT] = output.no_draft.value
     return attributes
 
 
+def _drafter(drafter: DrafterVersion) -> dict[str, Any]:
+    return {
+        Attribute.DRAFTER_NAME: drafter.name,
+        Attribute.DRAFTER_VERSION: drafter.version,
+        Attribute.DRAFTER_METHOD: drafter.method,
+    }
+
+
 def _ns(moment: float) -> int:
-    """A time of time.perf_counter as nanoseconds since 1970."""
-    return time_ns() - round((perf_counter() - moment) * 1e9)
+    """A time of time.perf_counter in nanoseconds."""
+    return round(moment * 1e9)
+
+
+def _wall_clock() -> int:
+    """What makes a time of time.perf_counter one since 1970. Unit: nanoseconds.
+
+    Times of one span and its children have to use the same value: each call gives another one.
+    """
+    return time_ns() - perf_counter_ns()

@@ -17,7 +17,7 @@ from paceline.service import ServiceError
 from paceline.service.exchange import FramedSocket, PeerGone, Waiter
 from paceline.tree import TokenTree
 from paceline.v1 import drafter_pb2, exchange_pb2, tree_pb2, verifier_pb2
-from paceline.verifier.engine.job import Decode, Draft, NoDraft, microseconds
+from paceline.verifier.engine.job import Decode, Draft, DrafterVersion, NoDraft, microseconds
 
 _log = logging.getLogger(__name__)
 
@@ -115,6 +115,15 @@ class Link:
             for each in self.drafters.drafters
         )
 
+    def version(self, name: str, version: str) -> DrafterVersion:
+        """A version, with the method that was announced for it; without one, no method."""
+        methods = (
+            each.method
+            for each in self.drafters.drafters
+            if each.name == name and each.version == version
+        )
+        return DrafterVersion(name, version[:MAX_NAME], next(methods, "")[:MAX_NAME])
+
     def send(self, message: exchange_pb2.JoinResponse) -> None:
         """Send a message without a wait.
 
@@ -136,6 +145,7 @@ class SequenceAtDrafter:
         job: The generation.
         name: Name of the drafter.
         opened: What the service answered; None: it has not answered.
+        drafter: The version that drafts now; None: the service has not answered.
         sent: Tokens of the text that were sent.
         round: Number of the newest round.
         pending: Whether its tree has not come.
@@ -145,7 +155,7 @@ class SequenceAtDrafter:
 
     __slots__ = (
         *("link", "number", "job", "name", "opened", "sent", "round", "pending", "asked_at"),
-        "budget",
+        *("budget", "drafter"),
     )
 
     def __init__(self, link: Link, number: int, job: Decode, name: str) -> None:
@@ -154,6 +164,7 @@ class SequenceAtDrafter:
         self.job = job
         self.name = name
         self.opened: exchange_pb2.SequenceOpened | None = None
+        self.drafter: DrafterVersion | None = None
         self.sent = len(job.sequence.tokens)
         self.round = 0
         self.pending = False
@@ -297,6 +308,7 @@ class Drafting:
                 sequence = self._find(link, opened.sequence)
                 if sequence is not None:
                     sequence.opened = opened
+                    sequence.drafter = link.version(sequence.name, opened.version)
             for tree in message.trees:
                 sequence = self._find(link, tree.sequence)
                 if sequence is not None:
@@ -433,12 +445,15 @@ class Drafting:
             return
         if len(tree):
             job.failures = 0
-            version = message.version or (sequence.opened.version if sequence.opened else "")
+            drafter = sequence.drafter
+            if drafter is None or message.version not in ("", drafter.version):
+                drafter = sequence.drafter = link.version(sequence.name, message.version)
             max_us = microseconds(now - sequence.asked_at)
             job.set_draft(
                 Draft(
                     tree,
-                    f"{sequence.name}@{version[:MAX_NAME]}",
+                    drafter,
+                    now - sequence.asked_at,
                     min(message.draft_us, max_us),
                     min(message.queue_us, max_us),
                     min(message.kv_bytes, _MAX_KV_BYTES),
@@ -467,7 +482,7 @@ class Drafting:
         """End the wait of a job."""
         del self.waiting[job]
         if job.spans is not None:
-            job.spans.end_draft(job.draft, job.sequence_at_drafter)
+            job.spans.end_draft(job)
         self.ready.append(job)
 
     def _fail(self, link: Link, error: ServiceError) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.tree import EMPTY, TokenTree
 
@@ -50,20 +50,34 @@ class NoDraft(Enum):
     LAST_TOKEN = "last_token"
 
 
+class DrafterVersion(NamedTuple):
+    """A version of a drafter, as its service announced it."""
+
+    name: str
+    version: str
+    method: str
+
+    def __str__(self) -> str:
+        """NAME@VERSION."""
+        return f"{self.name}@{self.version}"
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A tree as it was drafted.
 
     Attributes:
         tree: At least one node.
-        drafter: NAME@VERSION of its drafter.
+        drafter: Its drafter.
+        seconds: From its request until it came. Unit: seconds.
         draft_us: Time to draft. Unit: microseconds.
         queue_us: Wait at the drafter. Unit: microseconds.
         kv_bytes: KV and hidden states that the drafter received over gRPC for it. Unit: bytes.
     """
 
     tree: TokenTree
-    drafter: str
+    drafter: DrafterVersion
+    seconds: float = 0.0
     draft_us: int = 0
     queue_us: int = 0
     kv_bytes: int = 0
@@ -94,11 +108,13 @@ class StepOutput:
         node_budget: Maximum number of nodes to draft next.
         draft: The drafted tree; None: there was none.
         no_draft: Why there was none; None after a prefill and with a tree.
+        drafter: The drafter at which the generation is open; None: it is open at none.
         fallbacks: Failures of drafting since the step before: reason and message.
         round_began: When the step before ended (time.perf_counter).
         began: When this one began.
         ended: When it ended.
         spans: Spans of its round that were begun; None: there are none.
+        traced: Whether its round is among those that are traced.
         steps: Number of steps that are merged in it.
     """
 
@@ -117,11 +133,13 @@ class StepOutput:
     node_budget: int = 0
     draft: Draft | None = None
     no_draft: NoDraft | None = None
+    drafter: DrafterVersion | None = None
     fallbacks: list[tuple[str, str]] = field(default_factory=list)
     round_began: float = 0.0
     began: float = 0.0
     ended: float = 0.0
     spans: OpenSpans | None = None
+    traced: bool = False
     steps: int = 1
 
 
@@ -153,6 +171,7 @@ def merge(outputs: Items[StepOutput]) -> StepOutput:
         fallbacks=[fallback for each in outputs for fallback in each.fallbacks],
         round_began=first.round_began,
         began=first.began,
+        traced=any(each.traced for each in outputs),
         steps=len(outputs),
     )
 
@@ -225,6 +244,7 @@ class Prefill(EngineJob):
             (token, log-probability) pairs at its position; empty unless the request has them.
         queue_us: Wait for the first step. Unit: microseconds.
         step_us: Time of all its steps so far. Unit: microseconds.
+        ended: When its newest step ended (time.perf_counter).
     """
 
     def __init__(self, sequence: Sequence) -> None:
@@ -235,6 +255,7 @@ class Prefill(EngineJob):
         self.prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] = []
         self.queue_us = 0
         self.step_us = 0
+        self.ended = self.ready_at
         self._began = False
 
     def reuse(self, parent: Sequence) -> None:
@@ -257,6 +278,7 @@ class Prefill(EngineJob):
             self.queue_us = microseconds(began - self.ready_at)
             self._began = True
         self.step_us += microseconds(ended - began)
+        self.ended = ended
         self.output = output
         self.done = output is not None
 
@@ -331,10 +353,14 @@ class Decode(EngineJob):
         draft, fallbacks = self.draft, self.fallbacks
         output.draft = draft
         output.no_draft = None if draft is not None else self.no_draft
+        if draft is not None:
+            output.drafter = draft.drafter
+        elif self.sequence_at_drafter is not None:
+            output.drafter = self.sequence_at_drafter.drafter
         output.fallbacks = fallbacks
         output.began, output.ended, output.round_began = began, ended, self.round_began
         if self.spans is not None:
-            output.spans = self.spans.take()
+            output.spans, output.traced = self.spans.take()
         self.draft, self.tree, self.nodes, self.fallbacks = None, EMPTY, (), []
         self.credits -= 1
         self.ready_at = self.round_began = ended

@@ -158,7 +158,7 @@ class GenerateStream:
         draft = output.draft
         if draft is not None:
             response.tree.CopyFrom(_shape(draft.tree))
-            response.drafter = draft.drafter
+            response.drafter = str(draft.drafter)
             response.draft_us = draft.draft_us
             response.queue_us += draft.queue_us
             response.kv_bytes = draft.kv_bytes

@@ -1,0 +1,52 @@
+"""Which rounds of a generation have spans."""
+
+from argparse import ArgumentTypeError
+from collections import Counter
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from paceline.telemetry.tracing import remote_context
+from paceline.verifier.engine.job import StepOutput, merge
+from paceline.verifier.options import round_sampling
+from paceline.verifier.telemetry import RoundSpans
+
+PARENT = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
+@pytest.mark.parametrize(
+    ("rounds", "traced"),
+    [("3:5", [0, 1, 2, 5, 10, 15]), ("0:8", [0, 8, 16]), ("all", list(range(20)))],
+)
+def test_the_first_rounds_and_then_one_in_so_many(rounds: str, traced: list[int]) -> None:
+    provider, exporter = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    parent = remote_context(PARENT)
+    assert parent is not None
+    spans = RoundSpans(provider.get_tracer("test"), PARENT, parent, round_sampling(rounds))
+    drafted, plain = [], []
+    for step in range(20):
+        if spans.begin_draft(0.0):
+            drafted.append(step)
+        spans.close()
+        opened, is_traced = spans.take()
+        assert opened is None
+        if is_traced:
+            plain.append(step)
+    assert drafted == plain == traced
+    names = Counter(span.name for span in exporter.get_finished_spans())
+    assert names == {"specdec.round": len(traced), "specdec.draft": len(traced)}
+
+
+def test_plain_steps_that_are_sent_together_have_a_span_if_one_of_them_has() -> None:
+    steps = [StepOutput([1], traced=traced) for traced in (False, True, False)]
+    assert merge(steps).traced
+    assert not merge(steps[:1]).traced
+
+
+@pytest.mark.parametrize("text", ["", "5", "5:0", "5:", ":5", "-1:5", "a:b", "1:2:3"])
+def test_other_words_name_no_rounds(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="all"):
+        round_sampling(text)
