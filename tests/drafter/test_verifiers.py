@@ -95,7 +95,7 @@ async def test_a_change_is_answered_when_verifiers_list_it(carrier: str) -> None
             peer.takes_lists.clear()
             lists = len(peer.lists)
             answer = asyncio.create_task(change)
-            await until(lambda: len(peer.lists) > lists)
+            await until(lambda lists=lists: len(peer.lists) > lists)
             await links(service)
             assert not answer.done()
             peer.takes_lists.set()
