@@ -192,3 +192,20 @@ async def test_a_lost_device_ends_the_verifier(
             with pytest.raises(grpc.aio.AioRpcError):
                 await client.create([3, 1, 4])
             assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_a_prefix_that_cannot_be_copied_is_an_answer(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client is told, and does not wait for ever; others are served."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no copy")
+
+    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        parent = await client.create([3, 1, 4])
+        with monkeypatch.context() as broken:
+            broken.setattr(Segment, "copy_prefix", fail)
+            with pytest.raises(grpc.aio.AioRpcError, match="could not be prepared: no copy"):
+                await client.create([3, 1, 5], parent_handle=parent.handle)
+        await client.create([3, 1, 5], parent_handle=parent.handle)

@@ -137,15 +137,15 @@ class Engine:
 
         Without a parent, the one with the longest common prefix among the owner's other texts.
         """
-        self._thread.submit(partial(self._begin_prefill, job, parent))
+        self._submit(job, partial(self._begin_prefill, job, parent))
 
     def decode(self, job: Decode) -> None:
         """Run steps of a generation until it ends, is cancelled or fails."""
-        self._thread.submit(partial(self._begin_decode, job))
+        self._submit(job, partial(self._begin_decode, job))
 
     def grant(self, job: Decode, steps: int) -> None:
         """Allow a generation more steps."""
-        self._thread.submit(partial(self._grant, job, steps))
+        self._submit(job, partial(self._grant, job, steps))
 
     def cancel(self, job: Decode) -> None:
         """End a generation's steps, after the running one. No effect on a job that is done."""
@@ -165,6 +165,20 @@ class Engine:
     async def between_steps(self, action: Callable[[], _T]) -> _T:
         """Run ``action`` on the engine thread between two steps."""
         return await self._thread.call(action)
+
+    def _submit(self, job: EngineJob, action: Callable[[], None]) -> None:
+        """Queue a command; if it fails, its job ends with the error."""
+
+        def run() -> None:
+            try:
+                action()
+            except Exception as error:
+                _log.exception("a command of a sequence failed")
+                if not job.done:
+                    self._queue.fail(job, StepFailed(f"the step could not be prepared: {error}"))
+                self._check_device()
+
+        self._thread.submit(run)
 
     def _run(self) -> None:
         if self._threads is not None:
