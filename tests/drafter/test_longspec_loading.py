@@ -269,3 +269,11 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
     LlamaConfig(**_SHAPE).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="no 'paceline' section"):
         read_longspec(tmp_path)
+
+
+def test_tied_weights_are_read_once(tmp_path: Path) -> None:
+    """Off the CPU each would be a copy of its own."""
+    target = write_model(tmp_path / "target", tie_word_embeddings=True)
+    shape, _ = read_longspec(write_longspec(tmp_path / "drafter", target))
+    found = TargetEmbedding.read(tmp_path / "drafter", target, shape, torch.bfloat16, "meta")
+    assert found.head.weight is found.embedding

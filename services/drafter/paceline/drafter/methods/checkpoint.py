@@ -430,15 +430,16 @@ class TargetEmbedding:
             source = open_model(target)
             tied = source.config().tied
             names = (_TARGET_EMBEDDING, _TARGET_EMBEDDING if tied else HEAD)
-        found: list[Tensor] = []
-        for name in names:
-            found.append(source.tensor(name, dtype, device))
-            if found[-1].shape != (shape.vocab_size, shape.hidden):
+        found: dict[str, Tensor] = {}
+        for name in dict.fromkeys(names):  # tied ones are one tensor
+            found[name] = source.tensor(name, dtype, device)
+            if found[name].shape != (shape.vocab_size, shape.hidden):
                 raise UnsupportedModelError(
-                    f"{name!r} of {source.path} has shape {tuple(found[-1].shape)}, expected "
+                    f"{name!r} of {source.path} has shape {tuple(found[name].shape)}, expected "
                     f"{(shape.vocab_size, shape.hidden)}"
                 )
-        return cls(found[0], found[1], tokens, int8)
+        embedding, head = (found[name] for name in names)
+        return cls(embedding, head, tokens, int8)
 
 
 @dataclass(frozen=True)
