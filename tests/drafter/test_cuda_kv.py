@@ -23,6 +23,7 @@ from paceline.drafter.kv import KvOptions
 from paceline.drafter.kv.cuda import CudaKv
 from paceline.drafter.kv.exchange import KvExchange
 from paceline.drafter.kv.mapped import CacheFile
+from paceline.kv.cuda import DriverError
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.sequence import GenerationParams, Sequence
@@ -211,3 +212,27 @@ async def exchange(
     finally:
         await drafter.close()
         await server.stop(0)
+
+
+@pytest.mark.parametrize("kv", ["auto", "map"])
+async def test_a_pool_that_cannot_be_exported_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: str
+) -> None:
+    """As on WSL2: the verifier starts, and says that nobody can map its KV."""
+
+    def refuse(driver: FakeDriver, device: int, address: int) -> bytes:
+        raise DriverError("operation not supported")
+
+    monkeypatch.setattr(FakeDriver, "export", refuse)
+    own = Pool()
+    async with exchange(own, tmp_path, monkeypatch, "cuda:0") as (drafter, address):
+        opening = drafter.open(address, own.cache.read_grant, (0, -1), KvOptions(kv=kv), 64)
+        if kv == "map":
+            with pytest.raises(KvNotShared, match="other processes cannot map"):
+                await opening
+        else:
+            found = await opening
+            assert found.transport == "follow"
+            found.close()
+    own.kv.close()
+    own.pages.close()

@@ -7,6 +7,7 @@ PyTorch came with.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+_log = logging.getLogger(__name__)
 
 HANDLE_BYTES = 64
 UUID_BYTES = 16
@@ -188,21 +191,26 @@ class ExportedMemory:
     Attributes:
         bytes: The memory, uint8 ``[byte_size]``.
         device_uuid: UUID of the device, 16 bytes.
-        handle: CUDA IPC handle by which other processes open it, 64 bytes.
+        handle: CUDA IPC handle by which other processes open it, 64 bytes; empty where the driver
+            exports no memory, as on WSL2 and some virtual GPUs.
     """
 
     def __init__(self, driver: CudaDriver, device: int, byte_size: int) -> None:
         """Allocate.
 
         Raises:
-            DriverError: The device has too little memory, or the memory cannot be exported.
+            DriverError: The device has too little memory.
         """
         self._driver = driver
         self._device = device
         self._address = driver.allocate(device, byte_size)
         try:
             self.device_uuid = driver.uuid(device)
-            self.handle = driver.export(device, self._address)
+            try:
+                self.handle = driver.export(device, self._address)
+            except DriverError as error:
+                self.handle = b""
+                _log.warning("KV on this GPU cannot be mapped, drafters follow it: %s", error)
             self.bytes: Tensor = driver.view(device, self._address, byte_size)
         except BaseException:
             driver.free(device, self._address)

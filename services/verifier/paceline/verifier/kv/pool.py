@@ -88,7 +88,7 @@ class PagePool:
     def describe(self) -> kv_pb2.KvPages:
         """Describe the pages to other processes."""
         described = kv_pb2.KvPages(page_size=PAGE_TOKENS)
-        if self.exported is not None:
+        if self.exported is not None and self.exported.handle:
             described.memory.device_uuid = self.exported.device_uuid
             described.memory.handle = self.exported.handle
             described.memory.byte_size = self.exported.bytes.numel()
