@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from paceline.drafter.service import drafting_device
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr("paceline.drafter.service._has_driver", lambda: count > 0)
 
 
@@ -54,3 +57,33 @@ def test_named_devices_are_those_or_none(monkeypatch: pytest.MonkeyPatch, find: 
     ):
         with pytest.raises(ValueError, match=problem):
             find(name)
+
+
+@pytest.mark.parametrize("find", [find_device, drafting_device])
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_driver_that_is_too_old_is_named(
+    monkeypatch: pytest.MonkeyPatch, find: Callable[[str], object], name: str
+) -> None:
+    """PyTorch counts the GPUs of such a driver."""
+    with_gpus(monkeypatch, 1)
+
+    def refuse() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).")
+
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    with pytest.raises(ValueError, match=r"too old \(found version 12020\).*update the NVIDIA"):
+        find(name)
+
+
+def test_a_service_that_shares_a_gpu_is_told_whether_it_takes_turns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with_gpus(monkeypatch, 1)
+    caplog.set_level(logging.INFO, "paceline.device")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    find_device("auto")
+    assert "no MPS" in caplog.text
+    caplog.clear()
+    (tmp_path / "control").touch()
+    find_device("auto")
+    assert "no MPS" not in caplog.text

@@ -83,6 +83,7 @@ def examine() -> Facts:
 def _with_torch() -> Facts:
     import torch
 
+    from paceline.decoder.device import has_mps
     from paceline.kernels import cpu_kernels
 
     try:
@@ -90,7 +91,11 @@ def _with_torch() -> Facts:
         found: Facts = {"level": kernels.level, "origin": kernels.origin, "error": ""}
     except RuntimeError as error:  # the environment selects an unsupported level
         found = {"level": "", "origin": "", "error": str(error)}
-    gpus = [torch.cuda.get_device_properties(each) for each in range(torch.cuda.device_count())]
+    gpus, gpu_error = [], ""
+    try:
+        gpus = [torch.cuda.get_device_properties(each) for each in range(torch.cuda.device_count())]
+    except RuntimeError as error:  # the driver is too old for this PyTorch
+        gpu_error = str(error)
     return {
         "threads": torch.get_num_threads(),
         "kernels": found,
@@ -103,6 +108,8 @@ def _with_torch() -> Facts:
             }
             for gpu in gpus
         ],
+        "gpu_error": gpu_error,
+        "mps": bool(gpus) and has_mps(),
     }
 
 
@@ -160,7 +167,15 @@ def _notes(facts: Facts) -> list[str]:
             "set it with shm_size"
         )
     if facts["gpu_driver"] and "gpus" in facts and not facts["gpus"]:
-        notes.append("an NVIDIA driver is installed, but torch finds no GPU: install a CUDA build")
+        notes.append(
+            "an NVIDIA driver is installed, but torch can use no GPU: "
+            + (facts["gpu_error"] or "install a CUDA build")
+        )
+    if len(facts.get("gpus", ())) == 1 and not facts["mps"]:
+        notes.append(
+            "one GPU without MPS: verifier and drafter take turns on it; start "
+            "`nvidia-cuda-mps-control -d`"
+        )
     return notes
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+from pathlib import Path
 
 import torch
 
@@ -24,10 +26,10 @@ def find_device(name: str, *, preferred: int = 0) -> torch.device:
         preferred: Number of the GPU that auto takes; the last one if there are fewer.
 
     Raises:
-        ValueError: The name is unknown, or there is no such device.
+        ValueError: The name is unknown, there is no such device, or the driver is too old for it.
     """
     if name == "auto":
-        return _choose(preferred)
+        return _usable(_choose(preferred))
     if name == "cpu":
         return torch.device("cpu")
     kind, _, number = name.partition(":")
@@ -36,14 +38,39 @@ def find_device(name: str, *, preferred: int = 0) -> torch.device:
     count = _count(kind)
     if int(number or 0) >= count:
         raise ValueError(f"device is {name!r}, expected one of the {count} that PyTorch finds")
-    return torch.device(kind, int(number or 0))
+    return _usable(torch.device(kind, int(number or 0)))
+
+
+def _usable(device: torch.device) -> torch.device:
+    """The device; devices are counted without the driver that is needed to compute on them.
+
+    Raises:
+        ValueError: The driver is too old.
+    """
+    if device.type == "cpu":
+        return device
+    try:
+        torch.get_device_module(device).init()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{device} cannot be used: {error} PyTorch {torch.__version__} is built for CUDA "
+            f"{torch.version.cuda}: update the NVIDIA driver, install PyTorch for an older CUDA "
+            "(PIP_EXTRA_INDEX_URL with its index cu126), or use --device cpu"
+        ) from error
+    return device
+
+
+def has_mps() -> bool:
+    """Whether NVIDIA's multi-process service runs: without it, processes on one GPU take turns."""
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
 
 
 def _choose(preferred: int) -> torch.device:
     for kind in ACCELERATORS:
         if count := _count(kind):
             device = torch.device(kind, min(preferred, count - 1))
-            logger.info("device auto: using %s, GPUs that PyTorch finds: %d", device, count)
+            mps = "" if has_mps() else "; no MPS: services that share it take turns"
+            logger.info("device auto: using %s, GPUs that PyTorch finds: %d%s", device, count, mps)
             return device
     build = "" if torch.version.cuda else f", and {torch.__version__} is built without CUDA"
     logger.info("device auto: using the CPU, since PyTorch finds no GPU%s", build)
