@@ -134,6 +134,7 @@ def chosen_gpu(monkeypatch: pytest.MonkeyPatch, service: str, settings: dict[str
     found = read("docker-compose")["services"][service]
     visible = filled(found["environment"]["CUDA_VISIBLE_DEVICES"], settings).split(",")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr("paceline.drafter.service._has_driver", lambda: True)
     words = filled(found["command"], settings).split()
     name = words[words.index("--device") + 1]

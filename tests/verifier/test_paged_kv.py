@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import drafters
@@ -15,10 +18,12 @@ from verifier_support import LAYOUT, serving, text
 from paceline.drafter.errors import KvNotShared
 from paceline.kv.segment import HEADER_BYTES
 from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2
+from paceline.verifier import build_service
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.kv.pool import PAGE_TOKENS, PagedKv, PagePool
 from paceline.verifier.kv.segment import Segment
 from paceline.verifier.kv.taps import TapLayout, Taps
+from paceline.verifier.service import _default_kv_bytes
 
 CPU = torch.device("cpu")
 
@@ -147,3 +152,47 @@ def test_the_file_has_the_page_table_and_hidden_states() -> None:
     offset = kv.header.layout.hidden_states.offset + 10 * 5 * 4
     assert kv.path.read_bytes()[offset : offset + 60] == states.numpy().tobytes()
     kv.close()
+
+
+class Graphs:
+    """What warms up, and on which thread."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self.threads)
+
+    def warm_up(self) -> Iterator[tuple[int, int]]:
+        for count in (1, 2, 3):
+            self.threads.append(threading.current_thread().name)
+            yield count, 3
+
+
+async def test_graphs_are_ready_before_the_service_is(model: Path) -> None:
+    service = build_service(model, kv_bytes=1 << 24, paged_kv=True)
+    graphs = service._graphs = Graphs()  # type: ignore[assignment]
+    await service.start()
+    assert graphs.threads == ["paceline-engine"] * 3
+    await service.stop()
+
+
+@pytest.mark.parametrize(
+    ("free", "own", "expected"),
+    [
+        (64, 16, 48),  # the verifier came first: a drafter gets 16
+        (60, 16, 48),  # or a drafter of 4
+        (10, 16, 9),  # another process has the rest
+        (20, 70, 0),
+    ],
+)
+def test_kv_on_a_gpu_leaves_its_share_to_drafters(
+    monkeypatch: pytest.MonkeyPatch, free: int, own: int, expected: int
+) -> None:
+    """Of 80 GiB, in GiB."""
+    gib = 1 << 30
+    gpu = SimpleNamespace(
+        mem_get_info=lambda device: (free * gib, 80 * gib), memory_reserved=lambda device: own * gib
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
+    assert _default_kv_bytes(torch.device("cuda"), 0.8) == expected * gib

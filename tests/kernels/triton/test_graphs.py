@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from paceline.decoder import Decoder, DecoderConfig, GraphRunner, LocalCache
+from paceline.decoder import Decoder, DecoderConfig, ForwardResult, GraphRunner, LocalCache
 from paceline.kernels import PagedPlane, TreeSegment, attention, plan_trees
 from paceline.kv.selection import AttentionScores
 from paceline.verifier.engine.batch import Batch, BatchObserver
@@ -181,3 +183,31 @@ def test_a_batch_that_needs_no_logits(request: pytest.FixtureRequest, pool: Page
     logits, _ = batch.forward(decoder, GraphRunner(decoder, PoolView(pool)))
     assert logits.shape == (0, 50)
     kv.close()
+
+
+def test_after_the_warm_up_no_step_captures_a_graph(
+    monkeypatch: pytest.MonkeyPatch, pool: PagePool
+) -> None:
+    """Nor compiles a kernel; half precision has tiles of several sizes."""
+    kv = torch.empty(pool.kv.shape, dtype=torch.float16)
+    monkeypatch.setattr(pool, "kv", kv)
+    runner = GraphRunner(make_decoder(), PoolView(pool))
+    monkeypatch.setattr(runner, "_capture", lambda plan, *_: Captured(plan))
+    reported = list(runner.warm_up())
+    assert reported == [(n, len(runner)) for n in range(1, len(runner) + 1)]
+    for rows in (1, 3, 17, 100, 256):
+        for widest in (1, 5, 30, 200):
+            blocks = [TreeSegment(0, 9, None, min(rows, widest))]
+            blocks += [TreeSegment(1, 9, None, 1)] * (rows - blocks[0].length)
+            runner.forward([0] * rows, blocks, [1, 2])
+    assert len(runner) == len(reported)
+
+
+class Captured:
+    """Runs nothing."""
+
+    def __init__(self, plan: Any) -> None:
+        self.plan = plan
+
+    def run(self) -> ForwardResult:
+        return ForwardResult(torch.empty(self.plan.rows, 50))

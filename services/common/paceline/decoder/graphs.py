@@ -7,7 +7,7 @@ attention, hidden states, logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,14 +17,14 @@ from paceline.decoder.model import Decoder, ForwardResult
 from paceline.kernels import GraphProbes, KVCacheView, PagedPlane, Probe, ProbedBlock, TreeSegment
 
 if TYPE_CHECKING:
-    from paceline.kernels._triton.plan import GraphPlan
+    from paceline.kernels._triton.plan import GraphPlan, Tiling
 
 SHAPES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Packed rows that graphs are made for. Larger batches, such as prefills, gain nothing by them."""
 
 
 class GraphRunner:
-    """Runs batches by the graph of the next larger shape, captured at its first use.
+    """Runs batches by the graph of the next larger shape, captured at its first use or before.
 
     On the CPU, without graphs, it runs the same kernels with the same tables. Not thread-safe; the
     next call overwrites what a call returned.
@@ -75,22 +75,51 @@ class GraphRunner:
         rows = next((shape for shape in SHAPES if shape >= len(tokens)), None)
         if rows is None:
             return None
-        # Imported here: only graphs need Triton.
-        from paceline.kernels._triton.plan import GraphPlan, tilings_for
-
-        config = self._decoder.config
         widest = max(segment.length for segment in segments)
-        tilings = tilings_for(widest, config.group, self._keys, config.windows)
-        key = (rows, tilings, tuple(taps), tuple(probed_layers))
-        graph = self._graphs.get(key)
-        if graph is None:
-            longest = config.max_position - 1
-            plan = GraphPlan(rows, self._keys, tilings, longest, probes=bool(probed_layers))
-            graph = self._graphs[key] = self._capture(plan, taps, probed_layers)
+        graph = self._graph(rows, self._tilings(widest), tuple(taps), tuple(probed_layers))
         graph.plan.fill(tokens, segments, table_rows, probed)
         result = graph.run()
         count = len(tokens)
         return ForwardResult(result.logits[:count], tuple(tap[:count] for tap in result.taps))
+
+    def warm_up(self) -> Iterator[tuple[int, int]]:
+        """Capture the graphs of all steps without taps and scores, the largest first.
+
+        Their kernels are those of larger steps too. Each graph takes seconds if its kernels have to
+        be compiled.
+
+        Yields:
+            Graphs captured so far, and their number.
+        """
+        keys = [
+            (rows, tilings)
+            for rows in reversed(SHAPES)
+            for tilings in dict.fromkeys(self._tilings(n) for n in SHAPES if n <= rows)
+        ]
+        for count, (rows, tilings) in enumerate(keys, 1):
+            self._graph(rows, tilings, (), ())
+            yield count, len(keys)
+
+    def _tilings(self, widest: int) -> tuple[Tiling, ...]:
+        """Tilings of all kinds of layers for blocks of at most ``widest`` nodes."""
+        # Imported here: only graphs need Triton.
+        from paceline.kernels._triton.plan import tilings_for
+
+        config = self._decoder.config
+        return tilings_for(widest, config.group, self._keys, config.windows)
+
+    def _graph(
+        self, rows: int, tilings: tuple[Tiling, ...], taps: tuple[int, ...], probed: tuple[int, ...]
+    ) -> _Graph:
+        """The graph of a shape, captured if there is none."""
+        from paceline.kernels._triton.plan import GraphPlan
+
+        key = (rows, tilings, taps, probed)
+        if key not in self._graphs:
+            longest = self._decoder.config.max_position - 1
+            plan = GraphPlan(rows, self._keys, tilings, longest, probes=bool(probed))
+            self._graphs[key] = self._capture(plan, taps, probed)
+        return self._graphs[key]
 
     def _capture(self, plan: GraphPlan, taps: Sequence[int], layers: Sequence[int]) -> _Graph:
         """Capture a pass over an empty batch: rows of padding write nothing."""

@@ -64,10 +64,16 @@ class VerifierOptions:
     )
     kv_bytes: int | None = option(
         None,
-        "memory for all KV caches, such as 4GiB; it also bounds the context (default: a share of "
-        "what is free)",
+        "memory for all KV caches, such as 4GiB; it also bounds the context (default: half of the "
+        "main memory that is free; on a GPU by gpu_memory)",
         type=byte_count,
         metavar="N",
+    )
+    gpu_memory: float = option(
+        0.8,
+        "share of a GPU's memory for the verifier's weights and KV, where kv_bytes is not given; "
+        "the rest is for graphs, activations and drafters on this GPU",
+        metavar="SHARE",
     )
     max_context: int | None = option(
         None, "maximum tokens of prompt and output together (default: the model's)", metavar="N"
@@ -127,6 +133,8 @@ class VerifierOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} is {value}, expected a finite number above 0")
+        if not 0 < self.gpu_memory <= 1:
+            raise ValueError(f"gpu_memory is {self.gpu_memory}, expected a share above 0, up to 1")
         if not 0 <= self.node_budget <= MAX_NODES:
             raise ValueError(f"node_budget is {self.node_budget}, expected 0 to {MAX_NODES}")
         if self.schedule not in SCHEDULES:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
 from paceline.decoder import (
     Decoder,
@@ -27,7 +29,7 @@ from paceline.decoder import (
     publish,
     use_device,
 )
-from paceline.kernels import set_numerics
+from paceline.kernels import SamplingParams, choose_tokens, set_numerics
 from paceline.kv.segment import SHM
 from paceline.service import Gate
 from paceline.service.runtime import trim
@@ -100,7 +102,7 @@ class VerifierService:
         )
         kv_bytes = options.kv_bytes
         if kv_bytes is None:
-            kv_bytes = _default_kv_bytes(decoder.device)
+            kv_bytes = _default_kv_bytes(decoder.device, options.gpu_memory)
         longest = _longest_text(layout, kv_bytes)
         if longest < model.message.max_context:
             _log.warning("%d bytes of KV hold texts of %d tokens at most", kv_bytes, longest)
@@ -108,7 +110,7 @@ class VerifierService:
         max_prefixes = options.max_sequences if options.prefix_caching else 0
         self._pool: PagePool | None = None
         memory: KvMemory
-        graphs: GraphRunner | None = None
+        self._graphs: GraphRunner | None = None
         if options.paged_kv or decoder.device.type != "cpu":
             memory = self._pool = PagePool(
                 layout,
@@ -118,7 +120,7 @@ class VerifierService:
                 max_context=model.message.max_context,
             )
             if decoder.device.type == "cuda" and find_spec("triton") is not None:
-                graphs = GraphRunner(decoder, PoolView(self._pool))
+                self._graphs = GraphRunner(decoder, PoolView(self._pool))
         else:
             memory = SegmentMemory(layout, kv_bytes)
         self.engine = Engine(
@@ -128,7 +130,7 @@ class VerifierService:
             threads=threads,
             scheduler=self._scheduler,
             node_budget=options.node_budget,
-            graphs=graphs,
+            graphs=self._graphs,
             max_prefixes=max_prefixes,
             read_tree=lambda tree, job: read_tree(tree, model.message, job.sequence),
         )
@@ -213,8 +215,25 @@ class VerifierService:
         gc.freeze()  # the model's objects are never freed: collections skip them
         gc.set_threshold(20_000)  # a step creates hundreds of small objects and keeps few
         self.engine.start()
+        if self._graphs is not None:
+            await self._warm_up(self._graphs)
         await self._exchange.start()
         self._sweeper = asyncio.create_task(self._sweep_leases())
+
+    async def _warm_up(self, graphs: GraphRunner) -> None:
+        """Compile kernels and capture graphs on the engine thread, with a progress bar."""
+        steps = graphs.warm_up()
+        console = Console(stderr=True)
+        with Progress(console=console, disable=not console.is_terminal) as bar:
+            task = bar.add_task("CUDA graphs")
+            while (found := await self.engine.between_steps(lambda: next(steps, None))) is not None:
+                bar.update(task, completed=found[0], total=found[1])
+        # One kernel has all ways to sample.
+        row = torch.zeros(1, self._decoder.config.vocab_size, dtype=self._decoder.config.dtype)
+        params = SamplingParams(temperature=0.0)
+        choose = partial(choose_tokens, row.to(self._decoder.device), [params], [0])
+        await self.engine.between_steps(choose)
+        _log.info("CUDA graphs: %d", len(graphs))
 
     async def fault(self) -> None:
         """Wait until the device is lost.
@@ -308,14 +327,17 @@ def _longest_text(layout: KvLayout, kv_bytes: int) -> int:
     return tokens
 
 
-def _default_kv_bytes(device: torch.device) -> int:
-    """KV memory for a verifier on a device, as a share of what is free now. Unit: bytes.
+def _default_kv_bytes(device: torch.device, share: float) -> int:
+    """KV memory for a verifier that has loaded its weights on a device. Unit: bytes.
 
-    On the CPU half of RAM or of /dev/shm, whichever is less; on another device four fifths of its
-    memory, since activations and graphs need the rest.
+    On the CPU half of the RAM or of the /dev/shm that is free, whichever is less. On another device
+    what the weights leave of the share of its memory: a drafter finds the same rest whichever of
+    both starts first. Of what is free a tenth is left in any case.
     """
     if device.type != "cpu":
-        return int(torch.get_device_module(device).mem_get_info(device)[0]) * 4 // 5
+        module = torch.get_device_module(device)
+        free, total = module.mem_get_info(device)
+        return max(0, int(min(share * total - module.memory_reserved(device), 0.9 * free)))
     shm = os.statvfs(SHM)
     with open("/proc/meminfo") as lines:
         fields = dict(line.split(":", 1) for line in lines)
