@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import shutil
@@ -12,13 +11,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.bench.cli import add_arguments
 from paceline.bench.step.engines import LlamaCpp, OpenVino, PacelineEngine, TransformersEngine
 from paceline.bench.step.roofline import Roofline
-from paceline.bench.step.run import draw, measure, run, show
+from paceline.bench.step.run import measure, run
 from paceline.decoder import load_config
 
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
@@ -66,7 +64,8 @@ def test_a_run_records_and_draws(
     assert list(found["quartiles"]) == ["20"], "a context that does not fit is left out"
     assert "paceline float32" in found["quartiles"]["20"]
     assert "paceline float32" in capsys.readouterr().out
-    ElementTree.parse(file.with_suffix(".svg"))
+    words = [text.text for text in ElementTree.parse(file.with_suffix(".svg")).findall("{*}text")]
+    assert words == list(found["quartiles"]["20"]), "the legend has every engine"
     with pytest.raises(ValueError, match=r"no context of \[500\] fits 512 positions"):
         run(options("step", "--target", target, "--output", file, *shape, "--contexts", "500"))
 
@@ -129,30 +128,6 @@ if given["-n"] != "0":
     body = 'result = {"arguments": arguments[1:]}'
     vino = OpenVino(program(tmp_path, "python", body), Path("small.gguf"), 2, 96)
     assert vino.measure(128, (1, 33)) == {"arguments": ["small.gguf", "2", "96", "128", "32"]}
-
-
-def test_the_table_compares_with_the_roofline() -> None:
-    least = {"ms_1": [1.0] * 3, "tokens_per_s": [1000.0] * 3, "prefill_s": [0.5] * 3}
-    ours = {"ms_1": [3.0, 4.0, 5.0], "tokens_per_s": [250.0] * 3, "prefill_s": [1.0] * 3}
-    screen = io.StringIO()
-    cells = {
-        "128": {"paceline int8": ours, "roofline int8": least, "other": {"prefill_s": [2.0] * 3}}
-    }
-    show(cells, (1,), Console(file=screen, width=120))
-    [line] = [line for line in screen.getvalue().splitlines() if "paceline int8" in line]
-    assert [part.strip() for part in line.split("│")][2:5] == ["4 (4.00)", "250 (4.00)", "1 (2.00)"]
-
-
-def test_the_picture_has_a_line_for_every_engine() -> None:
-    times = {
-        "paceline int8": {1: 2.0, 33: 5.0},
-        "roofline int8": {1: 1.0, 33: 1.5},
-        "other": {8: 3.0},
-    }
-    root = ElementTree.fromstring(draw({"128": times, "2048": times}))
-    assert len(root.findall(".//{*}polyline")) == 6
-    words = [text.text for text in root.findall("{*}text")]
-    assert words == list(times)
 
 
 def test_unknown_weights_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,6 @@ from paceline.bench.table.figures import (
     markdown,
     sample,
     summarize,
-    table,
 )
 from paceline.bench.table.run import CATEGORIES, MIXED, Limits, Phase, choose, measure, run
 from paceline.harness import read_prompts
@@ -134,15 +133,6 @@ def test_ratios_are_within_a_prompt_and_have_intervals() -> None:
     assert narrow == [2.0, 2.0, 2.0]
 
 
-def test_outputs_that_differ_are_counted() -> None:
-    cell = cell_of(paceline_int8_none=(10.0, 10.0), paceline_int8_ngram=(10.0, 10.0))
-    cell["paceline int8 ngram"]["samples"]["1"]["output"] = "another"
-    summarize(cell)
-    figures = cell["paceline int8 ngram"]["figures"]
-    assert (figures["same_output"], figures["compared"]) == (1, 2)
-    assert table("x", cell).row_count == 2
-
-
 def test_the_summary_takes_every_engine_at_its_best() -> None:
     cell = cell_of(
         paceline_int8_none=(10.0, 10.0),
@@ -197,18 +187,6 @@ async def test_contestants_take_turns_and_the_deadline_ends_a_phase() -> None:
     assert found[0][2] == ["one ngram", "two none"], "what is known is not measured again"
     assert not await take(time.monotonic() - 1)
     assert found == [("a, T = 0, 1 user", "0", [])]
-
-
-async def test_users_ask_at_the_same_time() -> None:
-    engine = Fake("one")
-    limits = Limits(8, time.monotonic() + 60, lambda name: True, lambda *key: False)
-    prompts = {"a": [[1], [2], [3]]}
-    samples = []
-    await measure(
-        Phase(0.0, 2, 1.0), [engine], prompts, [9], limits,
-        lambda cell, group, found: samples.append((cell, found["one none"]["tokens"])), print,
-    )  # fmt: skip
-    assert samples == [("a, T = 0, 2 users", 6)], "the third prompt has no partner"
 
 
 async def test_a_server_that_is_started_is_stopped(tmp_path: Path) -> None:

@@ -11,16 +11,15 @@ from typing import Any
 
 import grpc
 import pytest
+from distributions import write_distribution
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from paceline.bench import replay_method
-from paceline.bench.plugins import write_distribution
 from paceline.drafter import DrafterSpec, build_service
 from paceline.service import ServerOptions, run_server
 from paceline.v1 import drafter_pb2_grpc
 
-from . import adversaries, fakes
+from . import adversaries, fakes, replay_method
 from .fake_verifier import VOCAB as VOCAB
 from .fake_verifier import FakeVerifier, Peer, Text, fake_verifier
 

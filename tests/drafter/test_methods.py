@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from distributions import write_distribution
 
-from paceline.bench.plugins import write_distribution
 from paceline.drafter import LoadError, Resources
 from paceline.drafter.methods import method_class
 from paceline.harness import ServiceProcess

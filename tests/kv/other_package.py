@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.bench.plugins import write_distribution
+from distributions import write_distribution
 
 MODULE = '''
 import os

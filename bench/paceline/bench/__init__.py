@@ -2,13 +2,12 @@
 
 - ``paceline bench table``: speed of every drafter and of transformers, llama.cpp, OpenVINO and any
   server with OpenAI's interface, on the same prompts of ``bench/prompts``, by category.
-- ``paceline bench controller``: no drafts, drafts in every round, and the verifier's controller, by
-  turns, on prompts that repeat themselves and on prompts that do not.
-- ``paceline bench replay``: the services apart from any drafter. A recorded continuation is
-  drafted, right with a chosen probability, and compared with bare forward passes.
+- ``paceline bench round``: the parts of a round between drafter and verifier, and a far client.
 - ``paceline bench step``: a decoder step by rows and context, prefill and plain decoding, beside
   their roofline and, with ``--rivals``, beside transformers, llama.cpp and OpenVINO.
 - ``paceline bench quality``: what quantised weights change in a model's predictions.
+- ``paceline bench chats``, ``soak``: users of the gateway, memory over time.
+- ``paceline bench lm-eval``: scores of lm-evaluation-harness with the gateway and transformers.
 - ``paceline bench drills``: fault injection under load; what must hold, and whether it did.
 - ``make gpu-check``: the tests of ``tests/gpu``, then ``python -m paceline.bench.gpu``: speed of
   kernels, of a decoder step, and of what else attends on a GPU.

@@ -12,8 +12,6 @@ from paceline.harness.models import model_path
 
 _MODULES = {
     "table": "paceline.bench.table.run",
-    "controller": "paceline.bench.controller",
-    "replay": "paceline.bench.replay",
     "round": "paceline.bench.round",
     "step": "paceline.bench.step.run",
     "quality": "paceline.bench.quality",
@@ -42,24 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return sub
 
     _add_table(add("table", "drafters beside other engines, by category of prompts", 128))
-    controller = add("controller", "whether the verifier finds where drafting pays", 192, 3)
-    _add_format(controller)
-    controller.add_argument("--drafter", default="ngram", help="METHOD[:DIR][,KEY=VALUE...]")
-    controller.add_argument(
-        "--users", type=int, nargs="+", default=[1, 8], help="generations at a time"
-    )
-    replay = add("replay", "the services apart from any drafter", 256)
-    _add_format(replay)
-    replay.add_argument("--acceptance", type=float, default=0.8, help="of each drafted token")
-    replay.add_argument("--nodes", type=int, default=8, help="nodes of a tree")
-    replay.add_argument("--context", type=int, default=256, help="tokens of the prompt")
-    replay.add_argument(
-        "--level-ms", type=float, default=0.0, help="time of a drafted level, on other cores"
-    )
-    replay.add_argument("--overlap", action="store_true", help="draft while the verifier works")
     rounds = add("round", "where the time of a round between drafter and verifier goes", 96, 5)
-    _add_format(rounds)
-    rounds.set_defaults(weights="int8")
+    rounds.add_argument("--weights", default="int8", choices=_WEIGHTS, help="of the target")
     rounds.add_argument(
         "--sequences", type=_numbers, default="1,8,32", help="generations at a time"
     )
@@ -148,10 +130,6 @@ def _server(text: str) -> tuple[str, str]:
     if not (name and equals and url.startswith(("http://", "https://"))):
         raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=http://HOST:PORT/v1")
     return name, url
-
-
-def _add_format(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--weights", default="bfloat16", choices=_WEIGHTS, help="of the target")
 
 
 def _add_weights(parser: argparse.ArgumentParser, default: str) -> None:

@@ -1,8 +1,7 @@
-"""Distributions with entry points, as another package would have them. For benchmarks and tests."""
+"""Distributions with entry points, as another package would have them."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,15 +9,12 @@ from pathlib import Path
 def write_distribution(
     folder: Path, entries: Mapping[str, str], group: str = "paceline.methods"
 ) -> Path:
-    """Write a distribution that is found once its folder is on sys.path.
+    """Write a distribution that is found once its folder is on sys.path; returns the folder.
 
     Args:
         folder: Created if it does not exist.
         entries: ``module:Class`` by name.
         group: Group of the entry points.
-
-    Returns:
-        The folder.
     """
     info = folder / "temporary-1.dist-info"
     info.mkdir(parents=True, exist_ok=True)
@@ -26,9 +22,3 @@ def write_distribution(
     lines = [f"{name} = {path}\n" for name, path in entries.items()]
     (info / "entry_points.txt").write_text(f"[{group}]\n" + "".join(lines))
     return folder
-
-
-def register(folder: Path, methods: Mapping[str, str]) -> dict[str, str]:
-    """Write a distribution of methods; returns the environment in which processes find it."""
-    paths = filter(None, (str(write_distribution(folder, methods)), os.environ.get("PYTHONPATH")))
-    return {"PYTHONPATH": os.pathsep.join(paths)}
