@@ -33,11 +33,6 @@ def test_committing_a_path_compacts_it(cache: LocalCache) -> None:
     assert held(cache, 14) == [*range(10), 10, 13, 14, 19]
 
 
-def test_committing_nothing_keeps_everything(cache: LocalCache) -> None:
-    cache.commit([])
-    assert len(cache) == 10
-
-
 def test_growth_keeps_what_is_committed(cache: LocalCache) -> None:
     before = cache.capacity
     cache.reserve(before)

@@ -53,13 +53,6 @@ def test_rounds_are_those_with_a_verifier(folder: Path, name: str) -> None:
     assert accepted_lengths(drafter, recording) == expected
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_a_perfect_drafter_gets_everything(folder: Path, name: str) -> None:
-    drafter = load(folder, widths="1,1,1", min_survival="0", candidates=str(VOCAB))
-    recording = record(drafter.decoder, text_of(20), COUNT, SAMPLINGS[name])
-    assert accepted_lengths(drafter, recording) == [3] * (COUNT // 4)
-
-
 def test_longspec_reads_what_was_recorded_up_to_the_anchor(tmp_path: Path) -> None:
     """The same layer over KV of a fresh pass that ends before the anchor."""
     target = write_model(tmp_path / "target")

@@ -75,12 +75,6 @@ def test_trees_equal_a_dense_beam_search(pair: tuple[Path, Path], widths: str) -
         check_tree(tree, expected)
 
 
-def test_weights_in_bfloat16_draft(pair: tuple[Path, Path]) -> None:
-    drafter = load(*pair, widths="2", weights="bfloat16")
-    states = made_up_states(drafter.shape, 29)
-    assert start(drafter, text_of(30, 1), states).draft(Budget(8, 2))
-
-
 def test_memory_is_constant_with_a_window(small: tuple[Path, Path]) -> None:
     """Hidden states older than the window are not read."""
     drafter, dense = _loaded(small)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -150,11 +149,7 @@ def sampling(**fields: Any) -> dict[str, Any]:
         ([1] * 5001, {}, "TEXT_TOO_LONG"),
         ([1, 2], {"prompt_length": 3}, "INVALID_PROMPT_LENGTH"),
         ([1, 2], sampling(temperature=-1), "INVALID_SAMPLING"),
-        ([1, 2], sampling(temperature=math.nan), "INVALID_SAMPLING"),
-        ([1, 2], sampling(top_p=1.5), "INVALID_SAMPLING"),
-        ([1, 2], sampling(repetition_penalty=math.inf), "INVALID_SAMPLING"),
         ([1, 2], sampling(logit_bias={VOCAB: 1.0}), "INVALID_SAMPLING"),
-        ([1, 2], sampling(logit_bias={1: math.nan}), "INVALID_SAMPLING"),
         ([1, 2], {"drafter": "nobody"}, "DRAFTER_NOT_FOUND"),
         ([1, 2], {"version": "99"}, "DRAFTER_NOT_FOUND"),
         ([1, 2], {"drafter": "x" * 300}, "NAME_TOO_LONG"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from paceline.drafter.methods.base import Budget, Update
 from paceline.drafter.methods.lm import LmSequence
-from paceline.v1 import sampling_pb2
 
-from .conftest import drafting
 from .models import (
     SAMPLINGS,
     VOCAB,
-    Oracle,
     beam_search,
     check_tree,
     forward,
@@ -53,20 +49,6 @@ def test_trees_equal_a_dense_beam_search(
         check_tree(tree, expected)
 
 
-def test_another_noise_accepts_less(folder: Path) -> None:
-    drafter = load(folder, widths="1,1,1,1", min_survival="0", candidates=str(VOCAB))
-    target = sampling_pb2.SamplingParams(temperature=1.0, seed=1)
-    oracle = Oracle(drafter, text_of(20), target)
-    other = sampling_pb2.SamplingParams(temperature=1.0, seed=2)
-    sequence = start(drafter, oracle.text, other)
-    accepted = 0
-    for _ in range(15):
-        emitted = oracle.verify(sequence.draft(Budget(4, 4)))
-        accepted += len(emitted) - 1
-        sequence.extend(Update(emitted))
-    assert accepted < 30  # of 60
-
-
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 4), (5, 4), (16, 1), (16, 3), (7, 2)])
 def test_a_node_budget_keeps_the_likeliest_nodes(folder: Path, nodes: int, depth: int) -> None:
     drafter = load(folder, min_survival="0")
@@ -89,30 +71,6 @@ def test_unlikely_nodes_are_not_expanded(folder: Path) -> None:
     assert all(tree.survivals[node] >= 0.2 for node in inner)
     none = start(load(folder, min_survival="1"), text_of(30)).draft(Budget(16, 4))
     assert none.depth == 1
-
-
-async def test_concurrent_generations_draft_as_if_alone(folder: Path) -> None:
-    drafter = load(folder)
-    texts = [text_of(length, length) for length in (2, 700, 30, 300, 5, 600)]
-    expected = []
-    for text in texts:
-        sequence = start(drafter, text, SAMPLINGS["T=1"])
-        trees = []
-        for token in range(6):
-            sequence.extend(Update([token]))
-            trees.append(sequence.draft(Budget(16, 4)))
-        expected.append(trees)
-
-    async with drafting(f"lm:{folder}", target={"vocab_size": VOCAB}) as service:
-
-        async def generation(tokens: list[int]) -> list[tuple[int, ...]]:
-            text = await service.open(tokens, sampling=SAMPLINGS["T=1"])
-            trees = [await text.round([token]) for token in range(6)]
-            await text.end()
-            return [tuple(tree.tree.tokens) for tree in trees]
-
-        drafted = await asyncio.gather(*(generation(text) for text in texts))
-    assert drafted == [[tree.tokens for tree in trees] for trees in expected]
 
 
 def random_rounds(

@@ -62,20 +62,6 @@ def test_a_budget_that_covers_the_text_changes_nothing(folder: Path) -> None:
     assert warmed(load(folder, context="20"), text).draft(Budget(16, 4)) != plain
 
 
-@pytest.mark.parametrize("policy", ["streaming", "chunk_topk"])
-def test_several_at_once_draft_as_each_alone(folder: Path, policy: str) -> None:
-    drafter = load(folder, context="24", kv_policy=policy)
-    lengths = (9, 90, 33)
-    alone = [warmed(drafter, text_of(n, n)).draft(Budget(16, 4)) for n in lengths]
-    sequences = [warmed(drafter, text_of(n, n)) for n in lengths]
-    together = drafter.draft_many([(sequence, Budget(16, 4)) for sequence in sequences])
-    for ours, theirs in zip(together, alone, strict=True):
-        assert (ours.tokens, ours.parents) == (theirs.tokens, theirs.parents)
-        assert ours.confidences == pytest.approx(theirs.confidences, rel=1e-4)
-    for sequence in sequences:
-        sequence.close()
-
-
 @given(
     weights=st.lists(st.floats(0, 10, width=32), min_size=17, max_size=70),
     newer=st.integers(0, 20),

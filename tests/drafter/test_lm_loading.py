@@ -10,12 +10,10 @@ import pytest
 import torch
 from gguf_files import write_gguf
 
-from paceline.drafter.methods import checkpoint
-from paceline.drafter.methods.base import Budget, LoadError
+from paceline.drafter.methods.base import Budget, Fit, LoadError
 from paceline.drafter.methods.lm import LmDrafter
 
 from .conftest import drafting
-from .fake_verifier import Refused
 from .models import VOCAB, change_config, load, start, write_model
 
 
@@ -62,26 +60,11 @@ async def test_drafting_uses_the_configured_threads(
     assert found == [before + 2]
 
 
-async def test_another_target_or_tokenizer_is_refused(tmp_path: Path, folder: Path) -> None:
-    bound = write_model(tmp_path / "bound")
-    change_config(bound, paceline={"target_fingerprint": "f" * 64})
-    digest = load(folder).fit.tokenizer_digest
-    for name, facts, reason in (
-        ("free", {"tokenizer_digest": digest}, ""),
-        ("free", {"tokenizer_digest": "0" * 64}, "TOKENIZER_MISMATCH"),
-        ("free", {"vocab_size": VOCAB + 1}, "TOKENIZER_MISMATCH"),
-        ("bound", {"target_fingerprint": "e" * 64}, "TARGET_MISMATCH"),
-    ):
-        specs = (f"free=lm:{folder}", f"bound=lm:{bound}")
-        async with drafting(*specs, target={"vocab_size": VOCAB, **facts}) as service:
-            if not reason:
-                text = await service.open([1, 2], drafter=name)
-                assert len((await text.round([3])).tree.tokens) > 0
-                continue
-            with pytest.raises(Refused, match=reason):
-                await service.open([1, 2], drafter=name)
+def test_a_folder_says_what_it_fits(tmp_path: Path, folder: Path) -> None:
+    bound, digest = write_model(tmp_path / "bound"), load(folder).fit.tokenizer_digest
+    change_config(bound, paceline={"target_fingerprint": "f" * 64, "tokenizer_digest": digest})
+    assert load(bound).fit == Fit("f" * 64, None, digest, VOCAB)
     (bound / "tokenizer.json").write_text("{}")
-    change_config(bound, paceline={"tokenizer_digest": digest})
     with pytest.raises(LoadError, match="restore"):
         load(bound)
 
@@ -104,12 +87,3 @@ def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
     file.write_bytes(b"GGUF\3\0\0\0")
     with pytest.raises(LoadError, match=r"tiny\.gguf: the header ends"):
         load(file)
-
-
-async def test_models_multiply_the_fastest_way(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen: list[str] = []
-    monkeypatch.setattr(checkpoint, "set_numerics", chosen.append)
-    async with drafting(f"lm:{folder}"):
-        assert chosen == ["auto"]

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from paceline.drafter.methods.base import Budget, Update
 
 from .longspec_models import (
     Dense,
     load,
-    made_up_kv,
     start,
     target_kv,
     write_longspec,
@@ -86,18 +84,3 @@ def test_the_budget_may_change_between_rounds(small: tuple[Path, Path]) -> None:
         text.append(token)
         kv.committed += 1
         sequence.extend(Update([token]))
-
-
-def test_only_the_kv_budget_is_read(pair: tuple[Path, Path]) -> None:
-    """Positions outside the budget do not change the tree, positions inside do."""
-    drafter, dense = load(*pair, widths="4,4,4,4", context="50"), Dense(*pair)
-    text = text_of(300)
-    kv = made_up_kv(dense.config, 299)
-    tree = start(drafter, text, kv).draft(Budget(16, 4))
-    kv.keys[:, 4:253] = kv.values[:, 4:253] = torch.nan
-    assert start(drafter, text, kv).draft(Budget(16, 4)) == tree
-    assert len(tree) > 4
-    for read in (3, 253):
-        kv = made_up_kv(dense.config, 299)
-        kv.keys[:, read] = torch.nan
-        assert start(drafter, text, kv).draft(Budget(16, 4)) != tree

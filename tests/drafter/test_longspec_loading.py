@@ -187,20 +187,6 @@ def test_the_embedding_stays_in_the_target_s_file(folder: Path, target: Path) ->
     assert load(folder, target).weight_bytes > embedding.private_bytes
 
 
-def test_bfloat16_is_close_to_float32(folder: Path, target: Path) -> None:
-    exact, rough = (load(folder, target, weights=d, widths="1") for d in ("float32", "bfloat16"))
-    assert rough.layer.dtype == torch.bfloat16
-    text = text_of(40)
-    kv = made_up_kv(exact.layer.config, 39)
-    logits = []
-    for drafter in (exact, rough):
-        sequence = start(drafter, text, kv)
-        assert sequence.begin(Budget(1, 1))
-        sequence.add_level = logits.append
-        drafter.grow_level([sequence])
-    assert (logits[0] - logits[1]).norm() < 0.03 * logits[0].norm()
-
-
 def first_tree(drafter: LongSpecDrafter) -> Any:
     text = text_of(40)
     return start(drafter, text, made_up_kv(drafter.layer.config, 39)).draft(Budget(16, 4))

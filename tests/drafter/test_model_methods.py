@@ -20,6 +20,8 @@ from .models import GREEDY, SAMPLINGS, VOCAB, text_of, write_model
 
 METHODS = ("lm", "longspec", "dspark", "selfspec")
 READERS = METHODS[1:]
+BUDGETS = ("lm, streaming", "lm, chunk_topk")
+"""``lm`` under a KV budget, by policy."""
 
 
 @dataclass
@@ -48,8 +50,10 @@ def load(
 ) -> Method:
     target = write_model(folder / "target", **shape)
     options = {"widths": widths, "min_survival": "0", "weights": weights}
-    if name == "lm":
-        return Method(models.load(target, **options))
+    method, _, policy = name.partition(", ")
+    if method == "lm":
+        budget = {"context": "24", "kv_policy": policy} if policy else {}
+        return Method(models.load(target, **options, **budget))
     if name == "selfspec":
         return Method(SelfSpecDrafter.load(target, options | {"depth": "4"}, Resources()), "kv")
     if name == "longspec":
@@ -61,7 +65,8 @@ def load(
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Method]:
-    return {name: load(name, tmp_path_factory.mktemp(name)) for name in METHODS}
+    names = (*METHODS, *BUDGETS)
+    return {name: load(name, tmp_path_factory.mktemp("model")) for name in names}
 
 
 def check_equal(tree: TokenTree, expected: TokenTree) -> None:
@@ -69,7 +74,7 @@ def check_equal(tree: TokenTree, expected: TokenTree) -> None:
     assert tree.confidences == pytest.approx(expected.confidences, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *BUDGETS])
 def test_sequences_drafted_together_get_their_own_trees(
     name: str, loaded: dict[str, Method]
 ) -> None:
@@ -179,11 +184,12 @@ def test_a_generation_without_the_data_is_refused(name: str, loaded: dict[str, M
         loaded[name].drafter.start(GenerationInfo([1, 2], 2, VOCAB))
 
 
+@pytest.mark.parametrize("weights", ["int8", "bfloat16"])
 @pytest.mark.parametrize("name", ["longspec", "dspark"])
-def test_weights_of_8_bits_draft_about_the_same(name: str, tmp_path: Path) -> None:
+def test_smaller_weights_draft_about_the_same(name: str, weights: str, tmp_path: Path) -> None:
     text, trees = text_of(30, 1), []
-    for weights in ("auto", "int8"):
-        method = load(name, tmp_path, "1", weights=weights, hidden_size=64, head_dim=32)
+    for kind in ("auto", weights):
+        method = load(name, tmp_path, "1", weights=kind, hidden_size=64, head_dim=32)
         trees.append(method.start(text).draft(Budget(8, 1)))
     exact, rough = trees
     assert exact.tokens == rough.tokens

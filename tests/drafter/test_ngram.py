@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, GenerationInfo, Resources, Update
 from paceline.drafter.methods.ngram import NgramDrafter, NgramIndex, NgramSequence, SharedTexts
-from paceline.tree import EMPTY
 
 LARGE = Budget(nodes=64, depth=64)
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
@@ -103,13 +102,6 @@ def test_a_periodic_text_continues_beyond_its_end() -> None:
     assert tree.tokens == (1, 2, 3, 1, 2, 3, 1, 2, 3, 1)
 
 
-def test_emitted_tokens_are_indexed_at_once() -> None:
-    drafted = sequence([1, 2, 3, 4, 5])
-    assert drafted.draft(LARGE) == EMPTY
-    drafted.extend(Update([9, 1, 2]))
-    assert drafted.draft(LARGE).tokens[:3] == (3, 4, 5)
-
-
 def test_the_backlog_is_processed_in_slices() -> None:
     drafted = sequence([1, 2, 3] * 10)
     assert drafted.backlog == 30
@@ -119,13 +111,6 @@ def test_the_backlog_is_processed_in_slices() -> None:
     assert drafted.backlog == 0
 
 
-def test_memory_grows_with_the_text_only() -> None:
-    index = NgramIndex(2, 5)
-    index.append([1] * 10_000)
-    assert all(len(latest) == 1 for latest in index._latest)
-    assert all(len(earlier) == 10_000 for earlier in index._earlier)
-
-
 def run(drafter: NgramDrafter, text: list[int], owner: str) -> None:
     """A generation from its start to its end."""
     drafter.start(GenerationInfo(text, 1, 1000, owner=owner)).close()
@@ -133,20 +118,6 @@ def run(drafter: NgramDrafter, text: list[int], owner: str) -> None:
 
 def first_tokens(drafter: NgramDrafter, text: list[int], owner: str) -> tuple[int, ...]:
     return drafter.start(GenerationInfo(text, len(text), 1000, owner=owner)).draft(LARGE).tokens[:3]
-
-
-def test_ended_texts_of_the_same_owner_are_continued_and_no_others() -> None:
-    drafter = load()
-    run(drafter, [1, 2, 3, 4, 5, 6], "me")
-    assert first_tokens(drafter, [9, 1, 2, 3], "me") == (4, 5, 6)
-    assert first_tokens(drafter, [9, 1, 2, 3], "you") == ()
-    assert first_tokens(drafter, [9, 1, 2, 3], "") == ()
-
-
-def test_a_text_without_an_owner_is_not_kept() -> None:
-    drafter = load()
-    run(drafter, [1, 2, 3, 4, 5, 6], "")
-    assert first_tokens(drafter, [9, 1, 2, 3], "") == ()
 
 
 def test_sharing_can_be_turned_off() -> None:

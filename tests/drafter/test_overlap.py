@@ -103,23 +103,17 @@ class _Ahead(FakeDrafter):
         return self.sequences
 
 
-async def test_the_worker_drafts_ahead_between_rounds() -> None:
-    with started_worker(overlap=True) as worker:
+@pytest.mark.parametrize("overlap", [True, False])
+async def test_the_worker_drafts_ahead_between_rounds_if_told_to(overlap: bool) -> None:
+    with started_worker(overlap=overlap) as worker:
         drafter = _Ahead()
         session = drafting(drafter)
         for token in (5, 6):
             drafter.journal.clear()
             drafted = await round_of(worker, session, token)
             assert drafted.tree.tokens == (token,)
-            await until(lambda: drafter.journal.count(("ahead", 0)) > 2)
+            if overlap:
+                await until(lambda: drafter.journal.count(("ahead", 0)) > 2)
         await worker.run(lambda: worker.close(session))
+    assert (("ahead", 0) in drafter.journal) == overlap
     assert drafter.sequences[0].closed == 1
-
-
-async def test_without_overlap_the_worker_waits() -> None:
-    with started_worker() as worker:
-        drafter = _Ahead()
-        session = drafting(drafter)
-        await round_of(worker, session, 5)
-        await round_of(worker, session, 6)
-    assert ("ahead", 0) not in drafter.journal

@@ -54,15 +54,6 @@ def refused(reason: str, call: Callable[[], object]) -> str:
     return error.value.message
 
 
-async def test_the_first_loaded_is_the_default_and_active(registry: Registry) -> None:
-    assert registry.default_name == ""
-    await registry.load(spec("b=fake"))
-    await registry.load(spec("a=fake"))
-    assert registry.default_name == "b"
-    assert registry.choose("").spec.name == "b"
-    assert [v.spec.name for v in registry.versions()] == ["a", "b"]
-
-
 async def test_versions_are_numbered_or_named(registry: Registry) -> None:
     loaded = [await registry.load(spec("x=fake", version)) for version in ("", "2", "", "beta")]
     assert [v.version for v in loaded] == ["1", "2", "3", "beta"]
@@ -82,13 +73,6 @@ async def test_the_number_of_versions_is_limited(
         await registry.load(spec("x=fake"))
     registry.unload("y")
     await registry.load(spec("x=fake"))
-
-
-async def test_a_failed_load_leaves_nothing_behind(registry: Registry) -> None:
-    with pytest.raises(LoadError, match="'x': out of luck"):
-        await registry.load(spec("x=fake,fail=out of luck", "7"))
-    assert registry.versions() == []
-    assert (await registry.load(spec("x=fake", "7"))).version == "7"
 
 
 async def test_the_rest_of_a_share_stays_with_the_other_active_version(registry: Registry) -> None:

@@ -100,44 +100,6 @@ async def test_a_forced_unload_sends_sequences_to_another_version() -> None:
         await other.end()
 
 
-async def test_generations_continue_while_versions_change() -> None:
-    """Verifiers see nothing but DRAFTER_UNLOADED, upon which they open a sequence again."""
-    async with drafting("x=fake") as service:
-        over = asyncio.Event()
-        answers = 0
-        ends: set[str] = set()
-
-        async def generation(first: int) -> None:
-            nonlocal answers
-            tokens = [first]
-            while not over.is_set():
-                try:
-                    text = await service.open(tokens)
-                    while not over.is_set():
-                        tree = await text.round([first])
-                        tokens.append(first)
-                        answers += 1
-                        assert list(tree.tree.tokens) == [first]
-                    await text.end()
-                except Refused as error:
-                    ends.add(error.reason)
-                    tokens.append(first)
-
-        async def churn() -> None:
-            for version in range(2, 22):
-                await load(service, "x", "fake", version=str(version), activate=True)
-                before = answers
-                await until(lambda before=before: answers > before)  # type: ignore[misc]
-                await unload(service, "x", str(version - 1), force=version % 2 == 0)
-
-        generations = [asyncio.create_task(generation(i)) for i in range(8)]
-        await churn()
-        over.set()
-        await asyncio.gather(*generations)
-        assert ends <= {"DRAFTER_UNLOADED"}
-        assert await listed(service) == [("x", "21", 1.0, 0, False)]
-
-
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -182,14 +144,6 @@ async def test_a_service_without_drafters_can_be_given_one() -> None:
             await service.open([1])
         await load(service, "late", "ngram")
         assert (await service.open([1])).opened.drafter == "late"
-
-
-async def test_a_drafter_that_cannot_be_loaded_stops_the_start() -> None:
-    from paceline.drafter import LoadError
-
-    with pytest.raises(LoadError, match="known are max_n"):
-        async with drafting("ngram,speed=9"):
-            pytest.fail("it started")
 
 
 async def test_an_unloaded_version_is_garbage_collected() -> None:

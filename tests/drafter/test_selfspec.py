@@ -56,18 +56,6 @@ def test_a_chain_is_the_sparse_targets_own_text(folder: Path, budget: int, behin
     sequence.close()
 
 
-@pytest.mark.parametrize("nodes", [1, 3])
-def test_a_chain_takes_one_pass_for_each_node_of_the_budget(
-    nodes: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafter = load(folder, depth=8, min_survival=0)
-    passes = []
-    grow = drafter.grow_level
-    monkeypatch.setattr(drafter, "grow_level", lambda each: (passes.append(1), grow(each)))
-    assert len(start(drafter, text_of(60, 4), 59).draft(Budget(nodes, 8))) == nodes
-    assert len(passes) == nodes
-
-
 def test_chains_grow_with_accepted_tokens_and_shrink_with_wrong_ones(folder: Path) -> None:
     drafter = load(folder, depth=8)
     text = text_of(60, 4)

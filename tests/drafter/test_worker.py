@@ -80,15 +80,6 @@ async def round_of(
     return await result
 
 
-async def test_rounds_that_came_together_are_a_batch_of_their_drafter(worker: DraftWorker) -> None:
-    one, other = FakeDrafter(), FakeDrafter()
-    sessions = [drafting(one), drafting(other), drafting(one)]
-    rounds = submit(worker, list(zip(sessions, (5, 6, 7), strict=True)))
-    drafted = await asyncio.gather(*rounds)
-    assert [d.tree.tokens for d in drafted] == [(5,), (6,), (7,)]
-    assert (one.batches, other.batches) == ([2], [1])
-
-
 async def test_a_long_backlog_does_not_block_other_rounds(worker: DraftWorker) -> None:
     long, short = FakeDrafter(), FakeDrafter()
     (waiting,) = submit(worker, [(drafting(long, SLICE * 20), 5)])
@@ -106,13 +97,6 @@ async def test_a_backlog_is_processed_without_a_round(worker: DraftWorker) -> No
     await worker.run(lambda: worker.catch_up(session))
     await until(lambda: not session.sequence.backlog)
     assert drafter.journal == [("warm", SLICE), ("warm", SLICE), ("warm", 1)]
-
-
-async def test_without_nodes_the_tokens_are_appended(worker: DraftWorker) -> None:
-    drafter = FakeDrafter()
-    assert not (await round_of(worker, drafting(drafter), 4, Budget(0, 8))).tree
-    assert drafter.sequences[0].text == [1, 1, 1, 4]
-    assert drafter.batches == []
 
 
 async def test_only_the_failing_round_of_a_batch_fails(worker: DraftWorker) -> None:

@@ -16,9 +16,8 @@ from kernel_cases import (
     in_tiles,
     make_case,
 )
-from reference import reference_attention
 
-from paceline.kernels import TreeSegment, plan_trees, tree_attention
+from paceline.kernels import plan_trees, tree_attention
 from paceline.kernels._compile import levels_here
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
@@ -48,30 +47,6 @@ def test_windows_that_lie_within_the_tree(window: int) -> None:
     parents = tuple(max(-1, node - 1 - node % 2) for node in range(120))
     case = make_case(7, 250, parents, window=window)
     torch.testing.assert_close(case.run().double(), case.expected()[0], atol=2e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("window", [None, 100])
-def test_prefill_in_blocks_agrees_with_the_reference(window: int | None) -> None:
-    case = make_case(0, 0, (-1, *range(255)), window=window, spare=200)
-    case.value.nan_to_num_(0.5)
-    q = torch.randn(400, *case.q.shape[1:])
-    segments = [TreeSegment(0, 0, None, 256), TreeSegment(0, 256, None, 144)]
-    out = attend(segments, q, [case.key], [case.value], window)
-    expected, _ = reference_attention(
-        q, [case.key], [case.value], plan_trees(segments), scale=case.scale, window=window
-    )
-    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
-
-
-def test_ragged_batches_keep_sequences_apart() -> None:
-    cases = [make_case(seed, start, (-1, 0, 0, 1)) for seed, start in enumerate((0, 300, 17, 256))]
-    segments = [TreeSegment(i, c.segment.start, c.segment.parents, 4) for i, c in enumerate(cases)]
-    out = attend(
-        segments, torch.cat([c.q for c in cases]), [c.key for c in cases],
-        [c.value for c in cases], None,
-    )  # fmt: skip
-    for index, case in enumerate(cases):
-        assert torch.equal(out[4 * index : 4 * index + 4], case.run())
 
 
 def test_the_result_has_the_type_of_the_query() -> None:

@@ -93,13 +93,15 @@ def test_ties_go_to_the_lower_id_across_a_large_vocabulary() -> None:
 
 
 @settings(max_examples=100)
-@given(params=sampling_params(), position=st.integers(0, 10**6))
+@given(params=sampling_params(penalties=True), position=st.integers(0, 10**6))
 def test_the_choice_is_the_best_filtered_noisy_logit(params: SamplingParams, position: int) -> None:
+    """Greedy too, where penalties and biases count."""
     logits = 2 * torch.randn(300, generator=torch.Generator().manual_seed(position))
-    expected = filter_logits(logits, params, EMPTY)
+    history = History([1, 2, 2], [2, int(logits.argmax())])
+    expected = filter_logits(logits, params, history)
     if params.temperature:
         expected = expected + gumbel_noise(params.seed, position, 300)
-    assert choose_token(logits, params, position, EMPTY) == int(expected.argmax())
+    assert choose_token(logits, params, position, history) == int(expected.argmax())
 
 
 def test_choices_follow_the_softmax() -> None:
@@ -119,15 +121,6 @@ def test_inputs_are_left_as_they_were(params: SamplingParams) -> None:
     choose_token(logits, params, 0, EMPTY)
     filter_logits(logits, params, EMPTY)
     assert torch.equal(logits, before)
-
-
-def test_greedy_sees_penalties_and_bias() -> None:
-    logits = torch.tensor([1.0, 2.0, 1.5])
-    assert choose_token(logits, SamplingParams(temperature=0), 0, EMPTY) == 1
-    biased = SamplingParams(temperature=0, logit_bias=((1, -1.0),))
-    assert choose_token(logits, biased, 0, EMPTY) == 2
-    penalised = SamplingParams(temperature=0, frequency_penalty=0.3)
-    assert choose_token(logits, penalised, 0, History([], [1, 1])) == 2
 
 
 def test_bfloat16_logits_are_read_as_float32() -> None:

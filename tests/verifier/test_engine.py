@@ -12,6 +12,7 @@ from typing import Any
 import drafters
 import grpc
 import pytest
+from gguf_files import write_gguf
 from verifier_support import (
     CONTEXT,
     VOCAB,
@@ -30,24 +31,6 @@ from paceline.verifier.engine import acceptance
 PROMPT = [3, 1, 4, 1, 5]
 FIELDS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
 STEP_FAILED = (grpc.StatusCode.INTERNAL, "STEP_FAILED")
-
-
-async def test_a_failing_forward_fails_its_batch_only(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = await client.generate(PROMPT, None, **FIELDS)
-    created = await client.create(PROMPT, **FIELDS)
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("out of luck")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(client.service.engine._decoder, "forward", fail)
-        assert await client.refusal(created.handle) == STEP_FAILED
-        call = client.stub.CreateCache(verifier_pb2.CreateCacheRequest(prompt_tokens=PROMPT))
-        assert (await failure(call)).code() == grpc.StatusCode.INTERNAL
-    assert [*created.first.tokens, *await client.rest(created.handle)] == plain
-    await client.release(created.handle)
 
 
 async def test_a_sequence_whose_acceptance_fails_fails_alone(
@@ -175,3 +158,26 @@ async def test_tokenizer(model: Path, tmp_path: Path) -> None:
 def test_bad_options(options: dict[str, Any], model: Path) -> None:
     with pytest.raises(ValueError, match="expected"):
         build_service(model, **options)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+async def test_a_gguf_file_serves_the_model_of_its_folder(
+    family: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", models[family])
+    texts = []
+    for target in (models[family], file):
+        async with serving(target, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+            got = await client.stub.GetModel(verifier_pb2.GetModelRequest())
+            texts.append(await client.generate(PROMPT, None, max_new_tokens=20, ignore_eos=True))
+    assert texts[0] == texts[1]
+    assert (got.name, got.architecture) == ("tiny", f"{family}ForCausalLM")
+    assert (got.vocab_size, list(got.eos_token_ids), got.bos_token_id) == (VOCAB, [0], 1)
+    assert (got.dtype, got.target_fingerprint) == ("float32", weights_fingerprint(file))
+
+
+def test_a_damaged_gguf_file_is_refused_at_start(models: dict[str, Path], tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", models["Llama"])
+    file.write_bytes(file.read_bytes()[:-64])
+    with pytest.raises(ValueError, match=r"tiny\.gguf: tensor .* incomplete or damaged"):
+        build_service(file)

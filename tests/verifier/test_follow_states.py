@@ -11,7 +11,7 @@ import torch
 from kv_support import following_states, lost, mapping_states
 from verifier_support import Client, until
 
-from paceline.drafter.errors import KvGone, KvNotShared
+from paceline.drafter.errors import KvGone
 from paceline.drafter.kv import stream as stream_module
 from paceline.drafter.kv.remote import RemoteStates
 from paceline.drafter.kv.stream import CacheUpdate
@@ -24,25 +24,13 @@ PROMPT = [random.Random(7).randrange(1, 61) for _ in range(300)]
 FIELDS: dict[str, Any] = {"max_new_tokens": 90, "ignore_eos": True}
 
 
-async def test_only_requested_layers_are_sent(client: Client) -> None:
-    created = await client.create(PROMPT, drafter=await client.reader(0, 1), **FIELDS)
-    exchange, sent = await following_states(client, created, 1)
-    await sent.wait_for(len(PROMPT), 60)
-    assert ROW * len(PROMPT) < sent.received < ROW * len(PROMPT) + 2000
-    assert sent.read(0, len(PROMPT))[1].shape == (len(PROMPT), HIDDEN)
-    sent.close()
-    plain = await client.create(PROMPT, **FIELDS)
-    with pytest.raises(KvNotShared, match="create it with hidden_state_layers"):
-        await exchange.open_states(client.address, plain.read_grant, (0,), 0)
-    await exchange.close()
-
-
 async def test_a_lost_stream_continues(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_module, "FIRST_DELAY", 0.01)
-    created = await client.create(PROMPT, drafter=await client.reader(0), **FIELDS)
+    created = await client.create(PROMPT, drafter=await client.reader(0, 1), **FIELDS)
     exchange, sent = await following_states(client, created, 0)
     await sent.wait_for(len(PROMPT), 60)
     received = sent.received
+    assert ROW * len(PROMPT) < received < ROW * len(PROMPT) + 2000, "only the requested layer"
     await lost(exchange, client.address, sent)
     await client.steps(created.handle, 1)
     await sent.wait_for(len(PROMPT) + 1, 60)
