@@ -1,6 +1,8 @@
 """Metrics scraped from real processes equal the client's statistics."""
 
 import asyncio
+import json
+import re
 import socket
 import urllib.request
 from collections.abc import Callable
@@ -82,6 +84,7 @@ async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:
             await expect_caches(verifier, client)
             await drafter.eventually(lambda: drafter.value("specdec_drafter_streams") == 0)
             expect_drafter(drafter, results)
+            expect_dashboard(verifier, drafter)
         async with Client(
             served.address, drafter=drafting.address, drafting=EAGER, unread_chunks=2
         ) as client:
@@ -98,7 +101,7 @@ def expect_verifier(
     assert value("specdec_num_drafts_total") == sum(s.drafted_rounds for s in stats) > 0
     assert value("specdec_num_draft_tokens_total") == sum(s.drafted for s in stats)
     assert value("specdec_num_checked_tokens_total") == sum(s.checked for s in stats) > 0
-    assert value("specdec_node_budget_count") == sum(len(s.rounds) for s in stats)
+    assert value("specdec_node_budget_tokens_count") == sum(len(s.rounds) for s in stats)
     assert value("specdec_schedule_seconds_count") > 0
     assert value("specdec_num_accepted_tokens_total") == sum(s.accepted for s in stats) > 0
     depths = max(len(s.accepted_per_position) for s in stats)
@@ -107,6 +110,14 @@ def expect_verifier(
         name = "specdec_num_accepted_tokens_per_pos_total"
         assert value(name, position=str(position)) == expected
     assert value("specdec_rounds_total") == sum(len(s.rounds) for s in stats)
+    for name in ("lm", "ngram"):
+        labels = {"drafter": name, "version": "1"}
+        drafted = sum(s.drafted_rounds for s in stats if f"{name}@1" in s.drafter_versions)
+        assert value("specdec_num_drafts_total", **labels) == drafted
+        assert value("specdec_draft_seconds_count", **labels) == drafted
+        assert value("specdec_rounds_total", **labels, no_draft="") == drafted
+    assert value("specdec_rounds_total", drafter="", no_draft="no_drafter") > 0
+    assert value("specdec_requests_total", finish_reason="length") == len(results)
     assert value("specdec_free_run_tokens_total") == sum(s.free_run_tokens for s in stats)
     assert value("specdec_generation_tokens_total") == len(results) * TOKENS
     assert value("specdec_prompt_tokens_total") == prompt_tokens
@@ -160,7 +171,7 @@ async def expect_caches(endpoint: Endpoint, client: Client) -> None:
     used = value("specdec_kv_cache_used_bytes", device="cpu")
     prefixes = value("specdec_kv_cache_prefix_bytes", device="cpu")
     assert 0 < used < used + prefixes < 64 << 20
-    assert value("specdec_kv_cache_usage", device="cpu") == used / (64 << 20)
+    assert value("specdec_kv_cache_usage_ratio", device="cpu") == used / (64 << 20)
     await kept.aclose()
     await endpoint.eventually(lambda: value("specdec_kv_cache_used_bytes") == 0)
     assert value("specdec_leases") == 0
@@ -181,13 +192,34 @@ def expect_drafter(endpoint: Endpoint, results: list[GenerationResult]) -> None:
         assert value("specdec_drafter_draft_tokens_total", **labels) >= drafted
         rounds = value("specdec_drafter_rounds_total", **labels)
         assert value("specdec_drafter_draft_seconds_count", **labels) == rounds
-        assert value("specdec_drafter_traffic_share", **labels) == 1
+        assert value("specdec_drafter_traffic_ratio", **labels) == 1
         assert value("specdec_drafter_state", **labels, state="active") == 1
         assert value("specdec_drafter_state", **labels, state="draining") == 0
     assert value("specdec_drafter_draft_tokens_total", drafter="lm") > 0
     assert value("specdec_drafter_weight_bytes", drafter="lm") > 0
     assert value("specdec_drafter_queue_length") == 0
     assert value("specdec_drafter_links", carrier="socket") == 1
+
+
+def expect_dashboard(*endpoints: Endpoint) -> None:
+    """Each metric that the dashboard asks services for exists, with the labels it is grouped by."""
+    file = Path(__file__).parents[2] / "compose/observability/dashboards/paceline.json"
+    there: dict[str, set[str]] = {}
+    for endpoint in endpoints:
+        for name, labels in endpoint._samples:
+            there.setdefault(name, set()).update(label for label, _ in labels)
+    queries = [
+        target["expr"]
+        for panel in json.loads(file.read_text())["panels"]
+        for target in panel["targets"]
+        if "specdec_gateway" not in target["expr"]
+    ]
+    assert queries
+    for query in queries:
+        names = set(re.findall(r"\b(?:specdec|gen_ai)_\w+", query))
+        assert names <= there.keys(), query
+        for by in re.findall(r"sum by \(([^)]*)\)", query):
+            assert any(set(by.split(", ")) <= there[name] for name in names), query
 
 
 async def expect_unloaded(endpoint: Endpoint, address: str) -> None:

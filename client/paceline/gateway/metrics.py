@@ -26,29 +26,35 @@ class GatewayMetrics:
         self._registry = registry
         self._requests = Counter(
             Metric.GATEWAY_REQUESTS,
-            "Requests of the API that ended, by HTTP status; 499: the client disconnected",
+            "Requests under /v1 that ended, by HTTP status; 499: the caller disconnected",
             ("path", "status"),
             registry=registry,
         )
         self._seconds = Histogram(
             Metric.GATEWAY_REQUEST_SECONDS,
-            "From a request to the end of its response",
+            "From a request until the end of its response",
             ("path",),
             registry=registry,
             buckets=_SECONDS,
         )
         self._first = Histogram(
             Metric.GATEWAY_FIRST_TOKEN_SECONDS,
-            "From the start of a text to its first token",
+            "From the start of a text until its first token",
             registry=registry,
             buckets=_SECONDS,
         )
         self._prompt = Counter(
-            Metric.GATEWAY_PROMPT_TOKENS, "Prompt tokens of finished texts",
+            Metric.GATEWAY_PROMPT_TOKENS, "Tokens of the prompts of finished texts",
             registry=registry,
         )  # fmt: skip
         self._written = Counter(
-            Metric.GATEWAY_GENERATION_TOKENS, "Tokens generated", registry=registry
+            Metric.GATEWAY_GENERATION_TOKENS, "Tokens sent to callers", registry=registry
+        )
+        self._texts = Counter(
+            Metric.GATEWAY_TEXTS,
+            "Texts that ended: stop or length",
+            ("finish_reason",),
+            registry=registry,
         )
         self._fallbacks = Counter(
             Metric.GATEWAY_FALLBACKS,
@@ -61,7 +67,7 @@ class GatewayMetrics:
         """Adds the number of requests in flight, and the state of each verifier."""
         self._registry.register(_Verifiers(client))
         Gauge(
-            Metric.GATEWAY_IN_FLIGHT, "Generating requests in flight", registry=self._registry
+            Metric.GATEWAY_IN_FLIGHT, "Requests that are generating", registry=self._registry
         ).set_function(lambda: gate.inside)
 
     def ended(self, path: str, status: int, seconds: float) -> None:
@@ -80,6 +86,7 @@ class GatewayMetrics:
                     started.add(event.index)
                     self._first.observe(time.perf_counter() - began)
             if event.result is not None:
+                self._texts.labels(event.result.finish_reason).inc()
                 self._prompt.inc(event.result.usage.prompt_tokens)
                 for reason, number in event.result.stats.fallbacks.items():
                     self._fallbacks.labels(reason).inc(number)
@@ -95,9 +102,15 @@ class _Verifiers(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yields a value for each verifier. Runs on the endpoint's thread."""
-        state = GaugeMetricFamily(Metric.GATEWAY_VERIFIER_STATE, "1", labels=["verifier", "state"])
+        state = GaugeMetricFamily(
+            Metric.GATEWAY_VERIFIER_STATE,
+            "1 for the state of the verifier: serving, unavailable, refused",
+            labels=["verifier", "state"],
+        )
         texts = GaugeMetricFamily(
-            Metric.GATEWAY_VERIFIER_TEXTS, "Texts with a cache there", labels=["verifier"]
+            Metric.GATEWAY_VERIFIER_TEXTS,
+            "Texts of this gateway that the verifier generates",
+            labels=["verifier"],
         )
         for verifier in self._client.verifiers():
             state.add_metric([verifier.address, verifier.state], 1)

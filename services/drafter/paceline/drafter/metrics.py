@@ -21,7 +21,7 @@ _SECONDS = (
     *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.008, 0.012, 0.02, 0.05, 0.1, 0.2),
     *(0.5, 1.0, 2.0),
 )
-_STATES = ("active", "standby", "failing", "draining")
+_STATES = ("active", "idle", "failing", "draining")
 Labels = tuple[str, str, str]
 
 
@@ -59,11 +59,18 @@ class DrafterMetrics(Collector):
         def seconds(name: str, text: str) -> Histogram:
             return Histogram(name, text, _LABELS, registry=metrics, buckets=_SECONDS)
 
-        self._rounds = counter(Metric.DRAFTER_ROUNDS, "Rounds answered, empty trees included")
-        self._tokens = counter(Metric.DRAFTER_DRAFT_TOKENS, "Tokens drafted")
-        self._seconds = seconds(Metric.DRAFTER_DRAFT_SECONDS, "Time to draft a tree")
+        self._rounds = counter(
+            Metric.DRAFTER_ROUNDS, "Rounds that were answered, with a tree or an empty one"
+        )
+        self._tokens = counter(
+            Metric.DRAFTER_DRAFT_TOKENS,
+            "Tokens of all trees, also of those that came too late to be verified",
+        )
+        self._seconds = seconds(
+            Metric.DRAFTER_DRAFT_SECONDS, "Time to draft a tree, without waiting"
+        )
         self._queued = seconds(
-            Metric.DRAFTER_QUEUE_SECONDS, "Time of a round in the queue behind other sequences"
+            Metric.DRAFTER_QUEUE_SECONDS, "Time that a round waits for other sequences"
         )
         self._series: set[Labels] = set()
         self._sessions: set[Session] = set()
@@ -99,22 +106,22 @@ class DrafterMetrics(Collector):
                 metric.remove(*removed)
         yield _gauge(
             Metric.DRAFTER_STREAMS,
-            "Open sequences",
+            "Texts that are open at the version",
             {labels: len(version.streams) for labels, version in versions.items()},
         )
         yield _gauge(
-            Metric.DRAFTER_TRAFFIC_SHARE,
-            "Share of new generations of its name, 0 to 1",
+            Metric.DRAFTER_TRAFFIC,
+            "Share of the new texts that name its drafter, 0 to 1",
             {labels: version.share for labels, version in versions.items()},
         )
         yield _gauge(
             Metric.DRAFTER_WEIGHT_BYTES,
-            "Memory of its weights",
+            "Memory of the weights of the version",
             {labels: version.drafter.weight_bytes for labels, version in versions.items()},
         )
         yield _gauge(
             Metric.DRAFTER_STATE,
-            "1 for the state of the version",
+            "1 for the state of the version, as `paceline drafters list` shows it",
             {
                 (*labels, state): state == _state(version)
                 for labels, version in versions.items()
@@ -128,7 +135,7 @@ class DrafterMetrics(Collector):
         carriers = [link.carrier for link in self._links()]
         yield _gauge(
             Metric.DRAFTER_LINKS,
-            "Verifiers that were joined, by how messages travel",
+            "Verifiers that were joined, by socket or gRPC stream",
             {(carrier,): carriers.count(carrier) for carrier in ("socket", "stream")},
             ("carrier",),
         )
@@ -144,21 +151,21 @@ class DrafterMetrics(Collector):
             sum(session.mapped_bytes for session in sessions),
         )
         yield GaugeMetricFamily(
-            Metric.DRAFTER_FOLLOWED_STREAMS, "Generations that follow a cache", len(remote)
+            Metric.DRAFTER_FOLLOWED_STREAMS, "Texts whose KV is copied over gRPC", len(remote)
         )
         yield GaugeMetricFamily(
             Metric.DRAFTER_FOLLOWED_POSITIONS,
-            "Positions of a layer whose KV was received, or that the verifier selected",
+            "Positions of a layer whose KV was copied",
             sum(kv.positions for kv in remote),
         )
         yield CounterMetricFamily(
             Metric.DRAFTER_FOLLOWED_UPDATES,
-            "Updates received",
+            "Updates of KV received over gRPC",
             self._updates + sum(kv.updates for kv in remote),
         )
         yield CounterMetricFamily(
             Metric.DRAFTER_FOLLOWED_BYTES,
-            "Bytes received from verifiers",
+            "Bytes of KV and hidden states received over gRPC",
             self._bytes + sum(kv.received for kv in remote),
         )
 
@@ -171,10 +178,14 @@ class DrafterMetrics(Collector):
         )
         if recorder is not None:
             yield CounterMetricFamily(
-                Metric.DRAFTER_RECORDED_TEXTS, "Texts recorded", recorder.recorded
+                Metric.DRAFTER_RECORDED_TEXTS,
+                "Texts written to the folder of recordings",
+                recorder.recorded,
             )
             yield CounterMetricFamily(
-                Metric.DRAFTER_LOST_TEXTS, "Texts that could not be recorded", recorder.lost
+                Metric.DRAFTER_LOST_TEXTS,
+                "Texts that were not written, since the disk was full or slow",
+                recorder.lost,
             )
 
 
@@ -187,7 +198,7 @@ def _state(version: Version) -> str:
         return "draining"
     if version.failing:
         return "failing"
-    return "active" if version.share else "standby"
+    return "active" if version.share else "idle"
 
 
 def _gauge(

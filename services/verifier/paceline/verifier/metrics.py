@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Counts
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
@@ -21,56 +22,62 @@ from paceline.verifier.rpc.follow import FollowCounts
 from paceline.verifier.store import CacheStore
 
 _COUNTERS = {
-    Metric.NUM_DRAFTS: "Trees verified",
-    Metric.NUM_DRAFT_TOKENS: "Drafted tokens received",
-    Metric.NUM_CHECKED: "Drafted tokens verified; the scheduler left out the others",
-    Metric.NUM_ACCEPTED: "Drafted tokens accepted",
-    Metric.PROMPT_TOKENS: "Prompt tokens prefilled or reused",
-    Metric.CACHED_PROMPT_TOKENS: "Prompt tokens whose KV came from another cache",
-    Metric.GENERATION_TOKENS: "Tokens emitted",
-    Metric.FREE_RUN_TOKENS: "Tokens emitted without a tree",
-    Metric.ROUNDS: "Messages of tokens, of one drafted step or of plain ones",
-    Metric.ENGINE_BUSY_SECONDS: "Time the engine spent in steps",
-    Metric.ENGINE_STEPS: "Engine steps",
+    Metric.PROMPT_TOKENS: "Tokens of prompts, computed or taken from another cache",
+    Metric.CACHED_PROMPT_TOKENS: "Prompt tokens whose KV was taken from another cache",
+    Metric.GENERATION_TOKENS: "Tokens sent to clients: accepted drafts and the target's own",
+    Metric.FREE_RUN_TOKENS: "Tokens emitted by steps without a tree",
+    Metric.ENGINE_BUSY_SECONDS: "Time in which the engine ran a step; its rate is its utilisation",
+    Metric.ENGINE_STEPS: "Forward passes of the target",
 }
+_DRAFTER_COUNTERS = {
+    Metric.NUM_DRAFTS: "Rounds with a tree, by the drafter that drafted it",
+    Metric.NUM_DRAFT_TOKENS: "Tokens of the trees that came in time",
+    Metric.NUM_CHECKED: "Drafted tokens that the target checked; the scheduler left out the others",
+    Metric.NUM_ACCEPTED: "Drafted tokens that equal the target's own choice",
+}
+_MAX_VERSIONS = 64
+"""Number of drafters' versions with series of their own. Those used longest ago are removed."""
 _STEP_SECONDS = (
     *(0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05),
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
 )
 _HISTOGRAMS = {
     Metric.NODE_BUDGET: (
-        "Node budget after a step; 0: drafting does not pay",
+        "Drafted tokens that the scheduler asks for after a step; 0: drafting does not pay",
         (0, 1, 2, 4, 8, 16, 32, 64, 128, 255),
     ),
     Metric.SCHEDULE_SECONDS: (
-        "Time to choose the nodes of a step",
+        "Time that the scheduler takes to choose the drafted tokens of a step",
         (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005),
     ),
-    Metric.VERIFY_SECONDS: ("Engine time of a round with a tree", _STEP_SECONDS),
-    Metric.VERIFY_QUEUE_SECONDS: ("Wait of a round for the engine", _STEP_SECONDS),
-    Metric.PREFILL_SECONDS: ("Engine time of a prompt", _STEP_SECONDS),
-    Metric.PREFILL_QUEUE_SECONDS: ("Wait of a prompt for its first engine step", _STEP_SECONDS),
-    Metric.EMITTED_PER_ROUND: (
-        "Tokens emitted by a round with a tree, the bonus token included",
-        (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32),
-    ),
+    Metric.VERIFY_SECONDS: ("Time of the step that verifies a tree", _STEP_SECONDS),
+    Metric.VERIFY_QUEUE_SECONDS: ("Time that a round waits for its step", _STEP_SECONDS),
+    Metric.PREFILL_SECONDS: ("Time of all steps of a prompt", _STEP_SECONDS),
+    Metric.PREFILL_QUEUE_SECONDS: ("Time that a prompt waits for its first step", _STEP_SECONDS),
     Metric.ENGINE_BATCH_TOKENS: (
-        "Tokens of all sequences in an engine step",
+        "Tokens of all sequences in one forward pass",
         tuple(2**power for power in range(13)),
+    ),
+}
+_DRAFTER_HISTOGRAMS = {
+    Metric.DRAFT_SECONDS: ("From the request of a tree until it came", _STEP_SECONDS),
+    Metric.EMITTED_PER_ROUND: (
+        "Tokens emitted by a round with a tree, the target's own one included",
+        (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32),
     ),
 }
 # As in OpenTelemetry's conventions for generative AI; the time per token with finer steps at its
 # lower end.
 _CONVENTIONAL_HISTOGRAMS = {
     Metric.TIME_TO_FIRST_TOKEN: (
-        "From the request for a cache to its first token",
+        "From the request of a text until its first token",
         (
             *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
             *(7.5, 10.0),
         ),
     ),
     Metric.TIME_PER_OUTPUT_TOKEN: (
-        "Time per token after the first, mean over a generation",
+        "Mean time between two tokens of a text",
         (
             *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4),
             *(0.5, 0.75, 1.0, 2.5),
@@ -142,15 +149,38 @@ class VerifierMetrics:
             )
             for name, (text, buckets) in histograms.items()
         }
-        self._accepted_at = Counter(
+        by_drafter = (*labels, "drafter", "version")
+
+        def counter(name: str, text: str, *more: str) -> Counter:
+            return Counter(name, text, (*by_drafter, *more), registry=registry)
+
+        self._rounds = counter(
+            Metric.ROUNDS,
+            "Rounds, by the reason why they have no tree, empty with one; plain steps whose tokens "
+            "are sent together are one round",
+            "no_draft",
+        )
+        self._accepted_at = counter(
             Metric.NUM_ACCEPTED_PER_POS,
-            "Trees whose drafted token at that depth was accepted, the first depth being 0",
-            (*labels, "position"),
+            "Trees whose token at this depth was accepted; the first depth is 0",
+            "position",
+        )
+        self._drafts = {name: counter(name, text) for name, text in _DRAFTER_COUNTERS.items()}
+        self._draft_values = {
+            name: Histogram(name, text, by_drafter, registry=registry, buckets=buckets)
+            for name, (text, buckets) in _DRAFTER_HISTOGRAMS.items()
+        }
+        self._versions: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._requests = Counter(
+            Metric.REQUESTS,
+            "Texts that ended: stop, length, or why they ended early, such as released by the "
+            "client, cancelled, lease_expired, preempted",
+            (*labels, "finish_reason"),
             registry=registry,
         )
         self._duration = Histogram(
             Metric.REQUEST_DURATION,
-            "From the request for a cache to the last token",
+            "From the request of a text until its last token",
             (*conventional, "error_type"),
             registry=registry,
             buckets=_REQUEST_SECONDS,
@@ -164,7 +194,9 @@ class VerifierMetrics:
             "fingerprint": model.target_fingerprint,
             "batch_invariant": str(model.batch_invariant).lower(),
         }
-        info = Gauge(f"{Metric.TARGET}_info", "The served model", target, registry=registry)
+        info = Gauge(
+            f"{Metric.TARGET}_info", "1, with facts of the served model", target, registry=registry
+        )
         info.labels(**target).set(1)
         registry.register(_State(store, engine, follows, joined, model.name))
 
@@ -191,17 +223,23 @@ class VerifierMetrics:
         """A step, or consecutive plain ones, were answered."""
         emitted, accepted = len(output.tokens), len(output.accepted)
         self._observe(Metric.NODE_BUDGET, output.node_budget)
-        self._count(Metric.ROUNDS)
         self._count(Metric.GENERATION_TOKENS, emitted)
         self._observe(Metric.VERIFY_QUEUE_SECONDS, output.queue_us / 1e6)
+        labels = (self._model_name, *self._drafter(output))
+        reason = "" if output.no_draft is None else output.no_draft.value
+        self._rounds.labels(*labels, reason).inc()
         if output.draft is not None:
-            self._count(Metric.NUM_DRAFTS)
-            self._count(Metric.NUM_DRAFT_TOKENS, len(output.draft.tree))
-            self._count(Metric.NUM_CHECKED, output.checked)
-            self._count(Metric.NUM_ACCEPTED, accepted)
+            for name, amount in (
+                (Metric.NUM_DRAFTS, 1),
+                (Metric.NUM_DRAFT_TOKENS, len(output.draft.tree)),
+                (Metric.NUM_CHECKED, output.checked),
+                (Metric.NUM_ACCEPTED, accepted),
+            ):
+                self._drafts[name].labels(*labels).inc(amount)
             for position in range(accepted):
-                self._accepted_at.labels(self._model_name, str(position)).inc()
-            self._observe(Metric.EMITTED_PER_ROUND, emitted)
+                self._accepted_at.labels(*labels, str(position)).inc()
+            self._draft_values[Metric.EMITTED_PER_ROUND].labels(*labels).observe(emitted)
+            self._draft_values[Metric.DRAFT_SECONDS].labels(*labels).observe(output.draft.seconds)
             self._observe(Metric.VERIFY_SECONDS, output.step_us / 1e6)
         else:
             self._count(Metric.FREE_RUN_TOKENS, emitted)
@@ -215,6 +253,10 @@ class VerifierMetrics:
         if request is None or request.ended:
             return
         request.ended = True
+        finish = cache.sequence.finish
+        reason = error or ("released" if finish is None else finish.value)
+        reason = "cancelled" if reason == "CancelledError" else reason
+        self._requests.labels(self._model_name, reason).inc()
         seconds = request.newest - request.began if request.tokens else 0.0
         self._duration.labels(*self._conventional, error).observe(seconds)
         if request.tokens > 1:
@@ -228,6 +270,24 @@ class VerifierMetrics:
         self._observe(Metric.ENGINE_BATCH_TOKENS, tokens)
         if decided is not None:
             self._observe(Metric.SCHEDULE_SECONDS, decided)
+
+    def _drafter(self, output: StepOutput) -> tuple[str, str]:
+        """Name and version of a round's drafter; empty without one.
+
+        A drafter service may announce any number of versions, so series of old ones are removed.
+        """
+        if output.drafter is None:
+            return "", ""
+        labels = output.drafter.name, output.drafter.version
+        self._versions[labels] = None
+        self._versions.move_to_end(labels)
+        if len(self._versions) > _MAX_VERSIONS:
+            oldest, _ = self._versions.popitem(last=False)
+            match = dict(zip(("drafter", "version"), oldest, strict=True))
+            series = (self._rounds, self._accepted_at, *self._drafts.values())
+            for metric in (*series, *self._draft_values.values()):
+                metric.remove_by_labels(match)
+        return labels
 
     def _count(self, name: str, amount: float = 1) -> None:
         self._counters[name].inc(amount)
@@ -270,15 +330,25 @@ class _State(Collector):
         queued = len(waiting) + store.admission.waiting
         device = {"device": str(engine.device)}
         for name, text, value, labels in (
-            (Metric.REQUESTS_RUNNING, "Generations that have not ended", running, {}),
-            (Metric.REQUESTS_WAITING, "Those waiting for the engine or for KV memory", queued, {}),
-            (Metric.LEASES, "Caches", len(caches), {}),
-            (Metric.LEASES_LIMIT, "Most caches at once", store.max_sequences, {}),
-            (Metric.FOLLOW_STREAMS, "FollowCache streams", follows.streams, {}),
-            (Metric.KV_USED_BYTES, "KV memory of caches", used, device),
-            (Metric.KV_PREFIX_BYTES, "KV memory of ended texts, freed when needed", kept, device),
-            (Metric.KV_LIMIT_BYTES, "KV memory in all", limit, device),
-            (Metric.KV_USAGE, "Share of KV memory in use, 0 to 1", used / limit, device),
+            (Metric.REQUESTS_RUNNING, "Texts that have a cache and have not ended", running, {}),
+            (
+                Metric.REQUESTS_WAITING,
+                "Texts that wait for a step or for KV memory; rising: the verifier is overloaded",
+                queued,
+                {},
+            ),
+            (Metric.LEASES, "Caches that clients hold", len(caches), {}),
+            (Metric.LEASES_LIMIT, "Maximum number of caches at once", store.max_sequences, {}),
+            (Metric.FOLLOW_STREAMS, "Drafters that copy KV over gRPC", follows.streams, {}),
+            (Metric.KV_USED_BYTES, "KV memory of texts that have not ended", used, device),
+            (
+                Metric.KV_PREFIX_BYTES,
+                "KV memory of ended texts, kept for prompts that begin in the same way",
+                kept,
+                device,
+            ),
+            (Metric.KV_LIMIT_BYTES, "KV memory that may be used (--kv-bytes)", limit, device),
+            (Metric.KV_USAGE, "Share of KV memory that texts use, 0 to 1", used / limit, device),
         ):
             gauge = GaugeMetricFamily(name, text, labels=["model_name", *labels])
             gauge.add_metric([self._model, *labels.values()], value)
@@ -286,7 +356,7 @@ class _State(Collector):
         carriers = Counts(verifier_pb2.Carrier.Name(each.carrier) for each in self._joined())
         links = GaugeMetricFamily(
             Metric.DRAFT_LINKS,
-            "Drafter services that have joined, by the carrier of their messages",
+            "Drafter services that have joined, by socket or gRPC stream",
             labels=["model_name", "carrier"],
         )
         for carrier in ("CARRIER_SOCKET", "CARRIER_STREAM"):
@@ -294,15 +364,17 @@ class _State(Collector):
             links.add_metric([self._model, word], carriers[carrier])
         yield links
         queue = GaugeMetricFamily(
-            Metric.ENGINE_QUEUE, "Jobs waiting for an engine step", labels=["model_name", "kind"]
+            Metric.ENGINE_QUEUE,
+            "Rounds and prefills that wait for a step",
+            labels=["model_name", "kind"],
         )
         queue.add_metric([self._model, "round"], len(waiting) - prefills)
         queue.add_metric([self._model, "prefill"], prefills)
         yield queue
         for name, text, value in (
-            (Metric.LEASES_EXPIRED, "Caches freed because their lease expired", store.expired),
-            (Metric.FOLLOW_UPDATES, "Updates sent to followers", follows.updates),
-            (Metric.FOLLOW_BYTES, "Bytes sent to followers", follows.bytes),
+            (Metric.LEASES_EXPIRED, "Caches freed since their client disappeared", store.expired),
+            (Metric.FOLLOW_UPDATES, "Updates of KV sent to drafters over gRPC", follows.updates),
+            (Metric.FOLLOW_BYTES, "Bytes of KV sent to drafters over gRPC", follows.bytes),
         ):
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model], value)
