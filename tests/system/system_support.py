@@ -46,13 +46,16 @@ def write_layer(target: Path, folder: Path) -> Path:
     return folder
 
 
-def write_block(target: Path, folder: Path) -> Path:
-    """A DSpark drafter of random weights."""
+def write_block(target: Path, folder: Path, **fields: Any) -> Path:
+    """A DSpark drafter of random weights; `fields` of its configuration."""
     torch.manual_seed(0)
     config = DSparkConfig.for_target(
-        target, taps=(0, 1), block=4, mask_token=2, window=24, markov_rank=8
+        target, taps=(0, 1), block=4, mask_token=2, window=24, markov_rank=8, **fields
     )
-    weights = DSparkModel(config).state_dict()
+    model = DSparkModel(config)
+    assert model.markov_head is not None
+    torch.nn.init.normal_(model.markov_head.markov_w2.weight)  # it begins with zeros
+    weights = model.state_dict()
     save_dspark(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
     return folder
 

@@ -19,6 +19,7 @@ _MODULES = {
     "soak": "paceline.bench.soak",
     "chats": "paceline.bench.chats",
     "lm-eval": "paceline.bench.lm_eval",
+    "widen": "paceline.bench.widen",
 }
 _WEIGHTS = ("float32", "bfloat16", "int8", "int4")
 
@@ -86,6 +87,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drills = add("drills", "inject faults under load and check what must hold")
     drills.add_argument("drill", nargs="*", metavar="DRILL", help="name, in quotes; default: all")
     drills.add_argument("--short", action="store_true", help="fewer and smaller: minutes")
+    text = "make a model wider with zeros: the same tokens and drafts, the cost of a larger one"
+    widen = commands.add_parser("widen", help=text, description=text)
+    widen.add_argument("--target", type=Path, required=True, metavar="DIR", help="its folder")
+    widen.add_argument("--factor", type=int, default=4, choices=(4, 16), help="of all widths")
+    widen.add_argument("--output", type=Path, required=True, help="gets target/ and drafters")
+    widen.add_argument(
+        "--drafter", type=Path, action="append", default=[], metavar="DIR",
+        help="folder of a drafter of the target, or of any language model; repeatable",
+    )  # fmt: skip
 
 
 def _add_table(parser: argparse.ArgumentParser) -> None:
