@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import resource
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +10,7 @@ from paceline.cli.connection import add_service_arguments, client_of
 from paceline.cli.service_process import (
     add_log_arguments,
     add_readiness_arguments,
+    raise_file_limit,
     ready_writer,
     refuse,
     run_async,
@@ -81,18 +80,11 @@ def run(args: argparse.Namespace) -> int:
             )
             if args.stop_with_stdin:
                 stop_with_stdin()
-            _raise_file_limit()
+            raise_file_limit()
             run_async(_serve(args, options))
         except (OptionsError, PacelineError, ValueError, OSError) as error:
             return refuse(error)
     return 0
-
-
-def _raise_file_limit() -> None:
-    """Allow as many connections as the system does: each is an open file, often 1024 at most."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # macOS does not accept its own limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _serve(args: argparse.Namespace, options: GatewayOptions) -> None:

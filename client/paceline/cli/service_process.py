@@ -6,10 +6,12 @@ import argparse
 import asyncio
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -112,6 +114,7 @@ def run_service(
         try:
             options = ServerOptions.from_args(args)
             set_torch_environment(args.threads)
+            raise_file_limit()
             if args.stop_with_stdin:
                 stop_with_stdin()
             metrics = _registry(options)
@@ -123,6 +126,16 @@ def run_service(
         except (OptionsError, ServiceError) as error:
             return refuse(error)
     return 0
+
+
+def raise_file_limit() -> None:
+    """Raise the limit of open files, often 1024, to the highest one allowed.
+
+    Each connection is an open file, and each KV cache has two.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS does not accept its own limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def refuse(error: Exception) -> int:

@@ -21,7 +21,7 @@ from pydantic.json_schema import models_json_schema
 from paceline.client import Client, GenerationResult, PacelineError
 from paceline.service.metrics import MetricsEndpoint, new_registry, serve_metrics
 from paceline.service.options import OptionsError, socket_path_of, split_address
-from paceline.service.runtime import Gate, Stop
+from paceline.service.runtime import Gate, Stop, files_left
 
 from . import middleware
 from .errors import ApiError, bad_request
@@ -248,6 +248,9 @@ class Gateway:
         """200 while the verifier is reachable and new requests are accepted."""
         if self.gate.closed:
             return web.json_response({"status": "draining"}, status=503)
+        if not files_left():
+            reason = "as many files are open as the limit allows: raise `ulimit -n`"
+            return web.json_response({"status": "unavailable", "reason": reason}, status=503)
         try:
             async with asyncio.timeout(_HEALTH_TIMEOUT):
                 await self._client.model()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import logging
+import resource
 import signal
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
@@ -155,6 +158,10 @@ CLOSE_GRACE_SECONDS = 1.0
 CANCEL_GRACE_SECONDS = 5.0
 KEEPALIVE_SECONDS = 30.0
 KEEPALIVE_TIMEOUT_SECONDS = 10.0
+FILES_SECONDS = 1.0
+"""Time between two checks whether files can be opened."""
+MIN_FILES = 8
+"""With fewer files to open, a service takes no request: health says so."""
 MIN_PING_SECONDS = 5.0
 """Clients may ping this often, with and without a call in flight."""
 
@@ -266,9 +273,11 @@ async def _serve(
         logger.info("serving", extra={"address": address, "services": service.service_names})
         if on_ready is not None:
             on_ready(address)
+        watching = asyncio.create_task(_watch_files(health, service.service_names))
         try:
             await stop.unless(stop.soft, service.fault())
         finally:
+            watching.cancel()
             await health.enter_graceful_shutdown()
         logger.info("draining", extra={"drain_seconds": options.drain_seconds})
         await stop.unless(stop.hard, _drain(service, options.drain_seconds))
@@ -292,6 +301,42 @@ async def _add_health(server: grpc.aio.Server, names: tuple[str, ...]) -> Any:
         (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
     return servicer
+
+
+def files_left() -> bool:
+    """Whether this process may open some more files: connections, KV caches."""
+    try:
+        with ExitStack() as opened:
+            for _ in range(MIN_FILES):
+                opened.enter_context(socket.socket())
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        return False
+    return True
+
+
+async def _watch_files(health: Any, names: tuple[str, ...]) -> None:
+    """Let health say NOT_SERVING while no request can be taken for want of open files."""
+    from grpc_health.v1 import health_pb2
+
+    serving = True
+    while True:
+        await asyncio.sleep(FILES_SECONDS)
+        if serving == files_left():
+            continue
+        serving = not serving
+        if serving:
+            logger.info("files can be opened again")
+        else:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            logger.error(
+                "%d files are open, which is the limit: close connections, or raise `ulimit -n`",
+                limit,
+            )
+        status = health_pb2.HealthCheckResponse
+        for name in ("", *names):
+            await health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
 
 async def _drain(service: Service, seconds: float) -> None:

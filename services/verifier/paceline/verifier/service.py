@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _DRAIN_POLL_SECONDS = 0.02
+_OTHER_FILES = 64
+"""Open files that are left for connections."""
 
 
 class VerifierService:
@@ -107,7 +110,7 @@ class VerifierService:
         if longest < model.message.max_context:
             _log.warning("%d bytes of KV hold texts of %d tokens at most", kv_bytes, longest)
             model.message.max_context = longest
-        max_prefixes = options.max_sequences if options.prefix_caching else 0
+        max_sequences, max_prefixes = _cache_limits(options)
         self._pool: PagePool | None = None
         memory: KvMemory
         self._graphs: GraphRunner | None = None
@@ -116,7 +119,7 @@ class VerifierService:
                 layout,
                 decoder.device,
                 kv_bytes=kv_bytes,
-                max_sequences=options.max_sequences + max_prefixes,
+                max_sequences=max_sequences + max_prefixes,
                 max_context=model.message.max_context,
             )
             if decoder.device.type == "cuda" and find_spec("triton") is not None:
@@ -137,7 +140,7 @@ class VerifierService:
         self.store = CacheStore(
             memory,
             self.engine.release,
-            max_sequences=options.max_sequences,
+            max_sequences=max_sequences,
             lease_seconds=options.lease_seconds,
             prefixes=self.engine.prefixes,
         )
@@ -312,6 +315,26 @@ def _scheduler(decoder: Decoder, options: VerifierOptions, max_context: int) -> 
     if not again:
         load_state(scheduler, decoder, max_context)
     return scheduler
+
+
+def _cache_limits(options: VerifierOptions) -> tuple[int, int]:
+    """Maximum number of caches, and of ended texts whose KV is kept.
+
+    Each has two open files, its own and that of its mapping, so the limit of open files bounds
+    both. What is open now, and some for connections, is left out.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = (limit - len(os.listdir("/proc/self/fd")) - _OTHER_FILES) // 2
+    max_sequences = min(options.max_sequences, max(1, room - room // 2))
+    if max_sequences < options.max_sequences:
+        _log.warning(
+            "%d open files allow %d caches at once, not %d; raise `ulimit -n`",
+            limit,
+            max_sequences,
+            options.max_sequences,
+        )
+    kept = options.max_sequences if options.prefix_caching else 0
+    return max_sequences, max(0, min(kept, room - max_sequences))
 
 
 def _longest_text(layout: KvLayout, kv_bytes: int) -> int:
