@@ -119,7 +119,7 @@ def test_every_parameter_becomes_an_argument(tmp_path: Path) -> None:
         ([], "give either a prompt or --file"),
         (["hi", "--file", "x"], "give either a prompt or --file"),
         (["--file", "/nowhere/prompt"], "No such file"),
-        (["hi", "--top-p", "2"], "top_p must be in"),
+        (["hi", "--top-p", "2"], "top_p must be a number in"),
         (["hi", "--tls-ca", "/nowhere/ca.pem"], "cannot read a TLS file"),
     ],
 )

@@ -105,7 +105,7 @@ def test_a_bad_list_is_an_error(text: str) -> None:
     with pytest.raises(InvalidRequestError, match="address of a verifier"):
         Client(text)
     if text:
-        with pytest.raises(InvalidRequestError, match="address of a drafter service"):
+        with pytest.raises(InvalidRequestError, match="address of a drafter"):
             Client("a:1", drafter=text)
 
 

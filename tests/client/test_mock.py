@@ -9,7 +9,7 @@ from paceline.client import Client, MockTransport
 
 
 async def test_text_tokens_and_functions() -> None:
-    for reply in ("Hallo", b"Hallo", lambda prompt: "Hal" + prompt):
+    for reply in ("Hallo", [*b"Hallo"], lambda prompt: "Hal" + prompt):
         async with Client(transport=MockTransport(reply)) as client:
             result = await client.generate("lo", logprobs=True)
             assert result.text == "Hallo"

@@ -1,41 +1,139 @@
-"""Bad parameters are refused before anything is sent, with what was expected."""
+"""Arguments are checked when a call is made: their types, ranges, and what scalars are taken."""
 
+import itertools
+from collections.abc import Callable
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.client import (
     Client,
+    DeadlineError,
     DraftOptions,
+    GenerationOptions,
     InvalidRequestError,
     MockTransport,
     RetryOptions,
+    SyncClient,
     TlsOptions,
 )
+
+ODD: list[Any] = [
+    *(range(2**32), range(2**80), itertools.count(), object(), ..., 1j, 10**5000),
+    *(
+        np.int64(3),
+        np.float32(0.5),
+        np.bool_(True),
+        np.array([1, 2]),
+        np.array(2.5),
+        np.zeros((2, 2)),
+    ),
+    *(torch.tensor(3), torch.tensor(0.5), torch.tensor([1, 2]), torch.tensor(True), Path("/x")),
+    *("\ud800", "", "x", {}, [], (), {1, 2}, bytearray(b"x"), lambda *_: None),
+]
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+VALUES = st.sampled_from(ODD) | st.recursive(
+    SCALARS, lambda inner: st.lists(inner) | st.dictionaries(SCALARS, inner), max_leaves=8
+)
+
+
+def refusal(call: Callable[[], object]) -> InvalidRequestError | None:
+    """The error of a call whose arguments are refused; None for another end that they may have."""
+    try:
+        call()
+    except InvalidRequestError as error:
+        return error
+    except DeadlineError:
+        pass
+    return None
+
+
+def call(name: str, value: Any) -> None:
+    with SyncClient(transport=MockTransport("fine")) as client:
+        arguments = {"prompt": "x", "max_new_tokens": 4} | {name: value}
+        assert client.generate(**arguments).finish_reason in ("stop", "length")
+
+
+@pytest.mark.parametrize("name", ["prompt", *(field.name for field in fields(GenerationOptions))])
+@given(value=VALUES)
+def test_any_value_of_any_type_ends_in_a_result_or_the_error(name: str, value: Any) -> None:
+    error = refusal(lambda: call(name, value))
+    assert error is None or error.message.startswith(name)
+    assert error is None or error.metadata == {"param": name}
+
+
+@pytest.mark.parametrize("kind", [Client, TlsOptions, RetryOptions, DraftOptions, MockTransport])
+@given(value=VALUES, data=st.data())
+def test_options_of_any_type_are_taken_or_refused(
+    kind: Callable[..., Any], value: Any, data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from([*signature(kind).parameters]))
+    error = refusal(lambda: kind(**{name: value}))
+    assert error is None or name in error.message or "give" in error.message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "same"),
+    [
+        ("top_k", np.int64(3), 3),
+        ("top_k", torch.tensor(3), 3),
+        ("temperature", np.float32(0.5), 0.5),
+        ("temperature", torch.tensor(0.5), 0.5),
+        ("temperature", 1, 1.0),
+        ("ignore_eos", np.bool_(True), True),
+        ("logprobs", np.bool_(True), True),
+        ("logit_bias", {np.int32(1): torch.tensor(2)}, {1: 2.0}),
+        ("stop_token_ids", torch.tensor([1, 2]), [1, 2]),
+        ("stop_token_ids", (np.int64(1), 2), [1, 2]),
+        ("drafter", np.str_("ngram"), "ngram"),
+    ],
+)
+def test_scalars_and_arrays_are_taken_where_they_are_exact(
+    name: str, value: Any, same: Any
+) -> None:
+    taken = getattr(GenerationOptions(**{name: value}), name)
+    assert (taken, type(taken)) == (same, type(same))
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens must be >= 1, not 0"),
-        ({"stop": [""]}, "stop string must be non-empty"),
-        ({"stop": ""}, "stop string must be non-empty"),
-        ({"stop_token_ids": [-1]}, "stop token id"),
-        ({"logprobs": 21}, "logprobs"),
+        ({"max_new_tokens": 0}, r"max_new_tokens must be an integer in \[1, 2\*\*32\), not 0"),
+        ({"max_new_tokens": True}, "max_new_tokens must be an integer .*, not True"),
+        ({"top_k": None}, "top_k must be an integer >= 0 .*, not None"),
+        ({"top_k": np.float64(3)}, "top_k must be an integer"),
+        ({"top_p": 1.1}, r"top_p must be a number in \(0, 1\], not 1.1"),
+        ({"temperature": "hot"}, "temperature must be a finite number >= 0, not 'hot'"),
+        ({"stop": [""]}, r"stop\[0\] must be a non-empty text"),
+        ({"stop": ""}, r"stop\[0\] must be a non-empty text"),
+        ({"stop_token_ids": ["</s>"]}, r"stop_token_ids\[0\] must be a token id.*, not '</s>'"),
+        ({"stop_token_ids": [1, -1]}, r"stop_token_ids\[1\] must be a token id.*, not -1"),
+        ({"logit_bias": {"a": 1}}, "logit_bias .* must be a token id.*, not 'a'"),
+        ({"logprobs": 21}, r"logprobs must be True, False or an integer in \[0, 20\], not 21"),
         ({"deadline": 0.0}, "deadline"),
         ({"max_nodes": 0}, "max_nodes"),
+        ({"regex": "\ud800"}, "regex must be a text that UTF-8 can encode"),
     ],
 )
-def test_values_out_of_range(options: dict[str, Any], expected: str) -> None:
+def test_the_error_has_the_name_what_it_takes_and_what_came(
+    options: dict[str, Any], expected: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=expected):
         Client(transport=MockTransport("")).generate("x", **options)
 
 
-def test_a_sampling_parameter_out_of_range_is_named() -> None:
-    with pytest.raises(InvalidRequestError, match=r"top_p must be in \(0, 1\]") as raised:
-        Client(transport=MockTransport("")).generate("x", top_p=1.1)
-    assert raised.value.metadata == {"param": "top_p"}
+@pytest.mark.parametrize("prompt", ["", [], None, b"ab", [True], [-1], range(2**40)])
+def test_a_prompt_is_text_or_token_ids(prompt: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^prompt") as raised:
+        Client(transport=MockTransport("")).generate(prompt)
+    assert raised.value.metadata == {"param": "prompt"}
 
 
 def test_either_an_address_or_a_transport_is_required() -> None:
@@ -43,8 +141,12 @@ def test_either_an_address_or_a_transport_is_required() -> None:
         Client()
     with pytest.raises(InvalidRequestError, match="either"):
         Client("127.0.0.1:1", transport=MockTransport(""))
-    with pytest.raises(InvalidRequestError, match="unread_chunks"):
-        Client("127.0.0.1:1", unread_chunks=0)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:65536", "127.0.0.1:0", "127.0.0.1", "", " "])
+def test_a_port_is_one_that_can_be_dialled(address: str) -> None:
+    with pytest.raises(InvalidRequestError, match="port of 1 to 65535"):
+        Client(address)
 
 
 def test_options_are_checked_when_created() -> None:

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
-from paceline.client import Client, InvalidRequestError, PacelineError
+from paceline.client import Client, DeadlineError, PacelineError
 
 from .fakes import World, continuation
 
@@ -102,9 +102,9 @@ async def test_a_failed_prefill_and_its_generation_are_failed(
 
 
 async def test_a_failure_before_the_model_is_known(client: Client, recording: Recording) -> None:
-    with pytest.raises(InvalidRequestError):
-        await client.generate([], max_new_tokens=4)
-    (root,) = recording.named("text_completion fake")
+    with pytest.raises(DeadlineError):
+        await client.generate(PROMPT, max_new_tokens=4, deadline=1e-9)
+    (root,) = recording.named("text_completion")
     assert root.status.status_code is StatusCode.ERROR
 
 

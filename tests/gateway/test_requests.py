@@ -131,10 +131,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     "completions": [
         ({}, "prompt", "required"),
         ({"prompt": None}, "prompt", "required"),
-        ({"prompt": ""}, "", "empty"),
+        ({"prompt": ""}, "prompt", "empty"),
         ({"prompt": []}, "prompt", "at least 1 item"),
         ({"prompt": [[]]}, "prompt", "valid string"),
-        ({"prompt": ["a", ""]}, "", "empty"),
+        ({"prompt": ["a", ""]}, "prompt", "empty"),
         ({"prompt": ["a", [97]]}, "prompt", "string"),
         ({"prompt": [97, "a"]}, "prompt", "valid string"),
         ({"prompt": [-1]}, "prompt", "valid string"),

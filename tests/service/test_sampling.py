@@ -55,7 +55,7 @@ def test_a_schema_is_text_or_an_object() -> None:
 @pytest.mark.parametrize(
     ("parameter", "value", "message"),
     [
-        ("temperature", -0.1, "must be finite and >= 0, not -0.1"),
+        ("temperature", -0.1, "must be a finite number >= 0, not -0.1"),
         ("temperature", math.nan, "finite"),
         ("temperature", math.inf, "finite"),
         ("top_k", -1, ">= 0"),
@@ -68,8 +68,8 @@ def test_a_schema_is_text_or_an_object() -> None:
         ("presence_penalty", math.inf, "finite"),
         ("frequency_penalty", math.nan, "finite"),
         ("logit_bias", {-1: 1.0}, "token id"),
-        ("logit_bias", {1: math.inf}, "number or -inf"),
-        ("logit_bias", {1: math.nan}, "number or -inf"),
+        ("logit_bias", {1: math.inf}, "a number, or -inf"),
+        ("logit_bias", {1: math.nan}, "a number, or -inf"),
         ("logit_bias", dict.fromkeys(range(4097), 1.0), "at most 4096"),
         ("seed", -1, "in"),
         ("seed", 2**64, "in"),

@@ -19,7 +19,14 @@ from ._errors import (
 from ._fleet import VerifierStatus
 from ._generation import Generation, GenerationResult
 from ._mock import MockTransport
-from ._options import DraftOptions, GenerationOptions, RetryOptions, TlsOptions, user_cache_dir
+from ._options import (
+    DraftOptions,
+    GenerationOptions,
+    RetryOptions,
+    TlsOptions,
+    checked_prompt,
+    user_cache_dir,
+)
 from ._output import Chunk, TokenLogprob, VerifiedTree
 from ._stats import RoundStats, Stats, Usage
 from ._sync import SyncClient
@@ -61,6 +68,7 @@ __all__ = [
     "Usage",
     "VerifiedTree",
     "VerifierStatus",
+    "checked_prompt",
     "render_chat",
     "user_cache_dir",
 ]

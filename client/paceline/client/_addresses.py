@@ -16,30 +16,35 @@ from ._errors import InvalidRequestError, PacelineError, UnavailableError
 logger = logging.getLogger("paceline.client")
 
 _DNS = "dns:///"
-_FORMS = re.compile(r"(unix|unix-abstract|ipv4|ipv6|vsock):.+|([\w.-]+|\[[\w.:%]+\]):\d+")
+_FORMS = re.compile(r"(unix|unix-abstract|ipv4|ipv6|vsock):.+|([\w.-]+|\[[\w.:%]+\]):([0-9]{1,5})")
 # DNS names are resolved again after this time. Unit: seconds.
 _MAX_AGE = 5.0
 
 
-def parse_addresses(text: str, kind: str) -> tuple[str, ...]:
+def parse_addresses(text: str | None, kind: str) -> tuple[str, ...]:
     """The entries of a list: "host:port", "unix:/path" or "dns:///name:port", comma-separated.
 
     Args:
         text: The list.
-        kind: What the addresses are of, for the error.
+        kind: What the addresses are of, for the error: "verifier" or "drafter".
 
     Raises:
         InvalidRequestError: An entry is empty, repeated, or of another form.
     """
-    entries = tuple(entry.strip() for entry in text.split(","))
-    for entry in entries:
-        if not _FORMS.fullmatch(entry.removeprefix(_DNS)):
+    param = {"param": f"{kind}_address"}
+    entries = tuple(entry.strip() for entry in text.split(",")) if isinstance(text, str) else ()
+    for entry in entries or [str(text)]:
+        form = _FORMS.fullmatch(entry.removeprefix(_DNS)) if entries else None
+        if form is None or not 0 < int(form[3] or 1) < 2**16:
             raise InvalidRequestError(
-                f"{entry!r} is not the address of a {kind}: give host:port, unix:/path or "
-                "dns:///name:port, several separated by commas"
+                f"{entry!r} is not the address of a {kind}: give host:port with a port of 1 to "
+                "65535, unix:/path or dns:///name:port, several separated by commas",
+                metadata=param,
             )
     if len(set(entries)) < len(entries):
-        raise InvalidRequestError(f"{text!r} has the address of a {kind} twice: give each once")
+        raise InvalidRequestError(
+            f"{text!r} has the address of a {kind} twice: give each once", metadata=param
+        )
     return entries
 
 

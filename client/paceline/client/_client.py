@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.sampling import checked, require
+
 from ._addresses import Pool, parse_addresses
 from ._errors import InvalidRequestError
 from ._fleet import Fleet, Verifier, VerifierStatus
@@ -15,6 +17,8 @@ from ._options import (
     GenerationOptions,
     RetryOptions,
     TlsOptions,
+    checked_prompt,
+    invalid_requests,
     takes,
     user_cache_dir,
 )
@@ -77,8 +81,17 @@ class Client:
     ) -> None:
         if (verifier_address is None) == (transport is None):
             raise InvalidRequestError("give either the verifier's address or a transport")
-        if unread_chunks < 1:
-            raise InvalidRequestError(f"unread_chunks must be >= 1, not {unread_chunks}")
+        with invalid_requests():
+            size = "an integer in [1, 2**31)"
+            checked("unread_chunks", unread_chunks, int, size, lambda x: 0 < x < 2**31)
+            checked("max_message_bytes", max_message_bytes, int, size, lambda x: 0 < x < 2**31)
+            require("tls", tls, TlsOptions | None, "TlsOptions")
+            require("retry", retry, RetryOptions | None, "RetryOptions")
+            require("drafting", drafting, DraftOptions | None, "DraftOptions")
+            require("cache_dir", cache_dir, str | Path | None, "a folder's path, or None")
+            require("transport", transport, Transport | None, "a transport such as MockTransport")
+            printable = "printable ASCII text"
+            checked("token", token or "", str, printable, lambda x: x.isascii() and x.isprintable())
 
         retry, drafting = retry or RetryOptions(), drafting or DraftOptions()
         self._connections = connections = Connections(token, tls, max_message_bytes)
@@ -91,8 +104,8 @@ class Client:
             return GrpcDrafterTransport(connections, address, name)
 
         folder = user_cache_dir() / "tokenizers" if cache_dir == "" else cache_dir
-        verifiers = (transport.address,) if transport else self._addresses(verifier_address or "")
-        drafters = self._addresses(drafter, "drafter service") if drafter else ()
+        verifiers = (transport.address,) if transport else self._addresses(verifier_address)
+        drafters = self._addresses(drafter, "drafter") if drafter else ()
         fleet = Fleet(
             Pool(verifier, verifiers),
             Pool(drafter_service, drafters),
@@ -125,8 +138,7 @@ class Client:
             ClientClosedError: the client is closed.
         """
         self._running.check_open()
-        text = prompt if isinstance(prompt, str) else list(prompt)
-        return Generation(self._running, text, GenerationOptions(**options))
+        return Generation(self._running, checked_prompt(prompt), GenerationOptions(**options))
 
     async def model(self) -> Model:
         """The model of the verifiers, and its tokenizer."""
@@ -161,7 +173,7 @@ class Client:
         """Stops all generations, releases their caches and disconnects. Safe to call again."""
         await self._running.close()
 
-    def _addresses(self, text: str, kind: str = "verifier") -> tuple[str, ...]:
+    def _addresses(self, text: str | None, kind: str = "verifier") -> tuple[str, ...]:
         addresses = parse_addresses(text, kind)
         for address in addresses:
             self._connections.check(address)

@@ -232,7 +232,10 @@ class Generation:
         else:
             self._prompt_tokens = self._prompt
         if not self._prompt_tokens:
-            raise InvalidRequestError("the prompt is empty: give at least one token")
+            raise InvalidRequestError(
+                "the prompt is empty: give a text with at least one token",
+                metadata={"param": "prompt"},
+            )
         if self._options.stop_strings and model.codec is None:
             raise InvalidRequestError(
                 f"stop strings need a tokenizer, and {model.facts.name} is served without one: "

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from paceline.sampling import token_ids
 from paceline.v1 import sampling_pb2, verifier_pb2
 
 from ._errors import NotFoundError
+from ._options import invalid_requests
 from ._text import BYTE_OF
 from ._transport import GenerateStream
 
@@ -39,7 +41,10 @@ class MockTransport:
     END = 256
 
     def __init__(self, reply: Reply) -> None:
-        self._reply = reply
+        if not (callable(reply) or isinstance(reply, str)):
+            with invalid_requests():
+                reply = token_ids("reply", reply, "text, token ids or a function")
+        self._reply: Reply = reply
         self._tokenizer = _byte_tokenizer()
         self._json = self._tokenizer.to_str().encode()
         self._caches: dict[bytes, _Cache] = {}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import Signature, signature
 from pathlib import Path
@@ -12,7 +14,16 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
-from paceline.sampling import Sampling, SamplingError
+from paceline.sampling import (
+    Checked,
+    Sampling,
+    SamplingError,
+    checked,
+    exactly,
+    items,
+    require,
+    token_ids,
+)
 
 from ._errors import InvalidRequestError
 
@@ -23,34 +34,59 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _require(fine: bool, what: str, expected: str, value: object) -> None:
-    if not fine:
-        raise InvalidRequestError(f"{what} must be {expected}, not {value!r}")
+MAX_STOPS = 1024
+"""Maximum number of stop strings, and of stop tokens."""
+
+
+@contextmanager
+def invalid_requests() -> Iterator[None]:
+    """Raises InvalidRequestError for an argument that is refused inside; `metadata["param"]`."""
+    try:
+        yield
+    except SamplingError as error:
+        param = {"param": error.parameter}
+        raise InvalidRequestError(str(error), metadata=param) from None
+
+
+def checked_prompt(prompt: object) -> str | list[int]:
+    """A prompt as `Client.generate` takes it: text, or token ids, also of numpy or torch.
+
+    Raises:
+        InvalidRequestError: It is of another type, or empty.
+    """
+    expected = "a non-empty text or token ids"
+    with invalid_requests():
+        found: str | list[int]
+        if exactly(prompt, str) is not None:
+            found = checked("prompt", prompt, str, expected)
+        else:
+            found = token_ids("prompt", prompt, expected)
+        if not found:
+            raise SamplingError.unexpected("prompt", expected, prompt)
+        return found
 
 
 @dataclass(frozen=True)
-class TlsOptions:
-    """TLS for the connections to the services."""
+class TlsOptions(Checked):
+    """TLS for the connections to the services. Files are paths, as text or `Path`."""
 
-    ca: Path | None = None
+    ca: Path | str | None = None
     """PEM file of the authority that signed the services' certificates; None: the system's."""
-    cert: Path | None = None
+    cert: Path | str | None = None
     """PEM file of the client's own certificate, for mutual TLS."""
-    key: Path | None = None
+    key: Path | str | None = None
     """PEM file of the key of `cert`."""
     server_name: str | None = None
     """Expected name in the certificate, if it is not the host of the address."""
 
     def credentials(self) -> grpc.ChannelCredentials:
         """Channel credentials. Raises InvalidRequestError if a file cannot be read."""
+        files = (self.ca, self.key, self.cert)
         try:
-            return grpc.ssl_channel_credentials(
-                root_certificates=self.ca.read_bytes() if self.ca else None,
-                private_key=self.key.read_bytes() if self.key else None,
-                certificate_chain=self.cert.read_bytes() if self.cert else None,
-            )
-        except OSError as error:
+            contents = [Path(file).read_bytes() if file else None for file in files]
+        except (OSError, ValueError) as error:
             raise InvalidRequestError(f"cannot read a TLS file: {error}") from error
+        return grpc.ssl_channel_credentials(*contents)
 
     def channel_options(self, name: str = "") -> list[tuple[str, Any]]:
         """Options of a channel with these credentials.
@@ -62,12 +98,16 @@ class TlsOptions:
         return [("grpc.ssl_target_name_override", expected)] if expected else []
 
     def __post_init__(self) -> None:
+        with invalid_requests():
+            for name in ("ca", "cert", "key"):
+                require(name, getattr(self, name), Path | str | None, "the path of a PEM file")
+            self._take("server_name", str, "a host's name", optional=True)
         if (self.cert is None) != (self.key is None):
             raise InvalidRequestError("mutual TLS needs both cert and key: give both, or neither")
 
 
 @dataclass(frozen=True)
-class RetryOptions:
+class RetryOptions(Checked):
     """How long and how often to try again when the verifier cannot be reached or is full."""
 
     budget: float = 30.0
@@ -78,12 +118,16 @@ class RetryOptions:
     """Longest delay between two attempts. Unit: seconds."""
 
     def __post_init__(self) -> None:
-        _require(self.budget >= 0, "retry budget", ">= 0 seconds", self.budget)
-        _require(0 < self.first_delay <= self.longest_delay, "first_delay", "> 0", self.first_delay)
+        seconds = "a finite number of seconds > 0"
+        with invalid_requests():
+            self._take("budget", float, "a number of seconds >= 0", lambda x: x >= 0)
+            self._take("longest_delay", float, seconds, lambda x: 0 < x < math.inf)
+            upper = f"{seconds} and <= longest_delay"
+            self._take("first_delay", float, upper, lambda x: 0 < x <= self.longest_delay)
 
 
 @dataclass(frozen=True)
-class DraftOptions:
+class DraftOptions(Checked):
     """When the verifier drafts, and how long it waits for a tree."""
 
     timeout: float | None = None
@@ -94,9 +138,10 @@ class DraftOptions:
     """
 
     def __post_init__(self) -> None:
-        if self.timeout is not None:
-            expected = "> 0 and < 2**22 seconds"  # Milliseconds in 32 bits.
-            _require(0 < self.timeout < 2**22, "draft timeout", expected, self.timeout)
+        expected = "a number of seconds > 0 and < 2**22"  # Milliseconds in 32 bits.
+        with invalid_requests():
+            self._take("timeout", float, expected, lambda x: 0 < x < 2**22, optional=True)
+            self._take("adaptive", bool, "True or False")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +149,7 @@ class GenerationOptions(Sampling):
     """The keyword arguments of `Client.generate`: sampling parameters, and these.
 
     Raises:
-        InvalidRequestError: One is out of its range. `metadata["param"]` is a sampling parameter.
+        InvalidRequestError: One is of another type or out of its range. `metadata["param"]` is it.
     """
 
     max_new_tokens: int = 256
@@ -136,24 +181,37 @@ class GenerationOptions(Sampling):
     """Called with (tokens prefilled, all tokens) during the prefill."""
 
     def __post_init__(self) -> None:
-        try:
+        with invalid_requests():
             super().__post_init__()
-        except SamplingError as error:
-            param = {"param": error.parameter}
-            raise InvalidRequestError(str(error), metadata=param) from None
-        ids = range(2**32)
-        _require(0 < self.max_new_tokens < 2**32, "max_new_tokens", ">= 1", self.max_new_tokens)
-        for text in self.stop_strings:
-            _require(text != "", "a stop string", "non-empty", text)
-        for token in self.stop_token_ids:
-            _require(token in ids, "a stop token id", "a token id", token)
-        _require(0 <= self.logprobs <= 20, "logprobs", "at most 20", self.logprobs)
-        scored = self.prompt_logprobs
-        _require(scored is None or 0 <= scored <= 20, "prompt_logprobs", "in [0, 20]", scored)
-        if self.deadline is not None:
-            _require(self.deadline > 0, "deadline", "> 0 seconds", self.deadline)
-        if self.max_nodes is not None:
-            _require(self.max_nodes > 0, "max_nodes", ">= 1", self.max_nodes)
+            self._check()
+
+    def _check(self) -> None:
+        take, scores = self._take, "an integer in [0, 20]"
+        take("max_new_tokens", int, "an integer in [1, 2**32)", lambda x: 0 < x < 2**32)
+        take("max_nodes", int, "an integer in [1, 2**32)", lambda x: 0 < x < 2**32, optional=True)
+        take("ignore_eos", bool, "True or False")
+        take("keep_cache", bool, "True or False")
+        flag = exactly(self.logprobs, bool)
+        if flag is None:
+            take("logprobs", int, f"True, False or {scores}", lambda x: 0 <= x <= 20)
+        else:
+            self._keep("logprobs", flag)
+        take("prompt_logprobs", int, scores, lambda x: 0 <= x <= 20, optional=True)
+        take("drafter", str, "the name of a drafter", lambda x: x != "", optional=True)
+        seconds = "a finite number of seconds > 0"
+        take("deadline", float, seconds, lambda x: 0 < x < math.inf, optional=True)
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        texts = [
+            checked("stop", stop, str, "a non-empty text", lambda x: x != "", f"[{index}]")
+            for index, stop in enumerate(items("stop", stops, "a text or texts", MAX_STOPS))
+        ]
+        self._keep("stop", tuple(texts))
+        ids = token_ids("stop_token_ids", self.stop_token_ids, "token ids", MAX_STOPS)
+        self._keep("stop_token_ids", ids)
+        handle = getattr(self.parent, "handle", self.parent)
+        require("parent", handle, bytes | None, "a generation or its handle")
+        if not (self.on_prefill is None or callable(self.on_prefill)):
+            raise SamplingError.unexpected("on_prefill", "a function", self.on_prefill)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -234,7 +234,7 @@ def _write_atomically(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    except OSError:
+    except (OSError, ValueError):
         return
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator
 from functools import cached_property
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import grpc
 
@@ -61,6 +61,7 @@ class Stream(Protocol[Request, Response]):
 GenerateStream = Stream[verifier_pb2.GenerateRequest, verifier_pb2.GenerateResponse]
 
 
+@runtime_checkable
 class Transport(Protocol):
     """The calls of a client to a verifier. All may run concurrently."""
 

@@ -19,6 +19,7 @@ from paceline.client import (
     Model,
     PacelineError,
     TokenLogprob,
+    checked_prompt,
     render_chat,
 )
 from paceline.telemetry.names import Span
@@ -128,7 +129,7 @@ class JobBuilder:
         model = await self.model(body.model)
         prompts = [
             await model.encode(prompt) if isinstance(prompt, str) else prompt
-            for prompt in body.prompts()
+            for prompt in map(checked_prompt, body.prompts())
         ]
         if body.max_tokens == 0 and not body.echo:
             raise bad_request("max_tokens of 0 needs echo: nothing would be returned", "max_tokens")

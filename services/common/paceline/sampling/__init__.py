@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import json
 import math
+import operator
+import reprlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar
 
 from paceline.v1 import sampling_pb2
+
+T = TypeVar("T", bool, int, float, str)
 
 CONSTRAINTS = ("json_schema", "regex", "grammar")
 """Parameters that constrain the text; at most one is set."""
 MAX_LOGIT_BIAS = 4096
 """Maximum number of tokens in `logit_bias`."""
+MAX_TOKEN_IDS = 1 << 24
+"""Maximum number of token ids in one argument."""
 
 _MODES = {
     "invariant": sampling_pb2.ACCEPTANCE_MODE_INVARIANT,
@@ -26,11 +33,12 @@ _MODES = {
 _ACCEPTANCE = {mode: name for name, mode in _MODES.items()} | {
     sampling_pb2.ACCEPTANCE_MODE_UNSPECIFIED: "invariant"
 }
-_IDS = range(2**32)
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
 
 
 class SamplingError(ValueError):
-    """A parameter is out of its range.
+    """A parameter is of another type, or out of its range.
 
     Attributes:
         parameter: Its name.
@@ -40,13 +48,142 @@ class SamplingError(ValueError):
         super().__init__(message)
         self.parameter = parameter
 
+    @classmethod
+    def unexpected(
+        cls, parameter: str, expected: str, value: object, at: str = ""
+    ) -> SamplingError:
+        """The error of a value, or of its part `at`, such as "[3]"."""
+        try:
+            shown = _SHORT.repr(value)
+        except Exception:  # of the value's own `__repr__`, or an int of thousands of digits
+            shown = f"<{type(value).__name__}>"
+        return cls(parameter, f"{parameter}{at} must be {expected}, not {shown}")
+
+
+def exactly(value: object, kind: type[T]) -> T | None:
+    """A value as a bool, int, float or str; None if it is not one, or would not stay the same.
+
+    Scalars of numpy and torch are taken. A bool is no number.
+    """
+    if type(value) is kind:
+        return value
+    try:
+        scalar = getattr(value, "shape", ()) == ()
+        is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+        if not scalar or is_bool != (kind is bool):
+            return None
+        convert: Any = operator.index if kind is int else kind
+        converted: T = convert(value)
+        return converted if converted == value else None
+    except Exception:  # whatever the conversion of an unknown type raises
+        return None
+
+
+def checked(
+    parameter: str,
+    value: object,
+    kind: type[T],
+    expected: str,
+    valid: Callable[[T], bool] = lambda _: True,
+    at: str = "",
+) -> T:
+    """A value as `kind`, as of `exactly`.
+
+    Args:
+        parameter: Name of the parameter.
+        value: Its value.
+        kind: Type that it must have.
+        expected: What it must be, for the error.
+        valid: Whether it is in its range.
+        at: Which part of the parameter it is, such as "[3]", for the error.
+
+    Raises:
+        SamplingError: It is of another type, out of its range, or a text with half a surrogate
+            pair, which UTF-8 cannot encode.
+    """
+    converted = exactly(value, kind)
+    if converted is None or not valid(converted):
+        raise SamplingError.unexpected(parameter, expected, value, at)
+    if isinstance(converted, str) and not _encodable(converted):
+        raise SamplingError.unexpected(parameter, f"{expected} that UTF-8 can encode", value, at)
+    return converted
+
+
+def require(parameter: str, value: object, kind: type | UnionType, expected: str) -> None:
+    """Raises SamplingError if a value is not of a type."""
+    if not isinstance(value, kind):
+        raise SamplingError.unexpected(parameter, expected, value)
+
+
+def items(parameter: str, value: object, expected: str, max_items: int) -> list[Any]:
+    """The items of a sequence, or of an array or tensor of one dimension.
+
+    Raises:
+        SamplingError: It is not that (text and bytes are not), or has more than `max_items`.
+    """
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray | memoryview):
+        raise SamplingError.unexpected(parameter, expected, value)
+    try:
+        too_many = len(value) > max_items
+    except OverflowError:  # a range
+        too_many = True
+    if too_many:
+        raise SamplingError.unexpected(parameter, f"{expected}, at most {max_items}", value)
+    return list(value)
+
+
+def token_ids(
+    parameter: str, value: object, expected: str, max_items: int = MAX_TOKEN_IDS
+) -> list[int]:
+    """Token ids of a sequence, array or tensor. Raises SamplingError as `items`."""
+    ids = items(parameter, value, expected, max_items)
+    if set(map(type, ids)) <= {int} and 0 <= min(ids, default=0) <= max(ids, default=0) < 2**32:
+        return ids  # a prompt has thousands
+    return [_token_id(parameter, token, f"[{index}]") for index, token in enumerate(ids)]
+
+
+def _token_id(parameter: str, value: object, at: str) -> int:
+    expected = "a token id, an integer in [0, 2**32)"
+    return checked(parameter, value, int, expected, lambda token: 0 <= token < 2**32, at)
+
+
+def _encodable(text: str) -> bool:
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+class Checked:
+    """A frozen dataclass that checks its fields when it is created."""
+
+    def _take(
+        self,
+        parameter: str,
+        kind: type[T],
+        expected: str,
+        valid: Callable[[T], bool] = lambda _: True,
+        *,
+        optional: bool = False,
+    ) -> None:
+        """Checks a parameter, as of `checked`, and keeps it as `kind`; None too, if `optional`."""
+        value = getattr(self, parameter)
+        if not (optional and value is None):
+            self._keep(parameter, checked(parameter, value, kind, expected, valid))
+
+    def _keep(self, parameter: str, value: object) -> None:
+        object.__setattr__(self, parameter, value)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Sampling(Checked):
     """Sampling parameters, checked when created.
 
     Raises:
-        SamplingError: A parameter is out of its range, or several constraints are set.
+        SamplingError: A parameter is of another type or out of its range, or several constraints
+            are set.
     """
 
     temperature: float = 0.0
@@ -79,41 +216,40 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.seed is None:
-            object.__setattr__(self, "seed", secrets.randbits(64))
-        require = self._require
-        require("temperature", 0 <= self.temperature < math.inf, "finite and >= 0")
-        require("top_k", self.top_k in _IDS, ">= 0 (0 keeps all tokens)")
-        require("top_p", 0 < self.top_p <= 1, "in (0, 1]")
-        require("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
-        require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "finite and > 0")
-        require("presence_penalty", math.isfinite(self.presence_penalty), "finite")
-        require("frequency_penalty", math.isfinite(self.frequency_penalty), "finite")
-        require("seed", 0 <= self.key < 2**64, "in [0, 2**64)")
-        require("acceptance", self.acceptance in _MODES, " or ".join(_MODES))
-        self._check_bias(self.logit_bias or {})
+            self._keep("seed", secrets.randbits(64))
+        take = self._take
+        take("temperature", float, "a finite number >= 0", lambda x: 0 <= x < math.inf)
+        take("top_k", int, "an integer >= 0 (0 keeps all tokens)", lambda x: 0 <= x < 2**32)
+        take("top_p", float, "a number in (0, 1]", lambda x: 0 < x <= 1)
+        take("min_p", float, "a number in [0, 1]", lambda x: 0 <= x <= 1)
+        take("repetition_penalty", float, "a finite number > 0", lambda x: 0 < x < math.inf)
+        take("presence_penalty", float, "a finite number", math.isfinite)
+        take("frequency_penalty", float, "a finite number", math.isfinite)
+        take("seed", int, "an integer in [0, 2**64)", lambda x: 0 <= x < 2**64)
+        take("acceptance", str, " or ".join(_MODES), lambda x: x in _MODES)
+        take("regex", str, "a text", optional=True)
+        take("grammar", str, "a text", optional=True)
+        self._keep("logit_bias", self._checked_bias())
+        self._schema_text()
         given = [name for name in CONSTRAINTS if getattr(self, name)]
         if len(given) > 1:
             raise SamplingError(given[0], f"give one of {', '.join(given)}: a text has one")
-        self._schema_text()
 
-    def _require(self, parameter: str, valid: bool, expected: str) -> None:
-        if not valid:
-            value = getattr(self, parameter)
-            raise SamplingError(parameter, f"{parameter} must be {expected}, not {value!r}")
-
-    def _check_bias(self, biases: Mapping[int, float]) -> None:
+    def _checked_bias(self) -> dict[int, float] | None:
+        biases = self.logit_bias
+        if biases is None:
+            return None
+        require("logit_bias", biases, Mapping, "a mapping of token ids to numbers")
         if len(biases) > MAX_LOGIT_BIAS:
-            raise SamplingError(
-                "logit_bias",
-                f"logit_bias names {len(biases)} tokens, expected at most {MAX_LOGIT_BIAS}",
+            expected = f"a mapping of at most {MAX_LOGIT_BIAS} token ids"
+            raise SamplingError.unexpected("logit_bias", expected, biases)
+        expected = "a number, or -inf (never)"
+        return {
+            _token_id("logit_bias", token, " (its keys)"): checked(
+                "logit_bias", bias, float, expected, lambda x: x < math.inf, f"[{token}]"
             )
-        for token, bias in biases.items():
-            if token not in _IDS or not bias < math.inf:
-                raise SamplingError(
-                    "logit_bias",
-                    f"logit_bias of {token!r} is {bias!r}, expected a number or -inf (never) for a "
-                    "token id",
-                )
+            for token, bias in biases.items()
+        }
 
     @property
     def key(self) -> int:
@@ -122,11 +258,16 @@ class Sampling:
         return self.seed
 
     def _schema_text(self) -> str:
-        if self.json_schema is None or isinstance(self.json_schema, str):
-            return self.json_schema or ""
+        schema = self.json_schema
+        if schema is None or isinstance(schema, str):
+            return checked("json_schema", schema or "", str, "a text")
+        if not isinstance(schema, Mapping):
+            raise SamplingError.unexpected(
+                "json_schema", "a JSON schema: a mapping or text", schema
+            )
         try:
-            return json.dumps(self.json_schema)
-        except (TypeError, ValueError) as error:
+            return json.dumps(schema, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
             raise SamplingError(
                 "json_schema", f"json_schema cannot be written as JSON: {error}"
             ) from None
