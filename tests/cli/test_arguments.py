@@ -113,17 +113,17 @@ def parse(*words: str) -> argparse.Namespace:
 
 def test_options_become_arguments_and_a_command_line_again() -> None:
     words = ["--weights=int8", "--kv-bytes=1024", "--no-prefix-caching", "--share-weights"]
-    args = parse("--socket-dir=/x", *words[::-1])
-    assert to_words(args, VerifierOptions) == [*words, "--socket-dir=/x"]
+    args = parse("--draft-socket=/x", *words[::-1])
+    assert to_words(args, VerifierOptions) == [*words, "--draft-socket=/x"]
     given = given_options(args, VerifierOptions)
     assert given == {
         "weights": "int8",
         "kv_bytes": 1024,
         "prefix_caching": False,
         "share_weights": True,
-        "socket_dir": Path("/x"),
+        "draft_socket": "/x",
     }
-    assert VerifierOptions(**given).socket_dir == Path("/x")
+    assert VerifierOptions(**given).draft_socket == "/x"
 
 
 def test_arguments_that_are_not_given_leave_the_defaults() -> None:

@@ -21,7 +21,7 @@ from paceline.v1 import drafter_pb2_grpc
 
 from . import adversaries, fakes, replay_method
 from .fake_verifier import VOCAB as VOCAB
-from .fake_verifier import FakeVerifier, Peer, Text, fake_verifier
+from .fake_verifier import FakeVerifier, Peer, Share, Text, fake_verifier, share_nothing
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -93,7 +93,7 @@ async def drafting(
     carrier: str = "socket",
     drain_seconds: float = 0.1,
     target: dict[str, Any] | None = None,
-    add: Callable[[Any], object] = lambda server: None,
+    share: Share = share_nothing,
     credentials: grpc.ServerCredentials | None = None,
     **options: Any,
 ) -> AsyncIterator[Drafting]:
@@ -104,14 +104,14 @@ async def drafting(
         carrier: How messages travel: socket or stream.
         drain_seconds: Of the service.
         target: Facts of the target, fields of Joined.
-        add: Adds other servicers to the verifier's server.
+        share: Gives the memory of the verifier's caches.
         credentials: TLS of the verifier.
         options: Of the service.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         address = f"unix:{folder}/drafter"
-        async with fake_verifier(folder, carrier, add, credentials) as verifier:
+        async with fake_verifier(folder, carrier, share, credentials) as verifier:
             for field, value in (target or {}).items():
                 setattr(verifier.joined, field, value)
             service = build_service(

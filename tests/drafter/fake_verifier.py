@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -156,6 +158,14 @@ class Peer:
             text.answers.put_nowait(ConnectionError("the connection ended"))
 
 
+Share = Callable[[bytes], Awaitable[int | None]]
+"""Returns a descriptor for a read grant."""
+
+
+async def share_nothing(read_grant: bytes) -> int | None:
+    return None
+
+
 class FakeVerifier(exchange_pb2_grpc.DraftExchangeServiceServicer):
     """Serves Join.
 
@@ -165,7 +175,7 @@ class FakeVerifier(exchange_pb2_grpc.DraftExchangeServiceServicer):
         metadata: Of each Join call.
     """
 
-    def __init__(self, address: str, socket_path: Path | None) -> None:
+    def __init__(self, address: str, socket_path: Path | None, share: Share) -> None:
         self.address = address
         self.joined = exchange_pb2.Joined(vocab_size=VOCAB, max_tree_nodes=255, instance_id="fake")
         self.peers: list[Peer] = []
@@ -174,6 +184,8 @@ class FakeVerifier(exchange_pb2_grpc.DraftExchangeServiceServicer):
         """Refuse Join calls."""
         self._socket_path = socket_path
         self._tokens: dict[bytes, asyncio.Future[tuple[Any, Any]]] = {}
+        self._share = share
+        self._sharing: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Condition()
 
     async def peer(self, count: int = 1) -> Peer:
@@ -222,7 +234,24 @@ class FakeVerifier(exchange_pb2_grpc.DraftExchangeServiceServicer):
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """The Unix socket was opened."""
         with suppress(asyncio.IncompleteReadError):
-            self._tokens[await _read_frame(reader)].set_result((reader, writer))
+            frame = await _read_frame(reader)
+            if frame in self._tokens:
+                self._tokens[frame].set_result((reader, writer))
+                return
+            sharing = asyncio.create_task(self._share(frame))
+            self._sharing.add(sharing)
+            with suppress(asyncio.CancelledError):
+                file = await sharing
+                if file is not None:
+                    own = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
+                    with own:
+                        socket.send_fds(own, [b"\0"], [file])
+        writer.close()
+
+    def close(self) -> None:
+        """End connections that wait for memory."""
+        for task in self._sharing:
+            task.cancel()
 
     async def _read_stream(self, peer: Peer, context: Any) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:
@@ -247,7 +276,7 @@ async def _read_frame(reader: asyncio.StreamReader) -> bytes:
 async def fake_verifier(
     folder: Path,
     carrier: str = "socket",
-    add: Callable[[Any], object] = lambda server: None,
+    share: Share = share_nothing,
     credentials: grpc.ServerCredentials | None = None,
 ) -> AsyncIterator[FakeVerifier]:
     """Serve it on a unix socket; with credentials, on a port of the loopback.
@@ -255,17 +284,16 @@ async def fake_verifier(
     Args:
         folder: For sockets.
         carrier: socket or stream.
-        add: Adds other servicers to the server.
+        share: Gives the memory of caches.
         credentials: TLS.
     """
     path = folder / "exchange" if carrier == "socket" else None
-    verifier = FakeVerifier(f"unix:{folder}/verifier", path)
+    verifier = FakeVerifier(f"unix:{folder}/verifier", path, share)
     listener = None
     if path is not None:
         listener = await asyncio.start_unix_server(verifier.connected, path)
     server = grpc.aio.server()
     exchange_pb2_grpc.add_DraftExchangeServiceServicer_to_server(verifier, server)
-    add(server)
     if credentials is None:
         server.add_insecure_port(verifier.address)
     else:
@@ -275,6 +303,7 @@ async def fake_verifier(
     try:
         yield verifier
     finally:
+        verifier.close()
         for peer in verifier.peers:
             peer.leave.set()
         await server.stop(0.1)

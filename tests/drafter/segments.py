@@ -1,17 +1,15 @@
-"""Segments as a verifier writes them, and a verifier that names one."""
+"""Segments as a verifier writes them, and a verifier that passes one."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import grpc
 import torch
 
-from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.kv.base import SequenceKv
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import Segment
@@ -27,7 +25,7 @@ def new_segment() -> Iterator[Segment]:
     """A cache with 200 committed positions of random KV."""
     segment = Segment(KvLayout(LAYERS, HEADS, DIM, torch.float32), CAPACITY)
     try:
-        segment.header.open(GENERATION, hashlib.sha256(GRANT).digest())
+        segment.header.open(GENERATION)
         segment.reserve(COMMITTED)
         segment.kv[..., : segment.reserved, :].normal_()
         segment.publish(COMMITTED)
@@ -52,26 +50,23 @@ def change_layout(segment: SequenceKv, **fields: Any) -> None:
     segment.header.describe(layout)
 
 
-class KvVerifier(kv_pb2_grpc.KvExchangeServiceServicer):
-    """A verifier with one cache."""
+class KvVerifier:
+    """A verifier's side of mapping, with one cache."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
         self.hangs = False
         """It does not answer."""
-        self.requests: list[kv_pb2.MapCacheRequest] = []
-        self.metadata: list[dict[str, Any]] = []
+        self.requests: list[bytes] = []
 
-    async def MapCache(self, request: kv_pb2.MapCacheRequest, context: Any) -> Any:
-        self.requests.append(request)
+    async def share(self, read_grant: bytes) -> int | None:
+        """Returns the descriptor for a read grant; None: there is no such cache."""
+        self.requests.append(read_grant)
         if self.hangs:
             await asyncio.Event().wait()
-        self.metadata.append(dict(context.invocation_metadata() or ()))
-        if request.read_grant != GRANT:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no cache has this read grant")
-        file = kv_pb2.PosixSharedMemory(name=f"/{self.segment.name}")
-        return kv_pb2.MapCacheResponse(file=file)
+        return self.segment.file if read_grant == GRANT else None
 
-    def add(self, server: Any) -> None:
-        """Add it to a server."""
-        kv_pb2_grpc.add_KvExchangeServiceServicer_to_server(self, server)
+
+def passed(segment: SequenceKv) -> int:
+    """A descriptor of a segment, as a drafter gets one."""
+    return os.dup(segment.file)

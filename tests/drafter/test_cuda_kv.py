@@ -32,7 +32,7 @@ from paceline.verifier.kv.pool import PagedKv, PagePool
 from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
 
 from .conftest import until
-from .segments import change_layout
+from .segments import change_layout, passed
 
 LAYOUT = KvLayout(layers=3, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
 COMMITTED = 300
@@ -55,8 +55,7 @@ class Pool:
         self.kv.publish(COMMITTED)
 
     def open(self, *layers: int) -> CudaKv:
-        file = CacheFile(f"/{self.kv.name}", self.cache.read_grant)
-        return CudaKv(file, layers, self.driver, 0)
+        return CudaKv(CacheFile(passed(self.kv)), layers, self.driver, 0)
 
 
 @pytest.fixture
@@ -207,6 +206,8 @@ async def exchange(
     server.add_insecure_port(address)
     await server.start()
     drafter = KvExchange(VerifierAccess(), device)
+    drafter.sockets[address] = "of the pool"
+    monkeypatch.setattr("paceline.drafter.kv.exchange.request_file", lambda *_: passed(pool.kv))
     try:
         yield drafter, address
     finally:

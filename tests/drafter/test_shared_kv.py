@@ -1,11 +1,10 @@
-"""A verifier's KV, mapped read-only: the cache of the read grant or nothing."""
+"""A verifier's KV, mapped read-only."""
 
 from __future__ import annotations
 
-import hashlib
+import fcntl
 import mmap
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -20,10 +19,10 @@ from paceline.drafter.errors import KvGone, KvNotShared
 from paceline.drafter.kv.mapped import CacheFile, SharedKv, SharedStates
 from paceline.kv.segment import HEADER_BYTES
 from paceline.v1 import kv_pb2
-from paceline.verifier.kv.base import own_prefix
-from paceline.verifier.kv.segment import Segment, own_segments
+from paceline.verifier.kv.base import open_segments
+from paceline.verifier.kv.segment import Segment
 
-from .segments import CAPACITY, COMMITTED, GRANT, change_layout, new_segment
+from .segments import CAPACITY, COMMITTED, change_layout, new_segment, passed
 
 
 @pytest.fixture
@@ -40,15 +39,16 @@ def kv(segment: Segment) -> Iterator[SharedKv]:
 
 
 def open_kv(segment: Segment, *layers: int) -> SharedKv:
-    return SharedKv(CacheFile(f"/{segment.name}", GRANT), layers)
+    return SharedKv(CacheFile(passed(segment)), layers)
 
 
-def mapped(path: Path) -> list[tuple[int, int, str]]:
-    """Address ranges of a file in this process, and their rights."""
+def mapped(segment: Segment) -> list[tuple[int, int, str]]:
+    """Address ranges of a segment in this process, and their rights."""
+    inode = os.fstat(segment.file).st_ino
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     found = []
     for words in lines:
-        if len(words) > 5 and words[5] == str(path):
+        if words[4] == str(inode):
             start, end = (int(word, 16) for word in words[0].split("-"))
             found.append((start, end, words[1]))
     return found
@@ -56,7 +56,7 @@ def mapped(path: Path) -> list[tuple[int, int, str]]:
 
 def test_it_copies_nothing(segment: Segment, kv: SharedKv) -> None:
     """All tensors lie in one read-only mapping, and show what the owner writes."""
-    (reading,) = [found for found in mapped(segment.path) if "w" not in found[2]]
+    (reading,) = [found for found in mapped(segment) if "w" not in found[2]]
     assert reading[1] - reading[0] == -(-segment.file_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     planes = [*kv.layer(0), *kv.layer(-1)]
     assert len({plane.untyped_storage().data_ptr() for plane in planes}) == 1
@@ -86,7 +86,7 @@ def test_a_release_is_detected(segment: Segment, kv: SharedKv) -> None:
     copy = keys[:, :COMMITTED].clone()
     kv.check()
     segment.close()
-    assert segment.name not in own_segments()
+    assert not open_segments()
     with pytest.raises(KvGone, match="released"):
         kv.check()
     assert torch.equal(keys[:, :COMMITTED], copy)
@@ -94,10 +94,10 @@ def test_a_release_is_detected(segment: Segment, kv: SharedKv) -> None:
 
 
 def test_closing_frees_the_memory(segment: Segment) -> None:
-    path, before = segment.path, len(os.listdir("/proc/self/fd"))
+    before = len(os.listdir("/proc/self/fd"))
     kv = open_kv(segment, 0)
     keys, values = kv.layer(0)
-    assert len(mapped(path)) == 2
+    assert len(mapped(segment)) == 2
     kv.close()
     kv.close()
     for read in (kv.check, lambda: kv.committed):
@@ -107,14 +107,14 @@ def test_closing_frees_the_memory(segment: Segment) -> None:
         kv.layer(0)
     assert torch.equal(keys, segment.layer(0)[0]), "a view that was left keeps the memory"
     del keys, values
-    assert len(mapped(path)) == 1
+    assert len(mapped(segment)) == 1
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 READER = """
 import sys
 from paceline.drafter.kv.mapped import CacheFile, SharedKv
-kv = SharedKv(CacheFile(sys.argv[1], bytes.fromhex(sys.argv[2])), (0,))
+kv = SharedKv(CacheFile(int(sys.argv[1])), (0,))
 keys, _ = kv.layer(0)
 print(float(keys[0, 0, 0]), flush=True)
 keys[0, 0, 0] = 1.0
@@ -125,9 +125,8 @@ print("written", flush=True)
 def test_writing_is_impossible(segment: Segment) -> None:
     """A write ends the process, and torch's warning is suppressed."""
     before = segment.kv[..., :COMMITTED, :].clone()
-    arguments = [f"/{segment.name}", GRANT.hex()]
-    command = [sys.executable, "-W", "error", "-c", READER, *arguments]
-    child = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-W", "error", "-c", READER, str(segment.file)]
+    child = subprocess.run(command, capture_output=True, text=True, pass_fds=[segment.file])
     assert float(child.stdout) == pytest.approx(float(before[0, 0, 0, 0, 0])), child.stderr
     assert child.returncode == -signal.SIGSEGV
     assert "not writable" not in child.stderr
@@ -179,7 +178,7 @@ def test_no_layout_of_hidden_states_leads_out_of_the_file(
     for change in ({}, fields):
         layout = {f"hidden_states__{name}": value for name, value in (valid | change).items()}
         change_layout(segment, **layout)
-        file = CacheFile(f"/{segment.name}", GRANT)
+        file = CacheFile(passed(segment))
         if not change:
             SharedStates(file, [1], 16).close()
             continue
@@ -193,81 +192,46 @@ def test_no_layout_of_hidden_states_leads_out_of_the_file(
     [(0, b""), (4033, b""), (1 << 63, b""), (9, b"\xff" * 9)],
 )
 def test_a_header_without_a_layout_is_refused(segment: Segment, size: int, data: bytes) -> None:
-    with segment.path.open("r+b") as file:
-        file.seek(24)
-        file.write(size.to_bytes(8, sys.byteorder))
-        file.seek(64)
-        file.write(data)
+    segment.header._words[3] = size
+    segment.header._layout[: len(data)] = data
     with pytest.raises(KvNotShared, match="its layout"):
-        CacheFile(f"/{segment.name}", GRANT)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "/../../etc/passwd",
-        "/paceline-1-1-0123456789abcdef/../x",
-        "/paceline-1-1-0123456789abcdef\n",
-        "/paceline-1-1-0123456789abcde\0",
-        "//paceline-1-1-0123456789abcdef",
-        "/sem.paceline-1-1-0123456789abcdef",
-    ],
-)
-def test_no_name_leads_to_another_file(name: str) -> None:
-    with pytest.raises(KvNotShared, match="name of a KV segment"):
-        CacheFile(name, GRANT)
-
-
-def test_the_file_must_be_that_of_the_grant(segment: Segment) -> None:
-    with pytest.raises(KvNotShared, match="of this read grant"):
-        CacheFile(f"/{segment.name}", bytes(16))
+        CacheFile(passed(segment))
 
 
 def test_a_closed_cache_is_refused(segment: Segment) -> None:
     segment.header.close()
-    with pytest.raises(KvNotShared, match="no longer, the cache"):
-        open_kv(segment, 0)
-    segment.close()
-    with pytest.raises(KvNotShared, match="No such file"):
+    with pytest.raises(KvNotShared, match="no longer, an open cache"):
         open_kv(segment, 0)
 
 
-def test_a_segment_of_another_user_is_refused(
-    segment: Segment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also to root, who could open it."""
-    user = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    with pytest.raises(KvNotShared, match=f"belongs to user {user}, expected {user + 1}"):
-        open_kv(segment, 0)
+def test_only_a_sealed_segment_is_mapped(tmp_path: Path) -> None:
+    """A verifier cannot make a drafter map what it could shorten; and no descriptor stays."""
+    before = len(os.listdir("/proc/self/fd"))
+    plain = os.memfd_create("plain", os.MFD_ALLOW_SEALING)
+    os.ftruncate(plain, 2 * HEADER_BYTES)
+    short = os.memfd_create("short", os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(short, fcntl.F_ADD_SEALS, 0x10 | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    for each, message in ((plain, "not sealed"), (short, "has 0 bytes"), (file, "cannot map")):
+        with pytest.raises(KvNotShared, match=message):
+            CacheFile(each)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.fixture
-def other() -> Iterator[Path]:
-    """A free name among the segments."""
-    path = Path("/dev/shm") / f"{own_prefix()}{secrets.token_hex(8)}"
-    yield path
-    path.unlink(missing_ok=True)
-
-
-def test_links_pipes_and_other_files_are_refused(segment: Segment, other: Path) -> None:
-    other.symlink_to(segment.path)
-    with pytest.raises(KvNotShared, match="cannot open"):
-        CacheFile(f"/{other.name}", GRANT)
-    other.unlink()
-    os.mkfifo(other)
-    with pytest.raises(KvNotShared, match="not a regular file"):
-        CacheFile(f"/{other.name}", GRANT)
-    other.unlink()
-    with other.open("wb") as file:
-        file.truncate(segment.file_bytes)
-    with pytest.raises(KvNotShared, match="not, or no longer, the cache"):
-        CacheFile(f"/{other.name}", GRANT)
-    with other.open("wb") as file:
-        file.write(hashlib.sha256(GRANT).digest())
-    with pytest.raises(KvNotShared, match="has 32 bytes"):
-        CacheFile(f"/{other.name}", GRANT)
+def test_nobody_but_the_owner_can_write(segment: Segment) -> None:
+    """The kernel refuses it, with the descriptor itself and with one opened anew."""
+    before = segment.kv[..., :COMMITTED, :].clone()
+    again = os.open(f"/proc/self/fd/{segment.file}", os.O_RDWR)
+    for file in (segment.file, again):
+        with pytest.raises(PermissionError):
+            mmap.mmap(file, segment.file_bytes)
+        with pytest.raises(PermissionError):
+            os.pwrite(file, b"x", HEADER_BYTES)
+        for size in (0, 2 * segment.file_bytes):
+            with pytest.raises(PermissionError):
+                os.ftruncate(file, size)
+    os.close(again)
+    assert torch.equal(segment.kv[..., :COMMITTED, :], before)
 
 
 def test_a_committed_length_is_bounded_by_the_capacity(segment: Segment) -> None:

@@ -18,7 +18,6 @@ HERE = (
     "verifier stopped",
     "three verifiers",
     "verifier out of KV",
-    "full shared memory",
     "clock jumps",
     "abandoned clients",
     "forged handles",

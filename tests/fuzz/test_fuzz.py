@@ -21,6 +21,7 @@ from mutations import Fuzzer
 from system_support import make_prompts
 from tiny_models import write_model, write_tokenizer
 
+from paceline.bench.services import kv_segments
 from paceline.client import Client
 from paceline.client._errors import from_rpc_error
 from paceline.harness import ServiceProcess
@@ -165,7 +166,7 @@ async def test_random_requests_do_no_harm(tmp_path: Path) -> None:
         print(f"{ends.total()} calls:", *sorted(ends.items()), sep="\n")
         assert any(end.endswith(": OK") for end in ends), "no call succeeded, so nothing was tested"
         async with asyncio.timeout(60):  # until the leases expire
-            while any(f"-{verifier.pid}-" in name for name in os.listdir("/dev/shm")):  # noqa: ASYNC110
+            while kv_segments(verifier.pid, drafter.pid):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         assert verifier.terminate() == 0, verifier.log_tail()
         assert drafter.terminate() == 0, drafter.log_tail()
@@ -218,8 +219,6 @@ def valid_call(fuzzer: Fuzzer, name: str, prompt: list[int]) -> list[Message]:
             return [drafter_pb2.ActivateDrafterRequest(name="x", version="2", traffic_share=0.3)]
         case "UnloadDrafter":
             return [drafter_pb2.UnloadDrafterRequest(name="x", version="1")]
-        case "MapCache":
-            return [kv_pb2.MapCacheRequest(read_grant=grant)]
         case "FollowCache":
             subscribe = kv_pb2.FollowSubscribe(read_grant=grant, layers=[0], budget=64)
             return [

@@ -56,7 +56,7 @@ async def test_reflection_lists_services_and_describes_their_messages(serve: Ser
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }
-    assert b"MapCacheRequest" in described.file_descriptor_response.file_descriptor_proto[0]
+    assert b"FollowCacheRequest" in described.file_descriptor_response.file_descriptor_proto[0]
 
 
 async def test_sigterm_lets_a_stream_finish_and_refuses_new_ones(toy_process: Start) -> None:

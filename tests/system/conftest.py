@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from system_support import HOSTILE, SPAWNED, THREADS, shared_memory_segments
+from system_support import HOSTILE, SPAWNED, THREADS, open_segments
 from tiny_models import FAMILIES, write_model, write_tokenizer
 
 from paceline.harness import ServiceProcess
@@ -68,7 +68,7 @@ def sockets() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True, scope="session")
 def no_segment_is_left() -> Iterator[None]:
-    """Shared memory is as empty after the tests as before."""
+    """No service is left that holds a segment."""
     with pytest.MonkeyPatch.context() as patch:
         spawn = ServiceProcess.spawn
 
@@ -78,4 +78,4 @@ def no_segment_is_left() -> Iterator[None]:
 
         patch.setattr(ServiceProcess, "spawn", spawn_and_note)
         yield
-    assert not shared_memory_segments()
+    assert not open_segments()

@@ -1,7 +1,6 @@
 """Tiny drafters, prompts, generations and reference outputs for tests with real processes."""
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from tiny_models import VOCABULARY
 from transformers import AutoModelForCausalLM
 
+from paceline.bench.services import kv_segments
 from paceline.client import Client, DraftOptions, GenerationResult
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
 from paceline.drafter.methods.longspec import (
@@ -162,7 +162,6 @@ SPAWNED: set[int] = set()
 """Process ids of all services that these tests started."""
 
 
-def shared_memory_segments() -> set[str]:
-    """KV segments in shared memory now of services that these tests started, dead or alive."""
-    names = (name.split("-") for name in os.listdir("/dev/shm") if name.startswith("paceline-"))
-    return {"-".join(parts) for parts in names if parts[1].isdigit() and int(parts[1]) in SPAWNED}
+def open_segments(*pids: int) -> set[tuple[int, str]]:
+    """Descriptors of KV segments in processes, by default in all that these tests started."""
+    return {(pid, each) for pid in pids or SPAWNED for each in kv_segments(pid)}

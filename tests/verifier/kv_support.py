@@ -16,10 +16,17 @@ from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
 from paceline.drafter.kv.remote import RemoteKv, RemoteStates
 
 
+def joined_exchange(client: Client) -> KvExchange:
+    """The exchange of a service that has joined over the socket."""
+    exchange = KvExchange(VerifierAccess())
+    exchange.sockets[client.address] = client.socket_path
+    return exchange
+
+
 async def following(
     client: Client, created: Any, layers: tuple[int, ...] = (0, -1), budget: int = 64, **how: str
 ) -> tuple[KvExchange, RemoteKv]:
-    exchange = KvExchange(VerifierAccess())
+    exchange = joined_exchange(client)
     options = KvOptions(kv="follow", **how)
     kv = await exchange.open(client.address, created.read_grant, layers, options, budget)
     assert isinstance(kv, RemoteKv)
@@ -29,7 +36,7 @@ async def following(
 async def following_states(
     client: Client, created: Any, *layers: int, window: int = 0
 ) -> tuple[KvExchange, RemoteStates]:
-    exchange = KvExchange(VerifierAccess())
+    exchange = joined_exchange(client)
     states = await exchange.open_states(
         client.address, created.read_grant, layers, window, "follow"
     )
@@ -39,7 +46,7 @@ async def following_states(
 
 async def mapping(client: Client, created: Any, *layers: int) -> Any:
     """A mapping of keys and values."""
-    exchange = KvExchange(VerifierAccess())
+    exchange = joined_exchange(client)
     try:
         return await exchange.map_cache(client.address, created.read_grant, layers)
     finally:
@@ -47,7 +54,7 @@ async def mapping(client: Client, created: Any, *layers: int) -> Any:
 
 
 async def mapping_states(client: Client, created: Any, *layers: int, window: int = 0) -> Any:
-    exchange = KvExchange(VerifierAccess())
+    exchange = joined_exchange(client)
     try:
         return await exchange.open_states(client.address, created.read_grant, layers, window, "map")
     finally:

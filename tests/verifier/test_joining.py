@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ from verifier_support import (
     until,
 )
 
-from paceline.service.exchange import MAX_FRAME_BYTES
+from paceline.service import OptionsError
+from paceline.service.exchange import MAX_FRAME_BYTES, request_file
 from paceline.tree import TokenTree
 from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc, verifier_pb2
 
@@ -215,17 +218,28 @@ async def test_a_socket_without_the_token_is_closed(client: Client) -> None:
     await until(lambda: not client.service.joined())
 
 
-async def test_a_folder_for_the_socket(model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "sockets"
-    folder.mkdir()
-    options: dict[str, Any] = {"kv_bytes": 1 << 28, "socket_dir": folder}
+async def test_a_socket_with_a_path(model: Path, tmp_path: Path) -> None:
+    """Which replaces that of a verifier that was killed, and no other one."""
+    path = tmp_path / "exchange"
+    options: dict[str, Any] = {"kv_bytes": 1 << 28, "draft_socket": str(path)}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(OptionsError, match="Address already in use"):
+            async with serving(model, tmp_path / "v.sock", **options):
+                pass
     async with serving(model, tmp_path / "v.sock", **options) as client:
         plain = await client.generate(PROMPT, None, **FIELDS)
         assert await client.generate(PROMPT, drafters.random_tree, **FIELDS) == plain
         joined = client.drafter_service.joined
         assert joined is not None
-        assert [Path(joined.socket_path)] == list(folder.iterdir())
-    assert not list(folder.iterdir())
+        assert joined.socket_path == str(path)
+        created = await client.create(PROMPT)
+        file = await asyncio.to_thread(request_file, str(path), created.read_grant, 60.0)
+        assert file is not None
+        os.close(file)
+        await client.release(created.handle)
+    assert not path.exists()
 
 
 def opened_for(number: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from verifier_support import serving, until
 
 from paceline.drafter.errors import KvGone
 from paceline.kernels.caches import from_rows
-from paceline.verifier.kv.segment import own_segments
+from paceline.verifier.kv.base import open_segments
 from paceline.verifier.rpc import follow
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -118,7 +118,7 @@ async def test_a_mapping_does_not_delay_a_release(model: Path, tmp_path: Path) -
             mapped.append(await mapping(client, created, 0))
             mapped[-1].check()
             assert await client.release(created.handle)
-            assert (client.service.store.memory.used_bytes, own_segments()) == (0, set())
+            assert (client.service.store.memory.used_bytes, open_segments()) == (0, set())
             await client.service.check_integrity()
         for kv in mapped:
             with pytest.raises(KvGone):

@@ -1,42 +1,33 @@
-"""MapCache: what the holder of a read grant can do."""
+"""Mapping: what the holder of a read grant can do."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+import os
 import struct
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import grpc
 import pytest
 import torch
 from test_store import new_store
 from verifier_support import LAYOUT, Client, Clock, failure, reason_of, serving, until
 
-from paceline.service import ServiceError
-from paceline.v1 import kv_pb2, kv_pb2_grpc, verifier_pb2
+from paceline.service.exchange import request_file
+from paceline.v1 import kv_pb2, verifier_pb2
 from paceline.verifier.engine.sequence import GenerationParams
-from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
 from paceline.verifier.store import CacheNotFound
 
 PROMPT = [3, 1, 4, 1, 5]
-CODE = grpc.StatusCode
 
 
-def exchange(client: Client) -> Any:
-    return kv_pb2_grpc.KvExchangeServiceStub(client.channel)  # type: ignore[no-untyped-call]
-
-
-def content(name: str) -> bytes:
-    return Path(f"/dev/shm{name}").read_bytes()
-
-
-async def map_cache(client: Client, read_grant: bytes) -> bytes:
-    """The content of the file that the verifier names."""
-    request = kv_pb2.MapCacheRequest(read_grant=read_grant)
-    response: kv_pb2.MapCacheResponse = await exchange(client).MapCache(request)
-    return content(response.file.name)
+async def map_cache(client: Client, read_grant: bytes) -> bytes | None:
+    """The content of the segment that a read grant gives; None: it gives none."""
+    file = await asyncio.to_thread(request_file, client.socket_path, read_grant, 60.0)
+    if file is None:
+        return None
+    with os.fdopen(file, "rb") as opened:
+        return os.pread(opened.fileno(), os.fstat(file).st_size, 0)
 
 
 def epoch(file: bytes) -> int:
@@ -50,10 +41,11 @@ async def test_the_header_leads_to_every_element(client: Client) -> None:
     created = await client.create(PROMPT)
     (cache,) = client.service.store
     file = await map_cache(client, created.read_grant)
-    assert file[:8] == struct.pack("=Q", int.from_bytes(b"PACEKV\0\2", "big"))
+    assert file is not None
+    assert file[:8] == struct.pack("=Q", int.from_bytes(b"PACEKV\0\3", "big"))
     assert struct.unpack_from("=2Q", file, 8) == (created.epoch, len(PROMPT))
     (size,) = struct.unpack_from("=Q", file, 24)
-    layout = kv_pb2.SegmentLayout.FromString(file[64 : 64 + size])
+    layout = kv_pb2.SegmentLayout.FromString(file[32 : 32 + size])
     assert layout.dtype == kv_pb2.KV_DTYPE_FLOAT32
     assert not layout.HasField("pages")
     shape = (layout.layers, 2, layout.heads, layout.capacity, layout.head_dim)
@@ -68,33 +60,27 @@ async def test_the_header_leads_to_every_element(client: Client) -> None:
 
 
 async def test_refusals(client: Client) -> None:
+    """And no descriptor stays open."""
     created, other = await client.create(PROMPT), await client.create(PROMPT)
-    assert epoch(await map_cache(client, other.read_grant)) == other.epoch
+    file = await map_cache(client, other.read_grant)
+    assert file is not None
+    assert epoch(file) == other.epoch
     await client.release(other.handle)
-    for grant, expected in (
-        (created.handle, (CODE.NOT_FOUND, "CACHE_NOT_FOUND")),
-        (other.read_grant, (CODE.NOT_FOUND, "CACHE_NOT_FOUND")),
-        (bytes(16), (CODE.NOT_FOUND, "CACHE_NOT_FOUND")),
-        (b"", (CODE.INVALID_ARGUMENT, "BAD_GRANT")),
-        (created.read_grant + b"x", (CODE.INVALID_ARGUMENT, "BAD_GRANT")),
-    ):
-        request = kv_pb2.MapCacheRequest(read_grant=grant)
-        error = await failure(exchange(client).MapCache(request))
-        assert (error.code(), reason_of(error)) == expected
+    before = len(os.listdir("/proc/self/fd"))
+    for grant in (created.handle, other.read_grant, bytes(16)):
+        assert await map_cache(client, grant) is None
+    for _ in range(8):
+        assert await map_cache(client, created.read_grant) is not None
+    await until(lambda: len(os.listdir("/proc/self/fd")) == before)
     await client.release(created.handle)
 
 
 async def test_the_grant_does_nothing_else(client: Client) -> None:
-    """It neither releases nor renews; its holder need not have created the cache."""
+    """It neither releases nor renews."""
     created = await client.create(PROMPT)
-    (cache,) = client.service.store
     assert not await client.release(created.read_grant)
     renew = verifier_pb2.RenewLeaseRequest(handle=created.read_grant)
     assert reason_of(await failure(client.stub.RenewLease(renew))) == "CACHE_NOT_FOUND"
-    request = kv_pb2.MapCacheRequest(read_grant=created.read_grant)
-    metadata = (("authorization", "Bearer somebody-else"),)
-    answer = await exchange(client).MapCache(request, metadata=metadata)
-    assert answer.file.name == f"/{cache.sequence.segment.name}"
     assert await client.release(created.handle)
 
 
@@ -106,9 +92,7 @@ async def test_mapping_does_not_keep_a_cache_alive(
         for _ in range(2):
             await map_cache(client, created.read_grant)
             clock.now += 0.2
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await map_cache(client, created.read_grant)
-        assert error.value.code() is CODE.NOT_FOUND
+        assert await map_cache(client, created.read_grant) is None
         await until(lambda: len(client.service.store) == 0)
 
 
@@ -123,20 +107,3 @@ async def test_an_expired_lease_ends_access_before_the_sweep() -> None:
         store.find_granted(cache.read_grant)
     assert await store.sweep() == 1
     store.check_integrity()
-
-
-async def test_callers_on_other_machines_are_refused() -> None:
-    store = new_store(Clock())
-    cache = await store.admit(GenerationParams((1,), length_limit=9), "me")
-    servicer = KvExchangeServicer(store)
-    request = kv_pb2.MapCacheRequest(read_grant=cache.read_grant)
-    away, here = (
-        SimpleNamespace(peer=lambda peer=peer: peer)
-        for peer in ("ipv4:10.1.2.3:4567", "ipv4:127.0.0.1:4567")
-    )
-    with pytest.raises(ServiceError) as error:
-        await servicer.MapCache(request, away)
-    assert (error.value.code, error.value.reason) == (CODE.FAILED_PRECONDITION, "KV_NOT_LOCAL")
-    answer = await servicer.MapCache(request, here)
-    assert answer.file.name == f"/{cache.sequence.segment.name}"
-    await store.release(cache)

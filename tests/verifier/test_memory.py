@@ -28,8 +28,8 @@ from paceline.service.metrics import new_registry
 from paceline.telemetry.names import Metric
 from paceline.tree import TokenTree
 from paceline.v1 import verifier_pb2
-from paceline.verifier.kv.base import OutOfMemory
-from paceline.verifier.kv.segment import Segment, own_segments
+from paceline.verifier.kv.base import OutOfMemory, open_segments
+from paceline.verifier.kv.segment import Segment
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -45,7 +45,7 @@ async def test_abandoned_caches_are_freed_after_their_lease(
         await until(lambda: cache.stream is None)
         clock.now += 0.3
         await until(lambda: len(client.service.store) == 0)
-        assert own_segments() == set()
+        assert open_segments() == set()
         gone = (grpc.StatusCode.NOT_FOUND, "CACHE_NOT_FOUND")
         assert await client.refusal(created.handle) == gone
 
@@ -128,7 +128,7 @@ async def test_caches_that_cannot_grow_are_preempted_youngest_first(
     real = Segment.reserve
 
     def full(segment: Segment, tokens: int) -> None:
-        if tokens > 256 and len(own_segments()) > 1:
+        if tokens > 256 and len(open_segments()) > 1:
             raise OutOfMemory("no room")
         real(segment, tokens)
 

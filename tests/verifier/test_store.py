@@ -12,7 +12,8 @@ from verifier_support import LAYOUT, Clock
 from paceline.verifier import admission
 from paceline.verifier.engine.job import FinishReason
 from paceline.verifier.engine.sequence import GenerationParams, Sequence
-from paceline.verifier.kv.segment import Segment, SegmentMemory, own_segments
+from paceline.verifier.kv.base import open_segments
+from paceline.verifier.kv.segment import Segment, SegmentMemory
 from paceline.verifier.store import CacheNotFound, CacheStore, StoreFull
 
 
@@ -124,7 +125,7 @@ async def test_a_cancelled_release_frees_the_memory() -> None:
     assert len(store) == 1
     slow.set()
     await store.wait_released()
-    assert (len(store), store.memory.used_bytes, own_segments()) == (0, 0, set())
+    assert (len(store), store.memory.used_bytes, open_segments()) == (0, 0, set())
 
 
 async def test_every_capability_and_generation_differs() -> None:

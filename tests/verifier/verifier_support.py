@@ -98,6 +98,11 @@ class Client:
     address: str
     drafter_service: DrafterService
 
+    @property
+    def socket_path(self) -> str:
+        """The Unix socket for drafter services."""
+        return self.service._exchange._path
+
     async def create(self, prompt: list[int], **fields: Any) -> verifier_pb2.CacheCreated:
         """Create a cache and read its stream to the end."""
         created, _ = await self.create_watched(prompt, **fields)

@@ -21,7 +21,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import uvloop
 from rich.table import Table
@@ -39,7 +38,6 @@ from paceline.service import ServerOptions, run_server
 from paceline.verifier import VerifierService, build_service
 from paceline.verifier.engine.batch import Batch
 from paceline.verifier.engine.job import Decode
-from paceline.verifier.rpc import exchange
 
 CARRIERS = ("socket", "stream")
 FAR_SECONDS = 0.040
@@ -152,24 +150,24 @@ async def measure(
         address = f"unix:{folder}/v"
         ready: asyncio.Future[str] = loop.create_future()
         options = ServerOptions(address=address, drain_seconds=10.0)
-        local = patch.object(exchange, "is_local_peer", lambda peer: carrier == "socket")
-        with local:
-            server = asyncio.create_task(
-                run_server(service, options, on_ready=ready.set_result, stop_event=stop)
-            )
-            starting: list[asyncio.Future[Any]] = [ready, server]
-            await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
-            arguments = ["--device=cpu", "--load", f"it={drafter}", f"--verifier={address}"]
-            process = ServiceProcess("drafter", arguments)
-            try:
-                await asyncio.to_thread(process.start)
-                while not service.joined():  # noqa: ASYNC110 - no event tells
-                    await asyncio.sleep(0.01)
-                return await _all(models, clocks, process.pid, address, counts, tokens)
-            finally:
-                await asyncio.to_thread(process.stop)
-                stop.set()
-                await server
+        server = asyncio.create_task(
+            run_server(service, options, on_ready=ready.set_result, stop_event=stop)
+        )
+        starting: list[asyncio.Future[Any]] = [ready, server]
+        await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
+        if carrier == "stream":
+            service._exchange._path = ""  # no socket is offered
+        arguments = ["--device=cpu", "--load", f"it={drafter}", f"--verifier={address}"]
+        process = ServiceProcess("drafter", arguments)
+        try:
+            await asyncio.to_thread(process.start)
+            while not service.joined():  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(0.01)
+            return await _all(models, clocks, process.pid, address, counts, tokens)
+        finally:
+            await asyncio.to_thread(process.stop)
+            stop.set()
+            await server
 
 
 async def _all(

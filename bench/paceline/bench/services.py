@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from paceline.client import Client, DraftOptions
 from paceline.harness import ServiceProcess
+from paceline.kv.segment import NAME
 
 ALWAYS = DraftOptions(timeout=20.0, adaptive=False)
 """Drafts in every round."""
@@ -80,6 +82,18 @@ def gateway(
         addresses = f"--verifier-address={first.address}", f"--drafter-address={second.address}"
         third = start("gateway", *addresses)
         yield f"http://{third.address}/v1", [first, second, third]
+
+
+def kv_segments(*pids: int) -> list[str]:
+    """The descriptors of KV segments that processes have open or mapped, as files in /proc."""
+    found = []
+    for pid in pids:
+        with suppress(FileNotFoundError):  # it has ended
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(FileNotFoundError):
+                    if os.readlink(file).startswith(f"/memfd:{NAME}"):
+                        found.append(str(file))
+    return found
 
 
 def anonymous_bytes(pid: int) -> int:

@@ -38,7 +38,6 @@ _VARIABLES = (
 """Environment variables that change how models are computed; none is a secret."""
 
 _INSTRUCTIONS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
-_SMALL_SHM = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,13 +131,10 @@ def _memory() -> Facts:
     entries = (line.split() for line in _read("/proc/meminfo").splitlines())
     sizes = {words[0]: int(words[1]) << 10 for words in entries if len(words) > 1}
     limit = _read("/sys/fs/cgroup/memory.max").strip()
-    shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     return {
         "total": sizes.get("MemTotal:"),
         "available": sizes.get("MemAvailable:"),
         "container_limit": int(limit) if limit.isdigit() else None,
-        "shm": shm.total if shm else None,
-        "shm_free": shm.free if shm else None,
     }
 
 
@@ -148,7 +144,7 @@ def _notes(facts: Facts) -> list[str]:
         for extra, missing in facts["missing"].items()
         if extra != "cuda" or facts["gpu_driver"]
     ]
-    kernels, shm = facts.get("kernels"), facts["memory"]["shm"]
+    kernels = facts.get("kernels")
     if kernels and kernels["error"]:
         notes.append(f"no service starts: {kernels['error']}")
     elif kernels and kernels["level"] == "none":
@@ -159,13 +155,6 @@ def _notes(facts: Facts) -> list[str]:
         )
     if facts.get("threads", 1) > facts["processor"]["usable_cores"]:
         notes.append("more threads than cores: set OMP_NUM_THREADS to the number of cores")
-    if shm is None:
-        notes.append("no /dev/shm: a verifier on the CPU keeps its caches there")
-    elif shm < _SMALL_SHM:
-        notes.append(
-            f"/dev/shm has {_size(shm)}: it limits the caches of a verifier on the CPU; containers "
-            "set it with shm_size"
-        )
     if facts["gpu_driver"] and "gpus" in facts and not facts["gpus"]:
         notes.append(
             "an NVIDIA driver is installed, but torch can use no GPU: "

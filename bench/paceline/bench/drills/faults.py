@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import shutil
 import signal
@@ -32,7 +31,6 @@ from paceline.v1 import (
     verifier_pb2,
     verifier_pb2_grpc,
 )
-from paceline.verifier.kv.layout import BLOCK_TOKENS
 
 _SWAP_GROWTH_BYTES = 32 << 20  # less than the weights of two versions
 
@@ -196,15 +194,15 @@ def _write(file: Path, seconds: int) -> None:
         out.write(seconds.to_bytes(8, "little", signed=True))
 
 
-_SHM_MIB = 10
-_MOUNT = f'mount -t tmpfs -o size={_SHM_MIB}m tmpfs /dev/shm && exec "$@"'
-
-
 async def out_of_kv(world: World) -> Outcome:
     """A KV budget for three generations, and many more at a time."""
     verifier = world.verifier_process("--kv-bytes=14MiB")
     async with world.services(verifier=verifier) as services:
-        outcome = await _overload(services, world.texts)
+        outcome = Outcome()
+        async with services.load() as load:
+            await load.more(2 * world.scale.generations)
+        load.report(outcome)
+        outcome.figures["refused"] = load.fallbacks["verifier_full"]
         # This prompt can never fit: the refusal must be immediate and final.
         try:
             await services.client.generate([1] * 4000, max_new_tokens=1)
@@ -213,46 +211,6 @@ async def out_of_kv(world: World) -> Outcome:
             refused = error.reason == "PROMPT_TOO_LONG"
         outcome.checks["what never fits is refused"] = refused
         await services.end(outcome)
-    return outcome
-
-
-async def full_shared_memory(world: World) -> Outcome:
-    """A /dev/shm of 10 MiB for the verifier alone, and a larger KV budget."""
-    return await _small_shared_memory(world, world.texts)
-
-
-async def outgrown_shared_memory(world: World) -> Outcome:
-    """The same, with texts that all need more memory before they end."""
-    length = BLOCK_TOKENS - world.scale.tokens // 2
-    texts = await world.write([(prompt * length)[:length] for prompt in world.prompts])
-    return await _small_shared_memory(world, texts)
-
-
-async def _small_shared_memory(world: World, texts: list[Text]) -> Outcome:
-    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    wrapper = ["unshare", *user, "--mount", "sh", "-c", _MOUNT, "sh"]
-    probe = [*wrapper, "true"]
-    if (
-        shutil.which("unshare") is None
-        or (await asyncio.to_thread(subprocess.run, probe, capture_output=True)).returncode
-    ):
-        return Outcome(skipped="mount namespaces are not allowed here")
-    verifier = world.verifier_process("--kv-bytes=1GiB", wrapper=wrapper)
-    async with world.services(verifier=verifier) as services:
-        outcome = await _overload(services, texts)
-        # A load that never met the limit proves nothing. Within its budget the verifier lets
-        # requests wait, so none is refused there.
-        outcome.checks["it was full"] = outcome.figures["refused"] != 0
-        await services.end(outcome)
-    return outcome
-
-
-async def _overload(services: DrillServices, texts: list[Text]) -> Outcome:
-    outcome = Outcome()
-    async with services.load(texts=texts) as load:
-        await load.more(2 * services.world.scale.generations)
-    load.report(outcome)
-    outcome.figures["refused"] = load.fallbacks["verifier_full"]
     return outcome
 
 
@@ -339,9 +297,9 @@ async def forged_handles(world: World) -> Outcome:
                 exchange = kv_pb2_grpc.KvExchangeServiceStub(channel)
 
                 async def no_grant(grant: bytes) -> bool:
-                    return await _not_found(
-                        exchange.MapCache(kv_pb2.MapCacheRequest(read_grant=grant))
-                    )
+                    subscribe = kv_pb2.FollowSubscribe(read_grant=grant, budget=1)
+                    requests = [kv_pb2.FollowCacheRequest(subscribe=subscribe)]
+                    return await _not_found(exchange.FollowCache(iter(requests)).read())
 
                 created = await create_cache(channel, world.texts[0])
                 forged = [await _unknown(channel, secrets.token_bytes(16)) for _ in range(50)]
@@ -394,8 +352,6 @@ DRILLS = [
     *(_drill("drafter", name, *hit) for name, hit in _HITS.items()),
     Drill("clock jumps", "the wall clock of both services jumps by up to ten years", clock_jumps),
     Drill("verifier out of KV", "a KV budget for three generations at a time", out_of_kv),
-    Drill("full shared memory", "/dev/shm has no space left", full_shared_memory),
-    Drill("outgrown shared memory", "/dev/shm has no space for growth", outgrown_shared_memory),
     Drill("abandoned clients", "clients disappear at every stage", abandoned),
     Drill("forged handles", "forged, expired, another owner's, of another kind", forged_handles),
 ]

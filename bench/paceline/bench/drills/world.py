@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -15,10 +14,9 @@ import grpc
 from paceline.bench.drills.drill import Outcome, Scale
 from paceline.bench.drills.load import Load, Text, running
 from paceline.bench.prompts import demo_prompts
-from paceline.bench.services import anonymous_bytes
+from paceline.bench.services import anonymous_bytes, kv_segments
 from paceline.client import Client, DraftOptions, RetryOptions
 from paceline.harness import ServiceProcess
-from paceline.kv.segment import SHM
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 _PROMPT_TOKENS = 48
@@ -68,13 +66,12 @@ class DrillServices:
         outcome.checks["drafter exits with status 0"] = code == 0
 
     async def _freed(self) -> bool:
-        prefix = f"paceline-{self.verifier.pid}-"
         for _ in range(round(_IDLE_SECONDS / _POLL_SECONDS)):
             listed = await self.registry.ListDrafters(
                 drafter_pb2.ListDraftersRequest(), wait_for_ready=True, timeout=_IDLE_SECONDS
             )
             streams = sum(drafter.active_streams for drafter in listed.drafters)
-            if not streams and not any(name.startswith(prefix) for name in os.listdir(SHM)):
+            if not streams and not kv_segments(self.verifier.pid, self.drafter.pid):
                 return True
             await asyncio.sleep(_POLL_SECONDS)
         return False

@@ -23,18 +23,6 @@ KV_DTYPE_BFLOAT16: KvDtype
 KV_DTYPE_INT8: KvDtype
 KV_DTYPE_FLOAT8_E4M3: KvDtype
 
-class MapCacheRequest(_message.Message):
-    __slots__ = ("read_grant",)
-    READ_GRANT_FIELD_NUMBER: _ClassVar[int]
-    read_grant: bytes
-    def __init__(self, read_grant: _Optional[bytes] = ...) -> None: ...
-
-class MapCacheResponse(_message.Message):
-    __slots__ = ("file",)
-    FILE_FIELD_NUMBER: _ClassVar[int]
-    file: PosixSharedMemory
-    def __init__(self, file: _Optional[_Union[PosixSharedMemory, _Mapping]] = ...) -> None: ...
-
 class SegmentLayout(_message.Message):
     __slots__ = ("layers", "heads", "head_dim", "dtype", "capacity", "pages", "hidden_states")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -74,12 +62,6 @@ class HiddenStateLayout(_message.Message):
     offset: int
     dtype: KvDtype
     def __init__(self, layers: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., slots: _Optional[int] = ..., offset: _Optional[int] = ..., dtype: _Optional[_Union[KvDtype, str]] = ...) -> None: ...
-
-class PosixSharedMemory(_message.Message):
-    __slots__ = ("name",)
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class CudaIpcMemory(_message.Message):
     __slots__ = ("device_uuid", "handle", "byte_offset", "byte_size")

@@ -26,7 +26,14 @@ if _version_not_supported:
 
 
 class KvExchangeServiceStub:
-    """Shares the target's KV with drafters: memory to map on the same host, sparse copies elsewhere. Served by the verifier.
+    """Sends the target's KV to drafters that cannot map it. Served by the verifier.
+
+    On the same host KV is mapped: over the Unix socket of DraftExchangeService a drafter service opens a connection, sends
+    the read grant of a cache as a frame (its length of 32 bits, little-endian, and 16 bytes), and receives one byte with
+    the descriptor of the cache's segment (SCM_RIGHTS); an end without it says that no cache has this grant. A segment is a
+    memfd, sealed against writes (F_SEAL_FUTURE_WRITE) and changes of its size. Its first 4096 bytes are a header of 64-bit
+    words in the machine's byte order: "PACEKV" and a 16-bit version (most significant byte first), the epoch (0 once the
+    cache is gone), the committed length, and the bytes of a SegmentLayout, which follows them.
     """
 
     def __init__(self, channel):
@@ -35,11 +42,6 @@ class KvExchangeServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.MapCache = channel.unary_unary(
-                '/paceline.v1.KvExchangeService/MapCache',
-                request_serializer=paceline_dot_v1_dot_kv__pb2.MapCacheRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_kv__pb2.MapCacheResponse.FromString,
-                _registered_method=True)
         self.FollowCache = channel.stream_stream(
                 '/paceline.v1.KvExchangeService/FollowCache',
                 request_serializer=paceline_dot_v1_dot_kv__pb2.FollowCacheRequest.SerializeToString,
@@ -48,15 +50,15 @@ class KvExchangeServiceStub:
 
 
 class KvExchangeServiceServicer:
-    """Shares the target's KV with drafters: memory to map on the same host, sparse copies elsewhere. Served by the verifier.
-    """
+    """Sends the target's KV to drafters that cannot map it. Served by the verifier.
 
-    def MapCache(self, request, context):
-        """Names the memory of a cache to a drafter on the same host.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+    On the same host KV is mapped: over the Unix socket of DraftExchangeService a drafter service opens a connection, sends
+    the read grant of a cache as a frame (its length of 32 bits, little-endian, and 16 bytes), and receives one byte with
+    the descriptor of the cache's segment (SCM_RIGHTS); an end without it says that no cache has this grant. A segment is a
+    memfd, sealed against writes (F_SEAL_FUTURE_WRITE) and changes of its size. Its first 4096 bytes are a header of 64-bit
+    words in the machine's byte order: "PACEKV" and a 16-bit version (most significant byte first), the epoch (0 once the
+    cache is gone), the committed length, and the bytes of a SegmentLayout, which follows them.
+    """
 
     def FollowCache(self, request_iterator, context):
         """Streams a budgeted selection of a cache, delta-coded, to a drafter anywhere.
@@ -68,11 +70,6 @@ class KvExchangeServiceServicer:
 
 def add_KvExchangeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'MapCache': grpc.unary_unary_rpc_method_handler(
-                    servicer.MapCache,
-                    request_deserializer=paceline_dot_v1_dot_kv__pb2.MapCacheRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_kv__pb2.MapCacheResponse.SerializeToString,
-            ),
             'FollowCache': grpc.stream_stream_rpc_method_handler(
                     servicer.FollowCache,
                     request_deserializer=paceline_dot_v1_dot_kv__pb2.FollowCacheRequest.FromString,
@@ -87,35 +84,15 @@ def add_KvExchangeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvExchangeService:
-    """Shares the target's KV with drafters: memory to map on the same host, sparse copies elsewhere. Served by the verifier.
-    """
+    """Sends the target's KV to drafters that cannot map it. Served by the verifier.
 
-    @staticmethod
-    def MapCache(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.KvExchangeService/MapCache',
-            paceline_dot_v1_dot_kv__pb2.MapCacheRequest.SerializeToString,
-            paceline_dot_v1_dot_kv__pb2.MapCacheResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
+    On the same host KV is mapped: over the Unix socket of DraftExchangeService a drafter service opens a connection, sends
+    the read grant of a cache as a frame (its length of 32 bits, little-endian, and 16 bytes), and receives one byte with
+    the descriptor of the cache's segment (SCM_RIGHTS); an end without it says that no cache has this grant. A segment is a
+    memfd, sealed against writes (F_SEAL_FUTURE_WRITE) and changes of its size. Its first 4096 bytes are a header of 64-bit
+    words in the machine's byte order: "PACEKV" and a 16-bit version (most significant byte first), the epoch (0 once the
+    cache is gone), the committed length, and the bytes of a SegmentLayout, which follows them.
+    """
 
     @staticmethod
     def FollowCache(request_iterator,

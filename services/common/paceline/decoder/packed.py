@@ -8,12 +8,14 @@ same user map read-only.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import logging
 import mmap
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ from torch import Tensor
 
 from paceline.kernels import cpu_kernels
 from paceline.kernels.linear import PackedMatrix
-from paceline.kv.segment import PREFIX, SHM, claim, is_orphan
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def packed_path(fingerprint: str, weights: str) -> Path:
         fingerprint: Of the model (:func:`paceline.decoder.weights_fingerprint`).
         weights: Format of its weights (:class:`paceline.decoder.DecoderConfig`).
     """
-    return SHM / f"{PREFIX}weights-{fingerprint[:32]}-{weights}"
+    return Path(f"/dev/shm/paceline-weights-{fingerprint[:32]}-{weights}")
 
 
 class PackedWeights:
@@ -47,7 +48,7 @@ class PackedWeights:
 
     Safety contract: only the publisher writes, before the file gets its name. The file belongs to
     one user (mode 0600), whose processes are trusted with its content. It is locked (flock) while
-    its publisher lives, and a starting verifier removes files of dead publishers. A mapping stays
+    its publisher lives; the next publisher replaces the file of a dead one. A mapping stays
     valid as long as a tensor over it.
     """
 
@@ -68,7 +69,7 @@ class PackedWeights:
         except OSError:
             return None
         try:
-            if os.fstat(file).st_uid != os.geteuid() or is_orphan(file):
+            if os.fstat(file).st_uid != os.geteuid() or not _is_locked(file):
                 return None
             memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
         finally:
@@ -125,10 +126,11 @@ def publish(path: Path, weights: Mapping[str, Tensor | PackedMatrix]) -> Publica
     entries, tensors, size = _entries(weights)
     header = json.dumps({"layout": _layout(), "weights": entries}).encode()
     begin = _page_end(_LENGTH_BYTES + len(header))
+    _remove_dead(path)
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        claim(file)
+        fcntl.flock(file, fcntl.LOCK_EX)
         os.posix_fallocate(file, 0, begin + size)
         os.pwrite(file, len(header).to_bytes(_LENGTH_BYTES, "little") + header, 0)
         for offset, tensor in tensors:
@@ -142,6 +144,27 @@ def publish(path: Path, weights: Mapping[str, Tensor | PackedMatrix]) -> Publica
     finally:
         draft.unlink(missing_ok=True)
     return Publication(path, file)
+
+
+def _remove_dead(path: Path) -> None:
+    """Remove the file of a publisher that was killed."""
+    with suppress(OSError):  # there is none, or it is another user's
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if not _is_locked(file):
+                path.unlink()
+        finally:
+            os.close(file)
+
+
+def _is_locked(file: int) -> bool:
+    """Whether the publisher of a file lives: the kernel drops its lock however it ends."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return False
 
 
 def _entries(

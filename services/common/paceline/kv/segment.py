@@ -1,21 +1,25 @@
-"""Shared-memory segments: names, the header page, and whether the owner process is alive.
+"""Memory of caches that verifier and drafters share: the seals and the header page.
 
-The verifier writes segments; drafters on the same host map them read-only. Does not import torch.
+A segment is a memfd: memory without a name, which the kernel frees with the last process that has
+it open or mapped. The verifier maps it, seals it against everybody else's writes, and passes its
+descriptor to drafters on the same host. Does not import torch.
 """
 
 from __future__ import annotations
 
 import fcntl
 import mmap
-import re
-from pathlib import Path
+import os
 
 from google.protobuf.message import DecodeError
 
 from paceline.v1 import kv_pb2
 
-SHM = Path("/dev/shm")
-PREFIX = "paceline-"
+NAME = "paceline-kv"
+"""Name of segments in /proc/PID/fd."""
+
+_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE (Linux 5.1), which Python does not name
+_SEALS = _FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 HEADER_BYTES = 4096
 """Size of the header page; the KV planes follow it. Unit: bytes."""
@@ -28,53 +32,54 @@ TAP_AHEAD = 256
 """Most rows of hidden states that are written before they are committed, once there is a reader.
 Unit: tokens."""
 
-_NAME = re.compile(rf"{PREFIX}[0-9]{{1,20}}-[0-9]{{1,20}}-[0-9a-f]{{16}}")
-_DIGEST_BYTES = 32
-_MAGIC = int.from_bytes(b"PACEKV\0\2", "big")
-_MAGIC_WORD, _EPOCH_WORD, _COMMITTED_WORD, _LAYOUT_WORD, _DIGEST_WORD = 0, 1, 2, 3, 4
-_WORDS = 8
+_MAGIC = int.from_bytes(b"PACEKV\0\3", "big")
+_MAGIC_WORD, _EPOCH_WORD, _COMMITTED_WORD, _LAYOUT_WORD = 0, 1, 2, 3
+_WORDS = 4
 _LAYOUT_BYTES = HEADER_BYTES - 8 * _WORDS
 
 
-def segment_path(name: str) -> Path:
-    """Returns the file of a segment: ``paceline-<pid>-<process start in ticks>-<16 hex digits>``.
+def new_segment(byte_size: int) -> tuple[int, mmap.mmap]:
+    """Make a segment that only its returned mapping can write.
+
+    It has memory for its header only; the owner gives it more with ``posix_fallocate``.
+
+    Returns:
+        A descriptor, which the caller closes, and a writable mapping.
 
     Raises:
-        ValueError: It is not the name of a segment. This keeps names received over the network from
-            leading to other files.
+        OSError: It cannot be made or mapped, or the kernel is older than Linux 5.1.
+        ValueError: It is too large to be mapped.
     """
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"{name[:80]!r} is not the name of a KV segment")
-    return SHM / name
-
-
-def claim(file: int) -> None:
-    """Own a new segment for as long as this file descriptor stays open.
-
-    The owner holds a lock on the file, which the kernel drops however the process ends. Process ids
-    would mean nothing between containers that share /dev/shm.
-    """
-    fcntl.flock(file, fcntl.LOCK_EX)
-
-
-def is_orphan(file: int) -> bool:
-    """Returns whether the owner of a segment has ended.
-
-    Takes a shared lock and drops it at once, so that concurrent callers do not disturb each other.
-
-    Args:
-        file: The caller's own file descriptor of the segment, in any open mode.
-    """
+    file = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    fcntl.flock(file, fcntl.LOCK_UN)
-    return True
+        os.ftruncate(file, byte_size)
+        os.posix_fallocate(file, 0, HEADER_BYTES)
+        mapping = mmap.mmap(file, byte_size)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(file)
+        raise
+    return file, mapping
+
+
+def map_segment(file: int) -> mmap.mmap:
+    """Map the segment of a descriptor, read-only.
+
+    Raises:
+        OSError: The descriptor is no memfd, or cannot be mapped.
+        ValueError: It is not sealed, so that its owner could take memory away from the mapping, or
+            it has no header.
+    """
+    if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise ValueError("it is not sealed")
+    size = os.fstat(file).st_size
+    if size < HEADER_BYTES:
+        raise ValueError(f"it has {size} bytes, expected at least {HEADER_BYTES}")
+    return mmap.mmap(file, 0, prot=mmap.PROT_READ)
 
 
 class SegmentHeader:
-    """Eight 64-bit words in the machine's byte order, and the layout, at the start of a segment.
+    """Four 64-bit words in the machine's byte order, and the layout, at the start of a segment.
 
     ====  =============================================================================
     word  meaning
@@ -83,18 +88,17 @@ class SegmentHeader:
     1     the epoch of the cache, at least 1; 0 before the cache is opened and once it is closed
     2     committed length. Unit: tokens
     3     bytes of the ``SegmentLayout`` (kv.proto) that follows the words
-    4-7   SHA-256 of the cache's read grant, by which a reader checks that it has the right file
     ====  =============================================================================
 
     Safety contract:
 
-    - Only the owner writes: the layout once in :meth:`describe`, words 0, 1 and 4-7 once in
+    - Only the owner writes: the layout once in :meth:`describe`, words 0 and 1 once in
       :meth:`open`, word 2 from then on by the thread that writes the KV, after the KV it covers;
       word 1 a last time in :meth:`close`.
     - While word 1 stays the same, word 2 only grows, and positions below it never change. Both are
       single aligned words: a reader sees the old value or the new one.
-    - Memory below the committed length keeps its contents even after :meth:`close`: the file is
-      unlinked and written no more, and a mapping keeps its pages. So a reader never reads KV of
+    - Memory below the committed length keeps its contents even after :meth:`close`: the memory
+      is written no more, and a mapping keeps its pages. So a reader never reads KV of
       another cache. Word 1 shows that the cache was closed.
     - Hidden states, if any are kept, lie in rings: position p in slot p mod slots. Rows are
       written before the committed length that covers them, at most ``TAP_AHEAD`` at a time. A row
@@ -129,11 +133,6 @@ class SegmentHeader:
         return self._words[_COMMITTED_WORD]
 
     @property
-    def grant_digest(self) -> bytes:
-        """SHA-256 of the read grant."""
-        return self._words[_DIGEST_WORD:].tobytes()
-
-    @property
     def layout(self) -> kv_pb2.SegmentLayout:
         """What lies where in the segment.
 
@@ -154,16 +153,9 @@ class SegmentHeader:
         self._layout[: len(data)] = data
         self._words[_LAYOUT_WORD] = len(data)
 
-    def open(self, epoch: int, grant_digest: bytes) -> None:
-        """Make the segment readable.
-
-        Args:
-            epoch: The epoch of the cache, at least 1.
-            grant_digest: SHA-256 of the read grant, 32 bytes.
-        """
+    def open(self, epoch: int) -> None:
+        """Make the segment readable. The epoch of the cache is at least 1."""
         assert epoch > 0
-        assert len(grant_digest) == _DIGEST_BYTES
-        self._words[_DIGEST_WORD:] = memoryview(grant_digest).cast("Q")
         self._words[_MAGIC_WORD] = _MAGIC
         self._words[_EPOCH_WORD] = epoch
 

@@ -25,6 +25,33 @@ _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 18
 
 
+def socket_address(path: str) -> str:
+    """Address of a Unix socket; a leading @ stands for the zero byte of an abstract name."""
+    return "\0" + path[1:] if path.startswith("@") else path
+
+
+def request_file(path: str, read_grant: bytes, seconds: float) -> int | None:
+    """Ask a verifier for the memory of a cache, over a connection of its own. Blocking.
+
+    Args:
+        path: The verifier's Unix socket.
+        read_grant: Read grant of the cache.
+        seconds: Longest wait.
+
+    Returns:
+        A descriptor that the caller closes; None: the verifier has no such cache.
+
+    Raises:
+        OSError: The verifier does not answer.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(seconds)
+        connection.connect(socket_address(path))
+        connection.sendall(_LENGTH.pack(len(read_grant)) + read_grant)
+        _, files, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    return files[0] if files else None
+
+
 class PeerGone(Exception):
     """The peer closed the connection, broke the framing, or does not read."""
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import secrets
 import ssl
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 
@@ -63,39 +61,6 @@ def _digest(token: str) -> bytes:
 
 def _name(fact: bytes) -> str:
     return hashlib.blake2b(fact, key=_KEY, digest_size=16).hexdigest()
-
-
-def is_local_peer(peer: str) -> bool:
-    """Whether a call's ``context.peer()`` is a caller on this machine.
-
-    True for unix sockets and loopback addresses, so for a local proxy too.
-    """
-    kind, _, address = peer.partition(":")
-    if kind in ("unix", "unix-abstract"):
-        return True
-    return kind in ("ipv4", "ipv6") and _is_loopback(unquote(address))
-
-
-def is_local_address(address: str) -> bool:
-    """Whether a target, ``unix:/path`` or ``host:port``, can only be on this machine.
-
-    No host name but ``localhost`` counts: its address may change.
-    """
-    if address.startswith("unix:"):
-        return True
-    return address.rpartition(":")[0] == "localhost" or _is_loopback(address)
-
-
-def _is_loopback(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        return False
-    try:
-        ip = ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        return False
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return (mapped or ip).is_loopback
 
 
 def server_credentials(options: ServerOptions) -> grpc.ServerCredentials | None:

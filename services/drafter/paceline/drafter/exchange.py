@@ -17,7 +17,7 @@ import grpc
 
 from paceline.drafter.connection import Connection, Parts
 from paceline.service import OptionsError, ServiceError
-from paceline.service.exchange import FramedSocket
+from paceline.service.exchange import FramedSocket, socket_address
 from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc
 
 logger = logging.getLogger("paceline.drafter")
@@ -161,7 +161,9 @@ class _Verifier:
                     raise _Ended("its first message does not introduce it as a verifier")
                 opened = await _open_socket(first.joined)
                 try:
-                    if opened is None:
+                    if opened is not None:
+                        self._parts.kv.sockets[self.address] = first.joined.socket_path
+                    else:
                         await _write(call, exchange_pb2.JoinRequest(use_stream=True))
                     self._answered(await _read(call))  # from now on it lists this service
                 except BaseException:
@@ -386,13 +388,11 @@ async def _open_socket(joined: exchange_pb2.Joined) -> FramedSocket | None:
     path = joined.socket_path
     if not path:
         return None
-    # A leading @ stands for the zero byte of an abstract name.
-    name = "\0" + path[1:] if path.startswith("@") else path
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.setblocking(False)
     try:
         async with asyncio.timeout(_SOCKET_SECONDS):
-            await asyncio.get_running_loop().sock_connect(connection, name)
+            await asyncio.get_running_loop().sock_connect(connection, socket_address(path))
     except (OSError, TimeoutError, ValueError) as error:
         connection.close()
         logger.debug("using the gRPC stream: cannot open %s: %s", path, error)

@@ -50,7 +50,7 @@ class Cache:
         self.request: RequestTimes | None = None
         self.rounds = 0
         sequence.read_grant = self.read_grant
-        sequence.segment.header.open(epoch, digest(self.read_grant))
+        sequence.segment.header.open(epoch)
 
     @property
     def owner(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
 from paceline.service.options import byte_count, option
 from paceline.tree import MAX_NODES
@@ -108,11 +107,11 @@ class VerifierOptions:
         "profile: measure the table again; off: verify every node; a GPU always does",
         choices=SCHEDULES,
     )
-    socket_dir: Path | None = option(
+    draft_socket: str | None = option(
         None,
-        "folder for the Unix socket of drafter services, which they must see under the same path "
-        "(default: an abstract name, for services in the network namespace of this process)",
-        metavar="DIR",
+        "file of the Unix socket for drafter services on this host, which they must see under the "
+        "same path (default: an abstract name, for services in this network namespace)",
+        metavar="PATH",
     )
     trace_rounds: tuple[int, int] = option(
         (100, 10),

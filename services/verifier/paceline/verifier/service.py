@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import resource
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -31,15 +30,14 @@ from paceline.decoder import (
     use_device,
 )
 from paceline.kernels import SamplingParams, choose_tokens, set_numerics
-from paceline.kv.segment import SHM
 from paceline.service import Gate
-from paceline.service.runtime import trim
+from paceline.service.runtime import available_memory, trim
 from paceline.telemetry.tracing import tracer
 from paceline.v1 import exchange_pb2_grpc, kv_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.kv.layout import BLOCK_TOKENS, TREE_TOKENS, KvLayout
 from paceline.verifier.kv.pool import PagePool, PoolView
-from paceline.verifier.kv.segment import SegmentMemory, sweep_orphans
+from paceline.verifier.kv.segment import SegmentMemory
 from paceline.verifier.model import ModelInfo, read_model_info
 from paceline.verifier.options import VerifierOptions
 from paceline.verifier.rpc.exchange import DraftExchangeServicer
@@ -146,7 +144,9 @@ class VerifierService:
         )
         self._gate = Gate()
         self._follow_counts = FollowCounts()
-        self._exchange = DraftExchangeServicer(model.message, self.engine, options.socket_dir)
+        self._exchange = DraftExchangeServicer(
+            model.message, self.engine, self.store, options.draft_socket
+        )
         kept = None if metrics is None else self._metrics(metrics, model)
         telemetry = Telemetry(kept, tracer(), options.trace_rounds)
         self._servicer = VerifierServicer(
@@ -170,7 +170,6 @@ class VerifierService:
             lease_seconds=options.lease_seconds,
         )
         if options.share_weights:
-            sweep_orphans()  # segments of a dead verifier have the same names
             path = packed_path(model.message.target_fingerprint, decoder.config.weights)
             self._publication = publish(path, decoder.large_tensors())
             if self._publication is not None:  # load again, from the shared weights
@@ -212,8 +211,7 @@ class VerifierService:
         add_kv_exchange(KvExchangeServicer(self.store, self._follow_counts), server)
 
     async def start(self) -> None:
-        """Remove segments of dead verifiers from /dev/shm, then start engine and lease sweeps."""
-        sweep_orphans()
+        """Start the engine, the socket for drafter services and lease sweeps."""
         gc.collect()
         gc.freeze()  # the model's objects are never freed: collections skip them
         gc.set_threshold(20_000)  # a step creates hundreds of small objects and keeps few
@@ -353,19 +351,15 @@ def _longest_text(layout: KvLayout, kv_bytes: int) -> int:
 def _default_kv_bytes(device: torch.device, share: float) -> int:
     """KV memory for a verifier that has loaded its weights on a device. Unit: bytes.
 
-    On the CPU half of the RAM or of the /dev/shm that is free, whichever is less. On another device
-    what the weights leave of the share of its memory: a drafter finds the same rest whichever of
-    both starts first. Of what is free a tenth is left in any case.
+    Half of what is free on the CPU. On another device what the weights leave of the share of its
+    memory: a drafter finds the same rest whichever of both starts first. Of what is free a tenth is
+    left in any case.
     """
     if device.type != "cpu":
         module = torch.get_device_module(device)
         free, total = module.mem_get_info(device)
         return max(0, int(min(share * total - module.memory_reserved(device), 0.9 * free)))
-    shm = os.statvfs(SHM)
-    with open("/proc/meminfo") as lines:
-        fields = dict(line.split(":", 1) for line in lines)
-    ram = int(fields["MemAvailable"].split()[0]) * 1024
-    return min(ram, shm.f_bavail * shm.f_frsize) // 2
+    return available_memory() // 2
 
 
 def build_service(

@@ -13,9 +13,9 @@ from paceline.verifier.admission import Admission, NoRoom
 from paceline.verifier.cache import Cache, digest
 from paceline.verifier.engine.prefixes import PrefixCache
 from paceline.verifier.engine.sequence import GenerationParams, Sequence
-from paceline.verifier.kv.base import SequenceKv
+from paceline.verifier.kv.base import SequenceKv, open_segments
 from paceline.verifier.kv.layout import KvLayout, round_up
-from paceline.verifier.kv.segment import SegmentMemory, own_segments
+from paceline.verifier.kv.segment import SegmentMemory
 from paceline.verifier.kv.taps import TapLayout
 
 _log = logging.getLogger(__name__)
@@ -273,14 +273,14 @@ class CacheStore:
         return sum(cache.sequence.finish is None for cache in self)
 
     def check_integrity(self) -> None:
-        """Check that no memory leaked. No job and no release may be running.
+        """Check that no memory and no descriptor leaked. No job and no release may be running.
 
         Raises:
             AssertionError: An invariant is broken; the message names all that are.
         """
         caches = list(self)
         segments = [each.segment for each in (*(c.sequence for c in caches), *self.prefixes)]
-        names = [segment.name for segment in segments]
+        files = [segment.file for segment in segments]
         grants = {id(cache) for cache in self._grants.values()}
         broken = [
             f"cache {cache.epoch}: {rule}"
@@ -290,10 +290,10 @@ class CacheStore:
         ]
         if self._releasing:
             broken.append(f"{len(self._releasing)} caches are still being released")
-        if len(set(names)) != len(names):
+        if len(set(files)) != len(files):
             broken.append("two caches share a segment")
-        if set(names) != own_segments():
-            broken.append(f"segments and caches differ: {sorted(set(names) ^ own_segments())}")
+        if differing := sorted(set(files) ^ open_segments()):
+            broken.append(f"segments and caches differ: descriptors {differing}")
         used, reserved = self.memory.used_bytes, sum(each.reserved_bytes for each in segments)
         if used > self.memory.limit_bytes:
             broken.append(f"{used} bytes are used, limit {self.memory.limit_bytes}")

@@ -1,7 +1,7 @@
 """The target's committed KV and hidden states, as drafters read them.
 
-:class:`~paceline.drafter.kv.reader.KvReader` is the interface. Its sources: ``mapped`` (POSIX
-shared memory), ``cuda`` (CUDA IPC), ``remote`` (a delta cache over gRPC); ``exchange`` opens them.
+:class:`~paceline.drafter.kv.reader.KvReader` is the interface. Its sources: ``mapped`` (a memfd of
+the verifier), ``cuda`` (CUDA IPC), ``remote`` (a delta cache over gRPC); ``exchange`` opens them.
 This module has the options of methods that read KV, and imports neither gRPC nor torch.
 """
 
@@ -34,8 +34,9 @@ class KvOptions:
     """
 
     kv: str = "auto"
-    """Transport: map (shared memory, no copy), follow (a copy of selected positions, updated over
-    gRPC), or auto: map where verifier and drafter share a machine and a user, else follow."""
+    """Transport: map (the verifier's memory, no copy), follow (a copy of selected positions,
+    updated over gRPC), or auto: map where the drafter service can open the verifier's Unix socket,
+    else follow."""
 
     kv_policy: str = STREAMING
     """Selection policy under a KV budget: streaming (the first positions and the newest),

@@ -29,8 +29,8 @@ class CudaKv(MappedReader, KvReader):
       was read: it waits for the copies, and checks that the cache still exists.
     - The mapping gives access to the whole pool. Drafters that are not trusted with it have to
       follow the cache over gRPC, as another user or on another machine.
-    - If the verifier dies during a copy, CUDA may fail for this process permanently; so
-      :meth:`refresh` checks that the verifier is alive.
+    - If the verifier dies during a copy, CUDA may fail for this process permanently. The end of
+      its connection closes the sequences that read its pool.
     """
 
     def __init__(
@@ -144,20 +144,18 @@ class CudaKv(MappedReader, KvReader):
         return keys, values
 
 
-def open_kv(name: str, read_grant: bytes, layers: Iterable[int], device: str) -> SharedKv | CudaKv:
+def open_kv(file: CacheFile, layers: Iterable[int], device: str) -> SharedKv | CudaKv:
     """Map KV in main memory, or on a GPU for a drafter that runs on ``device``, by its torch name.
 
     Args:
-        name: Name of the cache's shared memory, with its leading slash.
-        read_grant: Read grant of the cache.
+        file: The cache's segment, which is closed if the KV cannot be read.
         layers: Layers to read; negative ones count from the last.
         device: Device of the drafter.
 
     Raises:
-        KvNotShared: See :class:`CacheFile`, :class:`SharedKv` and :class:`CudaKv`, or the KV is on
+        KvNotShared: See :class:`SharedKv` and :class:`CudaKv`, or the KV is on
             a GPU and the drafter is not.
     """
-    file = CacheFile(name, read_grant)
     pages = file.layout.pages
     if not file.layout.HasField("pages"):
         return SharedKv(file, layers)

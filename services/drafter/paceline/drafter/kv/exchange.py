@@ -15,15 +15,14 @@ import grpc
 from paceline.drafter.errors import KvGone, KvNotShared, VerifierUnreachable
 from paceline.drafter.kv import WIRE_DTYPES, KvOptions
 from paceline.kv.policies import STREAMING
-from paceline.service.exchange import MAX_FRAME_BYTES
-from paceline.service.identity import check_authorities, is_local_address
-from paceline.telemetry.tracing import current_metadata
+from paceline.service.exchange import MAX_FRAME_BYTES, request_file
+from paceline.service.identity import check_authorities
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 
 if TYPE_CHECKING:
     # They import torch, which drafters that read no KV do not need.
     from paceline.drafter.kv.cuda import CudaKv
-    from paceline.drafter.kv.mapped import SharedKv
+    from paceline.drafter.kv.mapped import CacheFile, SharedKv
     from paceline.drafter.kv.reader import KvReader, StateReader
 
 logger = logging.getLogger("paceline.drafter")
@@ -83,7 +82,7 @@ class VerifierAccess:
 
 
 class KvExchange:
-    """Maps caches of verifiers on this machine, and follows those of the others.
+    """Maps caches of verifiers whose Unix socket can be opened, and follows those of the others.
 
     It has one channel to each verifier, which serves all calls to it. Belongs to one event loop.
     """
@@ -103,6 +102,8 @@ class KvExchange:
         self.metadata = access.metadata()
         """Of every call."""
         self._credentials = access.credentials()
+        self.sockets: dict[str, str] = {}
+        """Unix sockets of verifiers by address, of those that were joined over one."""
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closed = False
         self._closing: set[asyncio.Task[None]] = set()
@@ -174,12 +175,11 @@ class KvExchange:
         Raises:
             KvNotShared: As for :meth:`open`, or the cache does not keep them.
         """
-        from paceline.drafter.kv.mapped import CacheFile, SharedStates
+        from paceline.drafter.kv.mapped import SharedStates
         from paceline.drafter.kv.remote import RemoteStates
 
         async def map_states() -> StateReader:
-            file = CacheFile(await self._map(address, read_grant), read_grant)
-            return SharedStates(file, layers, window)
+            return SharedStates(await self._map(address, read_grant), layers, window)
 
         async def follow_states() -> StateReader:
             subscribe = kv_pb2.FollowSubscribe(
@@ -220,7 +220,7 @@ class KvExchange:
         """Map keys and values of a cache. See :meth:`open`."""
         from paceline.drafter.kv.cuda import open_kv
 
-        return open_kv(await self._map(address, read_grant), read_grant, layers, self._device)
+        return open_kv(await self._map(address, read_grant), layers, self._device)
 
     async def close(self) -> None:
         """Close all connections. Open readers keep what they have."""
@@ -235,28 +235,16 @@ class KvExchange:
             raise KvGone("the drafter is stopping")
         return self._stub(address).FollowCache(metadata=self.metadata)
 
-    async def _map(self, address: str, read_grant: bytes) -> str:
-        """Returns the name of a cache's shared memory."""
-        if not is_local_address(address):
+    async def _map(self, address: str, read_grant: bytes) -> CacheFile:
+        """Map a cache over the Unix socket of the draft exchange."""
+        path = self.sockets.get(address)
+        if path is None:
             raise KvNotShared(
-                f"the verifier's address {address[:80]} is not on this machine; name it by "
-                "unix:/path or a loopback address"
+                f"the verifier at {address[:80]} was joined without its Unix socket; run both on "
+                "one host, and let them share the folder of --draft-socket"
             )
-        try:
-            response: kv_pb2.MapCacheResponse = await self._stub(address).MapCache(
-                kv_pb2.MapCacheRequest(read_grant=read_grant),
-                timeout=CALL_SECONDS,
-                metadata=(*self.metadata, *current_metadata()),
-            )
-        except grpc.aio.AioRpcError as error:
-            message = (
-                f"the verifier at {address} did not share its KV: "
-                f"{error.code().name}: {error.details()}"
-            )
-            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                raise VerifierUnreachable(message) from error
-            raise KvNotShared(message) from error
-        return response.file.name
+        # In a thread: its result frees itself if nobody waits for it any more.
+        return await asyncio.to_thread(_map_file, path, read_grant, CALL_SECONDS)
 
     def _stub(self, address: str) -> Any:
         return kv_pb2_grpc.KvExchangeServiceStub(self.channel(address))
@@ -272,9 +260,24 @@ class KvExchange:
         return self._channels[address]
 
     def drop(self, address: str) -> None:
-        """Forget a channel; calls in flight on it may still end."""
+        """Forget a verifier's socket and channel; calls in flight on it may still end."""
+        self.sockets.pop(address, None)
         channel = self._channels.pop(address, None)
         if channel is not None:
             task = asyncio.create_task(channel.close(CALL_SECONDS))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
+
+
+def _map_file(path: str, read_grant: bytes, seconds: float) -> CacheFile:
+    from paceline.drafter.kv.mapped import CacheFile
+
+    try:
+        file = request_file(path, read_grant, seconds)
+    except OSError as error:
+        raise VerifierUnreachable(
+            f"the verifier did not share its KV: {error or type(error).__name__}"
+        ) from error
+    if file is None:
+        raise KvNotShared("the verifier did not share its KV: no cache has this read grant")
+    return CacheFile(file)

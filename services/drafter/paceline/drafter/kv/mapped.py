@@ -1,15 +1,11 @@
-"""KV and hidden states in the verifier's POSIX shared memory, mapped read-only."""
+"""KV and hidden states in the verifier's memory, mapped read-only."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import mmap
 import os
-import stat
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,17 +13,16 @@ from torch import Tensor
 from paceline.drafter.errors import KvGone, KvNotShared
 from paceline.drafter.kv.reader import CacheReader, StateReader, StreamingReader
 from paceline.kernels.caches import from_rows, row_width
-from paceline.kv.segment import HEADER_BYTES, TAP_AHEAD, SegmentHeader, is_orphan, segment_path
+from paceline.kv.segment import HEADER_BYTES, TAP_AHEAD, SegmentHeader, map_segment
 from paceline.kv.wire import KV_TYPES, STATE_TYPES
 from paceline.v1 import kv_pb2
 
 
 class CacheFile:
-    """The file of a cache, mapped read-only.
+    """The segment of a cache, mapped read-only.
 
-    The file must belong to the drafter's own user, and its header must hold the digest of the read
-    grant. So a malicious verifier cannot make the drafter open any other file. The header has the
-    layout too; every array of it must lie in the file.
+    Its seals keep the verifier from taking memory away. The header has the layout; every array of
+    it must lie in the segment.
 
     Safety contract (see :class:`paceline.kv.segment.SegmentHeader` for the writer's side):
 
@@ -38,45 +33,29 @@ class CacheFile:
     - Tensors keep the mapping alive: they may outlive :meth:`close`, and keep the memory.
     """
 
-    def __init__(self, name: str, read_grant: bytes) -> None:
-        """Map the file that a verifier named.
+    def __init__(self, file: int) -> None:
+        """Map a segment.
 
         Args:
-            name: Name of the shared memory, with its leading slash.
-            read_grant: Read grant of the cache.
+            file: A descriptor that the verifier passed. It is closed here in any case.
 
         Raises:
-            KvNotShared: The file is missing, belongs to another user, or is not that of the grant.
+            KvNotShared: It is not the segment of an open cache.
         """
         try:
-            path = segment_path(name.removeprefix("/"))
-        except ValueError as error:
-            raise KvNotShared(
-                f"the verifier named memory that cannot be mapped: {error}"
-            ) from error
-        self._file = _open(path)
-        try:
-            self._memory = mmap.mmap(self._file, 0, prot=mmap.PROT_READ)
+            self._memory = map_segment(file)
             self._header = SegmentHeader(self._memory)
             self._epoch = self._header.epoch
-            digest = hashlib.sha256(read_grant).digest()
-            if (self._header.valid, self._header.grant_digest) != (True, digest) or (
-                not self._epoch
-            ):
-                raise KvNotShared(f"{path} is not, or no longer, the cache of this read grant")
+            if not self._header.valid or not self._epoch:
+                raise KvNotShared("what the verifier passed is not, or no longer, an open cache")
             self.layout: kv_pb2.SegmentLayout = self._header.layout
-            """What lies where in the file."""
+            """What lies where in the segment."""
         except (OSError, ValueError) as error:
-            os.close(self._file)
-            raise KvNotShared(f"cannot map {path}: {error}") from error
-        except BaseException:
-            os.close(self._file)
-            raise
-
-    @property
-    def closed(self) -> bool:
+            raise KvNotShared(f"cannot map what the verifier passed: {error}") from error
+        finally:
+            os.close(file)
+        self.closed = False
         """Whether :meth:`close` was called."""
-        return self._file < 0
 
     @property
     def committed(self) -> int:
@@ -89,30 +68,28 @@ class CacheFile:
         return min(self._header.committed, self.layout.capacity)
 
     def check(self) -> None:
-        """Check that the cache still exists, by its header and its owner's lock.
+        """Check that the cache still exists, by its header.
 
         The memory keeps its contents after a release or the end of the verifier, so what was read
-        before a failing check is useless, but never another cache's.
+        before a failing check is useless, but never another cache's. That the verifier has ended is
+        seen at its connection, whose sequences are closed then.
 
         Raises:
-            KvGone: The verifier released the cache or has ended, or the mapping was closed.
+            KvGone: The verifier released the cache, or the mapping was closed.
         """
         self._check_open()
         if self._header.epoch != self._epoch:
             raise KvGone("the verifier released the cache")
-        if is_orphan(self._file):
-            raise KvGone("the verifier of the cache has ended")
 
     @property
     def byte_size(self) -> int:
-        """Size of the file. Unit: bytes."""
+        """Size of the segment. Unit: bytes."""
         return len(self._memory)
 
     def close(self) -> None:
-        """Close the file and drop the mapping. Closing twice is safe."""
+        """Drop the mapping. Closing twice is safe."""
         if not self.closed:
-            os.close(self._file)
-            self._file = -1
+            self.closed = True
             self._header.release()
             del self._memory
 
@@ -321,28 +298,3 @@ def _dtype(number: kv_pb2.KvDtype, known: Mapping[kv_pb2.KvDtype, torch.dtype]) 
             f"the verifier's cache has the type number {number}, expected one of {sorted(known)}"
         )
     return known[number]
-
-
-def _open(path: Path) -> int:
-    """Open a regular file of this user that has a header."""
-    try:
-        # O_NONBLOCK: if the name is a pipe, open() must not wait.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        file = os.open(path, flags)
-    except OSError as error:
-        raise KvNotShared(
-            f"cannot open {path}: {error.strerror}; run drafter and verifier on one machine, as "
-            "one user, with one /dev/shm"
-        ) from error
-    status = os.fstat(file)
-    wrong = None
-    if not stat.S_ISREG(status.st_mode):
-        wrong = "is not a regular file"
-    elif status.st_uid != os.geteuid():
-        wrong = f"belongs to user {status.st_uid}, expected {os.geteuid()}"
-    elif status.st_size < HEADER_BYTES:
-        wrong = f"has {status.st_size} bytes, expected at least {HEADER_BYTES}"
-    if wrong is not None:
-        os.close(file)
-        raise KvNotShared(f"{path} {wrong}")
-    return file

@@ -264,7 +264,7 @@ class Prefill(EngineJob):
         Does nothing if the prompt's log-probabilities are requested: they are computed with the KV.
 
         Raises:
-            OutOfMemory: /dev/shm is full.
+            OutOfMemory: There is no memory.
         """
         if self.sequence.generation.prompt_logprobs is not None:
             return

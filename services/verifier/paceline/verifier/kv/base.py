@@ -1,26 +1,23 @@
-"""Interface of one sequence's KV memory, and the shared-memory file that other processes map."""
+"""Interface of one sequence's KV memory, and the segment that other processes map."""
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-import secrets
 from abc import ABC, abstractmethod
-from contextlib import suppress
-from functools import lru_cache
-from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from paceline.kernels import LayerTable, Plane
-from paceline.kv.segment import HEADER_BYTES, PREFIX, SHM, SegmentHeader, claim
+from paceline.kv.segment import HEADER_BYTES, SegmentHeader, new_segment
 from paceline.kv.wire import cache_dtype
 from paceline.v1 import kv_pb2
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.taps import TapLayout, TapPlanes
+
+_open_files: set[int] = set()
 
 
 class OutOfMemory(Exception):
@@ -28,28 +25,28 @@ class OutOfMemory(Exception):
 
 
 class SequenceKv(ABC):
-    """KV memory of one sequence, with a file in /dev/shm: header, body and hidden states.
+    """KV memory of one sequence, with a segment: header, body and hidden states.
 
-    The file is mapped once, and its memory is reserved in steps. Subclasses define the contents of
-    the body. Kernels read the KV as :class:`paceline.kernels.Plane`, other processes by the layout
-    in the header.
+    The segment is a sealed memfd, mapped once, and its memory is reserved in steps. Subclasses
+    define the contents of the body. Kernels read the KV as :class:`paceline.kernels.Plane`, other
+    processes by the layout in the header.
 
     Safety contract:
 
     - Only the engine thread writes, and only below ``reserved``.
     - Only the engine thread frees (``close()``), between two steps, so that no forward pass runs
       over memory that is being freed.
-    - The owner process holds a lock (flock) on the file. A process that gets it may remove it.
+    - Only the mapping of this process can be written. Others map the segment read-only.
 
     Attributes:
         layout: Shape of the model's KV.
         capacity: Slots. Unit: tokens.
         reserved: Slots that have memory. Unit: tokens.
         device: Where the KV is.
-        name: Name below /dev/shm: ``paceline-<pid>-<process start in ticks>-<random>``.
-        file_bytes: The file's size. Unit: bytes.
+        file: The segment's descriptor; -1 once closed.
+        file_bytes: The segment's size. Unit: bytes.
         taps: Hidden states that are kept; None: none.
-        header: The file's header, for readers in other processes; unusable once closed.
+        header: The segment's header, for readers in other processes; unusable once closed.
         table: Addresses of all layers for compiled programs; None: KV in pages.
     """
 
@@ -64,7 +61,7 @@ class SequenceKv(ABC):
         taps: TapLayout | None,
         pages: kv_pb2.KvPages | None = None,
     ) -> None:
-        """Make a file. It has an address range, but memory for its header only.
+        """Make a segment. It has an address range, but memory for its header only.
 
         Args:
             layout: Shape of the model's KV.
@@ -75,29 +72,18 @@ class SequenceKv(ABC):
             pages: The pool of the KV's pages; None: the KV is in the body.
 
         Raises:
-            OutOfMemory: No file can be made in /dev/shm, or it cannot be mapped.
+            OutOfMemory: It cannot be made or mapped.
         """
         self.layout = layout
         self.capacity = capacity
         self.reserved = 0
         self._taps_offset = HEADER_BYTES + body_bytes
         self.file_bytes = self._taps_offset + (0 if taps is None else taps.byte_size)
-        self.name = f"{own_prefix()}{secrets.token_hex(8)}"
         try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            raise OutOfMemory(f"cannot make {self.path}: {error.strerror}") from error
-        try:
-            claim(self._file)
-            os.ftruncate(self._file, self.file_bytes)
-            os.posix_fallocate(self._file, 0, HEADER_BYTES)
-            mapping = mmap.mmap(self._file, self.file_bytes)
+            self.file, mapping = new_segment(self.file_bytes)
         except (OSError, ValueError) as error:
-            os.unlink(self.path)
-            os.close(self._file)
-            raise OutOfMemory(
-                f"cannot map {self.file_bytes} bytes of {self.path}: {error}"
-            ) from error
+            raise OutOfMemory(f"cannot map {self.file_bytes} bytes of KV: {error}") from error
+        _open_files.add(self.file)
         self.header = SegmentHeader(mapping)
         self.header.describe(self._describe(taps, pages))
         memory = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES)
@@ -161,14 +147,9 @@ class SequenceKv(ABC):
         """Move the KV at ``slots`` to ``start``, ``start + 1``, ...; none moves to a later slot."""
 
     @property
-    def path(self) -> Path:
-        """The file."""
-        return SHM / self.name
-
-    @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
-        return self._file < 0
+        return self.file < 0
 
     def _describe(
         self, taps: TapLayout | None, pages: kv_pb2.KvPages | None
@@ -200,7 +181,7 @@ class SequenceKv(ABC):
             self.header.commit(committed)
 
     def close(self) -> None:
-        """Unlink the file and drop the memory. Closing twice is safe.
+        """Close the segment and drop the memory. Closing twice is safe.
 
         The mapping lives as long as a tensor over it, so a view never points to unmapped memory.
         """
@@ -208,28 +189,27 @@ class SequenceKv(ABC):
             return
         self.header.close()
         self.header.release()
-        with suppress(FileNotFoundError):
-            os.unlink(self.path)
-        os.close(self._file)
-        self._file = -1
+        _open_files.remove(self.file)
+        os.close(self.file)
+        self.file = -1
         self.reserved = 0
         self._body = torch.empty(0)
         self.taps = None
 
     def _fill(self, start: int, byte_size: int, tokens: int) -> None:
-        """Give memory to a part of the file; ``tokens`` is for the error message.
+        """Give memory to a part of the segment; ``tokens`` is for the error message.
 
         Raises:
-            OutOfMemory: /dev/shm is full.
+            OutOfMemory: The kernel has none.
         """
         try:
-            os.posix_fallocate(self._file, start, byte_size)
+            os.posix_fallocate(self.file, start, byte_size)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
             raise OutOfMemory(
-                f"/dev/shm has no room for {tokens} more tokens of KV; "
-                "wait for other sequences to end, or give the machine more shared memory"
+                f"there is no memory for {tokens} more tokens of KV: {error.strerror}; wait for "
+                "other sequences to end"
             ) from error
 
     def _fill_taps(self, done: int, goal: int) -> None:
@@ -243,9 +223,6 @@ class SequenceKv(ABC):
             self._fill(start, (goal - done) * layout.row_bytes, goal - done)
 
 
-@lru_cache(maxsize=1)
-def own_prefix() -> str:
-    """Returns the prefix of the names of all segments of this process."""
-    # The 22nd field of stat, counted after the parenthesised name, which may hold spaces.
-    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{PREFIX}{os.getpid()}-{ticks}-"
+def open_segments() -> set[int]:
+    """Returns the descriptors of all segments of this process that are not closed."""
+    return set(_open_files)

@@ -232,7 +232,7 @@ class PagedKv(SequenceKv):
             taps: Layout of the hidden states; None: none are kept.
 
         Raises:
-            OutOfMemory: No page table is free, or /dev/shm is full.
+            OutOfMemory: No page table is free, or there is no memory.
         """
         entries = capacity // PAGE_TOKENS
         if entries > pool.tables.shape[1]:

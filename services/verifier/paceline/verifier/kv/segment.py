@@ -1,21 +1,16 @@
-"""One sequence's KV in one POSIX shared-memory object."""
+"""One sequence's KV in one segment of memory that drafters can map."""
 
 from __future__ import annotations
 
-import logging
-import os
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from paceline.kernels import LayerTable
-from paceline.kv.segment import PREFIX, SHM, is_orphan
-from paceline.verifier.kv.base import OutOfMemory, SequenceKv, own_prefix
+from paceline.verifier.kv.base import OutOfMemory, SequenceKv
 from paceline.verifier.kv.layout import KvLayout, round_up
 from paceline.verifier.kv.taps import TapLayout
-
-_log = logging.getLogger(__name__)
 
 
 class SegmentMemory:
@@ -67,16 +62,16 @@ class SegmentMemory:
 
 
 class Segment(SequenceKv):
-    """KV memory of one sequence: a sparse shared-memory file, mapped once, reserved in steps.
+    """KV memory of one sequence: a sparse segment, mapped once, reserved in steps.
 
-    The file begins with a :class:`paceline.kv.segment.SegmentHeader`; the KV planes follow
+    It begins with a :class:`paceline.kv.segment.SegmentHeader`; the KV planes follow
     (KvLayout), and those of the hidden states, if any are kept (TapLayout).
 
     Safety contract, in addition to that of :class:`SequenceKv`:
 
     - Nothing may touch a slot before ``reserve()`` has given it memory: a write may end the
       process (SIGBUS).
-    - Other processes of the same user (mode 0600) may map the file read-only and read positions
+    - Other processes that were given the descriptor may map it read-only and read positions
       below the header's committed length, which only grows; positions at or above it change at any
       time, and those beyond ``reserved`` have no memory. A mapping taken before ``close()`` stays
       valid memory afterwards and is never written again; the header's epoch becomes 0.
@@ -103,7 +98,7 @@ class Segment(SequenceKv):
             memory: Where it takes its memory from; None: it has no limit but its capacity.
 
         Raises:
-            OutOfMemory: No file can be made in /dev/shm, or it cannot be mapped.
+            OutOfMemory: It cannot be made or mapped.
         """
         super().__init__(layout, capacity, capacity * layout.token_bytes, taps)
         self._memory = memory
@@ -157,35 +152,3 @@ class Segment(SequenceKv):
         self._layers = []
         self.table = None
         self.kv = torch.empty(0)
-
-
-def own_segments() -> set[str]:
-    """Returns the names of all segments of this process in /dev/shm."""
-    return {path.name for path in SHM.glob(f"{own_prefix()}*")}
-
-
-def sweep_orphans() -> int:
-    """Remove segments whose owner process has ended.
-
-    Returns:
-        The number of segments removed.
-    """
-    removed = 0
-    for path in SHM.glob(f"{PREFIX}*"):
-        if path.name.startswith(own_prefix()):
-            continue
-        try:
-            file = os.open(path, os.O_RDWR)
-        except OSError:  # already removed, or it belongs to another user
-            continue
-        try:
-            if is_orphan(file):
-                path.unlink()
-                removed += 1
-        except OSError:
-            continue
-        finally:
-            os.close(file)
-    if removed:
-        _log.info("removed orphaned KV segments", extra={"segments": removed})
-    return removed

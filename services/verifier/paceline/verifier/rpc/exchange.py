@@ -10,18 +10,17 @@ import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc
 
-from paceline.service import ServiceError
-from paceline.service.exchange import FramedSocket
-from paceline.service.identity import is_local_peer
+from paceline.service import OptionsError, ServiceError
+from paceline.service.exchange import FramedSocket, socket_address
 from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc, verifier_pb2
 from paceline.verifier.engine.drafting import MAX_NAME, Link, hidden_states
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.kv.taps import Taps
+from paceline.verifier.store import CacheNotFound, CacheStore
 
 _log = logging.getLogger(__name__)
 
@@ -36,30 +35,32 @@ _MAX_UNSENT = 4096
 class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
     """Lets drafter services join, and hands their connections to the engine.
 
-    A service on this machine is offered a Unix socket, which the engine thread reads itself. Who
-    opens it shows the random token that was sent over the authenticated Join call. Used on the
-    event loop.
+    A service is offered a Unix socket, which the engine thread reads itself; one that cannot open
+    it uses the stream of its Join call. Who opens it shows the random token that was sent over the
+    authenticated Join call. Who shows the read grant of a cache instead gets the descriptor of its
+    segment. Used on the event loop.
     """
 
     def __init__(
         self,
         model: verifier_pb2.GetModelResponse,
         engine: Engine,
-        socket_dir: Path | None = None,
+        store: CacheStore,
+        path: str | None = None,
     ) -> None:
         """Make a servicer; :meth:`start` opens its socket.
 
         Args:
             model: The served model.
             engine: The engine.
-            socket_dir: Folder for the Unix socket, which drafter services must see under the same
-                path; None: the socket has an abstract name, for the network namespace of this
-                process.
+            store: The caches.
+            path: File of the Unix socket, which drafter services must see under the same path;
+                None: it has an abstract name, for the network namespace of this process.
         """
         self._model = model
         self._engine = engine
-        self._socket_dir = socket_dir
-        self._path = ""
+        self._store = store
+        self._path = path or f"@paceline-{secrets.token_hex(8)}"
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._expected: dict[bytes, asyncio.Future[FramedSocket]] = {}
@@ -93,19 +94,21 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         return Taps(layers, window if window < self._model.max_context else 0)
 
     async def start(self) -> None:
-        """Open the socket."""
-        name = f"paceline-{secrets.token_hex(8)}"
+        """Open the socket.
+
+        Raises:
+            OptionsError: Its path cannot be used.
+        """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.setblocking(False)
-        self._path = f"@{name}" if self._socket_dir is None else str(self._socket_dir / name)
         try:
-            listener.bind(self._path.replace("@", "\0", 1) if self._path[0] == "@" else self._path)
+            if not self._path.startswith("@"):
+                _remove_dead(self._path)
+            listener.bind(socket_address(self._path))
             listener.listen(16)
         except OSError as error:
             listener.close()
-            self._path = ""
-            _log.warning("drafter services use gRPC streams: no socket: %s", error)
-            return
+            raise OptionsError(f"cannot listen on unix:{self._path}: {error.strerror}") from error
         self._listener = listener
         self._accepting = asyncio.create_task(self._accept(listener))
 
@@ -143,9 +146,8 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             instance_id=self._model.instance_id,
         )
         connection = asyncio.get_running_loop().create_future()
-        if self._path and is_local_peer(context.peer()):
-            joined.socket_path, joined.socket_token = self._path, token
-            self._expected[token] = connection
+        joined.socket_path, joined.socket_token = self._path, token
+        self._expected[token] = connection
         await context.write(exchange_pb2.JoinResponse(joined=joined))
         second: asyncio.Task[Any] = asyncio.create_task(context.read())
         try:
@@ -247,7 +249,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             task.add_done_callback(self._handshakes.discard)
 
     async def _handshake(self, connection: socket.socket) -> None:
-        """Read the token of a new connection, a frame, and give it to the Join call it is of."""
+        """Read the first frame of a new connection: the token of a Join call, or a read grant."""
         connection.setblocking(False)
         loop, frame = asyncio.get_running_loop(), b""
         try:
@@ -261,7 +263,9 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             frame = b""
         waiting = self._expected.get(frame[4:])
         if waiting is None or waiting.done():
-            connection.close()
+            with connection, suppress(CacheNotFound, OSError):
+                segment = self._store.find_granted(frame[4:]).sequence.segment
+                socket.send_fds(connection, [b"\0"], [segment.file])
             return
         # The event loop keeps no reference to the descriptor.
         waiting.set_result(FramedSocket(socket.socket(fileno=connection.detach())))
@@ -275,6 +279,17 @@ async def _write_all(outgoing: asyncio.Queue[exchange_pb2.JoinResponse], context
 def _set_error(future: asyncio.Future[None], error: ServiceError) -> None:
     if not future.done():
         future.set_exception(error)
+
+
+def _remove_dead(path: str) -> None:
+    """Remove the socket file of a verifier that was killed."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except OSError:
+            return  # bind() tells what is wrong
 
 
 def _names(drafters: exchange_pb2.DrafterList) -> list[str]:

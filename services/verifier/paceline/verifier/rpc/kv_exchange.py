@@ -11,7 +11,6 @@ from paceline.kv.policies import load_policy
 from paceline.kv.selection import SelectionPolicy, Streaming
 from paceline.kv.wire import WIRE_TYPES, cache_dtype
 from paceline.service import ServiceError
-from paceline.service.identity import is_local_peer
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.cache import CAPABILITY_BYTES, Cache
 from paceline.verifier.kv.base import SequenceKv
@@ -26,29 +25,13 @@ MAX_FOLLOWERS = 16
 class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
     """Gives holders of read grants access to committed KV. Changes neither a cache nor its lease.
 
-    A cache may be mapped by a caller that has its read grant, runs on this machine, and can open
-    the segment's file, that is, runs as the verifier's user. The segment's header
-    (:class:`paceline.kv.segment.SegmentHeader`) has the layout and guards reads. A cache may be
-    followed from anywhere by a caller that has its read grant.
+    A cache may be followed from anywhere by a caller that has its read grant. On the same host it
+    can be mapped instead, over the Unix socket of the draft exchange (``rpc/exchange.py``).
     """
 
     def __init__(self, store: CacheStore, counts: FollowCounts | None = None) -> None:
         self._store = store
         self._counts = counts
-
-    async def MapCache(
-        self, request: kv_pb2.MapCacheRequest, context: Any
-    ) -> kv_pb2.MapCacheResponse:
-        """Name the file of a cache."""
-        if not is_local_peer(context.peer()):
-            raise ServiceError.failed_precondition(
-                "KV_NOT_LOCAL",
-                f"{context.peer()} is not on this machine, where the KV can be mapped; use a "
-                "drafter on this machine, over loopback or a unix socket, or follow the cache",
-            )
-        segment = self._find(request.read_grant).sequence.segment
-        file = kv_pb2.PosixSharedMemory(name=f"/{segment.name}")
-        return kv_pb2.MapCacheResponse(file=file)
 
     async def FollowCache(self, request_iterator: Any, context: Any) -> None:
         """Stream selected positions, and their changes after each round."""

@@ -155,8 +155,8 @@ class DSparkOptions(TargetOptions):
     max_nodes: int = 16
 
     states: str = "auto"
-    """Transport of hidden states: map (shared memory), follow (copies over gRPC), or auto: map if
-    drafter and verifier share a machine and a user, otherwise follow."""
+    """Transport of hidden states: map (the verifier's memory), follow (copies over gRPC), or auto:
+    map where the drafter service can open the verifier's Unix socket, else follow."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
