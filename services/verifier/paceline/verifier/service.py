@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import resource
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
