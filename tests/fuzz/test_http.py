@@ -126,7 +126,7 @@ async def test_random_http_requests_do_no_harm(tmp_path: Path) -> None:
             [
                 *("--verifier-address", verifier.address, "--drafter-address", drafter.address),
                 *("--chat-template", str(tmp_path / "template"), "--max-body", "64KiB"),
-                *("--access-log", "--cors-origin", "*", "--retry-seconds", "60"),
+                *("--cors-origin", "*", "--retry-seconds", "60"),
             ],
         ) as gateway,
         AsyncOpenAI(base_url=f"http://{gateway.address}/v1", api_key="-", max_retries=0) as api,

@@ -78,10 +78,12 @@ async def test_pages_of_other_origins(serve: Serve) -> None:
 async def test_the_access_log(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="paceline.gateway.access")
     keys = (ApiKey(name="alice", key="a"),)
-    async with serve(MockTransport("abc"), key="a", api_keys=keys, access_log=True) as served:
+    async with serve(MockTransport("abc"), key="a", api_keys=keys) as served:
         await served.openai.completions.create(model="mock", prompt="hello")
         with pytest.raises(openai.AuthenticationError):
             await served.openai.with_options(api_key="wrong").models.list()
+        async with aiohttp.ClientSession() as session, session.get(f"{served.url}/health"):
+            pass
     lines = [record for record in caplog.records if record.name == "paceline.gateway.access"]
     assert [line.getMessage() for line in lines] == [
         "POST /v1/completions 200",

@@ -4,6 +4,8 @@ import io
 import json
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -72,23 +74,40 @@ def test_auto_is_json_where_no_terminal_is(
     assert lines[0].startswith("{") is json_lines
 
 
-async def test_a_calls_records_carry_the_callers_request_id(serve: Serve) -> None:
+@contextmanager
+def logged(level: int) -> Iterator[io.StringIO]:
+    """What services log in the block, as JSON lines."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
     logger = logging.getLogger("paceline.service")
     logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
+    before = logger.level
+    logger.setLevel(level)
     try:
+        yield stream
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+
+
+async def test_one_line_at_start_and_none_for_a_call(serve: Serve) -> None:
+    with logged(logging.INFO) as stream:
+        served = await serve()
+        async with served.channel() as channel:
+            await ask(channel, "UnaryUnary", "hello")
+        entries = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [entry["message"] for entry in entries] == ["serving"]
+    assert entries[0].items() >= {"address": served.address, "model": "toy"}.items()
+
+
+async def test_a_calls_records_carry_the_callers_request_id(serve: Serve) -> None:
+    with logged(logging.DEBUG) as stream:
         served = await serve()
         async with served.channel() as channel:
             for given in ("r-1", "not an id", "x" * 65):
                 metadata = (("x-request-id", given),)
                 await ask(channel, "UnaryUnary", "my prompt", metadata=metadata)
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
     entries = [json.loads(line) for line in stream.getvalue().splitlines()]
     ended = [entry for entry in entries if entry["message"] == "call ended"]
     assert [entry["code"] for entry in ended] == ["OK"] * 3

@@ -38,6 +38,9 @@ class Toy:
         self.fail_to_start = False
         self.broken = asyncio.Event()
 
+    def facts(self) -> dict[str, object]:
+        return {"model": "toy"}
+
     def register(self, server: grpc.aio.Server) -> None:
         makers = {
             "UnaryUnary": grpc.unary_unary_rpc_method_handler,

@@ -113,7 +113,7 @@ class GatewayOptions:
         action="append",
         metavar="ORIGIN",
     )
-    access_log: bool = option(False, "log a line for each request")
+    access_log: bool = option(True, "log no line for each request")
     keep_alive_seconds: float = option(
         10.0, "time without a token after which a stream gets a comment", metavar="S"
     )

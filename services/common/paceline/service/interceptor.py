@@ -333,4 +333,4 @@ def _log_call(method: str, outcome: str, seconds: float, error: ServiceError | N
     fields: dict[str, object] = {"rpc": method, "code": outcome, "ms": round(seconds * 1000, 3)}
     if error is not None:
         fields["reason"] = error.reason
-    logger.info("call ended", extra=fields)
+    logger.debug("call ended", extra=fields)

@@ -10,7 +10,7 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -208,6 +208,9 @@ class Service(Protocol):
     def service_names(self) -> tuple[str, ...]:
         """Full names for health and reflection, such as "paceline.v1.VerifierService"."""
 
+    def facts(self) -> Mapping[str, object]:
+        """What the log says of it once it serves: models, device, memory."""
+
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicers to `server`."""
 
@@ -300,7 +303,7 @@ async def _serve(
     address = interceptor.address = _bind(server, options, credentials)
     try:
         await server.start()
-        logger.info("serving", extra={"address": address, "services": service.service_names})
+        logger.info("serving", extra={"address": address, **service.facts()})
         if on_ready is not None:
             on_ready(address)
         watching = asyncio.create_task(_watch_files(health, service.service_names))

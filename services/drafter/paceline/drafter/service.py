@@ -141,14 +141,27 @@ class DrafterService:
         kv: KvExchange,
         exchange: Exchange,
         recorder: TextRecorder | None,
+        device: str,
     ) -> None:
         self._load = list(load)
+        self._device = device
         self._registry = registry
         self._worker = worker
         self._kv = kv
         self.exchange = exchange
         """The verifiers."""
         self._recorder = recorder
+
+    def facts(self) -> dict[str, object]:
+        """The drafters, their device and the verifiers to join, for the log."""
+        return {
+            "drafters": [
+                f"{each.spec.name}@{each.version} ({each.spec.method})"
+                for each in self._registry.versions()
+            ],
+            "device": self._device,
+            "verifiers": [link.address for link in self.exchange.links()],
+        }
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer."""
@@ -280,7 +293,7 @@ def build_service(
         from paceline.drafter.metrics import DrafterMetrics
 
         parts.metrics = DrafterMetrics(metrics, registry, worker, recorder, exchange.links)
-    return DrafterService(load, registry, worker, kv, exchange, recorder)
+    return DrafterService(load, registry, worker, kv, exchange, recorder, resources.device)
 
 
 def drafting_device(name: str) -> str:

@@ -93,6 +93,7 @@ class VerifierService:
         with ThreadPoolExecutor(1, initializer=_use, initargs=(threads, device)) as pool:
             decoder, model = pool.submit(self._load, target, options, device).result()
         self._decoder, self._max_context = decoder, model.message.max_context
+        self._model, self._threads = model.message, threads
         config = decoder.config
         layout = KvLayout(
             config.layers,
@@ -200,6 +201,22 @@ class VerifierService:
     def joined(self) -> list[verifier_pb2.JoinedService]:
         """The drafter services that have joined, in order."""
         return self._exchange.joined()
+
+    def facts(self) -> dict[str, object]:
+        """The model and its format, the device, and the room for texts, for the log."""
+        model, device = self._model, self._decoder.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        return {
+            "model": model.name,
+            "weights": model.weights,
+            "device": name,
+            "threads": self._threads,
+            "kv_bytes": self.store.memory.limit_bytes,
+            "kv_cache_dtype": model.kv_cache_dtype,
+            "max_context": model.max_context,
+            "max_sequences": self.store.max_sequences,
+            "drafters": [each.default_drafter for each in self._exchange.joined()],
+        }
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicers to a server."""

@@ -205,7 +205,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         lists = 1
         put(exchange_pb2.JoinResponse(lists=lists))
         writing = asyncio.create_task(_write_all(outgoing, context))
-        extra = {"carrier": verifier_pb2.Carrier.Name(link.carrier), "drafters": _names(drafters)}
+        extra = {"carrier": link.carrier_name, "drafters": _names(drafters)}
         _log.info("a drafter service joined", extra=extra)
         try:
             while True:
