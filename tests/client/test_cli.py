@@ -1,4 +1,4 @@
-"""`paceline generate` and `paceline demo`."""
+"""`paceline generate`, `paceline compare` and `paceline demo`."""
 
 import argparse
 import asyncio
@@ -136,6 +136,50 @@ async def test_an_unreachable_verifier(world: World, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err.startswith("paceline generate: ")
 
 
+async def compare(world: World, *arguments: str) -> int:
+    verifier, drafter = world.addresses
+    services = ["--verifier-address", verifier, "--drafter-address", drafter]
+    return await asyncio.to_thread(main, ["compare", *services, *arguments])
+
+
+async def test_drafters_are_compared_with_plain_decoding(
+    world: World, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    world.registry.names = ["fake", "other"]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"hi"\n"second"\n')
+    assert await compare(world, "--prompts", str(file), "--runs", "2", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["identical"]
+    assert [list(each["speeds"]) for each in found["prompts"]] == [["none", "fake", "other"]] * 2
+    fake, other = found["drafters"]
+    assert (fake["drafter"], other["drafter"]) == ("fake", "other")
+    assert fake["stats"]["drafter_versions"] == ["fake@1"]
+    assert fake["stats"]["mean_accepted_length"] > 4
+    low, high = fake["interval"]
+    assert low <= fake["speedup"] <= high
+    assert all(start.isolated for start in world.verifier.starts), "no text is remembered"
+    ran = [(bytes(asked.prompt_tokens).decode(), asked.drafter) for asked in world.verifier.creates]
+    assert ran.count(("second", "other")) == 2
+    assert await compare(world, "hi", "--drafter", "fake@1", "--runs", "1") == 0
+    shown = capsys.readouterr().out
+    assert "fake@1: too few runs to tell, " in shown
+    assert "4.9 tokens a drafted round" in shown
+    assert "identical tokens: yes" in shown
+
+
+async def test_a_comparison_that_cannot_be_made(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await compare(world) == 2
+    assert await compare(world, "hi", "--runs", "0") == 2
+    assert await compare(world, "hi", "--drafter", "absent") == 2
+    assert "there is no drafter 'absent'; there are: fake" in capsys.readouterr().err
+    world.verifier.lossless = False
+    assert await compare(world, "hi", "--runs", "1") == 1
+    assert "identical tokens: NO, after hi" in capsys.readouterr().out
+
+
 def demo_arguments(**changed: Any) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)
@@ -162,15 +206,14 @@ def shown(
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-async def test_the_demo_streams_one_prompt_and_measures_the_others(
+async def test_the_demo_streams_one_prompt_and_compares_all(
     world: World,
     shown: Callable[[], Awaitable[int]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     terminal: bool,
 ) -> None:
-    """Coloured on a terminal. Each prompt is measured once with each drafter, and the streamed one
-    not at all: a drafter that remembers texts would know them."""
+    """Coloured on a terminal. No drafter remembers a text from another run."""
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "120"}.items():
         monkeypatch.setenv(name, value) if terminal else monkeypatch.delenv(name, raising=False)
     assert await shown() == 0
@@ -184,6 +227,7 @@ async def test_the_demo_streams_one_prompt_and_measures_the_others(
     for prompt in PROMPTS[1:]:
         for drafter in ("none", "fake", "other"):
             assert ran.count((prompt, drafter)) == 1
+    assert all(start.isolated for start in world.verifier.starts)
 
 
 async def test_the_demo_fails_when_tokens_differ(
@@ -191,16 +235,12 @@ async def test_the_demo_fails_when_tokens_differ(
 ) -> None:
     world.verifier.lossless = False
     assert await shown() == 1
-    assert "identical tokens: NO" in capsys.readouterr().out
+    assert "identical tokens: NO, after hi; second; third" in capsys.readouterr().out
 
 
 def test_the_demo_reports_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="is no model"):
         demo.run(demo_arguments(model=tmp_path))
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "prompts.jsonl").write_text('{"text": "hi"}\n')
-    with pytest.raises(CommandError, match="at least two prompts"):
-        demo.run(demo_arguments(model=tmp_path, prompts=tmp_path / "prompts.jsonl"))
 
 
 @pytest.mark.slow

@@ -72,6 +72,14 @@ async def test_one_message_a_step(socket: bool, client: Client) -> None:
         assert joined.sequences == 0
 
 
+async def test_an_isolated_text_has_no_owner(client: Client) -> None:
+    async with client.new_drafter_service() as service:
+        name = await service.add(lambda *_: TokenTree.chain([1, 2, 3]))
+        created = await client.create(PROMPT, **FIELDS)
+        await client.responses(created.handle, drafter=name, isolated=True)
+        assert [opened.owner for opened in service.opened] == [""]
+
+
 @CARRIERS
 async def test_what_a_drafter_is_told(socket: bool, client: Client) -> None:
     """Text, sampling and capability; then new tokens and limits. The statistics come back."""

@@ -40,6 +40,7 @@ COMMANDS = (
     Command("generate", "paceline.cli.generate", "generate text through running services"),
     Command("gateway", "paceline.cli.gateway", "serve OpenAI's HTTP interface", "gateway"),
     Command("trace", "paceline.cli.trace", "show where the time of rounds goes"),
+    Command("compare", "paceline.cli.compare", "compare drafters with plain decoding", "gateway"),
     Command("drafters", "paceline.cli.drafters", "list, load, activate and unload drafters"),
     Command("health", "paceline.cli.connection", "check the health of a service", "server", True),
     Command("doctor", "paceline.cli.doctor", "report on this machine and installation"),

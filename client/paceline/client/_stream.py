@@ -261,6 +261,7 @@ class TokenStream:
             max_nodes=options.max_nodes or 0,
             draft_timeout_ms=math.ceil(1000 * (drafting.timeout or 0)),
             traceparent="" if self._trace is None else self._trace.traceparent,
+            isolated=drafting.isolated,
         )
         async with self._writing:  # a reader's credits must not come before the start
             stream = self._stream = self._verifier.transport.generate()

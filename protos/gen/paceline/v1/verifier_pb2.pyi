@@ -189,7 +189,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[GenerateStart, _Mapping]] = ..., credits: _Optional[int] = ...) -> None: ...
 
 class GenerateStart(_message.Message):
-    __slots__ = ("handle", "position", "drafter", "always_draft", "max_nodes", "draft_timeout_ms", "traceparent")
+    __slots__ = ("handle", "position", "drafter", "always_draft", "max_nodes", "draft_timeout_ms", "traceparent", "isolated")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +197,7 @@ class GenerateStart(_message.Message):
     MAX_NODES_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    ISOLATED_FIELD_NUMBER: _ClassVar[int]
     handle: bytes
     position: int
     drafter: str
@@ -204,7 +205,8 @@ class GenerateStart(_message.Message):
     max_nodes: int
     draft_timeout_ms: int
     traceparent: str
-    def __init__(self, handle: _Optional[bytes] = ..., position: _Optional[int] = ..., drafter: _Optional[str] = ..., always_draft: _Optional[bool] = ..., max_nodes: _Optional[int] = ..., draft_timeout_ms: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    isolated: bool
+    def __init__(self, handle: _Optional[bytes] = ..., position: _Optional[int] = ..., drafter: _Optional[str] = ..., always_draft: _Optional[bool] = ..., max_nodes: _Optional[int] = ..., draft_timeout_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., isolated: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("rounds",)

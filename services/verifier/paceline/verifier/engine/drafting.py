@@ -382,7 +382,7 @@ class Drafting:
             prompt_length=len(text.generation.prompt),
             sampling=text.generation.sampling_message,
             read_grant=text.read_grant,
-            owner=text.owner,
+            owner="" if job.isolated else text.owner,
             traceparent="" if job.spans is None else job.spans.traceparent,
         )
         return sequence

@@ -296,6 +296,7 @@ class Decode(EngineJob):
         max_nodes: Maximum number of drafted nodes; 0: no limit of its own.
         timeout: Time after which a step goes on without its tree; None: by the drafter's mean time.
             Unit: seconds.
+        isolated: Whether the drafter uses no other texts for it, nor it for others.
         credits: Steps that may still be run.
         outputs: One for each step that the event loop has not taken.
         draft: The tree that was drafted for the next step; None: there is none.
@@ -319,6 +320,7 @@ class Decode(EngineJob):
         always_draft: bool = False,
         max_nodes: int = 0,
         timeout: float | None = None,
+        isolated: bool = False,
         credits: int = 0,
         spans: RoundSpans | None = None,
     ) -> None:
@@ -328,6 +330,7 @@ class Decode(EngineJob):
         self.always_draft = always_draft
         self.max_nodes = max_nodes
         self.timeout = timeout
+        self.isolated = isolated
         self.credits = credits
         self.outputs: deque[StepOutput] = deque()
         self.draft: Draft | None = None

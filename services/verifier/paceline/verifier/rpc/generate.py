@@ -93,6 +93,7 @@ class GenerateStream:
             always_draft=start.always_draft,
             max_nodes=start.max_nodes,
             timeout=start.draft_timeout_ms / 1e3 or None,
+            isolated=start.isolated,
             credits=min(first.credits, _MAX_CREDITS),
             spans=self._telemetry.round_spans(start.traceparent),
         )

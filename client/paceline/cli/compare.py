@@ -1,0 +1,309 @@
+"""`paceline compare`: plain decoding beside each drafter, on one's own prompts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cli.command import CommandError, exit_with
+from paceline.cli.connection import add_service_arguments, client_of
+from paceline.cli.service_process import run_async
+from paceline.client import (
+    Client,
+    DraftOptions,
+    GenerationResult,
+    Model,
+    PacelineError,
+    Stats,
+    render_chat,
+)
+from paceline.harness import PROMPT_FILE, read_prompts
+from paceline.service.options import OptionsError
+
+Prompt = str | list[int]
+
+UNSEEN = DraftOptions(isolated=True)
+"""Options of a client that compares: no drafter remembers a prompt from another run."""
+
+_WARM_UP = 48  # tokens
+_PROMPT_CHARS = 40  # of a prompt in the table
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One prompt: its results without a drafter and with each one, run after run."""
+
+    prompt: str
+    """Its beginning."""
+    results: dict[str, list[GenerationResult]]
+    """By drafter, "none" first; one a run."""
+
+    @property
+    def identical(self) -> bool:
+        """Whether all runs have the same tokens."""
+        found = {tuple(result.token_ids) for runs in self.results.values() for result in runs}
+        return len(found) == 1
+
+    def speed(self, drafter: str) -> float:
+        """Mean speed after the first token. Unit: tokens/s."""
+        return statistics.mean(map(_speed, self.results[drafter]))
+
+    def ratios(self, drafter: str) -> Iterator[float]:
+        """Speed of each run over that of the plain run beside it."""
+        for plain, drafted in zip(self.results["none"], self.results[drafter], strict=True):
+            yield _speed(drafted) / _speed(plain)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the prompts, the drafters, the sampling and the services."""
+    add = parser.add_argument
+    add("prompt", nargs="?", help="a question, or a text if the model has no chat template")
+    add("--prompts", type=Path, metavar="FILE", help=PROMPT_FILE)
+    add(
+        "--drafter",
+        action="append",
+        metavar="NAME",
+        help="drafter to compare, NAME or NAME@VERSION; repeatable (default: all)",
+    )
+    add("--runs", type=int, default=3, metavar="N", help="of each prompt (default: %(default)s)")
+    add("--json", action="store_true", help="print one JSON object")
+    add_sampling_arguments(parser)
+    add_service_arguments(parser)
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the parameters of the compared generations."""
+    add = parser.add_argument
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
+    add("--seed", type=int, default=1, metavar="S", help="default: %(default)s")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare; 0 if all tokens are identical, 1 if not or a service failed, 2 for bad arguments."""
+    if (args.prompt is None) == (args.prompts is None):
+        raise CommandError("give either a prompt or --prompts FILE")
+    if args.runs < 1:
+        raise CommandError(f"--runs is {args.runs}, expected at least 1")
+    with exit_with(2, OptionsError, OSError, ValueError):
+        prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
+        client = client_of(args, drafting=UNSEEN)
+    with exit_with(1, PacelineError):
+        rows = run_async(_compare(client, prompts, args))
+    if args.json:
+        print(json.dumps(as_json(rows)))
+    else:
+        report(Console(highlight=False, markup=False, emoji=False, soft_wrap=True), rows)
+    return 0 if all(row.identical for row in rows) else 1
+
+
+async def _compare(
+    client: Client, prompts: Sequence[Prompt], args: argparse.Namespace
+) -> list[Comparison]:
+    async with client:
+        names = await client.drafters()
+        if not names:
+            raise CommandError("no drafter has joined: there is nothing to compare", 1)
+        for name in args.drafter or ():
+            if name.partition("@")[0] not in names:
+                raise CommandError(f"there is no drafter {name!r}; there are: {', '.join(names)}")
+        encoded = await encode(client, prompts, args.max_new_tokens)
+        names = tuple(args.drafter or names)
+        await warm_up(client, encoded[0], names, args)
+        return [await measure(client, each, names, args, args.runs) for each in encoded]
+
+
+async def encode(
+    client: Client, prompts: Sequence[Prompt], max_new_tokens: int
+) -> list[tuple[Prompt, list[int]]]:
+    """Prompts and their tokens: questions of a chat, or texts if there is no chat template.
+
+    Raises:
+        PacelineError: None fits the context; others that do not are left out, with a notice.
+    """
+    model = await client.model()
+    room = model.facts.max_context - max_new_tokens
+    found = [(prompt, await _tokens(model, prompt)) for prompt in prompts]
+    fitting = [(prompt, tokens) for prompt, tokens in found if len(tokens) < room]
+    if not fitting:
+        raise PacelineError(f"no prompt fits a context of {model.facts.max_context} tokens")
+    if len(fitting) < len(found):
+        print(f"left out: {len(found) - len(fitting)} prompts, too long", file=sys.stderr)
+    return fitting
+
+
+async def _tokens(model: Model, prompt: Prompt) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    if not model.facts.chat_template:
+        return await model.encode(prompt)
+    return await model.encode_rendered(render_chat(model, [{"role": "user", "content": prompt}]))
+
+
+async def warm_up(
+    client: Client,
+    prompt: tuple[Prompt, list[int]],
+    drafters: Sequence[str],
+    args: argparse.Namespace,
+) -> str:
+    """Generates some tokens with each drafter, so that what follows is not measured on cold
+    services. Returns the fastest one."""
+    short = argparse.Namespace(**{**vars(args), "max_new_tokens": _WARM_UP})
+    row = await measure(client, prompt, drafters, short, 1)
+    return max(drafters, key=row.speed)
+
+
+async def measure(
+    client: Client,
+    prompt: tuple[Prompt, list[int]],
+    drafters: Sequence[str],
+    args: argparse.Namespace,
+    runs: int,
+) -> Comparison:
+    """Generates after a prompt without a drafter, then with each one, and all that `runs` times.
+
+    Args:
+        client: A client with the options `UNSEEN`.
+        prompt: The prompt and its tokens.
+        drafters: Names, without "none".
+        args: Those of `add_sampling_arguments`.
+        runs: At least 1.
+
+    Raises:
+        PacelineError: A service failed, or the text ends with its first token.
+    """
+    results: dict[str, list[GenerationResult]] = {name: [] for name in ("none", *drafters)}
+    for _ in range(runs):
+        for name, found in results.items():
+            result = await client.generate(
+                prompt[1],
+                max_new_tokens=args.max_new_tokens,
+                temperature=args.temperature,
+                seed=args.seed,
+                drafter=name,
+            )
+            if len(result.token_ids) < 2:
+                raise PacelineError(
+                    f"the text after {_beginning(prompt[0])!r} ends with its first token: there is "
+                    "no speed to measure; give another prompt"
+                )
+            found.append(result)
+    return Comparison(_beginning(prompt[0]), results)
+
+
+def _speed(result: GenerationResult) -> float:
+    """Tokens/s after the first token: the prefill is the same for all."""
+    stats = result.stats
+    return (len(result.token_ids) - 1) / (stats.total_ms - stats.first_token_ms) * 1e3
+
+
+def _beginning(prompt: Prompt) -> str:
+    line = str(prompt).strip().partition("\n")[0]
+    return line if len(line) <= _PROMPT_CHARS else f"{line[: _PROMPT_CHARS - 3].rstrip()}..."
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a drafter gains over all prompts and runs."""
+
+    drafter: str
+    speedup: float
+    """Geometric mean of the ratios to the plain runs."""
+    low: float
+    """Two standard errors below it; 0 with fewer than three ratios."""
+    high: float
+    """Two standard errors above it; infinite with fewer than three ratios."""
+    stats: Stats
+    """Of all its runs."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Comparison], drafter: str) -> Verdict:
+        """The verdict of one drafter."""
+        logs = [math.log(ratio) for row in rows for ratio in row.ratios(drafter)]
+        stats = Stats()
+        for row in rows:
+            for result in row.results[drafter]:
+                stats.merge(result.stats)
+        mean, error = statistics.mean(logs), math.inf
+        if len(logs) > 2:
+            error = 2 * statistics.stdev(logs) / math.sqrt(len(logs))
+        return cls(drafter, math.exp(mean), math.exp(mean - error), math.exp(mean + error), stats)
+
+    @property
+    def word(self) -> str:
+        """Whether it pays."""
+        if not self.stats.drafted_rounds:
+            return "drafted nothing"
+        if math.isinf(self.high):
+            return "too few runs to tell"
+        if self.low <= 1 <= self.high:
+            return "no clear difference"
+        return "faster" if self.low > 1 else "slower"
+
+    def __str__(self) -> str:
+        stats = self.stats
+        if not stats.drafted_rounds:
+            return f"{self.drafter}: {stats.explain()}"
+        spread = "" if math.isinf(self.high) else f" ({self.low:.2f} to {self.high:.2f})"
+        text = (
+            f"{self.drafter}: {self.word}, {self.speedup:.2f}x{spread} of plain decoding; "
+            f"{stats.mean_accepted_length:.1f} tokens a drafted round, "
+            f"{stats.drafted_rounds} of {stats.steps} rounds drafted"
+        )
+        failures = (f"{count} {reason}" for reason, count in stats.fallbacks.most_common())
+        return text + (f"; failures: {', '.join(failures)}" if stats.fallbacks else "")
+
+
+def as_json(rows: Sequence[Comparison]) -> dict[str, object]:
+    """The comparison as JSON-ready values; speeds in tokens/s."""
+    names = [name for name in rows[0].results if name != "none"]
+    return {
+        "identical": all(row.identical for row in rows),
+        "prompts": [
+            {"prompt": row.prompt, "speeds": {name: row.speed(name) for name in row.results}}
+            for row in rows
+        ],
+        "drafters": [
+            {
+                "drafter": verdict.drafter,
+                "verdict": verdict.word,
+                "speedup": verdict.speedup,
+                "interval": None if math.isinf(verdict.high) else [verdict.low, verdict.high],
+                "stats": verdict.stats.summary(),
+            }
+            for verdict in (Verdict.of(rows, name) for name in names)
+        ],
+    }
+
+
+def report(console: Console, rows: Sequence[Comparison]) -> None:
+    """Prints speeds by prompt, a verdict for each drafter, and whether all tokens are equal."""
+    names = [name for name in rows[0].results if name != "none"]
+    table = Table(
+        title="Tokens/s after the first token, of prompts that no drafter has seen",
+        title_justify="left",
+    )
+    table.add_column("prompt")
+    for name in ("plain", *names):
+        table.add_column(name, justify="right")
+    for row in rows:
+        drafted = (
+            f"{row.speed(name):.0f} ({statistics.mean(row.ratios(name)):.2f}x)" for name in names
+        )
+        table.add_row(row.prompt, f"{row.speed('none'):.0f}", *drafted)
+    console.print(table)
+    for name in names:
+        console.print(str(Verdict.of(rows, name)))
+    different = [row.prompt for row in rows if not row.identical]
+    console.print(
+        f"identical tokens: {'NO, after ' + '; '.join(different) if different else 'yes'}"
+    )
