@@ -67,8 +67,8 @@ class CMatrix(ctypes.Structure):
 
     _fields_ = [
         *[(name, ctypes.c_int64) for name in ("outs", "ins", "format")],
-        *[(name, ctypes.c_void_p) for name in ("values", "scales", "minima")],
-        *[(name, ctypes.c_int64) for name in ("scales_f16", "offset")],
+        ("values", ctypes.c_void_p),
+        *[(name, ctypes.c_int64) for name in ("minima", "scales_f16", "offset")],
         ("bias", ctypes.c_void_p),
     ]
 
@@ -164,20 +164,20 @@ class PackedMatrix:
         outs: Outputs.
         ins: Inputs.
         values: Packed weights, uint8, at a multiple of 64 bytes.
-        scales: Packed, float16 or float32; None for "float32" and "bfloat16".
-        minima: Packed, of the type of ``scales``, or None.
         bias: float32 ``[outs]``, or None.
         offset: Subtracted from the stored values of "int8" and "int4".
+        minima: Whether blocks of "int8" and "int4" have minima.
+        scales_f16: Whether their scales and minima are float16, else float32.
     """
 
     format: str
     outs: int
     ins: int
     values: Tensor
-    scales: Tensor | None = None
-    minima: Tensor | None = None
     bias: Tensor | None = None
     offset: int = 0
+    minima: bool = False
+    scales_f16: bool = False
 
     def __post_init__(self) -> None:
         for name, tensor in self.tensors().items():
@@ -186,8 +186,8 @@ class PackedMatrix:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name, without those that are None."""
-        named = {"values": self.values, "scales": self.scales, "minima": self.minima}
-        return {k: v for k, v in (named | {"bias": self.bias}).items() if v is not None}
+        named = {"values": self.values, "bias": self.bias}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @cached_property
     def unpacked(self) -> Tensor | Blocks:
@@ -200,23 +200,25 @@ class PackedMatrix:
         return found.dequantise() if isinstance(found, Blocks) else found
 
     def _unpack(self, which: Tensor | slice) -> Tensor | Blocks:
-        words = self._rows(self.values.view(torch.int32), which)
-        if self.scales is None:
+        if self.format in _TYPES:
+            panels = self.values.view(torch.int32).view(-(-self.outs // _PADDED) * 2, -1, PANEL)
+            words = _outputs(panels, which, self.outs)
             return words.view(_TYPES[self.format])[:, : self.ins].float()
-        if self.format == "int4":
-            both = torch.stack([words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F], 2)
-            words = both.flatten(1)
-        scale = self._rows(self.scales, which).float()
-        minimum = None if self.minima is None else self._rows(self.minima, which).float()
-        bits = 8 if self.format == "int8" else 4
+        bits, half = 8 if self.format == "int8" else 4, self.scales_f16
+        lines, factor = bits, 2 if half else 4
+        pieces = self.values.view(-(-self.outs // _PADDED), self.ins // BLOCK, -1)
+        size = _PADDED * lines * 4
+        stored = pieces[:, :, :size].contiguous().view(torch.int32)
+        stored = stored.view(len(pieces), -1, 2, lines, PANEL).permute(0, 2, 1, 3, 4).flatten(2, 3)
+        words = _outputs(stored.flatten(0, 1), which, self.outs)
+        if bits == 4:
+            words = torch.stack([words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F], 2).flatten(1)
+        factors = [
+            _outputs(part.contiguous().view(torch.float16 if half else torch.float32), which, self.outs)
+            for part in pieces[:, :, size:].split(_PADDED * factor, 2)
+        ]
+        scale, minimum = factors[0].float(), factors[1].float() if self.minima else None
         return Blocks(words.view(torch.uint8), scale, minimum, bits, self.offset)
-
-    def _rows(self, panels: Tensor, which: Tensor | slice) -> Tensor:
-        """``[outs / 16][n][16]`` -> ``[outs, n]``, of some outputs."""
-        found = panels.view(-(-self.outs // _PADDED) * 2, -1, PANEL)
-        if isinstance(which, Tensor):
-            return found[which // PANEL, :, which % PANEL]
-        return found.transpose(1, 2).flatten(0, 1)[: self.outs][which]
 
     def matrix(self) -> CMatrix:
         """The argument of the C kernels; valid as long as this object lives."""
@@ -225,7 +227,8 @@ class PackedMatrix:
             outs=self.outs,
             ins=self.ins,
             format=FORMATS.index(self.format),
-            scales_f16=self.scales is not None and self.scales.dtype is torch.float16,
+            minima=self.minima,
+            scales_f16=self.scales_f16,
             offset=self.offset,
             **found,
         )
@@ -247,7 +250,11 @@ def pack(weight: Tensor, bias: Tensor | None = None, format: str = "bfloat16") -
     outs, ins = weight.shape
     # A bfloat16 line holds pairs of inputs, which move as one number of 4 bytes.
     words = _padded(weight.to(_TYPES[format]), BLOCK).view(torch.int32)
-    return PackedMatrix(format, outs, ins, _panels(words), bias=_bias(bias))
+    count = words.shape[1]
+    packed = allocate(words.nbytes)
+    panels = packed.view(torch.int32).view(-1, count, PANEL)
+    panels.copy_(words.view(-1, PANEL, count).transpose(1, 2))
+    return PackedMatrix(format, outs, ins, packed, _bias(bias))
 
 
 def pack_blocks(blocks: Blocks, bias: Tensor | None = None) -> PackedMatrix:
@@ -256,22 +263,32 @@ def pack_blocks(blocks: Blocks, bias: Tensor | None = None) -> PackedMatrix:
     Scales and minima are stored as float16 if that changes none of them, else as float32.
     """
     outs, ins = blocks.shape
+    count = ins // BLOCK
     words = _padded(blocks.values, BLOCK).view(torch.int32)
     if blocks.bits == 4:
         words = words[:, 0::2] | words[:, 1::2] << 4
     factors = [t for t in (blocks.scale, blocks.minimum) if t is not None]
     half = all(torch.equal(t.half().float(), t) for t in factors)
-    packed = [_panels(_padded(t.half() if half else t, 1)) for t in factors]
-    packed = [t.view(torch.float16 if half else torch.float32) for t in packed]
+    size, factor = 4 * words[0].numel() // count * _PADDED, (2 if half else 4) * _PADDED
+    pairs = len(words) // _PADDED
+    packed = allocate(pairs * count * (size + factor * len(factors)))
+    pieces = packed.view(pairs, count, -1)
+    panels = words.view(pairs, 2, PANEL, count, -1).permute(0, 3, 1, 4, 2).contiguous()
+    with torch.inference_mode():  # `packed` may be a part of an inference tensor
+        pieces[:, :, :size] = panels.view(torch.uint8).view(pairs, count, size)
+        for at, tensor in enumerate(factors):
+            values = _padded(tensor.half() if half else tensor, 1).view(pairs, _PADDED, count)
+            part = slice(size + factor * at, size + factor * (at + 1))
+            pieces[:, :, part] = values.transpose(1, 2).contiguous().view(torch.uint8)
     return PackedMatrix(
         "int8" if blocks.bits == 8 else "int4",
         outs,
         ins,
-        _panels(words),
-        packed[0],
-        packed[1] if len(packed) > 1 else None,
+        packed,
         _bias(bias),
         blocks.offset,
+        minima=len(factors) > 1,
+        scales_f16=half,
     )
 
 
@@ -316,13 +333,12 @@ def _padded(rows: Tensor, multiple: int) -> Tensor:
     return torch.nn.functional.pad(rows, (0, -ins % multiple, 0, -outs % _PADDED))
 
 
-def _panels(words: Tensor) -> Tensor:
-    """``[outs, n]`` -> uint8, in the order ``[outs / 16][n][16]``."""
-    outs, count = words.shape
-    packed = allocate(words.numel() * words.element_size())
-    panels = packed.view(words.dtype).view(outs // PANEL, count, PANEL)
-    panels.copy_(words.view(-1, PANEL, count).transpose(1, 2))
-    return packed
+def _outputs(panels: Tensor, which: Tensor | slice, outs: int) -> Tensor:
+    """``[panels][n][width]`` -> ``[outs, n]``, of some outputs."""
+    width = panels.shape[2]
+    if isinstance(which, Tensor):
+        return panels[which // width, :, which % width]
+    return panels.transpose(1, 2).flatten(0, 1)[:outs][which]
 
 
 def _bias(bias: Tensor | None) -> Tensor | None:

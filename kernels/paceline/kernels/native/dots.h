@@ -26,6 +26,12 @@ INLINE ivec high_halves(ivec x) { return low_halves(_mm512_srli_epi32(x, 4)); }
 INLINE ivec add_i32(ivec a, ivec b) { return _mm512_add_epi32(a, b); }
 INLINE vec to_float(ivec x) { return _mm512_cvtepi32_ps(x); }
 INLINE vec as_float(ivec x) { return _mm512_castsi512_ps(x); }
+INLINE ivec as_int(vec x) { return _mm512_castps_si512(x); }
+INLINE ivec max_i32(ivec a, ivec b) { return _mm512_max_epi32(a, b); }
+INLINE ivec clear_sign(vec x) { return _mm512_and_si512(as_int(x), splat_i32(0x7fffffff)); }
+INLINE int32_t largest_lane(ivec x) { return _mm512_reduce_max_epi32(x); }
+INLINE int32_t add_lanes(ivec x) { return _mm512_reduce_add_epi32(x); }
+INLINE void store_i32(int32_t *p, ivec x) { _mm512_storeu_si512(p, x); }
 INLINE vec load_f16(const uint16_t *p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
@@ -38,6 +44,20 @@ INLINE ivec high_halves(ivec x) { return low_halves(_mm256_srli_epi32(x, 4)); }
 INLINE ivec add_i32(ivec a, ivec b) { return _mm256_add_epi32(a, b); }
 INLINE vec to_float(ivec x) { return _mm256_cvtepi32_ps(x); }
 INLINE vec as_float(ivec x) { return _mm256_castsi256_ps(x); }
+INLINE ivec as_int(vec x) { return _mm256_castps_si256(x); }
+INLINE ivec max_i32(ivec a, ivec b) { return _mm256_max_epi32(a, b); }
+INLINE ivec clear_sign(vec x) { return _mm256_and_si256(as_int(x), splat_i32(0x7fffffff)); }
+INLINE int32_t largest_lane(ivec x) {
+  __m128i y = _mm_max_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  y = _mm_max_epi32(y, _mm_shuffle_epi32(y, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
+}
+INLINE int32_t add_lanes(ivec x) {
+  __m128i y = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  y = _mm_add_epi32(y, _mm_shuffle_epi32(y, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
+}
+INLINE void store_i32(int32_t *p, ivec x) { _mm256_storeu_si256((__m256i *)p, x); }
 INLINE vec load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 #else
 INLINE ivec load_i32(const void *p) {
@@ -51,6 +71,15 @@ INLINE ivec high_halves(ivec x) { return (x >> 4) & 0x0f0f0f0f; }
 INLINE ivec add_i32(ivec a, ivec b) { return a + b; }
 INLINE vec to_float(ivec x) { return __builtin_convertvector(x, vec); }
 INLINE vec as_float(ivec x) { return (vec)x; }
+INLINE ivec as_int(vec x) { return (ivec)x; }
+INLINE ivec max_i32(ivec a, ivec b) { return ((a > b) & a) | (~(a > b) & b); }
+INLINE ivec clear_sign(vec x) { return (ivec)x & 0x7fffffff; }
+INLINE int32_t largest_lane(ivec x) {
+  const int32_t a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
+  return a > b ? a : b;
+}
+INLINE int32_t add_lanes(ivec x) { return x[0] + x[1] + x[2] + x[3]; }
+INLINE void store_i32(int32_t *p, ivec x) { memcpy(p, &x, sizeof x); }
 INLINE vec load_f16(const uint16_t *p) {
   return (vec){half_to_float(p[0]), half_to_float(p[1]), half_to_float(p[2]), half_to_float(p[3])};
 }
@@ -65,37 +94,55 @@ INLINE int32_t word_at(const void *p) {
 /* Keeps GCC from adding in another order, which needs more registers than there are. */
 #define IN_ORDER(sum) __asm__("" : "+v"(sum))
 
-/* dot(sum, weights, a): sum + weights times the 4 activations at `a`. */
-#if LANES == 16 && defined(__AVX512VNNI__)
-typedef int8_t activation;
-INLINE ivec dot(ivec sum, ivec weights, const activation *a) {
-  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(splat_i32(word_at(a))));
-  return sum;
-}
-#elif LANES == 8 && defined(__AVXVNNI__)
-typedef int8_t activation;
-INLINE ivec dot(ivec sum, ivec weights, const activation *a) {
-  sum = _mm256_dpbusd_avx_epi32(sum, weights, splat_i32(word_at(a)));
-  IN_ORDER(sum);
-  return sum;
-}
-#elif LANES >= 8
-/* Without VNNI: bytes become 16 bits, since products of bytes are added with saturation. The
- * activations are stored as 0, 2, 1, 3: beside even bytes, then beside odd ones. */
+/* The sum of a block: begin_sum(), dot() for each 4 inputs, end_sum(). dot() adds the products of 4
+ * stored values of each output, `four` bits or 8, with the 4 activations at `a`; each takes
+ * `activation_bytes`. end_sum() adds `start`, if begin_sum() has not. */
+#if LANES >= 8 && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+/* Products of bytes are added in pairs to 16 bits with saturation. With 4-bit weights nothing
+ * saturates, and the sums of a block fit 16 bits: 32 / 2 pairs of 15 * 127 in two lanes are 30,480.
+ * With 8-bit weights bytes become 16 bits first; activations are stored as 0, 2, 1, 3: beside even
+ * bytes, then beside odd ones. */
 #define SPLIT_ACTIVATIONS
-typedef int16_t activation;
 #if LANES == 16
+INLINE ivec multiply_bytes(ivec a, ivec b) { return _mm512_maddubs_epi16(a, b); }
 INLINE ivec multiply_pairs(ivec a, ivec b) { return _mm512_madd_epi16(a, b); }
+INLINE ivec add_i16(ivec a, ivec b) { return _mm512_add_epi16(a, b); }
 INLINE ivec even_bytes(ivec x) { return _mm512_and_si512(x, splat_i32(0x00ff00ff)); }
 INLINE ivec odd_bytes(ivec x) { return _mm512_srli_epi16(x, 8); }
 #else
+INLINE ivec multiply_bytes(ivec a, ivec b) { return _mm256_maddubs_epi16(a, b); }
 INLINE ivec multiply_pairs(ivec a, ivec b) { return _mm256_madd_epi16(a, b); }
+INLINE ivec add_i16(ivec a, ivec b) { return _mm256_add_epi16(a, b); }
 INLINE ivec even_bytes(ivec x) { return _mm256_and_si256(x, splat_i32(0x00ff00ff)); }
 INLINE ivec odd_bytes(ivec x) { return _mm256_srli_epi16(x, 8); }
 #endif
-INLINE ivec dot(ivec sum, ivec weights, const activation *a) {
-  sum = add_i32(sum, multiply_pairs(even_bytes(weights), splat_i32(word_at(a))));
-  sum = add_i32(sum, multiply_pairs(odd_bytes(weights), splat_i32(word_at(a + 2))));
+INLINE int64_t activation_bytes(const int four) { return four ? 1 : 2; }
+INLINE ivec begin_sum(const int four, int32_t start) { return splat_i32(four ? 0 : start); }
+INLINE ivec end_sum(const int four, ivec sum, int32_t start) {
+  return four ? add_i32(multiply_pairs(sum, splat_i32(0x00010001)), splat_i32(start)) : sum;
+}
+INLINE ivec dot(const int four, ivec sum, ivec weights, const char *a) {
+  if (four) {
+    sum = add_i16(sum, multiply_bytes(weights, splat_i32(word_at(a))));
+  } else {
+    sum = add_i32(sum, multiply_pairs(even_bytes(weights), splat_i32(word_at(a))));
+    sum = add_i32(sum, multiply_pairs(odd_bytes(weights), splat_i32(word_at(a + 4))));
+  }
+  IN_ORDER(sum);
+  return sum;
+}
+#else
+INLINE int64_t activation_bytes(const int four) { return 1; }
+INLINE ivec begin_sum(const int four, int32_t start) { return splat_i32(start); }
+INLINE ivec end_sum(const int four, ivec sum, int32_t start) { return sum; }
+#if LANES == 16
+INLINE ivec dot(const int four, ivec sum, ivec weights, const char *a) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(splat_i32(word_at(a))));
+  return sum;
+}
+#elif LANES == 8
+INLINE ivec dot(const int four, ivec sum, ivec weights, const char *a) {
+  sum = _mm256_dpbusd_avx_epi32(sum, weights, splat_i32(word_at(a)));
   IN_ORDER(sum);
   return sum;
 }
@@ -103,17 +150,16 @@ INLINE ivec dot(ivec sum, ivec weights, const activation *a) {
 #include <arm_neon.h>
 #undef DOT_OFFSET
 #define DOT_OFFSET 128 /* both operands are signed */
-typedef int8_t activation;
-INLINE ivec dot(ivec sum, ivec weights, const activation *a) {
+INLINE ivec dot(const int four, ivec sum, ivec weights, const char *a) {
   const int8x16_t w = (int8x16_t)(weights ^ (int32_t)0x80808080), x = (int8x16_t)splat_i32(word_at(a));
   return (ivec)vdotq_s32((int32x4_t)sum, w, x);
 }
 #else
-typedef int8_t activation;
-INLINE ivec dot(ivec sum, ivec weights, const activation *a) {
-  for (int byte = 0; byte < 4; byte++) sum += (weights >> 8 * byte & 255) * a[byte];
+INLINE ivec dot(const int four, ivec sum, ivec weights, const char *a) {
+  for (int byte = 0; byte < 4; byte++) sum += (weights >> 8 * byte & 255) * ((const int8_t *)a)[byte];
   return sum;
 }
+#endif
 #endif
 
 #endif

@@ -42,7 +42,7 @@ void linear_prepare(const Matrix *m, const float *x, int64_t rows, void *scratch
     quantise_row(m, x, rows, scratch, item);
 }
 
-/* Outputs from `first` on of a block of rows: PAIR in tiles, else UNIT. */
+/* Outputs from `first` on of a block of rows: UNIT of floats without tiles, else PAIR. */
 static void multiply(const Matrix *m, const float *x, const void *scratch, int64_t rows,
                      RowBlock block, float *out, int64_t first) {
   const Activations *a = (const Activations *)scratch + block.first * (m->ins / BLOCK_INS);
@@ -51,12 +51,12 @@ static void multiply(const Matrix *m, const float *x, const void *scratch, int64
     tile_block(m, rows, block, scratch, out, first);
     return;
   }
-  switch (m->format) {
-    case LINEAR_F32: f32_rows(block.count, m, x, out, first); break;
-    case LINEAR_BF16: bf16_rows(block.count, m, x, out, first); break;
-    case LINEAR_Q8: q8_rows(block.count, m, a, out, first); break;
-    case LINEAR_Q4: q4_rows(block.count, m, a, out, first); break;
-  }
+  if (m->format == LINEAR_F32)
+    f32_rows(block.count, m, x, out, first);
+  else if (m->format == LINEAR_BF16)
+    bf16_rows(block.count, m, x, out, first);
+  else
+    quantised_kernels[m->format == LINEAR_Q4][m->scales_f16][m->minima](block.count, m, a, out, first);
 }
 
 /* An item is two panels times some blocks of rows. */
@@ -67,7 +67,7 @@ int64_t linear_items(const Matrix *m, int64_t rows) {
 void linear_item(const Matrix *m, const float *x, const void *scratch, int64_t rows, float *out,
                  int64_t item) {
   const int64_t most = most_rows(m), chunk = block_rows(rows, most) * BLOCKS;
-  const int64_t chunks = divide_up(rows, chunk), unit = in_tiles(m) ? PAIR : UNIT;
+  const int64_t chunks = divide_up(rows, chunk), unit = quantised(m) || in_tiles(m) ? PAIR : UNIT;
   const int64_t first = item / chunks * PAIR, start = item % chunks * chunk;
   for (int64_t o = first; o < first + PAIR && o < m->outs; o += unit)
     for (int64_t r = start; r < start + chunk && r < rows;) {

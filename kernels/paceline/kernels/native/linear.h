@@ -4,10 +4,12 @@
  * 16. The number of panels is rounded up to 2, ins to 32; what is added is zeros.
  *   float32   [panel][ins][16]
  *   bfloat16  [panel][ins / 2][16][2]
- *   8 bit     [panel][ins / 4][16][4] unsigned bytes
- *   4 bit     [panel][ins / 8][16][4] bytes; the low halves are inputs 8 i .. 8 i + 3, the high
- *             halves the next 4: two whole lines of the 8-bit layout
- *   scales, minima  [panel][ins / 32][16]
+ *   8 bit and 4 bit  [panel / 2][ins / 32] blocks: one stream of memory for 32 outputs. A block is
+ *     8 bit   [panel % 2][8][16][4] unsigned bytes
+ *     4 bit   [panel % 2][4][16][4] bytes; the low halves are inputs 8 i .. 8 i + 3, the high halves
+ *             the next 4: two whole lines of the 8-bit layout
+ *     scales  [32], float16 or float32
+ *     minima  [32] of the same type, in some 4-bit formats
  *
  * Arithmetic: the bits of an output depend on its row of x and its weights alone, not on the other
  * rows, their number, the threads or the level.
@@ -32,11 +34,11 @@ enum { LINEAR_F32, LINEAR_BF16, LINEAR_Q8, LINEAR_Q4 };
 
 typedef struct {
   int64_t outs, ins, format;
-  const void *values;          /* packed, at a multiple of 64 bytes */
-  const void *scales, *minima; /* null where the format has none */
-  int64_t scales_f16;          /* scales and minima are float16, else float32 */
-  int64_t offset;              /* subtracted from stored values: 128 (8 bit), 8 or 0 */
-  const float *bias;           /* [outs] or null */
+  const void *values; /* packed, at a multiple of 64 bytes */
+  int64_t minima;     /* whether blocks have minima; 8 bit: 0 */
+  int64_t scales_f16; /* scales and minima are float16, else float32 */
+  int64_t offset;     /* subtracted from stored values: 128 (8 bit), 8 or 0 */
+  const float *bias;  /* [outs] or null */
 } Matrix;
 
 /* x is [rows, ins], out [rows, outs], both dense. First every piece of the preparation, then every

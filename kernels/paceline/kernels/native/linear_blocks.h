@@ -6,18 +6,16 @@
 #include "dots.h"
 #include "linear_units.h"
 
-#define BLOCK_INS 32
 #define SHIFT 12582912.0f /* 3 * 2^22: a float whose last bit is 1 */
 #define SHIFT_BITS 0x4b400000
-#if LANES == 16 && !defined(SPLIT_ACTIVATIONS)
-#define BLOCK_ROWS 8 /* two vectors of integer sums a row in registers; most totals are in memory */
-#elif LANES == 16
-#define BLOCK_ROWS 4
-#elif LANES == 8
-#define BLOCK_ROWS 2
-#else
+#if LANES == 4
 #define BLOCK_ROWS 3
+#elif LANES == 8 && defined(SPLIT_ACTIVATIONS)
+#define BLOCK_ROWS 4
+#else
+#define BLOCK_ROWS 6 /* with two vectors of outputs: sums in registers, at 256 bits totals in memory */
 #endif
+#define AHEAD_BYTES 4096 /* of weights that are fetched into the first-level cache */
 
 /* What a row's activations in one block of inputs contribute beside their values. */
 typedef struct {
@@ -27,35 +25,41 @@ typedef struct {
 } Factors;
 
 typedef struct {
-  activation values[BLOCK_INS];
+#ifdef SPLIT_ACTIVATIONS
+  char values[2 * BLOCK_INS];
+#else
+  char values[BLOCK_INS];
+#endif
   Factors factors;
 } Activations;
 
 /* Quantises a block of a row, see linear.h. */
 INLINE Factors quantise(const float *x, int64_t offset, int32_t value[BLOCK_INS]) {
-  uint32_t bits[BLOCK_INS], largest = 0;
-  int32_t sum = 0;
+  ivec largest = splat_i32(0), sum = splat_i32(0);
   float m, scale = 0.0f, inverse = 0.0f;
-  memcpy(bits, x, sizeof bits);
-  for (int i = 0; i < BLOCK_INS; i++) {
-    const uint32_t magnitude = bits[i] & 0x7fffffff;
-    largest = magnitude > largest ? magnitude : largest;
-  }
-  memcpy(&m, &largest, sizeof m);
-  if (largest >= 0x7f800000) { /* infinite or NaN */
+#pragma GCC unroll 8
+  for (int i = 0; i < BLOCK_INS; i += LANES) largest = max_i32(largest, clear_sign(load_f32(x + i)));
+  const int32_t bits = largest_lane(largest); /* magnitudes are ordered as whole numbers */
+  memcpy(&m, &bits, sizeof m);
+  if (bits >= 0x7f800000) { /* infinite or NaN */
     scale = NAN;
   } else if (m >= 0x1p-100f) {
     scale = m / 127.0f;
     inverse = 1.0f / scale;
   }
-  for (int i = 0; i < BLOCK_INS; i++) { /* the addition rounds to a whole number, ties to even */
-    const float rounded = x[i] * inverse + SHIFT;
-    int32_t whole;
-    memcpy(&whole, &rounded, sizeof whole);
-    value[i] = inverse == 0.0f ? 0 : whole - SHIFT_BITS;
-    sum += value[i];
+  if (inverse == 0.0f) {
+    memset(value, 0, BLOCK_INS * sizeof *value);
+    return (Factors){scale, scale * 0.0f, SHIFT_BITS, 0};
   }
-  return (Factors){scale, scale * (float)sum, SHIFT_BITS - (int32_t)offset * sum, 0};
+#pragma GCC unroll 8
+  for (int i = 0; i < BLOCK_INS; i += LANES) { /* the addition rounds to a whole number, ties to even */
+    const vec rounded = load_f32(x + i) * splat(inverse) + splat(SHIFT);
+    const ivec whole = add_i32(as_int(rounded), splat_i32(-SHIFT_BITS));
+    store_i32(value + i, whole);
+    sum = add_i32(sum, whole);
+  }
+  const int32_t total = add_lanes(sum);
+  return (Factors){scale, scale * (float)total, SHIFT_BITS - (int32_t)offset * total, 0};
 }
 
 /* Row `row` of x. Within a block of rows, activations are in the order [ins / 32][rows]. */
@@ -63,22 +67,24 @@ static void quantise_row(const Matrix *m, const float *x, int64_t rows, Activati
                          int64_t row) {
   const RowBlock in = row_block(rows, BLOCK_ROWS, row);
   const int64_t blocks = m->ins / BLOCK_INS;
+  const int split = activation_bytes(m->format == LINEAR_Q4) == 2;
   out += in.first * blocks + (row - in.first);
   for (int64_t b = 0; b < blocks; b++, out += in.count) {
     int32_t value[BLOCK_INS];
+    int16_t *wide = (int16_t *)out->values;
     out->factors = quantise(x + row * m->ins + b * BLOCK_INS, m->offset - DOT_OFFSET, value);
-    for (int i = 0; i < BLOCK_INS; i++) {
-#ifdef SPLIT_ACTIVATIONS
-      out->values[(i & ~3) + 2 * (i & 1) + (i >> 1 & 1)] = (activation)value[i];
-#else
-      out->values[i] = (activation)value[i];
-#endif
-    }
+    if (split)
+      for (int i = 0; i < BLOCK_INS; i += 4) {
+        wide[i] = (int16_t)value[i], wide[i + 1] = (int16_t)value[i + 2];
+        wide[i + 2] = (int16_t)value[i + 1], wide[i + 3] = (int16_t)value[i + 3];
+      }
+    else
+      for (int i = 0; i < BLOCK_INS; i++) out->values[i] = (char)value[i];
   }
 }
 
-INLINE vec load_scale(const char *p, int64_t block, int f16) {
-  return f16 ? load_f16((const uint16_t *)p + block * PANEL) : load_f32((const float *)p + block * PANEL);
+INLINE vec load_factor(const char *p, int f16) {
+  return f16 ? load_f16((const uint16_t *)p) : load_f32((const float *)p);
 }
 
 /* Sums of a block, with SHIFT, times the scales of the weights: one rounding. SHIFT makes a whole
@@ -88,99 +94,107 @@ INLINE vec scaled(ivec sum, vec scale, vec shift, int f16) {
   return fma_(to_float(add_i32(sum, splat_i32(-SHIFT_BITS))), scale, splat(0.0f));
 }
 
-/* UNIT outputs, from `first` on, of `rows` rows. */
-INLINE void quantised_block(const int rows, const int four, const Matrix *m, const Activations *a,
-                            float *out, int64_t first) {
-  const int64_t blocks = m->ins / BLOCK_INS, panel = m->ins * PANEL / (four ? 2 : 1);
-  const int f16 = (int)m->scales_f16, factor = f16 ? 2 : 4;
-  const char *weights[VECTORS], *scales[VECTORS], *minima[VECTORS];
-  vec total[BLOCK_ROWS][VECTORS];
-  float totals[BLOCK_ROWS * UNIT];
-#pragma GCC unroll 4
-  for (int v = 0; v < VECTORS; v++) {
-    const int64_t at = first + v * LANES, factors = blocks * PANEL * factor;
-    weights[v] = place(m->values, panel, 64, at);
-    scales[v] = place(m->scales, factors, PANEL * factor, at);
-    minima[v] = m->minima ? place(m->minima, factors, PANEL * factor, at) : 0;
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++) total[r][v] = splat(0.0f);
+/* Constants of an inner loop. */
+typedef struct {
+  int four, f16, minima;
+} BlockFormat;
+
+/* PAIR outputs, from `first` on, of `rows` rows. */
+INLINE void quantised_block(const int rows, const BlockFormat f, const Matrix *m,
+                            const Activations *a, float *out, int64_t first) {
+  const int four = f.four, factor = f.f16 ? 2 : 4;
+  const int64_t panel = BLOCK_INS * PANEL / (four ? 2 : 1);
+  const int64_t bytes = 2 * panel + PAIR * factor * (f.minima ? 2 : 1), blocks = m->ins / BLOCK_INS;
+  const char *block = (const char *)m->values + first / PAIR * blocks * bytes;
+  vec total[PAIR / UNIT][BLOCK_ROWS][VECTORS];
+  float totals[BLOCK_ROWS * PAIR];
 #pragma GCC unroll 1
-  for (int64_t b = 0; b < blocks; b++, a += rows) {
-    ivec sum[BLOCK_ROWS][VECTORS];
+  for (int u = 0; u < PAIR / UNIT; u++)
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) sum[r][v] = splat_i32(a[r].factors.start);
+      for (int v = 0; v < VECTORS; v++) total[u][r][v] = splat(0.0f);
+#pragma GCC unroll 1
+  for (int64_t b = 0; b < blocks; b++, a += rows, block += bytes) {
+#pragma GCC unroll 32
+    for (int64_t p = 0; p < bytes; p += 64) __builtin_prefetch(block + AHEAD_BYTES + p, 0, 3);
+#pragma GCC unroll 1
+    for (int u = 0; u < PAIR / UNIT; u++) { /* outputs whose sums fit the registers */
+      const char *scales = block + 2 * panel + u * UNIT * factor, *minima = scales + PAIR * factor;
+      ivec sum[BLOCK_ROWS][VECTORS];
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-    for (int i = 0; i < BLOCK_INS; i += 8) {
-      ivec line[VECTORS];
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) line[v] = load_i32(weights[v]);
-#pragma GCC unroll 2
-      for (int next = 0; next < 2; next++) { /* 4 inputs after the other */
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = begin_sum(four, a[r].factors.start);
+#pragma GCC unroll 8
+      for (int i = 0; i < BLOCK_INS; i += 4) {
         ivec w[VECTORS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {
-          w[v] = next ? load_i32(weights[v] + 64) : line[v];
-          if (four) w[v] = next ? high_halves(line[v]) : low_halves(line[v]);
+          const char *at = block + (LANES == PANEL ? v * panel : u * panel + v * LANES * 4);
+          w[v] = load_i32(at + (four ? i / 8 * 64 : i / 4 * 64));
+          if (four) w[v] = i % 8 ? high_halves(w[v]) : low_halves(w[v]);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
           for (int v = 0; v < VECTORS; v++)
-            sum[r][v] = dot(sum[r][v], w[v], a[r].values + i + 4 * next);
+            sum[r][v] = dot(four, sum[r][v], w[v], a[r].values + i * activation_bytes(four));
       }
 #pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) weights[v] += four ? 64 : 128;
-    }
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++) {
-      const vec scale = load_scale(scales[v], b, f16), shift = scale * splat(-SHIFT);
-      const vec minimum = m->minima ? load_scale(minima[v], b, f16) : scale;
+      for (int v = 0; v < VECTORS; v++) {
+        const vec scale = load_factor(scales + v * LANES * factor, f.f16);
+        const vec minimum = f.minima ? load_factor(minima + v * LANES * factor, f.f16) : scale;
+        const vec shift = scale * splat(-SHIFT);
 #pragma GCC unroll 8
-      for (int r = 0; r < rows; r++) {
-        const vec x = scaled(sum[r][v], scale, shift, f16);
-        total[r][v] = fma_(x, splat(a[r].factors.scale), total[r][v]);
-        if (m->minima) total[r][v] = fma_(minimum, splat(a[r].factors.sum), total[r][v]);
+        for (int r = 0; r < rows; r++) {
+          const vec x = scaled(end_sum(four, sum[r][v], a[r].factors.start), scale, shift, f.f16);
+          total[u][r][v] = fma_(x, splat(a[r].factors.scale), total[u][r][v]);
+          if (f.minima) total[u][r][v] = fma_(minimum, splat(a[r].factors.sum), total[u][r][v]);
+        }
       }
     }
   }
+#pragma GCC unroll 1
+  for (int u = 0; u < PAIR / UNIT; u++)
 #pragma GCC unroll 8
-  for (int r = 0; r < rows; r++)
+    for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++) store_f32(totals + r * UNIT + v * LANES, total[r][v]);
-  finish(m, rows, totals, UNIT, out, first);
+      for (int v = 0; v < VECTORS; v++)
+        store_f32(totals + r * PAIR + u * UNIT + v * LANES, total[u][r][v]);
+  finish(m, rows, totals, PAIR, out, first);
 }
 
 #define QUANTISED_CASE(n) \
-  case n: quantised_block(n, four, m, a, out, first); break;
+  case n: quantised_block(n, f, m, a, out, first); break;
 
-INLINE void quantised_rows(int64_t rows, const int four, const Matrix *m, const Activations *a,
+INLINE void quantised_rows(int64_t rows, const BlockFormat f, const Matrix *m, const Activations *a,
                            float *out, int64_t first) {
   switch (rows) {
-    QUANTISED_CASE(1) QUANTISED_CASE(2)
-#if BLOCK_ROWS >= 3
-    QUANTISED_CASE(3)
-#endif
+    QUANTISED_CASE(1) QUANTISED_CASE(2) QUANTISED_CASE(3)
 #if BLOCK_ROWS >= 4
     QUANTISED_CASE(4)
 #endif
-#if BLOCK_ROWS == 8
-    QUANTISED_CASE(5) QUANTISED_CASE(6) QUANTISED_CASE(7) QUANTISED_CASE(8)
+#if BLOCK_ROWS >= 6
+    QUANTISED_CASE(5) QUANTISED_CASE(6)
 #endif
   }
 }
 
-static void q8_rows(int64_t rows, const Matrix *m, const Activations *a, float *out,
-                    int64_t first) {
-  quantised_rows(rows, 0, m, a, out, first);
-}
+#define FORMAT_ROWS(name, four, f16, minima)                                                     \
+  static void name(int64_t rows, const Matrix *m, const Activations *a, float *out, int64_t first) { \
+    quantised_rows(rows, (BlockFormat){four, f16, minima}, m, a, out, first);                    \
+  }
+FORMAT_ROWS(q8_rows, 0, 1, 0)
+FORMAT_ROWS(q8_f32_rows, 0, 0, 0)
+FORMAT_ROWS(q4_rows, 1, 1, 0)
+FORMAT_ROWS(q4_f32_rows, 1, 0, 0)
+FORMAT_ROWS(q4_minima_rows, 1, 1, 1)
+FORMAT_ROWS(q4_f32_minima_rows, 1, 0, 1)
 
-static void q4_rows(int64_t rows, const Matrix *m, const Activations *a, float *out,
-                    int64_t first) {
-  quantised_rows(rows, 1, m, a, out, first);
-}
+typedef void (*QuantisedRows)(int64_t, const Matrix *, const Activations *, float *, int64_t);
+
+/* By number of bits, type of the factors, and minima, which no 8-bit format has. */
+static const QuantisedRows quantised_kernels[2][2][2] = {
+    {{q8_f32_rows}, {q8_rows}}, {{q4_f32_rows, q4_f32_minima_rows}, {q4_rows, q4_minima_rows}}};
 #endif

@@ -27,7 +27,7 @@ INLINE void float_block(const int rows, const int bf16, const Matrix *m, const f
   float sums[FLOAT_ROWS * UNIT];
   int64_t k = 0;
 #pragma GCC unroll 4
-  for (int v = 0; v < VECTORS; v++) weights[v] = place(m->values, panel, 64, first + v * LANES);
+  for (int v = 0; v < VECTORS; v++) weights[v] = place(m->values, panel, first + v * LANES);
 #pragma GCC unroll 12
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4

@@ -6,8 +6,6 @@
 #include "dots.h"
 #include "linear_units.h"
 
-#define BLOCK_INS 32
-
 static float from_bf16(uint16_t x) {
   const uint32_t bits = (uint32_t)x << 16;
   float value;
@@ -23,19 +21,26 @@ static float weight_at(const Matrix *m, int64_t out, int64_t in) {
   return from_bf16(((const uint16_t *)m->values)[(pair * PANEL + lane) * 2 + in % 2]);
 }
 
-static int32_t stored_at(const Matrix *m, int64_t out, int64_t in) {
-  const int64_t panel = out / PANEL, lane = out % PANEL;
-  const uint8_t *values = m->values;
-  if (m->format == LINEAR_Q8)
-    return values[((panel * m->ins / 4 + in / 4) * PANEL + lane) * 4 + in % 4];
-  const int byte = values[((panel * m->ins / 8 + in / 8) * PANEL + lane) * 4 + in % 4];
-  return in / 4 % 2 ? byte >> 4 : byte & 15;
+static const uint8_t *block_at(const Matrix *m, int64_t out, int64_t block) {
+  const int64_t bits = m->format == LINEAR_Q8 ? 8 : 4, factor = m->scales_f16 ? 2 : 4;
+  const int64_t bytes = PAIR * (BLOCK_INS * bits / 8 + factor * (m->minima ? 2 : 1));
+  return (const uint8_t *)m->values + (out / PAIR * (m->ins / BLOCK_INS) + block) * bytes;
 }
 
-static float scale_at(const Matrix *m, const void *scales, int64_t out, int64_t block) {
-  const int64_t at = (out / PANEL * (m->ins / BLOCK_INS) + block) * PANEL + out % PANEL;
-  if (m->scales_f16) return half_to_float(((const uint16_t *)scales)[at]);
-  return ((const float *)scales)[at];
+static int32_t stored_at(const Matrix *m, int64_t out, int64_t in) {
+  const int64_t panel = out / PANEL % 2, lane = out % PANEL, i = in % BLOCK_INS;
+  const uint8_t *values = block_at(m, out, in / BLOCK_INS);
+  if (m->format == LINEAR_Q8) return values[((panel * 8 + i / 4) * PANEL + lane) * 4 + i % 4];
+  const int byte = values[((panel * 4 + i / 8) * PANEL + lane) * 4 + i % 4];
+  return i / 4 % 2 ? byte >> 4 : byte & 15;
+}
+
+/* Kind 0: a scale; 1: a minimum. */
+static float factor_at(const Matrix *m, int kind, int64_t out, int64_t block) {
+  const int64_t bits = m->format == LINEAR_Q8 ? 8 : 4, at = kind * PAIR + out % PAIR;
+  const uint8_t *factors = block_at(m, out, block) + PAIR * BLOCK_INS * bits / 8;
+  if (m->scales_f16) return half_to_float(((const uint16_t *)factors)[at]);
+  return ((const float *)factors)[at];
 }
 
 void linear_row(const Matrix *m, int64_t row, float *out) {
@@ -45,8 +50,8 @@ void linear_row(const Matrix *m, int64_t row, float *out) {
       continue;
     }
     const int64_t block = k / BLOCK_INS;
-    out[k] = (float)(stored_at(m, row, k) - m->offset) * scale_at(m, m->scales, row, block);
-    if (m->minima) out[k] += scale_at(m, m->minima, row, block);
+    out[k] = (float)(stored_at(m, row, k) - m->offset) * factor_at(m, 0, row, block);
+    if (m->minima) out[k] += factor_at(m, 1, row, block);
   }
 }
 
@@ -76,8 +81,8 @@ static float output(const Matrix *m, const float *x, int64_t out) {
         sum += a[i] * (stored_at(m, out, b * BLOCK_INS + i) - (int32_t)m->offset);
         plain += a[i];
       }
-      total = fmaf(fmaf((float)sum, scale_at(m, m->scales, out, b), 0.0f), scale, total);
-      if (m->minima) total = fmaf(scale_at(m, m->minima, out, b), scale * (float)plain, total);
+      total = fmaf(fmaf((float)sum, factor_at(m, 0, out, b), 0.0f), scale, total);
+      if (m->minima) total = fmaf(factor_at(m, 1, out, b), scale * (float)plain, total);
     }
   return m->bias ? total + m->bias[out] : total;
 }
@@ -109,6 +114,15 @@ static void fill(uint32_t *words, int64_t count, int kind, uint32_t *seed) {
   }
 }
 
+/* Random blocks of a quantised matrix. */
+static void fill_blocks(const Matrix *m, uint32_t *words, uint32_t *seed) {
+  const int64_t words_of_values = 2 * block_panel(m) / 4, all = block_bytes(m) / 4;
+  for (int64_t b = 0; b < PADDED / PAIR * (INS / BLOCK_INS); b++, words += all) {
+    fill(words, words_of_values, BYTES, seed);
+    fill(words + words_of_values, all - words_of_values, m->scales_f16 ? F16_PAIRS : FLOATS, seed);
+  }
+}
+
 static int differs(const Matrix *m, const float x[ROWS * INS]) {
   static float found[ROWS * OUTS], expected[ROWS * OUTS];
   void *scratch = malloc((size_t)linear_scratch(m, ROWS));
@@ -124,7 +138,7 @@ static int differs(const Matrix *m, const float x[ROWS * INS]) {
 /* Whether this level gives the bits of plain C in every format, on random data. Returns 0, or 1 +
  * the first format that differs. Leaves numerics portable; not on two threads at once. */
 int64_t paceline_linear_check(void) {
-  static _Alignas(64) uint32_t values[PADDED * INS], scales[2][PADDED * INS / BLOCK_INS];
+  static _Alignas(64) uint32_t values[PADDED * INS];
   static float x[ROWS * INS], bias[OUTS];
   uint32_t seed = 1;
   Matrix m = {.outs = OUTS, .ins = INS, .values = values, .bias = bias};
@@ -135,16 +149,15 @@ int64_t paceline_linear_check(void) {
     fill(values, PADDED * INS, m.format == LINEAR_F32 ? FLOATS : BF16_PAIRS, &seed);
     if (differs(&m, x)) return 1 + m.format;
   }
-  m.scales = scales[0];
   for (m.format = LINEAR_Q8; m.format <= LINEAR_Q4; m.format++)
-    for (int variant = 0; variant < 4; variant++) {
-      m.minima = variant & 1 ? scales[1] : 0;
-      m.scales_f16 = variant >> 1;
+    for (int variant = 0; variant < (m.format == LINEAR_Q4 ? 4 : 2); variant++) {
+      m.scales_f16 = variant & 1;
+      m.minima = variant >> 1;
       m.offset = m.format == LINEAR_Q8 ? 128 : 8;
-      fill(values, PADDED * INS, BYTES, &seed);
-      fill(scales[0], 2 * PADDED * INS / BLOCK_INS, m.scales_f16 ? F16_PAIRS : FLOATS, &seed);
+      fill_blocks(&m, values, &seed);
       if (differs(&m, x)) return 1 + m.format;
     }
+  m.minima = m.scales_f16 = m.offset = 0;
   /* Tiles sum in an order of their own: sums of whole numbers are exact in any. */
   m.format = LINEAR_BF16;
   fill(values, PADDED * INS, WHOLE_PAIRS, &seed);

@@ -68,7 +68,7 @@ static void prepare_tile_row(const Matrix *m, const float *x, int64_t rows, char
 
 static void bf16_tiles(int64_t rows, const Matrix *m, const char *x, float *out, int64_t first) {
   const int64_t stride = padded_ins(m) * 2, second = rows > SIDE;
-  const char *w = place(m->values, stride * PANEL, 64, first);
+  const char *w = place(m->values, stride * PANEL, first);
   _Alignas(64) float sums[TILE_ROWS * PAIR];
   TILE_CLEAR();
   for (int64_t at = 0; at < stride; at += 64) {
@@ -80,29 +80,29 @@ static void bf16_tiles(int64_t rows, const Matrix *m, const char *x, float *out,
   finish(m, rows, sums, PAIR, out, first);
 }
 
-/* The stored values of `count` (1 or 2) blocks of a panel, as bytes, at `lines` or in `buffer`. */
-INLINE const char *byte_lines(const int four, const char *lines, int64_t count, char *buffer) {
-  if (!four && count == 2) return lines;
-  if (!four) return memcpy(buffer, lines, TILE_BYTES / 2);
-  for (int64_t i = 0; i < count * TILE_BYTES / 2; i += 128)
-    for (int64_t v = 0; v < 64; v += 4 * LANES) {
-      const ivec both = load_i32(lines + i / 2 + v), low = low_halves(both), high = high_halves(both);
-      memcpy(buffer + i + v, &low, sizeof low);
-      memcpy(buffer + i + v + 64, &high, sizeof high);
-    }
+/* The stored values of a panel in `count` (1 or 2) blocks, as bytes, to `buffer`. */
+INLINE const char *byte_lines(const int four, const char *values, int64_t bytes, int64_t count,
+                              char *buffer) {
+  const int64_t size = BLOCK_INS * PANEL;
+  for (int64_t b = 0; b < count; b++, values += bytes) {
+    if (!four) memcpy(buffer + b * size, values, (size_t)size);
+    for (int64_t i = 0; four && i < size; i += 128)
+      for (int64_t v = 0; v < 64; v += 4 * LANES) {
+        const ivec both = load_i32(values + i / 2 + v), low = low_halves(both), high = high_halves(both);
+        memcpy(buffer + b * size + i + v, &low, sizeof low);
+        memcpy(buffer + b * size + i + v + 64, &high, sizeof high);
+      }
+  }
   return buffer;
 }
 
-/* total += the scaled sums of one block, for `rows` rows and the outputs of one panel; rows of sums
- * and totals are PAIR long. */
+/* total += the scaled sums of one block, for `rows` rows and PAIR outputs. */
 INLINE void scale_sums(const Matrix *m, int64_t rows, const int32_t *sums, const Factors *factors,
-                       int64_t panel, int64_t block, float *total) {
+                       const char *scales, float *total) {
   const int f16 = (int)m->scales_f16, size = f16 ? 2 : 4;
-  const int64_t at = panel * (m->ins / BLOCK_INS) + block;
-  for (int64_t v = 0; v < PANEL; v += LANES) {
-    const char *scales = (const char *)m->scales + v * size;
-    const char *minima = m->minima ? (const char *)m->minima + v * size : scales;
-    const vec scale = load_scale(scales, at, f16), minimum = load_scale(minima, at, f16);
+  for (int64_t v = 0; v < PAIR; v += LANES) {
+    const char *minima = scales + (m->minima ? PAIR * size : 0);
+    const vec scale = load_factor(scales + v * size, f16), minimum = load_factor(minima + v * size, f16);
     const vec shift = scale * splat(-SHIFT);
     for (int64_t r = 0; r < rows; r++) {
       const ivec sum = add_i32(load_i32(sums + r * PAIR + v), splat_i32(factors[r].start));
@@ -117,22 +117,21 @@ INLINE void scale_sums(const Matrix *m, int64_t rows, const int32_t *sums, const
 
 INLINE void quantised_tiles(const int four, int64_t rows, const Matrix *m, const char *values,
                             const Factors *factors, float *out, int64_t first) {
-  const int64_t blocks = m->ins / BLOCK_INS, second = rows > SIDE, line = four ? 256 : 512;
-  const char *w = place(m->values, blocks * line, 64, first);
+  const int64_t blocks = m->ins / BLOCK_INS, second = rows > SIDE;
+  const int64_t bytes = block_bytes(m), panel = block_panel(m);
+  const char *w = first_block(m, first);
   _Alignas(64) char buffer[2][TILE_BYTES] = {{0}};
   _Alignas(64) int32_t sums[TILE_ROWS * PAIR];
   _Alignas(64) float total[TILE_ROWS * PAIR] = {0};
-  for (int64_t b = 0; b < blocks; b += 2) {
+  for (int64_t b = 0; b < blocks; b += 2, w += 2 * bytes) {
     const int64_t count = b + 1 < blocks ? 2 : 1;
-    TILE_LOAD(6, byte_lines(four, w + b * line, count, buffer[0]), 64);
-    TILE_LOAD(7, byte_lines(four, w + (blocks + b) * line, count, buffer[1]), 64);
-    for (int64_t i = b; i < b + count; i++) {
+    TILE_LOAD(6, byte_lines(four, w, bytes, count, buffer[0]), 64);
+    TILE_LOAD(7, byte_lines(four, w + panel, bytes, count, buffer[1]), 64);
+    for (int64_t i = 0; i < count; i++) {
       TILE_CLEAR();
-      TILE_PRODUCTS(TILE_DOT_SU8, second, values + i * rows * 64, 64)
+      TILE_PRODUCTS(TILE_DOT_SU8, second, values + (b + i) * rows * 64, 64)
       TILE_SUMS(sums);
-      for (int64_t p = 0; p < 2; p++)
-        scale_sums(m, rows, sums + p * PANEL, factors + i * rows, first / PANEL + p, i,
-                   total + p * PANEL);
+      scale_sums(m, rows, sums, factors + (b + i) * rows, w + i * bytes + 2 * panel, total);
     }
   }
   finish(m, rows, total, PAIR, out, first);

@@ -32,9 +32,25 @@ INLINE RowBlock row_block(int64_t rows, int64_t most, int64_t row) {
   return (RowBlock){first, first + size < rows ? size : rows - first};
 }
 
-/* Place of output `out` in an array of panels: `line` bytes for every step of 16 outputs. */
-INLINE const char *place(const void *base, int64_t panel_bytes, int64_t line_bytes, int64_t out) {
-  return (const char *)base + out / PANEL * panel_bytes + out % PANEL * (line_bytes / PANEL);
+/* Place of output `out` in panels of this many bytes, whose lines have 4 bytes an output. */
+INLINE const char *place(const void *base, int64_t panel_bytes, int64_t out) {
+  return (const char *)base + out / PANEL * panel_bytes + out % PANEL * 4;
+}
+
+#define BLOCK_INS 32
+
+/* Bytes of the parts of a quantised block, see linear.h. */
+INLINE int64_t block_panel(const Matrix *m) {
+  return BLOCK_INS * PANEL / (m->format == LINEAR_Q4 ? 2 : 1);
+}
+INLINE int64_t block_factors(const Matrix *m) { return PAIR * (m->scales_f16 ? 2 : 4); }
+INLINE int64_t block_bytes(const Matrix *m) {
+  return 2 * block_panel(m) + block_factors(m) * (m->minima ? 2 : 1);
+}
+
+/* The first block of the two panels that contain output `out`. */
+INLINE const char *first_block(const Matrix *m, int64_t out) {
+  return (const char *)m->values + out / PAIR * (m->ins / BLOCK_INS) * block_bytes(m);
 }
 
 /* Adds the bias to `rows` rows of `width` sums and stores them; `out` is the first row. Not inlined:

@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
-_FORMAT = 3
-_MATRIX_FIELDS = ("format", "outs", "ins", "offset")
+_FORMAT = 4
+_MATRIX_FIELDS = ("format", "outs", "ins", "offset", "minima", "scales_f16")
 
 
 def packed_path(fingerprint: str, weights: str) -> Path:
