@@ -1,4 +1,6 @@
-/* Runs a program: each operation is a stage of the team, in items of rows or outputs.
+/* Runs a program in stages of the team. A product and an attention are a stage or two each. The
+ * row-wise operations between them, the preparation of the next product included, are one stage: a
+ * thread takes a row through all of them, and the row stays in its first-level cache.
  *
  * Long batches run slice by slice: all operations up to the selection for the first blocks, then for
  * the next ones. The bits of a row do not depend on it, and buffers stay small. */
@@ -13,7 +15,9 @@
 typedef struct {
   const Program *program;
   const Run *run;
-  int64_t at, part;          /* operation, and which of its stages */
+  int64_t at, part;          /* operation, and which of its stages; at is -1 before the first */
+  int64_t stop;              /* row-wise stage: the first operation behind it, */
+  int64_t prepares;          /* which is a product that the stage prepares */
   int64_t first, rows;       /* rows of the slice, or selected rows */
   int64_t block, tile, tiles; /* first block after the slice; its tiles */
   int64_t piece;              /* rows of an item */
@@ -113,24 +117,51 @@ static int next_slice(State *s) {
   return 1;
 }
 
-/* Moves to the next stage. Returns whether there is one. */
-static int next_stage(State *s) {
-  const Program *p = s->program;
-  const int64_t kind = p->operation[s->at].kind;
-  if (s->failed) return 0;
-  if (s->part == 0 && (kind == MULTIPLY || kind == ATTEND || kind == ATTEND_CONTEXT)) {
-    s->part = 1;
-    return 1;
-  }
-  s->part = 0;
-  s->at++;
-  return s->at == p->selecting || s->at == p->operations ? next_slice(s) : 1;
-}
-
 static void show_caches(State *s, const Cache *const *caches, int64_t layer) {
   for (int64_t i = 0; i < s->run->sequences; i++) {
     s->keys[i] = caches[i][2 * layer];
     s->values[i] = caches[i][2 * layer + 1];
+  }
+}
+
+static int row_wise(const State *s) {
+  const int64_t kind = s->program->operation[s->at].kind;
+  return kind != ATTEND && kind != ATTEND_CONTEXT && (kind != MULTIPLY || s->part == 0);
+}
+
+/* Moves to the next stage. Returns whether there is one. */
+static int next_stage(State *s) {
+  const Program *p = s->program;
+  if (s->failed) return 0;
+  if (s->at < 0) return next_slice(s);
+  if (row_wise(s)) {
+    s->at = s->stop;
+    s->part = s->prepares;
+  } else {
+    s->part = p->operation[s->at].kind != MULTIPLY && !s->part; /* an attention is merged */
+    s->at += !s->part;
+  }
+  if (s->part) return 1;
+  return s->at == p->selecting || s->at == p->operations ? next_slice(s) : 1;
+}
+
+/* Sets the end of the row-wise stage that begins at the present operation. */
+static void chain_rows(State *s) {
+  const Program *p = s->program;
+  const int64_t end = s->at < p->selecting ? p->selecting : p->operations;
+  int64_t layer = -1;
+  s->prepares = 0;
+  for (s->stop = s->at; s->stop < end; s->stop++) {
+    const Operation *o = p->operation + s->stop;
+    if (o->kind == MULTIPLY) {
+      s->prepares = 1;
+      return;
+    }
+    if (o->kind == ATTEND || o->kind == ATTEND_CONTEXT) return;
+    if (o->kind == ROTATE) {
+      if (layer >= 0) return; /* the state shows the caches of one layer */
+      show_caches(s, s->run->caches, layer = o->layer);
+    }
   }
 }
 
@@ -169,30 +200,19 @@ static int64_t begin_attention(State *s, const Operation *o) {
   return attention_items(&s->attention);
 }
 
-/* Items of a row-wise operation over this many values a row. */
-static int64_t pieces(State *s, int64_t width) {
-  s->piece = width < VALUES ? VALUES / width : 1;
-  return (s->rows + s->piece - 1) / s->piece;
-}
-
 /* Prepares the present stage; returns its items. */
 static int64_t begin_stage(State *s) {
   const Program *p = s->program;
   const Operation *o = p->operation + s->at;
-  switch (o->kind) {
-    case MULTIPLY:
-      if (s->part == 0) return linear_prepare_items(o->weight, s->rows);
-      return linear_items(o->weight, s->rows);
-    case ATTEND:
-    case ATTEND_CONTEXT:
-      return s->part == 0 ? begin_attention(s, o) : attention_merge_items(&s->attention);
-    case ROTATE: show_caches(s, s->run->caches, o->layer); return pieces(s, p->buffer[o->in].width);
-    case TAP: return s->run->taps && s->run->taps[o->layer] ? pieces(s, p->buffer[o->in].width) : 0;
-    case EMBED:
-    case INPUT:
-    case SELECT: return pieces(s, p->buffer[o->out].width);
-    default: return pieces(s, p->buffer[o->in].width);
+  if (row_wise(s)) {
+    const int64_t width = p->buffer[o->in ? o->in : o->out].width;
+    chain_rows(s);
+    if (s->stop == s->at && !linear_prepare_items(o->weight, s->rows)) return 0;
+    s->piece = width < VALUES ? VALUES / width : 1;
+    return (s->rows + s->piece - 1) / s->piece;
   }
+  if (o->kind == MULTIPLY) return linear_items(o->weight, s->rows);
+  return s->part == 0 ? begin_attention(s, o) : attention_merge_items(&s->attention);
 }
 
 static void embed(const State *s, const Operation *o, int64_t row) {
@@ -239,7 +259,7 @@ static void run_row(const State *s, const Operation *o, int64_t row) {
     case GATE: gate_row(in, rows_of(s, o->out) + row * (width / 2), width / 2); break;
     case ADD: add_row(in, rows_of(s, o->delta) + row * width, width); break;
     case TAP:
-      for (int64_t i = 0; i < width; i += LANES)
+      for (int64_t i = 0; r->taps && r->taps[o->layer] && i < width; i += LANES)
         store_any(r->taps[o->layer], (s->first + row) * width + i, (int)r->taps_bf16,
                   load_f32(in + i));
       break;
@@ -252,20 +272,19 @@ static void run_row(const State *s, const Operation *o, int64_t row) {
 static void work(void *state, int64_t item) {
   State *s = state;
   const Operation *o = s->program->operation + s->at;
-  if (o->kind == MULTIPLY) {
-    const float *in = rows_of(s, o->in);
-    if (s->part == 0)
-      linear_prepare(o->weight, in, s->rows, s->scratch, item);
-    else
-      linear_item(o->weight, in, s->scratch, s->rows, rows_of(s, o->out), item);
-  } else if (o->kind == ATTEND || o->kind == ATTEND_CONTEXT) {
-    if (s->part)
-      attention_merge_item(&s->attention, item);
-    else if (attention_item(&s->attention, item))
-      s->failed = 1;
-  } else {
-    for (int64_t row = item * s->piece; row < (item + 1) * s->piece && row < s->rows; row++)
-      run_row(s, o, row);
+  if (row_wise(s)) {
+    const Operation *stop = s->program->operation + s->stop;
+    for (int64_t row = item * s->piece; row < (item + 1) * s->piece && row < s->rows; row++) {
+      for (const Operation *each = o; each < stop; each++) run_row(s, each, row);
+      if (s->prepares && linear_prepare_items(stop->weight, s->rows))
+        linear_prepare(stop->weight, rows_of(s, stop->in), s->rows, s->scratch, row);
+    }
+  } else if (o->kind == MULTIPLY) {
+    linear_item(o->weight, rows_of(s, o->in), s->scratch, s->rows, rows_of(s, o->out), item);
+  } else if (s->part) {
+    attention_merge_item(&s->attention, item);
+  } else if (attention_item(&s->attention, item)) {
+    s->failed = 1;
   }
 }
 
@@ -302,7 +321,7 @@ static int outside(const int64_t *numbers, int64_t count, int64_t end) {
 int64_t paceline_run_program(const Program *p, const Run *r) {
   if (r->tokens && outside(r->tokens, r->rows, p->vocabulary)) return 2;
   if (r->selection && outside(r->selection, r->selected, r->rows)) return 2;
-  State s = {.program = p, .run = r, .at = p->selecting - 1};
+  State s = {.program = p, .run = r, .at = -1};
   lay_out(&s);
   expand_blocks(&s);
   const Stages stages = {.begin = begin, .work = work, .state = &s};
