@@ -80,7 +80,7 @@ def client_of(site: Site, *indices: int, drafter: str | None = None, budget: flo
     """A client of some of the verifiers."""
     return Client(
         site.addresses(*indices),
-        drafter=drafter,
+        drafter_address=drafter,
         cache_dir=None,
         retry=RetryOptions(budget=budget, first_delay=0.005, longest_delay=0.05),
         unread_chunks=2,
@@ -106,7 +106,7 @@ def test_a_bad_list_is_an_error(text: str) -> None:
         Client(text)
     if text:
         with pytest.raises(InvalidRequestError, match="address of a drafter"):
-            Client("a:1", drafter=text)
+            Client("a:1", drafter_address=text)
 
 
 def test_a_good_list() -> None:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.client import (
+    ChatOptions,
     Client,
     DeadlineError,
     DraftOptions,
@@ -44,6 +45,9 @@ VALUES = st.sampled_from(ODD) | st.recursive(
 )
 
 
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
 def refusal(call: Callable[[], object]) -> InvalidRequestError | None:
     """The error of a call whose arguments are refused; None for another end that they may have."""
     try:
@@ -57,16 +61,21 @@ def refusal(call: Callable[[], object]) -> InvalidRequestError | None:
 
 def call(name: str, value: Any) -> None:
     with SyncClient(transport=MockTransport("fine")) as client:
-        arguments = {"prompt": "x", "max_new_tokens": 4} | {name: value}
-        assert client.generate(**arguments).finish_reason in ("stop", "length")
+        given = {"max_new_tokens": 4, name: value}
+        if name in ("tools", "chat_template"):
+            chat = {"chat_template": "{{ messages[0].content }}", "messages": MESSAGES} | given
+            assert client.chat(**chat).finish_reason in ("stop", "length")
+        else:
+            assert client.generate(**{"prompt": "x"} | given).finish_reason in ("stop", "length")
 
 
-@pytest.mark.parametrize("name", ["prompt", *(field.name for field in fields(GenerationOptions))])
+@pytest.mark.parametrize("name", ["prompt", *(field.name for field in fields(ChatOptions))])
 @given(value=VALUES)
 def test_any_value_of_any_type_ends_in_a_result_or_the_error(name: str, value: Any) -> None:
     error = refusal(lambda: call(name, value))
-    assert error is None or error.message.startswith(name)
-    assert error is None or error.metadata == {"param": name}
+    if error is not None and name != "chat_template":  # whose text may render to anything
+        assert error.message.startswith(name)
+        assert error.metadata == {"param": name}
 
 
 @pytest.mark.parametrize("kind", [Client, TlsOptions, RetryOptions, DraftOptions, MockTransport])
@@ -129,6 +138,12 @@ def test_the_error_has_the_name_what_it_takes_and_what_came(
         Client(transport=MockTransport("")).generate("x", **options)
 
 
+@pytest.mark.parametrize("messages", ["", [], [1], [{"role": "user"}], {"a": 1}, range(2**40)])
+def test_messages_are_mappings_with_role_and_content(messages: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^messages"):
+        Client(transport=MockTransport("")).chat(messages)
+
+
 @pytest.mark.parametrize("prompt", ["", [], None, b"ab", [True], [-1], range(2**40)])
 def test_a_prompt_is_text_or_token_ids(prompt: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"^prompt") as raised:
@@ -136,9 +151,8 @@ def test_a_prompt_is_text_or_token_ids(prompt: Any) -> None:
     assert raised.value.metadata == {"param": "prompt"}
 
 
-def test_either_an_address_or_a_transport_is_required() -> None:
-    with pytest.raises(InvalidRequestError, match="either"):
-        Client()
+def test_an_address_or_a_transport_is_given_and_by_default_this_machine() -> None:
+    assert [each.address for each in Client().verifiers()] == ["127.0.0.1:7431"]
     with pytest.raises(InvalidRequestError, match="either"):
         Client("127.0.0.1:1", transport=MockTransport(""))
 

@@ -1,10 +1,17 @@
 """The client without an event loop."""
 
 import threading
+from inspect import signature
 
 import pytest
 
-from paceline.client import ClientClosedError, InvalidRequestError, MockTransport, SyncClient
+from paceline.client import (
+    Client,
+    ClientClosedError,
+    InvalidRequestError,
+    MockTransport,
+    SyncClient,
+)
 
 
 def test_generate_and_stream() -> None:
@@ -18,6 +25,28 @@ def test_generate_and_stream() -> None:
         with pytest.raises(InvalidRequestError):
             client.generate("Hi", top_p=2.0)
     assert transport.open_caches == 0
+
+
+def test_chat_and_the_other_calls() -> None:
+    with SyncClient(transport=MockTransport(lambda prompt: prompt.upper())) as client:
+        messages = [{"role": "user", "content": "hi"}]
+        template = "{{ messages[0].content }}!"
+        assert client.chat(messages, chat_template=template).text == "HI!"
+        chunks = client.stream_chat(messages, chat_template=template)
+        assert "".join(chunk.text for chunk in chunks) == "HI!"
+        with pytest.raises(InvalidRequestError, match="chat template"):
+            client.chat(messages)
+        assert client.drafters() == ()
+        assert [each.state for each in client.verifiers()] == ["serving"]
+        assert repr(client).startswith("<SyncClient of ")
+
+
+def test_signatures_name_every_argument() -> None:
+    assert [*signature(SyncClient).parameters] == [*signature(Client).parameters]
+    for name in ("generate", "chat"):
+        own, other = signature(getattr(SyncClient, name)), signature(getattr(Client, name))
+        assert own.parameters == other.parameters
+        assert "temperature" in own.parameters
 
 
 def test_leaving_the_stream_frees_the_cache() -> None:

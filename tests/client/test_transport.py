@@ -94,7 +94,7 @@ async def test_a_client_without_certificate_is_refused(
 def test_a_token_is_not_sent_unencrypted(address: str) -> None:
     for verifier, drafter in ((address, None), ("127.0.0.1:7431", address)):
         with pytest.raises(InvalidRequestError, match="unencrypted"):
-            Client(verifier, drafter=drafter, token="secret")
+            Client(verifier, drafter_address=drafter, token="secret")
     Client(address, token="secret", tls=TlsOptions())
 
 

@@ -62,7 +62,7 @@ class Deployment(DockerCompose):
         verifier, drafter = (f"127.0.0.1:{self.ports[n]}" for n in ("VERIFIER", "DRAFTER"))
         return Client(
             verifier,
-            drafter=drafter,
+            drafter_address=drafter,
             token=self.token,
             tls=TlsOptions(ca=self.ca),
             # Whether it pays depends on the machine; here it is to happen.

@@ -88,7 +88,7 @@ def client_of(
     """One whose generations wait for their reader, and which waits for a restart."""
     return Client(
         verifier,
-        drafter=drafter,
+        drafter_address=drafter,
         drafting=drafting,
         retry=RetryOptions(budget=300),
         unread_chunks=2,

@@ -59,7 +59,7 @@ async def test_a_text_survives_the_death_of_its_verifier(
     """Killed in the middle of the text. A drafter maps the KV before and after."""
     (prompt,) = make_prompts(1, seed=11)
     async with Client(
-        addresses(verifiers), drafter=mapping.address, drafting=EAGER, unread_chunks=2
+        addresses(verifiers), drafter_address=mapping.address, drafting=EAGER, unread_chunks=2
     ) as client:
         expected = await generate_and(client, prompt, "none", TOKENS)
         dead: list[ServiceProcess] = []

@@ -51,7 +51,7 @@ async def test_greedy_equals_transformers(
     prompts = make_prompts(count)
     expected = reference(models[family], prompts, TOKENS)
     served = await asyncio.to_thread(verifiers, family)
-    async with Client(served.address, drafter=drafter.address, drafting=EAGER) as client:
+    async with Client(served.address, drafter_address=drafter.address, drafting=EAGER) as client:
         assert ids_of(await generate_all(client, prompts, "none", TOKENS)) == expected
         for name in (family, *USEFUL):
             results = await generate_all(client, prompts, name, TOKENS)
@@ -81,8 +81,8 @@ async def test_the_seed_determines_the_text(
     prompts, few = make_prompts(8, seed=1), 3
     options = SAMPLINGS[sampling]
     async with (
-        Client(verifier.address, drafter=drafter.address) as client,
-        Client(verifier.address, drafter=drafter.address, drafting=EAGER) as eager,
+        Client(verifier.address, drafter_address=drafter.address) as client,
+        Client(verifier.address, drafter_address=drafter.address, drafting=EAGER) as eager,
     ):
         expected = ids_of(await generate_all(client, prompts, "none", TOKENS, **options))
         assert len({tuple(output) for output in expected}) == len(prompts)

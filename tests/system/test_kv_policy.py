@@ -33,7 +33,9 @@ async def test_a_policy_of_another_package(
         ServiceProcess("verifier", served, environment=environment) as verifier,
         ServiceProcess("drafter", [load], environment=environment) as drafter,
     ):
-        async with Client(verifier.address, drafter=drafter.address, drafting=EAGER) as client:
+        async with Client(
+            verifier.address, drafter_address=drafter.address, drafting=EAGER
+        ) as client:
             for prompt, expected in zip(prompts, reference(target, prompts, TOKENS), strict=True):
                 result = await client.generate(
                     prompt, max_new_tokens=TOKENS, drafter="own", ignore_eos=True

@@ -79,7 +79,7 @@ async def test_tokens_are_those_of_no_drafter(
     prompts = [prompt * 3 for prompt in make_prompts(4, seed=2)]
     greedy = reference(models[family], prompts, TOKENS)
     served = await asyncio.to_thread(verifiers, family)
-    async with Client(served.address, drafter=methods.address, drafting=EAGER) as client:
+    async with Client(served.address, drafter_address=methods.address, drafting=EAGER) as client:
         plain = await generate_all(client, prompts, "none", TOKENS, ignore_eos=True, **SAMPLED)
         kv_bytes = {}
         for name in METHODS if family == "llama" else SHAPES:
@@ -116,7 +116,7 @@ async def test_a_layer_follows_the_kv(
     address = f"unix:{sockets}/follow"
     with ServiceProcess("verifier", arguments, address=address, environment=THREADS) as served:
         async with Client(
-            served.address, drafter=methods.address, drafting=EAGER, unread_chunks=2
+            served.address, drafter_address=methods.address, drafting=EAGER, unread_chunks=2
         ) as client:
             plain = ids_of(await generate_all(client, prompts, "none", 48, **options))
             for wire, position in POSITION_BYTES.items():
@@ -155,7 +155,9 @@ async def test_rejection_sampling_with_every_method(
     names = ["llama-dspark-tree", "llama-longspec", "llama-selfspec-mapped"]
     hostile = ["random-tree", "malformed", "failing"]
     for service, group in ((methods, names), (drafter, ["llama", "ngram", *hostile])):
-        async with Client(served.address, drafter=service.address, drafting=EAGER) as client:
+        async with Client(
+            served.address, drafter_address=service.address, drafting=EAGER
+        ) as client:
             for name in group:
                 results = await generate_all(client, prompts, name, 48, ignore_eos=True, **options)
                 assert all(len(result.token_ids) == 48 for result in results), name

@@ -72,7 +72,9 @@ async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:
         ServiceProcess("verifier", [*target, *verifier.arguments]) as served,
         ServiceProcess("drafter", [*load, *drafter.arguments]) as drafting,
     ):
-        async with Client(served.address, drafter=drafting.address, drafting=EAGER) as client:
+        async with Client(
+            served.address, drafter_address=drafting.address, drafting=EAGER
+        ) as client:
             prompts = make_prompts(6)
             results = [
                 result
@@ -86,7 +88,7 @@ async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:
             expect_drafter(drafter, results)
             expect_dashboard(verifier, drafter)
         async with Client(
-            served.address, drafter=drafting.address, drafting=EAGER, unread_chunks=2
+            served.address, drafter_address=drafting.address, drafting=EAGER, unread_chunks=2
         ) as client:
             await expect_followed(verifier, drafter, client)
         await expect_unloaded(drafter, drafting.address)

@@ -48,7 +48,9 @@ def paceline(*words: object) -> None:
 
 def generate(verifier: ServiceProcess, drafter: ServiceProcess) -> list[GenerationResult]:
     async def all_at_once() -> list[GenerationResult]:
-        async with Client(verifier.address, drafter=drafter.address, drafting=EAGER) as client:
+        async with Client(
+            verifier.address, drafter_address=drafter.address, drafting=EAGER
+        ) as client:
             asked = [client.generate(p, max_new_tokens=TOKENS, drafter="lm") for p in PROMPTS]
             return await asyncio.gather(*asked)
 

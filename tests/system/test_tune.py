@@ -48,7 +48,9 @@ async def test_a_tuned_drafter_is_served(models: dict[str, Path], tmp_path: Path
         ServiceProcess("verifier", arguments("verifier")) as verifier,
         ServiceProcess("drafter", arguments("drafter")) as drafter,
     ):
-        async with Client(verifier.address, drafter=drafter.address, drafting=EAGER) as client:
+        async with Client(
+            verifier.address, drafter_address=drafter.address, drafting=EAGER
+        ) as client:
             text = await client.generate(make_prompts(1)[0] * 4, max_new_tokens=32)
     assert text.stats.drafter_versions == ["mine@1"]
 

@@ -52,7 +52,7 @@ async def outputs(folders: dict[str, Path]) -> dict[str, list[tuple[object, ...]
     async with (
         ServiceProcess("verifier", arguments, environment=THREADS) as verifier,
         ServiceProcess("drafter", loads, environment=THREADS) as drafter,
-        Client(verifier.address, drafter=drafter.address, drafting=EAGER) as client,
+        Client(verifier.address, drafter_address=drafter.address, drafting=EAGER) as client,
     ):
         for name in folders.keys() - {"target"}:
             for prompt in make_prompts(2, seed=4):

@@ -228,7 +228,7 @@ async def distance(
             serving,
             ServiceProcess("drafter", arguments) as service,
             Proxy(address, FAR_SECONDS / 2) as proxy,
-            Client(address, drafter=service.address) as near,
+            Client(address, drafter_address=service.address) as near,
             Client(proxy.address) as far,
         ):
             for temperature in (0.0, 0.7):

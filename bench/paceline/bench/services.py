@@ -28,7 +28,9 @@ class Services:
 
     def client(self, drafting: DraftOptions | None = None) -> Client:
         """A client of both."""
-        return Client(self.verifier.address, drafter=self.drafter.address, drafting=drafting)
+        return Client(
+            self.verifier.address, drafter_address=self.drafter.address, drafting=drafting
+        )
 
 
 @contextmanager

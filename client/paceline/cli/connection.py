@@ -94,7 +94,7 @@ def client_of(args: argparse.Namespace, **options: Any) -> Client:
     """
     return Client(
         args.verifier_address,
-        drafter=args.drafter_address or None,
+        drafter_address=args.drafter_address or None,
         token=read_token(args.token_file),
         tls=tls_of(args),
         **options,

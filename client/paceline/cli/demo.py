@@ -77,7 +77,7 @@ async def _show(
 ) -> list[Comparison]:
     """Streams the answer to the first prompt with the fastest drafter, then compares all."""
     verifier, drafter = addresses
-    async with Client(verifier, drafter=drafter, drafting=UNSEEN) as client:
+    async with Client(verifier, drafter_address=drafter, drafting=UNSEEN) as client:
         names = await client.drafters()
         encoded = await encode(client, prompts, args.max_new_tokens)
         best = await warm_up(client, encoded[0], names, args)

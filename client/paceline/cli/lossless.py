@@ -143,7 +143,7 @@ async def _compare(
     gaps: list[float] = []
     # In every step, with time for it: a text without drafts would prove nothing.
     drafting = DraftOptions(timeout=60, adaptive=False)
-    async with Client(verifier, drafter=drafter, drafting=drafting) as client:
+    async with Client(verifier, drafter_address=drafter, drafting=drafting) as client:
         facts = (await client.model()).facts
 
         async def generate(concurrency: int, **options: Any) -> list[GenerationResult]:

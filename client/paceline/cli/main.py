@@ -72,7 +72,7 @@ COMMANDS = (
 
 # Top-level modules that only extras install. Any other missing module is a bug.
 _OF_EXTRAS = (
-    *("accelerate", "aiohttp", "grpc_health", "grpc_reflection", "jinja2", "llguidance", "numpy"),
+    *("accelerate", "aiohttp", "grpc_health", "grpc_reflection", "llguidance", "numpy"),
     *("openai", "opentelemetry", "prometheus_client", "pydantic", "safetensors", "torch"),
     "transformers",
 )

@@ -20,6 +20,7 @@ from ._fleet import VerifierStatus
 from ._generation import Generation, GenerationResult
 from ._mock import MockTransport
 from ._options import (
+    ChatOptions,
     DraftOptions,
     GenerationOptions,
     RetryOptions,
@@ -36,6 +37,7 @@ from ._transport import Stream, Transport
 __all__ = [
     "AuthError",
     "CapacityError",
+    "ChatOptions",
     "Chunk",
     "Client",
     "ClientClosedError",

@@ -21,7 +21,7 @@ _FORMS = re.compile(r"(unix|unix-abstract|ipv4|ipv6|vsock):.+|([\w.-]+|\[[\w.:%]
 _MAX_AGE = 5.0
 
 
-def parse_addresses(text: str | None, kind: str) -> tuple[str, ...]:
+def parse_addresses(text: str, kind: str) -> tuple[str, ...]:
     """The entries of a list: "host:port", "unix:/path" or "dns:///name:port", comma-separated.
 
     Args:

@@ -1,4 +1,4 @@
-"""Chat templates: from messages to a prompt. Needs jinja2, of the extra `gateway`."""
+"""Chat templates: from messages to a prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from paceline.sampling import MAX_TOKEN_IDS, SamplingError, checked, exactly, items
+
 from ._errors import InvalidRequestError
+from ._options import invalid_requests
 from ._text import Model
 
 if TYPE_CHECKING:
@@ -24,6 +27,30 @@ For each call, write a JSON object with the function's name and arguments inside
 <tool_call>
 {{"name": <function name>, "arguments": <object>}}
 </tool_call>"""
+
+
+def checked_messages(messages: object) -> list[dict[str, Any]]:
+    """Messages as `render_chat` takes them.
+
+    Raises:
+        InvalidRequestError: They are not a sequence of mappings with the texts role and content.
+    """
+    expected = "a message: a mapping with the texts role and content"
+    with invalid_requests():
+        found = items("messages", messages, "a list of messages", MAX_TOKEN_IDS)
+        if not found:
+            raise SamplingError.unexpected("messages", "at least one message", messages)
+        for index, message in enumerate(found):
+            texts = (
+                [message.get(key) for key in ("role", "content")]
+                if isinstance(message, Mapping)
+                else [None]
+            )
+            for text in texts:
+                if exactly(text, str) is None:
+                    raise SamplingError.unexpected("messages", expected, message, f"[{index}]")
+                checked("messages", text, str, "text", at=f"[{index}]")
+    return [dict(message) for message in found]
 
 
 def render_chat(
@@ -59,24 +86,24 @@ def render_chat(
     source = template or model.facts.chat_template
     if not source:
         raise InvalidRequestError(
-            f"{model.facts.name} has no chat template: use /v1/completions, or start the gateway "
-            "with --chat-template",
+            f"{model.facts.name} has no chat template: give one (chat_template=, or "
+            "--chat-template of the gateway), or give a prompt (generate, or /v1/completions)",
             reason="NO_CHAT_TEMPLATE",
             metadata={"param": "messages"},
         )
-    conversation = [_for_template(message) for message in messages]
-    if "tools" not in source:
-        conversation = _in_hermes_form(conversation, tools)
-    values = {
-        **_special_tokens(model),
-        **(variables or {}),
-        "messages": conversation,
-        "tools": list(tools) or None,
-        "add_generation_prompt": add_generation_prompt and not continue_final_message,
-    }
     try:
+        conversation = [_for_template(message) for message in messages]
+        if "tools" not in source:
+            conversation = _in_hermes_form(conversation, tools)
+        values = {
+            **_special_tokens(model),
+            **(variables or {}),
+            "messages": conversation,
+            "tools": list(tools) or None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        }
         text = _compiled(source).render(values)
-    except (TemplateError, TypeError, ValueError) as error:
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise InvalidRequestError(
             f"the chat template refuses these messages: {error}", metadata={"param": "messages"}
         ) from None

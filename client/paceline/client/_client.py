@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.sampling import checked, require
 
 from ._addresses import Pool, parse_addresses
+from ._chat import checked_messages, render_chat
 from ._errors import InvalidRequestError
 from ._fleet import Fleet, Verifier, VerifierStatus
 from ._generation import Generation, Running
 from ._options import (
+    ChatOptions,
     DraftOptions,
     GenerationOptions,
     RetryOptions,
@@ -31,25 +33,31 @@ from ._transport import (
     Transport,
 )
 
+DEFAULT_ADDRESS = "127.0.0.1:7431"
+"""Address of a verifier that is started without one."""
+
 
 class Client:
     """Generates text with a verifier, and the drafter services that have joined it.
 
     Connects with the first call.
 
-        async with Client("127.0.0.1:7431", drafter="127.0.0.1:7432") as client:
+        async with Client("127.0.0.1:7431") as client:
             result = await client.generate("def main(", max_new_tokens=64)
-            async for chunk in client.generate("import ", temperature=0.7, seed=1):
+            async for chunk in client.generate("import ", drafter="ngram", temperature=0.7):
                 print(chunk.text, end="")
+            answer = await client.chat([{"role": "user", "content": "Hello"}])
 
     Use it in one event loop. Generations may run concurrently.
 
     Args:
         verifier_address: "host:port", "unix:/path", "dns:///name:port" for all addresses of a DNS
             name, or a list of these, separated by commas. Several verifiers serve one target;
-            generations go to them by prefix, then by load, and move if one ends.
-        drafter: address of a drafter service, or a list: asked to join the verifiers that lack a
-            wanted drafter. None: drafters that have joined the verifiers by themselves are used.
+            generations go to them by prefix, then by load, and move if one ends. None:
+            "127.0.0.1:7431".
+        drafter_address: address of a drafter service, or a list: asked to join the verifiers that
+            lack a wanted drafter. None: drafters that have joined the verifiers by themselves,
+            as they do by default, are used.
         token: bearer token for all services. Requires `tls` beyond loopback.
         tls: TLS options; None: no TLS.
         retry: retries when all verifiers are unreachable or full.
@@ -68,7 +76,7 @@ class Client:
     def __init__(
         self,
         verifier_address: str | None = None,
-        drafter: str | None = None,
+        drafter_address: str | None = None,
         *,
         token: str | None = None,
         tls: TlsOptions | None = None,
@@ -79,7 +87,7 @@ class Client:
         max_message_bytes: int = 64 << 20,
         transport: Transport | None = None,
     ) -> None:
-        if (verifier_address is None) == (transport is None):
+        if verifier_address is not None and transport is not None:
             raise InvalidRequestError("give either the verifier's address or a transport")
         with invalid_requests():
             size = "an integer in [1, 2**31)"
@@ -104,8 +112,9 @@ class Client:
             return GrpcDrafterTransport(connections, address, name)
 
         folder = user_cache_dir() / "tokenizers" if cache_dir == "" else cache_dir
-        verifiers = (transport.address,) if transport else self._addresses(verifier_address)
-        drafters = self._addresses(drafter, "drafter") if drafter else ()
+        address = DEFAULT_ADDRESS if verifier_address is None else verifier_address
+        verifiers = (transport.address,) if transport else self._addresses(address)
+        drafters = () if drafter_address is None else self._addresses(drafter_address, "drafter")
         fleet = Fleet(
             Pool(verifier, verifiers),
             Pool(drafter_service, drafters),
@@ -113,6 +122,10 @@ class Client:
             retry,
         )
         self._running = Running(fleet, drafting, unread_chunks)
+
+    def __repr__(self) -> str:
+        addresses = ", ".join(each.address or "a transport" for each in self.verifiers())
+        return f"<{type(self).__name__} of {addresses or 'no verifier yet'}>"
 
     async def __aenter__(self) -> Client:
         return self
@@ -139,6 +152,30 @@ class Client:
         """
         self._running.check_open()
         return Generation(self._running, checked_prompt(prompt), GenerationOptions(**options))
+
+    @takes(ChatOptions)
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Generation:
+        """Answers a conversation, as `generate` continues a prompt. The template is the model's.
+
+        Args:
+            messages: in the form of OpenAI's API, with `content` as text, oldest first.
+            options: see `ChatOptions`.
+
+        Raises:
+            InvalidRequestError: a message or a parameter is invalid. Awaiting and iterating raise
+                it if the model has no chat template, or its template refuses the messages.
+            ClientClosedError: the client is closed.
+        """
+        self._running.check_open()
+        conversation, chosen = checked_messages(messages), ChatOptions(**options)
+
+        async def prompt(model: Model) -> list[int]:
+            text = render_chat(
+                model, conversation, tools=chosen.tools, template=chosen.chat_template
+            )
+            return await model.encode_rendered(text)
+
+        return Generation(self._running, prompt, chosen)
 
     async def model(self) -> Model:
         """The model of the verifiers, and its tokenizer."""
@@ -173,7 +210,7 @@ class Client:
         """Stops all generations, releases their caches and disconnects. Safe to call again."""
         await self._running.close()
 
-    def _addresses(self, text: str | None, kind: str = "verifier") -> tuple[str, ...]:
+    def _addresses(self, text: str, kind: str = "verifier") -> tuple[str, ...]:
         addresses = parse_addresses(text, kind)
         for address in addresses:
             self._connections.check(address)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -14,7 +14,7 @@ from paceline.v1 import verifier_pb2
 from ._errors import ClientClosedError, DeadlineError, InvalidRequestError
 from ._fleet import Fleet
 from ._options import DraftOptions, GenerationOptions
-from ._output import Chunk, Output, TokenLogprob
+from ._output import Chunk, FinishReason, Output, TokenLogprob
 from ._stats import RoundStats, Stats, Usage
 from ._stream import UNLIMITED, StreamRequest, TokenStream, cost
 from ._text import Model
@@ -36,7 +36,7 @@ class GenerationResult:
     """One per token, if requested."""
     prompt_logprobs: list[TokenLogprob] | None
     """One per prompt token but the first, if requested."""
-    finish_reason: str
+    finish_reason: FinishReason
     """"stop": end of sequence, stop token or stop string. "length": max_new_tokens, or the
     context is full. "cancelled": `Generation.cancel` was called."""
     stop_string: str | None
@@ -45,6 +45,13 @@ class GenerationResult:
     stats: Stats
     seed: int
     """Seed of the sampling noise: the same call with this seed returns the same tokens."""
+
+    def __repr__(self) -> str:
+        usage = self.usage
+        return (
+            f"<GenerationResult {_shortened(self.text)}: {usage.completion_tokens} tokens after "
+            f"{usage.prompt_tokens}, finish_reason={self.finish_reason!r}, seed={self.seed}>"
+        )
 
 
 class Generation:
@@ -57,7 +64,7 @@ class Generation:
     def __init__(
         self,
         running: Running,
-        prompt: str | list[int],
+        prompt: str | list[int] | Callable[[Model], Awaitable[list[int]]],
         options: GenerationOptions,
     ) -> None:
         self._running = running
@@ -81,6 +88,11 @@ class Generation:
         self.operation: str = Span.GENERATION
         """Its name in traces, as of its start: "text_completion", or "chat" for an answer in a
         conversation."""
+
+    def __repr__(self) -> str:
+        state = "not started" if self._task is None else "done" if self._task.done() else "running"
+        tokens = len(self._output.token_ids)
+        return f"<Generation {state}, {tokens} tokens: {_shortened(self._output.text)}>"
 
     @property
     def handle(self) -> bytes:
@@ -177,6 +189,7 @@ class Generation:
                 reason = self._output.finish_reason
                 self._trace.finish(self._usage(), self.stats, reason, error)
         output = self._output
+        assert output.finish_reason, "no error was raised"
         return GenerationResult(
             text=output.text,
             token_ids=output.token_ids,
@@ -229,6 +242,8 @@ class Generation:
     async def _prepare(self, model: Model) -> None:
         if isinstance(self._prompt, str):
             self._prompt_tokens = await model.encode(self._prompt)
+        elif callable(self._prompt):
+            self._prompt_tokens = await self._prompt(model)
         else:
             self._prompt_tokens = self._prompt
         if not self._prompt_tokens:
@@ -249,7 +264,7 @@ class Generation:
             self._prompt_tokens, self._output.token_ids, self._options, self._running.drafting
         )
         stream = self._stream = TokenStream(
-            self._running.fleet, model.facts, request, self.stats, self._trace, self._window
+            self._running.fleet, model, request, self.stats, self._trace, self._window
         )
         began = perf_counter()
         created = await stream.create()
@@ -300,6 +315,10 @@ class Generation:
         finally:
             self._running.kept.discard(self)
             await stream.release()
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 class _Cancelled(Exception):

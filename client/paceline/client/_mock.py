@@ -53,6 +53,9 @@ class MockTransport:
 
     address = ""
 
+    def __repr__(self) -> str:
+        return f"<MockTransport, {len(self.requests)} requests, {self.open_caches} open caches>"
+
     @property
     def open_caches(self) -> int:
         """Number of caches that were created and not released."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import Signature, signature
@@ -18,6 +18,7 @@ from paceline.sampling import (
     Checked,
     Sampling,
     SamplingError,
+    as_json,
     checked,
     exactly,
     items,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ._generation import Generation
 
 P = ParamSpec("P")
+A = TypeVar("A")
 T = TypeVar("T")
 
 
@@ -229,23 +231,48 @@ class GenerationOptions(Sampling):
         return self.parent.handle
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(GenerationOptions):
+    """The keyword arguments of `Client.chat`: those of `Client.generate`, and these."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Functions that the model may call, in the form of OpenAI's API."""
+    chat_template: str | None = None
+    """Jinja template; None: that of the model."""
+
+    def _check(self) -> None:
+        super()._check()
+        self._keep("tools", items("tools", self.tools, "a list of tools", MAX_STOPS))
+        for index, tool in enumerate(self.tools):
+            if not isinstance(tool, Mapping):
+                expected = "a mapping in the form of OpenAI's API"
+                raise SamplingError.unexpected("tools", expected, tool, f"[{index}]")
+        as_json("tools", self.tools)
+        self._take("chat_template", str, "a Jinja template", optional=True)
+
+
 def takes(
     options: Callable[P, GenerationOptions],
-) -> Callable[[Callable[..., T]], Callable[Concatenate[Any, str | Sequence[int], P], T]]:
+) -> Callable[[Callable[Concatenate[Any, A, ...], T]], Callable[Concatenate[Any, A, P], T]]:
     """Decorates a method `(self, prompt, **options)` with the signature of its options.
 
     Type checkers, editors and `help` show all of them, without a second list.
     """
+    return lambda method: _with_parameters(method, 2, options)
 
-    def decorated(
-        method: Callable[..., T],
-    ) -> Callable[Concatenate[Any, str | Sequence[int], P], T]:
-        own = list(signature(method).parameters.values())[:2]
-        every = [*own, *signature(options).parameters.values()]
-        method.__signature__ = Signature(every)  # type: ignore[attr-defined]
-        return method
 
-    return decorated
+def takes_all(
+    of: Callable[P, Any],
+) -> Callable[[Callable[..., T]], Callable[Concatenate[Any, P], T]]:
+    """Decorates a method `(self, *args, **options)` with the signature of a class."""
+    return lambda method: _with_parameters(method, 1, of)
+
+
+def _with_parameters(method: Any, own: int, options: Callable[..., Any]) -> Any:
+    """The method; its signature has its first parameters, `own` many, and those of `options`."""
+    kept = list(signature(method).parameters.values())[:own]
+    method.__signature__ = Signature([*kept, *signature(options).parameters.values()])
+    return method
 
 
 def user_cache_dir() -> Path:

@@ -10,6 +10,7 @@ from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 
 from ._text import Detokenizer, TextCodec
 
+FinishReason = Literal["stop", "length", "cancelled"]
 Proposer = Literal["drafter", "verifier"]
 Undrafted = Literal["no_drafter", "node_budget", "not_ready", "late", "empty", "last_token"]
 
@@ -21,7 +22,7 @@ UNDRAFTED: dict[int, Undrafted] = {
     verifier_pb2.NO_DRAFT_REASON_EMPTY: "empty",
     verifier_pb2.NO_DRAFT_REASON_LAST_TOKEN: "last_token",
 }
-_FINISH_REASONS = {
+_FINISH_REASONS: dict[int, FinishReason] = {
     sampling_pb2.FINISH_REASON_STOP: "stop",
     sampling_pb2.FINISH_REASON_LENGTH: "length",
 }
@@ -29,13 +30,16 @@ _FINISH_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of an emitted token, before sampling parameters."""
+    """Log-probability of a token, before sampling parameters."""
 
     token_id: int
     logprob: float
     """Natural logarithm of its probability."""
     top: tuple[tuple[int, float], ...] = ()
     """(token id, log-probability) of the likeliest tokens, likeliest first, if requested."""
+    text: str = ""
+    """The token by itself; a part of a character in OpenAI's form "bytes:\\xe2\\x98". Empty without
+    a tokenizer."""
 
 
 class VerifiedTree:
@@ -46,6 +50,9 @@ class VerifiedTree:
     def __init__(self, tree: tree_pb2.TokenTree, result: verifier_pb2.RoundResult) -> None:
         self._tree = tree
         self._accepted = result.accepted_nodes
+
+    def __repr__(self) -> str:
+        return f"<VerifiedTree of {len(self.tokens)} tokens, {len(self.accepted)} accepted>"
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -94,12 +101,13 @@ class Output:
     """
 
     def __init__(self, codec: TextCodec | None, stops: Sequence[str]) -> None:
+        self._codec = codec
         self._detokenizer = Detokenizer(codec) if codec else None
         self._stops = StopMatcher(stops)
         self._text: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
-        self.finish_reason = ""
+        self.finish_reason: FinishReason | Literal[""] = ""
 
     @property
     def text(self) -> str:
@@ -116,13 +124,13 @@ class Output:
         result = response.result
         pieces = [] if self._detokenizer is None else self._read(result.tokens)
         tokens = tuple(result.tokens[: len(pieces)] if self._detokenizer else result.tokens)
-        logprobs = _logprobs(result)[: len(tokens)]
+        logprobs = _logprobs(result, self._codec)[: len(tokens)]
         self.token_ids.extend(tokens)
         self.logprobs.extend(logprobs)
         if self._stops.matched is not None:
             self.finish_reason = "stop"
         elif result.finish_reason:
-            self.finish_reason = _FINISH_REASONS.get(result.finish_reason, "unknown")
+            self.finish_reason = _FINISH_REASONS.get(result.finish_reason, "stop")
             self._finish(pieces)
         text = "".join(pieces)
         if text:
@@ -209,26 +217,27 @@ class StopMatcher:
 
 
 def prompt_logprobs(
-    prompt: Sequence[int], created: verifier_pb2.CacheCreated
+    prompt: Sequence[int], created: verifier_pb2.CacheCreated, codec: TextCodec | None
 ) -> list[TokenLogprob]:
     """Log-probabilities of the tokens of a prompt but the first."""
-    return _entries(prompt[1:], created.prompt_logprobs, created.top_prompt_logprobs)
+    return _entries(prompt[1:], created.prompt_logprobs, created.top_prompt_logprobs, codec)
 
 
-def _logprobs(result: verifier_pb2.RoundResult) -> list[TokenLogprob]:
+def _logprobs(result: verifier_pb2.RoundResult, codec: TextCodec | None) -> list[TokenLogprob]:
     if not result.logprobs:
         return []
-    return _entries(result.tokens, result.logprobs, result.top_logprobs)
+    return _entries(result.tokens, result.logprobs, result.top_logprobs, codec)
 
 
 def _entries(
     tokens: Sequence[int],
     logprobs: Sequence[float],
     top_logprobs: Sequence[verifier_pb2.TopLogprobs],
+    codec: TextCodec | None,
 ) -> list[TokenLogprob]:
     tops = [tuple(zip(top.tokens, top.logprobs, strict=True)) for top in top_logprobs]
     tops += [()] * (len(tokens) - len(tops))
     return [
-        TokenLogprob(token, logprob, top)
+        TokenLogprob(token, logprob, top, codec.token_text(token) if codec else "")
         for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
     ]

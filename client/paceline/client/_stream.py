@@ -25,6 +25,7 @@ from ._fleet import Attempts, Fleet, Verifier, describe, retry_unavailable
 from ._options import DraftOptions, GenerationOptions, RetryOptions
 from ._output import TokenLogprob, prompt_logprobs
 from ._stats import Stats
+from ._text import Model
 from ._trace import GenerationTrace
 from ._transport import GenerateStream
 
@@ -67,7 +68,7 @@ class TokenStream:
 
     Args:
         fleet: Verifiers and drafter services.
-        facts: The model that begins the text.
+        model: The model that begins the text.
         request: What to generate.
         stats: Statistics of the generation.
         trace: Its spans; None without a trace.
@@ -82,13 +83,14 @@ class TokenStream:
     def __init__(
         self,
         fleet: Fleet,
-        facts: verifier_pb2.GetModelResponse,
+        model: Model,
         request: StreamRequest,
         stats: Stats,
         trace: GenerationTrace | None,
         window: int,
     ) -> None:
-        self._fleet, self._facts, self._request = fleet, facts, request
+        self._fleet, self._request = fleet, request
+        self._facts, self._codec = model.facts, model.codec
         self._stats, self._trace = stats, trace
         self._attempts = Attempts(fleet.retry)
         self._parent = request.options.parent_handle
@@ -436,7 +438,7 @@ class TokenStream:
         self._verifier = verifier
         self.lease_seconds = (created.lease_ms or self._facts.lease_ms or 30_000) / 1000
         if created.prompt_logprobs:
-            self.prompt_logprobs = prompt_logprobs(self._request.prompt, created)
+            self.prompt_logprobs = prompt_logprobs(self._request.prompt, created, self._codec)
         stats.prefill_ms += created.prefill_us / 1000
         if self._trace is not None:
             self._trace.end_prefill(created)

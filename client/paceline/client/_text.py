@@ -253,6 +253,10 @@ class Model:
     codec: TextCodec | None
     """The tokenizer. None if the model has none: then prompts and results are token ids."""
 
+    def __repr__(self) -> str:
+        facts = self.facts
+        return f"<Model {facts.name}: context {facts.max_context}, vocabulary {facts.vocab_size}>"
+
     async def encode(self, prompt: str) -> list[int]:
         """Token ids of a text prompt. Raises InvalidRequestError without a tokenizer."""
         bos = self.facts.bos_token_id if self.facts.HasField("bos_token_id") else None

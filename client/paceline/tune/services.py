@@ -73,7 +73,7 @@ class TuningServices:
             self._client = await starting.enter_async_context(
                 Client(
                     self._verifier.address,
-                    drafter=self._drafter.address,
+                    drafter_address=self._drafter.address,
                     drafting=DraftOptions(timeout=10.0, adaptive=False),
                 )
             )

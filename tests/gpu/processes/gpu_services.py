@@ -70,7 +70,7 @@ class Pair:
         from paceline.client import Client, DraftOptions
 
         always = DraftOptions(adaptive=False, timeout=timeout)
-        return Client(self.verifier.address, drafter=self.drafter.address, drafting=always)
+        return Client(self.verifier.address, drafter_address=self.drafter.address, drafting=always)
 
 
 @contextmanager

@@ -165,7 +165,7 @@ class World:
         async with verifier or self.verifier_process(environment=environment) as started, drafter:
             client = Client(
                 started.address,
-                drafter=drafter.address,
+                drafter_address=drafter.address,
                 # Longer than any outage here, so that only a fault makes a request fail.
                 retry=RetryOptions(budget=_READY_SECONDS),
                 # Drafting does not pay for a model this small, and no drill would test it.

@@ -144,6 +144,15 @@ def token_ids(
     return [_token_id(parameter, token, f"[{index}]") for index, token in enumerate(ids)]
 
 
+def as_json(parameter: str, value: object) -> str:
+    """A value as JSON. Raises SamplingError if it cannot be written so."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        message = f"{parameter} cannot be written as JSON: {error}"
+        raise SamplingError(parameter, message) from None
+
+
 def _token_id(parameter: str, value: object, at: str) -> int:
     expected = "a token id, an integer in [0, 2**32)"
     return checked(parameter, value, int, expected, lambda token: 0 <= token < 2**32, at)
@@ -265,12 +274,7 @@ class Sampling(Checked):
             raise SamplingError.unexpected(
                 "json_schema", "a JSON schema: a mapping or text", schema
             )
-        try:
-            return json.dumps(schema, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise SamplingError(
-                "json_schema", f"json_schema cannot be written as JSON: {error}"
-            ) from None
+        return as_json("json_schema", schema)
 
     def to_proto(self) -> sampling_pb2.SamplingParams:
         """The protocol message."""
