@@ -1,6 +1,7 @@
 """`paceline trace` with spans as collectors write them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +75,15 @@ def test_time_is_split_into_parts(tmp_path: Path) -> None:
 def test_the_verifiers_times_do_as_well() -> None:
     stats = Stats(first_token_ms=8.0, prefill_ms=6.0)
     stats.rounds.append(RoundStats(8, 3, 4, round_ms=10, draft_ms=3, verify_ms=4, queue_ms=2))
-    stats.rounds.append(
-        RoundStats(0, 0, 5, round_ms=20, draft_ms=0, verify_ms=20, queue_ms=0, steps=5)
-    )
+    stats.rounds.append(RoundStats(0, 0, 5, 20, 0, 20, 0, steps=5, undrafted="late"))
     prefill, first, plain = trace.rows_of_stats(stats)
     assert prefill.parts == (("transport", 2), ("verify", 6))
     assert first.parts == (("draft", 3), ("transport", 1), ("queue", 2), ("verify", 4))
     assert plain.parts == (("verify", 20),)
     assert [row.begins for row in (prefill, first, plain)] == [0, 8, 18]
-    assert [row.label for row in (prefill, first, plain)] == ["prefill", "1", "2 (5 steps)"]
+    assert [row.label for row in (prefill, first, plain)] == ["prefill", "1", "2 x5"]
     assert (first.drafted, first.accepted, first.emitted, plain.emitted) == (8, 3, 4, 5)
+    assert (first.undrafted, plain.undrafted) == ("", "late")
 
 
 def test_spans_of_services_split_the_transport_time(tmp_path: Path) -> None:
@@ -103,12 +103,14 @@ def test_the_newest_generation_is_shown(tmp_path: Path) -> None:
 def test_terminal_and_page_show_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "80")
     page = tmp_path / "page.html"
     file = write(tmp_path / "f", CLIENT)
     assert main(["trace", "--read", str(file), "--html", str(page)]) == 0
     shown, text = capsys.readouterr().out, page.read_text()
-    for part in ("18.00", "3.00", "7.50", "3/8", "cut short"):
+    assert max(map(len, shown.splitlines())) <= 80
+    assert re.search(r" t+q+d+t*\.?t+v+t+ 18\.0", shown), "a letter a phase"
+    for part in ("18.0", "3.0", "7.5", "3/8", "cut short"):
         assert part in shown
         assert part in text
     assert "src=" not in text

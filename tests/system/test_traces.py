@@ -289,11 +289,14 @@ class Tree:
 def test_paceline_trace_shows_a_generation_of_its_own(
     traced: tuple[Collector, ServiceProcess, ServiceProcess], tmp_path: Path
 ) -> None:
-    """Whatever the services export, and to whom."""
-    _, verifier, drafter = traced
+    """80 columns wide; the client's spans are exported too."""
+    collector, verifier, drafter = traced
+    collector.spans.clear()
     page = tmp_path / "page.html"
-    html, wide = ("--html", str(page)), {"COLUMNS": "170"}
-    shown = paceline("trace", verifier, drafter, "lm", wide, *html)
+    options = ("--draft-always", "--html", str(page))
+    shown = paceline("trace", verifier, drafter, "lm", collector.environment, *options)
+    collector.wait(released)
+    assert max(map(len, shown.splitlines())) <= 80
     assert f"{TOKENS} tokens" in shown
     assert "prefill" in shown
     assert "prefill" in page.read_text()

@@ -103,11 +103,15 @@ def print_chunk(console: Console, chunk: Chunk, style: str) -> None:
         console.out(text, style=drafted, highlight=False, end="")
 
 
+HTML_WIDTH = 160
+"""Of a page. Unit: characters."""
+
+
 def write_html(path: Path, *parts: RenderableType) -> None:
     """Write tables and texts of rich as an HTML page that loads nothing else."""
     from rich.console import Console
 
-    console = Console(width=160, record=True, file=io.StringIO())
+    console = Console(width=HTML_WIDTH, record=True, file=io.StringIO())
     for part in parts:
         console.print(part)
     console.save_html(str(path))

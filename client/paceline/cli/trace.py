@@ -13,12 +13,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.command import CommandError, exit_with, write_html
-from paceline.cli.connection import add_service_arguments, client_of
-from paceline.cli.generate import add_generation_arguments, generation_arguments
+from paceline.cli.command import HTML_WIDTH, CommandError, exit_with, write_html
+from paceline.cli.generate import (
+    add_client_arguments,
+    add_generation_arguments,
+    generation_arguments,
+    new_client,
+)
 from paceline.cli.service_process import run_async
 from paceline.client import GenerationResult, PacelineError, Stats
 from paceline.service.options import OptionsError
+from paceline.telemetry.exporters import traced
 from paceline.telemetry.names import Attribute, Span
 
 
@@ -34,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write an HTML page")
     add_generation_arguments(parser)
-    add_service_arguments(parser)
+    add_client_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,19 +48,20 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("give either a prompt or --read FILE")
     with exit_with(2, OptionsError, OSError, ValueError), exit_with(1, PacelineError):
         if args.read is None:
-            rows = rows_of_stats(_generate(args).stats)
+            with traced("paceline-client"):
+                rows = rows_of_stats(_generate(args).stats)
         else:
             rows = rows_of_spans(read_spans(args.read))
         title = f"{len(rows)} prefills and rounds, {sum(row.emitted for row in rows)} tokens"
-        table = to_table(rows, title)
         if args.html is not None:
-            write_html(args.html, table)
-    Console().print(table)
+            write_html(args.html, to_table(rows, title, HTML_WIDTH))
+    console = Console(highlight=False)
+    console.print(to_table(rows, title, console.width))
     return 0
 
 
 def _generate(args: argparse.Namespace) -> GenerationResult:
-    client = client_of(args)
+    client = new_client(args)
     generation = client.generate(args.prompt, **generation_arguments(args))
 
     async def result() -> GenerationResult:
@@ -66,8 +72,10 @@ def _generate(args: argparse.Namespace) -> GenerationResult:
 
 
 PARTS = {"draft": "green", "transport": "bright_black", "queue": "yellow", "verify": "blue"}
-"""Parts of a round's time, and their colours."""
-_BAR = 56  # columns
+"""Parts of a round's time, and their colours. In a bar each is drawn with its first letter."""
+_COLUMNS = 63
+"""Width of all columns but the bar."""
+_MIN_BAR, _MAX_BAR = 16, 56
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,8 @@ class Row:
     drafted: int
     accepted: int
     emitted: int
+    undrafted: str = ""
+    """Why there was no tree; empty with one, and for a prefill."""
 
     @property
     def total(self) -> float:
@@ -160,29 +170,38 @@ def rows_of_stats(stats: Stats) -> list[Row]:
     now = stats.first_token_ms
     for index, entry in enumerate(stats.rounds, 1):
         parts = _timed(entry.round_ms, entry.draft_ms, entry.queue_ms, entry.verify_ms)
-        label = str(index) if entry.steps == 1 else f"{index} ({entry.steps} steps)"
-        rows.append(Row(label, now, parts, entry.drafted, entry.accepted, entry.emitted))
+        label = str(index) if entry.steps == 1 else f"{index} x{entry.steps}"
+        counts = entry.drafted, entry.accepted, entry.emitted
+        rows.append(Row(label, now, parts, *counts, entry.undrafted or ""))
         now += entry.round_ms
     return rows
 
 
-def to_table(rows: Sequence[Row], title: str) -> Table:
-    """The rows as a table."""
-    legend = Text.assemble(*((f" █ {name} ", colour) for name, colour in PARTS.items()))
-    shown = Table(title=title, title_justify="left", caption=legend)
-    shown.add_column("round", justify="right")
-    shown.add_column("at ms", justify="right")
-    shown.add_column("", min_width=_BAR)
-    for heading in ("ms", *PARTS, "accepted", "emitted"):
-        shown.add_column(heading, justify="right")
+def to_table(rows: Sequence[Row], title: str, width: int) -> Table:
+    """The rows as a table of so many columns, 80 at least."""
+    parts = ", ".join(f"{name[0]} {name}" for name in PARTS)
+    legend = f"{parts}; times in ms; xN: N steps"
+    shown = Table(
+        *("round", "at", "", "ms", "draft", "transp", "queue", "verify", "accepted", "out"),
+        title=title,
+        title_justify="left",
+        caption=legend,
+        caption_justify="left",
+        box=None,
+        padding=(0, 1, 0, 0),
+    )
+    for column in shown.columns:
+        column.justify, column.no_wrap = "right", True
+    shown.columns[2].justify = "left"
+    bar_width = max(_MIN_BAR, min(_MAX_BAR, width - _COLUMNS))
     longest = max((row.total for row in rows), default=1.0) or 1.0
     for row in rows:
         bar = Text()
-        for name, width in _widths(row, longest):
-            bar.append("█" * width, PARTS.get(name, "black"))
-        times = (f"{time:.2f}" for time in (row.total, *map(row.spent, PARTS)))
-        accepted = f"{row.accepted}/{row.drafted}" if row.drafted else "-"
-        shown.add_row(row.label, f"{row.begins:.1f}", bar, *times, accepted, str(row.emitted))
+        for name, length in _widths(row, longest, bar_width):
+            bar.append((name[0] if name in PARTS else ".") * length, PARTS.get(name, ""))
+        times = (f"{time:.1f}" for time in (row.total, *map(row.spent, PARTS)))
+        accepted = f"{row.accepted}/{row.drafted}" if row.drafted else row.undrafted or "-"
+        shown.add_row(row.label, f"{row.begins:.0f}", bar, *times, accepted, str(row.emitted))
     return shown
 
 
@@ -217,6 +236,7 @@ def _row(
         facts.get(Attribute.NUM_DRAFT_TOKENS, 0),
         facts.get(Attribute.NUM_ACCEPTED, 0),
         facts.get(Attribute.NUM_EMITTED, 1 if label == "prefill" else 0),
+        facts.get(Attribute.NO_DRAFT, ""),
     )
 
 
@@ -238,12 +258,12 @@ def _call(call: Recorded, served: Sequence[Recorded]) -> Iterator[tuple[str, flo
     yield "transport", transport - there
 
 
-def _widths(row: Row, longest: float) -> Iterator[tuple[str, int]]:
+def _widths(row: Row, longest: float, bar: int) -> Iterator[tuple[str, int]]:
     """Columns of each part. Ends are rounded, not widths, so that errors do not add up."""
     passed, drawn = 0.0, 0
     for name, length in row.parts:
         passed += length
-        end = round(passed / longest * _BAR)
+        end = round(passed / longest * bar)
         yield name, end - drawn
         drawn = end
 
