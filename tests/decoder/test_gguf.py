@@ -1,17 +1,23 @@
-"""Models in GGUF files: those of the folders that they were written from."""
+"""GGUF files: the models of their folders, the values of their blocks, and damage."""
 
 import json
 import logging
 from dataclasses import asdict
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from decoder_cases import extend, random_tokens, save_model
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import write_gguf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.decoder import (
     Decoder,
@@ -21,6 +27,7 @@ from paceline.decoder import (
     open_model,
     weights_fingerprint,
 )
+from paceline.decoder.gguf_file import GgufFile, GgufTensor, converts, decode
 from paceline.decoder.weights import Weight, plain
 from paceline.kernels.blocks import Blocks, quantise
 
@@ -205,3 +212,217 @@ def test_a_file_without_a_tokenizer(models: dict[str, Path], tmp_path: Path) -> 
     source = open_model(write_gguf(tmp_path / "model.gguf", models["llama"]))
     assert source.chat_template == ""
     assert (source.tokenizer, source.tokenizer_digest) == (b"", "")
+
+
+EXACT = {Kind.Q8_0: 8, Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q4_K: 4}
+CONVERTED = [Kind.Q5_0, Kind.Q5_1, Kind.Q2_K, Kind.Q3_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL]
+HALVES = {
+    Kind.Q8_0: [0], Kind.Q4_0: [0], Kind.Q4_1: [0, 2], Kind.Q4_K: [0, 2], Kind.Q5_0: [0],
+    Kind.Q5_1: [0, 2], Kind.Q2_K: [80, 82], Kind.Q3_K: [108], Kind.Q5_K: [0, 2], Kind.Q6_K: [208],
+    Kind.IQ4_NL: [0],
+}  # fmt: skip
+"""Offsets of float16 numbers in a stored block."""
+FILE = GgufFile(Path("model.gguf"), {}, {})
+
+
+def stored(kind: Kind, outs: int, blocks: int, seed: int) -> GgufTensor:
+    """A matrix of any bytes, with finite scales."""
+    rng = np.random.default_rng(seed)
+    values, size = GGML_QUANT_SIZES[kind]
+    raw = rng.integers(0, 256, (outs * blocks, size), dtype=np.uint8)
+    for at in HALVES[kind]:
+        scales = rng.normal(0, 0.1, (len(raw), 1)).astype(np.float16)
+        raw[:, at : at + 2] = scales.view(np.uint8)
+    return GgufTensor("blk.0.ffn_up.weight", (outs, blocks * values), kind, raw.reshape(-1))
+
+
+def expected(tensor: GgufTensor) -> torch.Tensor:
+    rows = tensor.data.reshape(tensor.shape[0], -1)
+    return torch.from_numpy(gguf.quants.dequantize(rows, tensor.kind))
+
+
+@given(
+    kind=st.sampled_from(sorted(EXACT)),
+    outs=st.integers(1, 7),
+    blocks=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_blocks_have_the_bits_of_the_file(kind: Kind, outs: int, blocks: int, seed: int) -> None:
+    tensor = stored(kind, outs, blocks, seed)
+    found = decode(FILE, tensor)
+    assert isinstance(found, Blocks)
+    assert not converts(kind)
+    assert found.bits == EXACT[kind]
+    bits = found.dequantise().view(torch.int32)
+    assert torch.equal(bits, expected(tensor).view(torch.int32))
+
+
+def test_large_matrices_are_decoded_in_pieces() -> None:
+    tensor = stored(Kind.Q4_1, 600, 80, 0)
+    found = decode(FILE, tensor)
+    assert isinstance(found, Blocks)
+    assert torch.equal(found.dequantise(), expected(tensor))
+
+
+@pytest.mark.parametrize("kind", CONVERTED)
+def test_other_formats_become_eight_bits(kind: Kind) -> None:
+    tensor = stored(kind, 5, 3, 1)
+    found, weight = decode(FILE, tensor), expected(tensor)
+    assert isinstance(found, Blocks)
+    assert converts(kind)
+    assert found.bits == 8
+    most = weight.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True)
+    error = (found.dequantise() - weight).unflatten(1, (-1, 32)).abs()
+    assert (error <= most * (0.5 / 127 + 0.002)).all()
+
+
+def test_floats_keep_their_type() -> None:
+    weight = torch.randn(3, 4)
+    for kind, dtype in (
+        (Kind.F32, torch.float32),
+        (Kind.F16, torch.float16),
+        (Kind.BF16, torch.bfloat16),
+    ):
+        raw = weight.to(dtype).view(torch.uint8).numpy().reshape(-1)
+        found = decode(FILE, GgufTensor("output.weight", (3, 4), kind, raw))
+        assert isinstance(found, torch.Tensor)
+        assert torch.equal(found, weight.to(dtype))
+
+
+def test_a_quantised_vector_becomes_floats() -> None:
+    matrix = stored(Kind.Q8_0, 1, 2, 0)
+    found = decode(FILE, GgufTensor("output_norm.weight", (64,), Kind.Q8_0, matrix.data))
+    assert isinstance(found, torch.Tensor)
+    assert torch.equal(found, expected(matrix)[0])
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_scales_that_are_not_finite(kind: Kind, bad: float) -> None:
+    tensor = stored(kind, 2, 2, 0)
+    at = HALVES[kind][-1]
+    tensor.data[at : at + 2] = np.array([bad], np.float16).view(np.uint8)
+    with pytest.raises(
+        UnsupportedModelError, match=r"model.gguf.*'blk.0.ffn_up.weight' is damaged"
+    ):
+        decode(FILE, tensor)
+
+
+def test_a_format_that_nothing_decodes() -> None:
+    tensor = GgufTensor("output.weight", (2, 2), Kind.I32, np.zeros(16, np.uint8))
+    with pytest.raises(UnsupportedModelError, match=r"'output.weight' has the format I32.*Q4_K"):
+        decode(FILE, tensor)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("gguf")
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, vocab_size=40, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(base / "folder")
+    kinds = {"blk.0.ffn_down.weight": Kind.Q5_0, "blk.0.attn_q.weight": Kind.Q4_1}
+    return write_gguf(base / "model.gguf", base / "folder", Kind.Q8_0, kinds)
+
+
+def load_or_refuse(path: Path, content: bytes) -> None:
+    """Load a file; the only error allowed is the clear one, with the file's name."""
+    path.write_bytes(content)
+    try:
+        source = open_model(path)
+        dict(source.weights(source.config()))
+    except UnsupportedModelError as error:
+        assert str(path) in str(error)  # noqa: PT017 - it may load as well
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_any_cut(data: st.DataObject, file: Path) -> None:
+    content = file.read_bytes()
+    stop = data.draw(st.integers(0, len(content) - 1))
+    cut = file.with_name("cut.gguf")
+    cut.write_bytes(content[:stop])
+    with pytest.raises(UnsupportedModelError, match=r"cut\.gguf"):
+        dict(open_model(cut).weights(open_model(cut).config()))
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_any_changed_bytes(data: st.DataObject, file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    header = content.index(b"output_norm.weight") + 400
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, data.draw(st.sampled_from([40, header, len(content) - 1]))))
+        content[at] = data.draw(st.one_of(st.sampled_from([0, 1, 127, 255]), st.integers(0, 255)))
+    load_or_refuse(file.with_name("changed.gguf"), bytes(content))
+
+
+def number(value: int | float) -> bytes:
+    return (np.float32 if isinstance(value, float) else np.uint32)(value).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"GGUF", b"GGML", "no GGUF file"),
+        (b"GGUF\3\0\0\0", b"GGUF\1\0\0\0", "version 1, expected 2 or 3"),
+        (b"GGUF\3\0\0\0", b"GGUF\0\0\0\3", "little-endian"),
+        (b"output_norm.weight", b"output_mean.weight", "'output_mean.weight' is not part of"),
+        (b"blk.0.ffn_up.weight", b"blk.1.ffn_up.weight", "'blk.1.ffn_up.weight' is not part of"),
+        (b"llama.block_count", b"llama.block_kount", "llama.block_count is None"),
+        (b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0gpt-x", "architecture 'gpt-x'"),
+        (b"llama.rope.freq_base\6\0\0\0", b"llama.rope.freq_base\4\0\0\0", "a finite number"),
+        (
+            b"llama.attention.head_count_kv\4\0\0\0" + number(1),
+            b"llama.attention.head_count_kv\4\0\0\0" + number(3),
+            "no multiple of 3",
+        ),
+        (
+            b"llama.embedding_length\4\0\0\0" + number(32),
+            b"llama.embedding_length\4\0\0\0" + number(64),
+            r"has shape .*, expected .* by the metadata",
+        ),
+        (
+            b"llama.block_count\4\0\0\0" + number(1),
+            b"llama.block_count\4\0\0\0" + number(2),
+            "lacks the tensor 'blk.1.",
+        ),
+        (
+            b"llama.block_count\4\0\0\0" + number(1),
+            b"llama.block_count\4\0\0\0" + number(2**31),
+            "expected a number from 1",
+        ),
+        (
+            b"tokenizer.ggml.eos_token_id\4\0\0\0" + number(2),
+            b"tokenizer.ggml.eos_token_id\4\0\0\0" + number(40),
+            "expected a token id",
+        ),
+    ],
+)
+def test_the_error_says_what_is_wrong(file: Path, old: bytes, new: bytes, message: str) -> None:
+    content = file.read_bytes()
+    assert content.count(old) >= 1
+    changed = file.with_name("changed.gguf")
+    changed.write_bytes(content.replace(old, new, 1))
+    with pytest.raises(UnsupportedModelError, match=message) as raised:
+        Decoder.load(changed)
+    assert str(changed) in str(raised.value)
+
+
+def test_files_that_are_no_models(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        open_model(tmp_path / "missing.gguf")
+    (tmp_path / "empty.gguf").touch()
+    with pytest.raises(UnsupportedModelError, match="is empty"):
+        open_model(tmp_path / "empty.gguf")
+    writer = gguf.GGUFWriter(tmp_path / "split.gguf", "llama")
+    writer.add_uint16("split.count", 2)
+    writer.add_tensor("output_norm.weight", np.zeros(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match="one part of a split model"):
+        open_model(tmp_path / "split.gguf")

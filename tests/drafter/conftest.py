@@ -17,7 +17,7 @@ from grpc_status import rpc_status
 
 from paceline.drafter import DrafterSpec, build_service
 from paceline.service import ServerOptions, run_server
-from paceline.v1 import drafter_pb2_grpc
+from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
 from . import adversaries, fakes, replay_method
 from .fake_verifier import VOCAB as VOCAB
@@ -131,6 +131,30 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
+
+
+async def load(service: Drafting, name: str, method: str, **fields: Any) -> drafter_pb2.DrafterInfo:
+    request = drafter_pb2.LoadDrafterRequest(name=name, method=method, **fields)
+    return (await service.registry.LoadDrafter(request)).drafter
+
+
+async def unload(service: Drafting, name: str, version: str = "", *, force: bool = False) -> bool:
+    request = drafter_pb2.UnloadDrafterRequest(name=name, version=version, force=force)
+    return (await service.registry.UnloadDrafter(request)).unloaded
+
+
+async def activate(
+    service: Drafting, name: str, version: str, share: float = 1.0
+) -> drafter_pb2.DrafterInfo:
+    request = drafter_pb2.ActivateDrafterRequest(name=name, version=version, traffic_share=share)
+    return (await service.registry.ActivateDrafter(request)).drafter
+
+
+async def listed(service: Drafting) -> list[tuple[str, str, float, int, bool]]:
+    answer = await service.registry.ListDrafters(drafter_pb2.ListDraftersRequest())
+    return [
+        (d.name, d.version, d.traffic_share, d.active_streams, d.draining) for d in answer.drafters
+    ]
 
 
 def failure(error: pytest.ExceptionInfo[grpc.aio.AioRpcError]) -> tuple[grpc.StatusCode, str]:

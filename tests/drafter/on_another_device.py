@@ -1,6 +1,6 @@
 """Drafters keep all their tensors on one device, and their trees equal those of the CPU.
 
-Run by test_devices.py, in a process of its own.
+Run by test_methods.py, in a process of its own.
 """
 
 from __future__ import annotations

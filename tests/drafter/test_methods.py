@@ -1,4 +1,4 @@
-"""Methods by name: built-in ones, and those that installed distributions register."""
+"""Methods by name: built-in ones, those of other distributions, and their devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from distributions import write_distribution
 
-from paceline.drafter import LoadError, Resources
+from paceline.drafter import LoadError, Resources, build_service
 from paceline.drafter.methods import method_class
 from paceline.harness import ServiceProcess
 
@@ -111,11 +111,30 @@ async def test_a_process_loads_the_method_of_another_distribution(
             await asyncio.to_thread(process.__exit__, None, None, None)
 
 
-@pytest.mark.parametrize("method", ["longspec", "dspark"])
-def test_training_imports_a_module_without_the_services(method: str) -> None:
+def test_training_imports_the_modules_without_the_services() -> None:
+    modules = "paceline.drafter.methods"
     code = (
-        f"import sys, paceline.drafter.methods.{method}.module; "
+        f"import sys, {modules}.longspec.module, {modules}.dspark.module; "
         "found = [name for name in sys.modules if name.startswith(('grpc', 'paceline.service'))]; "
         "assert not found, found"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    with pytest.raises(ValueError, match=r"device is .*expected"):
+        build_service([], device=device)
+
+
+@pytest.mark.slow
+def test_services_keep_their_tensors_on_one_device() -> None:
+    """In a process of its own: PyTorch is told of a device that is not there."""
+    tests = Path(__file__).parents[1]
+    cases = [tests / service / "on_another_device.py" for service in ("drafter", "verifier")]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *map(str, cases)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert "20 passed" in done.stdout

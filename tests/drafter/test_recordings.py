@@ -18,9 +18,8 @@ from paceline.drafter import LoadError, build_service
 from paceline.drafter.recordings import MIN_BYTES, Recording, TextRecorder, read_recordings
 from paceline.v1 import drafter_pb2, sampling_pb2
 
-from .conftest import Drafting, drafting, failure, until
+from .conftest import Drafting, drafting, failure, listed, load, until
 from .fakes import FakeDrafter, write_records
-from .test_registry_servicer import listed, load
 
 TEXT = Recording((1, 2, 3), (4, 5), 0.5, 7, "f" * 64)
 ids = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9).map(tuple)

@@ -13,9 +13,8 @@ from paceline.drafter import DrafterSpec, build_service
 from paceline.service import OptionsError
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
-from .conftest import Drafting, drafting, failure, running, until
+from .conftest import Drafting, drafting, failure, load, running, unload, until
 from .fake_verifier import CARRIERS, Peer, fake_verifier
-from .test_registry_servicer import load, unload
 
 CODE = grpc.StatusCode
 

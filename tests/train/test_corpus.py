@@ -1,8 +1,26 @@
+"""Corpora, tokenizers, batches of rows, and recorded texts."""
+
+from __future__ import annotations
+
+import copy
+import stat
 from pathlib import Path
 
 import pytest
+import torch
 
-from paceline.train.corpus import Corpus, load_corpus
+from paceline.decoder import weights_fingerprint
+from paceline.drafter.recordings import Recording
+from paceline.train.batches import Batches
+from paceline.train.corpus import (
+    END_OF_TEXT,
+    Corpus,
+    encode_all,
+    load_corpus,
+    load_tokenizer,
+    train_tokenizer,
+)
+from paceline.train.online import recorded_texts
 
 
 def test_the_split_is_disjoint_and_always_the_same(folder: Path, corpus: Corpus) -> None:
@@ -53,3 +71,120 @@ def test_a_corpus_without_files_is_refused(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=said):
         load_corpus(data, 6, 2)
+
+
+TEXTS = ["def f(x):\n\treturn  x\n", "naïve — 東京 🚴\r\n", " \n\n  leading", "", "\x00\x7f"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_text_round_trips(text: str, corpus: Corpus, tmp_path: Path) -> None:
+    trained = train_tokenizer((d.text for d in corpus.train), vocabulary=320, context=128)
+    trained.save_pretrained(tmp_path / "model")
+    tokenizer = load_tokenizer(tmp_path / "model")
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert ids == trained.encode(text)
+
+
+def test_the_end_of_text_is_one_token_and_never_added(corpus: Corpus) -> None:
+    tokenizer = train_tokenizer((d.text for d in corpus.train), vocabulary=320, context=128)
+    assert tokenizer.bos_token_id == tokenizer.eos_token_id == 0
+    assert tokenizer.encode(END_OF_TEXT) == [0]
+    assert 0 not in encode_all(tokenizer, corpus.train)[0]
+    assert len(tokenizer) == 320
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+DOCUMENTS = [list(range(100 * n + 1, 100 * n + 40)) for n in range(5)]
+
+
+def test_rows_follow_the_stream_within_a_document() -> None:
+    batches = Batches(DOCUMENTS, separator=0)
+    tokens = batches.stream[batches.next(4, 16)]
+    assert tokens.shape == (4, 17)
+    step = tokens[:, 1:] - tokens[:, :-1]
+    inside = (tokens[:, 1:] != 0) & (tokens[:, :-1] != 0)
+    assert (step[inside] == 1).all()
+
+
+def test_an_epoch_shows_nothing_twice_and_the_next_another_order() -> None:
+    batches = Batches(DOCUMENTS, separator=0)
+    rows = (len(batches.stream) - 1) // 16
+    first, second = (torch.cat([batches.next(1, 16) for _ in range(rows)]) for _ in range(2))
+    assert first[:, :-1].unique().numel() == first[:, :-1].numel()
+    assert not torch.equal(first, second)
+
+
+def test_a_sought_position_gives_the_same_batches() -> None:
+    batches = Batches(DOCUMENTS, separator=0, seed=3)
+    for _ in range(7):
+        batches.next(2, 16)
+    position = copy.copy(batches.position)
+    expected = [batches.next(2, 16) for _ in range(9)] + [batches.next(1, 32) for _ in range(3)]
+    other = Batches(DOCUMENTS, separator=0, seed=3)
+    other.seek(position)
+    found = [other.next(2, 16) for _ in range(9)] + [other.next(1, 32) for _ in range(3)]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_fewer_documents_are_the_first_ones() -> None:
+    batches = Batches(DOCUMENTS, separator=0)
+    batches.next(2, 16)
+    places = batches.next(4, 16, documents=2)
+    assert batches.position.epoch == 1
+    assert places.max() < 80
+
+
+def test_a_corpus_too_short_for_a_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot fill 4 rows of 512 tokens"):
+        Batches(DOCUMENTS, separator=0).next(4, 512)
+
+
+def test_copied_rows_end_with_a_copy_of_earlier_tokens() -> None:
+    batches = Batches([list(range(1, 2001))], separator=0, copied=1.0)
+    for _ in range(30):
+        row = batches.stream[batches.next(1, 64)][0].tolist()
+        at = len(row) - 1 - row[::-1].index(0)
+        copied = row[at + 1 :]
+        assert 65 // 8 <= len(copied) <= 32
+        assert any(row[i : i + len(copied)] == copied for i in range(at))
+
+
+def write(file: Path, texts: list[Recording]) -> Path:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(text.to_json() + "\n" for text in texts))
+    return file.parent
+
+
+def test_what_is_read(target: Path, tmp_path: Path) -> None:
+    mine = weights_fingerprint(target)
+    whole = [Recording((1, 2, n), tuple(range(9)), target=mine) for n in range(60)]
+    broken_off = Recording((1, 2, 7), (0, 1, 2), target=mine)
+    once_more = Recording((1, 2, 8), (0, 1, 9), temperature=1, target=mine)
+    foreign = Recording((3, 3, 3), (4,), target="f" * 64)
+    folder = write(tmp_path / "texts" / "a.jsonl", [broken_off, foreign, *whole, once_more])
+    work = tmp_path / "work"
+    texts = recorded_texts(folder, target, work)
+    every = [*texts.trained, *texts.heldout]
+    assert len(every) == 61
+    assert set(every) == {*whole, once_more}
+    assert not {t.prompt for t in texts.trained} & {t.prompt for t in texts.heldout}
+    assert {stat.S_IMODE(file.stat().st_mode) for file in work.iterdir()} == {0o600}
+    # A run that goes on reads what it began with; another one holds the same texts out.
+    more = [Recording((5, n), (1,), target=mine) for n in range(20)]
+    write(folder / "b.jsonl", more)
+    assert recorded_texts(folder, target, work) == texts
+    later = recorded_texts(folder, target, tmp_path / "later")
+    assert set(texts.heldout) == set(later.heldout) - set(more)
+
+
+def test_too_little_is_told(target: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path / "texts" / "a.jsonl", [Recording((1,), (2,), target="f" * 64)])
+    with pytest.raises(ValueError, match="0 texts by this target"):
+        recorded_texts(folder, target, tmp_path / "work")
+    with pytest.raises(ValueError, match="nowhere"):
+        recorded_texts(tmp_path / "nowhere", target, tmp_path / "work")

@@ -1,3 +1,5 @@
+"""Training of a target: its plan, its loss, its folder."""
+
 import json
 import os
 import signal
@@ -14,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from paceline.decoder import plain_folder
 from paceline.train.batches import Batches
 from paceline.train.corpus import Corpus
-from paceline.train.loop import Optimizer, train
-from paceline.train.model import build_model, next_token_loss
-from paceline.train.presets import Preset
+from paceline.train.loop import Clock, Optimizer, train
+from paceline.train.model import build_model, distinct_ngrams, next_token_loss, text_loss
+from paceline.train.presets import LM_PRESETS, Preset, Stage
 from paceline.train.run import Run
 from paceline.train.target import train_target
 
@@ -79,3 +81,42 @@ def test_the_model_folder_is_what_transformers_reads(
     assert "32 random\npositions" in card
     assert str(tmp_path) not in card
     assert len(json.loads((out / "corpus.json").read_text())["heldout"]) == 2
+
+
+@pytest.mark.parametrize("preset", LM_PRESETS.values(), ids=list(LM_PRESETS))
+def test_a_language_model_s_plan(preset: Preset) -> None:
+    """Rates warm up, stay and fall; the last rows fill the context."""
+    plan = preset.plan(minutes=10, steps=1000)
+    assert plan.rate(0, 0.0) < 0.1
+    assert plan.rate(300, 0.5) == 1
+    falling = [plan.rate(900, share / 100) for share in range(50, 101, 10)]
+    assert falling == sorted(falling, reverse=True)
+    assert falling[-1] == pytest.approx(0.03)
+    assert sum(stage.share for stage in preset.stages) == pytest.approx(1)
+    assert plan.documents(0.0) is None
+    assert plan.documents(0.99) == (preset.focus_files if preset.stages[-1].focus else None)
+    assert plan.shape(0.99)[1] == preset.context >= 4096
+
+
+def test_a_pause_within_a_step_is_not_counted() -> None:
+    clock = Clock()
+    for _ in range(10):
+        clock.add(1.0)
+    clock.add(3600.0)
+    assert clock.elapsed == pytest.approx(11)
+
+
+def test_rows_longer_than_the_context_are_refused() -> None:
+    with pytest.raises(ValueError, match="do not fit"):
+        Preset(**{**vars(LM_PRESETS["cpu"]), "stages": (Stage("long", 1.0, rows=1, length=8192),)})
+
+
+def test_distinct_ngrams_tell_a_loop_from_text() -> None:
+    assert distinct_ngrams(range(100)) == 1
+    assert distinct_ngrams([1, 2, 3] * 40) < 0.05
+    assert distinct_ngrams([1, 2]) == 1
+
+
+def test_an_untrained_model_guesses_evenly(preset: Preset) -> None:
+    model = build_model(preset, eos=0)
+    assert text_loss(model, [list(range(200))], length=64) == pytest.approx(5.77, abs=0.3)

@@ -1,6 +1,6 @@
 """A verifier keeps all its tensors on one device, and gives the tokens that it gives on the CPU.
 
-Run by tests/drafter/test_devices.py, in a process of its own.
+Run by tests/drafter/test_methods.py, in a process of its own.
 """
 
 from __future__ import annotations

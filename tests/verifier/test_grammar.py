@@ -1,19 +1,24 @@
-"""Grammars: the mask leaves exactly the tokens that may come next."""
+"""Grammars and schemas: the mask leaves exactly what may come next, with every drafter."""
 
 from __future__ import annotations
 
 import json
+import string
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
+import drafters
+import grpc
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from verifier_support import VOCAB, Client, make_model, reason_of, serving
 
+from paceline.v1 import sampling_pb2
 from paceline.verifier.grammar import Grammar, GrammarError, Grammars
 
-END = 256
-VOCABULARY = 300
-SCHEMA = {
+SMALL = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}, "n": {"type": "integer", "minimum": 0, "maximum": 9}},
     "required": ["ok", "n"],
@@ -21,22 +26,24 @@ SCHEMA = {
 }
 
 
-def byte_tokenizer() -> Tokenizer:
-    """One token a byte, and an end token; higher ids are unknown."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {character: index for index, character in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
-    return tokenizer
+def tokenizer() -> Tokenizer:
+    """The end, then one token a character: what JSON needs, and more."""
+    characters = dict.fromkeys('{}[]":, ' + string.digits + string.ascii_lowercase + "ABCDEFGH-+.")
+    vocabulary = {"<end>": 0, **{c: i for i, c in enumerate(characters, 1)}}
+    space = vocabulary.pop(" ")
+    built = Tokenizer(models.BPE(vocab={**vocabulary, "\u0120": space}, merges=[]))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    built.add_special_tokens(["<end>"])
+    assert built.get_vocab_size() <= VOCAB
+    return built
 
 
-TOKENIZER = byte_tokenizer()
-GRAMMARS = Grammars(TOKENIZER.to_str().encode(), VOCABULARY, [END])
+TOKENIZER = tokenizer()
+GRAMMARS = Grammars(TOKENIZER.to_str().encode(), VOCAB, [0])
 
 
-def compiled(schema: Any = SCHEMA) -> Grammar:
+def compiled(schema: Any = SMALL) -> Grammar:
     return GRAMMARS.compile("json_schema", json.dumps(schema))
 
 
@@ -46,15 +53,15 @@ def ids(text: str) -> list[int]:
 
 def allowed(grammar: Grammar, text: str) -> set[str]:
     """The tokens that may come after a text."""
-    masked = grammar.begin(ids(text)).mask(torch.zeros(VOCABULARY))
+    masked = grammar.begin(ids(text)).mask(torch.zeros(VOCAB))
     assert set(masked.tolist()) <= {0.0, -torch.inf}
     found = masked.isfinite().nonzero()[:, 0].tolist()
-    return {"<end>" if token == END else TOKENIZER.decode([token]) for token in found}
+    return {"<end>" if token == 0 else TOKENIZER.decode([token]) for token in found}
 
 
 def test_the_mask_leaves_what_may_come_next() -> None:
     grammar = compiled()
-    white = {" ", "\n", "\r", "\t"}
+    white = {" "}
     assert allowed(grammar, "") == {"{"}
     assert allowed(grammar, '{"ok":') == {"t", "f"} | white
     assert allowed(grammar, '{"ok":true,"n":') == set("0123456789") | white
@@ -63,7 +70,7 @@ def test_the_mask_leaves_what_may_come_next() -> None:
 
 
 def test_a_mask_changes_no_other_logits_and_not_its_argument() -> None:
-    logits = torch.randn(VOCABULARY, dtype=torch.bfloat16)
+    logits = torch.randn(VOCAB, dtype=torch.bfloat16)
     before = logits.clone()
     masked = compiled().begin().mask(logits)
     assert torch.equal(logits, before)
@@ -74,11 +81,11 @@ def test_a_mask_changes_no_other_logits_and_not_its_argument() -> None:
 
 def test_pop_restores_a_guide() -> None:
     guide = compiled().begin(ids('{"ok":'))
-    before = guide.mask(torch.zeros(VOCABULARY))
+    before = guide.mask(torch.zeros(VOCAB))
     for token in ids("true,"):
         guide.push(token)
     guide.pop(5)
-    assert torch.equal(guide.mask(torch.zeros(VOCABULARY)), before)
+    assert torch.equal(guide.mask(torch.zeros(VOCAB)), before)
 
 
 @pytest.mark.parametrize("text", ["[", '{"ok":1', '{"ok":true,"n":7}x'])
@@ -106,7 +113,7 @@ def test_an_unsupported_schema_is_refused(schema: Any) -> None:
 
 def test_a_schema_needs_an_end_of_sequence_token() -> None:
     with pytest.raises(GrammarError, match="end-of-sequence"):
-        Grammars(TOKENIZER.to_str().encode(), VOCABULARY, []).compile("json_schema", "{}")
+        Grammars(TOKENIZER.to_str().encode(), VOCAB, []).compile("json_schema", "{}")
 
 
 def test_regular_expressions_and_grammars() -> None:
@@ -123,3 +130,99 @@ def test_regular_expressions_and_grammars() -> None:
 def test_wrong_expressions_and_grammars_are_refused(kind: Any, source: str) -> None:
     with pytest.raises(GrammarError, match="regular expression" if kind == "regex" else "grammar"):
         GRAMMARS.compile(kind, source)
+
+
+PROMPT = [7, 8, 9, 10]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "gear": {"enum": ["road", "track", "gravel"]},
+        "laps": {"type": "integer", "minimum": 0, "maximum": 999},
+        "names": {
+            "type": "array",
+            "items": {"type": "string", "pattern": "^[a-z]{1,4}$"},
+            "minItems": 1,
+            "maxItems": 3,
+        },
+    },
+    "required": ["gear", "laps", "names"],
+    "additionalProperties": False,
+}
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "T=1": {"temperature": 1.0},
+    "filtered": {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1},
+}
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[Client]:
+    folder = make_model(tmp_path / "model", "Llama")
+    TOKENIZER.save(str(folder / "tokenizer.json"))
+    async with serving(folder, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        yield client
+
+
+def fields(seed: int = 0, schema: str | None = None, **sampling: Any) -> dict[str, Any]:
+    schema = json.dumps(SCHEMA) if schema is None else schema
+    return {"sampling": sampling_pb2.SamplingParams(json_schema=schema, seed=seed, **sampling)}
+
+
+def check(tokens: list[int]) -> None:
+    """An instance of the schema, and then the end."""
+    assert tokens[-1] == 0
+    value = json.loads(TOKENIZER.decode(tokens))
+    assert set(value) == {"gear", "laps", "names"}
+    assert value["gear"] in ("road", "track", "gravel")
+    assert 0 <= value["laps"] <= 999
+    assert 1 <= len(value["names"]) <= 3
+    assert all(name.isalpha() and len(name) <= 4 for name in value["names"])
+
+
+async def test_valid_and_identical_with_every_drafter(client: Client) -> None:
+    for seed, sampling in enumerate(SAMPLINGS.values()):
+        request = fields(seed, **sampling)
+        plain = await client.generate(PROMPT, None, **request)
+        check(plain)
+        for name, draw in drafters.all_of(plain, len(PROMPT)).items():
+            assert await client.generate(PROMPT, draw, seed=3, **request) == plain, name
+
+
+async def test_rejection_sampling_with_a_schema(client: Client) -> None:
+    request = fields(1, temperature=1.0, mode=sampling_pb2.ACCEPTANCE_MODE_REJECTION)
+    plain = await client.generate(PROMPT, None, **request)
+    check(plain)
+    check(await client.generate(PROMPT, drafters.wrong(plain, len(PROMPT)), **request))
+
+
+async def test_a_resumed_text_continues_in_its_schema(client: Client) -> None:
+    """As after a restart: the emitted tokens give the position in the schema."""
+    request = fields(3, temperature=1.0)
+    whole = await client.generate(PROMPT, None, **request)
+    for cut in range(0, len(whole), 5):
+        created = await client.create(PROMPT, output_tokens=whole[:cut], **request)
+        assert list(created.first.tokens) == [whole[cut]]
+        await client.release(created.handle)
+    with pytest.raises(grpc.aio.AioRpcError, match="match its constraint") as raised:
+        await client.create(PROMPT, output_tokens=[*whole[:5], whole[0]], **request)
+    assert reason_of(raised.value) == "INVALID_SCHEMA"
+
+
+async def test_log_probabilities_are_the_models_own(client: Client) -> None:
+    """They are computed without the mask: the likeliest tokens need not be allowed."""
+    request = {**fields(temperature=1.0), "top_logprobs": 20}
+    created = await client.create(PROMPT, **request)
+    brace = TOKENIZER.token_to_id("{")
+    assert list(created.first.tokens) == [brace]
+    assert created.first.logprobs[0] < -0.01
+    assert len(set(created.first.top_logprobs[0].tokens) - {brace}) >= 19
+    await client.release(created.handle)
+
+
+async def test_bad_schemas_are_refused(client: Client) -> None:
+    too_long = json.dumps({"enum": ["x" * 70_000]})
+    for schema in ('{"type": "nonsense"}', "no json", too_long):
+        with pytest.raises(grpc.aio.AioRpcError, match="schema") as raised:
+            await client.create(PROMPT, **fields(schema=schema))
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert reason_of(raised.value) == "INVALID_SCHEMA"

@@ -196,23 +196,6 @@ async def test_fork(kind: str, models: Any, tmp_path: Path) -> None:
         await client.release(unlike.handle)
 
 
-async def test_fork_of_a_grown_text(client: Client) -> None:
-    """Tokens that the parent emitted are reused too, as in the next turn of a conversation."""
-    prompt = text(9, 20)
-    fields = {"max_new_tokens": 30, "ignore_eos": True}
-    plain = await client.generate(prompt, None, **fields)
-    parent = await client.create(prompt, **fields)
-    await client.rest(parent.handle)
-    turn = [*prompt, *plain, 5, 6]
-    alone = await client.generate(turn, None, **fields)
-    fork = await client.create(turn, parent_handle=parent.handle, **fields)
-    assert fork.reused_tokens == 20 + 30 - 1
-    got = [*fork.first.tokens, *await client.rest(fork.handle)]
-    assert got == alone
-    await client.release(parent.handle)
-    await client.release(fork.handle)
-
-
 async def test_stop_tokens_end_a_generation_inside_a_tree(client: Client) -> None:
     prompt = text(11, 15)
     plain = await client.generate(prompt, None, max_new_tokens=40, ignore_eos=True)

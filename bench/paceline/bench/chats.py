@@ -8,59 +8,70 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shutil
 import statistics
-import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvloop
-from openai import APIConnectionError, AsyncOpenAI, InternalServerError
 from rich.table import Table
 
 from paceline.bench.models import Models
+from paceline.bench.prompts import texts_of
 from paceline.bench.record import Results, make_console
 from paceline.bench.services import gateway
-from paceline.bench.table.engines import free_port, threads
+from paceline.bench.table.engines import ServedModel, connect, threads
 
-_PROMPTS = Path("bench/prompts")
 _TURNS = ("What is this about?", "What is its most important part?", "Say that in one sentence.")
 _FILE_CHARACTERS = 11_000
 """Of the long file: 3,000 tokens or a few more."""
 _USERS = 8
 _RUNNING = (1, 8, 32)
 _CHAT_TOKENS = 300
-_READY_SECONDS = 600.0
 
 
-@dataclass(frozen=True)
 class RunningServer:
-    """A server that answers: its address, and its processes."""
+    """A server that answers.
 
-    url: str
-    pids: tuple[int, ...]
+    Args:
+        server: A client of it.
+        pids: Its processes.
+    """
+
+    def __init__(self, server: ServedModel, pids: Sequence[int]) -> None:
+        self._server, self._pids = server, pids
 
     @property
     def memory(self) -> int:
         """Proportional memory of all processes, files mapped by them included. Unit: bytes."""
         lines = (
             line
-            for pid in self.pids
+            for pid in self._pids
             for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         )
         return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
 
+    async def ask(self, messages: list[dict[str, str]], tokens: int) -> tuple[float, int, str]:
+        """The time of the first token, the number of tokens, and the text."""
+        create: Any = self._server.api.chat.completions.create
+        stream = await create(
+            model=self._server.model, messages=messages, max_tokens=tokens, temperature=0.0,
+            stream=True, stream_options={"include_usage": True},
+        )  # fmt: skip
+        first, count, text = 0.0, 0, ""
+        async for event in stream:
+            if event.choices and (content := event.choices[0].delta.content):
+                first, text = first or time.perf_counter(), text + content
+            if event.usage is not None:
+                count = event.usage.completion_tokens
+        return first or time.perf_counter(), count, text
 
-Ask = Callable[[list[dict[str, str]], int], Awaitable[tuple[float, int, str]]]
-"""(messages, maximum of tokens) -> time of the first token, number of tokens, text."""
 
-Start = Callable[[int, int], AbstractContextManager[RunningServer]]
+Start = Callable[[int, int], AbstractAsyncContextManager[RunningServer]]
 """(chats at a time, tokens of each) -> a running server."""
 
 
@@ -78,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
                   *(f"MiB, {n} running" for n in (0, *_RUNNING)))  # fmt: skip
     for name, start in contestants.items():
         console.log(name)
-        found = _measure(start, args.repeats)
+        found = uvloop.run(_measure(start, args.repeats))
         results.add(name, found)
         table.add_row(
             name,
@@ -91,15 +102,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(start: Start, repeats: int) -> dict[str, Any]:
+async def _measure(start: Start, repeats: int) -> dict[str, Any]:
     firsts = []
     for number in range(repeats):  # each behind a file of its own, in a new server
-        with start(1, 8192) as server:
-            firsts.append(uvloop.run(_turns(server, number)))
-    with start(max(_RUNNING), 512) as server:
-        rates = [uvloop.run(_rate(server)) for _ in range(repeats)]
+        async with start(1, 8192) as server:
+            firsts.append(await _turns(server, number))
+    async with start(max(_RUNNING), 512) as server:
+        rates = [await _rate(server) for _ in range(repeats)]
         memory = {"0": server.memory} | {
-            str(count): uvloop.run(_held(server, count)) for count in _RUNNING
+            str(count): await _held(server, count) for count in _RUNNING
         }
     return {
         "first_token_s": [round(statistics.median(turn), 3) for turn in zip(*firsts, strict=True)],
@@ -110,109 +121,57 @@ def _measure(start: Start, repeats: int) -> dict[str, Any]:
 
 async def _turns(server: RunningServer, number: int) -> list[float]:
     """Seconds to the first token of each turn of a chat about a file."""
-    text = "\n".join(_prompts("long"))[number * _FILE_CHARACTERS :][:_FILE_CHARACTERS]
+    text = "\n".join(texts_of("long"))[number * _FILE_CHARACTERS :][:_FILE_CHARACTERS]
     messages: list[dict[str, str]] = []
     found = []
-    async with _asking(server) as ask:
-        await ask([{"role": "user", "content": "Hello"}], 1)
-        for question in _TURNS:
-            said = question if messages else f"{text}\n\n{question}"
-            messages.append({"role": "user", "content": said})
-            began = time.perf_counter()
-            first, _, answer = await ask(messages, 48)
-            found.append(first - began)
-            messages.append({"role": "assistant", "content": answer})
+    await server.ask([{"role": "user", "content": "Hello"}], 1)
+    for question in _TURNS:
+        said = question if messages else f"{text}\n\n{question}"
+        messages.append({"role": "user", "content": said})
+        began = time.perf_counter()
+        first, _, answer = await server.ask(messages, 48)
+        found.append(first - began)
+        messages.append({"role": "assistant", "content": answer})
     return found
 
 
 async def _rate(server: RunningServer) -> float:
     """Tokens a second of several users at once, from the first request to the last token."""
-    prompts = [*_prompts("chat"), *_prompts("code")][:_USERS]
-    async with _asking(server) as ask:
-        began = time.perf_counter()
-        chats = ([{"role": "user", "content": prompt[:800]}] for prompt in prompts)
-        answers = await asyncio.gather(*(ask(chat, 128) for chat in chats))
-        return sum(tokens for _, tokens, _ in answers) / (time.perf_counter() - began)
+    prompts = texts_of("chat", "code")[:_USERS]
+    began = time.perf_counter()
+    chats = ([{"role": "user", "content": prompt[:800]}] for prompt in prompts)
+    answers = await asyncio.gather(*(server.ask(chat, 128) for chat in chats))
+    return sum(tokens for _, tokens, _ in answers) / (time.perf_counter() - began)
 
 
 async def _held(server: RunningServer, count: int) -> int:
     """The largest memory while this many chats run."""
     largest = 0
-    async with _asking(server) as ask:
-        chats = [
-            asyncio.ensure_future(
-                ask([{"role": "user", "content": f"Tell me story {n}."}], _CHAT_TOKENS)
-            )
-            for n in range(count)
-        ]
-        while not all(chat.done() for chat in chats):
-            largest = max(largest, server.memory)
-            await asyncio.sleep(0.2)
-        await asyncio.gather(*chats)
+    stories = ([{"role": "user", "content": f"Tell me story {n}."}] for n in range(count))
+    chats = [asyncio.ensure_future(server.ask(story, _CHAT_TOKENS)) for story in stories]
+    while not all(chat.done() for chat in chats):
+        largest = max(largest, server.memory)
+        await asyncio.sleep(0.2)
+    await asyncio.gather(*chats)
     return largest
 
 
-async def _answer(
-    api: AsyncOpenAI, model: str, messages: list[dict[str, str]], tokens: int
-) -> tuple[float, int, str]:
-    """The time of the first token, the number of tokens, and the text."""
-    create: Any = api.chat.completions.create
-    stream = await create(
-        model=model, messages=messages, max_tokens=tokens, temperature=0.0, stream=True,
-        stream_options={"include_usage": True},
-    )  # fmt: skip
-    first, count, text = 0.0, 0, ""
-    async for event in stream:
-        if event.choices and (content := event.choices[0].delta.content):
-            first, text = first or time.perf_counter(), text + content
-        if event.usage is not None:
-            count = event.usage.completion_tokens
-    return first or time.perf_counter(), count, text
+@asynccontextmanager
+async def _paceline(
+    target: Path, weights: str, slots: int, context: int
+) -> AsyncIterator[RunningServer]:
+    async with AsyncExitStack() as stack:
+        url, processes = stack.enter_context(gateway(target, verifier=["--weights", weights]))
+        yield RunningServer(await connect(url, stack), [each.pid for each in processes])
 
 
 @asynccontextmanager
-async def _asking(server: RunningServer) -> AsyncIterator[Ask]:
-    """Asks the server's first model."""
-    async with AsyncOpenAI(
-        base_url=server.url, api_key="-", max_retries=0, timeout=_READY_SECONDS
-    ) as api:
-        yield partial(_answer, api, (await api.models.list()).data[0].id)
-
-
-def _prompts(category: str) -> list[str]:
-    lines = (_PROMPTS / f"{category}.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["prompt"] for line in lines]
-
-
-@contextmanager
-def _paceline(target: Path, weights: str, slots: int, context: int) -> Iterator[RunningServer]:
-    with gateway(target, verifier=["--weights", weights]) as (url, processes):
-        yield RunningServer(url, tuple(each.pid for each in processes))
-
-
-@contextmanager
-def _llama(program: str, model: Path, slots: int, context: int) -> Iterator[RunningServer]:
-    port = free_port()
-    command = [program, "-m", str(model), "--port", str(port), "-t", str(threads())]
+async def _llama(
+    program: str, model: Path, slots: int, context: int
+) -> AsyncIterator[RunningServer]:
+    command = [program, "-m", str(model), "--port", "{port}", "-t", str(threads())]
     command += ["-np", str(slots), "-c", str(slots * context)]
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen(command, stdout=quiet, stderr=quiet) as process:
-        try:
-            server = RunningServer(f"http://127.0.0.1:{port}/v1", (process.pid,))
-            uvloop.run(_ready(server))
-            yield server
-        finally:
-            process.kill()
-
-
-async def _ready(server: RunningServer) -> None:
-    deadline = time.monotonic() + _READY_SECONDS
-    while True:
-        try:
-            async with _asking(server) as ask:
-                await ask([{"role": "user", "content": "1"}], 1)
-                return
-        except (APIConnectionError, InternalServerError):
-            if time.monotonic() > deadline:
-                raise
-            await asyncio.sleep(0.2)
+    async with AsyncExitStack() as stack:
+        server = await connect(command, stack)
+        assert server.pid is not None
+        yield RunningServer(server, [server.pid])

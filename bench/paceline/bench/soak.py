@@ -18,18 +18,17 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import uvloop
 from openai import APIStatusError, AsyncOpenAI
 
 from paceline.bench.models import Models
+from paceline.bench.prompts import texts_of
 from paceline.bench.record import Results, make_console
 from paceline.bench.services import anonymous_bytes, gateway
 from paceline.harness import ServiceProcess
 
-_CHATS = Path("bench/prompts")
 _FOLLOWING = ("Go on.", "Say the same in one sentence.", "Why?", "Give an example.")
 _SAMPLES = 240
 """Samples of memory in a run."""
@@ -187,11 +186,7 @@ async def _answer(soak: Soak, api: AsyncOpenAI, asked: dict[str, Any], kind: str
 def _chats(seed: int) -> Iterator[ScriptedChat]:
     """Conversations that begin with the prompts of the table, in random order."""
     draws = random.Random(seed)
-    firsts = [
-        json.loads(line)["prompt"]
-        for name in ("chat", "code", "mathematics", "edit")
-        for line in (_CHATS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    firsts = texts_of("chat", "code", "mathematics", "edit")
     draws.shuffle(firsts)
     for number, first in enumerate(firsts):
         turns = (first, *draws.sample(_FOLLOWING, draws.choice((0, 1, 3))))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.bench.gpu.cases import RandomWeights
 from paceline.decoder import Decoder, DecoderConfig, ForwardResult, GraphRunner, LocalCache
 from paceline.kernels import PagedPlane, TreeSegment, attention, plan_trees
 from paceline.kv.selection import AttentionScores
@@ -26,26 +27,8 @@ CONFIG = DecoderConfig(
 
 
 def make_decoder() -> Decoder:
-    """Random weights by their Hugging Face names."""
-    torch.manual_seed(0)
-    shapes = {"model.embed_tokens.weight": (50, 64), "model.norm.weight": (64,)}
-    for layer in range(CONFIG.layers):
-        base = f"model.layers.{layer}."
-        shapes |= {
-            f"{base}self_attn.q_proj.weight": (128, 64),
-            f"{base}self_attn.k_proj.weight": (64, 64),
-            f"{base}self_attn.v_proj.weight": (64, 64),
-            f"{base}self_attn.o_proj.weight": (64, 128),
-            f"{base}self_attn.q_norm.weight": (32,),
-            f"{base}self_attn.k_norm.weight": (32,),
-            f"{base}mlp.gate_proj.weight": (96, 64),
-            f"{base}mlp.up_proj.weight": (96, 64),
-            f"{base}mlp.down_proj.weight": (64, 96),
-            f"{base}input_layernorm.weight": (64,),
-            f"{base}post_attention_layernorm.weight": (64,),
-        }
-    weights = {name: 0.3 * torch.randn(shape) for name, shape in shapes.items()}
-    return Decoder(CONFIG, weights, "cpu")
+    """With random weights, the same each time."""
+    return Decoder(CONFIG, RandomWeights(CONFIG, torch.device("cpu"), 0), "cpu")
 
 
 @pytest.fixture

@@ -267,7 +267,3 @@ def _probes(case: Case) -> tuple[Probe, ...]:
 
 if __name__ == "__main__":
     main()
-
-
-if __name__ == "__main__":
-    main()

@@ -132,7 +132,6 @@ def _seen(case: Case, segment: TreeSegment) -> Tensor:
     return seen
 
 
-PAGE = 256
 SMALL = DecoderConfig(
     model_type="llama", layers=4, hidden=512, intermediate=1280, q_heads=8, kv_heads=2,
     head_dim=64, vocab_size=4096, max_position=8192, norm_eps=1e-5,
@@ -175,6 +174,9 @@ class RandomWeights(Mapping[str, Tensor]):
                 f"{base}input_layernorm.weight": (width,),
                 f"{base}post_attention_layernorm.weight": (width,),
             }
+            if config.qk_norm:
+                norms = (f"{base}self_attn.{name}_norm.weight" for name in "qk")
+                self._shapes |= dict.fromkeys(norms, (dim,))
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self._shapes[name]

@@ -175,8 +175,7 @@ class Server:
 
     Args:
         name: See :class:`Contestant`.
-        modes: By mode the URL of a running server, or the command that starts one, in which
-            ``{port}`` stands for its port.
+        modes: By mode what :func:`connect` takes.
         every: See :class:`Contestant`.
     """
 
@@ -189,7 +188,7 @@ class Server:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             self._servers = {
-                mode: await self._connect(given, stack) for mode, given in self._given.items()
+                mode: await connect(given, stack) for mode, given in self._given.items()
             }
             self._stack = stack.pop_all()
         return self
@@ -204,10 +203,10 @@ class Server:
             openai.OpenAIError: The server cannot be reached, or refuses.
             ValueError: The stream has no text, or no usage at its end.
         """
-        server, model = self._servers[mode]
+        server = self._servers[mode]
         began = time.perf_counter()
-        stream = await server.completions.create(
-            model=model,
+        stream = await server.api.completions.create(
+            model=server.model,
             prompt=request.prompt,
             max_tokens=request.tokens,
             temperature=request.temperature,
@@ -227,31 +226,48 @@ class Server:
             raise ValueError(f"{self.name} streamed {tokens} tokens: expected text, and its usage")
         return Answer(tokens, first, time.perf_counter(), first - began, "".join(text))
 
-    async def _connect(
-        self, given: str | Sequence[str], stack: AsyncExitStack
-    ) -> tuple[AsyncOpenAI, str]:
-        """A client of a server that is ready, and the name of its first model."""
-        url, process = given, None
-        if not isinstance(given, str):
-            port = free_port()
-            command = [word.replace("{port}", str(port)) for word in given]
-            quiet = subprocess.DEVNULL
-            process = await asyncio.create_subprocess_exec(*command, stdout=quiet, stderr=quiet)
-            stack.push_async_callback(_stop, process)
-            url = f"http://127.0.0.1:{port}/v1"
-        key = os.environ.get("OPENAI_API_KEY", "none")
-        client = AsyncOpenAI(base_url=str(url), api_key=key, max_retries=0)
-        await stack.enter_async_context(client)
-        deadline = time.monotonic() + _START_SECONDS
-        while True:
-            try:
-                model = (await client.models.list()).data[0].id
-                await client.completions.create(model=model, prompt="1", max_tokens=1)
-                return client, model
-            except (APIConnectionError, InternalServerError):
-                if process is None or process.returncode is not None or time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(0.2)
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A server that is ready: a client, the name of its first model, its process if it has one."""
+
+    api: AsyncOpenAI
+    model: str
+    pid: int | None = None
+
+
+async def connect(given: str | Sequence[str], stack: AsyncExitStack) -> ServedModel:
+    """Wait for a server with OpenAI's interface.
+
+    Args:
+        given: The URL of a running one, or the command that starts one, in which ``{port}`` stands
+            for its port.
+        stack: Stops it.
+
+    Raises:
+        openai.OpenAIError: It cannot be reached.
+    """
+    url, process = given, None
+    if not isinstance(given, str):
+        port = free_port()
+        command = [word.replace("{port}", str(port)) for word in given]
+        quiet = subprocess.DEVNULL
+        process = await asyncio.create_subprocess_exec(*command, stdout=quiet, stderr=quiet)
+        stack.push_async_callback(_stop, process)
+        url = f"http://127.0.0.1:{port}/v1"
+    key = os.environ.get("OPENAI_API_KEY", "none")
+    api = AsyncOpenAI(base_url=str(url), api_key=key, max_retries=0)
+    await stack.enter_async_context(api)
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            model = (await api.models.list()).data[0].id
+            await api.completions.create(model=model, prompt="1", max_tokens=1)
+            return ServedModel(api, model, process.pid if process else None)
+        except (APIConnectionError, InternalServerError):
+            if process is None or process.returncode is not None or time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.2)
 
 
 class LibraryProcess:

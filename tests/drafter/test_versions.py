@@ -1,0 +1,385 @@
+"""Versions come and go while text streams, outlive a restart, and lose their share by failures."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from paceline.drafter.registry import MIN_FAILURES, RECENT_ROUNDS, Version
+from paceline.drafter.spec import DrafterSpec
+from paceline.drafter.state import FILE_NAME, RegistryState, StateFile
+from paceline.v1 import drafter_pb2
+
+from .conftest import VOCAB, Drafting, activate, drafting, failure, listed, load, unload, until
+from .fake_verifier import Refused
+from .fakes import FakeDrafter, SlowLoad, write_records
+
+CODE = grpc.StatusCode
+
+
+async def test_versions_come_and_go_while_text_streams() -> None:
+    SlowLoad.go_on.clear()
+    FakeDrafter.loaded.clear()
+    async with drafting("x=fake") as service:
+        old = await service.open([1])
+        loading = asyncio.create_task(load(service, "x", "slow-load", activate=True))
+        for token in range(2, 20):
+            assert (await old.round([token])).version == "1"
+        assert not loading.done()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await load(service, "x", "fake", version="2")
+        assert failure(error) == (CODE.FAILED_PRECONDITION, "ALREADY_LOADED")
+        SlowLoad.go_on.set()
+        assert (await loading).version == "2"
+        new = await service.open([1])
+        assert new.opened.version == "2"
+        assert (await old.round([30])).version == "1"
+        assert await listed(service) == [("x", "1", 0.0, 1, False), ("x", "2", 1.0, 1, False)]
+        assert await unload(service, "x", "1") is False
+        assert await listed(service) == [("x", "1", 0.0, 1, True), ("x", "2", 1.0, 1, False)]
+        assert (await old.round([31])).version == "2"
+        assert await listed(service) == [("x", "2", 1.0, 2, False)]
+        moved = FakeDrafter.loaded[1].sequences[-1]
+        assert moved.text == [*range(1, 20), 30, 31], "it moved with its whole text"
+        await old.end()
+        await new.end()
+        assert await unload(service, "x") is True
+        assert await listed(service) == []
+    assert [drafter.closed for drafter in FakeDrafter.loaded] == [1, 1]
+
+
+async def test_a_forced_unload_sends_sequences_to_another_version() -> None:
+    FakeDrafter.loaded.clear()
+    async with drafting("x=fake", "y=fake") as service:
+        await load(service, "x", "fake")
+        idle, other = await service.open([1]), await service.open([1], drafter="y")
+        busy = await service.open([1])
+        drafter = FakeDrafter.loaded[0]
+        drafter.hold.clear()
+        waiting = asyncio.create_task(busy.round([5]))
+        await asyncio.to_thread(drafter.holding.wait)
+        assert await unload(service, "x", "1", force=True) is False
+        drafter.hold.set()
+        assert list((await waiting).tree.tokens) == [5]
+        for text in (busy, idle):
+            with pytest.raises(Refused, match="DRAFTER_UNLOADED"):
+                await text.read()
+        again = await service.open([1, 5])
+        assert again.opened.version == "2"
+        assert list((await again.round([6])).tree.tokens) == [6]
+        assert list((await other.round([7])).tree.tokens) == [7]
+        assert await listed(service) == [("x", "2", 1.0, 1, False), ("y", "1", 1.0, 1, False)]
+        await again.end()
+        await other.end()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"name": "none", "method": "ngram"}, "INVALID_NAME"),
+        ({"name": "a b", "method": "ngram"}, "INVALID_NAME"),
+        ({"name": "x", "method": "magic"}, "UNKNOWN_METHOD"),
+        ({"name": "x", "method": ""}, "UNKNOWN_METHOD"),
+        ({"name": "x", "method": "ngram", "options": {"speed": "9"}}, "UNKNOWN_OPTION"),
+        ({"name": "x", "method": "ngram", "options": {"max_n": "x"}}, "INVALID_OPTION"),
+        ({"name": "x", "method": "ngram", "folder": "ALLOWED"}, "FOLDER_NOT_WANTED"),
+        ({"name": "x", "method": "ngram", "options": {"a": "x" * 5000}}, "INVALID_OPTION"),
+        (
+            {"name": "x", "method": "ngram", "options": dict.fromkeys(map(str, range(65)), "")},
+            "INVALID_OPTION",
+        ),
+        ({"name": "x", "method": "lm"}, "FOLDER_MISSING"),
+        ({"name": "x", "method": "lm", "folder": "a\0b"}, "FOLDER_MISSING"),
+        ({"name": "x", "method": "lm", "folder": "x" * 5000}, "FOLDER_NOT_ALLOWED"),
+        ({"name": "x", "method": "lm", "folder": "/etc"}, "FOLDER_NOT_ALLOWED"),
+        ({"name": "x", "method": "lm", "folder": "ALLOWED/link"}, "FOLDER_NOT_ALLOWED"),
+        ({"name": "x", "method": "lm", "folder": "ALLOWED/../.."}, "FOLDER_NOT_ALLOWED"),
+        ({"name": "x", "method": "lm", "folder": "ALLOWED/gone"}, "FOLDER_MISSING"),
+        ({"name": "x", "method": "lm", "folder": "ALLOWED"}, "NO_CONFIG"),
+    ],
+)
+async def test_what_cannot_be_loaded_is_refused(
+    tmp_path: Path, fields: dict[str, Any], reason: str
+) -> None:
+    (tmp_path / "link").symlink_to("/etc")
+    if "folder" in fields:
+        fields = {**fields, "folder": fields["folder"].replace("ALLOWED", str(tmp_path))}
+    async with drafting("ngram", roots=[tmp_path]) as service:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await load(service, **fields)
+        assert failure(error) == (CODE.INVALID_ARGUMENT, reason)
+        assert [each[0] for each in await listed(service)] == ["ngram"]
+
+
+async def test_a_service_without_drafters_can_be_given_one() -> None:
+    async with drafting() as service:
+        with pytest.raises(Refused, match="DRAFTER_NOT_FOUND"):
+            await service.open([1])
+        await load(service, "late", "ngram")
+        assert (await service.open([1])).opened.drafter == "late"
+
+
+async def test_an_unloaded_version_is_garbage_collected() -> None:
+    FakeDrafter.loaded.clear()
+    async with drafting("x=fake") as service:
+        text = await service.open([1])
+        await text.round([2])
+        await text.end()
+        unloaded = weakref.ref(FakeDrafter.loaded.pop())
+        await load(service, "x", "fake", activate=True)
+        await unload(service, "x", "1")
+
+        def freed() -> bool:
+            gc.collect()
+            return unloaded() is None
+
+        await until(freed)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"version": "1"}, {}),
+        ({}, {"tokenizer": "b"}),
+        ({}, {"target": "b"}),
+        ({}, {"hidden": "1"}),
+        ({}, {"kv": "0"}),
+        ({}, {"vocab": "3"}),
+    ],
+    ids=["pinned", "tokenizer", "target", "hidden states", "kv", "vocabulary"],
+)
+async def test_a_sequence_stays_if_the_other_version_does_not_fit(
+    fields: dict[str, str], options: dict[str, str]
+) -> None:
+    """The old version is freed when the sequence ends."""
+    async with drafting("x=fake", target={"tokenizer_digest": "a"}) as service:
+        text = await service.open([1, 9], **fields)
+        await load(service, "x", "fake", activate=True, options=options)
+        assert await unload(service, "x", "1") is False
+        for token in (4, 5):
+            assert (await text.round([token])).version == "1"
+        await text.end()
+        assert [version[1] for version in await listed(service)] == ["2"]
+
+
+async def test_sequences_of_the_last_version_stay_until_another_is_loaded() -> None:
+    async with drafting("x=fake") as service:
+        text = await service.open([1])
+        assert await unload(service, "x") is False
+        assert (await text.round([2])).version == "1"
+        await load(service, "x", "fake")
+        assert (await text.round([3])).version == "2"
+        await text.end()
+
+
+async def test_a_restart_restores_versions_and_shares(tmp_path: Path) -> None:
+    options = {"state_dir": tmp_path / "state"}
+    async with drafting("b=fake", "a=fake", **options) as service:
+        await load(service, "a", "fake", version="next", options={"vocab": "99"})
+        await load(service, "gone", "fake")
+        await load(service, "b", "fake", activate=True)
+        await unload(service, "gone")
+        await activate(service, "a", "next", 0.25)
+        before = await listed(service)
+        assert [each[:3] for each in before] == [
+            ("a", "1", 0.75), ("a", "next", 0.25), ("b", "1", 0.0), ("b", "2", 1.0)
+        ]  # fmt: skip
+    async with drafting("b=fake", "a=fake", **options) as service:
+        assert await listed(service) == before
+        assert (await service.open([1])).opened.drafter == "b", "the default is the same"
+        await unload(service, "b", "2")
+        assert (await load(service, "b", "fake")).version == "3", "a number is given once"
+
+
+async def test_a_start_with_other_drafters_ignores_the_state(tmp_path: Path) -> None:
+    options = {"state_dir": tmp_path}
+    async with drafting("a=fake", **options) as service:
+        await load(service, "c", "fake")
+    async with drafting("a=fake", "b=fake", **options) as service:
+        assert [each[0] for each in await listed(service)] == ["a", "b"]
+    async with drafting("a=fake", "b=fake", **options) as service:
+        assert [each[0] for each in await listed(service)] == ["a", "b"]
+
+
+async def test_versions_that_cannot_be_loaded_are_skipped(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    options = {"state_dir": tmp_path / "state", "roots": [tmp_path]}
+    async with drafting("a=fake", **options) as service:
+        await load(service, "a", "fake", folder=str(folder), activate=True)
+    folder.rmdir()
+    async with drafting("a=fake", **options) as service:
+        assert [each[:3] for each in await listed(service)] == [("a", "1", 1.0)]
+
+
+VERSION = {"name": "a", "method": "fake", "folder": None, "options": {}, "version": "1"}
+GOOD: dict[str, Any] = {
+    "format": 2,
+    "configured": [],
+    "loaded": [[VERSION, 1.0], [{**VERSION, "version": "2"}, 0.0]],
+    "numbers": {"a": 1},
+}
+
+
+def with_version(share: Any = 1.0, **fields: Any) -> dict[str, Any]:
+    return {**GOOD, "loaded": [[{**VERSION, **fields}, share]]}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, [], 7, {}, {**GOOD, "format": 1}, {**GOOD, "loaded": 7},
+        with_version(name="../x"), with_version(share=2.0), with_version(share="much"),
+        with_version(version=""), with_version(options=[1]), with_version(folder=3),
+        {**GOOD, "loaded": GOOD["loaded"] * 2}, {**GOOD, "numbers": {"a": "x"}},
+    ],
+)  # fmt: skip
+async def test_an_invalid_file_is_set_aside(tmp_path: Path, value: Any) -> None:
+    (tmp_path / FILE_NAME).write_text(json.dumps(value))
+    async with drafting("b=fake", state_dir=tmp_path) as service:
+        assert [each[0] for each in await listed(service)] == ["b"]
+    assert json.loads((tmp_path / f"{FILE_NAME}.bad").read_text()) == value
+
+
+async def test_a_valid_file_is_restored_and_a_truncated_one_is_not(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_text(json.dumps(GOOD))
+    async with drafting(state_dir=tmp_path) as service:
+        assert [each[1] for each in await listed(service)] == ["1", "2"]
+    text = (tmp_path / FILE_NAME).read_text()
+    (tmp_path / FILE_NAME).write_text(text[: len(text) // 2])
+    async with drafting(state_dir=tmp_path) as service:
+        assert await listed(service) == []
+
+
+async def test_a_full_disk_is_reported_and_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with drafting("a=fake", state_dir=tmp_path) as service:
+        await load(service, "0", "fake")
+        before = (tmp_path / FILE_NAME).read_text()
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("paceline.drafter.state.os.fsync", full)
+            with pytest.raises(Exception, match="would be lost in a restart"):
+                await load(service, "b", "fake")
+        assert (tmp_path / FILE_NAME).read_text() == before
+        assert [each[0] for each in await listed(service)] == ["0", "a", "b"]
+        await load(service, "c", "fake")
+    assert os.listdir(tmp_path) == [FILE_NAME], "a temporary file is left"
+
+
+def test_the_folder_is_private(tmp_path: Path) -> None:
+    file = StateFile(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+    assert file.read() is None
+    state = RegistryState(configured=[DrafterSpec("a", "fake", Path("/x"), {"k": "v"})])
+    file.write(state)
+    assert file.read() == state
+
+
+PROMPT = [5, 6, 7]
+TEXT = [(7 * i) % VOCAB for i in range(1, 120)]
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    """The text, for the method `replay`."""
+    return write_records(tmp_path / "record.jsonl", (PROMPT, TEXT))
+
+
+async def generate(service: Drafting, version: str = "") -> list[str]:
+    """Generate TEXT as a verifier does. Returns the versions that drafted its trees."""
+    text = await service.open([*PROMPT, TEXT[0]], prompt_length=len(PROMPT), version=version)
+    length, emitted, versions = 1, [], []
+    while length < len(TEXT):
+        tree = await text.round(emitted, max_depth=len(TEXT) - length)
+        versions.append(tree.version)
+        accepted = 0
+        for token, expected in zip(tree.tree.tokens, TEXT[length:], strict=False):
+            if token != expected:
+                break
+            accepted += 1
+        emitted = TEXT[length : length + accepted + 1]
+        length += len(emitted)
+    await text.round(emitted, node_budget=0)
+    await text.end()
+    return versions
+
+
+async def infos(service: Drafting) -> dict[str, drafter_pb2.DrafterInfo]:
+    listed = await service.registry.ListDrafters(drafter_pb2.ListDraftersRequest())
+    return {info.version: info for info in listed.drafters}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "fails"),
+    [
+        ("F" * (MIN_FAILURES - 1), False),
+        ("F" * MIN_FAILURES, True),
+        (".F" * RECENT_ROUNDS, False),
+        ("." * 1000 + "F" * (RECENT_ROUNDS // 2), False),
+        ("." * 1000 + "F" * (RECENT_ROUNDS // 2 + 1), True),
+        ("F" * MIN_FAILURES + ".", False),
+    ],
+)
+def test_a_version_fails_by_its_recent_rounds(outcomes: str, fails: bool) -> None:
+    version = Version(DrafterSpec("x", "fake"), FakeDrafter(), "1")
+    assert [version.add_round(failed=each == "F") for each in outcomes][-1] is fails
+
+
+@pytest.mark.parametrize("method", ["raising", "malformed", "huge"])
+async def test_a_failing_version_is_taken_out_and_ends_no_sequence(
+    record: Path, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, logger="paceline.drafter")
+    async with drafting(f"x=replay:{record}", roots=[record.parent]) as service:
+        await load(service, "x", method)
+        await activate(service, "x", "2", 0.9)
+        texts = [asyncio.create_task(generate(service)) for _ in range(6)]
+        versions = [set(each) for each in await asyncio.gather(*texts)]
+        found = await infos(service)
+        assert {"1", "2"} in versions, "no generation moved"
+        assert (found["1"].traffic_share, found["2"].traffic_share) == (1.0, 0.0)
+        assert found["2"].failing
+        assert not found["1"].failing
+        assert "taken out" in caplog.text
+        await activate(service, "x", "2", 0.5)
+        assert (await infos(service))["2"].failing == ""
+
+
+async def test_without_another_version_failures_refuse_the_sequence() -> None:
+    async with drafting("x=raising") as service:
+        for _ in range(RECENT_ROUNDS):
+            with pytest.raises(Refused, match="DRAFT_FAILED"):
+                await (await service.open([1])).round([2])
+        (info,) = (await infos(service)).values()
+        assert (info.traffic_share, info.failing) == (1.0, "")
+        await load(service, "x", "fake")
+        with pytest.raises(Refused, match="DRAFT_FAILED"):
+            await (await service.open([1], version="1")).round([2])
+
+
+async def test_accepted_length_and_draft_time_of_each_version(record: Path) -> None:
+    async with drafting(f"x=replay:{record},p=0.3", roots=[record.parent]) as service:
+        await load(service, "x", "replay", folder=str(record), options={"p": "0.9"})
+        await activate(service, "x", "2", 0.5)
+        for version in ("1", "2"):
+            rounds = len(await generate(service, version))
+            info = (await infos(service))[version]
+            assert info.rounds == rounds
+            assert info.accepted_length == pytest.approx((len(TEXT) - 1) / rounds - 1, abs=0.1)
+        worse, better = (await infos(service)).values()
+        assert better.accepted_length > worse.accepted_length
+        assert (await load(service, "x", "fake")).rounds == 0
