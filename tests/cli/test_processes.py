@@ -1,6 +1,13 @@
 """Real service processes, started and stopped in every way."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -54,3 +61,51 @@ def test_a_process_that_was_never_started_is_an_error() -> None:
         with pytest.raises(RuntimeError, match="start"):
             use()
     drafter.stop()
+
+
+@contextmanager
+def as_process_one(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """`paceline` as the first process of a container, and its id outside; else a skip."""
+    unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    try:
+        subprocess.run([*unshare, "true"], check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no PID namespace can be made here: {error}")
+    command = [*unshare, sys.executable, "-m", "paceline.cli.main", *words]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as outer:
+        children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children")
+        while not (found := children.read_text().split()):
+            time.sleep(0.01)
+        try:
+            yield outer, int(found[0])
+        finally:
+            outer.kill()
+
+
+def test_a_signal_ends_the_start_of_process_one(target: Path, tmp_path: Path) -> None:
+    """The kernel ends it by no signal that it does not handle."""
+    words = ("verifier", f"--target={target}", f"--address=unix:{tmp_path}/v")
+    with as_process_one(tmp_path, *words) as (outer, inner):
+        while outer.poll() is None:  # the first ones come before Python is there
+            with suppress(ProcessLookupError):
+                os.kill(inner, signal.SIGTERM)
+            time.sleep(0.02)
+        assert outer.returncode == 128 + signal.SIGTERM
+
+
+def test_health_says_why_process_one_does_not_start(target: Path, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/v"
+    words = ("verifier", f"--target={target}", f"--address={address}", "--threads=0")
+    with as_process_one(tmp_path, *words) as (outer, inner):
+        assert outer.stderr is not None
+        assert "cannot serve" in outer.stderr.readline()
+        while not list(tmp_path.glob("paceline-failure")):
+            time.sleep(0.01)
+        health = [sys.executable, "-m", "paceline.cli.main", "health", address]
+        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        done = subprocess.run(health, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert "it does not start: --threads must be at least 1" in done.stderr
+        os.kill(inner, signal.SIGTERM)
+        assert outer.wait() == 2

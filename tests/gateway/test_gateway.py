@@ -190,7 +190,10 @@ async def test_the_api_key_is_required(serve: Serve) -> None:
             with pytest.raises(openai.AuthenticationError):
                 await stranger.models.list()
             async with session.get(f"{served.url}/health") as response:
-                assert response.status == 200
+                assert (response.status, await response.json()) == (
+                    200,
+                    {"status": "ok", "drafters": []},
+                )
 
 
 async def test_a_disconnect_releases_the_cache(serve: Serve) -> None:

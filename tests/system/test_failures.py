@@ -230,6 +230,38 @@ async def test_a_mapping_outlives_its_verifier(
     kv.close()
 
 
+async def test_two_containers_need_one_shared_folder(
+    models: dict[str, Path], sockets: Path
+) -> None:
+    """Neither network, shared memory nor process ids: as in compose/cpu.yml. A verifier that was
+    killed leaves a socket file, which the next one replaces; the KV goes with it."""
+    container = ("unshare", "--user", "--map-root-user", "--net", "--ipc")
+    serving = ["--target", str(models["llama"]), "--weights", "float32", "--lease-seconds", "5"]
+    serving += ["--no-prefix-caching", f"--draft-socket={sockets}/exchange"]
+    prompts = make_prompts(4, seed=9)
+    with ServiceProcess(
+        "verifier", serving, address=f"unix:{sockets}/alone", environment=THREADS
+    ) as verifier:
+        arguments = [*loads(models, MAPPING), f"--verifier={verifier.address}"]
+        with ServiceProcess(
+            "drafter",
+            arguments,
+            address=f"unix:{sockets}/drafter-alone",
+            environment=THREADS,
+            wrapper=container,
+        ) as drafter:
+            for again in (False, True):
+                (joined,) = await asyncio.to_thread(wait_joined, verifier.address)
+                assert joined.carrier == verifier_pb2.CARRIER_SOCKET
+                async with client_of(verifier.address, drafter.address, EAGER) as client:
+                    expected, _ = await outputs(client, prompts, ["none"])
+                    assert await outputs(client, prompts, MAPPING) == (expected, {})
+                eventually(lambda: not open_segments(verifier.pid, drafter.pid), "all is closed")
+                if not again:
+                    verifier.kill()
+                    verifier.start()
+
+
 @pytest.mark.parametrize("carrier", CARRIERS)
 async def test_connections_dropped_and_delayed(
     carrier: str,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -139,6 +140,8 @@ def run_health(args: argparse.Namespace) -> int:
     """Print the status; 0 if serving, 1 if draining or unreachable, 2 for bad arguments."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+    from paceline.cli.service_process import FAILURE_FILE
+
     try:
         with exit_with(2, InvalidRequestError), open_channel(args.address, args) as channel:
             answer = health_pb2_grpc.HealthStub(channel).Check(
@@ -146,6 +149,9 @@ def run_health(args: argparse.Namespace) -> int:
             )
     except grpc.RpcError as error:
         call = cast(grpc.Call, error)  # a failed blocking call is its own error
-        raise CommandError(f"{args.address}: {call.code().name}: {call.details()}", 1) from error
+        why = f"{call.code().name}: {call.details()}"
+        with suppress(OSError):
+            why = f"it does not start: {FAILURE_FILE.read_text(encoding='utf-8').strip()}"
+        raise CommandError(f"{args.address}: {why}", 1) from error
     print(f"{args.address}: {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}")
     return 0 if answer.status == health_pb2.HealthCheckResponse.SERVING else 1

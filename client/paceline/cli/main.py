@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -80,6 +82,8 @@ _OF_EXTRAS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `paceline` with `argv` (default: that of the process); returns the exit code."""
+    if os.getpid() == 1:  # of a container: the kernel ends it by no signal that it does not handle
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     argv = sys.argv[1:] if argv is None else argv
     command = _command_of(argv)
     try:

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -34,6 +35,11 @@ logger = logging.getLogger("paceline.cli")
 
 VERIFIER_ADDRESS = "127.0.0.1:7431"
 DRAFTER_ADDRESS = "127.0.0.1:7432"
+
+FAILURE_FILE = Path(tempfile.gettempdir(), "paceline-failure")
+"""Why the service of a container does not start; gone with the container's /tmp."""
+
+_HOLD_SECONDS = 15.0
 
 _SYSTEM = Path("/sys/devices/system")
 
@@ -110,6 +116,8 @@ def run_service(
             settings are in the environment and may import torch, which nothing may import earlier.
     """
     configure_logging(args.log_format, args.log_level)
+    if os.getpid() == 1:
+        FAILURE_FILE.unlink(missing_ok=True)
     with traced(f"paceline-{kind}"):
         try:
             options = ServerOptions.from_args(args)
@@ -139,8 +147,18 @@ def raise_file_limit() -> None:
 
 
 def refuse(error: Exception) -> int:
-    """Log why the service does not start; returns exit code 2."""
+    """Log why the service does not start; returns exit code 2.
+
+    In a container of its own it first waits for a while, or a signal: health checks say the reason
+    then, and restarts are not too many.
+    """
     logger.error("cannot serve: %s", error, exc_info=logger.isEnabledFor(logging.DEBUG))
+    if os.getpid() == 1:
+        with suppress(OSError):
+            FAILURE_FILE.write_text(f"{error}\n", encoding="utf-8")
+        signals = (signal.SIGTERM, signal.SIGINT)
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        signal.sigtimedwait(signals, _HOLD_SECONDS)
     return 2
 
 

@@ -245,7 +245,7 @@ class Gateway:
         return web.json_response({"prompt": text, "content": text})
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
-        """200 while the verifier is reachable and new requests are accepted."""
+        """200 while the verifier is reachable and new requests are accepted; with the drafters."""
         if self.gate.closed:
             return web.json_response({"status": "draining"}, status=503)
         if not files_left():
@@ -257,7 +257,11 @@ class Gateway:
         except (PacelineError, TimeoutError) as error:
             reason = str(error) or "the verifier does not respond"
             return web.json_response({"status": "unavailable", "reason": reason}, status=503)
-        return web.json_response({"status": "ok"})
+        try:
+            drafters = await self._client.drafters()
+        except PacelineError:
+            drafters = ()  # no drafter service answers: texts are generated without drafts
+        return web.json_response({"status": "ok", "drafters": drafters})
 
     async def _read(self, request: web.Request, kind: type[AnyBody]) -> AnyBody:
         return await read_request(request, kind, strict=self._options.strict)
