@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from system_support import EAGER, eventually, generate_all, make_prompts
 
@@ -137,14 +138,19 @@ def expect_verifier(
 
 
 async def expect_followed(verifier: Endpoint, drafter: Endpoint, client: Client) -> None:
-    """While a generation waits for its reader, and after its end."""
+    """While a generation waits for its reader, and after its end.
+
+    The drafter takes what it has received with its next round, so the text goes on until then.
+    """
     prompt = make_prompts(1)[0] * 3
-    generation = client.generate(prompt, max_new_tokens=96, drafter="selfspec", ignore_eos=True)
+    generation = client.generate(prompt, max_new_tokens=192, drafter="selfspec", ignore_eos=True)
     chunks = aiter(generation)
-    async for chunk in chunks:
-        if chunk.token_ids:
+    async for _ in chunks:
+        await asyncio.to_thread(drafter.scrape)
+        if drafter.value("specdec_drafter_followed_positions") == 24:
             break
-    await drafter.eventually(lambda: drafter.value("specdec_drafter_followed_positions") == 24)
+    else:
+        pytest.fail("the drafter has not followed the cache")
     assert drafter.value("specdec_drafter_followed_streams") == 1
     await verifier.eventually(lambda: verifier.value("specdec_follow_streams") == 1)
     async for _ in chunks:

@@ -1,15 +1,21 @@
-"""Which rounds of a generation have spans."""
+"""Which rounds of a generation have spans, and how many series there are."""
 
 from argparse import ArgumentTypeError
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry
 
+from paceline.telemetry.names import Metric
 from paceline.telemetry.tracing import remote_context
-from paceline.verifier.engine.job import StepOutput, merge
+from paceline.v1.verifier_pb2 import GetModelResponse
+from paceline.verifier.engine.job import DrafterVersion, NoDraft, StepOutput, merge
+from paceline.verifier.metrics import VerifierMetrics
 from paceline.verifier.options import round_sampling
 from paceline.verifier.telemetry import RoundSpans
 
@@ -50,3 +56,17 @@ def test_plain_steps_that_are_sent_together_have_a_span_if_one_of_them_has() -> 
 def test_other_words_name_no_rounds(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match="all"):
         round_sampling(text)
+
+
+def test_a_service_with_many_versions_does_not_fill_the_memory_with_series() -> None:
+    registry = CollectorRegistry()
+    model: Any = GetModelResponse(name="m")
+    nothing: Any = SimpleNamespace(request=None)
+    metrics = VerifierMetrics(registry, model, nothing, nothing, nothing, list)
+    for version in range(200):
+        drafter = DrafterVersion("lm", str(version), "lm")
+        metrics.answered(nothing, StepOutput([1], no_draft=NoDraft.LATE, drafter=drafter))
+    (rounds,) = registry.restricted_registry([f"{Metric.ROUNDS}_total"]).collect()
+    versions = {sample.labels["version"] for sample in rounds.samples}
+    assert "199" in versions
+    assert len(versions) < 100

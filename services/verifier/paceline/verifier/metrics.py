@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -21,62 +22,116 @@ from paceline.verifier.engine.job import Prefill, StepOutput
 from paceline.verifier.rpc.follow import FollowCounts
 from paceline.verifier.store import CacheStore
 
-_COUNTERS = {
-    Metric.PROMPT_TOKENS: "Tokens of prompts, computed or taken from another cache",
-    Metric.CACHED_PROMPT_TOKENS: "Prompt tokens whose KV was taken from another cache",
-    Metric.GENERATION_TOKENS: "Tokens sent to clients: accepted drafts and the target's own",
-    Metric.FREE_RUN_TOKENS: "Tokens emitted by steps without a tree",
-    Metric.ENGINE_BUSY_SECONDS: "Time in which the engine ran a step; its rate is its utilisation",
-    Metric.ENGINE_STEPS: "Forward passes of the target",
-}
-_DRAFTER_COUNTERS = {
-    Metric.NUM_DRAFTS: "Rounds with a tree, by the drafter that drafted it",
-    Metric.NUM_DRAFT_TOKENS: "Tokens of the trees that came in time",
-    Metric.NUM_CHECKED: "Drafted tokens that the target checked; the scheduler left out the others",
-    Metric.NUM_ACCEPTED: "Drafted tokens that equal the target's own choice",
-}
+_MODEL = ("model_name",)
+_DRAFTER = (*_MODEL, "drafter", "version")
+_TEXT = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
+
 _MAX_VERSIONS = 64
 """Number of drafters' versions with series of their own. Those used longest ago are removed."""
+
 _STEP_SECONDS = (
     *(0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05),
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
 )
-_HISTOGRAMS = {
-    Metric.NODE_BUDGET: (
-        "Drafted tokens that the scheduler asks for after a step; 0: drafting does not pay",
-        (0, 1, 2, 4, 8, 16, 32, 64, 128, 255),
+
+
+class _Described(NamedTuple):
+    """A counter, or a histogram with buckets."""
+
+    labels: tuple[str, ...]
+    text: str
+    buckets: tuple[float, ...] = ()
+
+
+# Those of texts have the buckets of OpenTelemetry's conventions for generative AI; the time per
+# token with finer steps at its lower end.
+_METRICS = {
+    Metric.ROUNDS: _Described(
+        (*_DRAFTER, "no_draft"),
+        "Rounds, by the reason why they have no tree, empty with one; plain steps whose tokens are "
+        "sent together are one round",
     ),
-    Metric.SCHEDULE_SECONDS: (
-        "Time that the scheduler takes to choose the drafted tokens of a step",
-        (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005),
+    Metric.NUM_DRAFTS: _Described(_DRAFTER, "Rounds with a tree"),
+    Metric.NUM_DRAFT_TOKENS: _Described(_DRAFTER, "Tokens of the trees that came in time"),
+    Metric.NUM_CHECKED: _Described(
+        _DRAFTER, "Drafted tokens that the target checked, as scheduled"
     ),
-    Metric.VERIFY_SECONDS: ("Time of the step that verifies a tree", _STEP_SECONDS),
-    Metric.VERIFY_QUEUE_SECONDS: ("Time that a round waits for its step", _STEP_SECONDS),
-    Metric.PREFILL_SECONDS: ("Time of all steps of a prompt", _STEP_SECONDS),
-    Metric.PREFILL_QUEUE_SECONDS: ("Time that a prompt waits for its first step", _STEP_SECONDS),
-    Metric.ENGINE_BATCH_TOKENS: (
-        "Tokens of all sequences in one forward pass",
-        tuple(2**power for power in range(13)),
+    Metric.NUM_ACCEPTED: _Described(_DRAFTER, "Drafted tokens that equal the target's own choice"),
+    Metric.NUM_ACCEPTED_PER_POS: _Described(
+        (*_DRAFTER, "position"),
+        "Trees whose token at this depth was accepted; the first depth is 0",
     ),
-}
-_DRAFTER_HISTOGRAMS = {
-    Metric.DRAFT_SECONDS: ("From the request of a tree until it came", _STEP_SECONDS),
-    Metric.EMITTED_PER_ROUND: (
+    Metric.REQUESTS: _Described(
+        (*_MODEL, "finish_reason"),
+        "Texts that ended: stop, length, or why they ended early, such as released by the client, "
+        "cancelled, lease_expired, preempted",
+    ),
+    Metric.PROMPT_TOKENS: _Described(
+        _MODEL, "Tokens of prompts, computed or taken from another cache"
+    ),
+    Metric.CACHED_PROMPT_TOKENS: _Described(
+        _MODEL, "Prompt tokens whose KV was taken from another cache"
+    ),
+    Metric.GENERATION_TOKENS: _Described(
+        _MODEL, "Tokens sent: accepted drafts and the target's own"
+    ),
+    Metric.FREE_RUN_TOKENS: _Described(_MODEL, "Tokens emitted by steps without a tree"),
+    Metric.ENGINE_BUSY_SECONDS: _Described(
+        _MODEL, "Time in which a step ran; its rate is utilisation"
+    ),
+    Metric.ENGINE_STEPS: _Described(_MODEL, "Forward passes of the target"),
+    Metric.DRAFT_SECONDS: _Described(
+        _DRAFTER,
+        "From the request of a tree until it came",
+        _STEP_SECONDS,
+    ),
+    Metric.EMITTED_PER_ROUND: _Described(
+        _DRAFTER,
         "Tokens emitted by a round with a tree, the target's own one included",
         (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32),
     ),
-}
-# As in OpenTelemetry's conventions for generative AI; the time per token with finer steps at its
-# lower end.
-_CONVENTIONAL_HISTOGRAMS = {
-    Metric.TIME_TO_FIRST_TOKEN: (
+    Metric.NODE_BUDGET: _Described(
+        _MODEL,
+        "Drafted tokens that the scheduler asks for after a step; 0: drafting does not pay",
+        (0, 1, 2, 4, 8, 16, 32, 64, 128, 255),
+    ),
+    Metric.SCHEDULE_SECONDS: _Described(
+        _MODEL,
+        "Time that the scheduler takes to choose the drafted tokens of a step",
+        (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005),
+    ),
+    Metric.VERIFY_SECONDS: _Described(
+        _MODEL, "Time of the step that verifies a tree", _STEP_SECONDS
+    ),
+    Metric.VERIFY_QUEUE_SECONDS: _Described(
+        _MODEL, "Time that a round waits for its step", _STEP_SECONDS
+    ),
+    Metric.PREFILL_SECONDS: _Described(_MODEL, "Time of all steps of a prompt", _STEP_SECONDS),
+    Metric.PREFILL_QUEUE_SECONDS: _Described(
+        _MODEL,
+        "Time that a prompt waits for its first step",
+        _STEP_SECONDS,
+    ),
+    Metric.ENGINE_BATCH_TOKENS: _Described(
+        _MODEL,
+        "Tokens of all sequences in one forward pass",
+        tuple(2**power for power in range(13)),
+    ),
+    Metric.REQUEST_DURATION: _Described(
+        (*_TEXT, "error_type"),
+        "From the request of a text until its last token",
+        tuple(0.01 * 2**power for power in range(14)),
+    ),
+    Metric.TIME_TO_FIRST_TOKEN: _Described(
+        _TEXT,
         "From the request of a text until its first token",
         (
             *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
             *(7.5, 10.0),
         ),
     ),
-    Metric.TIME_PER_OUTPUT_TOKEN: (
+    Metric.TIME_PER_OUTPUT_TOKEN: _Described(
+        _TEXT,
         "Mean time between two tokens of a text",
         (
             *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4),
@@ -85,7 +140,6 @@ _CONVENTIONAL_HISTOGRAMS = {
     ),
 }
 Joined = Callable[[], Iterable[verifier_pb2.JoinedService]]
-_REQUEST_SECONDS = tuple(0.01 * 2**power for power in range(14))
 
 
 @dataclass(slots=True)
@@ -131,64 +185,23 @@ class VerifierMetrics:
             follows: Counts of streams that follow caches.
             joined: Lists the drafter services that have joined.
         """
-        labels = {"model_name": model.name}
-        conventional = {
-            "gen_ai_operation_name": Span.GENERATION,
-            "gen_ai_provider_name": PROVIDER,
-            "gen_ai_request_model": model.name,
-        }
-        self._counters: dict[str, Counter] = {
-            name: Counter(name, text, labels, registry=registry).labels(**labels)
-            for name, text in _COUNTERS.items()
-        }
-        self._histograms: dict[str, Histogram] = {
-            name: Histogram(name, text, values, registry=registry, buckets=buckets).labels(**values)
-            for histograms, values in (
-                (_HISTOGRAMS, labels),
-                (_CONVENTIONAL_HISTOGRAMS, conventional),
+        fixed = {"model_name": model.name, "gen_ai_request_model": model.name}
+        fixed |= {"gen_ai_operation_name": Span.GENERATION, "gen_ai_provider_name": PROVIDER}
+        self._metrics: dict[str, Counter | Histogram] = {}
+        self._fixed: dict[str, list[str]] = {}
+        """Values of the first labels of each metric."""
+        for name, (labels, text, buckets) in _METRICS.items():
+            self._metrics[name] = (
+                Histogram(name, text, labels, registry=registry, buckets=buckets)
+                if buckets
+                else Counter(name, text, labels, registry=registry)
             )
-            for name, (text, buckets) in histograms.items()
-        }
-        by_drafter = (*labels, "drafter", "version")
-
-        def counter(name: str, text: str, *more: str) -> Counter:
-            return Counter(name, text, (*by_drafter, *more), registry=registry)
-
-        self._rounds = counter(
-            Metric.ROUNDS,
-            "Rounds, by the reason why they have no tree, empty with one; plain steps whose tokens "
-            "are sent together are one round",
-            "no_draft",
-        )
-        self._accepted_at = counter(
-            Metric.NUM_ACCEPTED_PER_POS,
-            "Trees whose token at this depth was accepted; the first depth is 0",
-            "position",
-        )
-        self._drafts = {name: counter(name, text) for name, text in _DRAFTER_COUNTERS.items()}
-        self._draft_values = {
-            name: Histogram(name, text, by_drafter, registry=registry, buckets=buckets)
-            for name, (text, buckets) in _DRAFTER_HISTOGRAMS.items()
-        }
+            self._fixed[name] = [fixed[label] for label in labels if label in fixed]
+            if len(self._fixed[name]) == len(labels):
+                self._metrics[name].labels(*self._fixed[name])  # shown as 0 from now on
         self._versions: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._requests = Counter(
-            Metric.REQUESTS,
-            "Texts that ended: stop, length, or why they ended early, such as released by the "
-            "client, cancelled, lease_expired, preempted",
-            (*labels, "finish_reason"),
-            registry=registry,
-        )
-        self._duration = Histogram(
-            Metric.REQUEST_DURATION,
-            "From the request of a text until its last token",
-            (*conventional, "error_type"),
-            registry=registry,
-            buckets=_REQUEST_SECONDS,
-        )
-        self._model_name = model.name
-        self._conventional = tuple(conventional.values())
         target = {
-            **labels,
+            "model_name": model.name,
             "architecture": model.architecture,
             "dtype": model.dtype,
             "fingerprint": model.target_fingerprint,
@@ -208,41 +221,38 @@ class VerifierMetrics:
         """A prefill ended. One without a first token is not counted."""
         if prefill.output is None:
             return
-        self._count(Metric.PROMPT_TOKENS, len(cache.sequence.generation.prompt))
-        self._count(Metric.CACHED_PROMPT_TOKENS, prefill.reused)
-        self._count(Metric.GENERATION_TOKENS)
-        self._observe(Metric.PREFILL_SECONDS, prefill.step_us / 1e6)
-        self._observe(Metric.PREFILL_QUEUE_SECONDS, prefill.queue_us / 1e6)
+        self._add(Metric.PROMPT_TOKENS, len(cache.sequence.generation.prompt))
+        self._add(Metric.CACHED_PROMPT_TOKENS, prefill.reused)
+        self._add(Metric.GENERATION_TOKENS, 1)
+        self._add(Metric.PREFILL_SECONDS, prefill.step_us / 1e6)
+        self._add(Metric.PREFILL_QUEUE_SECONDS, prefill.queue_us / 1e6)
         request = cache.request
         if request is not None:
             request.emitted(1)
-            self._observe(Metric.TIME_TO_FIRST_TOKEN, request.first - request.began)
+            self._add(Metric.TIME_TO_FIRST_TOKEN, request.first - request.began)
             self._finish(cache)
 
     def answered(self, cache: Cache, output: StepOutput) -> None:
         """A step, or consecutive plain ones, were answered."""
-        emitted, accepted = len(output.tokens), len(output.accepted)
-        self._observe(Metric.NODE_BUDGET, output.node_budget)
-        self._count(Metric.GENERATION_TOKENS, emitted)
-        self._observe(Metric.VERIFY_QUEUE_SECONDS, output.queue_us / 1e6)
-        labels = (self._model_name, *self._drafter(output))
+        emitted, accepted, draft = len(output.tokens), len(output.accepted), output.draft
+        drafter = self._drafter(output)
         reason = "" if output.no_draft is None else output.no_draft.value
-        self._rounds.labels(*labels, reason).inc()
-        if output.draft is not None:
-            for name, amount in (
-                (Metric.NUM_DRAFTS, 1),
-                (Metric.NUM_DRAFT_TOKENS, len(output.draft.tree)),
-                (Metric.NUM_CHECKED, output.checked),
-                (Metric.NUM_ACCEPTED, accepted),
-            ):
-                self._drafts[name].labels(*labels).inc(amount)
+        self._add(Metric.NODE_BUDGET, output.node_budget)
+        self._add(Metric.GENERATION_TOKENS, emitted)
+        self._add(Metric.VERIFY_QUEUE_SECONDS, output.queue_us / 1e6)
+        self._add(Metric.ROUNDS, 1, *drafter, reason)
+        if draft is not None:
+            self._add(Metric.NUM_DRAFTS, 1, *drafter)
+            self._add(Metric.NUM_DRAFT_TOKENS, len(draft.tree), *drafter)
+            self._add(Metric.NUM_CHECKED, output.checked, *drafter)
+            self._add(Metric.NUM_ACCEPTED, accepted, *drafter)
             for position in range(accepted):
-                self._accepted_at.labels(*labels, str(position)).inc()
-            self._draft_values[Metric.EMITTED_PER_ROUND].labels(*labels).observe(emitted)
-            self._draft_values[Metric.DRAFT_SECONDS].labels(*labels).observe(output.draft.seconds)
-            self._observe(Metric.VERIFY_SECONDS, output.step_us / 1e6)
+                self._add(Metric.NUM_ACCEPTED_PER_POS, 1, *drafter, str(position))
+            self._add(Metric.EMITTED_PER_ROUND, emitted, *drafter)
+            self._add(Metric.DRAFT_SECONDS, draft.seconds, *drafter)
+            self._add(Metric.VERIFY_SECONDS, output.step_us / 1e6)
         else:
-            self._count(Metric.FREE_RUN_TOKENS, emitted)
+            self._add(Metric.FREE_RUN_TOKENS, emitted)
         if cache.request is not None:
             cache.request.emitted(emitted)
             self._finish(cache)
@@ -255,21 +265,20 @@ class VerifierMetrics:
         request.ended = True
         finish = cache.sequence.finish
         reason = error or ("released" if finish is None else finish.value)
-        reason = "cancelled" if reason == "CancelledError" else reason
-        self._requests.labels(self._model_name, reason).inc()
+        self._add(Metric.REQUESTS, 1, "cancelled" if reason == "CancelledError" else reason)
         seconds = request.newest - request.began if request.tokens else 0.0
-        self._duration.labels(*self._conventional, error).observe(seconds)
+        self._add(Metric.REQUEST_DURATION, seconds, error)
         if request.tokens > 1:
             per_token = (request.newest - request.first) / (request.tokens - 1)
-            self._observe(Metric.TIME_PER_OUTPUT_TOKEN, per_token)
+            self._add(Metric.TIME_PER_OUTPUT_TOKEN, per_token)
 
     def step(self, seconds: float, tokens: int, decided: float | None) -> None:
         """The engine ran a step. Called on the engine thread."""
-        self._count(Metric.ENGINE_STEPS)
-        self._count(Metric.ENGINE_BUSY_SECONDS, seconds)
-        self._observe(Metric.ENGINE_BATCH_TOKENS, tokens)
+        self._add(Metric.ENGINE_STEPS, 1)
+        self._add(Metric.ENGINE_BUSY_SECONDS, seconds)
+        self._add(Metric.ENGINE_BATCH_TOKENS, tokens)
         if decided is not None:
-            self._observe(Metric.SCHEDULE_SECONDS, decided)
+            self._add(Metric.SCHEDULE_SECONDS, decided)
 
     def _drafter(self, output: StepOutput) -> tuple[str, str]:
         """Name and version of a round's drafter; empty without one.
@@ -278,22 +287,24 @@ class VerifierMetrics:
         """
         if output.drafter is None:
             return "", ""
-        labels = output.drafter.name, output.drafter.version
-        self._versions[labels] = None
-        self._versions.move_to_end(labels)
+        drafter = output.drafter.name, output.drafter.version
+        self._versions[drafter] = None
+        self._versions.move_to_end(drafter)
         if len(self._versions) > _MAX_VERSIONS:
             oldest, _ = self._versions.popitem(last=False)
-            match = dict(zip(("drafter", "version"), oldest, strict=True))
-            series = (self._rounds, self._accepted_at, *self._drafts.values())
-            for metric in (*series, *self._draft_values.values()):
-                metric.remove_by_labels(match)
-        return labels
+            match = dict(zip(_DRAFTER[1:], oldest, strict=True))
+            for name, described in _METRICS.items():
+                if described.labels[: len(_DRAFTER)] == _DRAFTER:
+                    self._metrics[name].remove_by_labels(match)
+        return drafter
 
-    def _count(self, name: str, amount: float = 1) -> None:
-        self._counters[name].inc(amount)
-
-    def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].observe(value)
+    def _add(self, name: str, value: float, *labels: str) -> None:
+        """Add to a counter, or a value to a histogram; `labels` are those that are not fixed."""
+        metric = self._metrics[name].labels(*self._fixed[name], *labels)
+        if isinstance(metric, Counter):
+            metric.inc(value)
+        else:
+            metric.observe(value)
 
     def _finish(self, cache: Cache) -> None:
         if cache.sequence.finish is not None:
