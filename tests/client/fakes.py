@@ -144,6 +144,7 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
         self.draining = False
         self.others = 0
         self.max_context = 4096
+        self.protocol_version: Any = verifier_pb2.PROTOCOL_VERSION_1
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.full = 0
@@ -193,6 +194,7 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
         wanted = not request.omit_tokenizer and request.known_tokenizer_digest != DIGEST
         return verifier_pb2.GetModelResponse(
             name="fake",
+            protocol_version=self.protocol_version,
             vocab_size=257,
             max_context=self.max_context,
             chat_template=self.chat_template,

@@ -6,7 +6,14 @@ from collections import Counter
 
 import pytest
 
-from paceline.client import Client, DraftOptions, RoundStats, Stats, UnavailableError
+from paceline.client import (
+    Client,
+    DraftOptions,
+    NotFoundError,
+    RoundStats,
+    Stats,
+    UnavailableError,
+)
 from paceline.client._output import Undrafted
 from paceline.v1 import verifier_pb2
 
@@ -137,7 +144,7 @@ async def test_a_service_is_asked_to_join_before_the_prefill(world: World, clien
     assert not any(result.stats.fallbacks for result in results)
 
 
-@pytest.mark.parametrize("fault", ["refusing", "down", "unknown"])
+@pytest.mark.parametrize("fault", ["refusing", "down"])
 async def test_a_service_that_does_not_join_costs_drafting_only(
     world: World, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -149,11 +156,24 @@ async def test_a_service_that_does_not_join_costs_drafting_only(
             result = await client.generate(PROMPT, max_new_tokens=40, seed=SEED, drafter="wanted")
             assert result.token_ids == continuation(PROMPT, 40, SEED)
             assert result.stats.fallbacks == {"drafter_unavailable": 1}
+            (problem,) = result.stats.problems
+            assert problem.startswith("drafter 'wanted' is not there: ")
+            assert (f"no drafter answers at {world.addresses[1]}" in problem) == (fault == "down")
     assert len(world.registry.asked) == (fault != "down"), "not again within some seconds"
-    logged = [record for record in caplog.records if "did not join" in record.message]
-    assert len(logged) == (fault != "unknown")
-    (named,) = [record for record in caplog.records if "has no drafter 'wanted'" in record.message]
-    assert ("it has: fake" in named.message) == (fault == "unknown")
+    assert len([record for record in caplog.records if "did not join" in record.message]) == 1
+
+
+async def test_a_drafter_that_no_service_ever_had_is_an_error_at_once(
+    world: World, client: Client
+) -> None:
+    with pytest.raises(NotFoundError, match="no drafter 'wanted' here; there are: none, fake"):
+        await client.generate(PROMPT, drafter="wanted")
+    assert not world.verifier.creates
+    await client.generate(PROMPT, max_new_tokens=4, drafter="fake")
+    world.verifier.joined = [joined("other")]
+    world.registry.mode = "unknown"
+    result = await client.generate(PROMPT, max_new_tokens=4, drafter="fake", seed=SEED)
+    assert result.token_ids == continuation(PROMPT, 4, SEED), "it was there: it may come back"
 
 
 async def test_a_hung_service_is_waited_for_once(

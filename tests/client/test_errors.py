@@ -6,10 +6,19 @@ import grpc
 import pytest
 
 from paceline import client as package
-from paceline.client import InvalidRequestError, PacelineError, ServerError, UnavailableError
+from paceline.client import (
+    Client,
+    InvalidRequestError,
+    PacelineError,
+    PreconditionError,
+    RetryOptions,
+    ServerError,
+    UnavailableError,
+    UnimplementedError,
+)
 from paceline.client._errors import _BY_CODE, from_rpc_error, rpc_errors
 
-from .fakes import status
+from .fakes import World, status
 
 
 def rpc_error(
@@ -58,6 +67,38 @@ def test_nothing_else_is_touched() -> None:
         raise ZeroDivisionError
     with pytest.raises(UnavailableError), rpc_errors():
         raise asyncio.InvalidStateError("finished")
+
+
+async def test_errors_name_the_service_its_address_and_what_to_do(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    verifier, drafter = world.addresses
+    async with Client(drafter, cache_dir=None) as client:
+        with pytest.raises(UnimplementedError, match=f"at {drafter} is not a verifier.*swapped"):
+            await client.generate("x")
+    retry = RetryOptions(budget=0.01, first_delay=0.005)
+    async with Client("127.0.0.1:9", cache_dir=None, retry=retry) as client:
+        expected = "no verifier answers at 127.0.0.1:9: start one with `paceline serve smollm2`"
+        with pytest.raises(UnavailableError, match=expected):
+            await client.generate("x")
+    (warning,) = [record.message for record in caplog.records if "trying again" in record.message]
+    assert warning.endswith("trying again for up to 0.01 s")
+    world.verifier.protocol_version = 7
+    async with Client(verifier, cache_dir=None) as client:
+        expected = f"verifier at {verifier} speaks version 7 of the protocol, this client version 1"
+        with pytest.raises(PreconditionError, match=expected):
+            await client.generate("x")
+
+
+async def test_an_error_has_the_text_so_far(world: World, client: Client) -> None:
+    generation = client.generate([1, 2], max_new_tokens=200)
+    chunks = aiter(generation)
+    chunk = await anext(chunks)
+    generation.fail("stopped here")
+    with pytest.raises(PacelineError) as raised:
+        await generation
+    assert raised.value.token_ids[: len(chunk.token_ids)] == list(chunk.token_ids)
+    assert raised.value.text.startswith(chunk.text)
 
 
 async def test_a_peers_cancellation_is_a_broken_stream_ours_is_not() -> None:

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_service_arguments(parser).add_argument(
         "--retry-seconds",
         type=float,
-        default=10.0,
+        default=RetryOptions().budget,
         metavar="S",
         help="how long to retry an unreachable or full verifier (default: %(default)s)",
     )

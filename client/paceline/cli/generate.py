@@ -54,7 +54,7 @@ def add_client_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--retry-seconds",
         type=float,
-        default=10.0,
+        default=RetryOptions().budget,
         metavar="S",
         help="how long to retry to reach the verifier (default: %(default)s)",
     )

@@ -36,6 +36,8 @@ class PacelineError(Exception):
             Paceline service.
         metadata: metadata of the `ErrorInfo`.
         retry_after: when to retry, or None. Unit: seconds.
+        text: text that the generation had until it failed.
+        token_ids: its tokens.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class PacelineError(Exception):
         self.reason = reason
         self.metadata = metadata or {}
         self.retry_after = retry_after
+        self.text = ""
+        self.token_ids: list[int] = []
 
 
 class InvalidRequestError(PacelineError, ValueError):
@@ -114,12 +118,32 @@ _BY_CODE: dict[grpc.StatusCode, type[PacelineError]] = {
 _BROKEN_CODES = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED}
 
 
-def from_rpc_error(error: grpc.aio.AioRpcError) -> PacelineError:
-    """The exception of a failed call, with the content of its ErrorInfo and RetryInfo."""
+def from_rpc_error(
+    error: grpc.aio.AioRpcError, kind: str = "service", address: str = ""
+) -> PacelineError:
+    """The exception of a failed call, with the content of its ErrorInfo and RetryInfo.
+
+    Args:
+        error: The failure.
+        kind: What was called: "verifier" or "drafter".
+        address: Its address.
+    """
     code, text = error.code(), error.details() or "no details"
     info, retry_after = _details(error)
+    where = f"{kind} at {address}"
     if info is None and code in _BROKEN_CODES:
-        return UnavailableError(f"the connection broke ({code.name}): {text}")
+        return UnavailableError(f"the connection to the {where} broke ({code.name}): {text}")
+    if info is None and code is grpc.StatusCode.UNAVAILABLE:
+        cause = text.rpartition("last error: ")[2]
+        return UnavailableError(
+            f"no {kind} answers at {address}: start one with `paceline serve smollm2`, or give "
+            f"the address of another ({cause})"
+        )
+    if info is None and code is grpc.StatusCode.UNIMPLEMENTED:
+        return UnimplementedError(
+            f"the service at {address} is not a {kind}: are the addresses of verifier and drafter "
+            "swapped?"
+        )
     return _BY_CODE.get(code, ServerError)(
         text,
         reason=info.reason if info else "",
@@ -148,20 +172,21 @@ def _details(
 
 
 @contextmanager
-def rpc_errors() -> Iterator[None]:
+def rpc_errors(kind: str = "service", address: str = "") -> Iterator[None]:
     """Context manager around a gRPC call that raises exceptions of this module only.
 
-    grpc.aio raises `asyncio.CancelledError` for a status CANCELLED of the peer. Unless the running
-    task was cancelled, that is a broken connection.
+    Takes what is called and its address, for the messages. grpc.aio raises
+    `asyncio.CancelledError` for a status CANCELLED of the peer. Unless the running task was
+    cancelled, that is a broken connection.
     """
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from None
+        raise from_rpc_error(error, kind, address) from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise UnavailableError("the peer cancelled the call") from None
+        raise UnavailableError(f"the {kind} at {address} cancelled the call") from None
     except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
         raise UnavailableError(f"the call has ended: {error}") from None

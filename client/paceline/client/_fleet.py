@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 from paceline.v1 import drafter_pb2, verifier_pb2
 
 from ._addresses import Pool
-from ._errors import PacelineError, UnavailableError
+from ._errors import NotFoundError, PacelineError, PreconditionError, UnavailableError
 from ._options import RetryOptions
 from ._text import Model, TextCodec, TokenizerCache
 from ._transport import DrafterTransport, Transport
@@ -39,10 +39,16 @@ _JOIN_TIMEOUT, _JOIN_INTERVAL = 2.0, 5.0
 
 
 class Attempts:
-    """Delays between attempts at one operation, until it succeeds or the budget is spent."""
+    """Delays between attempts at one operation, until it succeeds or the budget is spent.
 
-    def __init__(self, options: RetryOptions) -> None:
+    Args:
+        options: Budget and delays.
+        announce: Log a warning at the first failure, before the wait.
+    """
+
+    def __init__(self, options: RetryOptions, *, announce: bool = True) -> None:
         self._options = options
+        self._announce = announce
         self._since: float | None = None
         self._delay = options.first_delay
 
@@ -57,6 +63,9 @@ class Attempts:
         delay = max(self._delay * random.uniform(0.5, 1.0), error.retry_after or 0.0)
         if not within_deadline and now + delay - self._since > self._options.budget:
             raise error
+        if self._announce and now == self._since and isinstance(error, UnavailableError):
+            left = f" for up to {self._options.budget:g} s" if not within_deadline else ""
+            logger.warning("%s; trying again%s", error, left)
         self._delay = min(2 * self._delay, self._options.longest_delay)
         await asyncio.sleep(delay)
 
@@ -100,6 +109,7 @@ class Verifier:
         refused: Why its target is not the client's; empty: it is.
         joining: The request that drafter services join it; None before the first.
         join_at: When the next such request may be made, of `time.monotonic`.
+        join_failure: Why services did not join with the latest one; empty: all did.
     """
 
     def __init__(self, transport: Transport, retry: RetryOptions) -> None:
@@ -111,6 +121,7 @@ class Verifier:
         self.refused = ""
         self.joining: asyncio.Task[None] | None = None
         self.join_at = 0.0
+        self.join_failure = ""
         self._retry = retry
         self._failures = 0
         self._retry_at = 0.0
@@ -222,7 +233,17 @@ class Verifier:
         except PacelineError as error:
             self.failed(error)
             return
-        self.facts, self.error, self._answered_at = facts, None, monotonic()
+        self._answered_at = monotonic()
+        if facts.protocol_version != verifier_pb2.PROTOCOL_VERSION_1:
+            self.failed(
+                PreconditionError(
+                    f"the verifier at {self.address} speaks version {facts.protocol_version} of "
+                    f"the protocol, this client version {verifier_pb2.PROTOCOL_VERSION_1}: install "
+                    "the same version of paceline on both"
+                )
+            )
+            return
+        self.facts, self.error = facts, None
         self._others = max(0, facts.generations - running)
         if facts.draining:
             self.failed(UnavailableError("it is draining", reason="DRAINING"))
@@ -325,6 +346,7 @@ class Fleet:
         self._loading = asyncio.Lock()
         self._logged: set[str] = set()
         self._failures_of_drafting: set[str] = set()
+        self._known_drafters: set[str] = set()
         self.caches: dict[bytes, Verifier] = {}
 
     @property
@@ -395,38 +417,54 @@ class Fleet:
             return UnavailableError(message)
         return _copy(errors[0], message) if errors else UnavailableError(message)
 
-    async def provide_drafter(self, verifier: Verifier, drafter: str | None) -> bool:
+    async def provide_drafter(self, verifier: Verifier, drafter: str | None) -> str:
         """Asks the drafter services to join a verifier that lacks the wanted drafter.
 
         It reads the verifier's model first: perhaps they have joined a moment ago. One request to
         join a verifier runs at a time, and the next one not before some seconds have passed. Waits
-        at most 2 s. Never raises.
+        at most 2 s.
 
         Args:
             verifier: The verifier of a generation.
             drafter: NAME or NAME@VERSION; None: the verifier's default; "none": none.
 
         Returns:
-            Whether the verifier has the drafter, or it is not the client's business: none is
-            wanted, or the client knows no drafter service.
+            Why the verifier lacks the drafter; empty if it has it, or if none is wanted.
+
+        Raises:
+            NotFoundError: The drafter services have answered, and none ever had this drafter.
         """
-        if drafter == "none" or not self._drafters or not verifier.address:
-            return True
-        if verifier.has_drafter(drafter):
-            return True
+        if drafter == "none" or not verifier.address:
+            return ""
+        if self._has(verifier, drafter) or (drafter is None and not self._drafters):
+            return ""
         await verifier.read_model()
-        if verifier.has_drafter(drafter):
-            return True
-        if verifier.joining is None or verifier.joining.done():
-            if monotonic() < verifier.join_at:
-                return False
-            verifier.joining = asyncio.create_task(self._join(verifier))
-        await asyncio.wait([verifier.joining])
+        if self._has(verifier, drafter):
+            return ""
+        if self._drafters:
+            joining = verifier.joining
+            if joining is None or (joining.done() and monotonic() >= verifier.join_at):
+                joining = verifier.joining = asyncio.create_task(self._join(verifier))
+            await asyncio.wait([joining])
+            if self._has(verifier, drafter):
+                return ""
+        names = dict.fromkeys(name for each in self.serving for name in each.drafters())
+        missing = verifier.join_failure or "no drafter service has joined the verifier"
+        if drafter is None:
+            return missing
+        if names and not verifier.join_failure and drafter not in self._known_drafters:
+            known = ", ".join(("none", *names))
+            raise NotFoundError(
+                f"there is no drafter {drafter!r} here; there are: {known}",
+                reason="DRAFTER_NOT_FOUND",
+            )
+        return f"drafter {drafter!r} is not there: {missing}"
+
+    def _has(self, verifier: Verifier, drafter: str | None) -> bool:
+        """Whether a verifier has a drafter, which is remembered."""
         found = verifier.has_drafter(drafter)
-        if drafter and not found:
-            have = ", ".join(dict.fromkeys(verifier.drafters())) or "none"
-            message = f"{verifier.address} has no drafter {drafter!r}; it has: {have}"
-            self._log_once(logging.WARNING, message)
+        if found and drafter:
+            self._known_drafters.add(drafter)
         return found
 
     async def drafters(self) -> tuple[str, ...]:
@@ -481,18 +519,18 @@ class Fleet:
                 async with asyncio.timeout(_JOIN_TIMEOUT):
                     await service.join_verifier(verifier.address)
             except TimeoutError:
-                return f"{service.address}: no answer within {_JOIN_TIMEOUT:g} s"
+                return f"no drafter answers at {service.address} within {_JOIN_TIMEOUT:g} s"
             except PacelineError as error:
-                return f"{service.address}: {error.message}"
+                return error.message
             return ""
 
         await self._drafters.update()
         failures = [f"{name}: {error.message}" for name, error in self._drafters.failures.items()]
         failures += await asyncio.gather(*map(join, self._drafters.members))
-        for failure in filter(None, failures):
-            self.drafting_failed(
-                "drafter_unavailable", f"it did not join {verifier.address}: {failure}"
-            )
+        verifier.join_failure = "; ".join(filter(None, failures))
+        if verifier.join_failure:
+            message = f"it did not join {verifier.address}: {verifier.join_failure}"
+            self.drafting_failed("drafter_unavailable", message)
         await verifier.read_model()
         verifier.join_at = monotonic() + _JOIN_INTERVAL
 

@@ -11,7 +11,7 @@ from typing import Any
 from paceline.telemetry.names import Span
 from paceline.v1 import verifier_pb2
 
-from ._errors import ClientClosedError, DeadlineError, InvalidRequestError
+from ._errors import ClientClosedError, DeadlineError, InvalidRequestError, PacelineError
 from ._fleet import Fleet
 from ._options import DraftOptions, GenerationOptions
 from ._output import Chunk, FinishReason, Output, TokenLogprob
@@ -177,6 +177,8 @@ class Generation:
             await self._generate()
         except BaseException as raised:
             error = raised
+            if isinstance(raised, PacelineError):
+                raised.text, raised.token_ids = self._output.text, self._output.token_ids
             raise
         finally:
             self._cancellable = False
@@ -281,6 +283,8 @@ class Generation:
         if response.steps:
             self.stats.rounds.append(RoundStats.read(response))
         self.stats.fallbacks.update(response.fallbacks)
+        if response.fallback_message and response.fallback_message not in self.stats.problems:
+            self.stats.problems.append(response.fallback_message)
         for reason in response.fallbacks:
             self._running.fleet.drafting_failed(reason, response.fallback_message)
 

@@ -68,6 +68,7 @@ class MockTransport:
         known = request.omit_tokenizer or request.known_tokenizer_digest == digest
         return verifier_pb2.GetModelResponse(
             name="mock",
+            protocol_version=verifier_pb2.PROTOCOL_VERSION_1,
             vocab_size=self.END + 1,
             max_context=1 << 20,
             eos_token_ids=[self.END],

@@ -109,6 +109,8 @@ class Stats:
     gateway sends to its callers."""
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Failures of drafting and of connections, by reason."""
+    problems: list[str] = field(default_factory=list)
+    """What kept drafters away, in words. Not in `summary`, as `verifiers`."""
     prefill_ms: float = 0.0
     """Prefill time of the verifier, prefills after a restart included."""
     first_token_ms: float = 0.0
@@ -251,6 +253,8 @@ class Stats:
         if self.fallbacks:
             failures = (f"{count} {reason}" for reason, count in self.fallbacks.most_common())
             text += f" Failures: {', '.join(failures)}."
+        for problem in dict.fromkeys(self.problems):
+            text += f" {problem[0].upper()}{problem[1:]}."
         return text
 
     def summary(self) -> dict[str, object]:
@@ -272,6 +276,7 @@ class Stats:
         """Adds the statistics of another generation; times are sums."""
         self.rounds += other.rounds
         self.fallbacks.update(other.fallbacks)
+        self.problems += other.problems
         self.verifiers = list(dict.fromkeys(self.verifiers + other.verifiers))
         self.same_numerics = self.same_numerics and other.same_numerics
         self.prefill_ms += other.prefill_ms

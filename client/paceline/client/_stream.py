@@ -35,6 +35,7 @@ UNLIMITED = 2**31 - 1
 """Window of a caller that awaits the result: all steps are granted at once."""
 # Longest wait for the release of a cache. The lease releases it otherwise. Unit: seconds.
 _RELEASE_TIMEOUT = 2.0
+_RELEASE = RetryOptions(budget=_RELEASE_TIMEOUT)
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,8 @@ class TokenStream:
                     limited = self._request.options.deadline is not None
                     await self._attempts.pause(error, within_deadline=limited)
             except NotFoundError as error:
+                if error.reason == "DRAFTER_NOT_FOUND":
+                    raise
                 if not self._parent:  # its memory was needed during the prefill
                     await self._attempts.pause(error)
                 self._parent = b""  # or the parent was released: prefill the whole prompt
@@ -207,7 +210,7 @@ class TokenStream:
         verifier = self._forget()
         if verifier is None:
             return
-        transport, attempts = verifier.transport, Attempts(RetryOptions(budget=_RELEASE_TIMEOUT))
+        transport, attempts = verifier.transport, Attempts(_RELEASE, announce=False)
         try:
             async with asyncio.timeout(_RELEASE_TIMEOUT):
                 await retry_unavailable(lambda: transport.release_cache(request), attempts)
@@ -382,8 +385,15 @@ class TokenStream:
         verifier.running += 1  # before anything is awaited: the next choice counts it
         try:
             # Before the prefill, because the cache keeps the hidden states that the drafter reads.
-            if not await self._fleet.provide_drafter(verifier, options.drafter):
+            try:
+                missing = await self._fleet.provide_drafter(verifier, options.drafter)
+            except NotFoundError as error:
+                if not self._request.output:
+                    raise
+                missing = error.message
+            if missing:
                 self._stats.fallbacks["drafter_unavailable"] += 1
+                self._stats.problems.append(missing)
             request = self._creation(verifier)
             async with aclosing(verifier.transport.create_cache(request)) as responses:
                 # The verifier releases the cache of a call that is cancelled before its end.

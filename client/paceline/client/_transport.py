@@ -166,6 +166,8 @@ class _GrpcService:
         name: DNS name that was resolved to the address; empty: none.
     """
 
+    kind = ""
+
     def __init__(self, connections: Connections, address: str, name: str = "") -> None:
         self.address = address
         self._connections = connections
@@ -177,7 +179,7 @@ class _GrpcService:
         return self._connections.channel(self.address, self._name)
 
     async def _unary(self, method: Any, request: Any) -> Any:
-        with rpc_errors():
+        with rpc_errors(self.kind, self.address):
             return await method(request, metadata=(*self._metadata, *current_metadata()))
 
     async def close(self) -> None:
@@ -187,6 +189,8 @@ class _GrpcService:
 
 class GrpcTransport(_GrpcService):
     """Calls a verifier by gRPC."""
+
+    kind = "verifier"
 
     @cached_property
     def _verifier(self) -> Any:
@@ -202,7 +206,7 @@ class GrpcTransport(_GrpcService):
     async def create_cache(
         self, request: verifier_pb2.CreateCacheRequest
     ) -> AsyncGenerator[verifier_pb2.CreateCacheResponse, None]:
-        with rpc_errors():
+        with rpc_errors(self.kind, self.address):
             call = self._verifier.CreateCache(request, metadata=self._metadata)
             try:
                 async for response in call:
@@ -211,7 +215,7 @@ class GrpcTransport(_GrpcService):
                 call.cancel()
 
     def generate(self) -> GenerateStream:
-        return _GrpcStream(self._verifier.Generate(metadata=self._metadata))
+        return _GrpcStream(self._verifier.Generate(metadata=self._metadata), self.address)
 
     async def renew_lease(self, request: verifier_pb2.RenewLeaseRequest) -> None:
         await self._unary(self._verifier.RenewLease, request)
@@ -223,6 +227,7 @@ class GrpcTransport(_GrpcService):
 class GrpcDrafterTransport(_GrpcService):
     """Calls the registry of a drafter service by gRPC."""
 
+    kind = "drafter"
     running = 0
 
     @cached_property
@@ -233,7 +238,7 @@ class GrpcDrafterTransport(_GrpcService):
     # Neither call is part of a generation's trace: their results are shared by all generations.
 
     async def list_drafters(self) -> drafter_pb2.ListDraftersResponse:
-        with rpc_errors():
+        with rpc_errors(self.kind, self.address):
             listed: drafter_pb2.ListDraftersResponse = await self._registry.ListDrafters(
                 drafter_pb2.ListDraftersRequest(), metadata=self._metadata
             )
@@ -241,24 +246,24 @@ class GrpcDrafterTransport(_GrpcService):
 
     async def join_verifier(self, address: str) -> None:
         request = drafter_pb2.JoinVerifierRequest(address=address)
-        with rpc_errors():
+        with rpc_errors(self.kind, self.address):
             await self._registry.JoinVerifier(request, metadata=self._metadata)
 
 
 class _GrpcStream(Generic[Request, Response]):
     """One grpc.aio bidirectional call behind the `Stream` interface."""
 
-    __slots__ = ("_call",)
+    __slots__ = ("_address", "_call")
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, call: Any, address: str) -> None:
+        self._call, self._address = call, address
 
     async def write(self, request: Request) -> None:
-        with rpc_errors():
+        with rpc_errors("verifier", self._address):
             await self._call.write(request)
 
     async def read(self) -> Response | None:
-        with rpc_errors():
+        with rpc_errors("verifier", self._address):
             response = await self._call.read()
         return None if response is _EOF else response
 

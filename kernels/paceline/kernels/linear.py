@@ -214,7 +214,9 @@ class PackedMatrix:
         if bits == 4:
             words = torch.stack([words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F], 2).flatten(1)
         factors = [
-            _outputs(part.contiguous().view(torch.float16 if half else torch.float32), which, self.outs)
+            _outputs(
+                part.contiguous().view(torch.float16 if half else torch.float32), which, self.outs
+            )
             for part in pieces[:, :, size:].split(_PADDED * factor, 2)
         ]
         scale, minimum = factors[0].float(), factors[1].float() if self.minima else None

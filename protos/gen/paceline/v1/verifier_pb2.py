@@ -27,53 +27,55 @@ from paceline.v1 import sampling_pb2 as paceline_dot_v1_dot_sampling__pb2
 from paceline.v1 import tree_pb2 as paceline_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/v1/verifier.proto\x12\x0bpaceline.v1\x1a\x19paceline/v1/drafter.proto\x1a\x1apaceline/v1/sampling.proto\x1a\x16paceline/v1/tree.proto\"I\n\x0fGetModelRequest\x12\x1e\n\x16known_tokenizer_digest\x18\x01 \x01(\t\x12\x16\n\x0eomit_tokenizer\x18\x02 \x01(\x08\"\x8d\x05\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0bmax_context\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x08 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\t \x01(\t\x12\x16\n\x0etokenizer_gzip\x18\n \x01(\x0c\x12\x15\n\rchat_template\x18\x0b \x01(\t\x12\x16\n\x0emax_tree_nodes\x18\x0c \x01(\r\x12\x0e\n\x06layers\x18\r \x01(\r\x12\x10\n\x08kv_heads\x18\x0e \x01(\r\x12\x10\n\x08head_dim\x18\x0f \x01(\r\x12\x13\n\x0bhidden_size\x18\x10 \x01(\r\x12\x13\n\x0binstance_id\x18\x11 \x01(\t\x12\x17\n\x0f\x62\x61tch_invariant\x18\x12 \x01(\x08\x12\x10\n\x08lease_ms\x18\x13 \x01(\r\x12\x1f\n\x17\x62\x61tch_invariance_reason\x18\x15 \x01(\t\x12\x10\n\x08numerics\x18\x16 \x01(\t\x12\x0f\n\x07weights\x18\x17 \x01(\t\x12\x16\n\x0ekv_cache_dtype\x18\x18 \x01(\t\x12\x10\n\x08\x64raining\x18\x1e \x01(\x08\x12\x13\n\x0bgenerations\x18\x1f \x01(\r\x12\x34\n\x10\x64rafter_services\x18  \x03(\x0b\x32\x1a.paceline.v1.JoinedServiceB\x0f\n\r_bos_token_idJ\x04\x08\x14\x10\x15R\x15schedules_speculation\"\x8e\x01\n\rJoinedService\x12*\n\x08\x64rafters\x18\x01 \x03(\x0b\x32\x18.paceline.v1.DrafterInfo\x12\x17\n\x0f\x64\x65\x66\x61ult_drafter\x18\x02 \x01(\t\x12%\n\x07\x63\x61rrier\x18\x03 \x01(\x0e\x32\x14.paceline.v1.Carrier\x12\x11\n\tsequences\x18\x04 \x01(\r\"\x93\x03\n\x12\x43reateCacheRequest\x12\x15\n\rprompt_tokens\x18\x01 \x03(\r\x12\x15\n\routput_tokens\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x10\n\x08logprobs\x18\x07 \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x08 \x01(\r\x12\x15\n\rparent_handle\x18\t \x01(\x0c\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x14\n\x07\x64rafter\x18\r \x01(\tH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x1e \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_drafterB\x12\n\x10_prompt_logprobsJ\x04\x08\n\x10\x0bJ\x04\x08\x0c\x10\rR\x13hidden_state_layersR\x13hidden_state_window\"~\n\x13\x43reateCacheResponse\x12\x30\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.paceline.v1.PrefillProgressH\x00\x12,\n\x07\x63reated\x18\x02 \x01(\x0b\x32\x19.paceline.v1.CacheCreatedH\x00\x42\x07\n\x05\x65vent\"A\n\x0fPrefillProgress\x12\x18\n\x10prefilled_tokens\x18\x01 \x01(\r\x12\x14\n\x0ctotal_tokens\x18\x02 \x01(\r\"\x9c\x02\n\x0c\x43\x61\x63heCreated\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x12\n\nread_grant\x18\x02 \x01(\x0c\x12\'\n\x05\x66irst\x18\x03 \x01(\x0b\x32\x18.paceline.v1.RoundResult\x12\x15\n\rreused_tokens\x18\x04 \x01(\r\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x10\n\x08lease_ms\x18\x06 \x01(\r\x12\x10\n\x08queue_us\x18\x07 \x01(\x04\x12\x12\n\nprefill_us\x18\x08 \x01(\x04\x12\x17\n\x0fprompt_logprobs\x18\x1e \x03(\x02\x12\x35\n\x13top_prompt_logprobs\x18\x1f \x03(\x0b\x32\x18.paceline.v1.TopLogprobsJ\x04\x08\t\x10\nR\x0bnode_budget\"M\n\x0fGenerateRequest\x12)\n\x05start\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.GenerateStart\x12\x0f\n\x07\x63redits\x18\x02 \x01(\r\"\xbd\x01\n\rGenerateStart\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x14\n\x07\x64rafter\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x14\n\x0c\x61lways_draft\x18\x04 \x01(\x08\x12\x11\n\tmax_nodes\x18\x05 \x01(\r\x12\x18\n\x10\x64raft_timeout_ms\x18\x06 \x01(\r\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x10\n\x08isolated\x18\x08 \x01(\x08\x42\n\n\x08_drafter\"6\n\x10GenerateResponse\x12\"\n\x06rounds\x18\x01 \x03(\x0b\x32\x12.paceline.v1.Round\"\xa2\x03\n\x05Round\x12\x10\n\x08position\x18\x01 \x01(\r\x12(\n\x06result\x18\x02 \x01(\x0b\x32\x18.paceline.v1.RoundResult\x12\r\n\x05steps\x18\x03 \x01(\r\x12$\n\x04tree\x18\x04 \x01(\x0b\x32\x16.paceline.v1.TokenTree\x12\x15\n\rchecked_nodes\x18\x05 \x01(\r\x12,\n\x08no_draft\x18\x06 \x01(\x0e\x32\x1a.paceline.v1.NoDraftReason\x12\x0f\n\x07\x64rafter\x18\x07 \x01(\t\x12\x10\n\x08round_us\x18\x08 \x01(\x04\x12\x10\n\x08\x64raft_us\x18\t \x01(\x04\x12\x11\n\tverify_us\x18\n \x01(\x04\x12\x10\n\x08queue_us\x18\x0b \x01(\x04\x12\x10\n\x08kv_bytes\x18\x0c \x01(\x04\x12\x13\n\x0bnode_budget\x18\r \x01(\r\x12\x14\n\x0c\x62\x61tch_tokens\x18\x0e \x01(\r\x12\r\n\x05\x65poch\x18\x0f \x01(\x04\x12\x11\n\tfallbacks\x18\x10 \x03(\t\x12\x18\n\x10\x66\x61llback_message\x18\x11 \x01(\t\x12\x10\n\x08plain_us\x18\x12 \x01(\x04\"\xc3\x01\n\x0bRoundResult\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12.\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x18.paceline.v1.TopLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x18\n\x10\x63ommitted_length\x18\x06 \x01(\r\"/\n\x0bTopLogprobs\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"I\n\x0cHiddenStates\x12\r\n\x05layer\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"#\n\x11RenewLeaseRequest\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\"5\n\x12RenewLeaseResponse\x12\x10\n\x08lease_ms\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"%\n\x13ReleaseCacheRequest\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\"(\n\x14ReleaseCacheResponse\x12\x10\n\x08released\x18\x01 \x01(\x08*J\n\x07\x43\x61rrier\x12\x17\n\x13\x43\x41RRIER_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x43\x41RRIER_SOCKET\x10\x01\x12\x12\n\x0e\x43\x41RRIER_STREAM\x10\x02*\xe5\x01\n\rNoDraftReason\x12\x1f\n\x1bNO_DRAFT_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1aNO_DRAFT_REASON_NO_DRAFTER\x10\x01\x12\x1f\n\x1bNO_DRAFT_REASON_NODE_BUDGET\x10\x02\x12\x1d\n\x19NO_DRAFT_REASON_NOT_READY\x10\x03\x12\x18\n\x14NO_DRAFT_REASON_LATE\x10\x04\x12\x19\n\x15NO_DRAFT_REASON_EMPTY\x10\x05\x12\x1e\n\x1aNO_DRAFT_REASON_LAST_TOKEN\x10\x06\x32\x9f\x03\n\x0fVerifierService\x12G\n\x08GetModel\x12\x1c.paceline.v1.GetModelRequest\x1a\x1d.paceline.v1.GetModelResponse\x12R\n\x0b\x43reateCache\x12\x1f.paceline.v1.CreateCacheRequest\x1a .paceline.v1.CreateCacheResponse0\x01\x12K\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse(\x01\x30\x01\x12M\n\nRenewLease\x12\x1e.paceline.v1.RenewLeaseRequest\x1a\x1f.paceline.v1.RenewLeaseResponse\x12S\n\x0cReleaseCache\x12 .paceline.v1.ReleaseCacheRequest\x1a!.paceline.v1.ReleaseCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/v1/verifier.proto\x12\x0bpaceline.v1\x1a\x19paceline/v1/drafter.proto\x1a\x1apaceline/v1/sampling.proto\x1a\x16paceline/v1/tree.proto\"I\n\x0fGetModelRequest\x12\x1e\n\x16known_tokenizer_digest\x18\x01 \x01(\t\x12\x16\n\x0eomit_tokenizer\x18\x02 \x01(\x08\"\xc5\x05\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0bmax_context\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x08 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\t \x01(\t\x12\x16\n\x0etokenizer_gzip\x18\n \x01(\x0c\x12\x15\n\rchat_template\x18\x0b \x01(\t\x12\x16\n\x0emax_tree_nodes\x18\x0c \x01(\r\x12\x0e\n\x06layers\x18\r \x01(\r\x12\x10\n\x08kv_heads\x18\x0e \x01(\r\x12\x10\n\x08head_dim\x18\x0f \x01(\r\x12\x13\n\x0bhidden_size\x18\x10 \x01(\r\x12\x13\n\x0binstance_id\x18\x11 \x01(\t\x12\x17\n\x0f\x62\x61tch_invariant\x18\x12 \x01(\x08\x12\x10\n\x08lease_ms\x18\x13 \x01(\r\x12\x1f\n\x17\x62\x61tch_invariance_reason\x18\x15 \x01(\t\x12\x10\n\x08numerics\x18\x16 \x01(\t\x12\x0f\n\x07weights\x18\x17 \x01(\t\x12\x16\n\x0ekv_cache_dtype\x18\x18 \x01(\t\x12\x10\n\x08\x64raining\x18\x1e \x01(\x08\x12\x13\n\x0bgenerations\x18\x1f \x01(\r\x12\x34\n\x10\x64rafter_services\x18  \x03(\x0b\x32\x1a.paceline.v1.JoinedService\x12\x36\n\x10protocol_version\x18! \x01(\x0e\x32\x1c.paceline.v1.ProtocolVersionB\x0f\n\r_bos_token_idJ\x04\x08\x14\x10\x15R\x15schedules_speculation\"\x8e\x01\n\rJoinedService\x12*\n\x08\x64rafters\x18\x01 \x03(\x0b\x32\x18.paceline.v1.DrafterInfo\x12\x17\n\x0f\x64\x65\x66\x61ult_drafter\x18\x02 \x01(\t\x12%\n\x07\x63\x61rrier\x18\x03 \x01(\x0e\x32\x14.paceline.v1.Carrier\x12\x11\n\tsequences\x18\x04 \x01(\r\"\x93\x03\n\x12\x43reateCacheRequest\x12\x15\n\rprompt_tokens\x18\x01 \x03(\r\x12\x15\n\routput_tokens\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x10\n\x08logprobs\x18\x07 \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x08 \x01(\r\x12\x15\n\rparent_handle\x18\t \x01(\x0c\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x14\n\x07\x64rafter\x18\r \x01(\tH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x1e \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_drafterB\x12\n\x10_prompt_logprobsJ\x04\x08\n\x10\x0bJ\x04\x08\x0c\x10\rR\x13hidden_state_layersR\x13hidden_state_window\"~\n\x13\x43reateCacheResponse\x12\x30\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.paceline.v1.PrefillProgressH\x00\x12,\n\x07\x63reated\x18\x02 \x01(\x0b\x32\x19.paceline.v1.CacheCreatedH\x00\x42\x07\n\x05\x65vent\"A\n\x0fPrefillProgress\x12\x18\n\x10prefilled_tokens\x18\x01 \x01(\r\x12\x14\n\x0ctotal_tokens\x18\x02 \x01(\r\"\x9c\x02\n\x0c\x43\x61\x63heCreated\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x12\n\nread_grant\x18\x02 \x01(\x0c\x12\'\n\x05\x66irst\x18\x03 \x01(\x0b\x32\x18.paceline.v1.RoundResult\x12\x15\n\rreused_tokens\x18\x04 \x01(\r\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x10\n\x08lease_ms\x18\x06 \x01(\r\x12\x10\n\x08queue_us\x18\x07 \x01(\x04\x12\x12\n\nprefill_us\x18\x08 \x01(\x04\x12\x17\n\x0fprompt_logprobs\x18\x1e \x03(\x02\x12\x35\n\x13top_prompt_logprobs\x18\x1f \x03(\x0b\x32\x18.paceline.v1.TopLogprobsJ\x04\x08\t\x10\nR\x0bnode_budget\"M\n\x0fGenerateRequest\x12)\n\x05start\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.GenerateStart\x12\x0f\n\x07\x63redits\x18\x02 \x01(\r\"\xbd\x01\n\rGenerateStart\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x14\n\x07\x64rafter\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x14\n\x0c\x61lways_draft\x18\x04 \x01(\x08\x12\x11\n\tmax_nodes\x18\x05 \x01(\r\x12\x18\n\x10\x64raft_timeout_ms\x18\x06 \x01(\r\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x10\n\x08isolated\x18\x08 \x01(\x08\x42\n\n\x08_drafter\"6\n\x10GenerateResponse\x12\"\n\x06rounds\x18\x01 \x03(\x0b\x32\x12.paceline.v1.Round\"\xa2\x03\n\x05Round\x12\x10\n\x08position\x18\x01 \x01(\r\x12(\n\x06result\x18\x02 \x01(\x0b\x32\x18.paceline.v1.RoundResult\x12\r\n\x05steps\x18\x03 \x01(\r\x12$\n\x04tree\x18\x04 \x01(\x0b\x32\x16.paceline.v1.TokenTree\x12\x15\n\rchecked_nodes\x18\x05 \x01(\r\x12,\n\x08no_draft\x18\x06 \x01(\x0e\x32\x1a.paceline.v1.NoDraftReason\x12\x0f\n\x07\x64rafter\x18\x07 \x01(\t\x12\x10\n\x08round_us\x18\x08 \x01(\x04\x12\x10\n\x08\x64raft_us\x18\t \x01(\x04\x12\x11\n\tverify_us\x18\n \x01(\x04\x12\x10\n\x08queue_us\x18\x0b \x01(\x04\x12\x10\n\x08kv_bytes\x18\x0c \x01(\x04\x12\x13\n\x0bnode_budget\x18\r \x01(\r\x12\x14\n\x0c\x62\x61tch_tokens\x18\x0e \x01(\r\x12\r\n\x05\x65poch\x18\x0f \x01(\x04\x12\x11\n\tfallbacks\x18\x10 \x03(\t\x12\x18\n\x10\x66\x61llback_message\x18\x11 \x01(\t\x12\x10\n\x08plain_us\x18\x12 \x01(\x04\"\xc3\x01\n\x0bRoundResult\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12.\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x18.paceline.v1.TopLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x18\n\x10\x63ommitted_length\x18\x06 \x01(\r\"/\n\x0bTopLogprobs\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"I\n\x0cHiddenStates\x12\r\n\x05layer\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"#\n\x11RenewLeaseRequest\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\"5\n\x12RenewLeaseResponse\x12\x10\n\x08lease_ms\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"%\n\x13ReleaseCacheRequest\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\"(\n\x14ReleaseCacheResponse\x12\x10\n\x08released\x18\x01 \x01(\x08*K\n\x0fProtocolVersion\x12 \n\x1cPROTOCOL_VERSION_UNSPECIFIED\x10\x00\x12\x16\n\x12PROTOCOL_VERSION_1\x10\x01*J\n\x07\x43\x61rrier\x12\x17\n\x13\x43\x41RRIER_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x43\x41RRIER_SOCKET\x10\x01\x12\x12\n\x0e\x43\x41RRIER_STREAM\x10\x02*\xe5\x01\n\rNoDraftReason\x12\x1f\n\x1bNO_DRAFT_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1aNO_DRAFT_REASON_NO_DRAFTER\x10\x01\x12\x1f\n\x1bNO_DRAFT_REASON_NODE_BUDGET\x10\x02\x12\x1d\n\x19NO_DRAFT_REASON_NOT_READY\x10\x03\x12\x18\n\x14NO_DRAFT_REASON_LATE\x10\x04\x12\x19\n\x15NO_DRAFT_REASON_EMPTY\x10\x05\x12\x1e\n\x1aNO_DRAFT_REASON_LAST_TOKEN\x10\x06\x32\x9f\x03\n\x0fVerifierService\x12G\n\x08GetModel\x12\x1c.paceline.v1.GetModelRequest\x1a\x1d.paceline.v1.GetModelResponse\x12R\n\x0b\x43reateCache\x12\x1f.paceline.v1.CreateCacheRequest\x1a .paceline.v1.CreateCacheResponse0\x01\x12K\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse(\x01\x30\x01\x12M\n\nRenewLease\x12\x1e.paceline.v1.RenewLeaseRequest\x1a\x1f.paceline.v1.RenewLeaseResponse\x12S\n\x0cReleaseCache\x12 .paceline.v1.ReleaseCacheRequest\x1a!.paceline.v1.ReleaseCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.verifier_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CARRIER']._serialized_start=3129
-  _globals['_CARRIER']._serialized_end=3203
-  _globals['_NODRAFTREASON']._serialized_start=3206
-  _globals['_NODRAFTREASON']._serialized_end=3435
+  _globals['_PROTOCOLVERSION']._serialized_start=3185
+  _globals['_PROTOCOLVERSION']._serialized_end=3260
+  _globals['_CARRIER']._serialized_start=3262
+  _globals['_CARRIER']._serialized_end=3336
+  _globals['_NODRAFTREASON']._serialized_start=3339
+  _globals['_NODRAFTREASON']._serialized_end=3568
   _globals['_GETMODELREQUEST']._serialized_start=122
   _globals['_GETMODELREQUEST']._serialized_end=195
   _globals['_GETMODELRESPONSE']._serialized_start=198
-  _globals['_GETMODELRESPONSE']._serialized_end=851
-  _globals['_JOINEDSERVICE']._serialized_start=854
-  _globals['_JOINEDSERVICE']._serialized_end=996
-  _globals['_CREATECACHEREQUEST']._serialized_start=999
-  _globals['_CREATECACHEREQUEST']._serialized_end=1402
-  _globals['_CREATECACHERESPONSE']._serialized_start=1404
-  _globals['_CREATECACHERESPONSE']._serialized_end=1530
-  _globals['_PREFILLPROGRESS']._serialized_start=1532
-  _globals['_PREFILLPROGRESS']._serialized_end=1597
-  _globals['_CACHECREATED']._serialized_start=1600
-  _globals['_CACHECREATED']._serialized_end=1884
-  _globals['_GENERATEREQUEST']._serialized_start=1886
-  _globals['_GENERATEREQUEST']._serialized_end=1963
-  _globals['_GENERATESTART']._serialized_start=1966
-  _globals['_GENERATESTART']._serialized_end=2155
-  _globals['_GENERATERESPONSE']._serialized_start=2157
-  _globals['_GENERATERESPONSE']._serialized_end=2211
-  _globals['_ROUND']._serialized_start=2214
-  _globals['_ROUND']._serialized_end=2632
-  _globals['_ROUNDRESULT']._serialized_start=2635
-  _globals['_ROUNDRESULT']._serialized_end=2830
-  _globals['_TOPLOGPROBS']._serialized_start=2832
-  _globals['_TOPLOGPROBS']._serialized_end=2879
-  _globals['_HIDDENSTATES']._serialized_start=2881
-  _globals['_HIDDENSTATES']._serialized_end=2954
-  _globals['_RENEWLEASEREQUEST']._serialized_start=2956
-  _globals['_RENEWLEASEREQUEST']._serialized_end=2991
-  _globals['_RENEWLEASERESPONSE']._serialized_start=2993
-  _globals['_RENEWLEASERESPONSE']._serialized_end=3046
-  _globals['_RELEASECACHEREQUEST']._serialized_start=3048
-  _globals['_RELEASECACHEREQUEST']._serialized_end=3085
-  _globals['_RELEASECACHERESPONSE']._serialized_start=3087
-  _globals['_RELEASECACHERESPONSE']._serialized_end=3127
-  _globals['_VERIFIERSERVICE']._serialized_start=3438
-  _globals['_VERIFIERSERVICE']._serialized_end=3853
+  _globals['_GETMODELRESPONSE']._serialized_end=907
+  _globals['_JOINEDSERVICE']._serialized_start=910
+  _globals['_JOINEDSERVICE']._serialized_end=1052
+  _globals['_CREATECACHEREQUEST']._serialized_start=1055
+  _globals['_CREATECACHEREQUEST']._serialized_end=1458
+  _globals['_CREATECACHERESPONSE']._serialized_start=1460
+  _globals['_CREATECACHERESPONSE']._serialized_end=1586
+  _globals['_PREFILLPROGRESS']._serialized_start=1588
+  _globals['_PREFILLPROGRESS']._serialized_end=1653
+  _globals['_CACHECREATED']._serialized_start=1656
+  _globals['_CACHECREATED']._serialized_end=1940
+  _globals['_GENERATEREQUEST']._serialized_start=1942
+  _globals['_GENERATEREQUEST']._serialized_end=2019
+  _globals['_GENERATESTART']._serialized_start=2022
+  _globals['_GENERATESTART']._serialized_end=2211
+  _globals['_GENERATERESPONSE']._serialized_start=2213
+  _globals['_GENERATERESPONSE']._serialized_end=2267
+  _globals['_ROUND']._serialized_start=2270
+  _globals['_ROUND']._serialized_end=2688
+  _globals['_ROUNDRESULT']._serialized_start=2691
+  _globals['_ROUNDRESULT']._serialized_end=2886
+  _globals['_TOPLOGPROBS']._serialized_start=2888
+  _globals['_TOPLOGPROBS']._serialized_end=2935
+  _globals['_HIDDENSTATES']._serialized_start=2937
+  _globals['_HIDDENSTATES']._serialized_end=3010
+  _globals['_RENEWLEASEREQUEST']._serialized_start=3012
+  _globals['_RENEWLEASEREQUEST']._serialized_end=3047
+  _globals['_RENEWLEASERESPONSE']._serialized_start=3049
+  _globals['_RENEWLEASERESPONSE']._serialized_end=3102
+  _globals['_RELEASECACHEREQUEST']._serialized_start=3104
+  _globals['_RELEASECACHEREQUEST']._serialized_end=3141
+  _globals['_RELEASECACHERESPONSE']._serialized_start=3143
+  _globals['_RELEASECACHERESPONSE']._serialized_end=3183
+  _globals['_VERIFIERSERVICE']._serialized_start=3571
+  _globals['_VERIFIERSERVICE']._serialized_end=3986
 # @@protoc_insertion_point(module_scope)

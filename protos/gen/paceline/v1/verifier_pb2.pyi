@@ -10,6 +10,11 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ProtocolVersion(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PROTOCOL_VERSION_UNSPECIFIED: _ClassVar[ProtocolVersion]
+    PROTOCOL_VERSION_1: _ClassVar[ProtocolVersion]
+
 class Carrier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CARRIER_UNSPECIFIED: _ClassVar[Carrier]
@@ -25,6 +30,8 @@ class NoDraftReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NO_DRAFT_REASON_LATE: _ClassVar[NoDraftReason]
     NO_DRAFT_REASON_EMPTY: _ClassVar[NoDraftReason]
     NO_DRAFT_REASON_LAST_TOKEN: _ClassVar[NoDraftReason]
+PROTOCOL_VERSION_UNSPECIFIED: ProtocolVersion
+PROTOCOL_VERSION_1: ProtocolVersion
 CARRIER_UNSPECIFIED: Carrier
 CARRIER_SOCKET: Carrier
 CARRIER_STREAM: Carrier
@@ -45,7 +52,7 @@ class GetModelRequest(_message.Message):
     def __init__(self, known_tokenizer_digest: _Optional[str] = ..., omit_tokenizer: _Optional[bool] = ...) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("name", "architecture", "vocab_size", "max_context", "eos_token_ids", "bos_token_id", "dtype", "target_fingerprint", "tokenizer_digest", "tokenizer_gzip", "chat_template", "max_tree_nodes", "layers", "kv_heads", "head_dim", "hidden_size", "instance_id", "batch_invariant", "lease_ms", "batch_invariance_reason", "numerics", "weights", "kv_cache_dtype", "draining", "generations", "drafter_services")
+    __slots__ = ("name", "architecture", "vocab_size", "max_context", "eos_token_ids", "bos_token_id", "dtype", "target_fingerprint", "tokenizer_digest", "tokenizer_gzip", "chat_template", "max_tree_nodes", "layers", "kv_heads", "head_dim", "hidden_size", "instance_id", "batch_invariant", "lease_ms", "batch_invariance_reason", "numerics", "weights", "kv_cache_dtype", "draining", "generations", "drafter_services", "protocol_version")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +79,7 @@ class GetModelResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_SERVICES_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     vocab_size: int
@@ -98,7 +106,8 @@ class GetModelResponse(_message.Message):
     draining: bool
     generations: int
     drafter_services: _containers.RepeatedCompositeFieldContainer[JoinedService]
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., dtype: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., tokenizer_gzip: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., max_tree_nodes: _Optional[int] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., hidden_size: _Optional[int] = ..., instance_id: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., lease_ms: _Optional[int] = ..., batch_invariance_reason: _Optional[str] = ..., numerics: _Optional[str] = ..., weights: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., draining: _Optional[bool] = ..., generations: _Optional[int] = ..., drafter_services: _Optional[_Iterable[_Union[JoinedService, _Mapping]]] = ...) -> None: ...
+    protocol_version: ProtocolVersion
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., dtype: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., tokenizer_gzip: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., max_tree_nodes: _Optional[int] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., hidden_size: _Optional[int] = ..., instance_id: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., lease_ms: _Optional[int] = ..., batch_invariance_reason: _Optional[str] = ..., numerics: _Optional[str] = ..., weights: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., draining: _Optional[bool] = ..., generations: _Optional[int] = ..., drafter_services: _Optional[_Iterable[_Union[JoinedService, _Mapping]]] = ..., protocol_version: _Optional[_Union[ProtocolVersion, str]] = ...) -> None: ...
 
 class JoinedService(_message.Message):
     __slots__ = ("drafters", "default_drafter", "carrier", "sequences")

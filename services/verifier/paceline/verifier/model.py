@@ -75,6 +75,7 @@ def read_model_info(
         )
     message = verifier_pb2.GetModelResponse(
         name=source.name,
+        protocol_version=verifier_pb2.PROTOCOL_VERSION_1,
         architecture="".join(source.architectures[:1]),
         vocab_size=config.vocab_size,
         max_context=context,
