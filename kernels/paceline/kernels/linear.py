@@ -294,31 +294,40 @@ def pack_blocks(blocks: Blocks, bias: Tensor | None = None) -> PackedMatrix:
     )
 
 
-def multiply(x: Tensor, packed: PackedMatrix) -> Tensor:
+def multiply(x: Tensor, packed: PackedMatrix, bias: Tensor | None = None) -> Tensor:
     """``x W^T + bias``.
 
     Args:
         x: float32 ``[rows, ins]`` on the CPU, dense.
         packed: The weights.
+        bias: Dense float32 ``[outs]`` instead of the bias of ``packed``; None: that of ``packed``.
 
     Returns:
         float32 ``[rows, outs]``.
 
     Raises:
-        ValueError: ``x`` has another shape or type.
+        ValueError: ``x`` or ``bias`` has another shape or type.
     """
     if x.dtype is not torch.float32 or x.shape[1:] != (packed.ins,) or not x.is_contiguous():
         found = f"{x.dtype} {list(x.shape)}"
         raise ValueError(f"x is {found}, expected dense float32 [rows, {packed.ins}]")
+    if bias is None:
+        bias = packed.bias
+    elif bias.dtype is not torch.float32 or bias.shape != (packed.outs,) or bias.stride(0) != 1:
+        found = f"{bias.dtype} {list(bias.shape)}"
+        raise ValueError(f"bias is {found}, expected dense float32 [{packed.outs}]")
     if not len(x):
         return torch.empty(0, packed.outs)
     native = _native()
     if native is not None:
-        return native.multiply(x, packed.matrix())
+        matrix = packed.matrix()
+        if bias is not None:
+            matrix.bias = address(bias, "bias")
+        return native.multiply(x, matrix)
     weight = packed.unpacked
     if isinstance(weight, Blocks):
-        return multiply_blocks(x, weight, packed.bias)
-    return multiply_floats(x, weight, packed.bias)
+        return multiply_blocks(x, weight, bias)
+    return multiply_floats(x, weight, bias)
 
 
 @cache

@@ -324,10 +324,13 @@ class Linear:
         """What the layer can be made of again."""
         return self._weight if self.packed is None else self.packed
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """``[rows, in]`` to ``[rows, out]`` in the type of ``x``."""
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``[rows, in]`` to ``[rows, out]`` in the type of ``x``; a ``bias`` ``[out]`` of this type
+        replaces the layer's."""
         if self.packed is not None:
-            return multiply(x.float().contiguous(), self.packed).to(x.dtype)
+            wide = None if bias is None else bias.float()
+            return multiply(x.float().contiguous(), self.packed, wide).to(x.dtype)
+        bias = self._bias if bias is None else bias
         if x.device.type != "cpu":
-            return linear(x, self._weight, self._bias)
-        return multiply_floats(x, self._weight, self._bias)
+            return linear(x, self._weight, bias)
+        return multiply_floats(x, self._weight, bias)

@@ -324,14 +324,27 @@ class Beam:
         if len(self.tokens) == self.level:  # one node per level so far
             self.trunk = self.fed
 
-    def add_level(self, ranked: Ranked) -> None:
-        """Adds children of the frontier: the likeliest of the choices after each of its nodes."""
-        # Rounding may leave the log of a probability a little above 0.
-        rows = zip(ranked.ids.tolist(), ranked.logs.clamp(max=0.0).tolist(), strict=True)
+    def add_level(self, ranked: Ranked, log_confidences: Sequence[float] | None = None) -> None:
+        """Adds children of the frontier: the likeliest of the choices after each of its nodes.
+
+        Args:
+            ranked: The choices.
+            log_confidences: Of a confidence head, for each node of the frontier. In a chain the
+                only child gets it as it is (DSpark, equation 7). Siblings are scaled together, so
+                that the likeliest is no more confident than the head.
+        """
+        chain = set(self._widths) == {1}
         found: list[tuple[float, float, int, int]] = []
-        for parent, (ids, logs) in zip(self.frontier, rows, strict=True):
+        rows = zip(self.frontier, ranked.ids.tolist(), ranked.logs.tolist(), strict=True)
+        for index, (parent, ids, logs) in enumerate(rows):
             above = self.scores[parent] if parent >= 0 else 0.0
-            found += [(above + log, log, parent, i) for i, log in zip(ids, logs, strict=True)]
+            change = 0.0
+            if log_confidences is not None and logs[0] > -math.inf:
+                change = log_confidences[index] - logs[0]
+                change = change if chain else min(0.0, change)
+            for token, log in zip(ids, logs, strict=True):
+                log = min(0.0, log + change)  # rounding may leave it a little above 0
+                found.append((above + log, log, parent, token))
         found.sort(key=itemgetter(0), reverse=True)
         start = len(self.tokens)
         for score, log, parent, token in found[: self.width]:

@@ -456,10 +456,10 @@ class TargetOptions(BeamOptions):
         """Folder of the target, if given."""
         return Path(self.target) if self.target else None
 
-    @property
-    def int8(self) -> bool:
-        """Whether matrices get 8 bits."""
-        return self.weights == "int8"
+    def int8(self, folder: Path) -> bool:
+        """Whether matrices get 8 bits; by default where the folder stores them so."""
+        stored = self.weights == "auto" and Checkpoint(folder, torch.float32).int8
+        return stored or self.weights == "int8"
 
     def torch_dtype(self, stored: torch.dtype) -> torch.dtype:
         """Returns the type of the model: that of ``weights`` or, if it has none, ``stored``."""
@@ -486,4 +486,5 @@ class TargetOptions(BeamOptions):
         if self.target_folder is not None:
             fit = check_target(folder, self.target_folder, fit)
         target = self.target_folder
-        return TargetEmbedding.read(folder, target, shape, dtype, device, self.int8), fit
+        int8 = self.int8(folder)
+        return TargetEmbedding.read(folder, target, shape, dtype, device, int8), fit

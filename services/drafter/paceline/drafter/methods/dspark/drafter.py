@@ -38,7 +38,7 @@ from paceline.drafter.methods.checkpoint import (
 )
 from paceline.drafter.methods.dspark.backbone import DSparkBackbone
 from paceline.drafter.methods.dspark.config import read_dspark
-from paceline.drafter.methods.dspark.heads import DSparkHeads, HeadInput, HeadOutput
+from paceline.drafter.methods.dspark.heads import DSparkHeads
 from paceline.drafter.methods.dspark.module import DSparkModel
 
 
@@ -105,27 +105,13 @@ class DSparkSequence(BeamSequence):
         """Sets the backbone's output: hidden states ``[levels, hidden]`` and logits."""
         self._hidden, self._logits = hidden, logits
 
-    def head_input(self) -> HeadInput:
-        """Returns the input of the heads for the next level."""
-        beam = self.tree
-        tokens = [beam.tokens[node] for node in beam.frontier] if beam.level else [self.anchor]
-        return HeadInput(self._hidden[beam.level], tokens, self._state)
-
-    def add_level(self, output: HeadOutput) -> None:
-        """Adds a level to the tree from the heads' output for :meth:`head_input`."""
+    def add_level(self, heads: DSparkHeads) -> None:
+        """Adds a level to the tree."""
         beam, parents = self.tree, self.tree.frontier
-        logits = self._logits[beam.level].expand(len(parents), -1)
-        if output.bias is not None:
-            logits = logits + output.bias
-        ranked = self.rank(logits)
-        if output.log_confidence is not None:
-            logs, head = ranked.logs, output.log_confidence.cpu()[:, None]
-            if set(self._widths) == {1}:  # a chain's only child gets it as it is (equation 7)
-                logs = torch.where(logs == -torch.inf, logs, head)
-            else:  # siblings are scaled together: the likeliest is no more confident than the head
-                logs = logs + (head - logs[:, :1]).clamp(max=0.0)
-            ranked = ranked._replace(logs=logs)
-        beam.add_level(ranked)
+        tokens = [beam.tokens[node] for node in parents] if beam.level else [self.anchor]
+        hidden, logits = self._hidden[beam.level], self._logits[beam.level]
+        output = heads.forward(hidden, logits, tokens, self._state)
+        beam.add_level(self.rank(output.scores), output.log_confidences)
         if output.state is not None:
             self._state = output.state[[beam.parents[n] - parents.start for n in beam.frontier]]
 
@@ -207,9 +193,8 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
     def grow_level(self, growing: Sequence[DSparkSequence]) -> None:
         if growing[0].tree.level == 0:
             self._draft_blocks(growing)
-        outputs = self.heads.forward([sequence.head_input() for sequence in growing])
-        for sequence, output in zip(growing, outputs, strict=True):
-            sequence.add_level(output)
+        for sequence in growing:
+            sequence.add_level(self.heads)
 
     def _draft_blocks(self, growing: Sequence[DSparkSequence]) -> None:
         """Adds new hidden states to the contexts, then runs the backbone."""
@@ -227,8 +212,9 @@ def _read(folder: Path, fit: Fit, options: DSparkOptions, device: str) -> DSpark
     dtype = options.torch_dtype(dtype)
     embedding, fit = options.read_embedding(folder, fit, config, dtype, device)
     weights = load_weights(folder, config, DSparkModel, dtype, device)
+    int8 = options.int8(folder)
     with torch.inference_mode():
-        backbone = DSparkBackbone(config, weights, embedding, dtype, device, options.int8)
-        heads = DSparkHeads(config, weights, dtype, device, options.int8)
+        backbone = DSparkBackbone(config, weights, embedding, dtype, device, int8)
+        heads = DSparkHeads(config, weights, dtype, device, int8)
     size = sum(tensor.nbytes for tensor in weights.values()) + embedding.private_bytes
     return DSparkDrafter(backbone, heads, options, fit, size, embedding.tokens)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.layers import DRAFT_TOKENS, draft_rows, linear
@@ -104,34 +104,19 @@ class ConfidenceHead(nn.Module):
 
 
 @dataclass(frozen=True)
-class HeadInput:
-    """Input of the heads for the next level of a tree with R parents.
-
-    Attributes:
-        hidden: The backbone's hidden state of the level, ``[hidden]``.
-        before: The parents' tokens.
-        state: Recurrent state of each path, ``[R, r]``; None at the first level.
-    """
-
-    hidden: Tensor
-    before: list[int]
-    state: Tensor | None
-
-
-@dataclass(frozen=True)
 class HeadOutput:
-    """Output of the heads for one tree.
+    """Output of the heads for one level of a tree with R parents.
 
     Attributes:
-        bias: Added to the logits, ``[R, V]`` or of drafted tokens alone; None: nothing.
+        scores: Logits after each parent, ``[R, V]`` or of drafted tokens alone.
         state: Recurrent state for the next level, ``[R, r]``; None without a recurrent head.
-        log_confidence: Log probability that a token of the level is accepted, float32 ``[R]``; None
+        log_confidences: Log probability that a token of the level is accepted, by parent; None
             without a confidence head.
     """
 
-    bias: Tensor | None
+    scores: Tensor
     state: Tensor | None
-    log_confidence: Tensor | None
+    log_confidences: list[float] | None
 
 
 class DSparkHeads:
@@ -153,43 +138,57 @@ class DSparkHeads:
         if self._device.type == "cpu":
             dtype = torch.float32
         self._dtype = dtype
-        self._rows: Tensor | None = None
+        self._rows: Sequence[int] = range(config.vocab_size)
         if DRAFT_TOKENS in weights:
             tokens = torch.arange(config.vocab_size)
-            self._rows = draft_rows(weights[DRAFT_TOKENS].cpu(), tokens).to(device)
+            self._rows = draft_rows(weights[DRAFT_TOKENS].cpu(), tokens).tolist()
         self._markov: MarkovHead | None = None
-        self._confidence: ConfidenceHead | None = None
         if config.markov_rank:
             self._markov = _loaded(MarkovHead(config), "markov_head.", weights).to(device, dtype)
+            self._w1 = self._markov.markov_w1.weight
             self._w2 = linear([self._markov.markov_w2.weight], int8)
+        self._confidence: Tensor | None = None
         if config.confidence:
-            head = _loaded(ConfidenceHead(config), "confidence_head.", weights)
-            self._confidence = head.to(device, dtype)
+            head = _loaded(ConfidenceHead(config), "confidence_head.", weights).to(device, dtype)
+            self._confidence = head.proj.weight[0, : config.hidden]
+            self._offsets = [float(head.proj.bias)]
+            """Of the confidence by row of W1, or one for all."""
+            if config.confidence_markov:
+                column = head.proj.weight[0, config.hidden :]
+                self._offsets = (self._w1 @ column + head.proj.bias).tolist()
 
     @torch.inference_mode()
-    def forward(self, batch: Sequence[HeadInput]) -> list[HeadOutput]:
-        """Runs the heads for one level of several trees, each of them at the same level."""
-        counts = [len(each.before) for each in batch]
-        tokens = [token for each in batch for token in each.before]
-        hidden = torch.cat(
-            [each.hidden.expand(count, -1) for each, count in zip(batch, counts, strict=True)]
-        ).to(self._dtype)
-        rows = bias = state = confidence = None
+    def forward(
+        self, hidden: Tensor, logits: Tensor, before: Sequence[int], state: Tensor | None
+    ) -> HeadOutput:
+        """Runs the heads for the next level of a tree with R parents.
+
+        Args:
+            hidden: The backbone's hidden state of the level, ``[hidden]``.
+            logits: The target's logits of it, ``[V]`` or of drafted tokens alone.
+            before: The parents' tokens.
+            state: Recurrent state of each path, ``[R, r]``; None at the first level.
+        """
+        hidden, logits = hidden.to(self._dtype), logits.to(self._dtype)
+        rows = [self._rows[token] for token in before]
+        scores, after = logits.expand(len(rows), -1), None
         if self._markov is not None:
-            before = torch.tensor(tokens, device=self._device)
-            rows = self._markov.markov_w1(before if self._rows is None else self._rows[before])
-            states = [each.state for each in batch if each.state is not None]
-            begin = torch.cat(states) if states else self._markov.begin(hidden)
-            after, features = self._markov.step(begin, rows, hidden)
-            state = after if self._markov.kind == "rnn" else None
-            bias = self._w2(features)
+            features = self._w1[torch.tensor(rows, device=self._device)]
+            if self._markov.kind != "vanilla":
+                wide = hidden.expand(len(rows), -1)
+                begin = self._markov.begin(wide) if state is None else state
+                after, features = self._markov.step(begin, features, wide)
+            scores = self._w2(features, logits)
+        logs = None
         if self._confidence is not None:
-            confidence = F.logsigmoid(self._confidence(hidden, rows).float())
-        columns = (
-            [None] * len(batch) if each is None else each.split(counts)
-            for each in (bias, state, confidence)
-        )
-        return [HeadOutput(*parts) for parts in zip(*columns, strict=True)]
+            level = float(hidden @ self._confidence)
+            of_row = self._offsets if len(self._offsets) > 1 else self._offsets * (max(rows) + 1)
+            logs = [_log_sigmoid(level + of_row[row]) for row in rows]
+        return HeadOutput(scores, after, logs)
+
+
+def _log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x)) if x > 0 else x - math.log1p(math.exp(x))
 
 
 def _loaded(head: Head, name: str, weights: Mapping[str, Tensor]) -> Head:

@@ -217,5 +217,5 @@ def _read(
     embedding, fit = options.read_embedding(folder, fit, config, dtype, device)
     weights = load_weights(folder, config, LongSpecModel, dtype, device)
     with torch.inference_mode():
-        layer = LongSpecLayer(config, weights, embedding, dtype, device, options.int8)
+        layer = LongSpecLayer(config, weights, embedding, dtype, device, options.int8(folder))
     return layer, embedding, fit
