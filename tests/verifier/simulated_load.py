@@ -12,9 +12,8 @@ from unittest.mock import patch
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.job import StepOutput
 from paceline.verifier.scheduler import scheduler as module
-from paceline.verifier.scheduler.admission import StepLoad
 from paceline.verifier.scheduler.costs import CostTable
-from paceline.verifier.scheduler.scheduler import Scheduler, Served
+from paceline.verifier.scheduler.scheduler import Scheduler
 
 STEP = 0.005
 """Seconds that a plain step of one sequence takes; everything else is told in such steps."""
@@ -95,7 +94,7 @@ class Simulation:
     def __post_init__(self) -> None:
         top = 512
         longest = STEP * (1 + self.costs.token * (top - 1))
-        table = CostTable((1, top), (1, 2048), ((STEP, STEP), (longest, longest)))
+        table = CostTable((1, top), (STEP, longest))
         self._chance = random.Random(0)
         self._now = 1000.0
         with patch.object(module, "perf_counter", lambda: self._now * STEP):
@@ -147,9 +146,8 @@ class Simulation:
     def _step(self, people: list[User], here: list[User]) -> int:
         """One step; the tokens it emits."""
         jobs, trees = [user.job for user in here], [user.job.tree for user in here]
-        step = StepLoad(len(here), CONTEXT * len(here), len(here))
         away = sum(user.asked for user in people if user.ready_at > self._now)
-        checked = self._scheduler.admit(jobs, trees, step, away)
+        checked = self._scheduler.admit(jobs, trees, len(here), CONTEXT * len(here), away)
         if self.mode != "scheduled":
             checked = trees
         self.drafted += sum(len(tree) > 0 for tree in trees)
@@ -161,19 +159,18 @@ class Simulation:
         )
         began = self._now
         self._now += took * self._chance.uniform(1 - self.costs.noise, 1 + self.costs.noise)
-        served: list[Served] = []
+        outputs: list[StepOutput] = []
         for user, tree in zip(here, checked, strict=True):
             drafted = len(user.job.tree) > 0
             stood = self.accepted(user.number, user.got, self._chance) if drafted else None
             stood = min(stood or 0, len(tree))
-            output = StepOutput([1] * (stood + 1), accepted=list(range(stood)))
-            served.append(Served(user.job, tree, output))
-        self._scheduler.stepped(began * STEP, self._now * STEP, served)
-        for user, each in zip(here, served, strict=True):
-            user.left -= len(each.output.tokens)
-            user.got += len(each.output.tokens)
+            outputs.append(StepOutput([1] * (stood + 1), accepted=list(range(stood))))
+        self._scheduler.stepped(began * STEP, self._now * STEP, outputs)
+        for user, output in zip(here, outputs, strict=True):
+            user.left -= len(output.tokens)
+            user.got += len(output.tokens)
             if user.left > 0:
                 self._plan(user)
             else:
                 self._scheduler.forget(user.job.sequence)
-        return sum(len(each.output.tokens) for each in served)
+        return sum(len(output.tokens) for output in outputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import ClassVar
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from paceline.tree import TokenTree
 from paceline.verifier.engine.job import rank
-from paceline.verifier.scheduler.admission import admit
+from paceline.verifier.scheduler.scheduler import admit
 
 DRAWS = 10_000
 FALSE_ALARM = 4.9  # standard deviations: a false alarm in a million draws of a seed
@@ -28,9 +28,9 @@ class Costs:
 
     seconds: tuple[float, ...]
 
-    def of(self, tokens: int, idle: float = 0.0) -> Iterator[float]:
+    def of(self, tokens: int, idle: float = 0.0) -> list[float]:
         """Times of steps with so many tokens and more."""
-        return iter([idle + each for each in self.seconds[tokens - 1 :]])
+        return [idle + each for each in self.seconds[tokens - 1 :]]
 
 
 @st.composite
@@ -78,7 +78,7 @@ def test_no_choice_of_trees_does_better(
     drafted: list[TokenTree], costs: Costs, idle: float
 ) -> None:
     def rate(nodes: int, expected: float) -> float:
-        return (len(drafted) + expected) / next(costs.of(len(drafted) + nodes, idle))
+        return (len(drafted) + expected) / costs.of(len(drafted) + nodes, idle)[0]
 
     best = 0.0
     for choice in product(*(range(1 << len(tree)) for tree in drafted)):

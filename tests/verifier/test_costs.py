@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
@@ -13,12 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.decoder import Decoder
-from paceline.verifier.scheduler import profile, storage
-from paceline.verifier.scheduler.costs import CostTable, LiveCosts
-from paceline.verifier.scheduler.profile import flat_table
-from paceline.verifier.scheduler.scheduler import Scheduler
+from paceline.verifier.scheduler import costs, storage
+from paceline.verifier.scheduler.costs import Costs, CostTable, flat_table
 
-SOME = CostTable((1, 2), (1, 2), ((1.0, 1.0), (1.0, 1.0)))
+SOME = CostTable((1, 2), (1.0, 1.0))
 
 
 @given(
@@ -31,15 +29,15 @@ def test_costs_rise_with_the_table_and_are_its_own_at_its_points(
 ) -> None:
     axis = tuple(2**i for i in range(len(steps)))
     column = list(accumulate(steps))
-    table = CostTable(axis, (10, 1000), tuple((v, 2 * v) for v in column))
-    assert [table.step_seconds(1, n, n * 10.0) for n in axis] == pytest.approx(column)
-    assert [table.step_seconds(1, n, n * 1000.0) for n in axis] == pytest.approx(
-        [2 * v for v in column]
-    )
-    costs = LiveCosts(table)
-    growth = list(islice(costs.growth(tokens, context), 40))
+    live = Costs(CostTable(axis, tuple(column), 0.5, 1e-3, 1e-4))
+    for sequences in (1, 3):
+        rest = [sequences * (0.5 + 1e-3 * context) + n * 1e-4 * context for n in axis]
+        assert [live.seconds(sequences, n, context)[0] for n in axis] == pytest.approx(
+            [seconds + more for seconds, more in zip(column, rest, strict=True)]
+        )
+    growth = live.seconds(1, tokens, context, 39)
     assert all(0 < less <= more + 1e-12 for less, more in pairwise(growth))
-    later = [next(costs.growth(tokens + count, context)) for count in range(40)]
+    later = [live.seconds(1, tokens + count, context)[0] for count in range(40)]
     assert growth == pytest.approx(later), "wherever it begins"
 
 
@@ -47,18 +45,21 @@ def test_tables_are_kept_and_measured_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(profile, "_BUDGET", 0.0)
+    monkeypatch.setattr(costs, "_BUDGET", 0.0)
     decoder = Decoder.load(model)
+
+    def loaded(*, again: bool = False) -> CostTable:
+        return storage.load_scheduler(decoder, 2048, 64, again=again).costs.profiled
+
     with torch.inference_mode():
-        table = storage.cost_table(decoder, 2048)
+        table = loaded()
         (file,) = (tmp_path / "paceline" / "costs").glob("*.json")
-        assert CostTable.from_json(file.read_text()) == table
         monkeypatch.setattr(storage, "profile", lambda *_: SOME)
-        assert storage.cost_table(decoder, 2048) == table
-        assert storage.cost_table(decoder, 99) == SOME, "other contexts"
-        assert storage.cost_table(decoder, 2048, again=True) == SOME
-        file.write_text('{"tokens": [1]}')
-        assert storage.cost_table(decoder, 2048) == SOME, "a damaged file"
+        assert loaded() == table
+        assert loaded(again=True) == SOME
+        for damaged in ("[1]", "{}", '{"table": {"tokens": [1]}, "learnt": null}', "no JSON"):
+            file.write_text(damaged)
+            assert loaded() == SOME, "a damaged file"
 
 
 def test_a_table_measured_on_a_busy_machine_is_measured_again(
@@ -75,13 +76,10 @@ def test_a_table_measured_on_a_busy_machine_is_measured_again(
     monkeypatch.setattr(storage, "profile", count)
     scales = []
     for learnt in (0.9, 0.5, 1.0):  # of the table, as one process after the other finds it
-        scheduler = Scheduler(storage.cost_table(decoder, 2048), 64)
-        storage.load_state(scheduler, decoder, 2048)
-        state = scheduler.to_json()
-        scales.append(state["costs"]["common"])
-        state["costs"]["common"] = learnt
-        scheduler.load_json(state)
-        storage.save_state(scheduler, decoder, 2048)
+        scheduler = storage.load_scheduler(decoder, 2048, 64)
+        scales.append(scheduler.costs.scale)
+        scheduler.costs.scale = learnt
+        storage.save_scheduler(scheduler, decoder)
     assert scales == [1.0, 0.9, 1.0]
     assert measured == 2
 
@@ -92,7 +90,10 @@ def test_a_table_that_cannot_be_kept_serves_once(
     (tmp_path / "paceline").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(storage, "profile", lambda *_: SOME)
-    assert storage.cost_table(Decoder.load(model), 2048) == SOME
+    decoder = Decoder.load(model)
+    scheduler = storage.load_scheduler(decoder, 2048, 64)
+    assert scheduler.costs.profiled == SOME
+    storage.save_scheduler(scheduler, decoder)
 
 
 def test_of_several_that_start_at_a_time_one_measures(
@@ -100,38 +101,41 @@ def test_of_several_that_start_at_a_time_one_measures(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     decoder, measured = Decoder.load(model), []
+    began = Barrier(3)
 
-    def slow(*_: object) -> CostTable:
+    def one(*_: object) -> CostTable:
         measured.append(SOME)
-        time.sleep(0.05)
         return SOME
 
-    monkeypatch.setattr(storage, "profile", slow)
+    def load(_: int) -> CostTable:
+        began.wait()
+        return storage.load_scheduler(decoder, 2048, 64).costs.profiled
+
+    monkeypatch.setattr(storage, "profile", one)
     with ThreadPoolExecutor(3) as pool:
-        tables = list(pool.map(lambda _: storage.cost_table(decoder, 2048), range(3)))
+        tables = list(pool.map(load, range(3)))
     assert tables == [SOME] * 3
     assert len(measured) == 1
 
 
 @pytest.mark.parametrize(
-    ("tokens", "table"),
-    [((1,), ((1.0, 1.0),)), ((2, 1), ((1.0, 1.0), (1.0, 1.0))), ((1, 2), ((1.0, 0.0), (1.0, 1.0)))],
+    ("tokens", "seconds"), [((1,), (1.0,)), ((2, 1), (1.0, 1.0)), ((1, 2), (1.0, 0.0))]
 )
-def test_bad_tables(tokens: tuple[int, ...], table: tuple[tuple[float, ...], ...]) -> None:
+def test_bad_tables(tokens: tuple[int, ...], seconds: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="expected"):
-        CostTable(tokens, (1, 2), table)
+        CostTable(tokens, seconds)
 
 
 def test_a_table_is_corrected_as_steps_run() -> None:
     """A flat one takes on the scale and the shape of what is measured."""
-    costs = LiveCosts(flat_table(4096))
+    live = Costs(flat_table())
 
     def truth(tokens: int) -> float:
         return 0.0004 * (1 + tokens / 16)
 
     for number in range(3000):
         tokens = (1, 8, 32)[number % 3]
-        costs.observe(1, tokens, 100.0 * tokens, truth(tokens))
-        costs.observe(1, tokens, 100.0 * tokens, 1.0 if number > 100 else truth(tokens))
+        live.observe(1, tokens, 100.0, truth(tokens))
+        live.observe(1, tokens, 100.0, 1.0 if number > 100 else truth(tokens))
     for tokens in (1, 8, 32):
-        assert next(costs.growth(tokens, 100.0)) == pytest.approx(truth(tokens), rel=0.1)
+        assert live.seconds(1, tokens, 100.0) == pytest.approx([truth(tokens)], rel=0.1)

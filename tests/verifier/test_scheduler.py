@@ -17,14 +17,13 @@ from verifier_support import Client, serving
 from paceline.kernels import SamplingParams
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, verifier_pb2
-from paceline.verifier.scheduler.admission import StepLoad
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.scheduler import Scheduler
 
 PROMPT = [3, 1, 4, 1, 5]
-STEEP = CostTable((1, 2), (1, 2), ((1.0, 1.0), (2.0, 2.0)))
+STEEP = CostTable((1, 2), (1.0, 2.0))
 """A step takes a second a token."""
-FLAT = CostTable((1, 512), (1, 2), ((1.0, 1.0), (1.0, 1.0)))
+FLAT = CostTable((1, 512), (1.0, 1.0))
 """A step takes a second."""
 
 
@@ -138,7 +137,7 @@ def drawn(confidences: list[float], costs: CostTable) -> list[int]:
     job.sequence.generation.sampling = sampling
     count = len(confidences)
     tree = TokenTree.chain([1] * count, confidences)
-    (cut,) = Scheduler(costs, 255).admit([job], [tree], StepLoad(1, 9, 1), 0)
+    (cut,) = Scheduler(costs, 255).admit([job], [tree], 1, 9, 0)
     return list(cut.tokens)
 
 
@@ -148,7 +147,7 @@ def test_whether_a_sample_is_checked_says_nothing_about_it(
 ) -> None:
     """Appendix A: not its confidence, nor any behind it, which depend on what was drawn."""
     steps = (1.0, 1.2, 1.4, 1.5, 1.9)
-    costs = CostTable((1, 2, 3, 4, 8), (1, 2), tuple((step, step) for step in steps))
+    costs = CostTable((1, 2, 3, 4, 8), steps)
     node = data.draw(st.integers(0, len(confidences) - 1))
     others = data.draw(st.lists(st.floats(0, 1), min_size=6, max_size=6))
     changed = [*confidences[:node], *others[node : len(confidences)]]

@@ -46,9 +46,8 @@ from paceline.verifier.rpc.follow import FollowCounts
 from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
 from paceline.verifier.rpc.messages import read_tree
 from paceline.verifier.rpc.servicer import VerifierServicer
-from paceline.verifier.scheduler.profile import flat_table
 from paceline.verifier.scheduler.scheduler import Scheduler
-from paceline.verifier.scheduler.storage import cost_table, load_state, save_state
+from paceline.verifier.scheduler.storage import load_scheduler, save_scheduler
 from paceline.verifier.store import CacheStore, KvMemory
 from paceline.verifier.telemetry import Telemetry
 
@@ -92,7 +91,7 @@ class VerifierService:
         self._scheduler: Scheduler | None = None
         with ThreadPoolExecutor(1, initializer=_use, initargs=(threads, device)) as pool:
             decoder, model = pool.submit(self._load, target, options, device).result()
-        self._decoder, self._max_context = decoder, model.message.max_context
+        self._decoder = decoder
         self._model, self._threads = model.message, threads
         config = decoder.config
         layout = KvLayout(
@@ -179,7 +178,10 @@ class VerifierService:
                 decoder = load(source, options.weights, device, shared=packed)
                 trim()
         if options.schedule != "off":
-            self._scheduler = _scheduler(decoder, options, model.message.max_context)
+            again = options.schedule == "profile"
+            self._scheduler = load_scheduler(
+                decoder, model.message.max_context, options.node_budget, again=again
+            )
         return decoder, model
 
     def _metrics(self, registry: CollectorRegistry, model: ModelInfo) -> VerifierMetrics:
@@ -286,7 +288,7 @@ class VerifierService:
         await self._exchange.stop()
         await self.engine.stop()
         if self._scheduler is not None:
-            save_state(self._scheduler, self._decoder, self._max_context)
+            save_scheduler(self._scheduler, self._decoder)
         if self._publication is not None:
             self._publication.close()
         gc.unfreeze()
@@ -318,19 +320,6 @@ def _use(threads: int, device: torch.device) -> None:
     """Prepare a thread to run the model."""
     torch.set_num_threads(threads)
     use_device(device)
-
-
-def _scheduler(decoder: Decoder, options: VerifierOptions, max_context: int) -> Scheduler:
-    """The scheduler of a model, with what it learned in earlier processes."""
-    again = options.schedule == "profile"
-    if decoder.device.type == "cpu":
-        costs = cost_table(decoder, max_context, again=again)
-    else:  # a profile would run without the engine's graphs
-        costs = flat_table(max_context)
-    scheduler = Scheduler(costs, options.node_budget)
-    if not again:
-        load_state(scheduler, decoder, max_context)
-    return scheduler
 
 
 def _cache_limits(options: VerifierOptions) -> tuple[int, int]:

@@ -36,8 +36,7 @@ from paceline.verifier.engine.prefixes import PrefixCache
 from paceline.verifier.engine.queue import CommandThread, JobQueue
 from paceline.verifier.engine.sequence import Sequence
 from paceline.verifier.kv.base import OutOfMemory
-from paceline.verifier.scheduler.admission import StepLoad
-from paceline.verifier.scheduler.scheduler import Scheduler, Served
+from paceline.verifier.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -105,6 +104,7 @@ class Engine:
         self._decodes: dict[Sequence, Decode] = {}
         self._unsent: dict[Decode, float] = {}  # with output, and when to notify the event loop
         self._steps = 0
+        self._decided: float | None = None
         self._stopping = False
         self._lost: Future[None] = Future()
         self.on_step: Callable[[float, int, float | None], None] | None = None
@@ -192,7 +192,6 @@ class Engine:
                 self._close_ended()
                 self._drafting.flush(self._steps)  # first: drafters work while clients are answered
                 self._notify()
-                self._learn_step()
 
     def _wait_seconds(self) -> float | None:
         """Time for which there is nothing to do; None: until a command or a tree comes."""
@@ -204,6 +203,7 @@ class Engine:
     def _step(self) -> None:
         began = perf_counter()
         batch = Batch()
+        self._decided = None
         try:
             self._schedule(batch)
             if not batch.entries:
@@ -215,10 +215,10 @@ class Engine:
             self._run_one_by_one(batch, error)
             return
         ended = perf_counter()
-        decided = self._learn(batch, outputs, began, ended)
+        self._learn(batch, outputs, began, ended)
         self._answer(batch, outputs, began, ended)
         if self.on_step is not None:
-            self.on_step(ended - began, len(batch), decided)
+            self.on_step(ended - began, len(batch), self._decided)
 
     def _schedule(self, batch: Batch) -> None:
         """Fill a batch with prefills, then with generations and the nodes admitted beside them."""
@@ -233,11 +233,14 @@ class Engine:
         trees = [job.tree for job in jobs]
         if self._scheduler is None:
             return trees
-        tokens = len(batch) + len(jobs)
+        began, tokens = perf_counter(), len(batch) + len(jobs)
         attended = batch.attended + sum(len(job.sequence.tokens) for job in jobs)
+        away = len(self._drafting.waiting)
         try:
-            step, away = StepLoad(tokens, attended, len(jobs)), len(self._drafting.waiting)
-            return self._scheduler.admit(jobs, trees, step, away)
+            admitted = self._scheduler.admit(jobs, trees, tokens, attended, away)
+            if any(map(len, trees)):
+                self._decided = perf_counter() - began
+            return admitted
         except Exception:  # the jobs have left the queue: none may be lost
             self._drop_scheduler()
             return trees
@@ -379,32 +382,18 @@ class Engine:
 
     def _learn(
         self, batch: Batch, outputs: Items[StepOutput | None], began: float, ended: float
-    ) -> float | None:
-        """Report a step to the scheduler.
-
-        Returns:
-            Time of the scheduler's decision on the step's trees. Unit: seconds.
-        """
-        if self._scheduler is None:
-            return None
-        try:
-            served = [
-                Served(entry.job, entry.tree, output)
-                for entry, output in zip(batch.entries, outputs, strict=True)
-                if isinstance(entry.job, Decode) and output is not None
-            ]
-            return self._scheduler.stepped(began, ended, served)
-        except Exception:  # the step's answers must go out
-            self._drop_scheduler()
-            return None
-
-    def _learn_step(self) -> None:
-        """Have the scheduler learn from the step, after its trees were requested."""
+    ) -> None:
+        """Report a step to the scheduler."""
         if self._scheduler is None:
             return
         try:
-            self._scheduler.learn()
-        except Exception:
+            decodes = [
+                output
+                for entry, output in zip(batch.entries, outputs, strict=True)
+                if isinstance(entry.job, Decode)
+            ]
+            self._scheduler.stepped(began, ended, decodes)
+        except Exception:  # the step's answers must go out
             self._drop_scheduler()
 
     def _drop_scheduler(self) -> None:

@@ -1,199 +1,276 @@
-"""What an engine step costs: a table over batch tokens and attended KV tokens."""
+"""What an engine step costs: a table over batch tokens, corrected as steps run."""
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count, pairwise
+from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
-_COMMON, _POINT = 0.02, 0.1  # weights of the newest step in the two corrections
-_FIRST_STEPS = 16  # steps that set the scale; a table that was not profiled has none
-_OUTLIER = 5.0  # a step this many times off its prediction was disturbed and is left out
+import numpy as np
+import torch
+
+from paceline.decoder import Decoder, LocalCache
+from paceline.kernels import TreeSegment, plan_trees
+
+TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
+"""Batch tokens that are measured."""
+
+_NEAR, _FAR = 32, 2048  # contexts that are measured; costs are linear in them. Unit: tokens
+_ROWS = 4  # batch tokens a sequence
+_SPLIT = 16  # tokens of the steps that are timed as so many sequences, and as one
+_LONG_STEP = 0.15  # seconds after which a step is long enough for costs to be linear from there
+_BUDGET = 2.5  # seconds after which the steps are not measured once more
+_KV_BYTES = 512 << 20  # all caches together: larger than those of processors
+
+WEIGHT = 0.05
+"""Weight of the newest step in running means."""
+
+FIRST_STEPS = 16
+"""Steps after which a running mean is known. Each counts as much as another one."""
+
+OUTLIER = 5.0
+"""A step that takes this many times longer than predicted was disturbed and is left out."""
+
+Run = Callable[[int, int, int], float]
+"""Runs a step of batch tokens, tokens a sequence and context; the time it took in seconds."""
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """Step times on a grid, interpolated linearly. Beyond the last row they grow at most in
-    proportion to the batch tokens.
+    """Times of steps by their batch tokens, and what contexts add to them.
 
     Attributes:
-        tokens: Batch tokens of the rows, rising.
-        contexts: KV tokens that each batch token attends to, of the columns, rising.
-        table: Time of a step, ``[len(tokens), len(contexts)]``. Unit: seconds.
-        per_sequence: Time that each sequence in a step adds to it. Unit: seconds.
-        per_kv: Time that it adds for each KV token of its context, which its batch tokens read
+        tokens: Batch tokens of the points, rising.
+        seconds: Time of a step at each point, without the rest. Unit: seconds.
+        per_sequence: Time that each sequence in a step adds. Unit: seconds.
+        per_kv: Time that each KV token of a sequence's context adds, which its batch tokens read
             together. Unit: seconds.
+        per_attended: Time that each KV token adds for each batch token that attends to it. Unit:
+            seconds.
 
     Raises:
-        ValueError: An axis is too short or does not rise, or a time is not positive and finite.
+        ValueError: There are fewer than two points, they do not rise, or a time is not positive
+            and finite.
     """
 
     tokens: tuple[int, ...]
-    contexts: tuple[int, ...]
-    table: tuple[tuple[float, ...], ...]
+    seconds: tuple[float, ...]
     per_sequence: float = 0.0
     per_kv: float = 0.0
+    per_attended: float = 0.0
 
     def __post_init__(self) -> None:
         valid = (
-            min(len(self.tokens), len(self.contexts)) >= 2
-            and len(self.table) == len(self.tokens)
-            and all(len(row) == len(self.contexts) for row in self.table)
-            and all(a < b for axis in (self.tokens, self.contexts) for a, b in pairwise(axis))
-            and all(0 < seconds < float("inf") for row in self.table for seconds in row)
-            and all(0 <= each < float("inf") for each in (self.per_sequence, self.per_kv))
+            len(self.tokens) == len(self.seconds) >= 2
+            and self.tokens[0] > 0
+            and all(a < b for a, b in pairwise(self.tokens))
+            and all(0 < each < float("inf") for each in self.seconds)
+            and all(
+                0 <= each < float("inf")
+                for each in (self.per_sequence, self.per_kv, self.per_attended)
+            )
         )
         if not valid:
-            raise ValueError("expected rising axes of at least 2 points and times above 0")
-
-    def step_seconds(self, sequences: int, tokens: int, attended: float) -> float:
-        """Time of one step with ``attended`` KV tokens, summed over its batch tokens."""
-        context = attended / tokens
-        return next(growth(self, self.table, tokens, context)) + self.sequence_seconds(
-            sequences, context
-        )
-
-    def sequence_seconds(self, sequences: int, context: float) -> float:
-        """Time that sequences of such contexts add to a step, whatever their trees."""
-        return sequences * (self.per_sequence + self.per_kv * context)
-
-    def to_json(self) -> str:
-        """The table as text."""
-        return json.dumps(asdict(self))
+            raise ValueError("expected at least 2 rising points and times above 0")
 
     @classmethod
-    def from_json(cls, text: str) -> CostTable:
+    def from_json(cls, fields: Mapping[str, Any]) -> CostTable:
         """The table of :meth:`to_json`.
 
         Raises:
-            ValueError: The text does not hold a valid table.
+            ValueError: The fields are not those of a valid table.
         """
-        fields: Mapping[str, Any] = json.loads(text)
         try:
-            return cls(
-                tuple(int(each) for each in fields["tokens"]),
-                tuple(int(each) for each in fields["contexts"]),
-                tuple(tuple(float(each) for each in row) for row in fields["table"]),
-                float(fields["per_sequence"]),
-                float(fields["per_kv"]),
-            )
-        except (KeyError, TypeError) as error:
+            return cls(**{name: _tuple(value) for name, value in fields.items()})
+        except (AttributeError, TypeError) as error:
             raise ValueError(f"not a cost table: {error!r}") from error
 
-
-def growth(
-    grid: CostTable, table: Sequence[Sequence[float]], tokens: int, context: float
-) -> Iterator[float]:
-    """Times of steps with ``tokens``, ``tokens`` + 1, ... batch tokens, without end.
-
-    The sequences' own part is left out.
-
-    Args:
-        grid: The axes.
-        table: Times at the points of the grid. Unit: seconds.
-        tokens: At least 1.
-        context: KV tokens that each batch token attends to, on average.
-    """
-    axis = grid.tokens
-    row, _ = _cell(axis, tokens)
-    column, across = _cell(grid.contexts, context)
-    across = max(0.0, across)
-    while True:
-        low, high = axis[row], axis[row + 1]
-        first, last = (_between(line, column, across) for line in table[row : row + 2])
-        slope = (last - first) / (high - low)
-        if tokens >= high:  # beyond the last row
-            break
-        for number in range(tokens, high):
-            yield first + max(0, number - low) * slope
-        tokens, row = max(tokens, high), min(row + 1, len(axis) - 2)
-    for number in count(tokens):
-        yield min(last * number / high, last + (number - high) * max(slope, 0.0))
+    def to_json(self) -> dict[str, Any]:
+        """The table as values of JSON."""
+        return asdict(self)
 
 
-def _cell(axis: Sequence[int], value: float) -> tuple[int, float]:
-    """The interval of an axis that holds a value, or the nearest one, and the place in it."""
-    cell = min(max(bisect_right(axis, value) - 1, 0), len(axis) - 2)
-    return cell, (value - axis[cell]) / (axis[cell + 1] - axis[cell])
-
-
-def _between(line: Sequence[float], column: int, across: float) -> float:
-    """A row's time at a place in a cell, or beyond the last column, where it does not fall."""
-    first, second = line[column : column + 2]
-    return first + across * (second - first if across <= 1 else max(0.0, second - first))
-
-
-class LiveCosts:
+class Costs:
     """A cost table, corrected as the engine runs.
 
     A profile runs steps in a row on an idle machine, with warm caches: in service they take longer,
-    and not all of them by the same factor. One common factor corrects the whole table, and one per
-    point the steps around it.
+    and not all of them by the same factor. One factor corrects all times, and each point of the
+    table is corrected by the steps around it.
 
     Attributes:
         profiled: The table as it was measured.
-        common: The common factor.
+        scale: The common factor.
     """
 
     def __init__(self, profiled: CostTable) -> None:
         self.profiled = profiled
-        self.common = 1.0
+        self.scale = 1.0
         self._steps = 0
-        self._factors = [[1.0] * len(row) for row in profiled.table]
-        self._table = [list(row) for row in profiled.table]
-        """The profiled table with the factors of its points."""
+        self._seconds = list(profiled.seconds)
 
-    def growth(self, tokens: int, context: float) -> Iterator[float]:
-        """Times of steps with ``tokens``, ``tokens`` + 1, ... batch tokens: see :func:`growth`."""
-        times = growth(self.profiled, self._table, tokens, context)
-        return (seconds * self.common for seconds in times)
+    def plain_seconds(self, sequences: int, tokens: int, context: float) -> float:
+        """Time of a step by the profile; see :meth:`seconds`."""
+        return _seconds(self.profiled, self.profiled.seconds, sequences, tokens, context, 0)[0]
 
-    def sequence_seconds(self, sequences: int, context: float) -> float:
-        """As :meth:`CostTable.sequence_seconds`, corrected."""
-        return self.profiled.sequence_seconds(sequences, context) * self.common
-
-    def observe(self, sequences: int, tokens: int, attended: float, seconds: float) -> None:
-        """Learn from a step.
+    def seconds(self, sequences: int, tokens: int, context: float, nodes: int = 0) -> list[float]:
+        """Times of a step with 0, 1, 2, ... nodes more.
 
         Args:
             sequences: Sequences in it.
-            tokens: Batch tokens in it.
-            attended: KV tokens that they attend to, summed over them.
-            seconds: Time it took.
+            tokens: Its batch tokens without the nodes.
+            context: KV tokens that each batch token attends to, on average.
+            nodes: Maximum number of nodes.
         """
-        context = attended / tokens
-        predicted = next(self.growth(tokens, context)) + self.sequence_seconds(sequences, context)
+        times = _seconds(self.profiled, self._seconds, sequences, tokens, context, nodes)
+        return [self.scale * each for each in times]
+
+    def observe(self, sequences: int, tokens: int, context: float, seconds: float) -> None:
+        """Learn from a step that took ``seconds``; the other arguments are as above."""
+        (predicted,) = self.seconds(sequences, tokens, context)
         ratio = seconds / predicted
-        if self._steps >= _FIRST_STEPS and not 1 / _OUTLIER < ratio < _OUTLIER:
+        if self._steps >= FIRST_STEPS and not 1 / OUTLIER < ratio < OUTLIER:
             return  # something else kept the machine busy
         self._steps += 1
-        self.common *= 1 + max(_COMMON, 1 / (1 + self._steps)) * (ratio - 1)
-        if self._steps < _FIRST_STEPS:
+        self.scale *= 1 + max(WEIGHT, 1 / (1 + self._steps)) * (ratio - 1)
+        if self._steps < FIRST_STEPS:
             return
-        grid = self.profiled
-        (row, down), (column, across) = _cell(grid.tokens, tokens), _cell(grid.contexts, context)
-        down, across = (min(max(each, 0.0), 1.0) for each in (down, across))
-        for line, vertical in ((row, 1 - down), (row + 1, down)):
-            for point, horizontal in ((column, 1 - across), (column + 1, across)):
-                factor = 1 + _POINT * vertical * horizontal * (ratio - 1)
-                self._factors[line][point] *= factor
-                self._table[line][point] *= factor
+        axis = self.profiled.tokens
+        row = min(max(bisect_right(axis, tokens) - 1, 0), len(axis) - 2)
+        place = min((tokens - axis[row]) / (axis[row + 1] - axis[row]), 1.0)
+        missing = WEIGHT * (seconds - predicted) / self.scale
+        for point, weight in ((row, 1 - place), (row + 1, place)):
+            changed = self._seconds[point] + weight * missing
+            self._seconds[point] = max(changed, self.profiled.seconds[point] / 10)
 
     def to_json(self) -> dict[str, Any]:
         """The corrections."""
-        return {"common": self.common, "points": self._factors}
+        return {"scale": self.scale, "seconds": self._seconds}
 
     def load_json(self, stored: Mapping[str, Any]) -> None:
         """Take over corrections of an earlier process, if they are for such a table."""
-        common = float(stored["common"])
-        factors = [[float(each) for each in row] for row in stored["points"]]
-        fits = [len(row) for row in factors] == [len(row) for row in self._factors]
-        if fits and 0.001 < common < 1000 and all(0.01 < f < 100 for row in factors for f in row):
-            self.common, self._factors, self._steps = common, factors, _FIRST_STEPS
-            self._table = [
-                [seconds * factor for seconds, factor in zip(*rows, strict=True)]
-                for rows in zip(self.profiled.table, factors, strict=True)
-            ]
+        scale, seconds = float(stored["scale"]), [float(each) for each in stored["seconds"]]
+        fits = len(seconds) == len(self._seconds) and all(0 < each < 1e3 for each in seconds)
+        if fits and 0.001 < scale < 1000:
+            self.scale, self._seconds, self._steps = scale, seconds, FIRST_STEPS
+
+
+def _seconds(
+    grid: CostTable,
+    seconds: Sequence[float],
+    sequences: int,
+    tokens: int,
+    context: float,
+    nodes: int,
+) -> list[float]:
+    """Times of steps with ``tokens`` to ``tokens`` + ``nodes`` batch tokens.
+
+    They are interpolated linearly. Beyond the last point they grow as between the last two, at most
+    in proportion to the batch tokens.
+    """
+    last, end = grid.tokens[-1], seconds[-1]
+    slope = (end - seconds[-2]) / (last - grid.tokens[-2])
+    slope = max(0.0, min(slope, end / last))
+    counts = np.arange(tokens, tokens + nodes + 1)
+    times = np.interp(counts, grid.tokens, seconds) + slope * np.maximum(counts - last, 0)
+    times += counts * (context * grid.per_attended)
+    times += sequences * (grid.per_sequence + context * grid.per_kv)
+    seconds_of: list[float] = times.tolist()
+    return seconds_of
+
+
+def flat_table() -> CostTable:
+    """A table for devices whose steps are not profiled: all steps take as long.
+
+    That is so on a GPU as long as a step reads more bytes of weights than it computes with. What is
+    different shows as the engine runs: see :class:`Costs`.
+    """
+    return CostTable(TOKENS, (0.01,) * len(TOKENS))
+
+
+def profile(decoder: Decoder, max_context: int) -> CostTable:
+    """Measure the table of a model: about three seconds for a small one, at most some dozen steps
+    for one whose steps are long.
+
+    Call it where the model's math threads are the ones that serve.
+
+    Args:
+        decoder: The model.
+        max_context: Longest text that will be served. Unit: tokens.
+    """
+    max_tokens = min(max_context, _KV_BYTES // decoder.config.kv_bytes_per_token)
+    far = max(2 * _NEAR, min(_FAR, max_tokens))
+    run = _runner(decoder, far)
+    run(1, 1, _NEAR)  # the first step allocates memory and compiles programs
+    axis = _points(run)
+    steps = [(tokens, _ROWS, _NEAR) for tokens in axis]
+    split = [(_SPLIT, rows, context) for context in (_NEAR, far) for rows in (1, _SPLIT)]
+    *points, many, one, many_far, one_far = _min_seconds(run, [*steps, *split])
+    extra, extra_far = (many - one) / (_SPLIT - 1), (many_far - one_far) / (_SPLIT - 1)
+    per_kv = max(0.0, extra_far - extra) / (far - _NEAR)
+    per_sequence = max(0.0, extra - _NEAR * per_kv)
+    per_attended = max(0.0, (one_far - one) / (far - _NEAR) - per_kv) / _SPLIT
+    times: list[float] = []
+    for tokens, measured in reversed(list(zip(axis, points, strict=True))):
+        own = -(-tokens // _ROWS) * (per_sequence + _NEAR * per_kv) + tokens * _NEAR * per_attended
+        rest = max(measured - own, measured / 2)
+        times.append(
+            min([rest, *times[-1:]])
+        )  # noise only adds time: no step is above a larger one
+    return CostTable(axis, tuple(reversed(times)), per_sequence, per_kv, per_attended)
+
+
+def _min_seconds(run: Run, steps: Sequence[tuple[int, int, int]]) -> list[float]:
+    """Minimum time of each of several steps.
+
+    All are measured in turn, again and again: what disturbs the machine for a moment then hits
+    another step each time. Each runs twice in a row, because in service too the weights are in the
+    processor's caches from a step like it.
+    """
+    begun = perf_counter()
+    times = [float("inf")] * len(steps)
+    while True:
+        times = [min(best, run(*each), run(*each)) for best, each in zip(times, steps, strict=True)]
+        if perf_counter() - begun > _BUDGET:
+            return times
+
+
+def _runner(decoder: Decoder, max_context: int) -> Run:
+    """A function that times a step of sequences of ``rows`` of its tokens behind a context."""
+    config = decoder.config
+    slots = max_context + max(TOKENS)
+    count = max(1, min(32, _KV_BYTES // (config.kv_bytes_per_token * slots)))
+    caches = [LocalCache(config, decoder.device) for _ in range(count)]
+    for cache in caches:
+        cache.reserve(slots)
+        for layer in range(config.layers):
+            for plane in cache.layer(layer):
+                plane.fill_(0.1)
+
+    def run(tokens: int, rows: int, context: int) -> float:
+        begun = perf_counter()
+        starts = range(0, tokens, rows)
+        segments = [
+            TreeSegment(index % count, context, None, min(rows, tokens - start))
+            for index, start in enumerate(starts)
+        ]
+        plan = plan_trees(segments, device=decoder.device)
+        zeros = torch.zeros(plan.rows, dtype=torch.int64, device=decoder.device)
+        decoder.forward(zeros, plan, caches, logit_rows=None).logits.cpu()
+        return perf_counter() - begun
+
+    return run
+
+
+def _points(run: Run) -> tuple[int, ...]:
+    """The points to measure: up to the first long step, at least two."""
+    for index, tokens in enumerate(TOKENS):
+        if index and min(run(tokens, _ROWS, _NEAR) for _ in range(2)) > _LONG_STEP:
+            return TOKENS[: index + 1]
+    return TOKENS
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

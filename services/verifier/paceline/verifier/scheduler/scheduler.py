@@ -1,34 +1,28 @@
-"""The scheduler: which drafted nodes a step verifies, and which sequences draft."""
+"""The scheduler: which drafted nodes a step verifies, and which sequences draft.
+
+Admission (DSpark 3.2.2 and 5.2): a step without drafted nodes emits one token per sequence. Each
+node adds its survival, the probability that it is accepted, to the expected number of tokens, and
+its cost to the time of the step. Survival never rises along a path, so the nodes of all trees are
+sorted by survival, and each cut of that list leaves valid trees. The search finds the cut with the
+most tokens per second.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from paceline.tree import DEFAULT_CONFIDENCE, TokenTree
-from paceline.verifier.scheduler.admission import StepLoad, admit, expected_nodes
 from paceline.verifier.scheduler.controller import Drafters, PlainClock, SequenceState
-from paceline.verifier.scheduler.costs import CostTable, LiveCosts
+from paceline.verifier.scheduler.costs import WEIGHT, Costs, CostTable
 
 if TYPE_CHECKING:
     from paceline.verifier.engine.job import Decode, StepOutput
     from paceline.verifier.engine.sequence import Sequence
 
-_NEWEST = 0.1  # weight of the newest step in the mean idle time
 _MAX_IDLE = 5.0  # seconds; a longer wait was not for trees
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A generation in a step: the verified nodes of its tree, and the result."""
-
-    job: Decode
-    tree: TokenTree
-    output: StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +31,23 @@ class _Plan:
 
     Attributes:
         jobs: Its generations.
+        expected: Of each, the sum of its admitted nodes' survivals.
+        nodes: Of each, the number of its admitted nodes.
         plain_seconds: Predicted time of a plain step of all generations. Unit: seconds.
         prompts: Whether it holds pieces of prompts.
         plain: Whether no sequence drafts.
-        tokens: Batch tokens, verified nodes included.
-        attended: KV tokens that they attend to, summed over them.
-        decided: Time of the decision on its trees; None: it has none. Unit: seconds.
+        tokens: Batch tokens, admitted nodes included.
+        context: KV tokens that each attends to, on average.
     """
 
     jobs: Items[Decode]
+    expected: Items[float]
+    nodes: Items[int]
     plain_seconds: float
     prompts: bool
     plain: bool
     tokens: int
-    attended: float
-    decided: float | None
+    context: float
 
 
 class Scheduler:
@@ -68,121 +64,128 @@ class Scheduler:
             costs: Step times as profiled; corrected as steps run.
             max_nodes: Largest node budget.
         """
-        self._costs = LiveCosts(costs)
+        self.costs = Costs(costs)
         self._max_nodes = max_nodes
         self._clock = PlainClock()
         self._drafters = Drafters()
         self._states: dict[Sequence, SequenceState] = {}
         self._plan: _Plan | None = None
-        self._unlearnt: list[Callable[[], None]] = []
         self._before: Items[Decode] = ()
         self._idle = 0.0
         self._ended = perf_counter()
         self._load = 1  # sequences that the newest step would serve in plain decoding
 
     def admit(
-        self, jobs: Items[Decode], trees: Items[TokenTree], step: StepLoad, away: int
+        self,
+        jobs: Items[Decode],
+        trees: Items[TokenTree],
+        tokens: int,
+        attended: int,
+        away: int,
     ) -> list[TokenTree]:
         """Cut the trees of a step that begins now.
 
         Args:
             jobs: Its generations, at least one.
             trees: Their trees, likeliest nodes first.
-            step: The step without any of their nodes.
+            tokens: Batch tokens without any drafted node: one anchor a generation, and prompts.
+            attended: KV tokens that they attend to, summed over them.
             away: Generations that wait for a tree meanwhile.
         """
         began = perf_counter()
-        self.learn()
         states = [self._state(job.sequence) for job in jobs]
-        context = step.attended / step.tokens
-        self._load = step.emitted + away
-        plain_seconds = self._costs.profiled.step_seconds(
-            self._load, step.tokens + away, step.attended + away * context
-        )
-        tokens, attended, decided = step.tokens, float(step.attended), None
-        if any(map(len, trees)):
-            self._idle += _NEWEST * (min(began - self._ended, _MAX_IDLE) - self._idle)
-            trees = self._cut(jobs, trees, states, step, context)
-            for job, tree in zip(jobs, trees, strict=True):
-                tokens += len(tree)
-                attended += len(tree) * job.sequence.committed
-            decided = perf_counter() - began
+        context = attended / tokens
+        self._load = len(jobs) + away
+        plain_seconds = self.costs.plain_seconds(self._load, tokens + away, context)
+        survivals = [
+            _survivals(job, tree, state)
+            for job, tree, state in zip(jobs, trees, states, strict=True)
+        ]
+        counts, drafted = [0] * len(jobs), sum(map(len, trees))
+        if drafted:
+            self._idle += WEIGHT * (min(began - self._ended, _MAX_IDLE) - self._idle)
+            times = self.costs.seconds(len(jobs), tokens, context, drafted)
+            causal = any(
+                len(tree) and job.sequence.generation.sampling.rejection
+                for job, tree in zip(jobs, trees, strict=True)
+            )
+            counts = admit(
+                survivals, len(jobs), [self._idle + each for each in times], causal=causal
+            )
+            for job, tree, state, count in zip(jobs, trees, states, counts, strict=True):
+                if len(tree) and not job.sequence.generation.sampling.rejection:
+                    state.own.admitted(len(tree), count)
         self._plan = _Plan(
             jobs,
+            [sum(each[:count]) for each, count in zip(survivals, counts, strict=True)],
+            counts,
             plain_seconds,
-            step.tokens > step.emitted,
+            tokens > len(jobs),
             not away and not any(state.drafting for state in states),
-            tokens,
-            attended,
-            decided,
+            tokens + sum(counts),
+            context,
         )
-        return list(trees)
+        return [tree.first(count) for tree, count in zip(trees, counts, strict=True)]
 
-    def stepped(self, began: float, ended: float, served: Items[Served] = ()) -> float | None:
+    def stepped(self, began: float, ended: float, outputs: Items[StepOutput | None] = ()) -> None:
         """A step ran without an error.
 
         Args:
             began: When it began (time.perf_counter).
             ended: When it ended.
-            served: Results of its generations.
-
-        Returns:
-            Time of the decision on its trees; None if it had none. Unit: seconds.
+            outputs: Of its generations, in the order of :meth:`admit`; None: the job failed.
         """
         plan, self._plan = self._plan, None
         passed, self._ended = ended - self._ended, ended
-        if plan is None:
+        if plan is None:  # a step of prompts: in plain decoding, each sequence gets a token in it
             self._before = ()
-            self._clock.advance_beside_prefill()
-            return None
+            self._clock.now += 1.0
+            return
         if not plan.prompts:
-            counts = len(plan.jobs), plan.tokens, plan.attended
-            self._unlearnt.append(partial(self._costs.observe, *counts, ended - began))
+            self.costs.observe(len(plan.jobs), plan.tokens, plan.context, ended - began)
             if plan.plain and plan.jobs == self._before:
                 self._clock.observe(self._load, passed, plan.plain_seconds)
         self._before = plan.jobs
+        if not plan.plain:
+            self._clock.drafted(self._load)
         self._clock.advance(self._load, passed - (ended - began), plan.plain_seconds)
         before = self._clock.now
         self._clock.advance(self._load, ended - began, plan.plain_seconds)
         if not plan.plain:
-            self._clock.drafted(self._load)
-            self._charge(self._clock.now - before, served)
+            self._charge(plan, self._clock.now - before)
         plain_us = round(1e6 * self._clock.measured(self._load, plan.plain_seconds))
-        for each in served:
-            each.output.plain_us = plain_us
-            self._answered(each)
-        return plan.decided
-
-    def learn(self) -> None:
-        """Correct step times and confidences by the last step.
-
-        It takes longer than all else here, so the engine calls it while drafters work.
-        """
-        unlearnt, self._unlearnt = self._unlearnt, []
-        for observe in unlearnt:
-            observe()
+        for job, expected, nodes, output in zip(
+            plan.jobs, plan.expected, plan.nodes, outputs, strict=True
+        ):
+            if output is None:
+                continue
+            output.plain_us = plain_us
+            state = self._state(job.sequence)
+            if nodes and not job.sequence.generation.sampling.rejection:
+                state.own.accepted(expected, len(output.accepted))
+            state.answered(self._clock.now, len(output.tokens), tree=len(job.tree) > 0)
 
     def budget(self, sequence: Sequence) -> int:
         """Maximum number of nodes to draft next for a sequence; 0: decode plainly for now."""
-        state = self._state(sequence)
-        return state.nodes if state.balance > 0 and self._clock.known(self._load) else 0
+        own = self._state(sequence).own
+        if own.balance <= 0 or not self._clock.known(self._load):
+            return 0
+        return max(1, min(self._max_nodes, round(own.nodes)))
 
     def budget_sent(self, sequence: Sequence, budget: int) -> None:
         """The next tree was requested with this budget; 0: the next step is plain."""
-        self._state(sequence).budget_sent(self._clock.now, budget)
+        self._state(sequence).requested(self._clock.now, budget)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence was released."""
-        state = self._states.pop(sequence, None)
-        if state is not None:
-            state.ended()
+        self._states.pop(sequence, None)
 
     def to_json(self) -> dict[str, Any]:
         """What it learnt, to be stored beside the cost table."""
         return {
             "plain": self._clock.to_json(),
             "drafters": self._drafters.to_json(),
-            "costs": self._costs.to_json(),
+            "costs": self.costs.to_json(),
         }
 
     def load_json(self, stored: dict[str, Any]) -> None:
@@ -194,41 +197,11 @@ class Scheduler:
         try:
             self._clock.load_json(stored["plain"])
             self._drafters.load_json(stored["drafters"])
-            self._costs.load_json(stored["costs"])
+            self.costs.load_json(stored["costs"])
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"not the state of a scheduler: {error!r}") from error
 
-    def _cut(
-        self,
-        jobs: Items[Decode],
-        trees: Items[TokenTree],
-        states: Items[SequenceState],
-        step: StepLoad,
-        context: float,
-    ) -> list[TokenTree]:
-        costs = self._costs
-        fixed = self._idle + costs.sequence_seconds(step.emitted, context)
-        survivals: list[Items[float]] = []
-        causal = False
-        for job, tree, state in zip(jobs, trees, states, strict=True):
-            if job.sequence.generation.sampling.rejection:
-                causal = causal or len(tree) > 0
-                survivals.append(_parents_survivals(tree.survivals))
-            elif state.exploring or not len(tree):
-                # An attempt after a suspension counts on the drafter's own confidences: by those
-                # that led to the suspension, no node would be verified and nothing learnt.
-                survivals.append(tree.survivals)
-            else:
-                exponent = state.calibration.exponent
-                survivals.append([survival**exponent for survival in tree.survivals])
-        times = (fixed + seconds for seconds in costs.growth(step.tokens, context))
-        counts = admit(survivals, step.emitted, times, causal=causal)
-        for job, state, tree, count in zip(jobs, states, trees, counts, strict=True):
-            if len(tree) > 0 and not job.sequence.generation.sampling.rejection:
-                state.admitted(len(tree), count)
-        return [tree.first(count) for tree, count in zip(trees, counts, strict=True)]
-
-    def _charge(self, passed: float, served: Items[Served]) -> None:
+    def _charge(self, plan: _Plan, passed: float) -> None:
         """Charge drafting sequences with the time by which they make a step longer.
 
         All sequences in a step lose this time, whoever's nodes it verifies. They get it back, and
@@ -237,56 +210,73 @@ class Scheduler:
         meanwhile pay: on a CPU their drafters take time from the step.
 
         Args:
-            passed: Duration of the step. Unit: plain tokens.
-            served: Results of its generations.
+            plan: The step.
+            passed: Its duration. Unit: plain tokens.
         """
         lost = max(0.0, passed - 1.0)
-        here = [self._state(each.job.sequence) for each in served]
-        weights = {
-            state: len(each.tree)
-            for state, each in zip(here, served, strict=True)
-            if len(each.tree) > 0
-        }
-        if not weights:
-            weights = {state: 1 for state in self._states.values() if state.drafting}
-        if not weights:
-            return
+        here = [self._state(job.sequence) for job in plan.jobs]
+        payers = list(zip(here, plan.nodes, strict=True))
+        if not any(plan.nodes):
+            payers = [(state, 1) for state in self._states.values() if state.drafting]
+        share = lost * len(here) / max(1, sum(nodes for _, nodes in payers))
         for state in here:
-            state.interference -= lost
-        share = lost * len(here) / sum(weights.values())
-        for state, weight in weights.items():
-            state.interference += share * weight
-
-    def _answered(self, served: Served) -> None:
-        sequence = served.job.sequence
-        state = self._state(sequence)
-        if len(served.tree) > 0 and not sequence.generation.sampling.rejection:
-            observe = partial(_calibrate, state, served.tree, len(served.output.accepted))
-            self._unlearnt.append(observe)
-        drafted = len(served.job.tree) > 0
-        state.answered(self._clock.now, len(served.output.tokens), tree=drafted)
+            state.owed -= lost
+        for state, nodes in payers:
+            state.owed += share * nodes
 
     def _state(self, sequence: Sequence) -> SequenceState:
         state, name = self._states.get(sequence), sequence.drafter
         if state is None or state.name != name:  # new, or now drafted by another drafter
-            if state is not None:
-                state.ended()
-            state = SequenceState(self._drafters.of(name or ""), self._max_nodes, name)
+            state = SequenceState(name, self._drafters.of(name or ""), self._clock.now)
             self._states[sequence] = state
         return state
 
 
-def _calibrate(state: SequenceState, tree: TokenTree, accepted: int) -> None:
-    expected = expected_nodes(tree.survivals)
-    state.calibration.observe(expected, accepted)
-    state.drafter.calibration.observe(expected, accepted)
+def admit(
+    survivals: Items[Items[float]], emitted: int, seconds: Items[float], *, causal: bool = False
+) -> list[int]:
+    """Choose how many of the likeliest nodes of several trees to verify.
 
+    It runs once a step, between two steps that have emptied the caches: plain Python for a few
+    nodes is faster than arrays.
 
-def _parents_survivals(survivals: Items[float]) -> list[float]:
-    """Survivals of a chain of samples by the confidences of the nodes above each.
+    Args:
+        survivals: For each tree the survival of its nodes, falling, parents before their children.
+        emitted: Tokens that the step emits without any node.
+        seconds: Time of the step with 0, 1, 2, ... nodes.
+        causal: Stop where the throughput first fails to rise, as Algorithm 1 does. Then no decision
+            on a node depends on it or on what was drafted after it, which rejection sampling needs
+            to stay exact (appendix A). Without it all cuts are compared: exact for the
+            drafter-invariant contract only, and better where costs are jagged.
 
-    Appendix A: the admission of a sample may depend on nothing that was drawn for its position or
-    later. A confidence that is the drafter's own probability would depend on the sample.
+    Returns:
+        For each tree the number of its first nodes to verify.
     """
-    above = [1.0, *survivals[:-1]]
-    return [DEFAULT_CONFIDENCE * survival for survival in above[: len(survivals)]]
+    nodes = [(-each, owner) for owner, tree in enumerate(survivals) for each in tree]
+    nodes.sort(key=lambda node: node[0])  # stable: of equal nodes, parents first
+    expected, cut = float(emitted), 0
+    best = expected / seconds[0]
+    for count, (negated, _) in enumerate(nodes, 1):
+        expected -= negated
+        rate = expected / seconds[count]
+        if rate > best:
+            best, cut = rate, count
+        elif causal:
+            break
+    counts = [0] * len(survivals)
+    for _, owner in nodes[:cut]:
+        counts[owner] += 1
+    return counts
+
+
+def _survivals(job: Decode, tree: TokenTree, state: SequenceState) -> list[float]:
+    """Survivals of a tree's nodes, by which they are admitted.
+
+    Those of a chain of samples are by the confidences of the nodes above each. Appendix A: the
+    admission of a sample may depend on nothing that was drawn for its position or later. A
+    confidence that is the drafter's own probability would depend on the sample.
+    """
+    if job.sequence.generation.sampling.rejection:
+        above = [1.0, *tree.survivals[:-1]]
+        return [DEFAULT_CONFIDENCE * survival for survival in above[: len(tree)]]
+    return [survival**state.own.exponent for survival in tree.survivals]
