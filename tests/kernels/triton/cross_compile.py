@@ -1,14 +1,21 @@
-"""Compiles kernels for sm_90 (H100, H200) on a machine without a GPU; prints what they use.
+"""Compiles kernels for a GPU on a machine without one; prints what they use.
 
-One JSON line a kernel: its name, bytes of shared memory, and whether it copies asynchronously and
-multiplies on tensor cores. Not interpreted, hence a process of its own. ``--all``: more shapes.
+One JSON line a kernel: its name, registers, spilled bytes, shared memory, programs that run side by
+side on a multiprocessor, and whether it copies asynchronously and multiplies on tensor cores. Not
+interpreted, hence a process of its own.
+
+    python cross_compile.py 90          # sm_80: A100; sm_90: H100, H200; sm_100: B200
+    python cross_compile.py 90 --all    # more shapes
 """
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +29,10 @@ from paceline.kernels._triton.jit.rows import add_norm_rows, gate_rows, rotate_r
 from paceline.kernels._triton.jit.sampling import choose_rows
 from paceline.kernels._triton.plan import choose_tiling
 
-TARGET = GPUTarget("cuda", 90, 32)
+CAPABILITY = int(sys.argv[1])
+TARGET = GPUTarget("cuda", CAPABILITY, 32)
+SHARED = {80: 164, 90: 228, 100: 228}[CAPABILITY] << 10
+"""Shared memory of a multiprocessor. Unit: bytes."""
 STRIDES = ("key_page", "key_head", "key_slot", "value_page", "value_head", "value_slot")
 
 
@@ -47,11 +57,30 @@ def compile_kernel(
     facts = {
         "kernel": kernel.__name__,
         "of": {**constants, **options, "type": signature.get("keys", "")},
-        "shared": compiled.metadata.shared,
+        **resources(ptx, compiled.metadata.shared, compiled.metadata.num_warps),
         "async_copies": len(re.findall(r"cp\.async\.cg|cp\.async\.bulk", ptx)),
         "tensor_products": len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
     }
     print(json.dumps(facts), flush=True)
+
+
+def resources(ptx: str, shared: int, warps: int) -> dict[str, int]:
+    """What ptxas says of a kernel, and how many programs of it a multiprocessor holds."""
+    name = "ptxas-blackwell" if CAPABILITY >= 100 else "ptxas"
+    compiler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    (target,) = re.findall(r"\.target (sm_\w+)", ptx)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        said = subprocess.run(
+            [compiler, "-v", f"--gpu-name={target}", file.name, "--output-file=/dev/null"],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+    (registers,) = map(int, re.findall(r"Used (\d+) registers", said))
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+    by_registers = 65536 // (-(-registers // 8) * 8 * 32 * warps)
+    programs = min(by_registers, SHARED // (shared + 1024))
+    return {"registers": registers, "spilled": spilled, "shared": shared, "programs": programs}
 
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -101,10 +130,12 @@ def compile_sampling(kind: str) -> None:
 
 def compile_all() -> None:
     """Every type, head size, kind of cache and option, each with others; all pairs with --all."""
-    compile_attention("bf16", 128, 16, 256, probes=2)
+    for nodes, probes in ((1, 0), (8, 0), (16, 0), (64, 0), (1, 1), (16, 2), (64, 2)):
+        compile_attention("bf16", 128, nodes, 256, probes=probes)
     compile_attention("bf16", 256, 64, 256)
     compile_attention("fp16", 80, 1, 0, group=5, probes=1)
     compile_attention("bf16", 96, 64, 1, group=7)
+    compile_attention("bf16", 128, 16, 0, window=512)
     compile_attention("fp32", 64, 16, 0, window=100)
     compile_rows()
     compile_rows("fp16", 80, 0, norms=False)

@@ -15,12 +15,14 @@ from paceline.kernels._triton.jit.attention import LOG2E, attend_items, merge_it
 from paceline.kernels._triton.jit.rows import add_norm_rows, gate_rows, rotate_rows
 from paceline.kernels._triton.jit.sampling import choose_rows
 from paceline.kernels._triton.plan import (
+    MASK_ALIGN,
     MASK_WORDS,
     ProbeTable,
     RowTables,
     Tables,
     Tiling,
     WorkTables,
+    large_tile,
 )
 from paceline.kernels.caches import PagedPlane, Plane
 from paceline.kernels.dense import AttentionCall, Probe, record_scores
@@ -221,12 +223,12 @@ def attend_shape(
     shape = {
         "GROUP": tiling.group, "DIM": dim, "WIDE": wide, "BLOCK_M": tiling.rows,
         "USED": tiling.used, "BLOCK_N": tiling.keys, "PAGE": page_size, "WINDOW": tiling.window,
-        "WORDS": MASK_WORDS, "PROBES": probes,
+        "WORDS": MASK_WORDS, "MASK_ALIGN": MASK_ALIGN, "PROBES": probes,
         # Loads of page numbers need two stages. With recorded scores, one stage less leaves shared
         # memory for two programs on a multiprocessor.
         "STAGES": (5 - bool(probes)) if page_size else 3,
     }  # fmt: skip
-    return shape, {"num_warps": 8 if tiling.rows * wide > 64 * 128 else 4}
+    return shape, {"num_warps": 8 if large_tile(tiling.rows, wide) else 4}
 
 
 _PAGE_MULTIPLE = 256  # of flash-attn's paged caches

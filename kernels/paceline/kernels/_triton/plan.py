@@ -22,7 +22,10 @@ from torch import Tensor
 from paceline.kernels.dense import MAX_PROBES, GraphProbes, Probe, ProbedBlock
 from paceline.kernels.trees import MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees
 
-MASK_WORDS = MAX_TREE_NODES // 32
+MASK_ALIGN = 64
+"""Masks of a block begin at a multiple of this: no tile of keys is larger."""
+
+MASK_WORDS = (MAX_TREE_NODES + MASK_ALIGN) // 32
 MIN_CHUNK = 256
 """Least keys of a work item; fewer do not repay the launch of a program."""
 
@@ -32,7 +35,6 @@ STATIC = "static tables"
 MAX_TILE_ROWS = 128
 """Most rows of a tile: with their outputs they fill the registers."""
 
-PROGRAMS_PER_SM = 2
 INTERPRETED_PROGRAMS = 8
 
 _Ints = NDArray[np.int32]
@@ -76,7 +78,8 @@ class RowTables:
         rows: int32 ``[M, 3]``: block, node, depth.
         blocks: int32 ``[S, 4]``: first packed row, start, length, row of the page tables (or
             number of the sequence).
-        masks: int32 ``[M, MASK_WORDS]``: bit n of a row is set if it attends to node n.
+        masks: int32 ``[M, MASK_WORDS]``: bit n of a row is set if it attends to slot n after the
+            last multiple of ``MASK_ALIGN`` at or before the start of its block.
     """
 
     rows: Tensor
@@ -116,7 +119,9 @@ def row_arrays(plan: TreePlan, sequences: Sequence[int]) -> tuple[_Ints, _Ints, 
         rows[mine, 1] = np.arange(segment.length)
         rows[mine, 2] = segment.depths
         blocks[index] = (first, segment.start, segment.length, sequences[segment.sequence])
-        bits = np.packbits(segment.ancestors(), axis=1, bitorder="little")
+        prefix = np.ones((segment.length, segment.start % MASK_ALIGN), np.bool_)
+        seen = np.concatenate([prefix, segment.ancestors()], axis=1)
+        bits = np.packbits(seen, axis=1, bitorder="little")
         masks[mine, : bits.shape[1]] = bits
     return rows, blocks, masks.view(np.int32)
 
@@ -205,20 +210,41 @@ def choose_tiling(rows: int, group: int, keys: Tensor, window: int | None) -> Ti
         keys: Keys ``[..., kv heads, slots, D]``, for their type, width and device.
         window: Sliding window in tokens, or None.
     """
+    dim = keys.shape[-1]
     fitting = 1 << max(4, (rows - 1).bit_length())
-    programs = max(1, _programs(keys.device) // keys.shape[-3])
     if keys.dtype == torch.float32:  # multiplied from registers, without tensor cores
-        return Tiling(group, 16, 16, window or 0, programs)
-    half = keys.shape[-1] > 128
-    rows = min(MAX_TILE_ROWS // 2 if half else MAX_TILE_ROWS, fitting)
-    return Tiling(group, rows, 32 if half else 64, window or 0, programs)
+        rows, slots = 16, 16
+    elif dim > 128:
+        rows, slots = min(MAX_TILE_ROWS // 2, fitting), 32
+    else:
+        rows, slots = min(MAX_TILE_ROWS, fitting), 64
+    programs = _programs(keys.device, programs_per_sm(rows, dim, keys.dtype)) // keys.shape[-3]
+    return Tiling(group, rows, slots, window or 0, max(1, programs))
+
+
+def programs_per_sm(rows: int, dim: int, dtype: torch.dtype) -> int:
+    """Programs that run side by side on a multiprocessor of sm_90, at least, as compiled.
+
+    Their registers and shared memory allow it (tests/kernels/triton/test_cross_compile.py).
+    """
+    if large_tile(rows, dim):
+        return 1
+    return 3 if rows == 16 and dtype != torch.float32 else 2
+
+
+def large_tile(rows: int, dim: int) -> bool:
+    """Whether a tile takes the registers of 8 warps."""
+    return rows * dim > 64 * 128
 
 
 @lru_cache
-def _programs(device: torch.device) -> int:
+def _programs(device: torch.device, per_sm: int) -> int:
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
-    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+    found = torch.cuda.get_device_properties(device)
+    if found.shared_memory_per_multiprocessor < 200 << 10:  # as on sm_80, where one less fits
+        per_sm = max(1, per_sm - 1)
+    return per_sm * found.multi_processor_count
 
 
 NONE = -2  # -1 is the node of rows that pad a tile

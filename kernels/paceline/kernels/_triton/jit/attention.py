@@ -61,7 +61,7 @@ def _tile(
     key_page, key_head, key_slot, value_page, value_head, value_slot, table_stride,
     DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     ALIGN: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, WORDS: tl.constexpr,
-    PROBES: tl.constexpr, GROUP: tl.constexpr, USED: tl.constexpr,
+    MASK_ALIGN: tl.constexpr, PROBES: tl.constexpr, GROUP: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Take one tile of keys into the running softmax ``(top, total, out)``."""
     cols = tl.arange(0, BLOCK_N)
@@ -80,14 +80,16 @@ def _tile(
         key = tl.load(keys + key_at[:, None] + dims[None, :])
     scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
     if MASKED:
-        new = slots - start  # nodes of the block; negative: the prefix
-        word = tl.load(
-            masks + mask_row[:, None] * WORDS + (new >> 5)[None, :],
-            mask=((new >= 0) & (slots < end))[None, :] & (node >= 0)[:, None],
-            other=0,
-        )
-        seen = ((new < 0) & (slots < end))[None, :] | (((word >> (new & 31)[None, :]) & 1) != 0)
+        # Bits of a row from the tile's first slot on: one or two words of each row, not one a key.
+        first = n - start // MASK_ALIGN * MASK_ALIGN  # below 0: all ones, as for the prefix
+        word = masks + mask_row * WORDS + (first >> 5)
+        bits = tl.load(word, mask=first >= 0, other=-1)[:, None]
+        if BLOCK_N == 64:
+            high = tl.load(word + 1, mask=first >= 0, other=-1)[:, None]
+            bits = tl.where((cols < 32)[None, :], bits, high)
+        seen = ((bits >> ((first + cols) & 31)[None, :]) & 1) != 0
         if WINDOW > 0:  # the position of a node is start + depth
+            new = slots - start
             at = tl.load(depth + new * 3, mask=(new >= 0) & (slots < end), other=0)
             position = tl.where(new < 0, slots, start + at)
             mine = start + tl.load(depth + node * 3, mask=node >= 0, other=0)
@@ -122,7 +124,8 @@ def attend_items(
     layer, scale, key_page, key_head, key_slot, value_page, value_head, value_slot, table_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     USED: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr,
-    WINDOW: tl.constexpr, WORDS: tl.constexpr, PROBES: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, WORDS: tl.constexpr, MASK_ALIGN: tl.constexpr, PROBES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One work item and kv head: a tile of rows against a chunk of keys.
 
@@ -170,24 +173,24 @@ def attend_items(
                     q_tile, top, total, out, n, end, start, node, lead, depth, row, sequence, head,
                     keys, values, masks, tables, places, probe, probed, layer, scale,
                     key_page, key_head, key_slot, value_page, value_head, value_slot,
-                    table_stride, DIM, WIDE, BLOCK_N, PAGE, ALIGN, WINDOW, True, WORDS, PROBES,
-                    GROUP, USED,
+                    table_stride, DIM, WIDE, BLOCK_N, PAGE, ALIGN, WINDOW, True, WORDS,
+                    MASK_ALIGN, PROBES, GROUP, USED,
                 )  # fmt: skip
         for n in tl.range(first, whole, BLOCK_N, num_stages=STAGES):
             top, total, out = _tile(
                 q_tile, top, total, out, n, end, start, node, lead, depth, row, sequence, head,
                 keys, values, masks, tables, places, probe, probed, layer, scale,
                 key_page, key_head, key_slot, value_page, value_head, value_slot,
-                table_stride, DIM, WIDE, BLOCK_N, PAGE, ALIGN, WINDOW, False, WORDS, PROBES,
-                GROUP, USED,
+                table_stride, DIM, WIDE, BLOCK_N, PAGE, ALIGN, WINDOW, False, WORDS,
+                MASK_ALIGN, PROBES, GROUP, USED,
             )  # fmt: skip
         for n in tl.range(whole, end, BLOCK_N, num_stages=1):
             top, total, out = _tile(
                 q_tile, top, total, out, n, end, start, node, lead, depth, row, sequence, head,
                 keys, values, masks, tables, places, probe, probed, layer, scale,
                 key_page, key_head, key_slot, value_page, value_head, value_slot,
-                table_stride, DIM, WIDE, BLOCK_N, PAGE, ALIGN, WINDOW, True, WORDS, PROBES,
-                GROUP, USED,
+                table_stride, DIM, WIDE, BLOCK_N, PAGE, ALIGN, WINDOW, True, WORDS,
+                MASK_ALIGN, PROBES, GROUP, USED,
             )  # fmt: skip
         empty = total == 0.0
         out = out / tl.where(empty, 1.0, total)[:, None]
@@ -211,28 +214,29 @@ def merge_items(
     row = tl.program_id(0)
     q_head = tl.program_id(1)
     block = tl.load(rows + row * 3)
+    at = (row * tl.num_programs(1) + q_head).to(tl.int64)
+    dims = tl.arange(0, WIDE)
+    mixed = tl.zeros([WIDE], tl.float32)  # what rows of padding get
     if block >= 0:
         kv_heads = tl.num_programs(1) // GROUP
         packed = tl.load(rows + row * 3 + 1) * GROUP + q_head % GROUP
         tile = tl.load(bases + block) + packed // USED
         first = tl.load(tiles + tile * 2)
         count = tl.load(tiles + tile * 2 + 1)
-        dims = tl.arange(0, WIDE)
         top = tl.full([1], float("-inf"), tl.float32)
         total = tl.zeros([1], tl.float32)
-        mixed = tl.zeros([WIDE], tl.float32)
         for begin in range(0, count, CHUNKS):
             chunk = begin + tl.arange(0, CHUNKS)
             there = chunk < count
-            at = ((first + chunk) * kv_heads + q_head // GROUP).to(tl.int64) * BLOCK_M
-            at += packed % USED
-            sums = tl.load(part_lse + at, mask=there, other=float("-inf"))
+            item = ((first + chunk) * kv_heads + q_head // GROUP).to(tl.int64) * BLOCK_M
+            item += packed % USED
+            sums = tl.load(part_lse + item, mask=there, other=float("-inf"))
             highest = tl.maximum(top, tl.max(sums, 0))
             finite = tl.where(highest == float("-inf"), 0.0, highest)
             weights = tl.exp2(sums - finite)
             shrink = tl.exp2(top - finite)
             attended = tl.load(
-                part + at[:, None] * DIM + dims[None, :],
+                part + item[:, None] * DIM + dims[None, :],
                 mask=there[:, None] & (dims < DIM)[None, :],
                 other=0.0,
             )
@@ -241,9 +245,8 @@ def merge_items(
             top = highest
         empty = total == 0.0
         mixed = mixed / tl.where(empty, 1.0, total)
-        at = (row * tl.num_programs(1) + q_head).to(tl.int64)
-        tl.store(out + at * DIM + dims, mixed.to(out.dtype.element_ty), mask=dims < DIM)
         if HAS_LSE:
             value = (top + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453
             lanes = tl.arange(0, 1)
             tl.store(lse + at + lanes, tl.where(empty, float("-inf"), value))
+    tl.store(out + at * DIM + dims, mixed.to(out.dtype.element_ty), mask=dims < DIM)

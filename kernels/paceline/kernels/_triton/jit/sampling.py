@@ -21,9 +21,9 @@ def _scaled(logits, at, vocab, divisor):
 
 @triton.jit
 def _ordered(value):
-    """Unsigned integers in the order of the floats, as int64."""
+    """Integers in the order of the floats, int32."""
     bits = value.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -36,11 +36,11 @@ def _left(order, at, vocab, least, last):
 def _last_tie(logits, vocab, divisor, least, last, border, count, BLOCK: tl.constexpr):
     """Id of the ``count``-th remaining token at ``border``, or the vocabulary's size."""
     found = vocab
-    before = tl.full([], 0, tl.int64)
+    before = tl.full([], 0, tl.int32)
     for begin in range(0, vocab, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         order = _ordered(_scaled(logits, at, vocab, divisor))
-        tie = ((order == border) & _left(order, at, vocab, least, last)).to(tl.int64)
+        tie = ((order == border) & _left(order, at, vocab, least, last)).to(tl.int32)
         rank = before + tl.cumsum(tie, 0)
         found = tl.minimum(found, tl.min(tl.where((tie > 0) & (rank == count), at, vocab), 0))
         before += tl.sum(tie, 0)
@@ -56,24 +56,23 @@ def _narrower(least, last, border, tie):
 @triton.jit
 def _best_k(logits, vocab, divisor, least, last, k, BLOCK: tl.constexpr):
     """Least integer and last id of the ``k`` best remaining tokens."""
-    digits = tl.arange(0, 16).to(tl.int64)
-    border = tl.full([], 0, tl.int64)
+    digits = tl.arange(0, 16)
+    border = tl.full([], -2147483648, tl.int32)
     for level in range(8):
-        step = tl.full([], 1, tl.int64) << (28 - 4 * level)
-        goals = border + digits * step
-        counts = tl.zeros([16], tl.int64)
+        goals = border + (digits << (28 - 4 * level))
+        counts = tl.zeros([16], tl.int32)
         for begin in range(0, vocab, BLOCK):
             at = begin + tl.arange(0, BLOCK)
             order = _ordered(_scaled(logits, at, vocab, divisor))
             kept = _left(order, at, vocab, least, last)
             over = (order[:, None] >= goals[None, :]) & kept[:, None]
-            counts += tl.sum(over.to(tl.int64), 0)
-        border = tl.max(tl.where((counts >= k) | (digits == 0), goals, 0), 0)
-    above = tl.full([], 0, tl.int64)
+            counts += tl.sum(over.to(tl.int32), 0)
+        border = tl.max(tl.where(counts >= k, goals, border), 0)
+    above = tl.full([], 0, tl.int32)
     for begin in range(0, vocab, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         order = _ordered(_scaled(logits, at, vocab, divisor))
-        above += tl.sum(((order > border) & _left(order, at, vocab, least, last)).to(tl.int64), 0)
+        above += tl.sum(((order > border) & _left(order, at, vocab, least, last)).to(tl.int32), 0)
     ties = tl.maximum(k - above, 1)
     tie = _last_tie(logits, vocab, divisor, least, last, border, ties, BLOCK)
     return _narrower(least, last, border, tie)
@@ -90,11 +89,10 @@ def _nucleus(logits, vocab, divisor, least, last, highest, mass, BLOCK: tl.const
         weight = tl.exp(value.to(tl.float64) - highest)
         total += tl.sum(tl.where(kept, weight, 0.0), 0)
     normal = (highest + tl.log(total)).to(tl.float32).to(tl.float64)
-    digits = tl.arange(0, 16).to(tl.int64)
-    border = tl.full([], 0, tl.int64)
+    digits = tl.arange(0, 16)
+    border = tl.full([], -2147483648, tl.int32)
     for level in range(8):
-        step = tl.full([], 1, tl.int64) << (28 - 4 * level)
-        goals = border + digits * step
+        goals = border + (digits << (28 - 4 * level))
         masses = tl.zeros([16], tl.float64)
         for begin in range(0, vocab, BLOCK):
             at = begin + tl.arange(0, BLOCK)
@@ -103,7 +101,7 @@ def _nucleus(logits, vocab, divisor, least, last, highest, mass, BLOCK: tl.const
             kept = _left(order, at, vocab, least, last)
             weight = tl.where(kept, tl.exp(value.to(tl.float64) - normal), 0.0)
             masses += tl.sum(tl.where(order[:, None] >= goals[None, :], weight[:, None], 0.0), 0)
-        border = tl.max(tl.where((masses >= mass) | (digits == 0), goals, 0), 0)
+        border = tl.max(tl.where(masses >= mass, goals, border), 0)
     above = tl.full([], 0.0, tl.float64)
     one = tl.full([], 0.0, tl.float64)
     for begin in range(0, vocab, BLOCK):
@@ -115,7 +113,7 @@ def _nucleus(logits, vocab, divisor, least, last, highest, mass, BLOCK: tl.const
         above += tl.sum(tl.where(order > border, weight, 0.0), 0)
         one = tl.maximum(one, tl.max(tl.where(order == border, weight, 0.0), 0))
     ties = tl.ceil((mass - above) / tl.where(one > 0.0, one, 1.0))
-    ties = tl.maximum(tl.minimum(ties, 2.0e9), 1.0).to(tl.int64)
+    ties = tl.maximum(tl.minimum(ties, 2.0e9), 1.0).to(tl.int32)
     tie = _last_tie(logits, vocab, divisor, least, last, border, ties, BLOCK)
     return _narrower(least, last, border, tie)
 
