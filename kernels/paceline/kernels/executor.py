@@ -476,13 +476,13 @@ def _rotate(program: Program, op: Operation, call: Pass, x: Tensor) -> Tensor:
     missing = program.heads.q_heads - op.heads.q_heads  # the kernels rotate all heads together
     norms = (op.norms[0], op.norms[1]) if op.norms else None
     keys, values = zip(*(each.layer(op.layer) for each in call.caches), strict=True)
-    heads = pad(x, (missing * dim, 0))
+    heads = pad(x, (missing * dim, 0)) if missing else x
     return row_kernels(x.device).rotate(heads, norms, call.table, call.plan, keys, values)
 
 
 def _attend(program: Program, op: Operation, call: Pass, q: Tensor) -> Tensor:
     keys, values = zip(*(each.layer(op.layer) for each in call.caches), strict=True)
-    out = torch.zeros(q.shape, dtype=program.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=program.dtype, device=q.device)
     tree_attention(
         q, keys, values, call.plan,
         scale=program.heads.dim**-0.5, window=op.window or None, out=out,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.bench.gpu.cases import RandomWeights
 from paceline.decoder import Decoder, DecoderConfig, ForwardResult, GraphRunner, LocalCache
@@ -194,3 +197,55 @@ class Captured:
 
     def run(self) -> ForwardResult:
         return ForwardResult(torch.empty(self.plan.rows, 50))
+
+
+def test_a_layer_launches_its_kernels_and_no_others(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, pool: PagePool
+) -> None:
+    """The project's own, beside the products: nothing is copied or filled between them."""
+    from paceline.kernels._triton import backend
+
+    request.getfixturevalue("triton_on_cpu")
+    decoder = make_decoder()
+    runner = GraphRunner(decoder, PoolView(pool))
+    blocks = [TreeSegment(0, 0, None, 2)]
+    runner.forward([1, 2], blocks, [1])
+    launched = Launches()
+    kernels = ("attend_items", "merge_items", "rotate_rows", "add_norm_rows", "gate_rows")
+    for name in kernels:
+        monkeypatch.setattr(backend, name, Recorded(name, launched.names))
+    (graph,) = runner._graphs.values()
+    with torch.inference_mode(), launched:
+        graph.run()
+    layers = CONFIG.layers
+    expected = dict.fromkeys(kernels, layers) | {"add_norm_rows": 2 * layers + 1}
+    # The embedding, which is packed on a CPU; the last residual.
+    around = dict.fromkeys(("index", "floor_divide", "remainder", "add_"), 1)
+    assert Counter(launched.names) == Counter(expected | around)
+
+
+class Recorded:
+    """Stands for a kernel."""
+
+    def __init__(self, name: str, names: list[str]) -> None:
+        self._name, self._names = name, names
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *_, **__: self._names.append(self._name)
+
+
+class Launches(TorchDispatchMode):
+    """Operations that would be kernels on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, out = func._schema.name.removeprefix("aten::"), func(*args, **(kwargs or {}))
+        given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor)}
+        results = out if isinstance(out, (list, tuple)) else [out]
+        made = any(each.untyped_storage().data_ptr() not in given for each in results)
+        if name.endswith("_") or (made and "empty" not in name):  # else it is a view
+            self.names.append(name)
+        return out
