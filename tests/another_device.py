@@ -7,6 +7,7 @@ Importing this changes what devices PyTorch knows in this process, for good.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,9 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 _setup_privateuseone_for_python_backend("other")
 
 DEVICE = torch.device("other", 0)
+TRANSFERS: Counter[str] = Counter()
+"""Copies between both devices so far: to "device" and to "host"; a GPU would be waited for."""
+
 _COPIES = {"aten::to", "aten::_to_copy", "aten::copy_"}
 _ANSWERS = {
     "aten::_fused_sdp_choice": 0,  # plain: others are called by a device's own names
@@ -70,6 +74,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     there = wanted[0].type == "other" if wanted else bool(ours)
     if name == "aten::copy_":
         there = isinstance(args[0], OnDevice)
+    if copies and there != bool(ours if name != "aten::copy_" else isinstance(args[1], OnDevice)):
+        TRANSFERS["device" if there else "host"] += 1
     own = {id(each.inner): each for each in ours}
 
     def outer(each: Any) -> Any:

@@ -7,20 +7,30 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import drafters
 import pytest
 import torch
-from verifier_support import make_model, serving, text
+from verifier_support import VOCAB, make_model, serving, text
 
+from paceline.decoder import Decoder
 from paceline.kernels import attention
 from paceline.kernels.dense import DenseBackend
+from paceline.tree import TokenTree
 from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2
+from paceline.verifier.engine.engine import Engine
+from paceline.verifier.engine.job import Decode, Draft, Prefill
+from paceline.verifier.engine.sequence import GenerationParams, Sequence
+from paceline.verifier.kv import pool as pool_module
+from paceline.verifier.kv.layout import KvLayout
+from paceline.verifier.kv.pool import PagePool
+from paceline.verifier.kv.taps import TapLayout, Taps
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from another_device import DEVICE, OnDevice, another_device, enter_thread
+from another_device import DEVICE, TRANSFERS, OnDevice, another_device, enter_thread
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +109,68 @@ async def test_followed_is_what_was_written(folder: Path, tmp_path: Path, policy
             (cache,) = client.service.store
             keys, _ = cache.sequence.segment.gather(1, torch.tensor(chunk.positions))
             assert chunk.keys == keys.contiguous().numpy().tobytes()
+
+
+def test_copies_and_waits_of_a_step_do_not_grow_with_its_sequences(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of drafted steps that keep nodes behind rejected ones, with hidden states for a drafter."""
+    waits: list[object] = []
+    stream = SimpleNamespace(synchronize=lambda: waits.append(None))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    found = []
+    with another_device(), torch.inference_mode():
+        decoder = Decoder.load(folder, device=DEVICE)
+        config = decoder.config
+        layout = KvLayout(
+            config.layers, config.kv_heads, config.head_dim, config.dtype, config.hidden
+        )
+        for count in (1, 5):
+            pool = PagePool(layout, DEVICE, kv_bytes=1 << 22, max_sequences=10, max_context=512)
+            monkeypatch.setattr(pool_module, "ACCELERATORS", ("other",))
+            plain = stepped(decoder, pool, count, [], 3, waits)
+            drafts = [
+                TokenTree(((own[1] + 1) % VOCAB, own[1], own[2]), (-1, -1, 1)) for own in plain
+            ]
+            drafted = stepped(decoder, pool, count, drafts, 1, waits)
+            assert [text[:3] for text in drafted] == [text[:3] for text in plain]
+            masks = count  # of plain attention, one a sequence; kernels have tables in the plan
+            found.append((TRANSFERS["device"] - masks, TRANSFERS["host"], len(waits)))
+            monkeypatch.setattr(pool_module, "ACCELERATORS", ("cuda",))
+            pool.check_integrity()
+    # To the device: tokens, positions, slots that are kept. To the host: logits, hidden states.
+    assert found == [(3, 2, 1)] * 2
+
+
+def stepped(
+    decoder: Decoder,
+    pool: PagePool,
+    count: int,
+    drafts: list[TokenTree],
+    steps: int,
+    waits: list[object],
+) -> list[list[int]]:
+    """What sequences emit in a prefill and some steps; copies and waits are those of the steps."""
+    engine = Engine(decoder)
+    sequences = []
+    for index in range(count):
+        params = GenerationParams((3, 1, 4 + index), length_limit=40, taps=Taps((0, 1)))
+        taps = TapLayout.of(Taps((0, 1)), pool.layout, 256)
+        sequences.append(Sequence(params, pool.allocate(256, taps)))
+    for sequence in sequences:
+        engine.prefill(Prefill(sequence))
+    engine._thread.run_commands(0.0)
+    engine._step()
+    jobs = [Decode(sequence, credits=steps) for sequence in sequences]
+    for job, tree in zip(jobs, drafts, strict=False):
+        job.set_draft(Draft(tree, "test@1"))
+    for job in jobs:
+        engine.decode(job)
+    engine._thread.run_commands(0.0)
+    TRANSFERS.clear()
+    waits.clear()
+    for _ in range(steps):
+        engine._step()
+    for sequence in sequences:
+        sequence.segment.close()
+    return [sequence.tokens[3:] for sequence in sequences]

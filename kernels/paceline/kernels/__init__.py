@@ -36,7 +36,7 @@ from paceline.kernels.selection import (
     best_chunks,
     streaming,
 )
-from paceline.kernels.trees import CHUNK, MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees
+from paceline.kernels.trees import CHUNK, MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees, send
 
 __all__ = [
     "CHUNK",
@@ -88,6 +88,7 @@ __all__ = [
     "raw_logprobs",
     "register_backend",
     "row_kernels",
+    "send",
     "set_numerics",
     "streaming",
     "tree_attention",

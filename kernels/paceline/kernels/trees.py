@@ -149,6 +149,13 @@ class TreePlan:
         return self.offsets[-1]
 
 
+def send(numbers: Tensor, device: torch.device | str) -> Tensor:
+    """A small tensor of the CPU on another device. The copy does not wait for what a GPU runs."""
+    if torch.device(device).type != "cuda":
+        return numbers.to(device)
+    return numbers.pin_memory().to(device, non_blocking=True)
+
+
 def plan_trees(
     segments: Sequence[TreeSegment],
     *,
@@ -185,7 +192,7 @@ def plan_trees(
     return TreePlan(
         segments=tuple(segments),
         offsets=tuple(offsets),
-        positions=torch.tensor(positions, dtype=torch.int64, device=where),
+        positions=send(torch.tensor(positions, dtype=torch.int64), where),
         longest=max(positions),
         device=where,
     )

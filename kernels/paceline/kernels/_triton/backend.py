@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -26,7 +27,7 @@ from paceline.kernels._triton.plan import (
 )
 from paceline.kernels.caches import PagedPlane, Plane
 from paceline.kernels.dense import AttentionCall, Probe, record_scores
-from paceline.kernels.trees import TreePlan
+from paceline.kernels.trees import TreePlan, send
 
 if TYPE_CHECKING:
     from paceline.kernels.rows import Norm
@@ -107,7 +108,7 @@ def _contiguous(keys: Sequence[Tensor], values: Sequence[Tensor], plan: TreePlan
         for each, base in zip(pair, bases, strict=True)
     )
     if where not in plan.prepared:  # shared with the row kernels
-        origins = torch.tensor(where, dtype=torch.int64).to(keys[0].device)
+        origins = send(torch.tensor(where, dtype=torch.int64), keys[0].device)
         plan.prepared[where] = origins, origins.new_zeros(4, dtype=torch.int32)
     origins, tables = plan.prepared[where]
     aligned = not any(number % _ALIGN for row in where for number in row)
@@ -392,20 +393,24 @@ _BLOCK = 1024
 def choose(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
     """See :func:`paceline.kernels.choose_tokens`; no row may have penalties."""
     wrapped = [(p.seed - (1 << 64) if p.seed >> 63 else p.seed) for p in params]
-    integers = [
-        (seed, position, each.top_k)
-        for seed, position, each in zip(wrapped, positions, params, strict=True)
-    ]
-    floats = [
-        (each.temperature, math.log(each.min_p) if each.min_p else -math.inf, each.top_p)
-        for each in params
-    ]
-    device = logits.device
-    tokens = torch.empty(len(params), dtype=torch.int64, device=device)
+    integers = np.array(
+        [
+            (seed, position, each.top_k)
+            for seed, position, each in zip(wrapped, positions, params, strict=True)
+        ]
+    )
+    floats = np.array(
+        [
+            (each.temperature, math.log(each.min_p) if each.min_p else -math.inf, each.top_p)
+            for each in params
+        ]
+    )
+    both = np.concatenate([integers, floats.view(np.int64)], axis=1)
+    record = send(torch.from_numpy(both), logits.device)
+    tokens = torch.empty(len(params), dtype=torch.int64, device=logits.device)
     choose_rows[(len(params),)](
-        logits, tokens, torch.tensor(integers, dtype=torch.int64).to(device),
-        torch.tensor(floats, dtype=torch.float64).to(device),
-        logits.shape[1], logits.stride(0), BLOCK=_BLOCK, num_warps=8,
+        logits, tokens, record, record.view(torch.float64), logits.shape[1], logits.stride(0),
+        BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
     found: list[int] = tokens.tolist()
     return found

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.kernels.dense import MAX_PROBES, GraphProbes, Probe, ProbedBlock
-from paceline.kernels.trees import MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees
+from paceline.kernels.trees import MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees, send
 
 MASK_ALIGN = 64
 """Masks of a block begin at a multiple of this: no tile of keys is larger."""
@@ -166,7 +166,7 @@ def to_device(arrays: Sequence[_Ints], device: torch.device) -> list[Tensor]:
     for each, size in zip(arrays, sizes, strict=True):
         flat[begin : begin + each.size] = each.ravel()
         begin += size
-    parts = torch.from_numpy(flat).to(device).split(sizes)
+    parts = send(torch.from_numpy(flat), device).split(sizes)
     return [part[: each.size].view(each.shape) for part, each in zip(parts, arrays, strict=True)]
 
 
@@ -308,7 +308,7 @@ class ProbeTable:
             for index, probe in enumerate(mine):
                 origin = (probe.out.data_ptr() - first.data_ptr()) // 4
                 numbers[segment, index] = (probe.node, origin, probe.out.stride(0), 0)
-        plan.prepared[key] = torch.from_numpy(numbers).to(plan.device)
+        plan.prepared[key] = send(torch.from_numpy(numbers), plan.device)
         return cls(count, plan.prepared[key], first, tuple(others))
 
 

@@ -137,17 +137,17 @@ def _gumbel(seed, position, at):
 def choose_rows(logits, tokens, integers, floats, vocab, stride, BLOCK: tl.constexpr):
     """The token of one row.
 
-    ``integers`` int64 ``[R, 3]``: seed, position, top_k (0: all). ``floats`` float64 ``[R, 3]``:
-    temperature, logarithm of min_p, top_p. ``tokens`` int64 ``[R]``.
+    ``integers`` int64 ``[R, 6]``: seed, position, top_k (0: all), and three floats. ``floats`` is
+    the same memory as float64: temperature, logarithm of min_p, top_p. ``tokens`` int64 ``[R]``.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    seed = tl.load(integers + row * 3)
-    position = tl.load(integers + row * 3 + 1)
-    k = tl.load(integers + row * 3 + 2)
-    temperature = tl.load(floats + row * 3).to(tl.float32)
-    log_min_p = tl.load(floats + row * 3 + 1).to(tl.float32)
-    mass = tl.load(floats + row * 3 + 2)
+    seed = tl.load(integers + row * 6)
+    position = tl.load(integers + row * 6 + 1)
+    k = tl.load(integers + row * 6 + 2)
+    temperature = tl.load(floats + row * 6 + 3).to(tl.float32)
+    log_min_p = tl.load(floats + row * 6 + 4).to(tl.float32)
+    mass = tl.load(floats + row * 6 + 5)
     greedy = temperature == 0.0
     divisor = tl.where(greedy, 1.0, temperature)
 

@@ -16,6 +16,7 @@ from paceline.kernels import (
     choose_token,
     choose_tokens,
     raw_logprobs,
+    send,
 )
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.batch import BatchEntry
@@ -145,7 +146,7 @@ def sample_batch(entries: Items[BatchEntry], logits: Tensor) -> dict[int, Items[
     if not rows:
         return {}
     if len(rows) < len(logits):
-        logits = logits[torch.tensor(rows, device=logits.device)]
+        logits = logits[send(torch.tensor(rows), logits.device)]
     tokens = iter(choose_tokens(logits, params, positions))
     return {index: [next(tokens) for _ in range(count)] for index, count in counts.items()}
 
@@ -227,6 +228,8 @@ def accept_batch(
 ) -> list[StepOutput | None]:
     """Accept the tokens of every entry of a batch.
 
+    A GPU is waited for once for the tokens of all entries, and once for the KV that they keep.
+
     Args:
         entries: Of the batch.
         logits: As for :func:`accept`.
@@ -236,12 +239,27 @@ def accept_batch(
         The output of each entry; None in the middle of a prefill, and for a job that failed.
     """
     tokens = sample_batch(entries, logits)
+    if states and logits.device.type != "cpu":  # one copy for all sequences and layers
+        states = dict(zip(states, torch.stack([*states.values()]).cpu(), strict=True))
     outputs: list[StepOutput | None] = []
-    for index, entry in enumerate(entries):
-        try:
-            outputs.append(accept(entry, logits, states, tokens.get(index)))
-        except Exception as error:
-            _log.exception("acceptance failed for one sequence")
-            entry.job.fail(StepFailed(f"no token could be chosen: {error}"))
-            outputs.append(None)
+    try:
+        with entries[0].job.sequence.segment.together():
+            for index, entry in enumerate(entries):
+                outputs.append(_accept_or_fail(entry, logits, states, tokens.get(index)))
+    except Exception as error:  # no entry can run again: all have their new tokens
+        _log.exception("the KV of a step could not be kept")
+        for entry in entries:
+            entry.job.fail(StepFailed(f"the KV of the step could not be kept: {error}"))
+        return [None] * len(entries)
     return outputs
+
+
+def _accept_or_fail(
+    entry: BatchEntry, logits: Tensor, states: HiddenStates, tokens: Items[int] | None
+) -> StepOutput | None:
+    try:
+        return accept(entry, logits, states, tokens)
+    except Exception as error:
+        _log.exception("acceptance failed for one sequence")
+        entry.job.fail(StepFailed(f"no token could be chosen: {error}"))
+        return None

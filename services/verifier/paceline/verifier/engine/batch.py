@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.decoder import Decoder, ForwardResult, GraphRunner
 from paceline.decoder.graphs import table_row
-from paceline.kernels import MAX_TREE_NODES, Probe, ProbedBlock, TreeSegment, plan_trees
+from paceline.kernels import MAX_TREE_NODES, Probe, ProbedBlock, TreeSegment, plan_trees, send
 from paceline.kv.selection import ScoreObserver
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.job import Decode, EngineJob, Prefill
@@ -216,14 +216,16 @@ class Batch:
         """
         taps = sorted(self._taps)
         every = len(self._logit_rows) == len(self.tokens)
-        rows = torch.tensor(self._logit_rows, dtype=torch.int64, device=decoder.device)
+        rows = torch.empty(0, dtype=torch.int64)
+        if not every:
+            rows = send(torch.tensor(self._logit_rows, dtype=torch.int64), decoder.device)
         if graphs is not None:
             result = self._replay(decoder, graphs, taps)
             if result is not None:
                 logits = result.logits if every else result.logits[rows]
                 return logits, dict(zip(taps, result.taps, strict=True))
         result = decoder.forward(
-            torch.tensor(self.tokens, device=decoder.device),
+            send(torch.tensor(self.tokens), decoder.device),
             plan_trees(self._blocks, device=decoder.device),
             self._caches,
             logit_rows=None if every else rows,

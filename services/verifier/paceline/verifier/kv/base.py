@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
 import torch
@@ -145,6 +146,10 @@ class SequenceKv(ABC):
     @abstractmethod
     def keep(self, slots: list[int], start: int) -> None:
         """Move the KV at ``slots`` to ``start``, ``start + 1``, ...; none moves to a later slot."""
+
+    def together(self) -> AbstractContextManager[object]:
+        """A context in which what many sequences keep and publish is done at its end, at once."""
+        return nullcontext()
 
     @property
     def closed(self) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from paceline.decoder import ACCELERATORS
-from paceline.kernels import PagedPlane
+from paceline.kernels import PagedPlane, send
 from paceline.kv.cuda import CudaDriver, DriverError, ExportedMemory, cuda_driver
 from paceline.kv.segment import HEADER_BYTES
 from paceline.v1 import kv_pb2
@@ -19,6 +21,15 @@ from paceline.verifier.kv.taps import TapLayout
 
 PAGE_TOKENS = BLOCK_TOKENS
 _TABLE_BYTES = 4096
+
+
+@dataclass
+class _Later:
+    """What sequences keep and publish in a step, until its end."""
+
+    old: list[tuple[int, int]]
+    new: list[tuple[int, int]]
+    published: list[tuple[PagedKv, int]]
 
 
 class PagePool:
@@ -81,6 +92,7 @@ class PagePool:
         # Row 0 belongs to no sequence; all its entries are page 0.
         self.tables = torch.zeros(max_sequences + 1, max_pages, dtype=torch.int32, device=device)
         self._holders = [0] * count  # sequences that hold each page
+        self._later: _Later | None = None
         self._reading = torch.Stream(device) if device.type in ACCELERATORS else None
         self._free_pages = list(range(count))[::-1]
         self._free_rows = list(range(1, max_sequences + 1))[::-1]
@@ -134,6 +146,46 @@ class PagePool:
         The GPU has written these positions before they are published as committed.
         """
         return nullcontext() if self._reading is None else self._reading
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """See :class:`SequenceKv`: one move of all slots, and one wait for the GPU."""
+        self._later = later = _Later([], [], [])
+        try:
+            yield
+        finally:
+            self._later = None
+            self._move(later.old, later.new)
+            self._publish(later.published)
+
+    def keep(self, old: list[tuple[int, int]], new: list[tuple[int, int]]) -> None:
+        """Move slots, given as pages and offsets in them; none to where a later one comes from."""
+        if self._later is None:
+            self._move(old, new)
+        else:
+            self._later.old.extend(old)
+            self._later.new.extend(new)
+
+    def publish(self, cache: PagedKv, committed: int) -> None:
+        """Publish the committed length of a sequence, after all that was asked of the GPU."""
+        if self._later is None:
+            self._publish([(cache, committed)])
+        else:
+            self._later.published.append((cache, committed))
+
+    def _move(self, old: list[tuple[int, int]], new: list[tuple[int, int]]) -> None:
+        if not old:
+            return
+        (from_pages, to_pages), (from_slots, to_slots) = send(
+            torch.tensor([old, new]).permute(2, 0, 1).contiguous(), self.device
+        )
+        self.kv[to_pages, :, :, :, to_slots] = self.kv[from_pages, :, :, :, from_slots]
+
+    def _publish(self, published: list[tuple[PagedKv, int]]) -> None:
+        if self.device.type in ACCELERATORS:
+            torch.accelerator.current_stream(self.device).synchronize()
+        for cache, committed in published:
+            cache.show(committed)
 
     def take_row(self) -> int:
         """Take a page table for a sequence; returns its row.
@@ -294,14 +346,19 @@ class PagedKv(SequenceKv):
 
     def keep(self, slots: list[int], start: int) -> None:
         """See :class:`SequenceKv`."""
-        old, new = self._pages_of(slots), self._pages_of(range(start, start + len(slots)))
-        moved = self.pool.kv[old[0], :, :, :, old[1]]
-        self.pool.kv[new[0], :, :, :, new[1]] = moved
+        new = range(start, start + len(slots))
+        self.pool.keep([self._page_of(slot) for slot in slots], [self._page_of(s) for s in new])
+
+    def together(self) -> AbstractContextManager[object]:
+        """See :class:`SequenceKv`; of all sequences of the pool."""
+        return self.pool.together()
 
     def publish(self, committed: int) -> None:
         """See :class:`SequenceKv`: what was asked of the GPU is done first."""
-        if self.device.type in ACCELERATORS:
-            torch.accelerator.current_stream(self.device).synchronize()
+        self.pool.publish(self, committed)
+
+    def show(self, committed: int) -> None:
+        """Publish the committed length now."""
         super().publish(committed)
 
     def close(self) -> None:
@@ -314,8 +371,6 @@ class PagedKv(SequenceKv):
         self._layers = []
         self._table = torch.empty(0)
 
-    def _pages_of(self, slots: range | list[int]) -> tuple[Tensor, Tensor]:
-        """Returns page and offset in the page of each slot, on the device, by one copy."""
-        both = [[self._pages[s // PAGE_TOKENS] for s in slots], [s % PAGE_TOKENS for s in slots]]
-        pages, offsets = torch.tensor(both).to(self.device)
-        return pages, offsets
+    def _page_of(self, slot: int) -> tuple[int, int]:
+        """Returns page and offset in the page of a slot."""
+        return self._pages[slot // PAGE_TOKENS], slot % PAGE_TOKENS
