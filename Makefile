@@ -164,7 +164,7 @@ gpu-packages:
 	$(PYTHON) -m pip download --quiet --dest $(GPU_WHEELS) --no-deps --only-binary=:all: \
 	    --python-version $(GPU_PYTHON) $(GPU_PLATFORMS:%=--platform %) \
 	    --constraint constraints.txt grpcio grpcio-status grpcio-health-checking \
-	    grpcio-reflection googleapis-common-protos protobuf xformers \
+	    grpcio-reflection googleapis-common-protos protobuf xformers rich markdown-it-py mdurl \
 	    pytest pytest-asyncio pytest-xdist execnet iniconfig packaging pluggy pygments
 
 # A larger demo target (about 26 M parameters, context 8192) in under ten minutes.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.bench.gpu import predict
 from paceline.bench.gpu.__main__ import MEASUREMENTS, main, run
 
 TESTS = Path(__file__).parents[1] / "gpu"
@@ -117,3 +118,8 @@ def test_it_needs_a_gpu(
     monkeypatch.setattr(sys, "argv", ["gpu", "--output", str(tmp_path)])
     assert main() == 2
     assert "needs a CUDA device" in capsys.readouterr().err
+
+
+def test_the_predictions_of_the_page_are_those_of_the_program() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    assert "\n".join(predict.lines()) in page

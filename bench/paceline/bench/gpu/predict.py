@@ -1,0 +1,126 @@
+"""Predicted times of a step on one H100, from counted bytes, kernels, copies and waits.
+
+Nothing here was measured on a GPU. Bytes, products, kernels, copies and waits are counted; rates
+are those of the data sheet with usual shares; times of the host were measured on a CPU. Figures of
+`make gpu-check` belong beside these.
+
+    python -m paceline.bench.gpu.predict        # prints the table of docs/gpu.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from paceline.bench.gpu.cases import EIGHT_BILLION
+from paceline.decoder import DecoderConfig
+
+SEVENTY_BILLION = replace(
+    EIGHT_BILLION, layers=80, hidden=8192, intermediate=28672, q_heads=64, windows=(None,) * 80
+)
+
+BYTES_PER_US = 3.35e6 * 0.88
+"""Of reading weights: the data sheet's rate, and the share that copies reach."""
+
+KV_SHARE = 0.85
+"""Of it, in attention."""
+
+FLOP_PER_US = 989e6 * 0.6
+"""Of products in bfloat16."""
+
+ATTENTION_US = 6.0
+"""Of the two attention kernels of a layer, beside reading."""
+
+KERNEL_US = 1.2
+"""Between two kernels of a CUDA graph."""
+
+KERNELS = 8
+"""Of a layer, beside attention: see tests/kernels/triton/test_graphs.py."""
+
+SAMPLING_US = 180.0
+"""Of choosing tokens at T = 0, one program a row."""
+
+COPY_US, WAIT_US = 8.0, 15.0
+COPIES, WAITS = 3, 2
+"""Of a step, however many sequences: see tests/verifier/on_another_device.py."""
+
+STEP_US, SEQUENCE_US, ROW_US = 150.0, 54.0, 1.2
+"""Of Python on the host for a step, each of its sequences, and each of its rows."""
+
+NODES = 8
+"""Drafted nodes of each sequence in a step with trees."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of sequences that have some context and some rows each.
+
+    Attributes:
+        config: Shape of the target, in bfloat16.
+        sequences: Number of sequences.
+        context: Tokens of each. Unit: tokens.
+        rows: Rows of each: the anchor and its nodes.
+    """
+
+    config: DecoderConfig
+    sequences: int
+    context: int
+    rows: int = 1
+
+    @property
+    def weights(self) -> int:
+        """Weights that a step multiplies with."""
+        c = self.config
+        attention = c.hidden * c.head_dim * (2 * c.q_heads + 2 * c.kv_heads)
+        layer = attention + 3 * c.hidden * c.intermediate
+        return c.layers * layer + c.vocab_size * c.hidden
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV of all sequences. Unit: bytes."""
+        return self.sequences * self.context * self.config.kv_bytes_per_token
+
+    def parts(self) -> dict[str, float]:
+        """Time of each part. Unit: microseconds."""
+        c, rows = self.config, self.sequences * self.rows
+        reading = 2 * self.weights / BYTES_PER_US
+        return {
+            "products": max(reading, 2 * rows * self.weights / FLOP_PER_US),
+            "attention": c.layers * ATTENTION_US + self.kv_bytes / (KV_SHARE * BYTES_PER_US),
+            "between kernels": c.layers * KERNELS * KERNEL_US,
+            "sampling": SAMPLING_US,
+            "copies, waits": COPIES * COPY_US + WAITS * WAIT_US,
+            "host": STEP_US + self.sequences * SEQUENCE_US + rows * ROW_US,
+        }
+
+
+def lines() -> Iterator[str]:
+    """The table in Markdown; times in microseconds, and tokens a second without drafts."""
+    names = list(Step(EIGHT_BILLION, 1, 1).parts())
+    head = [
+        "target",
+        "sequences x context",
+        "GB",
+        *names,
+        "step, ms",
+        "tokens/s",
+        f"{NODES} nodes, ms",
+    ]
+    yield f"| {' | '.join(head)} |"
+    yield f"| --- | --- |{' ---: |' * (len(names) + 4)}"
+    for label, config in (("8B", EIGHT_BILLION), ("70B", SEVENTY_BILLION)):
+        for sequences in (1, 8, 32):
+            for context in (2 << 10, 32 << 10, 128 << 10):
+                step = Step(config, sequences, context)
+                plain = sum(step.parts().values())
+                drafted = sum(replace(step, rows=1 + NODES).parts().values())
+                times = [f"{us:,.0f}" for us in step.parts().values()]
+                rate = f"{sequences / plain * 1e6:,.0f}"
+                ends = [f"{plain / 1000:.1f}", rate, f"{drafted / 1000:.1f}"]
+                where = f"{sequences} x {context >> 10}k"
+                size = f"{(2 * step.weights + step.kv_bytes) / 1e9:,.0f}"
+                yield f"| {' | '.join([label, where, size, *times, *ends])} |"
+
+
+if __name__ == "__main__":
+    print(*lines(), sep="\n")
