@@ -59,7 +59,7 @@ def compile_kernel(
         "of": {**constants, **options, "type": signature.get("keys", "")},
         **resources(ptx, compiled.metadata.shared, compiled.metadata.num_warps),
         "async_copies": len(re.findall(r"cp\.async\.cg|cp\.async\.bulk", ptx)),
-        "tensor_products": len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
+        "tensor_products": len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", ptx)),
     }
     print(json.dumps(facts), flush=True)
 

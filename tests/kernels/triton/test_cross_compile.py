@@ -14,7 +14,7 @@ import torch
 MAX_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Shared memory that a program may have. Unit: bytes."""
 
-MAX_SPILLED = {80: 32, 90: 0, 100: 0}
+MAX_SPILLED = {80: 160, 90: 0, 100: 0}
 """Bytes that a kernel over bfloat16 may spill from registers."""
 
 
