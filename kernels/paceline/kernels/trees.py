@@ -85,18 +85,24 @@ class TreeSegment:
         """One past the last cache slot the segment fills."""
         return self.start + self.length
 
-    def ancestors(self) -> NDArray[np.bool_]:
-        """Ancestor-or-self relation, ``[length, stop - start]``: row i marks the path of node i."""
+    @cached_property
+    def paths(self) -> tuple[int, ...]:
+        """The path of each node to itself: bit n is set if it has node n."""
         if self.is_chain:
-            return np.tri(self.length, dtype=np.bool_)
+            return tuple((2 << node) - 1 for node in range(self.length))
         assert self.parents is not None
-        paths: list[int] = []  # one bit a node
+        paths: list[int] = []
         for node, parent in enumerate(self.parents):
             paths.append(1 << node | (paths[parent] if parent >= 0 else 0))
-        size = (self.length + 7) // 8
-        packed = b"".join(path.to_bytes(size, "little") for path in paths)
+        return tuple(paths)
+
+    def ancestors(self) -> NDArray[np.bool_]:
+        """Ancestor-or-self relation, ``[length, stop - start]``: row i marks the path of node i."""
+        count = self.stop - self.start
+        size = (count + 7) // 8
+        packed = b"".join(path.to_bytes(size, "little") for path in self.paths)
         bits = np.frombuffer(packed, np.uint8).reshape(self.length, size)
-        return np.unpackbits(bits, axis=1, count=self.length, bitorder="little").view(np.bool_)
+        return np.unpackbits(bits, axis=1, count=count, bitorder="little").view(np.bool_)
 
 
 @dataclass(frozen=True)
@@ -118,9 +124,10 @@ class ContextSegment(TreeSegment):
         """One past the last slot."""
         return self.start + 1
 
-    def ancestors(self) -> NDArray[np.bool_]:
-        """``[length, 1]``: all rows see the slot."""
-        return np.ones((self.length, 1), np.bool_)
+    @property
+    def paths(self) -> tuple[int, ...]:
+        """Ones: all rows see the slot."""
+        return (1,) * self.length
 
 
 @dataclass

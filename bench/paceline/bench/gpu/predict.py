@@ -44,7 +44,7 @@ COPY_US, WAIT_US = 8.0, 15.0
 COPIES, WAITS = 3, 2
 """Of a step, however many sequences: see tests/verifier/on_another_device.py."""
 
-STEP_US, SEQUENCE_US, ROW_US = 150.0, 54.0, 1.2
+STEP_US, SEQUENCE_US, ROW_US = 150.0, 36.0, 1.2
 """Of Python on the host for a step, each of its sequences, and each of its rows."""
 
 NODES = 8

@@ -110,20 +110,18 @@ def row_arrays(plan: TreePlan, sequences: Sequence[int]) -> tuple[_Ints, _Ints, 
         plan: The packed blocks.
         sequences: Number of each sequence in the tables of blocks.
     """
-    rows = np.empty((plan.rows, 3), np.int32)
-    blocks = np.empty((len(plan.segments), 4), np.int32)
-    masks = np.zeros((plan.rows, MASK_WORDS * 4), np.uint8)
+    # Plain lists: a step has many blocks of few rows, and each call of numpy takes microseconds.
+    rows: list[tuple[int, int, int]] = []
+    blocks: list[tuple[int, int, int, int]] = []
+    masks: list[bytes] = []
     for index, (segment, first) in enumerate(zip(plan.segments, plan.offsets, strict=False)):
-        mine = slice(first, first + segment.length)
-        rows[mine, 0] = index
-        rows[mine, 1] = np.arange(segment.length)
-        rows[mine, 2] = segment.depths
-        blocks[index] = (first, segment.start, segment.length, sequences[segment.sequence])
-        prefix = np.ones((segment.length, segment.start % MASK_ALIGN), np.bool_)
-        seen = np.concatenate([prefix, segment.ancestors()], axis=1)
-        bits = np.packbits(seen, axis=1, bitorder="little")
-        masks[mine, : bits.shape[1]] = bits
-    return rows, blocks, masks.view(np.int32)
+        rows += [(index, node, depth) for node, depth in enumerate(segment.depths)]
+        blocks.append((first, segment.start, segment.length, sequences[segment.sequence]))
+        shift = segment.start % MASK_ALIGN
+        prefix = (1 << shift) - 1
+        masks += [(prefix | p << shift).to_bytes(MASK_WORDS * 4, "little") for p in segment.paths]
+    bits = np.frombuffer(b"".join(masks), np.int32).reshape(-1, MASK_WORDS)
+    return np.array(rows, np.int32), np.array(blocks, np.int32), bits
 
 
 def work_arrays(plan: TreePlan, tiling: Tiling) -> tuple[_Ints, _Ints, _Ints]:
