@@ -63,11 +63,10 @@ def filled(text: str, settings: Mapping[str, str] | None = None) -> str:
 
 
 def words(name: str, service: str) -> list[str]:
-    """The command line of a service in a deployment."""
+    """The command line of a service in a deployment; start.sh adds the target."""
     common = read("services")["services"][service]
     merged = {**common, **read(name)["services"][service]}
-    parts = (merged.get("entrypoint", f"paceline {service}"), merged["command"])
-    return " ".join(map(filled, parts)).split()
+    return " ".join(map(filled, (merged["entrypoint"], merged["command"] or ""))).split()
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
@@ -85,7 +84,9 @@ def test_commands_are_ones_that_the_services_take(
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_arguments(parser)
     command = words(name, service)
-    assert command[:2] == ["paceline", service]
+    if command[0] == "/paceline/start.sh":
+        command.append("--target=/models/x")
+    assert command[:2] in (["/paceline/start.sh", service], ["paceline", service])
     assert parser.parse_args(command[2:]).address.startswith("0.0.0.0:")
 
 
@@ -93,7 +94,13 @@ def test_commands_are_ones_that_the_services_take(
 def test_ports_are_open_to_this_machine_only_unless_told_otherwise(name: str) -> None:
     for service in read(name)["services"].values():
         for port in service.get("ports", []):
-            assert port.startswith("${PACELINE_BIND:-127.0.0.1}:")
+            assert filled(port).startswith("127.0.0.1:")
+
+
+def test_what_a_profile_adds_is_open_to_this_machine_only() -> None:
+    for service in ("collector", "jaeger", "prometheus", "grafana"):
+        for port in read("services")["services"][service].get("ports", []):
+            assert port.startswith("127.0.0.1:")
 
 
 def test_no_container_can_write_its_image_or_gain_rights() -> None:
@@ -104,29 +111,24 @@ def test_no_container_can_write_its_image_or_gain_rights() -> None:
         assert not service.get("privileged")
 
 
-@pytest.mark.parametrize("name", ["cpu", "docker-compose"])
-def test_verifier_and_drafter_share_what_shared_kv_needs(name: str) -> None:
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_services_share_one_folder_and_no_namespace(name: str) -> None:
+    """But for CUDA IPC, which needs those of the host."""
     services = read(name)["services"]
+    shared = {"ipc", "pid"} if name == "docker-compose" else set()
     for service in ("verifier", "drafter"):
-        for namespace in ("network_mode", "ipc", "pid"):
-            assert services[service][namespace] == "service:pod"
+        assert {"network_mode", "ipc", "pid", "shm_size"} & services[service].keys() == shared
+        volumes = services[service].get("volumes", [])
+        assert ("sockets:/run/sockets" in volumes) is (name != "remote")
+    socket = "--draft-socket /run/sockets/verifier" in " ".join(words(name, "verifier"))
+    assert socket is (name != "remote")
 
 
-@pytest.mark.parametrize(
-    ("name", "verifier"),
-    [("cpu", None), ("docker-compose", None), ("remote", "verifier:7431")],
-)
-def test_a_drafter_joins_its_verifier(name: str, verifier: str | None) -> None:
-    """In a pod at 127.0.0.1, where the Unix socket is offered; elsewhere over the network."""
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_a_drafter_joins_its_verifier(name: str) -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
     services.add_drafter_arguments(parser)
-    assert parser.parse_args(words(name, "drafter")[2:]).verifier is None
-    settings = read(name)["services"]["drafter"].get("environment", {})
-    assert settings.get("PACELINE_VERIFIER_ADDRESS") == verifier
-    common = read("services")["services"]["drafter"]["environment"]
-    assert "PACELINE_VERIFIER_ADDRESS" not in common
-    if verifier is not None:
-        assert verifier.split(":")[0] in read(name)["services"]
+    assert parser.parse_args(words(name, "drafter")[2:]).verifier == ["verifier:7431"]
 
 
 def chosen_gpu(monkeypatch: pytest.MonkeyPatch, service: str, settings: dict[str, str]) -> str:
@@ -162,20 +164,21 @@ def test_gpus_keep_their_numbers_in_containers() -> None:
     assert "ENV CUDA_DEVICE_ORDER=PCI_BUS_ID" in (COMPOSE / "Dockerfile").read_text()
 
 
-@pytest.mark.parametrize("name", DEPLOYMENTS)
-def test_the_demo_has_the_models_that_are_loaded(name: str) -> None:
-    demo = COMPOSE.parent / "models" / "demo"
-    for service in ("verifier", "drafter"):
-        for folder in re.findall(r"/models/([^\s,]+)", " ".join(words(name, service))):
-            assert (demo / folder / "config.json").is_file()
+def test_the_fallback_and_what_starts_containers_are_in_the_images() -> None:
+    script = (COMPOSE / "start.sh").read_text()
+    (fallback,) = re.findall(r"target=/paceline/(\S+)", script)
+    assert (COMPOSE.parent / fallback / "config.json").is_file()
+    kept = (COMPOSE.parent / ".dockerignore").read_text().split()
+    assert {"!models", "!compose/*.sh"} <= set(kept)
 
 
-def test_the_example_of_settings_names_all_of_them() -> None:
+def test_the_file_of_settings_names_all_of_them() -> None:
     text = "".join((COMPOSE / f"{name}.yml").read_text() for name in FILES)
     used = set(re.findall(r"\$\{(\w+)", text)) | {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"}
-    example = (COMPOSE / ".env.example").read_text()
-    named = set(re.findall(r"^#(\w+)=", example, re.MULTILINE))
-    assert named - {"COMPOSE_PROFILES"} == used
+    settings = (COMPOSE / ".env").read_text()
+    named = set(re.findall(r"^#?(\w+)=", settings, re.MULTILINE))
+    assert named - {"COMPOSE_PROJECT_NAME", "COMPOSE_PROFILES"} == used
+    assert "\nCOMPOSE_PROJECT_NAME=paceline\n" in settings
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:

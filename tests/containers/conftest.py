@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 from testcontainers.compose import DockerCompose
 
-from paceline.client import Client, DraftOptions, TlsOptions
+from paceline.client import Client, DraftOptions, RetryOptions, TlsOptions
 
 COMPOSE = Path(__file__).parents[2] / "compose"
+DEMO = "/paceline/models/demo"
+"""The demo models in the images."""
 READY_SECONDS = 180.0
 
 
@@ -57,7 +59,7 @@ class Deployment(DockerCompose):
         """Standard output of `paceline` in a container of its own, in the services' network."""
         return self.run("run", "--rm", "-T", "cli", *words)
 
-    def client(self) -> Client:
+    def client(self, retry: RetryOptions | None = None) -> Client:
         """A client on this machine, through the published ports."""
         verifier, drafter = (f"127.0.0.1:{self.ports[n]}" for n in ("VERIFIER", "DRAFTER"))
         return Client(
@@ -65,6 +67,7 @@ class Deployment(DockerCompose):
             drafter_address=drafter,
             token=self.token,
             tls=TlsOptions(ca=self.ca),
+            retry=retry,
             # Whether it pays depends on the machine; here it is to happen.
             drafting=DraftOptions(timeout=60, adaptive=False),
         )
@@ -143,6 +146,9 @@ def serving(
         "COMPOSE_PROJECT_NAME": f"paceline-test-{project or name}-{os.getpid()}",
         # Where only the older builder is there, compose is not to ask for another.
         "COMPOSE_DOCKER_CLI_BUILD": "0",
+        "PACELINE_TARGET": f"{DEMO}/target",
+        "PACELINE_DRAFTER_ARGS": "--load ngram=ngram",
+        "PACELINE_VERIFIER_ARGS": "--kv-bytes 512MiB",
         **{f"PACELINE_{port}_PORT": str(number) for port, number in running.ports.items()},
         **(environment or {}),
     }

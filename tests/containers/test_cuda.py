@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .conftest import COMPOSE, Deployment, serving
+from .conftest import COMPOSE, DEMO, Deployment, serving
 
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """`compose/cpu.yml` with those images, and the devices and drafters of the two-GPU file."""
-    two_gpus = (COMPOSE / "docker-compose.yml").read_text()
-    names = "PACELINE_DEVICE|PACELINE_DRAFTER_DEVICE|PACELINE_DRAFTER"
-    defaults = dict(re.findall(rf"\$\{{({names}):-([^}}]*)\}}", two_gpus))
-    settings = {name: " ".join(value.split()) for name, value in defaults.items()}
+    """`compose/cpu.yml` with those images and all drafters of the demo target."""
+    target = f"target={DEMO}/target"
+    loads = [f"--load {name}={name}:{DEMO}/{name},{target}" for name in ("longspec", "dspark")]
+    settings = {"PACELINE_DRAFTER_ARGS": " ".join([*loads, "--load ngram=ngram"])}
     folder = tmp_path_factory.mktemp("cuda")
     with serving("cpu", folder, project="cuda", over=["cuda"], environment=settings) as running:
         yield running
@@ -44,12 +43,21 @@ def test_images_for_gpus_run_unprivileged_with_a_compiler(deployment: Deployment
         assert order.strip() == "PCI_BUS_ID"
 
 
-def test_without_a_gpu_they_say_so_and_generate_on_the_cpu(deployment: Deployment) -> None:
-    for service in ("verifier", "drafter"):
-        log = deployment.run("logs", "--no-color", service)
-        assert "device auto: using the CPU" in log
+def test_they_generate_on_the_cpu_too(deployment: Deployment) -> None:
     words = ("generate", "import asyncio\n" * 8, "--max-new-tokens", "8", "--json")
     for drafter in ("longspec", "dspark", "ngram"):
         result = json.loads(deployment.cli(*words, "--drafter", drafter).splitlines()[-1])
         assert result["usage"]["completion_tokens"] == 8
         assert not result["stats"]["fallbacks"]
+
+
+def test_a_build_without_cuda_fails(deployment: Deployment) -> None:
+    """Unless it is allowed, as here."""
+    probe = ("exec", "-T", "verifier", "python", "-c", "import torch; print(torch.version.cuda)")
+    if deployment.run(*probe).strip() != "None":
+        pytest.skip("this index has torch for CUDA")
+    arguments = [f"--build-arg={name}" for name in ("PYTHON_IMAGE", "BUILD_IMAGE", "EXTRA=cuda")]
+    command = ["docker", "build", "--file", "Dockerfile", "--target", "build-server", *arguments]
+    done = subprocess.run([*command, ".."], cwd=COMPOSE, capture_output=True, text=True)
+    assert done.returncode
+    assert "has no CUDA" in done.stdout + done.stderr

@@ -123,6 +123,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where to serve OpenAI's HTTP interface; none: do not (default: %(default)s)",
     )
     add(
+        "--gateway-insecure",
+        action="store_true",
+        help="let the gateway listen beyond this machine without TLS: `--insecure` of `paceline "
+        "gateway`",
+    )
+    add(
         "--record",
         type=Path,
         metavar="DIR",
@@ -210,6 +216,8 @@ def _gateway_arguments(args: argparse.Namespace) -> list[str]:
     """The gateway serves with the services' certificate, and trusts it as the drafter does."""
     names = ("token_file", "drain_seconds", "log_format", "log_level")
     arguments = [*words_of(args, names), *words_of(_shifted(args, 2), _METRICS)]
+    if args.gateway_insecure:
+        arguments.append("--insecure")
     if args.tls_cert is not None:
         arguments.append(f"--tls-ca={args.tls_cert}")
         arguments += [f"--http-tls-cert={args.tls_cert}", f"--http-tls-key={args.tls_key}"]

@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -36,7 +35,7 @@ logger = logging.getLogger("paceline.cli")
 VERIFIER_ADDRESS = "127.0.0.1:7431"
 DRAFTER_ADDRESS = "127.0.0.1:7432"
 
-FAILURE_FILE = Path(tempfile.gettempdir(), "paceline-failure")
+FAILURE_FILE = Path(os.environ.get("TMPDIR", "/tmp"), "paceline-failure")
 """Why the service of a container does not start; gone with the container's /tmp."""
 
 _HOLD_SECONDS = 15.0

@@ -66,6 +66,8 @@ affinity: {{ toJson . }}
 {{- /* A service's container but for image and arguments: (dict root port metrics gpu resources). */ -}}
 {{- define "paceline.container" -}}
 imagePullPolicy: {{ .root.Values.images.pullPolicy }}
+# The last lines of the log say why a service does not start.
+terminationMessagePolicy: FallbackToLogsOnError
 securityContext:
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
@@ -103,9 +105,6 @@ volumeMounts:
   - {name: secrets, mountPath: /run/paceline, readOnly: true}
   - {name: tmp, mountPath: /tmp}
   - {name: home, mountPath: /home/paceline}
-  {{- if .shared }}
-  - {name: shared-memory, mountPath: /dev/shm}
-  {{- end }}
   {{- if .state }}
   - {name: state, mountPath: /state}
   {{- end }}
@@ -135,7 +134,8 @@ resources:
 {{- end }}
 
 {{- /* The drafter's container: (dict root drafter shared). In the pod of a verifier (shared) it joins that one, at
-127.0.0.1:7431, which is its default; else every verifier. */ -}}
+127.0.0.1:7431, which is its default, and opens its Unix socket, which has an abstract name: a pod has one network
+namespace. Else it joins every verifier. */ -}}
 {{- define "paceline.drafter" -}}
 - name: drafter
   image: {{ .root.Values.images.drafter }}
@@ -153,9 +153,9 @@ resources:
     {{- if .drafter.state }}
     - --state-dir=/state
     {{- end }}
-    - --device={{ ternary "auto" "cpu" (not (empty .drafter.gpu)) }}
+    - --device={{ ternary "cuda" "cpu" (not (empty .drafter.gpu)) }}
     {{- include "paceline.arguments" (dict "root" .root "port" 7432 "metrics" 9432 "more" .drafter.arguments) | nindent 4 }}
-  {{- include "paceline.container" (dict "root" .root "name" "drafter" "port" 7432 "metrics" 9432 "gpu" .drafter.gpu "resources" .drafter.resources "shared" .shared "state" .drafter.state) | nindent 2 }}
+  {{- include "paceline.container" (dict "root" .root "name" "drafter" "port" 7432 "metrics" 9432 "gpu" .drafter.gpu "resources" .drafter.resources "state" .drafter.state) | nindent 2 }}
 {{- end }}
 
 {{- define "paceline.check" -}}
