@@ -23,7 +23,7 @@ from paceline.drafter.methods.base import (
 )
 from paceline.drafter.methods.beam import Beam, BeamOptions, Chain, Ranked, Ranker
 from paceline.drafter.methods.slots import chain_segments
-from paceline.kernels import MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees
+from paceline.kernels import MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees, send
 from paceline.service.sampling import sampling_params
 from paceline.tree import EMPTY, TokenTree
 
@@ -306,6 +306,6 @@ def forward_blocks(forward: Forward, blocks: Sequence[Block], device: torch.devi
         positions=[position for block in blocks for position in block.positions],
         device=device,
     )
-    tokens = torch.tensor([token for block in blocks for token in block.tokens], device=device)
-    logits = forward(tokens, plan, torch.tensor(rows, device=device))
+    tokens = send(torch.tensor([token for block in blocks for token in block.tokens]), device)
+    logits = forward(tokens, plan, send(torch.tensor(rows), device))
     return [logits[stop - n : stop] for stop, n in zip(accumulate(counts), counts, strict=True)]

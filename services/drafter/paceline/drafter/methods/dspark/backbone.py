@@ -21,6 +21,7 @@ from paceline.kernels import (
     Recorder,
     TreeSegment,
     plan_trees,
+    send,
 )
 
 
@@ -113,7 +114,7 @@ class DSparkBackbone:
             states = torch.cat([state for _, _, state in blocks]).to(self.device, self.dtype)
             inputs = states.repeat_interleave(length, 0)
         call = Pass(
-            torch.tensor(tokens, device=self.device),
+            send(torch.tensor(tokens), self.device),
             plan,
             caches,
             self._rope.table(plan.longest),

@@ -49,7 +49,7 @@ from paceline.drafter.methods.checkpoint import (
 from paceline.drafter.methods.longspec.config import read_longspec
 from paceline.drafter.methods.longspec.layer import LongSpecLayer, TargetKv
 from paceline.drafter.methods.longspec.module import LongSpecModel
-from paceline.kernels import CHUNK, Context, TreePlan, plan_trees
+from paceline.kernels import CHUNK, Context, TreePlan, plan_trees, send
 
 
 class LongSpecSequence(BeamSequence):
@@ -83,7 +83,7 @@ class LongSpecSequence(BeamSequence):
             cache.reserve(end)
             block = self.text_block(0, begin, end, begin - cache.base)
             plan = plan_trees(block.segments, positions=block.positions, device=layer.device)
-            tokens = torch.tensor(block.tokens, device=layer.device)
+            tokens = send(torch.tensor(block.tokens), layer.device)
             layer.write_kv(tokens, plan, [cache])
             cache.length = end
 
