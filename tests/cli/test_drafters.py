@@ -40,9 +40,16 @@ def test_a_version_is_loaded_activated_and_unloaded(
     capsys.readouterr()
     assert listed(registry, capsys)["main", "next"]["traffic_share"] == 0.25
 
+    assert drafters(registry, "rollback", "main") == 0
+    capsys.readouterr()
+    assert listed(registry, capsys)["main", "1"]["traffic_share"] == 1
+
     assert drafters(registry, "unload", "main", "next") == 0
     assert "unloaded" in capsys.readouterr().out
-    assert listed(registry, capsys) == before
+    after = listed(registry, capsys)
+    assert after["main", "1"].pop("previous_share") == 0.75
+    assert before["main", "1"].pop("previous_share") == 0
+    assert after == before
 
 
 def test_an_action_reaches_every_service_of_a_list(
@@ -66,7 +73,7 @@ def test_the_table_shows_what_is_loaded(
     table = capsys.readouterr().out
     assert "main (default)" in table
     assert "100%" in table
-    for column in ("rounds", "accepted", "draft", "state"):
+    for column in ("rounds", "accepted length", "draft", "state", "load again with"):
         assert column in table
 
 
@@ -75,7 +82,13 @@ def test_loading_with_activate_and_options(
 ) -> None:
     words = ("second", "ngram", "--version", "1", "--option", "max_nodes=4", "--activate")
     assert drafters(registry, "load", *words, "--json") == 0
-    assert json.loads(capsys.readouterr().out)[0]["traffic_share"] == 1.0
+    (info,) = json.loads(capsys.readouterr().out)
+    assert (info["traffic_share"], info["options"]) == (1.0, {"max_nodes": "4"})
+    assert drafters(registry, "list") == 0
+    (line,) = (row for row in capsys.readouterr().out.splitlines() if "second" in row)
+    again = line.partition("active")[2].split()
+    assert again == ["ngram", "--option=max_nodes=4"]
+    assert drafters(registry, "load", "second", *again) == 0
     assert drafters(registry, "unload", "second", "--force") == 0
 
 

@@ -96,6 +96,8 @@ class FakeDrafter(Drafter):
     def load(
         cls, folder: Path | None, options: Mapping[str, str], resources: Resources
     ) -> FakeDrafter:
+        if options.get("fail") == "memory":
+            raise MemoryError("nothing is left")
         if "fail" in options:
             raise LoadError("BROKEN", options["fail"])
         made = cls()

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafter.acceptance import accepted_lengths, record
+from paceline.drafter.acceptance import accepted_per_round, record
 from paceline.drafter.methods.base import Budget, GenerationInfo, Update
-from paceline.drafter.statistics import accepted_length
+from paceline.drafter.statistics import accepted_tokens
 from paceline.tree import TokenTree
 
 from . import longspec_models
@@ -50,7 +50,7 @@ def test_rounds_are_those_with_a_verifier(folder: Path, name: str) -> None:
         emitted = oracle.verify(sequence.draft(Budget(64, 3)))
         expected.append(len(emitted) - 1)
         sequence.extend(Update(emitted))
-    assert accepted_lengths(drafter, recording) == expected
+    assert accepted_per_round(drafter, recording) == expected
 
 
 def test_longspec_reads_what_was_recorded_up_to_the_anchor(tmp_path: Path) -> None:
@@ -65,9 +65,9 @@ def test_longspec_reads_what_was_recorded_up_to_the_anchor(tmp_path: Path) -> No
         text = recording.tokens[:length]
         kv = longspec_models.target_kv(target, drafter.layer.config, text)
         tree = longspec_models.start(drafter, text, kv).draft(Budget(64, 64))
-        expected.append(accepted_length(tree, recording.tokens[length : length + 2]))
+        expected.append(accepted_tokens(tree, recording.tokens[length : length + 2]))
         length += expected[-1] + 1
-    assert accepted_lengths(drafter, recording) == expected
+    assert accepted_per_round(drafter, recording) == expected
 
 
 def test_what_cannot_be_recorded_is_refused(folder: Path) -> None:
@@ -88,4 +88,4 @@ def test_accepted_length_is_the_longest_path_along_the_text(
     )
     prefixes = [tuple(following[:n]) for n in range(1, len(following) + 1)]
     held = [len(p) for p in prefixes if any(tree.path(node) == p for node in range(size))]
-    assert accepted_length(tree, following) == max(held, default=0)
+    assert accepted_tokens(tree, following) == max(held, default=0)

@@ -93,6 +93,54 @@ async def test_the_rest_of_a_share_stays_with_the_other_active_version(registry:
     assert shares(registry, "x") == {"1": 1.0, "2": 0.0, "3": 0.0}
 
 
+async def test_a_failed_load_uses_no_number(registry: Registry) -> None:
+    with pytest.raises(LoadError, match="'x': out of luck"):
+        await registry.load(spec("x=fake,fail=out of luck"))
+    assert registry.versions() == []
+    assert (await registry.load(spec("x=fake"))).version == "1"
+
+
+async def test_a_rollback_restores_the_shares_before_the_last_activation(
+    registry: Registry,
+) -> None:
+    for _ in range(3):
+        await registry.load(spec("x=fake"))
+    refused("NO_PREVIOUS_VERSION", lambda: registry.rollback("x"))
+    refused("DRAFTER_NOT_FOUND", lambda: registry.rollback("y"))
+    registry.activate("x", "2", 0.25)
+    registry.activate("x", "3", 1.0)
+    registry.activate("x", "3", 1.0)  # changes nothing
+    assert [v.version for v in registry.rollback("x")] == ["1", "2"]
+    assert shares(registry, "x") == {"1": 0.75, "2": 0.25, "3": 0.0}
+    registry.rollback("x")
+    assert shares(registry, "x") == {"1": 0.0, "2": 0.0, "3": 1.0}
+    registry.unload("x", "1")
+    registry.rollback("x")
+    assert shares(registry, "x") == {"2": 1.0, "3": 0.0}
+    registry.unload("x", "3")
+    refused("NO_PREVIOUS_VERSION", lambda: registry.rollback("x"))
+
+
+async def test_replaced_versions_are_unloaded_when_memory_is_needed(
+    registry: Registry, disposed: Disposed
+) -> None:
+    old, kept, new = [await registry.load(spec("x=fake"), activate=True) for _ in range(3)]
+    unused = await registry.load(spec("x=fake"))
+    full = spec("x=fake,fail=memory")
+
+    def end() -> None:
+        pytest.fail("the stream was ended")
+
+    registry.attach(kept, end)
+    with pytest.raises(LoadError, match="does not fit into memory"):
+        await registry.load(full)
+    assert disposed == [old.drafter], "the others have a stream, a share, or were never replaced"
+    registry.detach(kept, end)
+    with pytest.raises(LoadError, match="does not fit into memory"):
+        await registry.load(full)
+    assert registry.versions() == [new, unused]
+
+
 async def test_wrong_activations_are_refused(registry: Registry) -> None:
     await registry.load(spec("x=fake"))
     for share in (0.0, -1.0, 1.5, float("nan")):

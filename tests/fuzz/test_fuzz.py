@@ -217,6 +217,8 @@ def valid_call(fuzzer: Fuzzer, name: str, prompt: list[int]) -> list[Message]:
             return [drafter_pb2.LoadDrafterRequest(name="x", method="ngram", options=options)]
         case "ActivateDrafter":
             return [drafter_pb2.ActivateDrafterRequest(name="x", version="2", traffic_share=0.3)]
+        case "RollbackDrafter":
+            return [drafter_pb2.RollbackDrafterRequest(name="x")]
         case "UnloadDrafter":
             return [drafter_pb2.UnloadDrafterRequest(name="x", version="1")]
         case "FollowCache":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from paceline.cli.connection import (
     open_channel,
     verifier_address,
 )
-from paceline.client import DraftOptions, PacelineError
+from paceline.client import DraftOptions, PacelineError, Stats
 from paceline.client._addresses import addresses_of, parse_addresses
 from paceline.client._errors import from_rpc_error
 from paceline.harness import read_prompts
@@ -80,6 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     activate.add_argument(
         "--share", type=float, default=1.0, metavar="S", help="of new generations, in (0, 1]"
     )
+
+    help = "undo the last activation; a second call undoes the first"
+    rollback = _add(commands, "rollback", help, _rollback)
+    rollback.add_argument("name")
 
     help = "remove a version once its generations have ended"
     unload = _add(commands, "unload", help, _unload, prints=False)
@@ -197,7 +202,7 @@ async def _check(
         CommandError: The drafter failed, timed out, or drafted an invalid tree or none.
         PacelineError: The verifier cannot be reached or refuses a prompt.
     """
-    rounds, accepted, draft_ms, why = 0, 0, 0.0, ""
+    total, why = Stats(), ""
     services = argparse.Namespace(**vars(args), drafter_address=args.address)
     drafting = DraftOptions(timeout=_CHECK_TIMEOUT, adaptive=False)
     async with client_of(services, drafting=drafting) as client:
@@ -209,17 +214,16 @@ async def _check(
             if stats.fallbacks:
                 why = f"failures while drafting: {dict(stats.fallbacks)}"
                 break
-            rounds += stats.drafted_rounds
-            accepted += stats.accepted
-            draft_ms += stats.draft_ms
+            total.merge(stats)
+    rounds = total.drafted_rounds
     if why or not rounds:
         why = why or "it drafted no tree"
         raise CommandError(f"{drafter} was loaded, failed the check and was unloaded: {why}", 1)
     return drafter_pb2.DrafterCheck(
         texts=len(prompts),
         rounds=rounds,
-        accepted_length=accepted / rounds,
-        draft_us=round(draft_ms / rounds * 1e3),
+        accepted_length=total.mean_accepted_length,
+        draft_us=round(total.draft_ms / rounds * 1e3),
     )
 
 
@@ -228,6 +232,11 @@ def _activate(args: argparse.Namespace, call: Call) -> None:
         name=args.name, version=args.version, traffic_share=args.share
     )
     show([call("ActivateDrafter", request).drafter], "", args.json)
+
+
+def _rollback(args: argparse.Namespace, call: Call) -> None:
+    request = drafter_pb2.RollbackDrafterRequest(name=args.name)
+    show(call("RollbackDrafter", request).drafters, "", args.json)
 
 
 def _unload(args: argparse.Namespace, call: Call) -> None:
@@ -245,8 +254,8 @@ def _option(text: str) -> tuple[str, str]:
     return key, value
 
 
-_MIN_WIDTH = 140
-"""Of the table of drafters. Unit: characters."""
+_WIDTH = 1000
+"""Of the console for a table: a long line is easier to read than columns cut short."""
 
 
 def show(drafters: Sequence[drafter_pb2.DrafterInfo], default: str, as_json: bool) -> None:
@@ -255,29 +264,33 @@ def show(drafters: Sequence[drafter_pb2.DrafterInfo], default: str, as_json: boo
         print(json.dumps([_as_dict(info) for info in drafters], indent=2))
         return
     table = Table(
-        *("name", "version", "method", "share", "sequences", "rounds", "accepted", "draft"),
-        *("weights", "check", "state"),
+        *("name", "version", "share", "sequences", "rounds", "accepted length", "draft"),
+        *("weights", "check", "state", "load again with"),
         box=None,
     )
     for info in drafters:
         table.add_row(
             info.name + (" (default)" if info.name == default else ""),
             info.version,
-            info.method,
             f"{info.traffic_share:.0%}",
             str(info.active_streams),
             str(info.rounds),
             f"{info.accepted_length:.2f}" if info.rounds else "-",
             f"{info.draft_us / 1e3:.2f} ms" if info.rounds else "-",
             f"{info.weight_bytes / 2**20:.1f} MiB" if info.weight_bytes else "-",
-            f"{info.check.accepted_length:.2f} accepted, {info.check.draft_us / 1e3:.2f} ms"
+            f"{info.check.accepted_length:.2f} tokens a round, {info.check.draft_us / 1e3:.2f} ms"
             if info.HasField("check")
             else "-",
             _state(info),
+            _load_arguments(info),
         )
-    # A long line is easier to read than columns cut short.
-    width = max(Console().width, _MIN_WIDTH)
-    Console(highlight=False, markup=False, width=width).print(table)
+    Console(highlight=False, markup=False, width=_WIDTH).print(table)
+
+
+def _load_arguments(info: drafter_pb2.DrafterInfo) -> str:
+    """Arguments of `paceline drafters load NAME` that load the same drafter."""
+    options = [f"--option={key}={value}" for key, value in sorted(info.options.items())]
+    return shlex.join([info.method, *filter(None, [info.folder]), *options])
 
 
 def _state(info: drafter_pb2.DrafterInfo) -> str:
@@ -285,7 +298,9 @@ def _state(info: drafter_pb2.DrafterInfo) -> str:
         return "draining"
     if info.traffic_share:
         return "active"
-    return f"failing: {info.failing}" if info.failing else "idle"
+    if info.failing:
+        return f"failing: {info.failing}"
+    return "replaced" if info.previous_share else "idle"
 
 
 def show_list(response: drafter_pb2.ListDraftersResponse, as_json: bool) -> None:
@@ -312,12 +327,14 @@ def show_list(response: drafter_pb2.ListDraftersResponse, as_json: bool) -> None
 
 
 def _as_dict(message: Message) -> dict[str, object]:
-    """Fields by name, JSON-ready: messages as dicts, repeated numbers as lists."""
+    """Fields by name, JSON-ready: messages and maps as dicts, repeated numbers as lists."""
     found: dict[str, object] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if isinstance(value, Message):
             found[field.name] = _as_dict(value)
+        elif isinstance(value, Mapping):
+            found[field.name] = dict(value)
         else:
             found[field.name] = list(value) if field.is_repeated else value
     return found

@@ -106,5 +106,5 @@ async def _measure(services: TuningServices, method: str) -> tuple[list[TuningSt
 
 def _show(run: TuningRun) -> None:
     """Prints a run as it ends; there are about twenty of them."""
-    speed = f"{run.accepted_length:.2f} accepted, {run.tokens_per_second:.1f} tokens/s"
+    speed = f"accepted length {run.accepted_length:.2f}, {run.tokens_per_second:.1f} tokens/s"
     print(f"{run.label}: {speed}", file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ from torch import nn
 from paceline.decoder import Decoder, store_int8
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter import Drafter, Resources
-from paceline.drafter.acceptance import accepted_lengths, replay
+from paceline.drafter.acceptance import accepted_per_round, replay
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import LoadError
 from paceline.drafter.methods.checkpoint import check_target, load_weights, read_fit
@@ -253,7 +253,7 @@ class Heldout:
         for name, options in self._options.items():
             drafter = self._drafter.load_drafter(folder, options)
             for group, texts in self._texts.items():
-                if rounds := [n for text in texts for n in accepted_lengths(drafter, text)]:
+                if rounds := [n for text in texts for n in accepted_per_round(drafter, text)]:
                     found[group, name] = rounds
             drafter.close()
         return found

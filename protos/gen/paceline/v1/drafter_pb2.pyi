@@ -35,7 +35,14 @@ class VerifierLink(_message.Message):
     def __init__(self, address: _Optional[str] = ..., carrier: _Optional[str] = ..., sequences: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class DrafterInfo(_message.Message):
-    __slots__ = ("name", "version", "method", "folder", "traffic_share", "active_streams", "target_fingerprint", "tokenizer_digest", "weight_bytes", "draining", "check", "hidden_state_layers", "hidden_state_window", "rounds", "accepted_length", "draft_us", "failing")
+    __slots__ = ("name", "version", "method", "folder", "traffic_share", "active_streams", "target_fingerprint", "tokenizer_digest", "weight_bytes", "draining", "check", "hidden_state_layers", "hidden_state_window", "rounds", "accepted_length", "draft_us", "failing", "options", "previous_share")
+    class OptionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +60,8 @@ class DrafterInfo(_message.Message):
     ACCEPTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     DRAFT_US_FIELD_NUMBER: _ClassVar[int]
     FAILING_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_SHARE_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     method: str
@@ -70,7 +79,9 @@ class DrafterInfo(_message.Message):
     accepted_length: float
     draft_us: int
     failing: str
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., method: _Optional[str] = ..., folder: _Optional[str] = ..., traffic_share: _Optional[float] = ..., active_streams: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., draining: _Optional[bool] = ..., check: _Optional[_Union[DrafterCheck, _Mapping]] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., hidden_state_window: _Optional[int] = ..., rounds: _Optional[int] = ..., accepted_length: _Optional[float] = ..., draft_us: _Optional[int] = ..., failing: _Optional[str] = ...) -> None: ...
+    options: _containers.ScalarMap[str, str]
+    previous_share: float
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., method: _Optional[str] = ..., folder: _Optional[str] = ..., traffic_share: _Optional[float] = ..., active_streams: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., draining: _Optional[bool] = ..., check: _Optional[_Union[DrafterCheck, _Mapping]] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., hidden_state_window: _Optional[int] = ..., rounds: _Optional[int] = ..., accepted_length: _Optional[float] = ..., draft_us: _Optional[int] = ..., failing: _Optional[str] = ..., options: _Optional[_Mapping[str, str]] = ..., previous_share: _Optional[float] = ...) -> None: ...
 
 class DrafterCheck(_message.Message):
     __slots__ = ("texts", "rounds", "accepted_length", "draft_us")
@@ -128,6 +139,18 @@ class ActivateDrafterResponse(_message.Message):
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     drafter: DrafterInfo
     def __init__(self, drafter: _Optional[_Union[DrafterInfo, _Mapping]] = ...) -> None: ...
+
+class RollbackDrafterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class RollbackDrafterResponse(_message.Message):
+    __slots__ = ("drafters",)
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    drafters: _containers.RepeatedCompositeFieldContainer[DrafterInfo]
+    def __init__(self, drafters: _Optional[_Iterable[_Union[DrafterInfo, _Mapping]]] = ...) -> None: ...
 
 class UnloadDrafterRequest(_message.Message):
     __slots__ = ("name", "version", "force")

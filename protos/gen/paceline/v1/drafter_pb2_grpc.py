@@ -51,6 +51,11 @@ class DrafterRegistryServiceStub:
                 request_serializer=paceline_dot_v1_dot_drafter__pb2.ActivateDrafterRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_drafter__pb2.ActivateDrafterResponse.FromString,
                 _registered_method=True)
+        self.RollbackDrafter = channel.unary_unary(
+                '/paceline.v1.DrafterRegistryService/RollbackDrafter',
+                request_serializer=paceline_dot_v1_dot_drafter__pb2.RollbackDrafterRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_drafter__pb2.RollbackDrafterResponse.FromString,
+                _registered_method=True)
         self.UnloadDrafter = channel.unary_unary(
                 '/paceline.v1.DrafterRegistryService/UnloadDrafter',
                 request_serializer=paceline_dot_v1_dot_drafter__pb2.UnloadDrafterRequest.SerializeToString,
@@ -83,7 +88,15 @@ class DrafterRegistryServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ActivateDrafter(self, request, context):
-        """Sends new generations to a version: all of them, or a share.
+        """Sends new generations to a version: all of them, or a share. A version that it replaces stays loaded until it is
+        unloaded, or until another load needs its memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RollbackDrafter(self, request, context):
+        """Restores the shares that the versions of a name had before the last activation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,6 +133,11 @@ def add_DrafterRegistryServiceServicer_to_server(servicer, server):
                     servicer.ActivateDrafter,
                     request_deserializer=paceline_dot_v1_dot_drafter__pb2.ActivateDrafterRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_drafter__pb2.ActivateDrafterResponse.SerializeToString,
+            ),
+            'RollbackDrafter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RollbackDrafter,
+                    request_deserializer=paceline_dot_v1_dot_drafter__pb2.RollbackDrafterRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_drafter__pb2.RollbackDrafterResponse.SerializeToString,
             ),
             'UnloadDrafter': grpc.unary_unary_rpc_method_handler(
                     servicer.UnloadDrafter,
@@ -215,6 +233,33 @@ class DrafterRegistryService:
             '/paceline.v1.DrafterRegistryService/ActivateDrafter',
             paceline_dot_v1_dot_drafter__pb2.ActivateDrafterRequest.SerializeToString,
             paceline_dot_v1_dot_drafter__pb2.ActivateDrafterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RollbackDrafter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.DrafterRegistryService/RollbackDrafter',
+            paceline_dot_v1_dot_drafter__pb2.RollbackDrafterRequest.SerializeToString,
+            paceline_dot_v1_dot_drafter__pb2.RollbackDrafterResponse.FromString,
             options,
             channel_credentials,
             insecure,

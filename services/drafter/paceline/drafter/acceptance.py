@@ -20,7 +20,7 @@ from paceline.decoder import Decoder, LocalCache
 from paceline.drafter.kv.reader import StateReader, StreamingReader
 from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update
 from paceline.drafter.methods.slots import chain_segments
-from paceline.drafter.statistics import accepted_length
+from paceline.drafter.statistics import accepted_tokens
 from paceline.kernels import History, choose_token, plan_trees
 from paceline.service.sampling import sampling_params
 from paceline.tree import TokenTree
@@ -152,9 +152,9 @@ def replay(
     return replace(recording, tokens=[*prompt, *tokens], prompt_length=len(prompt))
 
 
-def accepted_lengths(drafter: Drafter, recording: TargetRecording) -> list[int]:
+def accepted_per_round(drafter: Drafter, recording: TargetRecording) -> list[int]:
     """Accepted draft tokens of each round along a recorded text, without bonus tokens."""
-    return [accepted_length(tree, after) for tree, after in rounds(drafter, recording)]
+    return [accepted_tokens(tree, after) for tree, after in rounds(drafter, recording)]
 
 
 def rounds(drafter: Drafter, recording: TargetRecording) -> Iterator[tuple[TokenTree, list[int]]]:
@@ -197,7 +197,7 @@ def rounds(drafter: Drafter, recording: TargetRecording) -> Iterator[tuple[Token
         while length + budget.depth <= len(tokens):
             tree, after = sequence.draft(budget), tokens[length : length + budget.depth]
             yield tree, after
-            emitted = tokens[length : length + accepted_length(tree, after) + 1]
+            emitted = tokens[length : length + accepted_tokens(tree, after) + 1]
             length += len(emitted)
             commit(length - 1)
             sequence.extend(Update(emitted, committed_length=length - 1))

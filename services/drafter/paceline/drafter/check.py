@@ -11,7 +11,7 @@ from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, LoadE
 from paceline.drafter.recordings import Recording
 from paceline.drafter.session import Drafted, Session
 from paceline.drafter.spec import DrafterSpec
-from paceline.drafter.statistics import DraftStatistics, accepted_length
+from paceline.drafter.statistics import DraftStatistics, accepted_tokens
 from paceline.drafter.worker import SLICE, DraftWorker
 from paceline.v1 import drafter_pb2
 
@@ -92,7 +92,7 @@ class LoadCheck:
                 if len(tree) > nodes:
                     raise ValueError(f"a tree of {len(tree)} nodes, expected at most {nodes}")
                 tree.check(vocab_size)
-                end = length + accepted_length(tree, tokens[length:]) + 1
+                end = length + accepted_tokens(tree, tokens[length:]) + 1
                 emitted, length = tokens[length:end], end
             await run(partial(session.extend, Update(emitted)))
         finally:

@@ -107,6 +107,7 @@ class _Verifier:
             for version in self._parts.registry.versions():
                 info = version.info()
                 info.ClearField("folder")
+                info.ClearField("options")  # some are folders too
                 found.drafters.append(info)
         return exchange_pb2.JoinRequest(drafters=found)
 

@@ -23,6 +23,7 @@ from paceline.drafter.spec import DrafterSpec, Roots
 from paceline.drafter.state import RegistryState, StateFile
 from paceline.drafter.statistics import DraftStatistics
 from paceline.service import ServiceError
+from paceline.service.runtime import available_memory
 from paceline.telemetry.names import Attribute
 from paceline.telemetry.tracing import Attributes
 from paceline.v1 import drafter_pb2
@@ -30,6 +31,9 @@ from paceline.v1 import drafter_pb2
 logger = logging.getLogger("paceline.drafter")
 
 MAX_VERSIONS = 256
+
+OUT_OF_MEMORY = "OUT_OF_MEMORY"
+"""Reason of a LoadError."""
 
 RECENT_ROUNDS, MIN_FAILURES = 20, 3
 """A version fails if more than half of its last rounds failed, and at least this many."""
@@ -58,6 +62,17 @@ class Loader:
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._load, spec)
 
+    def is_short_of_memory(self, spec: DrafterSpec) -> bool:
+        """Whether the files of a drafter for the CPU are larger than the free memory."""
+        if self._resources.device != "cpu" or spec.folder is None:
+            return False
+        try:
+            folder = self._roots.check(spec.folder)
+            files = [folder] if folder.is_file() else [*folder.iterdir()]
+            return sum(file.stat().st_size for file in files) > available_memory()
+        except (LoadError, OSError):  # the load has the better message
+            return False
+
     async def close(self) -> None:
         """Finish the running load and end the thread."""
         await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
@@ -80,6 +95,11 @@ class Loader:
                 drafter.calibration = Calibration.read(Path(calibration), spec.method)
         except LoadError as error:
             raise LoadError(error.reason, f"drafter {spec.name!r}: {error}") from error
+        except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is the latter
+            if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
+                raise
+            why = f"drafter {spec.name!r} does not fit into memory: {error}; unload another version"
+            raise LoadError(OUT_OF_MEMORY, why) from error
         return LookupDrafter(drafter) if wanted else drafter
 
 
@@ -95,6 +115,12 @@ class Version:
 
     share: float = 0.0
     """Share of new generations of its name, in [0, 1]; the shares of a name sum to 1."""
+
+    previous_share: float = 0.0
+    """Its share before the last activation under its name; 0: it had none."""
+
+    replaced: bool = False
+    """Whether it had a share before an activation; without one now, it may be freed for others."""
 
     credit: float = 0.0
     """Generations it is owed by its share (smooth weighted round-robin)."""
@@ -147,10 +173,16 @@ class Version:
             draining=self.draining,
             failing=self.failing,
             check=self.check,
+            options=self.spec.options,
+            previous_share=self.previous_share,
             rounds=statistics.rounds,
             accepted_length=statistics.accepted_length,
             draft_us=statistics.draft_us,
         )
+
+
+async def _nothing() -> None:
+    """What there is to wait for where ``dispose`` closes drafters itself."""
 
 
 class Registry:
@@ -165,6 +197,7 @@ class Registry:
         loader: Loader,
         dispose: Callable[[Drafter], None],
         *,
+        disposed: Callable[[], Awaitable[None]] = _nothing,
         check: Check | None = None,
         state: StateFile | None = None,
     ) -> None:
@@ -173,11 +206,13 @@ class Registry:
         Args:
             loader: Loads drafters; closed with the registry.
             dispose: Closes a drafter whose sequences are closed.
+            disposed: Returns when drafters that were given to ``dispose`` are closed.
             check: Checks every version before it is listed.
             state: Where the registry is saved; closed with the registry.
         """
         self._loader = loader
         self._dispose = dispose
+        self._disposed = disposed
         self._check = check
         self._state = state
         self._configured: list[DrafterSpec] = []
@@ -226,8 +261,9 @@ class Registry:
         """
         loaded = await self._load(spec)
         if activate:
-            self._set_shares(spec.name, {loaded: 1.0})
-        self._save()
+            self._promote(spec.name, {loaded: 1.0})
+        else:
+            self._save()
         return loaded
 
     def activate(self, name: str, version: str, share: float) -> Version:
@@ -258,13 +294,33 @@ class Registry:
                 f"drafter {name!r} has no other active version to take the remaining share of "
                 f"{1 - share:g}; activate another version fully first",
             )
-        chosen.recent.clear()
         shares = {chosen: share}
         if rest is not None and share < 1.0:
             shares[rest] = 1.0 - share
-        self._set_shares(name, shares)
-        self._save()
+        self._promote(name, shares)
         return chosen
+
+    def rollback(self, name: str) -> list[Version]:
+        """Restore the shares from before the last activation; a second call undoes the first.
+
+        Returns:
+            The versions that have a share again.
+
+        Raises:
+            ServiceError: DRAFTER_NOT_FOUND, or NO_PREVIOUS_VERSION.
+        """
+        if not self._of(name):
+            raise self._not_found(name)
+        shares = {v: v.previous_share for v in self._of(name) if not v.draining and not v.failing}
+        if not any(shares.values()):
+            raise ServiceError.failed_precondition(
+                "NO_PREVIOUS_VERSION",
+                f"drafter {name!r} has no version that an activation replaced and that can be used;"
+                " load one again and activate it",
+            )
+        total = sum(shares.values())
+        self._promote(name, {each: share / total for each, share in shares.items()})
+        return self._active(name)
 
     def unload(self, name: str, version: str = "", *, force: bool = False) -> bool:
         """Remove a version, or all versions of a name.
@@ -403,14 +459,15 @@ class Registry:
                 f"drafter {name!r} has a version {version!r} already; unload it, choose "
                 "another version, or leave the version out to have it numbered",
             )
-        if len(self.versions()) + len(self._loading) >= MAX_VERSIONS:
+        full = len(self.versions()) + len(self._loading) >= MAX_VERSIONS
+        if full and not await self._free_replaced():
             raise ServiceError.resource_exhausted(
                 "TOO_MANY_VERSIONS",
                 f"{MAX_VERSIONS} versions are loaded, which is the limit; unload one first",
             )
         self._loading.add((name, version))
         try:
-            drafter = await self._loader.load(spec)
+            drafter = await self._load_drafter(spec)
             try:
                 checked = await self._check(spec, drafter) if self._check is not None else None
             except BaseException:
@@ -418,11 +475,44 @@ class Registry:
                 raise
         finally:
             self._loading.discard((name, version))
+        if not spec.version:  # only now: a failed load uses no number
+            self._numbers[name] = max(int(version), self._numbers.get(name, 0))
         loaded = Version(spec, drafter, version, checked)
         self._versions.setdefault(name, []).append(loaded)
         if not self._active(name):
             self._set_shares(name, {loaded: 1.0})
         return loaded
+
+    async def _load_drafter(self, spec: DrafterSpec) -> Drafter:
+        """Load a drafter; versions that were replaced are freed while memory is short.
+
+        Raises:
+            LoadError: See :meth:`load`.
+        """
+        while self._loader.is_short_of_memory(spec) and await self._free_replaced():
+            pass
+        while True:
+            try:
+                return await self._loader.load(spec)
+            except LoadError as error:
+                if error.reason != OUT_OF_MEMORY or not await self._free_replaced():
+                    raise
+
+    async def _free_replaced(self) -> bool:
+        """Unload a version that an activation replaced and that is not in use, if there is one.
+
+        Those that :meth:`rollback` would restore come last.
+        """
+        for each in sorted(self.versions(), key=lambda version: version.previous_share > 0):
+            if each.replaced and not (each.share or each.streams or each.draining):
+                logger.warning(
+                    "a replaced version is unloaded to make room for another",
+                    extra={"drafter": each.spec.name, "version": each.version},
+                )
+                self.unload(each.spec.name, each.version)
+                await self._disposed()
+                return True
+        return False
 
     async def _restore(self, state: RegistryState) -> None:
         self._numbers = dict(state.numbers)
@@ -437,6 +527,8 @@ class Registry:
                 )
             else:
                 shares.setdefault(spec.name, {})[version] = share
+                before = state.previous.get(spec.name, {}).get(spec.version, 0.0)
+                version.previous_share, version.replaced = before, before > 0
         for name, restored in shares.items():
             self._set_shares(name, restored)
             self._normalize_shares(name)
@@ -445,13 +537,14 @@ class Registry:
         """Something changed: save it, and tell who listens."""
         self.on_change()
         if self._state is not None:
-            loaded = [
-                (replace(version.spec, version=version.version), version.share)
-                for versions in self._versions.values()
-                for version in versions
-                if not version.draining
-            ]
-            self._state.save(RegistryState(self._configured, loaded, dict(self._numbers)))
+            kept = [v for of in self._versions.values() for v in of if not v.draining]
+            loaded = [(replace(v.spec, version=v.version), v.share) for v in kept]
+            previous: dict[str, dict[str, float]] = {}
+            for v in kept:
+                if v.previous_share:
+                    previous.setdefault(v.spec.name, {})[v.version] = v.previous_share
+            numbers = dict(self._numbers)
+            self._state.save(RegistryState(self._configured, loaded, numbers, previous))
 
     def _of(self, name: str) -> list[Version]:
         """The versions of a name, draining ones included."""
@@ -486,6 +579,18 @@ class Registry:
             self._dispose(version.drafter)
             self.on_change()
 
+    def _promote(self, name: str, shares: dict[Version, float]) -> None:
+        """Change the shares of a name, remember those from before, and save."""
+        before = {each: each.share for each in self._of(name)}
+        self._set_shares(name, shares)
+        if before != {each: each.share for each in self._of(name)}:
+            for each, share in before.items():
+                each.previous_share = share
+                each.replaced |= share > 0
+        for each in self._active(name):
+            each.recent.clear()
+        self._save()
+
     def _set_shares(self, name: str, shares: dict[Version, float]) -> None:
         """Set the shares of some versions of a name, and those of all others to 0."""
         for each in self._of(name):
@@ -504,11 +609,10 @@ class Registry:
             self._set_shares(name, {loaded[-1]: 1.0})
 
     def _next_number(self, name: str, taken: set[str]) -> str:
-        """A version number that was never assigned before and is not ``taken``."""
+        """A version number that no loaded version has had and that is not ``taken``."""
         number = self._numbers.get(name, 0) + 1
         while str(number) in taken:
             number += 1
-        self._numbers[name] = number
         return str(number)
 
     def _not_found(self, name: str, version: str = "") -> ServiceError:

@@ -37,7 +37,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
-    """Lists, loads, activates and unloads versions while generations run.
+    """Lists, loads, activates, rolls back and unloads versions while generations run.
 
     A change is on disk, and the joined verifiers list it, before its response is sent.
     """
@@ -94,6 +94,18 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
             extra={"drafter": request.name, "version": version.version, "share": version.share},
         )
         return drafter_pb2.ActivateDrafterResponse(drafter=version.info())
+
+    async def RollbackDrafter(
+        self, request: drafter_pb2.RollbackDrafterRequest, context: Context
+    ) -> drafter_pb2.RollbackDrafterResponse:
+        """Restores the shares from before the last activation."""
+        versions = self._registry.rollback(request.name)
+        await self._settle()
+        logger.info(
+            "drafter rolled back",
+            extra={"drafter": request.name, "versions": [each.version for each in versions]},
+        )
+        return drafter_pb2.RollbackDrafterResponse(drafters=[each.info() for each in versions])
 
     async def UnloadDrafter(
         self, request: drafter_pb2.UnloadDrafterRequest, context: Context
@@ -272,6 +284,7 @@ def build_service(
     registry = Registry(
         Loader(Roots(allowed), resources),
         dispose,
+        disposed=partial(worker.run, lambda: None),
         check=LoadCheck(read_recordings(recordings), worker) if recordings is not None else None,
         state=StateFile(state_dir) if state_dir is not None else None,
     )

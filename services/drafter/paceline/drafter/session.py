@@ -10,7 +10,7 @@ from paceline.drafter.errors import KvNotShared
 from paceline.drafter.kv.exchange import KvExchange
 from paceline.drafter.methods.base import Drafter, GenerationInfo, Update
 from paceline.drafter.registry import Version
-from paceline.drafter.statistics import DraftStatistics, accepted_length
+from paceline.drafter.statistics import DraftStatistics, accepted_tokens
 from paceline.sampling import Sampling, SamplingError
 from paceline.service import ServiceError
 from paceline.service.sampling import rejects
@@ -108,7 +108,7 @@ class Session:
         """
         last, self._last = self._last, None
         if last is not None and update.tokens:
-            accepted = accepted_length(last.tree, update.tokens)
+            accepted = accepted_tokens(last.tree, update.tokens)
             self.statistics.add(accepted, last.draft_seconds)
         self.sequence.extend(update)
 

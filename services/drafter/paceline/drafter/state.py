@@ -38,6 +38,9 @@ class RegistryState:
     numbers: dict[str, int] = field(default_factory=dict)
     """The highest version number assigned under each name."""
 
+    previous: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Shares before the last activation, by name and version."""
+
     def __post_init__(self) -> None:
         versions = {(spec.name, spec.version) for spec, _ in self.loaded}
         if len(versions) != len(self.loaded):
@@ -132,6 +135,10 @@ def _decode(raw: bytes) -> RegistryState:
         configured=[_decode_spec(each) for each in value["configured"]],
         loaded=[(_decode_spec(spec), float(share)) for spec, share in value["loaded"]],
         numbers={name: int(number) for name, number in value["numbers"].items()},
+        previous={
+            name: {version: float(share) for version, share in of.items()}
+            for name, of in value.get("previous", {}).items()
+        },
     )
 
 

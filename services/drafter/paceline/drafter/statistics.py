@@ -22,8 +22,8 @@ class DraftStatistics:
 
     @property
     def accepted_length(self) -> float:
-        """Mean number of accepted draft tokens per round, without the bonus token."""
-        return self.accepted / self.rounds if self.rounds else 0.0
+        """Mean number of tokens emitted per round, the bonus token included; 0 without rounds."""
+        return 1 + self.accepted / self.rounds if self.rounds else 0.0
 
     @property
     def draft_us(self) -> int:
@@ -37,7 +37,7 @@ class DraftStatistics:
         self.draft_seconds += draft_seconds
 
 
-def accepted_length(tree: TokenTree, continuation: Sequence[int]) -> int:
+def accepted_tokens(tree: TokenTree, continuation: Sequence[int]) -> int:
     """Length of the longest path of a tree that is a prefix of the text after the anchor."""
     matched = {-1: 0}
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=False)):
