@@ -133,3 +133,12 @@ async def test_a_generation_cut_short_ends_its_spans(
     (root,) = recording.named("text_completion fake")
     assert root.status.status_code is StatusCode.UNSET
     assert facts(root)["gen_ai.response.finish_reasons"] == ("cancelled",)
+
+
+async def test_an_answer_in_a_conversation_is_a_chat(
+    world: World, client: Client, recording: Recording
+) -> None:
+    world.verifier.chat_template = "{{ messages[0].content }}"
+    await client.chat([{"role": "user", "content": "hi"}], max_new_tokens=4)
+    (root,) = recording.named("chat fake")
+    assert facts(root)["gen_ai.operation.name"] == "chat"

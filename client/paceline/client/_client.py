@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.sampling import checked, require
+from paceline.telemetry.names import Span
 
 from ._addresses import Pool, parse_addresses
 from ._chat import checked_messages, render_chat
@@ -175,7 +176,9 @@ class Client:
             )
             return await model.encode_rendered(text)
 
-        return Generation(self._running, prompt, chosen)
+        generation = Generation(self._running, prompt, chosen)
+        generation.operation = Span.CHAT
+        return generation
 
     async def model(self) -> Model:
         """The model of the verifiers, and its tokenizer."""
