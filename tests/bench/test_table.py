@@ -215,7 +215,7 @@ async def test_transformers_answers_with_and_without_prompt_lookup() -> None:
     assert plain.tokens == lookup.tokens == 12
     assert len(json.loads(plain.output)) == 12
     assert plain.first < plain.ended
-    broken = LibraryProcess("transformers", sys.executable, ROOT / "missing", [])
+    broken = LibraryProcess("transformers", "false", TARGET, [])
     with pytest.raises(OSError, match="ended with code 1"):
         async with broken:
             pass

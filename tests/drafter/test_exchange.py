@@ -89,15 +89,6 @@ async def test_the_first_round_comes_with_its_sequence(fake: Drafting) -> None:
     assert list((await text.read()).tree.tokens) == [2]
 
 
-async def test_a_sequence_may_be_closed_before_it_is_open(fake: Drafting) -> None:
-    text, message = fake.peer.text([1, 2])
-    await fake.peer.send(exchange_pb2.JoinResponse(open=[message], rounds=[text.request()]))
-    await fake.peer.send(exchange_pb2.JoinResponse(closed=[text.number]))
-    await fake.peer.settled()
-    await fake.peer.send(exchange_pb2.JoinResponse(rounds=[text.request()], closed=[text.number]))
-    assert list((await (await fake.open([1])).round([3])).tree.tokens) == [3]
-
-
 async def test_texts_are_shared_within_an_owner_and_never_across(ngram: Drafting) -> None:
     await (await ngram.open([1, 2, 3, 4, 5], owner="mine")).end()
     for owner, expected in (("mine", [4, 5]), ("yours", []), ("", [])):

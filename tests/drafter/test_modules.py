@@ -230,20 +230,6 @@ def test_a_lag_mask_equals_drafting(model: LongSpecModel, lag: int, context: int
         torch.testing.assert_close(trained[0, p], drafted[0, p], rtol=1e-4, atol=1e-5)
 
 
-def test_rows_of_a_batch_have_their_own_positions_and_masks(model: LongSpecModel) -> None:
-    x, keys, values = inputs(3, 6, 6)
-    positions = torch.stack([torch.arange(6), torch.arange(6) + 900, torch.arange(6) * 2])
-    own = torch.stack([window_mask(6, w) for w in (1, 3, 6)])
-    cross = torch.stack([lag_mask(6, lag) for lag in (1, 2, 4)])
-    together = model(x, positions, own, keys, values, cross)
-    for i in range(3):
-        part = slice(i, i + 1)
-        alone = model(x[part], positions[i], own[i], keys[part], values[part], cross[i])
-        torch.testing.assert_close(together[part], alone, rtol=1e-4, atol=1e-5)
-    moved = model(x[:1], positions[1], own[0], keys[:1], values[:1], cross[0])
-    assert not torch.allclose(moved, together[:1], atol=1e-3)  # the target's keys stay behind
-
-
 def test_a_lag_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="1 or more"):
         lag_mask(4, 0)

@@ -1,7 +1,6 @@
 """Quantised matrices: what they mean, how close they are, how they are joined."""
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -104,14 +103,3 @@ def test_rows_are_chosen_in_order() -> None:
 def test_what_cannot_be_quantised_is_refused(weight: Tensor, bits: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         quantise(weight, bits)
-
-
-def test_meaning() -> None:
-    blocks = Blocks(
-        torch.tensor([[0, 15] * 16], dtype=torch.uint8),
-        torch.tensor([[0.5]]),
-        torch.tensor([[0.25]]),
-        bits=4,
-        offset=8,
-    )
-    assert np.unique(blocks.dequantise()).tolist() == [-3.75, 3.75]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-from system_support import EAGER, THREADS, make_prompts, reference
+from system_support import EAGER, THREADS, generate_all, ids_of, make_prompts, reference
 
 from paceline.client import Client
 from paceline.harness import ServiceProcess
@@ -18,28 +17,28 @@ from other_package import install
 TOKENS = 24
 
 
-@pytest.mark.parametrize("transport", ["map", "follow"])
-async def test_a_policy_of_another_package(
-    models: dict[str, Path], tmp_path: Path, transport: str
-) -> None:
-    """The drafter finds it by its entry point, and the verifier runs it."""
+async def test_a_policy_of_another_package(models: dict[str, Path], tmp_path: Path) -> None:
+    """The drafter finds it by its entry point, and the verifier runs it, mapped and followed."""
     install(tmp_path, "newest")
     environment = {**THREADS, "PYTHONPATH": str(tmp_path)}
     target = models["llama"]
-    load = f"--load=own=selfspec:{target},context=48,kv={transport},kv_policy=newest"
+    loads = [
+        f"--load={kv}=selfspec:{target},context=48,kv={kv},kv_policy=newest"
+        for kv in ("map", "follow")
+    ]
     served = [f"--target={target}", "--weights=float32", "--schedule=off"]
     prompts = [prompt * 3 for prompt in make_prompts(2, seed=2)]
+    expected = reference(target, prompts, TOKENS)
     with (
         ServiceProcess("verifier", served, environment=environment) as verifier,
-        ServiceProcess("drafter", [load], environment=environment) as drafter,
+        ServiceProcess("drafter", loads, environment=environment) as drafter,
     ):
         async with Client(
             verifier.address, drafter_address=drafter.address, drafting=EAGER
         ) as client:
-            for prompt, expected in zip(prompts, reference(target, prompts, TOKENS), strict=True):
-                result = await client.generate(
-                    prompt, max_new_tokens=TOKENS, drafter="own", ignore_eos=True
-                )
-                assert result.token_ids == expected
-                assert sum(r.drafted for r in result.stats.rounds) > 0
-        assert (tmp_path / "pid").read_text() == str(verifier.pid)
+            for kv in ("map", "follow"):
+                (tmp_path / "pid").unlink(missing_ok=True)
+                results = await generate_all(client, prompts, kv, TOKENS, ignore_eos=True)
+                assert ids_of(results) == expected
+                assert all(result.stats.drafted for result in results)
+                assert (tmp_path / "pid").read_text() == str(verifier.pid)
