@@ -1,29 +1,14 @@
-"""Prompts: the demo's sets of short ones, long ones of any length, and the user's own."""
+"""Prompts: the demo's, long ones of any length, and the user's own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from paceline.decoder import open_model
 from paceline.harness import read_prompts
-
-_LENGTH = 384  # tokens of a demo prompt, at most
-_REPEATED = 40  # tokens of its beginning that a copying prompt ends with
-_SEPARATOR = "<|endoftext|>"  # between texts, in the training of the demo target
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids, and how their continuation is sampled; greedily by default."""
-
-    set: str
-    tokens: list[int]
-    temperature: float = 0.0
-    seed: int = 0
 
 
 def tokenizer(target: Path) -> Tokenizer:
@@ -50,29 +35,10 @@ def texts_of(*categories: str) -> list[str]:
     return [str(each) for file in files for each in read_prompts(file)]
 
 
-def demo_prompts(folder: Path, target: Path) -> list[Prompt]:
-    """The demo prompts, by set.
-
-    ``heldout`` and ``trained`` are beginnings of files that the demo target was not and was trained
-    on, continued greedily. ``sampled`` are the held-out ones at temperature 1. ``copying`` holds
-    a trained text whole and then its beginning once more.
-
-    Raises:
-        ValueError: The target's tokenizer has no ``<|endoftext|>`` to separate texts with.
-    """
-    separator = tokenizer(target).token_to_id(_SEPARATOR)
-    if separator is None:
-        raise ValueError(f"{target} has no token {_SEPARATOR}: use the demo target")
-    heldout, trained = (
-        [ids[-_LENGTH:] for ids in encode(read_prompts(folder / f"{name}.jsonl"), target)]
-        for name in ("heldout", "trained")
-    )
-    return [
-        *(Prompt("heldout", ids) for ids in heldout),
-        *(Prompt("trained", ids) for ids in trained),
-        *(Prompt("sampled", ids, 1.0, seed) for seed, ids in enumerate(heldout, 1)),
-        *(Prompt("copying", [*ids, separator, *ids[:_REPEATED]]) for ids in trained),
-    ]
+def demo_prompts(folder: Path, target: Path) -> list[list[int]]:
+    """Beginnings of files that the demo target was not trained on, then of some that it was."""
+    files = (folder / f"{name}.jsonl" for name in ("heldout", "trained"))
+    return encode([each for file in files for each in read_prompts(file)], target)
 
 
 def long_prompts(folder: Path, target: Path, length: int, count: int) -> list[list[int]]:

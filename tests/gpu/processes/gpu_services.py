@@ -54,8 +54,8 @@ def demo_jobs() -> list[Job]:
     """Two demo prompts greedily, two sampled."""
     from paceline.bench.prompts import demo_prompts
 
-    prompts = [p for p in demo_prompts(DEMO / "prompts", DEMO / "target") if p.set == "heldout"]
-    return [Job(p.tokens[-300:], 0.8 * (n % 2), n) for n, p in enumerate(prompts[:4])]
+    prompts = demo_prompts(DEMO / "prompts", DEMO / "target")[:4]
+    return [Job(ids[-300:], 0.8 * (n % 2), n) for n, ids in enumerate(prompts)]
 
 
 @dataclass(frozen=True)

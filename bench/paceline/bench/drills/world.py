@@ -94,7 +94,7 @@ class World:
         self.work = work
         self.scale = scale
         self.chance = random.Random(1)
-        self.prompts = [prompt.tokens for prompt in demo_prompts(prompts, target)]
+        self.prompts = 2 * demo_prompts(prompts, target)  # each with two seeds
         self.texts: list[Text] = []
 
     async def prepare(self) -> None:
