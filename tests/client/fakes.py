@@ -147,6 +147,8 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
         self.protocol_version: Any = verifier_pb2.PROTOCOL_VERSION_1
         self.may_answer = asyncio.Event()
         self.may_answer.set()
+        self.may_release = asyncio.Event()
+        self.may_release.set()
         self.full = 0
         self.retry_after: float | None = 0.01
         self.step_seconds = 0.0
@@ -172,6 +174,10 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
         self.with_tokenizer = True
         self.chat_template = ""
         self.fault: Callable[[int], Fault | None] = lambda _: None
+
+    async def all_released(self) -> None:
+        """Waits until no cache is left: clients release them in the background."""
+        await self.wait_for(lambda: not self.caches)
 
     def fail_at(self, *faults: tuple[int, Fault]) -> None:
         """One fault at or after each of these positions, which grow."""
@@ -402,6 +408,7 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
 
     async def ReleaseCache(self, request: Any, context: Any) -> Any:
         self._called("ReleaseCache", context)
+        await self.may_release.wait()
         if self.release_faults:
             await context.abort(self.release_faults.pop(), "scripted")
         released = self.caches.pop(request.handle, None) is not None

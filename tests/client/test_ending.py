@@ -14,11 +14,6 @@ SEED = 5
 LONG = 100_000
 
 
-async def freed(world: World) -> None:
-    """Waits until all caches are gone."""
-    await world.verifier.wait_for(lambda: not world.verifier.caches)
-
-
 async def started(client: Client, **options: object) -> tuple[Generation, asyncio.Task[None]]:
     """A long generation in mid-stream, and the task that reads it."""
     generation = client.generate(PROMPT, max_new_tokens=LONG, seed=SEED, **options)  # type: ignore[arg-type]
@@ -42,7 +37,7 @@ async def test_cancel_gives_what_there_is(world: World, client: Client) -> None:
     assert result.finish_reason == "cancelled"
     assert result.token_ids == continuation(PROMPT, len(result.token_ids), SEED)
     assert result.token_ids
-    assert not world.verifier.caches
+    await world.verifier.all_released()
 
 
 async def test_cancel_before_the_start_and_after_the_end(world: World, client: Client) -> None:
@@ -78,14 +73,14 @@ async def test_cancelling_the_task_frees_the_cache(
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
-    await freed(world)
+    await world.verifier.all_released()
     waiter = asyncio.ensure_future(client.generate(PROMPT, max_new_tokens=LONG))
     starts = len(world.verifier.starts)
     await world.verifier.wait_for(lambda: len(world.verifier.starts) > starts)
     waiter.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiter
-    await freed(world)
+    await world.verifier.all_released()
 
 
 async def test_leaving_the_loop_frees_the_cache(world: World, client: Client) -> None:
@@ -97,7 +92,7 @@ async def test_leaving_the_loop_frees_the_cache(world: World, client: Client) ->
     with pytest.raises(ZeroDivisionError):
         await fail()
     gc.collect()
-    await freed(world)
+    await world.verifier.all_released()
 
 
 async def test_aclose_frees_the_cache_before_it_returns(world: World, client: Client) -> None:
@@ -106,6 +101,18 @@ async def test_aclose_frees_the_cache_before_it_returns(world: World, client: Cl
     assert not world.verifier.caches
     await task
     await generation.aclose()
+
+
+async def test_a_result_does_not_wait_for_the_release(world: World) -> None:
+    """But the end of the client does."""
+    world.verifier.may_release.clear()
+    async with Client(*world.addresses, cache_dir=None) as client:
+        generation = client.generate(PROMPT, max_new_tokens=5)
+        await generation
+        assert not generation.handle
+        assert world.verifier.caches
+        world.verifier.may_release.set()
+    assert not world.verifier.caches
 
 
 async def test_closing_the_client_ends_all(world: World) -> None:

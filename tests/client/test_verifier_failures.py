@@ -54,7 +54,7 @@ async def test_broken_streams_are_resumed(
     first, second, *_ = world.verifier.starts
     assert first.handle == second.handle
     assert (first.position, second.position <= position + 4) == (1, True)
-    assert not world.verifier.caches
+    await world.verifier.all_released()
 
 
 @st.composite
@@ -102,7 +102,7 @@ def test_no_token_is_lost_or_repeated(
         assert [entry.token_id for entry in result.logprobs] == result.token_ids
         assert all(entry.top[0] == (entry.token_id, -entry.token_id) for entry in result.logprobs)
         assert sum(entry.emitted for entry in result.stats.rounds) <= 59
-        assert not world.verifier.caches
+        await world.verifier.all_released()
 
     async def main() -> None:
         with tempfile.TemporaryDirectory(prefix="pl") as folder:
@@ -131,7 +131,7 @@ async def test_a_lost_cache_is_prefilled_again(
     assert position <= lost <= position + 4
     assert first.drafter == again.drafter == drafter
     assert result.usage.completion_tokens == 140
-    assert not world.verifier.caches
+    await world.verifier.all_released()
 
 
 async def test_the_statistics_tell_of_a_verifier_without_batch_invariance(
@@ -235,7 +235,7 @@ async def test_constant_failures_exhaust_the_retry_budget(world: World) -> None:
         with pytest.raises(UnavailableError):
             await client.generate(PROMPT, max_new_tokens=100, seed=SEED)
     assert len(world.verifier.starts) > 1
-    assert not world.verifier.caches
+    await world.verifier.all_released()
 
 
 @pytest.mark.usefixtures("ticks")
@@ -281,7 +281,7 @@ async def test_a_deadline_ends_the_generation_and_frees_the_cache(
     with pytest.raises(DeadlineError, match="tokens"):
         async for _ in client.generate(PROMPT, max_new_tokens=1000, deadline=0.3):
             pass
-    assert not world.verifier.caches
+    await world.verifier.all_released()
 
 
 @pytest.mark.parametrize(("reason", "creates"), [("STEP_FAILED", 2), ("A_BUG", 1)])
@@ -294,7 +294,7 @@ async def test_a_second_fault_is_raised(
         await client.generate(PROMPT)
     assert caught.value.reason == reason
     assert len(world.verifier.creates) == creates
-    assert not world.verifier.caches
+    await world.verifier.all_released()
 
 
 async def test_a_failed_prefill_is_retried_once(world: World, client: Client) -> None:
@@ -318,7 +318,7 @@ async def test_a_refused_prompt_is_an_invalid_request(world: World, client: Clie
 async def test_a_broken_release_is_retried(world: World, client: Client) -> None:
     world.verifier.release_faults = [grpc.StatusCode.UNAVAILABLE] * 2
     await client.generate(PROMPT, max_new_tokens=5)
-    assert not world.verifier.caches
+    await world.verifier.all_released()
     assert not world.verifier.release_faults
 
 

@@ -177,7 +177,8 @@ def expect_nested(tree: "Tree") -> None:
             continue
         for child in tree.children(parent):
             assert parent.began_ns <= child.began_ns, (parent, child)
-            assert child.ended_ns <= parent.ended_ns, (parent, child)
+            if not child.name.endswith("ReleaseCache"):  # the result does not wait for it
+                assert child.ended_ns <= parent.ended_ns, (parent, child)
 
 
 def expect_numbers(tree: "Tree", stats: dict[str, Any]) -> None:

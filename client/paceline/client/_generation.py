@@ -81,7 +81,7 @@ class Generation:
         self._output = Output(None, ())
         self._reused = 0
         self._stream: TokenStream | None = None
-        self._lease_task: asyncio.Task[None] | None = None
+        self._releasing: asyncio.Task[None] | None = None
         self._trace: GenerationTrace | None = None
         self.stats = Stats()
         """Updated while the generation runs."""
@@ -128,9 +128,10 @@ class Generation:
             await asyncio.wait([self._task])
             if not self._task.cancelled():
                 self._task.exception()  # marks it as retrieved
-        if self._lease_task is not None:
-            self._lease_task.cancel()
-            await asyncio.wait([self._lease_task])
+        if self._releasing is not None:
+            if self in self._running.kept:
+                self._releasing.cancel()
+            await asyncio.wait([self._releasing])
 
     def _stop(self, reason: Exception) -> None:
         self._stopped_by = self._stopped_by or reason
@@ -168,7 +169,7 @@ class Generation:
                 await self.aclose()
 
     async def _run(self) -> GenerationResult:
-        """The task of the generation: generate, release the resources, return the result."""
+        """The task of the generation. The result does not wait for the release of the cache."""
         began = perf_counter()
         self._running.generations.add(self)
         self._trace = GenerationTrace.start(self._options, self.operation)
@@ -183,8 +184,8 @@ class Generation:
         finally:
             self._cancellable = False
             self._chunks.put_nowait(None)
-            # In its own task, so that a cancellation cannot interrupt the release of the cache.
-            await asyncio.shield(self._running.in_background(self._clean_up()))
+            self._clean_up()
+            await asyncio.sleep(0)  # the release begins while its trace is open
             self.stats.total_ms = (perf_counter() - began) * 1000
             self._running.generations.discard(self)
             if self._trace is not None:
@@ -299,16 +300,17 @@ class Generation:
         if self._reading and (chunk.token_ids or chunk.text):
             self._chunks.put_nowait((chunk, steps))
 
-    async def _clean_up(self) -> None:
+    def _clean_up(self) -> None:
+        """Begins the release of the cache, or keeps it."""
         stream = self._stream
         if stream is None:
             return
         stream.end()
         if self._options.keep_cache and self._output.finish_reason in ("stop", "length"):
-            self._lease_task = self._running.in_background(self._renew_lease(stream))
+            self._releasing = self._running.in_background(self._renew_lease(stream))
             self._running.kept.add(self)
         else:
-            await stream.release()
+            self._releasing = self._running.in_background(stream.release())
 
     async def _renew_lease(self, stream: TokenStream) -> None:
         """Keeps the cache of a finished generation until `aclose`."""

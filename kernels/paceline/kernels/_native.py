@@ -45,11 +45,13 @@ class CpuKernels:
         level: The level they are compiled for; "none" for torch operations.
         library: The loaded kernels, or None.
         origin: Where they come from, or why there are none.
+        file: Path of the library; its name has a digest of sources and flags. Empty: none.
     """
 
     level: str
     library: ctypes.CDLL | None
     origin: str
+    file: str = ""
 
 
 def address(tensor: Tensor, name: str) -> int:
@@ -93,10 +95,10 @@ def load(level: str) -> CpuKernels:
     """Load the kernels of a level; falls back to torch operations if that fails."""
     ahead = _compile.PREBUILT / _compile.file_name(level)
     with suppress(OSError):  # missing, or built for a newer C library than this machine's
-        return CpuKernels(level, ctypes.CDLL(str(ahead)), "the wheel")
+        return CpuKernels(level, ctypes.CDLL(str(ahead)), "the wheel", str(ahead))
     try:
         made = _compile.build(level, _folder())
-        return CpuKernels(level, ctypes.CDLL(str(made)), "compiled on this machine")
+        return CpuKernels(level, ctypes.CDLL(str(made)), "compiled on this machine", str(made))
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("CPU kernels run on torch operations, several times slower: %s", error)
         return CpuKernels("none", None, str(error))

@@ -106,10 +106,10 @@ def read_model_info(
 
 def _batch_invariance(decoder: Decoder) -> BatchInvariance:
     """Result of the self-check; on a CPU the one of an earlier process with the same kernels."""
-    library = cpu_kernels().library
-    if decoder.device.type != "cpu" or library is None:
+    kernels = cpu_kernels()
+    if decoder.device.type != "cpu" or kernels.library is None:
         return check_batch_invariance(decoder)
-    machine = library._name, processor_name(), torch.__version__, torch.get_num_threads()
+    machine = kernels.file, processor_name(), torch.__version__, torch.get_num_threads()
     facts = ("batch invariance", decoder.config, *machine)
     return BatchInvariance(**remembered(facts, lambda: asdict(check_batch_invariance(decoder))))
 

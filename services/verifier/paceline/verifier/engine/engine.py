@@ -375,7 +375,6 @@ class Engine:
         """Close the sequences of jobs that ended at their drafters."""
         for job in self._queue.updated:
             if job.done and isinstance(job, Decode):
-                self._unsent.pop(job, None)
                 self._drafting.close(job)
                 if self._decodes.get(job.sequence) is job:
                     del self._decodes[job.sequence]
@@ -447,6 +446,9 @@ class Engine:
     def _notify(self) -> None:
         """Have the event loop notify the waiters of jobs that ended, or whose output is due."""
         jobs, self._queue.updated = self._queue.updated, []
+        for job in jobs:
+            if isinstance(job, Decode):
+                self._unsent.pop(job, None)
         if self._unsent:
             now = perf_counter()
             due = [job for job, at in self._unsent.items() if at <= now]
