@@ -39,13 +39,13 @@ def random(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.flo
 
 
 def random_blocks(outs: int, ins: int, bits: int, minima: bool, half: bool, seed: int) -> Blocks:
-    """Every stored value occurs; scales are float16 numbers if ``half``; 8 bits have no minima."""
+    """Every stored value occurs; scales are float16 numbers if ``half``."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 1 << bits, (outs, ins), generator=generator, dtype=torch.uint8)
     scale, minimum = random((2, outs, ins // 32), seed)
     if half:
         scale, minimum = scale.half().float(), minimum.half().float()
-    return Blocks(values, scale, minimum if minima and bits == 4 else None, bits, 1 << (bits - 1))
+    return Blocks(values, scale, minimum if minima else None, bits, 1 << (bits - 1))
 
 
 def at_level(level: str, x: Tensor, packed: PackedMatrix) -> Tensor:

@@ -23,7 +23,7 @@ class Blocks:
     Attributes:
         values: uint8 ``[outs, ins]``, one value a byte; 0..15 for 4 bits.
         scale: float32 ``[outs, ins / 32]``.
-        minimum: float32 ``[outs, ins / 32]``, or None for zeros; 8 bits have none.
+        minimum: float32 ``[outs, ins / 32]``, or None for zeros.
         bits: 8 or 4.
         offset: Subtracted from the stored values: 128 for 8 bits, 8 or 0 for 4 bits.
     """

@@ -9,7 +9,7 @@
  *     4 bit   [panel % 2][4][16][4] bytes; the low halves are inputs 8 i .. 8 i + 3, the high halves
  *             the next 4: two whole lines of the 8-bit layout
  *     scales  [32], float16 or float32
- *     minima  [32] of the same type, in some 4-bit formats
+ *     minima  [32] of the same type, in some formats
  *
  * Arithmetic: the bits of an output depend on its row of x and its weights alone, not on the other
  * rows, their number, the threads or the level.
@@ -35,7 +35,7 @@ enum { LINEAR_F32, LINEAR_BF16, LINEAR_Q8, LINEAR_Q4 };
 typedef struct {
   int64_t outs, ins, format;
   const void *values; /* packed, at a multiple of 64 bytes */
-  int64_t minima;     /* whether blocks have minima; 8 bit: 0 */
+  int64_t minima;     /* whether blocks have minima */
   int64_t scales_f16; /* scales and minima are float16, else float32 */
   int64_t offset;     /* subtracted from stored values: 128 (8 bit), 8 or 0 */
   const float *bias;  /* [outs] or null */

@@ -187,6 +187,8 @@ INLINE void quantised_rows(int64_t rows, const BlockFormat f, const Matrix *m, c
   }
 FORMAT_ROWS(q8_rows, 0, 1, 0)
 FORMAT_ROWS(q8_f32_rows, 0, 0, 0)
+FORMAT_ROWS(q8_minima_rows, 0, 1, 1)
+FORMAT_ROWS(q8_f32_minima_rows, 0, 0, 1)
 FORMAT_ROWS(q4_rows, 1, 1, 0)
 FORMAT_ROWS(q4_f32_rows, 1, 0, 0)
 FORMAT_ROWS(q4_minima_rows, 1, 1, 1)
@@ -194,7 +196,8 @@ FORMAT_ROWS(q4_f32_minima_rows, 1, 0, 1)
 
 typedef void (*QuantisedRows)(int64_t, const Matrix *, const Activations *, float *, int64_t);
 
-/* By number of bits, type of the factors, and minima, which no 8-bit format has. */
+/* By number of bits, type of the factors, and minima. */
 static const QuantisedRows quantised_kernels[2][2][2] = {
-    {{q8_f32_rows}, {q8_rows}}, {{q4_f32_rows, q4_f32_minima_rows}, {q4_rows, q4_minima_rows}}};
+    {{q8_f32_rows, q8_f32_minima_rows}, {q8_rows, q8_minima_rows}},
+    {{q4_f32_rows, q4_f32_minima_rows}, {q4_rows, q4_minima_rows}}};
 #endif

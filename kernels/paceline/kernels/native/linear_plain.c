@@ -150,7 +150,7 @@ int64_t paceline_linear_check(void) {
     if (differs(&m, x)) return 1 + m.format;
   }
   for (m.format = LINEAR_Q8; m.format <= LINEAR_Q4; m.format++)
-    for (int variant = 0; variant < (m.format == LINEAR_Q4 ? 4 : 2); variant++) {
+    for (int variant = 0; variant < 4; variant++) {
       m.scales_f16 = variant & 1;
       m.minima = variant >> 1;
       m.offset = m.format == LINEAR_Q8 ? 128 : 8;
