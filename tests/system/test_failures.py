@@ -197,7 +197,9 @@ async def test_a_drafter_stalls_while_it_maps_a_cache(
 
         try:
             text = await generate_and(client, prompt, "mapped", 256, stall)
-            assert open_segments(verifier.pid) == before
+            await asyncio.to_thread(
+                eventually, lambda: open_segments(verifier.pid) == before, "the memory is freed"
+            )
         finally:
             os.kill(drafter.pid, signal.SIGCONT)
         assert text.token_ids == expected.token_ids
@@ -313,7 +315,8 @@ async def test_connections_dropped_and_delayed(
         assert output == expected
         assert failures["drafter_unavailable"]
         await asyncio.to_thread(wait_joined, verifier.address, 1)
-        assert await outputs(client, prompts, names) == (expected, {})
+        missing = {"drafter_unavailable": len(prompts)}
+        assert await outputs(client, prompts, names) == (expected, missing)
         link.down = False
         await asyncio.to_thread(wait_joined, verifier.address, 2)
         assert await outputs(client, prompts, names) == (expected, {})

@@ -22,7 +22,7 @@ from paceline.decoder.config import check_rope, rope_frequencies
 from paceline.decoder.model_source import remembered
 from paceline.decoder.weights import Checkpoint, Linear, plain
 from paceline.kernels import Heads, Norm, Recorder
-from paceline.kernels.blocks import quantise
+from paceline.kernels.blocks import BLOCK, quantise
 
 DRAFT_TOKENS = "d2t"
 """Name of the tensor with the target's token id of each drafted token, rising; int64 ``[R]``."""
@@ -294,11 +294,11 @@ class LayerWeights:
 def linear(parts: Sequence[Tensor], int8: bool) -> Linear:
     """Returns linear layers ``[out, in]`` of one input as one layer.
 
-    With ``int8`` the weights get 8 bits in blocks of 32, so ``in`` must be a multiple of 32. Off
-    the CPU they are rounded to such blocks and stored as they came.
+    With ``int8`` the weights get 8 bits in blocks of 32, if ``in`` is a multiple of 32. Off the CPU
+    they are rounded to such blocks and stored as they came.
     """
     weight = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-    if not int8:
+    if not int8 or weight.shape[1] % BLOCK:
         return Linear(weight)
     blocks = quantise(weight.float(), 8)
     return Linear(blocks if weight.device.type == "cpu" else plain(blocks, weight.dtype))
