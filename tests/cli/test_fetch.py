@@ -10,7 +10,7 @@ import pytest
 from paceline.cli.fetch import FetchError, fetch
 from paceline.cli.main import main
 from paceline.harness import models
-from paceline.harness.models import MODELS, drafter_spec, model_path
+from paceline.harness.models import MODELS, drafter_spec, model_path, name_of
 
 CONTENT = b"GGUF, and then some weights"
 
@@ -53,6 +53,9 @@ def test_it_fetches_once_and_names_the_file(
     assert path.read_bytes() == CONTENT
     assert [path] == list(path.parent.iterdir())
     assert model_path("smollm2") == path
+    assert [name_of(each) for each in (path, path.with_suffix(""), Path("x"))] == [
+        "smollm2"
+    ] * 2 + [None]
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     assert main(["fetch", "smollm2"]) == 0
     assert capfd.readouterr().out.strip() == str(path)

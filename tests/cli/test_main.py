@@ -2,8 +2,10 @@
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -149,3 +151,34 @@ def test_without_its_package_bench_names_the_source() -> None:
     assert done.returncode == 2
     assert "checkout of the source" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_names_that_other_tools_use(capsys: pytest.CaptureFixture[str]) -> None:
+    for alias, same in {"run": "chat", "pull": "fetch", "ps": "drafters list"}.items():
+        with pytest.raises(SystemExit) as ended:
+            main([alias, "--help"])
+        assert ended.value.code == 0
+        assert f"usage: paceline {same}" in capsys.readouterr().out
+    assert main(["serve", "--port", "8000"]) == 2
+    assert "there is no --port: host and port are one argument" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["serv", "smollm2"])
+    assert "there is no command 'serv': did you mean serve?" in capsys.readouterr().err
+
+
+def test_a_missing_model_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "/nowhere/model"])
+    assert capsys.readouterr().err.count("there is no model at /nowhere/model") == 1
+
+
+def test_an_address_in_use_ends_the_start_before_a_model_loads(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["serve", str(tmp_path), "--gateway-address", address]) == 2
+    assert f"cannot listen on {address}" in capsys.readouterr().err

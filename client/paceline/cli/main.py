@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import metadata
+from typing import NoReturn
 
 from paceline.cli.command import CommandError, expand_config
 
@@ -72,6 +75,27 @@ COMMANDS = (
     ),
 )
 
+ALIASES = {"run": ("chat",), "pull": ("fetch",), "ps": ("drafters", "list")}
+"""Names of commands that other tools have for the same."""
+_ADDRESSES = (
+    "host and port are one argument: --gateway-address 127.0.0.1:8000 of serve, --address of "
+    "verifier, drafter and gateway, --verifier-address of generate and chat"
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Adds to an error what was perhaps meant."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"COMMAND: invalid choice: '(.*?)'", message)
+        if wrong is not None:
+            names = [command.name for command in COMMANDS]
+            close = get_close_matches(wrong[1], names, 1)
+            meant = f"did you mean {close[0]}? " if close else ""
+            message = f"there is no command {wrong[1]!r}: {meant}paceline --help lists all"
+        super().error(message)
+
+
 # Top-level modules that only extras install. Any other missing module is a bug.
 _OF_EXTRAS = (
     *("accelerate", "aiohttp", "grpc_health", "grpc_reflection", "llguidance", "numpy"),
@@ -84,9 +108,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `paceline` with `argv` (default: that of the process); returns the exit code."""
     if os.getpid() == 1:  # of a container: the kernel ends it by no signal that it does not handle
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
-    argv = sys.argv[1:] if argv is None else argv
+    argv = [*(sys.argv[1:] if argv is None else argv)]
+    if argv and argv[0] in ALIASES:
+        argv[:1] = ALIASES[argv[0]]
     command = _command_of(argv)
     try:
+        for word in ("--port", "--host"):
+            if any(each.partition("=")[0] == word for each in argv):
+                raise CommandError(f"there is no {word}: {_ADDRESSES}", 2)
         args = build_parser([] if command is None else [command]).parse_args(expand_config(argv))
         return int(args.run(args))
     except CommandError as error:
@@ -106,9 +135,10 @@ def build_parser(expanded: Collection[Command]) -> argparse.ArgumentParser:
 
     Among several, those of a package that is not installed get no arguments.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="paceline",
         description="Lossless speculative decoding as services: verifier, drafter, client.",
+        epilog="also: " + ", ".join(f"{name} ({' '.join(same)})" for name, same in ALIASES.items()),
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

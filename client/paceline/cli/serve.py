@@ -31,8 +31,8 @@ from paceline.harness import (
     has_drafter,
     with_port,
 )
-from paceline.harness.models import MODEL, drafter_spec, model_path
-from paceline.service import ServerOptions, configure_logging
+from paceline.harness.models import MODEL, drafter_spec, local_model
+from paceline.service import ServerOptions, check_address, configure_logging
 from paceline.service.options import OptionsError, read_token, to_words, words_of
 from paceline.verifier import VerifierOptions
 
@@ -95,9 +95,9 @@ class _Restarted:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model and arguments of all services."""
     add = parser.add_argument
-    add("model", nargs="?", type=model_path, metavar="MODEL", help=MODEL)
+    add("model", nargs="?", type=local_model, metavar="MODEL", help=MODEL)
     # What a config file gives as the verifier's target.
-    add("--target", type=model_path, help=argparse.SUPPRESS)
+    add("--target", type=local_model, help=argparse.SUPPRESS)
     add(
         "--drafter",
         action="append",
@@ -168,6 +168,11 @@ def run(args: argparse.Namespace) -> int:
             services = [f"--verifier-address={verifier}", f"--drafter-address={drafter}"]
             arguments = [*services, *_gateway_arguments(args)]
             processes.append(_service("gateway", with_port(args.gateway_address), arguments))
+
+    with exit_with(2, OptionsError):
+        addresses = (verifier, drafter, args.gateway_address)[: len(processes)]
+        for address in addresses:
+            check_address(address)
 
     def ready() -> None:
         for process in processes:

@@ -22,6 +22,7 @@ from paceline.service import (
     Service,
     ServiceError,
     add_server_arguments,
+    check_address,
     configure_logging,
     run_server,
 )
@@ -120,6 +121,7 @@ def run_service(
     with traced(f"paceline-{kind}"):
         try:
             options = ServerOptions.from_args(args)
+            check_address(options.address)
             set_torch_environment(args.threads)
             raise_file_limit()
             if args.stop_with_stdin:

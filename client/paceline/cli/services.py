@@ -18,7 +18,7 @@ from paceline.cli.service_process import (
     run_service,
 )
 from paceline.harness import local_services
-from paceline.harness.models import MODEL, WEIGHTS, drafter_spec, model_path
+from paceline.harness.models import MODEL, WEIGHTS, drafter_spec, local_model, model_path, name_of
 from paceline.service import Service
 from paceline.service.options import add_options, byte_count, given_options, option, read_token
 from paceline.verifier import VerifierOptions
@@ -53,6 +53,7 @@ def _build_verifier(args: argparse.Namespace, metrics: CollectorRegistry | None)
     from paceline.verifier import build_service
 
     given = given_options(args, VerifierOptions)
+    given.setdefault("model_name", name_of(args.target))
     return build_service(args.target, threads=args.threads, metrics=metrics, **given)
 
 
@@ -169,7 +170,7 @@ def load_arguments(specs: Iterable[str], model: Path, weights: str) -> list[str]
 def add_model_arguments(parser: argparse.ArgumentParser, help: str) -> None:
     """Add the model of a command that starts services of its own, its weights, and drafters."""
     add = parser.add_argument
-    add("model", nargs="?", type=model_path, metavar="MODEL", help=help)
+    add("model", nargs="?", type=local_model, metavar="MODEL", help=help)
     add("--weights", choices=WEIGHTS, default="auto", help="format of MODEL's weights")
     add(
         "--load",

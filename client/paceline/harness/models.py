@@ -59,6 +59,22 @@ def model_path(text: str) -> Path:
     return path
 
 
+def local_model(text: str) -> Path:
+    """Type of an argument that takes a model which must be there, as `model_path`."""
+    path = model_path(text)
+    if not (path.is_file() or (path / "config.json").is_file()):
+        raise argparse.ArgumentTypeError(f"there is no model at {text}: give a {MODEL}")
+    return path
+
+
+def name_of(path: Path) -> str | None:
+    """The name of a model that `paceline fetch` put there; None: it has none."""
+    return next(
+        (n for n, model in MODELS.items() if path in (model.path, model.path.with_suffix(""))),
+        None,
+    )
+
+
 def drafter_spec(text: str) -> str:
     """Type of an argument that takes a drafter: names of models in it become paths.
 

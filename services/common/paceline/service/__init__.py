@@ -11,7 +11,7 @@ from paceline.service.options import (
     ServerOptions,
     add_server_arguments,
 )
-from paceline.service.runtime import Gate, Service, run_server
+from paceline.service.runtime import Gate, Service, check_address, run_server
 
 __all__ = [
     "Gate",
@@ -20,6 +20,7 @@ __all__ = [
     "Service",
     "ServiceError",
     "add_server_arguments",
+    "check_address",
     "configure_logging",
     "owner_of",
     "run_server",

@@ -382,6 +382,27 @@ async def _drain(service: Service, seconds: float) -> None:
         logger.exception("drain failed")
 
 
+def check_address(address: str) -> None:
+    """Raises OptionsError if no server can listen on a host and port, before a model is loaded."""
+    host, _, port = address.rpartition(":")
+    if address.startswith("unix:") or not port.isdecimal():
+        return
+    try:
+        if int(port) >= 2**16:
+            raise OSError("ports are at most 65535")
+        family, kind, *_, where = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        reason = error.strerror or error
+        raise OptionsError(
+            f"cannot listen on {address} ({reason}): end what uses it, or give another address"
+        ) from None
+
+
 def _bind(
     server: grpc.aio.Server, options: ServerOptions, credentials: grpc.ServerCredentials | None
 ) -> str:

@@ -36,6 +36,12 @@ class VerifierOptions:
         ValueError: An option is out of range.
     """
 
+    model_name: str | None = option(
+        None,
+        "the model's name for clients (default: the name it was given by, such as smollm2, or "
+        "that of its file or folder)",
+        metavar="NAME",
+    )
     device: str = option(
         "cpu",
         "device of the model and its KV: auto (default of the command: the first GPU; the CPU "

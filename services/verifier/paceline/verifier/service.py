@@ -170,6 +170,7 @@ class VerifierService:
             max_context=options.max_context,
             lease_seconds=options.lease_seconds,
         )
+        model.message.name = options.model_name or model.message.name
         if options.share_weights:
             path = packed_path(model.message.target_fingerprint, decoder.config.weights)
             self._publication = publish(path, decoder.large_tensors())
