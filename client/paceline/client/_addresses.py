@@ -32,9 +32,11 @@ def parse_addresses(text: str, kind: str) -> tuple[str, ...]:
         InvalidRequestError: An entry is empty, repeated, or of another form.
     """
     param = {"param": f"{kind}_address"}
-    entries = tuple(entry.strip() for entry in text.split(",")) if isinstance(text, str) else ()
-    for entry in entries or [str(text)]:
-        form = _FORMS.fullmatch(entry.removeprefix(_DNS)) if entries else None
+    # Another type may be an int with too many digits to print.
+    given = text if isinstance(text, str) else f"<{type(text).__name__}>"
+    entries = tuple(entry.strip() for entry in given.split(","))
+    for entry in entries:
+        form = _FORMS.fullmatch(entry.removeprefix(_DNS))
         if form is None or not 0 < int(form[3] or 1) < 2**16:
             raise InvalidRequestError(
                 f"{entry!r} is not the address of a {kind}: give host:port with a port of 1 to "
