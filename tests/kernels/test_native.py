@@ -115,11 +115,10 @@ def test_a_level_that_differs_from_plain_c_is_not_used(
     broken = _compile.levels_here()[0]
     sources = fresh / "native"
     shutil.copytree(_compile._SOURCES, sources)
-    (sources / "linear.c").write_text(
-        (sources / "linear.c")
-        .read_text()
-        .replace("case LINEAR_Q8: q8_rows", "case LINEAR_Q8: q4_rows")
-    )
+    right = (sources / "linear_blocks.h").read_text()
+    wrong = right.replace("FORMAT_ROWS(q8_rows, 0,", "FORMAT_ROWS(q8_rows, 1,")  # as 4 bits
+    assert wrong != right
+    (sources / "linear_blocks.h").write_text(wrong)
     monkeypatch.setattr(_compile, "_SOURCES", sources)
     monkeypatch.setenv(_native.VARIABLE, broken)
     with caplog.at_level(logging.WARNING):
