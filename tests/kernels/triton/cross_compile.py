@@ -29,7 +29,7 @@ from paceline.kernels._triton.jit.rows import add_norm_rows, gate_rows, rotate_r
 from paceline.kernels._triton.jit.sampling import choose_rows
 from paceline.kernels._triton.plan import choose_tiling
 
-CAPABILITY = int(sys.argv[1])
+CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
 TARGET = GPUTarget("cuda", CAPABILITY, 32)
 SHARED = {80: 164, 90: 228, 100: 228}[CAPABILITY] << 10
 """Shared memory of a multiprocessor. Unit: bytes."""
