@@ -105,7 +105,7 @@ INLINE void quantised_block(const int rows, const BlockFormat f, const Matrix *m
   const int four = f.four, factor = f.f16 ? 2 : 4;
   const int64_t panel = BLOCK_INS * PANEL / (four ? 2 : 1);
   const int64_t bytes = 2 * panel + PAIR * factor * (f.minima ? 2 : 1), blocks = m->ins / BLOCK_INS;
-  const char *block = (const char *)m->values + first / PAIR * blocks * bytes;
+  const char *block = first_block(m, first);
   vec total[PAIR / UNIT][BLOCK_ROWS][VECTORS];
   float totals[BLOCK_ROWS * PAIR];
 #pragma GCC unroll 1

@@ -151,8 +151,8 @@ class DSparkHeads:
         if config.confidence:
             head = _loaded(ConfidenceHead(config), "confidence_head.", weights).to(device, dtype)
             self._confidence = head.proj.weight[0, : config.hidden]
-            self._offsets = [float(head.proj.bias)]
-            """Of the confidence by row of W1, or one for all."""
+            self._offsets = [float(head.proj.bias)] * (max(self._rows) + 1)
+            """Of the confidence, by row of W1."""
             if config.confidence_markov:
                 column = head.proj.weight[0, config.hidden :]
                 self._offsets = (self._w1 @ column + head.proj.bias).tolist()
@@ -182,8 +182,7 @@ class DSparkHeads:
         logs = None
         if self._confidence is not None:
             level = float(hidden @ self._confidence)
-            of_row = self._offsets if len(self._offsets) > 1 else self._offsets * (max(rows) + 1)
-            logs = [_log_sigmoid(level + of_row[row]) for row in rows]
+            logs = [_log_sigmoid(level + self._offsets[row]) for row in rows]
         return HeadOutput(scores, after, logs)
 
 
