@@ -120,6 +120,10 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
         help="repeatable; default: those that ship for the target, ngram and selfspec in 4 bits",
     )  # fmt: skip
     option("--always", action="store_true", help="each drafter also with a tree in every round")
+    option(
+        "--without-lookup", action="store_true",
+        help="each trained drafter also with lookup=false, as NAME-alone: what the method gains",
+    )  # fmt: skip
     option("--llama-server", metavar="PROGRAM", help="default: from PATH")
     option("--llama-model", type=Path, nargs="*", default=[], metavar="GGUF", help="for llama.cpp")
     option(

@@ -273,6 +273,12 @@ def choose(prompts: Prompts, phase: Phase, wanted: list[str]) -> Prompts:
     return {name: prompts[name] for name in names if name in (wanted or names)}
 
 
+def _without_lookup(spec: str) -> str:
+    """The same drafter without prompt lookup before it."""
+    spec = spec.replace(",lookup=true", "").replace(",lookup=false", "")
+    return f"{spec},lookup=false"
+
+
 def contestants(
     args: argparse.Namespace, models: Models, source: ModelSource, phase: Phase
 ) -> Iterator[Contestant]:
@@ -282,6 +288,13 @@ def contestants(
         f"selfspec=selfspec:{models.target},weights=int4,lookup=true",
     ]
     drafters = dict(spec.split("=", 1) for spec in args.drafter or shipped)
+    if args.without_lookup:
+        alone = {
+            f"{name}-alone": _without_lookup(spec)
+            for name, spec in drafters.items()
+            if not spec.startswith("ngram")
+        }
+        drafters |= alone
     # Engines of their own for --always: drafters that remember texts have not seen the answers.
     for weights, always in product(args.weights, (False, True) if args.always else (False,)):
         yield PacelineServices(
