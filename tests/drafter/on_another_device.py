@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import Decoder
+from paceline.decoder.sampling import sampling_params
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import (
     Budget,
@@ -30,7 +31,6 @@ from paceline.drafter.methods.layers import linear
 from paceline.kernels import attention
 from paceline.kernels.blocks import quantise
 from paceline.kernels.dense import DenseBackend
-from paceline.service.sampling import sampling_params
 from paceline.tree import TokenTree
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from paceline.decoder.sampling import sampling_params
 from paceline.drafter.methods.base import Budget, DraftSequence, Update
 from paceline.kernels import History, Proposal, filter_logits
-from paceline.service.sampling import sampling_params
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 

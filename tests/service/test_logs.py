@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from paceline.service.logs import JsonFormatter, TextFormatter, configure_logging, request_id
+from paceline.service.runtime import JsonFormatter, TextFormatter, configure_logging, request_id
 
 from .conftest import Serve
 from .toy import ask

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from paceline.decoder.sampling import sampling_params
 from paceline.kernels import SamplingParams
 from paceline.sampling import Sampling, SamplingError
-from paceline.service.sampling import sampling_params
 from paceline.v1 import sampling_pb2
 
 # Exact in float32, the type of the message.

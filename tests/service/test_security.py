@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paceline.service import OptionsError
-from paceline.service.identity import owner_from
+from paceline.service.interceptor import owner_from
 
 from .conftest import Pair, Serve
 from .toy import ask

@@ -17,8 +17,8 @@ from paceline.cli.service_process import (
     stop_with_stdin,
 )
 from paceline.client import PacelineError, RetryOptions
-from paceline.service.logs import configure_logging
 from paceline.service.options import OptionsError, add_options, given_options, read_secret
+from paceline.service.runtime import configure_logging
 from paceline.telemetry.exporters import traced
 
 if TYPE_CHECKING:

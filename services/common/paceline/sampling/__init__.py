@@ -37,6 +37,11 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
+def rejects(message: sampling_pb2.SamplingParams) -> bool:
+    """Whether rejection sampling decides acceptance; at temperature 0 both modes are equal."""
+    return message.temperature > 0 and message.mode == sampling_pb2.ACCEPTANCE_MODE_REJECTION
+
+
 class SamplingError(ValueError):
     """A parameter is of another type, or out of its range.
 

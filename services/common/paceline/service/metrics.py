@@ -14,8 +14,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from paceline.service.identity import bearer_token, https_context, token_matches
-from paceline.service.interceptor import OnEnd
+from paceline.service.interceptor import OnEnd, bearer_token, https_context, token_matches
 from paceline.service.options import OptionsError, ServerOptions
 from paceline.telemetry.names import Metric
 

@@ -11,9 +11,8 @@ from paceline.drafter.kv.exchange import KvExchange
 from paceline.drafter.methods.base import Drafter, GenerationInfo, Update
 from paceline.drafter.registry import Version
 from paceline.drafter.statistics import DraftStatistics, accepted_tokens
-from paceline.sampling import Sampling, SamplingError
+from paceline.sampling import Sampling, SamplingError, rejects
 from paceline.service import ServiceError
-from paceline.service.sampling import rejects
 from paceline.telemetry.names import Attribute, Span
 from paceline.telemetry.tracing import annotate, server_span
 from paceline.tree import TokenTree

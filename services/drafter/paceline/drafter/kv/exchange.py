@@ -16,7 +16,7 @@ from paceline.drafter.errors import KvGone, KvNotShared, VerifierUnreachable
 from paceline.drafter.kv import WIRE_DTYPES, KvOptions
 from paceline.kv.policies import STREAMING
 from paceline.service.exchange import MAX_FRAME_BYTES, request_file
-from paceline.service.identity import check_authorities
+from paceline.service.interceptor import check_authorities
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 
 if TYPE_CHECKING:

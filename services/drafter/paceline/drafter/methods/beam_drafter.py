@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
+from paceline.decoder.sampling import sampling_params
 from paceline.drafter.methods.base import (
     Budget,
     Drafter,
@@ -24,7 +25,6 @@ from paceline.drafter.methods.base import (
 from paceline.drafter.methods.beam import Beam, BeamOptions, Chain, Ranked, Ranker
 from paceline.drafter.methods.slots import chain_segments
 from paceline.kernels import MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees, send
-from paceline.service.sampling import sampling_params
 from paceline.tree import EMPTY, TokenTree
 
 Source = TypeVar("Source")

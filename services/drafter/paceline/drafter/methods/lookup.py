@@ -21,7 +21,7 @@ from paceline.drafter.methods.base import (
     grow,
 )
 from paceline.drafter.methods.ngram import NgramDrafter
-from paceline.service.sampling import rejects
+from paceline.sampling import rejects
 from paceline.tree import TokenTree
 
 _MEMORY = 0.9

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence as Items
 
+from paceline.decoder.sampling import sampling_params
 from paceline.kernels import SamplingParams
 from paceline.sampling import CONSTRAINTS, SamplingError
 from paceline.service import ServiceError
-from paceline.service.sampling import sampling_params
 from paceline.tree import MAX_NODES, TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 from paceline.verifier.engine.drafting import MAX_NAME

@@ -1,19 +1,10 @@
-"""Sampling parameters for the kernels. Torch is imported on use: not every service needs it."""
+"""Sampling parameters for the kernels."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from paceline.sampling import Sampling
+from paceline.kernels import SamplingParams
+from paceline.sampling import Sampling, rejects
 from paceline.v1 import sampling_pb2
-
-if TYPE_CHECKING:
-    from paceline.kernels import SamplingParams
-
-
-def rejects(message: sampling_pb2.SamplingParams) -> bool:
-    """Whether rejection sampling decides acceptance; at temperature 0 both modes are equal."""
-    return message.temperature > 0 and message.mode == sampling_pb2.ACCEPTANCE_MODE_REJECTION
 
 
 def sampling_params(message: sampling_pb2.SamplingParams) -> SamplingParams:
@@ -24,8 +15,6 @@ def sampling_params(message: sampling_pb2.SamplingParams) -> SamplingParams:
     Raises:
         SamplingError: A value is out of range.
     """
-    from paceline.kernels import SamplingParams
-
     checked = Sampling.from_proto(message)
     return SamplingParams(
         temperature=checked.temperature,
