@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.verifier.kv.base import SequenceKv
-from paceline.verifier.kv.layout import KvLayout
+from paceline.verifier.kv.base import KvLayout, SequenceKv
 from paceline.verifier.kv.segment import Segment
 
 GRANT = bytes(range(16))

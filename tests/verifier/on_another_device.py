@@ -24,9 +24,8 @@ from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Decode, Draft, Prefill
 from paceline.verifier.engine.sequence import GenerationParams, Sequence
 from paceline.verifier.kv import pool as pool_module
-from paceline.verifier.kv.layout import KvLayout
+from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
 from paceline.verifier.kv.pool import PagePool
-from paceline.verifier.kv.taps import TapLayout, Taps
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.decoder import Decoder
-from paceline.verifier.scheduler import costs, storage
+from paceline.verifier.scheduler import costs
+from paceline.verifier.scheduler import scheduler as scheduling
 from paceline.verifier.scheduler.costs import Costs, CostTable, flat_table
 
 SOME = CostTable((1, 2), (1.0, 1.0))
@@ -49,12 +50,12 @@ def test_tables_are_kept_and_measured_once(
     decoder = Decoder.load(model)
 
     def loaded(*, again: bool = False) -> CostTable:
-        return storage.load_scheduler(decoder, 2048, 64, again=again).costs.profiled
+        return scheduling.load_scheduler(decoder, 2048, 64, again=again).costs.profiled
 
     with torch.inference_mode():
         table = loaded()
         (file,) = (tmp_path / "paceline" / "costs").glob("*.json")
-        monkeypatch.setattr(storage, "profile", lambda *_: SOME)
+        monkeypatch.setattr(scheduling, "profile", lambda *_: SOME)
         assert loaded() == table
         assert loaded(again=True) == SOME
         for damaged in ("[1]", "{}", '{"table": {"tokens": [1]}, "learnt": null}', "no JSON"):
@@ -73,13 +74,13 @@ def test_a_table_measured_on_a_busy_machine_is_measured_again(
         measured += 1
         return SOME
 
-    monkeypatch.setattr(storage, "profile", count)
+    monkeypatch.setattr(scheduling, "profile", count)
     scales = []
     for learnt in (0.9, 0.5, 1.0):  # of the table, as one process after the other finds it
-        scheduler = storage.load_scheduler(decoder, 2048, 64)
+        scheduler = scheduling.load_scheduler(decoder, 2048, 64)
         scales.append(scheduler.costs.scale)
         scheduler.costs.scale = learnt
-        storage.save_scheduler(scheduler, decoder)
+        scheduling.save_scheduler(scheduler, decoder)
     assert scales == [1.0, 0.9, 1.0]
     assert measured == 2
 
@@ -89,11 +90,11 @@ def test_a_table_that_cannot_be_kept_serves_once(
 ) -> None:
     (tmp_path / "paceline").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(storage, "profile", lambda *_: SOME)
+    monkeypatch.setattr(scheduling, "profile", lambda *_: SOME)
     decoder = Decoder.load(model)
-    scheduler = storage.load_scheduler(decoder, 2048, 64)
+    scheduler = scheduling.load_scheduler(decoder, 2048, 64)
     assert scheduler.costs.profiled == SOME
-    storage.save_scheduler(scheduler, decoder)
+    scheduling.save_scheduler(scheduler, decoder)
 
 
 def test_of_several_that_start_at_a_time_one_measures(
@@ -109,9 +110,9 @@ def test_of_several_that_start_at_a_time_one_measures(
 
     def load(_: int) -> CostTable:
         began.wait()
-        return storage.load_scheduler(decoder, 2048, 64).costs.profiled
+        return scheduling.load_scheduler(decoder, 2048, 64).costs.profiled
 
-    monkeypatch.setattr(storage, "profile", one)
+    monkeypatch.setattr(scheduling, "profile", one)
     with ThreadPoolExecutor(3) as pool:
         tables = list(pool.map(load, range(3)))
     assert tables == [SOME] * 3

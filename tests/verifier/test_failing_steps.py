@@ -30,7 +30,7 @@ from paceline.verifier.engine.job import (
     StepFailed,
 )
 from paceline.verifier.engine.sequence import GenerationParams, Sequence
-from paceline.verifier.kv.layout import KvLayout
+from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.segment import Segment
 
 POISON = 59

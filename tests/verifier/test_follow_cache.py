@@ -26,11 +26,11 @@ from paceline.kv.wire import (
     position_bytes,
 )
 from paceline.v1 import kv_pb2, kv_pb2_grpc
-from paceline.verifier.cache import Cache
 from paceline.verifier.engine.sequence import GenerationParams, Sequence
 from paceline.verifier.kv.segment import Segment
-from paceline.verifier.rpc import follow
-from paceline.verifier.rpc.follow import FollowStream
+from paceline.verifier.rpc import kv_exchange
+from paceline.verifier.rpc.kv_exchange import FollowStream
+from paceline.verifier.store import Cache
 
 CODE = grpc.StatusCode
 FLOAT32 = kv_pb2.KV_DTYPE_FLOAT32
@@ -68,9 +68,9 @@ def test_updates_add_up_to_the_selection(
 ) -> None:
     """Growing texts, changing budgets, any selection, messages of any size."""
     segment = Segment(LAYOUT, 1024)
-    cache, limit = new_cache(segment), follow.MESSAGE_BYTES
+    cache, limit = new_cache(segment), kv_exchange.MESSAGE_BYTES
     try:
-        follow.MESSAGE_BYTES = messages
+        kv_exchange.MESSAGE_BYTES = messages
         policy = Scattered(len(layers), seed) if seed % 2 else Streaming(segment, layers)
         stream = FollowStream(cache, layers, policy, 1, FLOAT32)
         delta = DeltaCache(stream._shape)
@@ -93,7 +93,7 @@ def test_updates_add_up_to_the_selection(
                 for mine, plane in zip(delta.layer(index), segment.layer(layer), strict=True):
                     assert mine.equal(plane[:, where])
     finally:
-        follow.MESSAGE_BYTES = limit
+        kv_exchange.MESSAGE_BYTES = limit
         segment.close()
 
 

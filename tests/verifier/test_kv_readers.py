@@ -22,7 +22,7 @@ from verifier_support import serving, until
 from paceline.drafter.errors import KvGone
 from paceline.kernels.caches import from_rows
 from paceline.verifier.kv.base import open_segments
-from paceline.verifier.rpc import follow
+from paceline.verifier.rpc import kv_exchange
 
 PROMPT = [3, 1, 4, 1, 5]
 FIELDS: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
@@ -50,7 +50,7 @@ async def test_readers_have_what_the_verifier_committed(
     """KV and hidden states, mapped and followed, bit for bit after every round: with rejected
     nodes, moved paths, plain steps, changes of the budget, and past one reservation. The tokens are
     those without readers."""
-    monkeypatch.setattr(follow, "MESSAGE_BYTES", message_bytes)
+    monkeypatch.setattr(kv_exchange, "MESSAGE_BYTES", message_bytes)
     kv = "int8" if name == "int8 KV" else "auto"
     async with serving(
         models[name], tmp_path / "v.sock", kv_bytes=1 << 28, kv_cache_dtype=kv

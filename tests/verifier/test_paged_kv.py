@@ -20,10 +20,9 @@ from paceline.drafter.errors import KvNotShared
 from paceline.kv.segment import HEADER_BYTES
 from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2
 from paceline.verifier import build_service
-from paceline.verifier.kv.base import OutOfMemory
+from paceline.verifier.kv.base import OutOfMemory, TapLayout, Taps
 from paceline.verifier.kv.pool import PAGE_TOKENS, PagedKv, PagePool
 from paceline.verifier.kv.segment import Segment
-from paceline.verifier.kv.taps import TapLayout, Taps
 from paceline.verifier.service import _default_kv_bytes
 
 CPU = torch.device("cpu")

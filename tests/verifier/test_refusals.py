@@ -19,7 +19,7 @@ from verifier_support import (
 )
 
 from paceline.v1 import sampling_pb2, verifier_pb2
-from paceline.verifier import admission
+from paceline.verifier import store as store_module
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 PROMPT = [3, 1, 4, 1, 5]
@@ -111,7 +111,7 @@ async def test_malformed_messages(client: Client) -> None:
 async def test_a_full_verifier_returns_a_retry_delay(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(store_module, "WAIT_SECONDS", 0.0)
     # A text of 512 tokens: 2 layers x 2 kinds x 2 heads x 16 elements of 4 bytes each.
     one = 512 * 2 * 2 * 2 * 16 * 4
     async with serving(model, tmp_path / "v.sock", kv_bytes=2 * one + 1) as client:

@@ -22,7 +22,7 @@ from paceline.kernels.caches import from_rows
 from paceline.kv.policies import load_policy
 from paceline.kv.selection import PAGE, ScoreObserver, TopScores
 from paceline.verifier.engine.batch import BatchObserver
-from paceline.verifier.kv.layout import KvLayout
+from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.segment import Segment
 
 POLICIES = ("verified", "chunk_topk", "quest")

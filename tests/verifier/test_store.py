@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from verifier_support import LAYOUT, Clock
 
-from paceline.verifier import admission
+from paceline.verifier import store as store_module
 from paceline.verifier.engine.job import FinishReason
 from paceline.verifier.engine.sequence import GenerationParams, Sequence
 from paceline.verifier.kv.base import open_segments
@@ -85,7 +85,7 @@ async def test_released_generations_are_admitted_before_new_ones() -> None:
 async def test_a_request_without_room_is_refused_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(admission, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(store_module, "WAIT_SECONDS", 0.0)
     store = new_store(Clock(), max_sequences=0)
     with pytest.raises(StoreFull) as full:
         await store.admit(GenerationParams((1,), length_limit=9), "me")

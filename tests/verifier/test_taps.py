@@ -14,8 +14,8 @@ from verifier_support import LAYOUT, Client
 from paceline.decoder import Decoder, LocalCache
 from paceline.drafter.errors import KvNotShared
 from paceline.kernels import TreeSegment, plan_trees
+from paceline.verifier.kv.base import TapLayout, TapPlanes, Taps
 from paceline.verifier.kv.segment import Segment
-from paceline.verifier.kv.taps import TapLayout, TapPlanes, Taps
 
 PROMPT = [3, 1, 4, 1, 5]
 FIELDS = {"max_new_tokens": 60, "ignore_eos": True}

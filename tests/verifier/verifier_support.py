@@ -32,7 +32,7 @@ from paceline.v1 import (
 )
 from paceline.verifier import VerifierService, build_service
 from paceline.verifier import service as service_module
-from paceline.verifier.kv.layout import KvLayout
+from paceline.verifier.kv.base import KvLayout
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 VOCAB = 61

@@ -17,7 +17,7 @@ from paceline.kv.selection import AttentionScores
 from paceline.verifier.engine.batch import Batch, BatchObserver
 from paceline.verifier.engine.job import Prefill
 from paceline.verifier.engine.sequence import GenerationParams, Sequence
-from paceline.verifier.kv.layout import KvLayout
+from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool, PoolView
 
 CONFIG = DecoderConfig(

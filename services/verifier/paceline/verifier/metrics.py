@@ -16,11 +16,10 @@ from prometheus_client.registry import Collector
 
 from paceline.telemetry.names import PROVIDER, Metric, Span
 from paceline.v1 import verifier_pb2
-from paceline.verifier.cache import Cache
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill, StepOutput
-from paceline.verifier.rpc.follow import FollowCounts
-from paceline.verifier.store import CacheStore
+from paceline.verifier.rpc.kv_exchange import FollowCounts
+from paceline.verifier.store import Cache, CacheStore
 
 _MODEL = ("model_name",)
 _DRAFTER = (*_MODEL, "drafter", "version")

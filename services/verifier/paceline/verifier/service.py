@@ -36,18 +36,16 @@ from paceline.service.runtime import available_memory, trim
 from paceline.telemetry.tracing import tracer
 from paceline.v1 import exchange_pb2_grpc, kv_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.kv.layout import BLOCK_TOKENS, TREE_TOKENS, KvLayout
+from paceline.verifier.kv.base import BLOCK_TOKENS, TREE_TOKENS, KvLayout
 from paceline.verifier.kv.pool import PagePool, PoolView
 from paceline.verifier.kv.segment import SegmentMemory
 from paceline.verifier.model import ModelInfo, read_model_info
 from paceline.verifier.options import VerifierOptions
 from paceline.verifier.rpc.exchange import DraftExchangeServicer
-from paceline.verifier.rpc.follow import FollowCounts
-from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
+from paceline.verifier.rpc.kv_exchange import FollowCounts, KvExchangeServicer
 from paceline.verifier.rpc.messages import read_tree
 from paceline.verifier.rpc.servicer import VerifierServicer
-from paceline.verifier.scheduler.scheduler import Scheduler
-from paceline.verifier.scheduler.storage import load_scheduler, save_scheduler
+from paceline.verifier.scheduler.scheduler import Scheduler, load_scheduler, save_scheduler
 from paceline.verifier.store import CacheStore, KvMemory
 from paceline.verifier.telemetry import Telemetry
 

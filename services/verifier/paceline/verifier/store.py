@@ -3,20 +3,162 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import math
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import count
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from paceline.verifier.admission import Admission, NoRoom
-from paceline.verifier.cache import Cache, digest
+from paceline.verifier.engine.job import EngineJob
 from paceline.verifier.engine.prefixes import PrefixCache
 from paceline.verifier.engine.sequence import GenerationParams, Sequence
-from paceline.verifier.kv.base import SequenceKv, open_segments
-from paceline.verifier.kv.layout import KvLayout, round_up
+from paceline.verifier.kv.base import KvLayout, SequenceKv, TapLayout, open_segments, round_up
 from paceline.verifier.kv.segment import SegmentMemory
-from paceline.verifier.kv.taps import TapLayout
+
+if TYPE_CHECKING:
+    from paceline.verifier.metrics import RequestTimes
+
+CAPABILITY_BYTES = 16
+
+
+class Cache:
+    """A sequence with its capabilities, its lease and its newest job.
+
+    Used on the event loop. Its sequence and segment belong to the engine thread while a job of it
+    runs. Only ``CacheStore.release`` frees it: first it invalidates the capabilities, then the
+    engine unmaps the segment between two steps.
+
+    Attributes:
+        handle: Capability to generate (16 random bytes).
+        read_grant: Capability that only lets its holder read committed KV (16 random bytes).
+        sequence: The sequence.
+        expected_bytes: Memory that it was expected to need when it was admitted. Unit: bytes.
+        epoch: Number of the cache, different for every cache of a process. A reader that finds
+            another number than before must discard what it read.
+        expires: When the lease ends (the store's clock).
+        job: Its newest job; None before the first.
+        stream: The task that serves its Generate stream; a newer stream replaces it.
+        released: Whether its capabilities are invalid.
+        request: Its times, if metrics are kept.
+        rounds: Rounds that were traced.
+    """
+
+    def __init__(self, sequence: Sequence, epoch: int, expected_bytes: int = 0) -> None:
+        self.handle = secrets.token_bytes(CAPABILITY_BYTES)
+        self.read_grant = secrets.token_bytes(CAPABILITY_BYTES)
+        self.sequence = sequence
+        self.expected_bytes = expected_bytes
+        self.epoch = epoch
+        self.expires = 0.0
+        self.job: EngineJob | None = None
+        self.stream: object | None = None
+        self.released = False
+        self.request: RequestTimes | None = None
+        self.rounds = 0
+        sequence.read_grant = self.read_grant
+        sequence.segment.header.open(epoch)
+
+    @property
+    def owner(self) -> str:
+        """The client that created it; the handle is valid for this client only."""
+        return self.sequence.owner
+
+    @property
+    def claimed_bytes(self) -> int:
+        """Memory that it has or is expected to need. Unit: bytes."""
+        reserved = self.sequence.segment.reserved_bytes
+        return reserved if self.sequence.finish is not None else max(reserved, self.expected_bytes)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine runs a job of it, or has one waiting."""
+        return self.job is not None and not self.job.done
+
+
+def digest(capability: bytes) -> bytes:
+    """SHA-256 of a capability, its lookup key: the time of a lookup reveals nothing about it."""
+    return hashlib.sha256(capability).digest()
+
+
+WAIT_SECONDS = 30.0
+"""Longest wait of a request for memory. Then its client is told to come again."""
+
+_MAX_WAITING = 1024
+"""Maximum number of requests that wait for memory."""
+
+_FIRST_EXPECTED = 256
+"""Output tokens expected of a generation before any has ended."""
+
+_NEWEST_SHARE = 1 / 16
+"""Weight of the newest output in the running mean of lengths."""
+
+
+class NoRoom(Exception):
+    """A request waited too long for memory, or too many wait."""
+
+
+class Admission:
+    """Lets requests wait for memory, and learns how much a generation is expected to need.
+
+    Requests are admitted in order of arrival, but generations that were released for lack of
+    memory go first. No request is passed by another one, so a long text is not kept waiting by
+    short ones. Used on the event loop.
+
+    Attributes:
+        expected_output: Running mean of the lengths of outputs. Unit: tokens.
+    """
+
+    def __init__(self) -> None:
+        """Make an empty queue."""
+        self.expected_output = float(_FIRST_EXPECTED)
+        self._waiting: list[tuple[bool, int]] = []
+        self._tickets = count()
+        self._changed = asyncio.Event()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for memory now."""
+        return len(self._waiting)
+
+    def expected_length(self, generation: GenerationParams) -> int:
+        """Tokens that a generation is expected to have at its end."""
+        so_far = len(generation.prompt) + len(generation.output)
+        return min(so_far + math.ceil(self.expected_output), generation.length_limit)
+
+    def ended(self, sequence: Sequence) -> None:
+        """Learn from the length of a generation that has ended."""
+        if sequence.finish is not None:
+            output = len(sequence.tokens) - len(sequence.generation.prompt)
+            self.expected_output += _NEWEST_SHARE * (output - self.expected_output)
+
+    async def wait(self, generation: GenerationParams, has_room: Callable[[], bool]) -> None:
+        """Wait until it is a request's turn and there is room for it.
+
+        Raises:
+            NoRoom: It waited too long, or too many wait.
+        """
+        if len(self._waiting) >= _MAX_WAITING:
+            raise NoRoom(f"{len(self._waiting)} requests wait for KV memory")
+        ticket = (not generation.output, next(self._tickets))
+        self._waiting.append(ticket)
+        try:
+            async with asyncio.timeout(WAIT_SECONDS):
+                while ticket != min(self._waiting) or not has_room():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise NoRoom(f"there was no KV memory for {WAIT_SECONDS:g} seconds") from None
+        finally:
+            self._waiting.remove(ticket)
+            self.wake()
+
+    def wake(self) -> None:
+        """Have waiting requests look for memory again."""
+        self._changed.set()
+
 
 _log = logging.getLogger(__name__)
 

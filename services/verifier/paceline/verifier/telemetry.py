@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.telemetry.names import CREATE_CACHE, Attribute, Span
 from paceline.telemetry.tracing import add_server_span, remote_context, traceparent_of
-from paceline.verifier.cache import Cache
 from paceline.verifier.engine.job import Decode, DrafterVersion, Prefill, StepOutput
+from paceline.verifier.store import Cache
 
 if TYPE_CHECKING:
     from opentelemetry import context, trace

@@ -11,8 +11,7 @@ from torch import Tensor
 from paceline.kernels import History, SamplingParams
 from paceline.v1 import sampling_pb2
 from paceline.verifier.engine.job import FinishReason, StepOutput
-from paceline.verifier.kv.base import SequenceKv
-from paceline.verifier.kv.taps import Taps
+from paceline.verifier.kv.base import SequenceKv, Taps
 
 if TYPE_CHECKING:
     from paceline.kv.selection import ScoreObserver

@@ -15,9 +15,15 @@ from paceline.kernels import PagedPlane, send
 from paceline.kv.cuda import CudaDriver, DriverError, ExportedMemory, cuda_driver
 from paceline.kv.segment import HEADER_BYTES
 from paceline.v1 import kv_pb2
-from paceline.verifier.kv.base import OutOfMemory, SequenceKv
-from paceline.verifier.kv.layout import BLOCK_TOKENS, TREE_TOKENS, KvLayout, round_up
-from paceline.verifier.kv.taps import TapLayout
+from paceline.verifier.kv.base import (
+    BLOCK_TOKENS,
+    TREE_TOKENS,
+    KvLayout,
+    OutOfMemory,
+    SequenceKv,
+    TapLayout,
+    round_up,
+)
 
 PAGE_TOKENS = BLOCK_TOKENS
 _TABLE_BYTES = 4096

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import LayerTable
-from paceline.verifier.kv.base import OutOfMemory, SequenceKv
-from paceline.verifier.kv.layout import KvLayout, round_up
-from paceline.verifier.kv.taps import TapLayout
+from paceline.verifier.kv.base import KvLayout, OutOfMemory, SequenceKv, TapLayout, round_up
 
 
 class SegmentMemory:

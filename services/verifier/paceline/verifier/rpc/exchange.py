@@ -19,7 +19,7 @@ from paceline.service.exchange import FramedSocket, socket_address
 from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc, verifier_pb2
 from paceline.verifier.engine.drafting import MAX_NAME, Link, hidden_states
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.kv.taps import Taps
+from paceline.verifier.kv.base import Taps
 from paceline.verifier.store import CacheNotFound, CacheStore
 
 _log = logging.getLogger(__name__)

@@ -2,21 +2,287 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import torch
+from torch import Tensor
 
 from paceline.kv.policies import load_policy
+from paceline.kv.segment import TAP_AHEAD
 from paceline.kv.selection import SelectionPolicy, Streaming
-from paceline.kv.wire import WIRE_TYPES, cache_dtype
+from paceline.kv.wire import WIRE_TYPES, cache_dtype, encode, encode_rows, position_bytes
 from paceline.service import ServiceError
-from paceline.v1 import kv_pb2, kv_pb2_grpc
-from paceline.verifier.cache import CAPABILITY_BYTES, Cache
+from paceline.v1 import kv_pb2, kv_pb2_grpc, verifier_pb2
 from paceline.verifier.kv.base import SequenceKv
-from paceline.verifier.rpc.errors import grant_not_found
-from paceline.verifier.rpc.follow import FollowCounts, FollowStream, StateFeed
-from paceline.verifier.store import CacheNotFound, CacheStore
+from paceline.verifier.rpc.messages import grant_not_found
+from paceline.verifier.store import CAPABILITY_BYTES, Cache, CacheNotFound, CacheStore
+
+
+class StateFeed:
+    """The hidden states that one drafter is sent. Belongs to the event loop.
+
+    It copies rows of committed positions while the engine may write rows of newer positions into
+    the same ring. As every reader (see :class:`paceline.kv.segment.SegmentHeader`), it reads the
+    committed length again after the copy and drops rows that may have been overwritten.
+    """
+
+    def __init__(self, cache: Cache, layers: Sequence[int], window: int, start: int) -> None:
+        """Start from a drafter that has the rows below ``start``.
+
+        Args:
+            cache: The followed cache, which keeps the hidden states of these layers.
+            layers: Layers sent, counted from 0.
+            window: Only this many newest positions; 0: all. Unit: tokens.
+            start: First position to send.
+        """
+        self._sequence = cache.sequence
+        self._layers = layers
+        self._window = window
+        self._next = start
+        assert cache.sequence.segment.taps is not None, "checked when it was subscribed"
+        layout = cache.sequence.segment.taps.layout
+        self.hidden = layout.hidden
+        self.row_bytes = len(layers) * layout.row_bytes
+
+    def pieces(
+        self, committed: int, message_bytes: int
+    ) -> Iterator[list[verifier_pb2.HiddenStates]]:
+        """Yields the rows up to a committed length, in pieces of one message each.
+
+        Args:
+            committed: The committed length now. Unit: tokens.
+            message_bytes: Most bytes of a piece, unless one position is larger. Between two pieces
+                the caller may wait, but the cache must not be released.
+        """
+        rows = max(1, message_bytes // self.row_bytes)
+        begin = max(self._next, committed - self._window if self._window else 0)
+        while begin < committed:
+            end = min(committed, begin + rows)
+            piece = self._copy(begin, end)
+            if piece:
+                yield piece
+            begin = end
+        self._next = max(self._next, committed)
+
+    def _copy(self, begin: int, end: int) -> list[verifier_pb2.HiddenStates]:
+        planes = self._sequence.segment.taps
+        if planes is None:
+            return []
+        begin = max(begin, planes.first_kept(self._sequence.committed))
+        copies = planes.copy(self._layers, begin, end)
+        overwritten = self._sequence.committed + TAP_AHEAD - planes.layout.slots
+        first = max(begin, overwritten)
+        return [
+            verifier_pb2.HiddenStates(
+                layer=layer,
+                start=first,
+                count=end - first,
+                data=encode_rows(rows[first - begin :]),
+            )
+            for layer, rows in zip(self._layers, copies, strict=True)
+            if first < end
+        ]
+
+
+MESSAGE_BYTES = 1 << 20
+"""Maximum size of KV or hidden states in one message, so that encoding it does not block the event
+loop for long. Unit: bytes."""
+
+UPDATES_AHEAD = 2
+"""Maximum number of updates sent that are not acknowledged yet. A slower link skips rounds."""
+
+_POSITION_BYTES = 4
+
+
+@dataclass(slots=True)
+class FollowCounts:
+    """Counts of all streams of a verifier. Written by the event loop, read by any thread."""
+
+    streams: int = 0
+    """Open streams."""
+    updates: int = 0
+    """Updates that were begun."""
+    bytes: int = 0
+    """Bytes of all messages sent."""
+
+
+class FollowStream:
+    """Sends the changes of a cache to one drafter, as fast as the drafter acknowledges them.
+
+    Belongs to the event loop. It reads committed positions only, which never change, and keeps no
+    view of them over an await; after each await it checks whether the cache was released. A release
+    does not interrupt a write: a call whose first message is interrupted can carry no status.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        layers: Sequence[int],
+        policy: SelectionPolicy,
+        budget: int,
+        wire: kv_pb2.KvDtype | None,
+        states: StateFeed | None = None,
+        counts: FollowCounts | None = None,
+    ) -> None:
+        """Start from a drafter that has no positions.
+
+        Args:
+            cache: The followed cache.
+            layers: Layers sent, counted from 0.
+            policy: Chooses positions of these layers.
+            budget: Maximum number of positions per layer. Unit: tokens.
+            wire: Type of keys and values on the wire; None: chunks carry positions only.
+            states: Hidden states to send along; None: none.
+            counts: Where the stream is counted; None: nowhere.
+        """
+        layout = cache.sequence.segment.layout
+        self._cache = cache
+        self._states = states
+        self._layers = layers
+        self._policy = policy
+        self._budget = budget
+        self._wire = wire
+        self._positions = [torch.empty(0, dtype=torch.int64) for _ in layers]
+        self._shape = kv_pb2.KvShape(
+            layers=len(layers),
+            heads=layout.kv_heads,
+            head_dim=layout.head_dim,
+            dtype=cache_dtype(layout.hidden_dtype),
+            wire_dtype=wire or kv_pb2.KV_DTYPE_UNSPECIFIED,
+            hidden_size=0 if states is None else states.hidden,
+        )
+        row = _POSITION_BYTES
+        if wire is not None:
+            row = position_bytes(layout.kv_heads, layout.head_dim, wire)
+        self._message_positions = max(1, MESSAGE_BYTES // row)
+        self._counts = FollowCounts() if counts is None else counts
+        self._sent = 0
+        self._acknowledged = 0
+        self._sent_at: tuple[int, int] | None = None  # committed length and budget
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    async def serve(self, context: Any) -> None:
+        """Send the shape, then updates until the drafter ends the stream or the cache is gone.
+
+        Raises:
+            ServiceError: The cache is gone, or the drafter sent an invalid message.
+        """
+        sequence, observer = self._cache.sequence, self._policy.observer
+        sequence.listeners.add(self._changed.set)
+        if observer is not None:
+            sequence.observers.append(observer)
+        self._counts.streams += 1
+        reading = asyncio.create_task(self._read(context))
+        try:
+            await self._send(context, self._message(0, shape=self._shape))
+            while not self._ended:
+                self._changed.clear()
+                self._check()
+                if self._due:
+                    for message in self._update():
+                        await self._send(context, message)
+                else:
+                    await self._changed.wait()
+            await reading
+        finally:
+            self._counts.streams -= 1
+            sequence.listeners.discard(self._changed.set)
+            if observer is not None:
+                sequence.observers.remove(observer)
+            reading.cancel()
+
+    async def _send(self, context: Any, message: kv_pb2.FollowCacheResponse) -> None:
+        await context.write(message)
+        self._counts.bytes += message.ByteSize()
+
+    def _check(self) -> None:
+        if self._cache.released:
+            raise grant_not_found()
+
+    @property
+    def _due(self) -> bool:
+        """Whether something has changed, and another update may be sent."""
+        now = (self._cache.sequence.committed, self._budget)
+        return self._sent_at != now and self._sent - self._acknowledged < UPDATES_AHEAD
+
+    async def _read(self, context: Any) -> None:
+        """Read acknowledgements."""
+        try:
+            while (request := await context.read()) is not grpc.aio.EOF:
+                if request.WhichOneof("event") != "ack":
+                    raise ServiceError.invalid_argument(
+                        "ALREADY_SUBSCRIBED", "after the first message every one must be an ack"
+                    )
+                if not self._acknowledged < request.ack.update_id <= self._sent:
+                    raise ServiceError.invalid_argument(
+                        "BAD_ACK",
+                        f"update {request.ack.update_id} was acknowledged, expected one of "
+                        f"{self._acknowledged + 1} to {self._sent}",
+                    )
+                self._acknowledged = request.ack.update_id
+                self._budget = request.ack.budget or self._budget
+                self._changed.set()
+        finally:
+            self._ended = True
+            self._changed.set()
+
+    def _update(self) -> Iterator[kv_pb2.FollowCacheResponse]:
+        """Yields the messages of the next update; each is made after the previous one was sent."""
+        committed = self._cache.sequence.committed
+        self._sent_at = (committed, self._budget)
+        self._sent += 1
+        self._counts.updates += 1
+        chosen = self._policy.choose(committed, self._budget) if self._layers else []
+        message = self._message(committed)
+        added: list[tuple[int, Tensor]] = []
+        for index, (before, after) in enumerate(zip(self._positions, chosen, strict=True)):
+            dropped = before[~torch.isin(before, after)]
+            if len(dropped):
+                message.drops.add(layer=index, positions=dropped.tolist())
+            new = after[~torch.isin(after, before)]
+            added += [(index, part) for part in new.split(self._message_positions) if len(part)]
+        self._positions = chosen
+        room = self._message_positions
+        for index, positions in added:
+            if room < len(positions) and message.chunks:
+                yield message
+                self._check()
+                message, room = self._message(committed), self._message_positions
+            message.chunks.append(self._chunk(index, positions))
+            room -= len(positions)
+        if self._states is not None:
+            for piece in self._states.pieces(committed, MESSAGE_BYTES):
+                if message.chunks or message.hidden_states:
+                    yield message
+                    self._check()
+                    message = self._message(committed)
+                message.hidden_states.extend(piece)
+        message.last = True
+        yield message
+
+    def _message(self, committed: int, **fields: Any) -> kv_pb2.FollowCacheResponse:
+        return kv_pb2.FollowCacheResponse(
+            update_id=self._sent,
+            committed_length=committed,
+            epoch=self._cache.epoch,
+            **fields,
+        )
+
+    def _chunk(self, index: int, positions: Tensor) -> kv_pb2.KvChunk:
+        chunk = kv_pb2.KvChunk(layer=index, positions=positions.tolist())
+        if self._wire is not None:
+            keys, values = self._cache.sequence.segment.gather(self._layers[index], positions)
+            chunk.keys, key_scales = encode(keys, self._wire)
+            chunk.values, value_scales = encode(values, self._wire)
+            chunk.key_scales.extend(key_scales)
+            chunk.value_scales.extend(value_scales)
+        return chunk
+
 
 MAX_FOLLOWERS = 16
 """Maximum number of FollowCache streams per cache."""

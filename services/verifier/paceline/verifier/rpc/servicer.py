@@ -2,22 +2,227 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
 
 from paceline.service import Gate, ServiceError, owner_of
-from paceline.v1 import verifier_pb2, verifier_pb2_grpc
-from paceline.verifier.cache import CAPABILITY_BYTES, Cache
+from paceline.tree import TokenTree
+from paceline.v1 import tree_pb2, verifier_pb2, verifier_pb2_grpc
+from paceline.verifier.engine.drafting import MAX_NAME
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import Prefill
+from paceline.verifier.engine.job import (
+    Decode,
+    NoDraft,
+    Prefill,
+    StepOutput,
+    merge,
+    mergeable,
+    microseconds,
+)
+from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.model import ModelInfo
-from paceline.verifier.rpc.errors import as_service_errors, cache_not_found
 from paceline.verifier.rpc.exchange import DraftExchangeServicer
-from paceline.verifier.rpc.generate import GenerateStream
-from paceline.verifier.rpc.messages import read_generation, write_result, write_top
-from paceline.verifier.store import CacheNotFound, CacheStore
+from paceline.verifier.rpc.messages import (
+    as_service_errors,
+    cache_not_found,
+    read_generation,
+    write_result,
+    write_top,
+)
+from paceline.verifier.store import CAPABILITY_BYTES, Cache, CacheNotFound, CacheStore
 from paceline.verifier.telemetry import Telemetry
+
+_MAX_CREDITS = (1 << 31) - 1
+_REASONS = {
+    None: verifier_pb2.NO_DRAFT_REASON_UNSPECIFIED,
+    NoDraft.NO_DRAFTER: verifier_pb2.NO_DRAFT_REASON_NO_DRAFTER,
+    NoDraft.NODE_BUDGET: verifier_pb2.NO_DRAFT_REASON_NODE_BUDGET,
+    NoDraft.NOT_READY: verifier_pb2.NO_DRAFT_REASON_NOT_READY,
+    NoDraft.LATE: verifier_pb2.NO_DRAFT_REASON_LATE,
+    NoDraft.EMPTY: verifier_pb2.NO_DRAFT_REASON_EMPTY,
+    NoDraft.LAST_TOKEN: verifier_pb2.NO_DRAFT_REASON_LAST_TOKEN,
+}
+
+
+class GenerateStream:
+    """Serves one generation until it ends, its client ends the stream, or a newer one begins.
+
+    The engine runs the steps as one job, which ends with the stream. A later stream sends the
+    tokens again that its client lacks, and goes on with a new job. If there is no memory for a
+    step, the youngest generation is released.
+    """
+
+    def __init__(
+        self, cache: Cache, store: CacheStore, engine: Engine, telemetry: Telemetry
+    ) -> None:
+        self._cache = cache
+        self._store = store
+        self._engine = engine
+        self._telemetry = telemetry
+
+    async def serve(self, first: verifier_pb2.GenerateRequest, context: Any) -> None:
+        """Serve the stream whose first message is ``first``.
+
+        Raises:
+            ServiceError: A message was invalid, a step failed, or a newer stream began (ABORTED).
+        """
+        cache, task = self._cache, asyncio.current_task()
+        assert task is not None
+        if isinstance(cache.stream, asyncio.Task):
+            cache.stream.cancel()
+        cache.stream = task
+        try:
+            await self._serve(first, context)
+        except asyncio.CancelledError:
+            if cache.stream is task:
+                raise
+            task.uncancel()
+            raise ServiceError.aborted(
+                "STREAM_SUPERSEDED", "a newer Generate stream of the same cache replaced this one"
+            ) from None
+        finally:
+            if cache.stream is task:
+                cache.stream = None
+            if not cache.released:
+                self._store.renew(cache)
+
+    async def _serve(self, first: verifier_pb2.GenerateRequest, context: Any) -> None:
+        cache, start = self._cache, first.start
+        if cache.busy:  # the job of a broken or superseded stream
+            assert isinstance(cache.job, Decode), "a handle is known after its prefill"
+            self._engine.cancel(cache.job)
+            await cache.job.finished()
+        if cache.released:
+            raise cache_not_found()
+        _check(start, cache)
+        if start.position < cache.sequence.output_tokens:
+            await context.write(_message(self._again(start.position)))
+        if cache.sequence.finish is not None:
+            return
+        job = Decode(
+            cache.sequence,
+            drafter=None if start.drafter == "none" else start.drafter,
+            always_draft=start.always_draft,
+            max_nodes=start.max_nodes,
+            timeout=start.draft_timeout_ms / 1e3 or None,
+            isolated=start.isolated,
+            credits=min(first.credits, _MAX_CREDITS),
+            spans=self._telemetry.round_spans(start.traceparent),
+        )
+        cache.job = job
+        self._engine.decode(job)
+        reading = asyncio.create_task(self._read_credits(job, context))
+        try:
+            await self._answer(job, context)
+        finally:
+            reading.cancel()
+            self._engine.cancel(job)  # no effect on a job that is done
+        if job.error is not None:
+            if isinstance(job.error, OutOfMemory):
+                await self._store.make_room(job.ready_at)
+            with as_service_errors():
+                raise job.error
+        if cache.released and cache.sequence.finish is None:  # while its last step ran
+            raise cache_not_found()
+
+    async def _read_credits(self, job: Decode, context: Any) -> None:
+        """Pass on credits until the client ends its side of the stream."""
+        while (request := await context.read()) is not grpc.aio.EOF:
+            self._engine.grant(job, min(request.credits, _MAX_CREDITS))
+
+    async def _answer(self, job: Decode, context: Any) -> None:
+        """Send the tokens of a job as they are emitted."""
+        done = False
+        while not done:
+            await job.updated()
+            done = job.done  # read before the outputs: none is added after it
+            outputs: list[StepOutput] = []
+            while job.outputs:
+                merged = [job.outputs.popleft()]
+                while job.outputs and mergeable(merged[-1], job.outputs[0]):
+                    merged.append(job.outputs.popleft())
+                outputs.append(merge(merged))
+            if not outputs:
+                continue
+            try:
+                await context.write(_message(*map(self._round, outputs)))
+            finally:  # a client that has the last token cancels the stream meanwhile
+                for output in outputs:
+                    self._telemetry.answered(self._cache, output, job.spans)
+
+    def _round(self, output: StepOutput) -> verifier_pb2.Round:
+        response = verifier_pb2.Round(
+            position=output.position,
+            result=write_result(output),
+            steps=output.steps,
+            checked_nodes=output.checked,
+            no_draft=_REASONS[output.no_draft],
+            round_us=microseconds(output.ended - output.round_began),
+            verify_us=output.step_us,
+            queue_us=output.queue_us,
+            plain_us=output.plain_us,
+            node_budget=output.node_budget,
+            batch_tokens=output.batch_tokens,
+            epoch=self._cache.epoch,
+            fallbacks=[reason for reason, _ in output.fallbacks],
+        )
+        if output.fallbacks:
+            response.fallback_message = output.fallbacks[-1][1]
+        draft = output.draft
+        if draft is not None:
+            response.tree.CopyFrom(_shape(draft.tree))
+            response.drafter = str(draft.drafter)
+            response.draft_us = draft.draft_us
+            response.queue_us += draft.queue_us
+            response.kv_bytes = draft.kv_bytes
+        return response
+
+    def _again(self, position: int) -> verifier_pb2.Round:
+        """Tokens from a position on, which were emitted for an earlier stream."""
+        sequence = self._cache.sequence
+        text, generation = sequence.tokens, sequence.generation
+        skipped = position - len(generation.output)
+        output = StepOutput(
+            text[len(generation.prompt) + position :],
+            finish=sequence.finish,
+            logprobs=sequence.logprobs[skipped:],
+            top_logprobs=sequence.top_logprobs[skipped:],
+            position=position,
+            committed=sequence.committed,
+            steps=0,
+        )
+        return self._round(output)
+
+
+def _message(*rounds: verifier_pb2.Round) -> verifier_pb2.GenerateResponse:
+    return verifier_pb2.GenerateResponse(rounds=rounds)
+
+
+def _shape(tree: TokenTree) -> tree_pb2.TokenTree:
+    return tree_pb2.TokenTree(tokens=tree.tokens, parents=tree.parents)
+
+
+def _check(start: verifier_pb2.GenerateStart, cache: Cache) -> None:
+    """Check the first message against the cache.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT or FAILED_PRECONDITION.
+    """
+    if len(start.drafter) > MAX_NAME:
+        raise ServiceError.invalid_argument(
+            "BAD_DRAFTER",
+            f"the drafter's name has {len(start.drafter)} characters, expected at most {MAX_NAME}",
+        )
+    sequence = cache.sequence
+    first, emitted = len(sequence.generation.output), sequence.output_tokens
+    if not first <= start.position <= emitted:
+        raise ServiceError.failed_precondition(
+            "POSITION_AHEAD" if start.position > emitted else "POSITION_LOST",
+            f"position is {start.position}, but this cache has the output tokens from {first} to "
+            f"{emitted}; create a cache with the prompt and the tokens received so far",
+        )
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
