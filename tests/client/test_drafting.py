@@ -14,7 +14,7 @@ from paceline.client import (
     Stats,
     UnavailableError,
 )
-from paceline.client._output import Undrafted
+from paceline.client._text import Undrafted
 from paceline.v1 import verifier_pb2
 
 from .conftest import QUICK

@@ -134,7 +134,7 @@ async def test_a_dns_name_stands_for_its_addresses(
         assert (name, port) == ("verifiers", 7431)
         return [site.services[index].address for index in listed]
 
-    monkeypatch.setattr("paceline.client._addresses._lookup", lookup)
+    monkeypatch.setattr("paceline.client._transport._lookup", lookup)
     async with Client("dns:///verifiers:7431", cache_dir=None, retry=QUICK) as client:
         await generate(client, 4)
         assert site.made == [2, 2, 0]

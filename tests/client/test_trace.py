@@ -39,7 +39,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     """Traces of this test only: a process can set its provider but once."""
     recording = Recording()
     source = recording.provider.get_tracer("test")
-    monkeypatch.setattr("paceline.client._trace.tracer", lambda: source)
+    monkeypatch.setattr("paceline.client._stats.tracer", lambda: source)
     yield recording
     recording.provider.shutdown()
 
@@ -67,7 +67,7 @@ async def test_an_unsampled_trace_is_not_propagated(
     world: World, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = TracerProvider(sampler=ALWAYS_OFF).get_tracer("test")
-    monkeypatch.setattr("paceline.client._trace.tracer", lambda: source)
+    monkeypatch.setattr("paceline.client._stats.tracer", lambda: source)
     await client.generate(PROMPT, max_new_tokens=40, seed=SEED)
     assert not any(request.traceparent for request in world.verifier.starts)
     assert not any(request.traceparent for request in world.verifier.creates)

@@ -68,7 +68,7 @@ async def test_a_resolved_address_must_have_the_certificate_of_its_name(
     async def lookup(name: str, port: int) -> list[str]:
         return [address]
 
-    monkeypatch.setattr("paceline.client._addresses._lookup", lookup)
+    monkeypatch.setattr("paceline.client._transport._lookup", lookup)
     tls = TlsOptions(authority, own.cert, own.key)
     async with Client("dns:///verifier.example:1", tls=tls, cache_dir=None) as client:
         result = await client.generate(PROMPT, max_new_tokens=20, seed=5)

@@ -108,7 +108,7 @@ async def test_a_request_is_the_parent_of_its_texts(
     provider, exporter = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     source = provider.get_tracer("test")
-    for module in ("paceline.telemetry.tracing", "paceline.client._trace"):
+    for module in ("paceline.telemetry.tracing", "paceline.client._stats"):
         monkeypatch.setattr(f"{module}.tracer", lambda: source)
     template = "{{ messages[0].content }}"
     async with serve(MockTransport("fine"), chat_template=template) as served:

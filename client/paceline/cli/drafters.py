@@ -25,8 +25,8 @@ from paceline.cli.connection import (
     verifier_address,
 )
 from paceline.client import DraftOptions, PacelineError, Stats
-from paceline.client._addresses import addresses_of, parse_addresses
 from paceline.client._errors import from_rpc_error
+from paceline.client._transport import addresses_of, parse_addresses
 from paceline.harness import read_prompts
 from paceline.service.options import OptionsError
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc

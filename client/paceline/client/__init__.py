@@ -1,7 +1,7 @@
 """The Paceline client: generates text with verifiers and drafter services. Needs no torch."""
 
 from ._chat import Conversation, render_chat
-from ._client import Client
+from ._client import Client, SyncClient
 from ._errors import (
     AuthError,
     CapacityError,
@@ -28,10 +28,8 @@ from ._options import (
     checked_prompt,
     user_cache_dir,
 )
-from ._output import Chunk, TokenLogprob, VerifiedTree
 from ._stats import RoundStats, Stats, Usage
-from ._sync import SyncClient
-from ._text import Detokenizer, Model, TextCodec
+from ._text import Chunk, Detokenizer, Model, TextCodec, TokenLogprob, VerifiedTree
 from ._transport import Stream, Transport
 
 __all__ = [

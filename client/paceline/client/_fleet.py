@@ -13,11 +13,10 @@ from typing import Literal, TypeVar
 
 from paceline.v1 import drafter_pb2, verifier_pb2
 
-from ._addresses import Pool
 from ._errors import NotFoundError, PacelineError, PreconditionError, UnavailableError
 from ._options import RetryOptions
 from ._text import Model, TextCodec, TokenizerCache
-from ._transport import DrafterTransport, Transport
+from ._transport import DrafterTransport, Pool, Transport
 
 logger = logging.getLogger("paceline.client")
 

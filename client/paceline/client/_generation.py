@@ -14,11 +14,9 @@ from paceline.v1 import verifier_pb2
 from ._errors import ClientClosedError, DeadlineError, InvalidRequestError, PacelineError
 from ._fleet import Fleet
 from ._options import DraftOptions, GenerationOptions
-from ._output import Chunk, FinishReason, Output, TokenLogprob
-from ._stats import RoundStats, Stats, Usage
+from ._stats import GenerationTrace, RoundStats, Stats, Usage
 from ._stream import UNLIMITED, StreamRequest, TokenStream, cost
-from ._text import Model
-from ._trace import GenerationTrace
+from ._text import Chunk, FinishReason, Model, Output, TokenLogprob
 
 # Longest wait for the release of caches when the client closes. Unit: seconds.
 _CLOSE_TIMEOUT = 5.0

@@ -23,10 +23,8 @@ from ._errors import (
 )
 from ._fleet import Attempts, Fleet, Verifier, describe, retry_unavailable
 from ._options import DraftOptions, GenerationOptions, RetryOptions
-from ._output import TokenLogprob, prompt_logprobs
-from ._stats import Stats
-from ._text import Model
-from ._trace import GenerationTrace
+from ._stats import GenerationTrace, Stats
+from ._text import Model, TokenLogprob, prompt_logprobs
 from ._transport import GenerateStream
 
 logger = logging.getLogger("paceline.client")
