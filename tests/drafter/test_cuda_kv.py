@@ -25,7 +25,7 @@ from paceline.drafter.kv.exchange import KvExchange
 from paceline.drafter.kv.mapped import CacheFile
 from paceline.kv.cuda import DriverError
 from paceline.v1 import kv_pb2, kv_pb2_grpc
-from paceline.verifier.engine.sequence import GenerationParams, Sequence
+from paceline.verifier.engine.job import GenerationParams, Sequence
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagedKv, PagePool
 from paceline.verifier.rpc.kv_exchange import KvExchangeServicer

@@ -21,8 +21,7 @@ from paceline.kernels.dense import DenseBackend
 from paceline.tree import TokenTree
 from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import Decode, Draft, Prefill
-from paceline.verifier.engine.sequence import GenerationParams, Sequence
+from paceline.verifier.engine.job import Decode, Draft, GenerationParams, Prefill, Sequence
 from paceline.verifier.kv import pool as pool_module
 from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
 from paceline.verifier.kv.pool import PagePool

@@ -26,10 +26,11 @@ from paceline.verifier.engine.job import (
     Draft,
     DrafterVersion,
     EngineJob,
+    GenerationParams,
     Prefill,
+    Sequence,
     StepFailed,
 )
-from paceline.verifier.engine.sequence import GenerationParams, Sequence
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.segment import Segment
 

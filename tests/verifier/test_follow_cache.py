@@ -26,7 +26,7 @@ from paceline.kv.wire import (
     position_bytes,
 )
 from paceline.v1 import kv_pb2, kv_pb2_grpc
-from paceline.verifier.engine.sequence import GenerationParams, Sequence
+from paceline.verifier.engine.job import GenerationParams, Sequence
 from paceline.verifier.kv.segment import Segment
 from paceline.verifier.rpc import kv_exchange
 from paceline.verifier.rpc.kv_exchange import FollowStream

@@ -15,7 +15,7 @@ from verifier_support import LAYOUT, Client, Clock, failure, reason_of, serving,
 
 from paceline.service.exchange import request_file
 from paceline.v1 import kv_pb2, verifier_pb2
-from paceline.verifier.engine.sequence import GenerationParams
+from paceline.verifier.engine.job import GenerationParams
 from paceline.verifier.store import CacheNotFound
 
 PROMPT = [3, 1, 4, 1, 5]

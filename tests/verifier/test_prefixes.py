@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verifier_support import LAYOUT, VOCAB, Client, reason_of, serving, text, until
 
-from paceline.verifier.engine.prefixes import CHUNK_TOKENS, PrefixCache
-from paceline.verifier.engine.sequence import GenerationParams, Sequence
+from paceline.verifier.engine.job import GenerationParams, Sequence
+from paceline.verifier.engine.queue import CHUNK_TOKENS, PrefixCache
 from paceline.verifier.kv.pool import PagedKv, PagePool
 from paceline.verifier.kv.segment import Segment
 

@@ -10,8 +10,7 @@ import pytest
 from verifier_support import LAYOUT, Clock
 
 from paceline.verifier import store as store_module
-from paceline.verifier.engine.job import FinishReason
-from paceline.verifier.engine.sequence import GenerationParams, Sequence
+from paceline.verifier.engine.job import FinishReason, GenerationParams, Sequence
 from paceline.verifier.kv.base import open_segments
 from paceline.verifier.kv.segment import Segment, SegmentMemory
 from paceline.verifier.store import CacheNotFound, CacheStore, StoreFull

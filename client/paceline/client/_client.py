@@ -104,8 +104,8 @@ class Client:
             require("cache_dir", cache_dir, str | Path | None, "a folder's path, or None")
             require("transport", transport, Transport | None, "a transport such as MockTransport")
             printable = "printable ASCII text"
-            given = "" if token is None else token
-            checked("token", given, str, printable, lambda x: x.isascii() and x.isprintable())
+            text = "" if token is None else token
+            checked("token", text, str, printable, lambda x: x.isascii() and x.isprintable())
 
         retry, drafting = retry or RetryOptions(), drafting or DraftOptions()
         self._connections = connections = Connections(token, tls, max_message_bytes)

@@ -15,8 +15,7 @@ from paceline.decoder import Decoder, DecoderConfig, ForwardResult, GraphRunner,
 from paceline.kernels import PagedPlane, TreeSegment, attention, plan_trees
 from paceline.kv.selection import AttentionScores
 from paceline.verifier.engine.batch import Batch, BatchObserver
-from paceline.verifier.engine.job import Prefill
-from paceline.verifier.engine.sequence import GenerationParams, Sequence
+from paceline.verifier.engine.job import GenerationParams, Prefill, Sequence
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool, PoolView
 

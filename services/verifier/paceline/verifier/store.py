@@ -12,9 +12,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
-from paceline.verifier.engine.job import EngineJob
-from paceline.verifier.engine.prefixes import PrefixCache
-from paceline.verifier.engine.sequence import GenerationParams, Sequence
+from paceline.verifier.engine.job import EngineJob, GenerationParams, Sequence
+from paceline.verifier.engine.queue import PrefixCache
 from paceline.verifier.kv.base import KvLayout, SequenceKv, TapLayout, open_segments, round_up
 from paceline.verifier.kv.segment import SegmentMemory
 

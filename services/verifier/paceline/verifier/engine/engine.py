@@ -19,22 +19,20 @@ import torch
 
 from paceline.decoder import Decoder, GraphRunner, device_lost, use_device
 from paceline.tree import MAX_NODES, TokenTree
-from paceline.verifier.engine.acceptance import accept_batch
-from paceline.verifier.engine.batch import Batch
+from paceline.verifier.engine.batch import Batch, accept_batch
 from paceline.verifier.engine.drafting import Drafting, ReadTree
 from paceline.verifier.engine.job import (
     Decode,
     EngineJob,
     NoDraft,
     Prefill,
+    Sequence,
     SequenceClosed,
     StepFailed,
     StepOutput,
     microseconds,
 )
-from paceline.verifier.engine.prefixes import PrefixCache
-from paceline.verifier.engine.queue import CommandThread, JobQueue
-from paceline.verifier.engine.sequence import Sequence
+from paceline.verifier.engine.queue import CommandThread, JobQueue, PrefixCache
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.scheduler.scheduler import Scheduler
 

@@ -14,8 +14,14 @@ from paceline.service import ServiceError
 from paceline.tree import MAX_NODES, TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 from paceline.verifier.engine.drafting import MAX_NAME
-from paceline.verifier.engine.job import FinishReason, SequenceClosed, StepFailed, StepOutput
-from paceline.verifier.engine.sequence import GenerationParams, Sequence
+from paceline.verifier.engine.job import (
+    FinishReason,
+    GenerationParams,
+    Sequence,
+    SequenceClosed,
+    StepFailed,
+    StepOutput,
+)
 from paceline.verifier.grammar import MAX_SCHEMA_BYTES, Grammar, GrammarError, Grammars, Kind
 from paceline.verifier.kv.base import OutOfMemory, Taps
 from paceline.verifier.store import CacheNotFound, StoreFull

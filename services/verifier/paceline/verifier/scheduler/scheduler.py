@@ -31,8 +31,7 @@ from paceline.verifier.scheduler.controller import Drafters, PlainClock, Sequenc
 from paceline.verifier.scheduler.costs import WEIGHT, Costs, CostTable, flat_table, profile
 
 if TYPE_CHECKING:
-    from paceline.verifier.engine.job import Decode, StepOutput
-    from paceline.verifier.engine.sequence import Sequence
+    from paceline.verifier.engine.job import Decode, Sequence, StepOutput
 
 _MAX_IDLE = 5.0  # seconds; a longer wait was not for trees
 
