@@ -74,6 +74,25 @@ def test_answers_are_the_target_s_and_a_stopped_file_goes_on(
     assert write_conversations(decoder, tokenizer, _DOCUMENTS, 24, path) == whole
 
 
+def test_prompts_are_those_of_the_chat_template(instruct: Path) -> None:
+    tokenizer = load_tokenizer(instruct)
+    template = own.Template(tokenizer)
+    turns: list[dict[str, str]] = [{"role": "user", "content": "one two"}]
+
+    def rendered() -> list[int]:
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    first = template.whole(own.Question("chat", "one two", False))
+    assert first == rendered()
+    answer = tokenizer("three", add_special_tokens=False)["input_ids"]
+    before = (*first, *answer, template.stop)
+    turns += [{"role": "assistant", "content": "three"}, {"role": "user", "content": "four"}]
+    assert template.whole(own.Question("turns", "four", False, before=before)) == rendered()
+    turns[:] = [{"role": "system", "content": "short"}, {"role": "user", "content": "five"}]
+    assert template.whole(own.Question("system", "five", False, system="short")) == rendered()
+
+
 def test_what_cannot_be_written_or_read_is_refused(target: Path, tmp_path: Path) -> None:
     tokenizer: PreTrainedTokenizerFast = load_tokenizer(target)
     with pytest.raises(ValueError, match="needs an instruct model"):

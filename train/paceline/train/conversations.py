@@ -11,7 +11,7 @@ import os
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,8 @@ class TokenizedConversation:
     """One question with its answer, as token ids in the target's chat template.
 
     Attributes:
-        kind: ``chat``, ``code``, ``mathematics``, ``edit`` or ``document``.
+        kind: ``chat``, ``system`` (behind a system prompt), ``turns`` (a later turn), ``code``,
+            ``mathematics``, ``edit`` or ``document``.
         temperature: Of the answer; 0: greedy.
         seed: Of the answer's noise.
         prompt: Everything before the answer.
@@ -149,9 +150,28 @@ _DOCUMENT_OPENINGS = (
     "Quote the most important lines of the text above.", "Write a test for the code above.",
     "How would you improve the text above?", "Write documentation for the code above.",
 )  # fmt: skip
+_SYSTEM_PROMPTS = (
+    "You are a helpful assistant.", "Answer in one paragraph.", "Answer as briefly as you can.",
+    "You are an expert programmer. Answer with code only.", "You are a patient teacher.",
+    "You are a travel guide who knows every city.", "Explain everything to a child of ten.",
+    "You are a doctor who answers questions of patients carefully.", "Answer as a pirate would.",
+    "You are a mathematics tutor. Show each step.", "Use a list wherever you can.",
+    "You are an editor of a newspaper.", "Think step by step before you answer.",
+    "You are the support team of an online shop. Be polite and precise.",
+    "You are a historian.", "Answer in simple words and short sentences.",
+)  # fmt: skip
+_FURTHER_OPENINGS = (
+    "", "Can you", "What about", "Why", "Now", "Thanks!", "Explain the", "Give me another",
+    "And if", "Make it shorter", "Rewrite", "Are you sure", "How", "Show me", "What does",
+    "Could you also",
+)  # fmt: skip
 _TOGETHER = 64  # conversations that are written before the file grows
-_SHARES = {"chat": 0.32, "code": 0.24, "mathematics": 0.2, "edit": 0.18, "document": 0.06}
+_SHARES = {
+    "chat": 0.2, "system": 0.14, "turns": 0.16, "code": 0.16, "mathematics": 0.14, "edit": 0.14,
+    "document": 0.06,
+}  # fmt: skip
 _QUESTION, _ANSWER = 128, 320  # maximum of tokens that the target writes
+_BEFORE = 1200  # maximum of tokens before a later turn
 _EDIT = (100, 500)  # tokens of a text to edit
 _DOCUMENT = (800, 7000)  # tokens of a document
 _DOCUMENT_ANSWER = 160
@@ -159,16 +179,26 @@ _HEATS = (0.0, 0.7)
 
 
 @dataclass(frozen=True)
-class _Question:
-    """A user's turn; `open` if the target is to write the rest of it."""
+class Question:
+    """A user's turn; `open` if the target is to write the rest of it.
+
+    Attributes:
+        system: System prompt; None: what the template has by default.
+        before: Token ids of the conversation so far, up to the end of the target's turn.
+    """
 
     kind: str
     text: str
     open: bool
+    system: str | None = None
+    before: tuple[int, ...] = ()
+
+
+_MARK = "QUESTION"
 
 
 class Template:
-    """The target's chat template around one question."""
+    """The target's chat template around a question."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """Split the template at the question.
@@ -177,25 +207,39 @@ class Template:
         """
         if not tokenizer.chat_template:
             raise ValueError("the target has no chat template: own text needs an instruct model")
-        mark = "QUESTION"
-        turn = [{"role": "user", "content": mark}]
-        text = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
-        self._head, self._tail = text.split(mark)
         self._tokenizer = tokenizer
+        _, self._tail = self._around(None)
         self.stop = self._encode(self._tail)[0]
         """The token that ends a turn."""
+        turns = [{"role": "user", "content": "A"}, {"role": "assistant", "content": _MARK}]
+        turns.append({"role": "user", "content": "B"})
+        self._between = self._render(turns).split(_MARK)[1].rsplit("B", 1)[0]
 
-    def head(self, text: str) -> list[int]:
-        """Token ids of the user's turn up to and including `text`."""
-        return self._encode(self._head + text)
+    def head(self, question: Question) -> list[int]:
+        """Token ids up to the end of the question's text."""
+        if question.before:
+            # The text before ends with the stop token, which `_between` begins with.
+            return [*question.before, *self._encode(self._between + question.text)[1:]]
+        return self._encode(self._around(question.system)[0] + question.text)
 
-    def whole(self, question: str) -> list[int]:
+    def whole(self, question: Question) -> list[int]:
         """Token ids of everything before the answer."""
-        return self._encode(self._head + question + self._tail)
+        text = question.text + self._tail
+        return self.head(replace(question, text=text))
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without those of the template."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def _around(self, system: str | None) -> tuple[str, str]:
+        """What stands before and behind the text of the first question."""
+        turns = [{"role": "system", "content": system}] if system is not None else []
+        before, behind = self._render([*turns, {"role": "user", "content": _MARK}]).split(_MARK)
+        return before, behind
+
+    def _render(self, turns: list[dict[str, str]]) -> str:
+        render = self._tokenizer.apply_chat_template
+        return str(render(turns, tokenize=False, add_generation_prompt=True))
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -211,9 +255,9 @@ def write_conversations(
 ) -> list[TokenizedConversation]:
     """Conversations that the target writes, appended to `path` until it holds `count` or more.
 
-    Questions of the kinds chat, code and mathematics are the target's own from their first words
-    on; edits and documents are about its own answers and about pieces of `documents`. Every other
-    answer is greedy, the others have temperature 0.7, as a verifier would write them.
+    Questions of the kinds chat, system, turns, code and mathematics are the target's own from their
+    first words on; edits and documents are about its own answers and about pieces of `documents`.
+    Every other answer is greedy, the others have temperature 0.7, as a verifier would write them.
 
     Args:
         decoder: The target.
@@ -251,7 +295,7 @@ def _question(
     documents: Sequence[Sequence[int]],
     written: Sequence[TokenizedConversation],
     draw: np.random.Generator,
-) -> _Question:
+) -> Question:
     def one_of(texts: Sequence[str]) -> str:
         return texts[int(draw.integers(len(texts)))]
 
@@ -262,31 +306,44 @@ def _question(
         return template.text(ids[start : start + length])
 
     if kind == "chat":
-        return _Question(
+        return Question(
             kind, one_of(_FREE_OPENINGS if draw.random() < 0.5 else _CHAT_OPENINGS), True
         )
+    if kind == "system":
+        openings = _CHAT_OPENINGS + _CODE_OPENINGS + _MATHEMATICS_OPENINGS
+        return Question(kind, one_of(openings), True, system=one_of(_SYSTEM_PROMPTS))
+    if kind == "turns":
+        ended = [
+            each.tokens
+            for each in written
+            if each.answer[-1] == template.stop and len(each.tokens) <= _BEFORE
+        ]
+        if ended:
+            before = tuple(ended[int(draw.integers(len(ended)))])
+            return Question(kind, one_of(_FURTHER_OPENINGS), True, before=before)
+        kind = "code"
     if kind == "code":
-        return _Question(kind, one_of(_CODE_OPENINGS), True)
+        return Question(kind, one_of(_CODE_OPENINGS), True)
     if kind == "mathematics":
-        return _Question(kind, one_of(_MATHEMATICS_OPENINGS), True)
+        return Question(kind, one_of(_MATHEMATICS_OPENINGS), True)
     if kind == "edit":
         own = [each for each in written if each.kind in ("chat", "mathematics")]
         if own and draw.random() < 0.6:
             text = template.text(own[draw.integers(len(own))].answer)
-            return _Question(kind, f"{one_of(_EDIT_OPENINGS)}\n\n{text}", False)
+            return Question(kind, f"{one_of(_EDIT_OPENINGS)}\n\n{text}", False)
         text = f"{one_of(_EDIT_CODE_OPENINGS)}\n```\n{piece(_EDIT)}\n```"
-        return _Question(kind, text, False)
-    return _Question(kind, f"{piece(_DOCUMENT)}\n\n{one_of(_DOCUMENT_OPENINGS)}", False)
+        return Question(kind, text, False)
+    return Question(kind, f"{piece(_DOCUMENT)}\n\n{one_of(_DOCUMENT_OPENINGS)}", False)
 
 
 def _complete(
-    decoder: Decoder, template: Template, questions: list[_Question], draw: np.random.Generator
-) -> list[_Question]:
+    decoder: Decoder, template: Template, questions: list[Question], draw: np.random.Generator
+) -> list[Question]:
     """The questions, with the open ones written to their end."""
     numbers = [number for number, question in enumerate(questions) if question.open]
     tasks = [
         Task(
-            template.head(questions[number].text),
+            template.head(questions[number]),
             SamplingParams(temperature=1.0, min_p=0.02, seed=seed),
             _QUESTION,
         )
@@ -295,19 +352,19 @@ def _complete(
     for index, tokens in write_texts(decoder, tasks, template.stop):
         number = numbers[index]
         text = questions[number].text + template.text(tokens)
-        questions[number] = _Question(questions[number].kind, text.strip(), False)
+        questions[number] = replace(questions[number], text=text.strip(), open=False)
     return questions
 
 
 def _answer(
-    decoder: Decoder, template: Template, questions: Sequence[_Question], draw: np.random.Generator
+    decoder: Decoder, template: Template, questions: Sequence[Question], draw: np.random.Generator
 ) -> list[TokenizedConversation]:
     seeds = _seeds(draw, len(questions))
     tasks = []
     for number, (question, seed) in enumerate(zip(questions, seeds, strict=True)):
         params = SamplingParams(temperature=_HEATS[number % 2], seed=seed)
         length = _DOCUMENT_ANSWER if question.kind == "document" else _ANSWER
-        tasks.append(Task(template.whole(question.text), params, length))
+        tasks.append(Task(template.whole(question), params, length))
     found = sorted(write_texts(decoder, tasks, template.stop))
     return [
         TokenizedConversation(
