@@ -243,7 +243,9 @@ class DraftModel(nn.Module):
     def __init__(self, config: LayerShape) -> None:
         super().__init__()
         count = config.draft_vocab_size
-        self.register_buffer(DRAFT_TOKENS, torch.arange(count) if count else None)
+        # On the meta device this would import sympy.
+        tokens = torch.arange(count, device="cpu") if count else None
+        self.register_buffer(DRAFT_TOKENS, tokens)
         # Not in the state dict: config.json contains it.
         self.register_buffer("rope_inv_freq", torch.tensor(config.rope_inv_freq), persistent=False)
 

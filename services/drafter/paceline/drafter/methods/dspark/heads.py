@@ -32,13 +32,15 @@ class MarkovHead(nn.Module):
         rank, hidden = config.markov_rank, config.hidden
         self.kind = config.markov_head
         others = 1 if config.draft_vocab_size else 0  # a row for all tokens that are not drafted
-        self.markov_w1 = nn.Embedding(config.drafted + others, rank)
+        rows = torch.empty(config.drafted + others, rank)
+        self.markov_w1 = nn.Embedding.from_pretrained(rows, freeze=False)
         self.markov_w2 = nn.Linear(rank, config.drafted, bias=False)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(hidden + rank, rank)
         elif self.kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
-        nn.init.normal_(self.markov_w1.weight, std=0.1)
+        if not rows.is_meta:  # there, random numbers import torch's compiler: 1 s and 150 MiB
+            nn.init.normal_(self.markov_w1.weight, std=0.1)
         nn.init.zeros_(self.markov_w2.weight)
 
     def begin(self, hidden: Tensor) -> Tensor:
