@@ -50,7 +50,8 @@ class _Chunks:
 
 def _map(size: int) -> Tensor:
     """uint8 zeros that start at a multiple of a huge page."""
-    memory = mmap.mmap(-1, size + _HUGE)
+    # Shared memory, the default, gets no huge pages on most systems.
+    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):  # a kernel or system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
@@ -183,6 +184,11 @@ class PackedMatrix:
         for name, tensor in self.tensors().items():
             if tensor.data_ptr() % ALIGNMENT or not tensor.is_contiguous():
                 raise ValueError(f"{name} must be dense at a multiple of {ALIGNMENT} bytes")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(outs, ins)``."""
+        return self.outs, self.ins
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name, without those that are None."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from gguf import GGMLQuantizationType
@@ -31,6 +32,7 @@ from paceline.decoder.gguf_file import (
 from paceline.decoder.model_source import ModelSource, file_facts, remembered
 from paceline.decoder.weights import Weight, fingerprint_files, plain
 from paceline.kernels.blocks import Blocks
+from paceline.kernels.linear import PackedMatrix, pack_blocks
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -191,6 +193,7 @@ class GgufModel(ModelSource):
         self._file = read_gguf(path)
         self._metadata = Metadata(self._file)
         self._check_tensors()
+        self._packed: WeakValueDictionary[str, PackedMatrix] = WeakValueDictionary()
 
     @property
     def name(self) -> str:
@@ -250,10 +253,26 @@ class GgufModel(ModelSource):
         return _Tensors(self._file, self._metadata, dtype, device)
 
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        return plain(self._read(name, dtype, device), dtype).to(device)
+
+    def table(
+        self, name: str, dtype: torch.dtype, device: torch.device | str
+    ) -> Tensor | PackedMatrix:
+        if torch.device(device).type != "cpu":
+            return self.tensor(name, dtype, device)
+        packed = self._packed.get(name)
+        if packed is None:
+            found = self._read(name, dtype, device)
+            if not isinstance(found, Blocks):
+                return found
+            packed = self._packed[name] = pack_blocks(found)
+        return packed
+
+    def _read(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Weight:
         weights = _Tensors(self._file, self._metadata, dtype, device)
         if name not in weights:
             raise UnsupportedModelError(f"{self.path} lacks the tensor {name!r}")
-        return plain(weights[name], dtype).to(device)
+        return weights[name]
 
     @cached_property
     def tokenizer(self) -> bytes:
@@ -379,7 +398,8 @@ class _Tensors(Mapping[str, Weight]):
 
     def __getitem__(self, name: str) -> Weight:
         stored = self._names[name]
-        found = decode(self._file, self._file.tensors[stored])
+        found = decode(self._file, self._file.tensors[stored])  # copies
+        self._file.release()
         part = stored.split(".")[-2]
         if part in self._heads:
             order = _hf_rows(found.shape[0], self._heads[part])

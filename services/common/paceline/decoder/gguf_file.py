@@ -6,6 +6,7 @@ and takes seconds for a vocabulary. This one checks all of them, so a damaged fi
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -67,11 +68,18 @@ class GgufFile:
         path: The file.
         metadata: Values by key; None for an array, whose values no caller needs.
         tensors: Tensors by name.
+        memory: The mapped file.
     """
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
+    memory: mmap.mmap | None = None
+
+    def release(self) -> None:
+        """Give up the pages that were read; they are read again when they are needed."""
+        if self.memory is not None:
+            self.memory.madvise(mmap.MADV_DONTNEED)
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -83,7 +91,9 @@ def read_gguf(path: Path) -> GgufFile:
     """
     if not path.stat().st_size:
         raise UnsupportedModelError(f"{path} is empty, expected a GGUF file")
-    reader = _Reader(path, np.memmap(path, np.uint8, "r"))
+    with path.open("rb") as opened:
+        memory = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+    reader = _Reader(path, np.frombuffer(memory, np.uint8))
     if reader.take(4).tobytes() != _MAGIC:
         raise UnsupportedModelError(f"{path} does not start with {_MAGIC!r}: it is no GGUF file")
     version = reader.number("<I")
@@ -103,7 +113,7 @@ def read_gguf(path: Path) -> GgufFile:
     found = {entry.name: entry.place(reader, begin) for entry in entries}
     if len(found) < len(entries):
         raise reader.damaged("two tensors have one name")
-    return GgufFile(path, metadata, found)
+    return GgufFile(path, metadata, found, memory)
 
 
 @dataclass(frozen=True)

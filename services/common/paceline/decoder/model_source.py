@@ -22,6 +22,7 @@ from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig
 from paceline.decoder.weights import Weight, WeightsOf
+from paceline.kernels.linear import PackedMatrix
 
 _log = logging.getLogger(__name__)
 _FORMAT = 1
@@ -119,6 +120,17 @@ class ModelSource(ABC):
         Raises:
             UnsupportedModelError: There is none of this name.
         """
+
+    def table(
+        self, name: str, dtype: torch.dtype, device: torch.device | str
+    ) -> Tensor | PackedMatrix:
+        """A matrix whose rows are looked up: as :meth:`tensor`, or blocks, packed once for all that
+        use it in this process.
+
+        Raises:
+            UnsupportedModelError: There is none of this name.
+        """
+        return self.tensor(name, dtype, device)
 
     def vocabulary(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Embedding and LM head, each ``[V, hidden]``, on the CPU."""

@@ -175,7 +175,6 @@ class VerifierService:
             if self._publication is not None:  # load again, from the shared weights
                 packed = PackedWeights.open(path)
                 decoder = load(source, options.weights, device, shared=packed)
-                trim()
         if options.schedule != "off":
             again = options.schedule == "profile"
             self._scheduler = load_scheduler(
@@ -232,6 +231,7 @@ class VerifierService:
     async def start(self) -> None:
         """Start the engine, the socket for drafter services and lease sweeps."""
         gc.collect()
+        trim()  # what was used to load the model
         gc.freeze()  # the model's objects are never freed: collections skip them
         gc.set_threshold(20_000)  # a step creates hundreds of small objects and keeps few
         self.engine.start()

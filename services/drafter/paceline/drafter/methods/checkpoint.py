@@ -25,6 +25,8 @@ from paceline.drafter.methods.layers import (
     linear,
 )
 from paceline.kernels import set_numerics
+from paceline.kernels.linear import PackedMatrix
+from paceline.service.runtime import trim
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -88,6 +90,8 @@ def load_model(
         raise
     except Exception as error:  # damaged files make the libraries raise anything
         raise LoadError("UNSUPPORTED_MODEL", f"cannot load {folder}: {error}") from error
+    finally:
+        trim()
 
 
 def weight_bytes(path: Path) -> int:
@@ -371,28 +375,37 @@ class TargetEmbedding:
 
     Where type and device are those of the file, the embedding is mapped from it and not copied. All
     drafters on a machine, and other processes that map the file, then share its memory. The same
-    holds for the head, unless the compiled kernels pack it.
+    holds for the head, unless the compiled kernels pack it. Blocks of a GGUF file are packed once in a
+    process.
 
     Attributes:
-        embedding: ``[V, hidden]``.
+        embedding: ``[V, hidden]``, plain or packed.
         head: The LM head.
         tokens: The target's token id of each row of the head, int64 ``[R]``; None: all, in order.
     """
 
     def __init__(
-        self, embedding: Tensor, head: Tensor, tokens: Tensor | None = None, int8: bool = False
+        self,
+        embedding: Tensor | PackedMatrix,
+        head: Tensor | PackedMatrix,
+        dtype: torch.dtype,
+        tokens: Tensor | None = None,
+        int8: bool = False,
     ) -> None:
-        """Takes both tensors, ``[V, hidden]``.
+        """Takes both matrices, ``[V, hidden]``; a plain one is of ``dtype``.
 
         With ``tokens``, the head keeps their rows alone; with ``int8``, 8 bits in blocks of 32.
         """
-        if tokens is not None:
+        if isinstance(head, PackedMatrix):
+            rows = torch.arange(head.outs) if tokens is None else tokens
+            head = head.rows(rows).to(dtype)
+        elif tokens is not None:
             head = head[tokens.to(head.device)]
         self.embedding, self.tokens = embedding, tokens
         self.head = linear([head], int8)
-        packed = self.head.packed
-        self.private_bytes = sum(t.nbytes for t in packed.tensors().values()) if packed else 0
-        """Bytes of the packed head."""
+        packed = [each for each in (self.head.packed, embedding) if isinstance(each, PackedMatrix)]
+        self.private_bytes = sum(t.nbytes for each in packed for t in each.tensors().values())
+        """Bytes of packed matrices."""
 
     @classmethod
     def read(
@@ -430,16 +443,16 @@ class TargetEmbedding:
             source = open_model(target)
             tied = source.config().tied
             names = (_TARGET_EMBEDDING, _TARGET_EMBEDDING if tied else HEAD)
-        found: dict[str, Tensor] = {}
+        found: dict[str, Tensor | PackedMatrix] = {}
         for name in dict.fromkeys(names):  # tied ones are one tensor
-            found[name] = source.tensor(name, dtype, device)
-            if found[name].shape != (shape.vocab_size, shape.hidden):
+            table = found[name] = source.table(name, dtype, device)
+            if table.shape != (shape.vocab_size, shape.hidden):
                 raise UnsupportedModelError(
-                    f"{name!r} of {source.path} has shape {tuple(found[name].shape)}, expected "
+                    f"{name!r} of {source.path} has shape {tuple(table.shape)}, expected "
                     f"{(shape.vocab_size, shape.hidden)}"
                 )
         embedding, head = (found[name] for name in names)
-        return cls(embedding, head, tokens, int8)
+        return cls(embedding, head, dtype, tokens, int8)
 
 
 @dataclass(frozen=True)
