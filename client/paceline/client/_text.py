@@ -55,7 +55,9 @@ class TextCodec:
             for token, added in self._tokenizer.get_added_tokens_decoder().items()
             if added.special
         )
-        decoder = json.loads(tokenizer_json).get("decoder")
+        # The file itself as Python objects would take five times its size.
+        state = self._tokenizer.decoder
+        decoder = state and json.loads(state.__getstate__())
         self._has_byte_fallback = _has_decoder(decoder, "ByteFallback")
         self._is_byte_level = _has_decoder(decoder, "ByteLevel")
 

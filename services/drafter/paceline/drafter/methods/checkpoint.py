@@ -375,8 +375,8 @@ class TargetEmbedding:
 
     Where type and device are those of the file, the embedding is mapped from it and not copied. All
     drafters on a machine, and other processes that map the file, then share its memory. The same
-    holds for the head, unless the compiled kernels pack it. Blocks of a GGUF file are packed once in a
-    process.
+    holds for the head, unless the compiled kernels pack it. Blocks of a GGUF file are packed once
+    in a process.
 
     Attributes:
         embedding: ``[V, hidden]``, plain or packed.
