@@ -1,5 +1,6 @@
-"""Published weights: the same bits, found only where they are to be used."""
+"""Published weights: the same bits, in memory that nobody can change."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,11 @@ from paceline.decoder import (
     PackedWeights,
     open_model,
     packed,
-    packed_path,
     publish,
 )
 from paceline.decoder.weights import Linear, plain
 from paceline.kernels import Executor, Heads, Pass, Recorder, TreeSegment, plan_trees
 
-FINGERPRINT = "f" * 64
 TARGET = Path(__file__).parents[2] / "models" / "demo" / "target"
 
 
@@ -35,29 +34,33 @@ def test_a_model_over_published_weights_has_the_same_bits(
     models: dict[str, Path], name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = Decoder.load(models[name], dtype)
-    path = packed_path(FINGERPRINT, own.config.weights)
-    assert PackedWeights.open(path) is None
-    published = publish(path, own.large_tensors())
-    assert published is not None
+    file = publish(own.large_tensors())
     try:
-        assert path.stat().st_mode & 0o777 == 0o600
-        assert publish(path, own.large_tensors()) is None, "there are some already"
-        found = PackedWeights.open(path)
-        assert found is not None
+        found = PackedWeights(file)
         assert logits(Decoder.load(models[name], dtype, shared=found)).equal(logits(own))
         with pytest.raises(KeyError):
             found.get("layers.99.qkv")
+        with pytest.raises(OSError, match="not permitted"):
+            os.pwrite(file, b"x", 0)
         with monkeypatch.context() as other:
             other.setattr(packed, "_layout", lambda: "another")
-            assert PackedWeights.open(path) is None
-        shared = Decoder.load(models[name], dtype, shared=found)
-        del found
-        published.close()
-        assert PackedWeights.open(path) is None
-        assert logits(shared).equal(logits(own)), "a mapping outlives the file"
+            with pytest.raises(ValueError, match="same version"):
+                PackedWeights(file)
     finally:
-        published.close()
-    assert not list(path.parent.glob(f"{path.name}*"))
+        os.close(file)
+    shared = Decoder.load(models[name], dtype, shared=found)
+    del found
+    assert logits(shared).equal(logits(own)), "a mapping outlives the descriptor"
+
+
+def test_other_memory_is_refused(tmp_path: Path) -> None:
+    file = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    with pytest.raises(ValueError, match="not sealed"):
+        PackedWeights(file)
+    os.close(file)
+    (tmp_path / "file").write_bytes(b"x" * 4096)
+    with (tmp_path / "file").open("rb") as opened, pytest.raises(OSError, match="Invalid"):
+        PackedWeights(opened.fileno())
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])

@@ -57,26 +57,24 @@ def mapped_bytes(process: ServiceProcess, name: str) -> tuple[int, int]:
     return resident, private
 
 
-def weights_files() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("paceline-weights-")}
-
-
 @pytest.mark.slow
 async def test_there_is_one_copy_of_the_weights(target: Path) -> None:
-    before, weights = weights_files(), (target / "model.safetensors").stat().st_size
+    weights = (target / "model.safetensors").stat().st_size
+    names = set(os.listdir("/dev/shm"))
 
-    def drafting(share: str) -> ServiceProcess:
+    def drafting(share: str, verifier: str) -> ServiceProcess:
         load = f"selfspec=selfspec:{target},share_weights={share},kv=map,context=64"
-        return ServiceProcess("drafter", [f"--load={load}"], environment=THREADS)
+        arguments = [f"--load={load}", f"--verifier={verifier}"]
+        return ServiceProcess("drafter", arguments, environment=THREADS)
 
     (prompt,) = make_prompts(1)
     arguments = ["--target", str(target), "--share-weights", "--schedule", "off"]
     texts = []
-    with drafting("never") as drafter:
+    with drafting("auto", "127.0.0.1:9") as drafter:
         with_own_copy = private_bytes(drafter)
     with (
         ServiceProcess("verifier", arguments, environment=THREADS) as verifier,
-        drafting("always") as drafter,
+        drafting("always", verifier.address) as drafter,
     ):
         assert with_own_copy - private_bytes(drafter) > 0.9 * weights
         async with Client(
@@ -89,9 +87,13 @@ async def test_there_is_one_copy_of_the_weights(target: Path) -> None:
                 texts.append(text.token_ids)
         assert text.stats.accepted > 0
         for process in (verifier, drafter):
-            resident, alone = mapped_bytes(process, "paceline-weights-")
+            resident, alone = mapped_bytes(process, "memfd:paceline-weights")
             assert resident > 0.95 * weights
             assert alone < 0.05 * weights, "rows of the embedding that nobody else has read"
         assert with_own_copy - private_bytes(drafter) > 0.9 * weights
+        verifier.kill()
+        resident, _ = mapped_bytes(drafter, "memfd:paceline-weights")
+        assert resident > 0.95 * weights, "the drafter keeps what it has mapped"
     assert texts[0] == texts[1]
-    assert weights_files() <= before
+    new = set(os.listdir("/dev/shm")) - names
+    assert not [name for name in new if "paceline" in name], "the memory has no name"

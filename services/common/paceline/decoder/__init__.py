@@ -7,7 +7,7 @@ from paceline.decoder.graphs import GraphRunner
 from paceline.decoder.invariance import BatchInvariance, check_batch_invariance
 from paceline.decoder.model import AttentionObserver, Decoder, ForwardResult
 from paceline.decoder.model_source import ModelSource
-from paceline.decoder.packed import PackedWeights, Publication, packed_path, publish
+from paceline.decoder.packed import PackedWeights, publish
 from paceline.decoder.sources import load_config, open_model, weights_fingerprint
 from paceline.decoder.weights import plain_folder, store_int8
 from paceline.kernels import KVCacheView
@@ -26,14 +26,12 @@ __all__ = [
     "LocalCache",
     "ModelSource",
     "PackedWeights",
-    "Publication",
     "UnsupportedModelError",
     "check_batch_invariance",
     "device_lost",
     "find_device",
     "load_config",
     "open_model",
-    "packed_path",
     "plain_folder",
     "publish",
     "store_int8",

@@ -23,7 +23,7 @@ from paceline.drafter.spec import DrafterSpec, Roots
 from paceline.drafter.state import RegistryState, StateFile
 from paceline.drafter.statistics import DraftStatistics
 from paceline.service import ServiceError
-from paceline.service.runtime import available_memory
+from paceline.service.runtime import available_memory, trim
 from paceline.telemetry.names import Attribute
 from paceline.telemetry.tracing import Attributes
 from paceline.v1 import drafter_pb2
@@ -100,6 +100,7 @@ class Loader:
                 raise
             why = f"drafter {spec.name!r} does not fit into memory: {error}; unload another version"
             raise LoadError(OUT_OF_MEMORY, why) from error
+        trim()  # what was used to load it
         return LookupDrafter(drafter) if wanted else drafter
 
 

@@ -267,7 +267,10 @@ def build_service(
         ValueError: ``record_bytes`` is too small, or there is no such device.
     """
     # Drafts need not be the same on every machine.
-    resources = Resources(device=drafting_device(device), threads=threads, numerics="auto")
+    drafted_on = drafting_device(device)
+    kv = KvExchange(access or VerifierAccess(), drafted_on)
+    kv.verifiers = [each for each in verifiers if not each.endswith("*")]
+    resources = Resources(drafted_on, threads, "auto", kv.find_weights)
     folders = [folder for spec in load for folder in spec.folders]
     allowed = [*roots, *folders] if roots else [f for each in folders for f in (each, each.parent)]
     if overlap is None:
@@ -288,7 +291,6 @@ def build_service(
         check=LoadCheck(read_recordings(recordings), worker) if recordings is not None else None,
         state=StateFile(state_dir) if state_dir is not None else None,
     )
-    kv = KvExchange(access or VerifierAccess(), resources.device)
     recorder = TextRecorder(record, record_bytes) if record is not None else None
     parts = Parts(
         registry=registry,

@@ -104,7 +104,7 @@ class VerifierOptions:
         metavar="N",
     )
     share_weights: bool = option(
-        False, "keep the packed weights in /dev/shm, where selfspec drafters map them"
+        False, "share the packed weights with selfspec drafters on this host"
     )
     schedule: str = option(
         "auto",

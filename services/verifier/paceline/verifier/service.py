@@ -23,10 +23,8 @@ from paceline.decoder import (
     Decoder,
     GraphRunner,
     PackedWeights,
-    Publication,
     find_device,
     open_model,
-    packed_path,
     publish,
     use_device,
 )
@@ -85,7 +83,7 @@ class VerifierService:
         # the time of a step. So this thread gets none, and the loading thread ends with its own.
         torch.set_num_threads(1)
         device = find_device("cpu" if options.share_weights else options.device)
-        self._publication: Publication | None = None
+        self._weights: int | None = None
         self._scheduler: Scheduler | None = None
         with ThreadPoolExecutor(1, initializer=_use, initargs=(threads, device)) as pool:
             decoder, model = pool.submit(self._load, target, options, device).result()
@@ -144,7 +142,7 @@ class VerifierService:
         self._gate = Gate()
         self._follow_counts = FollowCounts()
         self._exchange = DraftExchangeServicer(
-            model.message, self.engine, self.store, options.draft_socket
+            model.message, self.engine, self.store, options.draft_socket, self._weights
         )
         kept = None if metrics is None else self._metrics(metrics, model)
         telemetry = Telemetry(kept, tracer(), options.trace_rounds)
@@ -170,11 +168,9 @@ class VerifierService:
         )
         model.message.name = options.model_name or model.message.name
         if options.share_weights:
-            path = packed_path(model.message.target_fingerprint, decoder.config.weights)
-            self._publication = publish(path, decoder.large_tensors())
-            if self._publication is not None:  # load again, from the shared weights
-                packed = PackedWeights.open(path)
-                decoder = load(source, options.weights, device, shared=packed)
+            self._weights = publish(decoder.large_tensors())
+            packed = PackedWeights(self._weights)
+            decoder = load(source, options.weights, device, shared=packed)
         if options.schedule != "off":
             again = options.schedule == "profile"
             self._scheduler = load_scheduler(
@@ -288,8 +284,8 @@ class VerifierService:
         await self.engine.stop()
         if self._scheduler is not None:
             save_scheduler(self._scheduler, self._decoder)
-        if self._publication is not None:
-            self._publication.close()
+        if self._weights is not None:
+            os.close(self._weights)
         gc.unfreeze()
         await self.store.wait_released()
         try:

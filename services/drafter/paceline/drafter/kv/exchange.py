@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from paceline.drafter.kv import WIRE_DTYPES, KvOptions
 from paceline.kv.policies import STREAMING
 from paceline.service.exchange import MAX_FRAME_BYTES, request_file
 from paceline.service.interceptor import check_authorities
-from paceline.v1 import kv_pb2, kv_pb2_grpc
+from paceline.v1 import exchange_pb2, exchange_pb2_grpc, kv_pb2, kv_pb2_grpc
 
 if TYPE_CHECKING:
     # They import torch, which drafters that read no KV do not need.
@@ -99,6 +100,8 @@ class KvExchange:
             OSError: Another TLS file cannot be read.
         """
         self._device = device
+        self.verifiers: Sequence[str] = ()
+        """Addresses that :meth:`find_weights` asks."""
         self.metadata = access.metadata()
         """Of every call."""
         self._credentials = access.credentials()
@@ -228,6 +231,31 @@ class KvExchange:
         while self._channels:
             await self._channels.popitem()[1].close()
         await asyncio.gather(*self._closing)
+
+    def find_weights(self, fingerprint: str, weights: str) -> int | None:
+        """Ask the verifiers for packed weights of a model. Blocking, for any other thread.
+
+        Args:
+            fingerprint: Of the model.
+            weights: Format of its weights.
+
+        Returns:
+            A descriptor that the caller closes; None: no verifier on this host shares them now.
+        """
+        request = exchange_pb2.GetWeightsRequest(target_fingerprint=fingerprint, weights=weights)
+        for address in self.verifiers:
+            with self._blocking_channel(address) as channel:
+                stub: Any = exchange_pb2_grpc.DraftExchangeServiceStub(channel)
+                with suppress(grpc.RpcError, OSError):  # not started yet, or on another host
+                    found = stub.GetWeights(request, metadata=self.metadata, timeout=CALL_SECONDS)
+                    if found.socket_path:
+                        return request_file(found.socket_path, found.token, CALL_SECONDS)
+        return None
+
+    def _blocking_channel(self, address: str) -> grpc.Channel:
+        if self._credentials is None:
+            return grpc.insecure_channel(address, options=_OPTIONS)
+        return grpc.secure_channel(address, self._credentials, options=_OPTIONS)
 
     def _follow(self, address: str) -> Any:
         """Open a FollowCache call."""

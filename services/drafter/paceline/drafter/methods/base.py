@@ -83,6 +83,10 @@ class Resources:
     numerics: str | None = None
     """Choice of :func:`paceline.kernels.set_numerics` for the process; None: as it is."""
 
+    find_weights: Callable[[str, str], int | None] = field(default=lambda *_: None)
+    """Asks the verifiers for packed weights of a model, by its fingerprint and their format;
+    returns a descriptor, which the caller closes, or None. Blocking."""
+
 
 @dataclass(frozen=True)
 class Budget:

@@ -26,7 +26,6 @@ from paceline.drafter.methods.layers import (
 )
 from paceline.kernels import set_numerics
 from paceline.kernels.linear import PackedMatrix
-from paceline.service.runtime import trim
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -90,8 +89,6 @@ def load_model(
         raise
     except Exception as error:  # damaged files make the libraries raise anything
         raise LoadError("UNSUPPORTED_MODEL", f"cannot load {folder}: {error}") from error
-    finally:
-        trim()
 
 
 def weight_bytes(path: Path) -> int:

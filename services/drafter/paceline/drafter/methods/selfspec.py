@@ -12,6 +12,7 @@ would probably be wrong. For this the confidences are calibrated as tokens are a
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,6 @@ from paceline.decoder import (
     Decoder,
     PackedWeights,
     open_model,
-    packed_path,
     weights_fingerprint,
 )
 from paceline.drafter.kv import KvOptions
@@ -201,7 +201,7 @@ class SelfSpecOptions(BeamOptions, KvOptions):
     """KV budget as a share of the text, where that is more than ``context``. SpecAttn uses 0.07."""
 
     share_weights: str = "auto"
-    """Whether to use the weights of a verifier on this machine with --share-weights: always (the
+    """Whether to use the weights of a verifier on this host with --share-weights: always (the
     drafter waits for them), never, or auto: if they are available at once."""
 
     def __post_init__(self) -> None:
@@ -257,20 +257,21 @@ def _load_decoder(
     """Returns the model, and whether its weights are the verifier's own."""
     source = open_model(folder)
     config = source.config(options.weights)
-    shared = _shared_weights(fingerprint, config.weights, options, resources.device)
+    shared = _shared_weights(fingerprint, config.weights, options, resources)
     decoder = Decoder.load(source, options.weights, resources.device, shared=shared)
     return decoder, shared is not None
 
 
 def _shared_weights(
-    fingerprint: str, weights: str, options: SelfSpecOptions, device: str
+    fingerprint: str, weights: str, options: SelfSpecOptions, resources: Resources
 ) -> PackedWeights | None:
-    """Opens the verifier's weights, if the options allow it and they exist.
+    """Maps a verifier's weights, if the options allow it and they exist.
 
     Raises:
         LoadError: ``share_weights=always``, but no verifier shares them or the device cannot use
             them.
     """
+    device = resources.device
     if options.share_weights == "always" and device != "cpu":
         raise LoadError(
             "INVALID_OPTION",
@@ -279,15 +280,24 @@ def _shared_weights(
         )
     if options.share_weights == "never" or device != "cpu":
         return None
-    path = packed_path(fingerprint, weights)
     wait = _SHARED_WEIGHTS_TIMEOUT if options.share_weights == "always" else 0.0
     deadline = time.monotonic() + wait
-    while (found := PackedWeights.open(path)) is None and time.monotonic() < deadline:
+    while (file := resources.find_weights(fingerprint, weights)) is None:
+        if time.monotonic() >= deadline:
+            break
         time.sleep(0.1)
-    if found is None and options.share_weights == "always":
+    try:
+        if file is not None:
+            return PackedWeights(file)
+        why = f"no verifier on this host shares weights of this model as {weights}"
+    except (OSError, ValueError) as error:
+        why = str(error)
+    finally:
+        if file is not None:
+            os.close(file)
+    if options.share_weights == "always":
         raise LoadError(
             "WEIGHTS_NOT_SHARED",
-            f"no verifier on this machine shares weights of this model as {weights}; start it "
-            "with --share-weights, or use share_weights=never",
+            f"{why}; start the verifier with --share-weights, or use share_weights=never",
         )
-    return found
+    return None

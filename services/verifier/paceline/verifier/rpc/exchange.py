@@ -38,7 +38,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
     A service is offered a Unix socket, which the engine thread reads itself; one that cannot open
     it uses the stream of its Join call. Who opens it shows the random token that was sent over the
     authenticated Join call. Who shows the read grant of a cache instead gets the descriptor of its
-    segment. Used on the event loop.
+    segment, and with the token of GetWeights that of the packed weights. Used on the event loop.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         engine: Engine,
         store: CacheStore,
         path: str | None = None,
+        weights: int | None = None,
     ) -> None:
         """Make a servicer; :meth:`start` opens its socket.
 
@@ -56,11 +57,14 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             store: The caches.
             path: File of the Unix socket, which drafter services must see under the same path;
                 None: it has an abstract name, for the network namespace of this process.
+            weights: Descriptor of the packed weights; None: they are not shared.
         """
         self._model = model
         self._engine = engine
         self._store = store
         self._path = path or f"@paceline-{secrets.token_hex(8)}"
+        self._weights = weights
+        self._weights_token = secrets.token_bytes(_TOKEN_BYTES)
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._expected: dict[bytes, asyncio.Future[FramedSocket]] = {}
@@ -130,6 +134,15 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             link.end(
                 ServiceError.unavailable("DRAINING", "the verifier is shutting down; join again")
             )
+
+    async def GetWeights(
+        self, request: exchange_pb2.GetWeightsRequest, context: Any
+    ) -> exchange_pb2.GetWeightsResponse:
+        """Tell where the packed weights are, if they are those."""
+        own = self._model.target_fingerprint, self._model.weights
+        if self._weights is None or (request.target_fingerprint, request.weights) != own:
+            return exchange_pb2.GetWeightsResponse()
+        return exchange_pb2.GetWeightsResponse(socket_path=self._path, token=self._weights_token)
 
     async def Join(self, request_iterator: Any, context: Any) -> None:
         """Serve the connection of one drafter service until it ends."""
@@ -249,7 +262,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             task.add_done_callback(self._handshakes.discard)
 
     async def _handshake(self, connection: socket.socket) -> None:
-        """Read the first frame of a new connection: the token of a Join call, or a read grant."""
+        """Read the first frame of a new connection: a token, or a read grant."""
         connection.setblocking(False)
         loop, frame = asyncio.get_running_loop(), b""
         try:
@@ -264,11 +277,20 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         waiting = self._expected.get(frame[4:])
         if waiting is None or waiting.done():
             with connection, suppress(CacheNotFound, OSError):
-                segment = self._store.find_granted(frame[4:]).sequence.segment
-                socket.send_fds(connection, [b"\0"], [segment.file])
+                socket.send_fds(connection, [b"\0"], [self._file(frame[4:])])
             return
         # The event loop keeps no reference to the descriptor.
         waiting.set_result(FramedSocket(socket.socket(fileno=connection.detach())))
+
+    def _file(self, token: bytes) -> int:
+        """The descriptor that a token or read grant stands for.
+
+        Raises:
+            CacheNotFound: There is none.
+        """
+        if token == self._weights_token and self._weights is not None:
+            return self._weights
+        return self._store.find_granted(token).sequence.segment.file
 
 
 async def _write_all(outgoing: asyncio.Queue[exchange_pb2.JoinResponse], context: Any) -> None:
