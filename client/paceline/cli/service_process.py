@@ -194,6 +194,7 @@ def set_torch_environment(threads: int | None) -> None:
             raise OptionsError("--threads must be at least 1")
         os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("OMP_NUM_THREADS", str(default_threads()))
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy starts them when it is imported
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     os.environ.setdefault("KMP_BLOCKTIME", "1")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
