@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return (
         made
         | dict.fromkeys(("int8 KV", "float32 KV"), made["bf16"])
-        | {"int8": blocks, "int4": blocks}
+        | {"int8": blocks, "int4": blocks, "pages": made["Mistral"]}
     )
 
 

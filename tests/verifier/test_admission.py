@@ -132,14 +132,6 @@ def test_early_stopping_looks_at_nothing_behind_its_cut(
     assert admitted(changed, costs, causal=True) == got
 
 
-def test_jagged_costs_trap_early_stopping_only() -> None:
-    """A second node is dear, a third one free."""
-    chain = TokenTree.chain([1, 2, 3], [0.9, 0.9, 0.9])
-    costs = Costs((1.0, 1.1, 1.7, 1.7))
-    assert admitted([chain.survivals], costs) == [3]
-    assert admitted([chain.survivals], costs, causal=True) == [1]
-
-
 class AppendixA:
     """The paper's counterexample: one request, two drafted tokens, the second confidence depending
     on the first token."""

@@ -8,15 +8,12 @@ from collections.abc import Callable
 from functools import cache
 from math import inf
 from statistics import mean
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from simulated_load import MODES, Accepted, Costs, Simulation
 
 from paceline.tree import TokenTree
-from paceline.verifier.engine.job import StepOutput
-from paceline.verifier.scheduler.controller import Account, Drafters, PlainClock, SequenceState
+from paceline.verifier.scheduler.controller import Account, Drafters, SequenceState
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.scheduler import Scheduler
 
@@ -90,11 +87,6 @@ def test_places_to_draft_are_found_where_that_pays(gap: float, pays: bool) -> No
     assert rate["scheduled"] > 0.97 * max(rate["plain"], rate["fixed"])
 
 
-def test_a_drafter_that_never_drafts_costs_next_to_nothing() -> None:
-    rate = rates(lambda *_: None, 4)
-    assert rate["scheduled"] > 0.97 * rate["plain"]
-
-
 @pytest.mark.parametrize("users", [1, 8])
 def test_a_slow_drafter_is_dropped_within_a_few_rounds(users: int) -> None:
     """It answers after 50 plain steps, and is right."""
@@ -134,74 +126,11 @@ def lose(one: SequenceState, tokens: float) -> None:
     one.answered(1.0 + tokens, 1, tree=True)
 
 
-def test_a_tree_pays_for_its_own_nodes_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of three plain steps, with a tree of nine nodes that are right and a wrong node."""
-    now = 0.0
-    monkeypatch.setattr("paceline.verifier.scheduler.scheduler.perf_counter", lambda: now)
-    scheduler = Scheduler(CostTable((1, 512), (1.0, 1.0)), 255)
-    sequences: list[Any] = [Mock(drafter="some", committed=9) for _ in range(2)]
-    for each in sequences:
-        each.generation.sampling.rejection = False
-
-    def step(seconds: float, nodes: tuple[int, int], right: tuple[int, int]) -> None:
-        nonlocal now
-        trees = [TokenTree.chain([1] * count, [0.9] * count) for count in nodes]
-        jobs: list[Any] = [
-            Mock(sequence=each, tree=tree) for each, tree in zip(sequences, trees, strict=True)
-        ]
-        scheduler.admit(jobs, trees, 2, 18, 0)
-        outputs = [StepOutput([1] * (count + 1), accepted=list(range(count))) for count in right]
-        began, now = now, now + seconds
-        scheduler.stepped(began, now, outputs)
-
-    for _ in range(30):
-        step(1.0, (0, 0), (0, 0))
-    before = [scheduler._state(each).own.balance for each in sequences]
-    for each in sequences:
-        scheduler.budget_sent(each, 8)
-    step(3.0, (9, 1), (9, 0))
-    gains = [
-        scheduler._state(each).own.balance - old
-        for each, old in zip(sequences, before, strict=True)
-    ]
-    assert gains == pytest.approx([10 - 1 - 2 * 2 * 0.9, 1 - 1 - 2 * 2 * 0.1], abs=0.01)
-
-
-def test_losses_are_bounded_whatever_a_drafter_does() -> None:
-    one, now, lost = state(), 0.0, 0.0
-    for _ in range(20_000):
-        if one.own.balance > 0:
-            one.requested(now, 8)
-            now += 4.0
-            lost += 3.0
-            one.answered(now, 1, tree=True)
-        else:
-            one.requested(now, 0)
-            now += 1.0
-            one.answered(now, 1, tree=False)
-    assert 0 < lost < 0.025 * now + 20
-
-
 def test_one_stall_does_not_suspend_a_drafter_that_pays_for_long() -> None:
     paying, unknown = state(Account(balance=10.0)), state()
     for one in (paying, unknown):
         lose(one, 100.0)
     assert unknown.own.balance < -20 < -3 < paying.own.balance <= 0
-
-
-def test_sequences_learn_from_each_other_while_they_run() -> None:
-    drafters = Drafters()
-    for name, gain in (("good", 2.0), ("bad", -2.0)):
-        one = state(drafters.of(name))
-        for _ in range(8):
-            lose(one, -gain)
-    balances = {name: state(drafters.of(name)).own.balance for name in ("bad", "other", "good")}
-    assert balances["bad"] < 0 < balances["other"] <= balances["good"]
-    waiting = {name: state(drafters.of(name)) for name in ("good", "bad")}
-    for one in waiting.values():
-        one.own.balance = -1.0
-        one.answered(0.0, 10, tree=False)
-    assert waiting["good"].own.balance > waiting["bad"].own.balance > -1.0
 
 
 def test_clients_cannot_make_it_remember_any_number_of_names() -> None:
@@ -211,35 +140,6 @@ def test_clients_cannot_make_it_remember_any_number_of_names() -> None:
         drafters.of(str(number))
         assert drafters.of("used all the time") is kept
     assert len(drafters.to_json()) < 100
-
-
-def test_plain_steps_are_measured_before_anybody_drafts_and_again_later() -> None:
-    clock = PlainClock()
-    assert not clock.known(4)
-    for _ in range(60):
-        clock.observe(4, seconds=1.25, predicted=1.0)
-    assert clock.known(4)
-    assert clock.known(16), "the nearest load counts"
-    clock.advance(16, seconds=5.0, predicted=1.0)
-    assert clock.now == pytest.approx(4.0)
-    for _ in range(500):
-        clock.drafted(16)
-    assert clock.known(4)
-    assert not clock.known(16)
-
-
-def test_a_plain_step_is_reported_by_those_of_this_process_alone() -> None:
-    clock, earlier = PlainClock(), PlainClock()
-    for _ in range(20):
-        earlier.observe(1, 9.0, 1.0)
-    clock.load_json(earlier.to_json())
-    assert clock.known(1)
-    for _ in range(7):
-        clock.observe(1, 3.0, 1.0)
-    assert clock.measured(1, 2.0) == 0
-    clock.observe(1, 3.0, 1.0)
-    assert clock.measured(1, 2.0) == pytest.approx(6.0)
-    assert clock.measured(16, 1.0) == pytest.approx(3.0), "the nearest load counts"
 
 
 def test_what_was_learnt_is_taken_over_by_the_next_process() -> None:
@@ -255,18 +155,6 @@ def test_what_was_learnt_is_taken_over_by_the_next_process() -> None:
     for damaged in ([], {}, {"plain": {}, "drafters": {"x": 1}, "costs": {}}):
         with pytest.raises(ValueError, match="not the state"):
             Scheduler(costs, 255).load_json(damaged)
-
-
-def test_node_budgets_follow_what_is_admitted() -> None:
-    account = Account(nodes=64.0)
-    account.admitted(drafted=64, admitted=4)
-    assert 48 <= account.nodes < 64, "one tree says little about the next"
-    for _ in range(40):
-        account.admitted(drafted=round(account.nodes), admitted=4)
-    assert round(account.nodes) == 16
-    for _ in range(20):
-        account.admitted(drafted=round(account.nodes), admitted=round(account.nodes))
-    assert account.nodes > 64
 
 
 @pytest.mark.parametrize("truth", [0.2, 0.5, 0.8])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from collections.abc import Sequence as Items
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -12,159 +10,88 @@ import grpc
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from verifier_support import CONTEXT, serving
+from verifier_support import Client, failure, paused_engine, reason_of, serving, until
 
-from paceline.decoder import Decoder, DeviceLost
-from paceline.kernels import SamplingParams
+from paceline.decoder import DeviceLost
 from paceline.kv.selection import AttentionScores
 from paceline.tree import TokenTree
-from paceline.v1 import verifier_pb2
+from paceline.v1 import sampling_pb2, verifier_pb2
 from paceline.verifier.engine import engine as engine_module
-from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import (
-    Decode,
-    Draft,
-    DrafterVersion,
-    EngineJob,
-    GenerationParams,
-    Prefill,
-    Sequence,
-    StepFailed,
-)
-from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.segment import Segment
 
 POISON = 59
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2], [6, 5, 3, 5]]
+STEP_FAILED = (grpc.StatusCode.INTERNAL, "STEP_FAILED")
 
 
-class Poisoned:
-    """A decoder whose passes raise, halfway through, if a token is among those they are given."""
+def fields(seed: int) -> dict[str, Any]:
+    """No text emits ``POISON``."""
+    sampling = sampling_pb2.SamplingParams(
+        temperature=seed * 0.5, seed=seed, presence_penalty=seed, logit_bias={POISON: -1e4}
+    )
+    return {"sampling": sampling, "max_new_tokens": 300, "ignore_eos": True}
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
-        self.passes = 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._decoder, name)
+@pytest.mark.bits
+@pytest.mark.parametrize("fault", ["a prompt", "a draft"])
+async def test_only_the_sequence_at_fault_ends(fault: str, client: Client) -> None:
+    """Others of its batch have their own tokens and scores; after a bad draft it goes on too."""
+    decoder: Any = client.service.engine._decoder
+    forward, failed = decoder.forward, list[int]()
 
-    def forward(self, tokens: torch.Tensor, plan: Any, caches: Any, **options: Any) -> Any:
-        self.passes += 1
+    def poisoned(tokens: torch.Tensor, plan: Any, caches: Any, **options: Any) -> Any:
+        # As a fault in a late layer: keys, values and scores of the batch are written by then.
+        output = forward(tokens, plan, caches, **options)
         if POISON in tokens:
-            # As a fault in a late layer: keys, values and scores of the batch are written by then.
-            self._decoder.forward(tokens, plan, caches, **options)
+            failed.append(len(caches))
             raise RuntimeError("a bad token")
-        return self._decoder.forward(tokens, plan, caches, **options)
+        return output
 
+    async def fails(call: Any) -> None:
+        error = await failure(call)
+        assert (error.code(), reason_of(error)) == STEP_FAILED
+        assert "a bad token" in str(error.details())
 
-class ByHand:
-    """An engine without its thread: each step is a call. No sequence emits ``POISON``."""
+    service = client.drafter_service
+    name = await service.add(lambda *_: TokenTree.chain([POISON]))
 
-    def __init__(self, decoder: Any) -> None:
-        config = decoder.config
-        self.layout = KvLayout(
-            config.layers, config.kv_heads, config.head_dim, config.dtype, config.hidden
-        )
-        self.engine = Engine(decoder)
-        self.sequences: list[Sequence] = []
+    async def run(*, disturbed: bool) -> tuple[list[list[int]], list[Any]]:
+        created = [await client.create(p, **fields(seed)) for seed, p in enumerate(PROMPTS)]
+        caches = list(client.service.store)
+        observers = [AttentionScores(each.sequence.segment, [0, 1]) for each in caches]
+        for cache, observer in zip(caches, observers, strict=True):
+            cache.sequence.observers.append(observer)
+        bad = await client.create([7, 7, 7], **fields(0))
+        service.paused = []
+        call = await client.begin(bad.handle, credits=1, drafter=name)
+        await until(lambda: bool(service.paused))
+        with paused_engine(client, after=5) as paused:
+            rest = [asyncio.create_task(client.rest(each.handle)) for each in created]
+            await paused()
+            if disturbed and fault == "a draft":
+                await service.answer()
+            elif disturbed:
+                request = verifier_pb2.CreateCacheRequest(prompt_tokens=[POISON], **fields(0))
+                failing = asyncio.create_task(fails(client.stub.CreateCache(request)))
+                await until(lambda: len(list(client.service.store)) == 5)
+        texts = [await each for each in rest]
+        if disturbed:
+            await (fails(call) if fault == "a draft" else failing)
+        call.cancel()
+        assert len(await client.rest(bad.handle)) == 299
+        for each in (*created, bad):
+            await client.release(each.handle)
+        return texts, [observer.scores for observer in observers]
 
-    def sequence(self, *prompt: int, **sampling: Any) -> Sequence:
-        params = SamplingParams(logit_bias=((POISON, -1e4),), **sampling)
-        generation = GenerationParams(prompt, sampling=params, length_limit=CONTEXT)
-        sequence = Sequence(generation, Segment(self.layout, CONTEXT))
-        self.sequences.append(sequence)
-        return sequence
-
-    def step(self, *jobs: EngineJob) -> None:
-        """One step of all of them."""
-        for job in jobs:
-            if isinstance(job, Prefill):
-                self.engine.prefill(job)
-            else:
-                assert isinstance(job, Decode)
-                self.engine.decode(job)
-        self.engine._thread.run_commands(0.0)
-        with torch.inference_mode():
-            self.engine._step()
-
-
-@pytest.fixture
-def decoder(model: Path) -> Decoder:
-    return Decoder.load(model)
-
-
-@contextlib.contextmanager
-def by_hand(decoder: Any) -> Iterator[ByHand]:
-    hand = ByHand(decoder)
+    decoder.forward = poisoned
     try:
-        yield hand
+        plain, scores = await run(disturbed=False)
+        texts, again = await run(disturbed=True)
     finally:
-        for sequence in hand.sequences:
-            sequence.segment.close()
-
-
-def drafting(sequence: Sequence, draft: list[int]) -> Decode:
-    """One step with a chain."""
-    job = Decode(sequence, credits=1)
-    job.set_draft(Draft(TokenTree.chain(draft), DrafterVersion("test", "1", "replay")))
-    return job
-
-
-async def texts(
-    decoder: Any, drafts: list[list[int]], *, poisoned: bool = False
-) -> tuple[list[list[int]], list[list[float]]]:
-    """What three sequences emit in a prefill, a step with ``drafts`` and five without, and the
-    scores of their observers.
-
-    Each begins in a batch of all of them; with ``poisoned``, a job that fails is in it too.
-    """
-    with by_hand(decoder) as hand:
-        sequences = [
-            hand.sequence(3, 1, 4, temperature=0.0),
-            hand.sequence(1, 5, 9, 2, temperature=1.0, seed=4),
-            hand.sequence(6, 5, 3, 5, temperature=0.7, seed=5, presence_penalty=1.0),
-        ]
-        for sequence in sequences:
-            sequence.observers.append(AttentionScores(sequence.segment, [0, 1]))
-        scores: list[list[float]] = []
-        bad = hand.sequence(7, 7, 7, temperature=0.0)
-        hand.step(Prefill(bad))
-        before = [*bad.tokens], bad.committed, len(bad.history)
-
-        def step(jobs: Items[EngineJob], wrong: EngineJob) -> None:
-            hand.step(*jobs[:2], *([wrong] if poisoned else []), *jobs[2:])
-            assert [job.error for job in jobs] == [None] * 3
-            if poisoned:
-                assert isinstance(wrong.error, StepFailed)
-                assert "a bad token" in str(wrong.error)
-            assert ([*bad.tokens], bad.committed, len(bad.history)) == before
-            observed = [each.observers[0].scores for each in sequences]
-            scores.extend(each.flatten().tolist() for each in observed if each is not None)
-
-        step([Prefill(each) for each in sequences], Prefill(hand.sequence(POISON)))
-        drafted = [drafting(*each) for each in zip(sequences, drafts, strict=True)]
-        step(drafted, drafting(bad, [POISON]))
-        assert all(not job.credits for job in drafted)
-        plain = [Decode(each, credits=5) for each in sequences]
-        step(plain, drafting(bad, [POISON]))
-        while any(job.credits for job in plain):
-            hand.step()
-        for each in sequences:
-            assert len(each.history) == len(each.tokens)
-            assert each.committed == len(each.tokens) - 1
-        assert len(scores) == 9
-        return [each.tokens[len(each.generation.prompt) :] for each in sequences], scores
-
-
-async def test_only_the_sequence_at_fault_ends(decoder: Decoder) -> None:
-    plain, _ = await texts(decoder, [[], [], []])
-    assert [len(text) for text in plain] == [7, 7, 7]
-    drafts = [text[1:4] for text in plain]
-    drafted, scores = await texts(decoder, drafts)
-    assert [text[:7] for text in drafted] == plain
-    poisoned = Poisoned(decoder)
-    assert await texts(poisoned, drafts, poisoned=True) == (drafted, scores)
-    # Three batches of four jobs failed and were run one by one; the rest as if nothing had been.
-    assert poisoned.passes == 1 + 3 * (1 + 4) + 4
+        decoder.forward = forward
+    assert texts == plain
+    assert all(map(torch.equal, again, scores))
+    assert failed[0] > failed[-1] == 1, "in a batch, and then alone"
 
 
 async def test_a_lost_device_ends_the_verifier(

@@ -20,9 +20,7 @@ from paceline.kv.wire import (
     SCALED,
     WIRE_TYPES,
     decode,
-    decode_rows,
     encode,
-    encode_rows,
     position_bytes,
 )
 from paceline.v1 import kv_pb2, kv_pb2_grpc
@@ -136,19 +134,6 @@ def test_invalid_updates_are_refused(segment: Segment, change: Any, reason: str)
                 delta.apply([message], 103)
         else:
             delta.apply([message], 103)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_on_the_wire(dtype: torch.dtype) -> None:
-    kinds = {
-        torch.float32: kv_pb2.KV_DTYPE_FLOAT32,
-        torch.bfloat16: kv_pb2.KV_DTYPE_BFLOAT16,
-        torch.float16: kv_pb2.KV_DTYPE_FLOAT16,
-    }
-    rows = torch.randn(5, 7).to(dtype)
-    assert torch.equal(decode_rows(encode_rows(rows), 5, 7, kinds[dtype]), rows)
-    with pytest.raises(ValueError, match="cannot have"):
-        decode_rows(b"", 0, 7, kv_pb2.KV_DTYPE_INT8)
 
 
 @given(

@@ -69,25 +69,6 @@ def test_the_mask_leaves_what_may_come_next() -> None:
     assert allowed(grammar, '{"ok":' + " " * 32) == {"t", "f"}, "white space has an end"
 
 
-def test_a_mask_changes_no_other_logits_and_not_its_argument() -> None:
-    logits = torch.randn(VOCAB, dtype=torch.bfloat16)
-    before = logits.clone()
-    masked = compiled().begin().mask(logits)
-    assert torch.equal(logits, before)
-    brace = ids("{")[0]
-    assert masked.isfinite().nonzero().tolist() == [[brace]]
-    assert masked[brace] == logits[brace]
-
-
-def test_pop_restores_a_guide() -> None:
-    guide = compiled().begin(ids('{"ok":'))
-    before = guide.mask(torch.zeros(VOCAB))
-    for token in ids("true,"):
-        guide.push(token)
-    guide.pop(5)
-    assert torch.equal(guide.mask(torch.zeros(VOCAB)), before)
-
-
 @pytest.mark.parametrize("text", ["[", '{"ok":1', '{"ok":true,"n":7}x'])
 def test_a_text_that_does_not_match_is_refused(text: str) -> None:
     with pytest.raises(GrammarError):

@@ -41,6 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "float32 KV": {"kv_cache_dtype": "float32"},
     "int8": {"weights": "int8"},
     "int4": {"weights": "int4"},
+    "pages": {"paged_kv": True, "kv_bytes": 1 << 24},
 }
 
 
@@ -102,7 +103,7 @@ async def test_right_trees_are_accepted(client: Client) -> None:
     await client.release(created.handle)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "bf16", "int8 KV"])
+@pytest.mark.parametrize("kind", ["Llama", "bf16", "int8 KV", "pages"])
 async def test_concurrent_sequences_and_long_prompts(
     kind: str, models: Any, tmp_path: Path
 ) -> None:
@@ -165,7 +166,7 @@ async def test_decoding_goes_on_beside_a_long_prefill(model: Path, tmp_path: Pat
         await client.release(created.handle)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "bf16"])
+@pytest.mark.parametrize("kind", ["Llama", "bf16", "pages"])
 async def test_fork(kind: str, models: Any, tmp_path: Path) -> None:
     prompt = text(6, 300)
     fields: dict[str, Any] = {
@@ -173,7 +174,7 @@ async def test_fork(kind: str, models: Any, tmp_path: Path) -> None:
         "max_new_tokens": 20,
         "ignore_eos": True,
     }
-    async with serving(models[kind], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+    async with serving(models[kind], tmp_path / "v.sock", **options_of(kind)) as client:
         plain = await client.generate(prompt, None, **fields)
         other = [*prompt[:290], *text(7, 50)]
         plain_other = await client.generate(other, None, **fields)

@@ -6,15 +6,14 @@ import asyncio
 import math
 import os
 import struct
-from pathlib import Path
 
 import pytest
 import torch
 from test_store import new_store
-from verifier_support import LAYOUT, Client, Clock, failure, reason_of, serving, until
+from verifier_support import LAYOUT, Client, Clock, until
 
 from paceline.service.exchange import request_file
-from paceline.v1 import kv_pb2, verifier_pb2
+from paceline.v1 import kv_pb2
 from paceline.verifier.engine.job import GenerationParams
 from paceline.verifier.store import CacheNotFound
 
@@ -73,27 +72,6 @@ async def test_refusals(client: Client) -> None:
         assert await map_cache(client, created.read_grant) is not None
     await until(lambda: len(os.listdir("/proc/self/fd")) == before)
     await client.release(created.handle)
-
-
-async def test_the_grant_does_nothing_else(client: Client) -> None:
-    """It neither releases nor renews."""
-    created = await client.create(PROMPT)
-    assert not await client.release(created.read_grant)
-    renew = verifier_pb2.RenewLeaseRequest(handle=created.read_grant)
-    assert reason_of(await failure(client.stub.RenewLease(renew))) == "CACHE_NOT_FOUND"
-    assert await client.release(created.handle)
-
-
-async def test_mapping_does_not_keep_a_cache_alive(
-    model: Path, tmp_path: Path, clock: Clock
-) -> None:
-    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28, lease_seconds=0.3) as client:
-        created = await client.create(PROMPT)
-        for _ in range(2):
-            await map_cache(client, created.read_grant)
-            clock.now += 0.2
-        assert await map_cache(client, created.read_grant) is None
-        await until(lambda: len(client.service.store) == 0)
 
 
 async def test_an_expired_lease_ends_access_before_the_sweep() -> None:

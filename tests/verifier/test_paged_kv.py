@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import drafters
 import pytest
 import torch
 from kv_support import mapping
@@ -18,8 +15,7 @@ from verifier_support import LAYOUT, serving, text
 
 from paceline.drafter.errors import KvNotShared
 from paceline.kv.segment import HEADER_BYTES
-from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2
-from paceline.verifier import build_service
+from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.kv.base import OutOfMemory, TapLayout, Taps
 from paceline.verifier.kv.pool import PAGE_TOKENS, PagedKv, PagePool
 from paceline.verifier.kv.segment import Segment
@@ -31,30 +27,6 @@ CPU = torch.device("cpu")
 def make_pool(pages: int, sequences: int = 2) -> PagePool:
     size = pages * PAGE_TOKENS * LAYOUT.token_bytes
     return PagePool(LAYOUT, CPU, kv_bytes=size, max_sequences=sequences, max_context=1024)
-
-
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3, "presence_penalty": 0.3}])
-async def test_same_tokens_as_in_shared_memory(
-    models: Any, tmp_path: Path, sampling: dict[str, Any]
-) -> None:
-    prompt = text(3, 300)
-    fields = {
-        "sampling": sampling_pb2.SamplingParams(**sampling),
-        "max_new_tokens": 40,
-        "ignore_eos": True,
-    }
-    async with serving(models["Mistral"], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
-        plain = await client.generate(prompt, None, **fields)
-    options: dict[str, Any] = {"kv_bytes": 1 << 24, "paged_kv": True}
-    async with serving(models["Mistral"], tmp_path / "p.sock", **options) as client:
-        for drafter, draw in drafters.all_of(plain, len(prompt)).items():
-            assert await client.generate(prompt, draw, **fields) == plain, drafter
-        parent = await client.create(prompt, max_new_tokens=5)
-        fork = await client.create(
-            [*prompt[:290], 1, 2], max_new_tokens=5, parent_handle=parent.handle
-        )
-        alone = await client.create([*prompt[:290], 1, 2], max_new_tokens=5)
-        assert fork.first.tokens == alone.first.tokens
 
 
 @pytest.mark.parametrize("policy", ["streaming", "verified", "chunk_topk", "quest"])
@@ -152,29 +124,6 @@ def test_the_file_has_the_page_table_and_hidden_states() -> None:
     offset = kv.header.layout.hidden_states.offset + 10 * 5 * 4
     assert os.pread(kv.file, kv.file_bytes, 0)[offset : offset + 60] == states.numpy().tobytes()
     kv.close()
-
-
-class Graphs:
-    """What warms up, and on which thread."""
-
-    def __init__(self) -> None:
-        self.threads: list[str] = []
-
-    def __len__(self) -> int:
-        return len(self.threads)
-
-    def warm_up(self) -> Iterator[tuple[int, int]]:
-        for count in (1, 2, 3):
-            self.threads.append(threading.current_thread().name)
-            yield count, 3
-
-
-async def test_graphs_are_ready_before_the_service_is(model: Path) -> None:
-    service = build_service(model, kv_bytes=1 << 24, paged_kv=True)
-    graphs = service._graphs = Graphs()  # type: ignore[assignment]
-    await service.start()
-    assert graphs.threads == ["paceline-engine"] * 3
-    await service.stop()
 
 
 @pytest.mark.parametrize(
