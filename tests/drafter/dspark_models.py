@@ -11,7 +11,6 @@ from torch import Tensor
 
 from paceline.decoder import load_config
 from paceline.decoder.weights import Checkpoint
-from paceline.drafter.acceptance import RecordedStates
 from paceline.drafter.methods.base import GenerationInfo, Resources
 from paceline.drafter.methods.checkpoint import TargetRef, load_weights
 from paceline.drafter.methods.dspark import (
@@ -21,6 +20,7 @@ from paceline.drafter.methods.dspark import (
     save_dspark,
 )
 from paceline.drafter.methods.dspark.drafter import DSparkDrafter, DSparkSequence
+from paceline.train.acceptance import RecordedStates
 from paceline.v1 import sampling_pb2
 
 from .models import GREEDY, VOCAB, beam_search

@@ -22,11 +22,11 @@ from transformers import (
 
 from paceline.decoder import Decoder, LocalCache
 from paceline.decoder.sampling import sampling_params
-from paceline.drafter.acceptance import RecordedKv
 from paceline.drafter.methods.base import GenerationInfo, Resources
 from paceline.drafter.methods.lm import LmDrafter, LmSequence
 from paceline.drafter.methods.slots import chain_segments
 from paceline.kernels import History, choose_token, filter_logits, gumbel_noise, plan_trees
+from paceline.train.acceptance import RecordedKv
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafter.acceptance import accepted_per_round, record
-from paceline.drafter.methods.base import Budget, GenerationInfo, Update
-from paceline.drafter.statistics import accepted_tokens
+from paceline.drafter.methods.base import Budget, GenerationInfo, Update, accepted_tokens
+from paceline.train.acceptance import accepted_per_round, record
 from paceline.tree import TokenTree
 
 from . import longspec_models

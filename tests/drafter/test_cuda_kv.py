@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "kv"))
 from fake_driver import FakeDriver
 
 from paceline.drafter import VerifierAccess
-from paceline.drafter.errors import KvGone, KvNotShared
-from paceline.drafter.kv import KvOptions
+from paceline.drafter.kv import KvGone, KvNotShared, KvOptions
 from paceline.drafter.kv.cuda import CudaKv
 from paceline.drafter.kv.exchange import KvExchange
 from paceline.drafter.kv.mapped import CacheFile

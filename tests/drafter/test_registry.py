@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter import DrafterSpec, LoadError
+from paceline.drafter.loading import Loader
 from paceline.drafter.methods.base import Drafter, Resources
-from paceline.drafter.registry import Loader, Registry
+from paceline.drafter.registry import Registry
 from paceline.drafter.spec import Roots
 from paceline.service import ServiceError
 

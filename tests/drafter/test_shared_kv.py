@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.drafter.errors import KvGone, KvNotShared
+from paceline.drafter.kv import KvGone, KvNotShared
 from paceline.drafter.kv.mapped import CacheFile, SharedKv, SharedStates
 from paceline.kv.segment import HEADER_BYTES
 from paceline.v1 import kv_pb2

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline.decoder import Decoder
 from paceline.drafter import Resources
-from paceline.drafter.acceptance import replay
 from paceline.drafter.methods.dspark import read_dspark
 from paceline.drafter.methods.dspark.drafter import DSparkDrafter
 from paceline.drafter.methods.longspec import read_longspec
@@ -20,6 +19,7 @@ from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
 from paceline.kernels import processor_name
 from paceline.kernels.sampling import SamplingParams
 from paceline.train import conversations as own
+from paceline.train.acceptance import replay
 from paceline.train.batches import PADDING, WholeTexts
 from paceline.train.conversations import read_conversations, write_conversations
 from paceline.train.corpus import Corpus, load_tokenizer

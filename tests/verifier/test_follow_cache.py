@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kv_support import caught_up, following
 from verifier_support import LAYOUT, Client, failure, reason_of, until
 
-from paceline.drafter.errors import KvGone
+from paceline.drafter.kv import KvGone
 from paceline.drafter.kv.remote import DeltaCache
 from paceline.kernels import streaming
 from paceline.kv.selection import SelectionPolicy, Streaming

@@ -11,10 +11,9 @@ import torch
 from kv_support import following_states, lost, mapping_states
 from verifier_support import Client, until
 
-from paceline.drafter.errors import KvGone
-from paceline.drafter.kv import stream as stream_module
-from paceline.drafter.kv.remote import RemoteStates
-from paceline.drafter.kv.stream import CacheUpdate
+from paceline.drafter.kv import KvGone
+from paceline.drafter.kv import remote as remote_module
+from paceline.drafter.kv.remote import CacheUpdate, RemoteStates
 from paceline.kv.wire import encode_rows
 from paceline.v1 import kv_pb2, verifier_pb2
 
@@ -25,7 +24,7 @@ FIELDS: dict[str, Any] = {"max_new_tokens": 90, "ignore_eos": True}
 
 
 async def test_a_lost_stream_continues(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(remote_module, "FIRST_DELAY", 0.01)
     created = await client.create(PROMPT, drafter=await client.reader(0, 1), **FIELDS)
     exchange, sent = await following_states(client, created, 0)
     await sent.wait_for(len(PROMPT), 60)

@@ -19,7 +19,7 @@ from kv_support import (
 from test_taps import outputs
 from verifier_support import serving, until
 
-from paceline.drafter.errors import KvGone
+from paceline.drafter.kv import KvGone
 from paceline.kernels.caches import from_rows
 from paceline.verifier.kv.base import open_segments
 from paceline.verifier.rpc import kv_exchange

@@ -13,7 +13,7 @@ import torch
 from kv_support import mapping
 from verifier_support import LAYOUT, serving, text
 
-from paceline.drafter.errors import KvNotShared
+from paceline.drafter.kv import KvNotShared
 from paceline.kv.segment import HEADER_BYTES
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.kv.base import OutOfMemory, TapLayout, Taps

@@ -12,7 +12,7 @@ from kv_support import mapping_states
 from verifier_support import LAYOUT, Client
 
 from paceline.decoder import Decoder, LocalCache
-from paceline.drafter.errors import KvNotShared
+from paceline.drafter.kv import KvNotShared
 from paceline.kernels import TreeSegment, plan_trees
 from paceline.verifier.kv.base import TapLayout, TapPlanes, Taps
 from paceline.verifier.kv.segment import Segment

@@ -19,10 +19,10 @@ from tokenizers import Tokenizer
 
 from paceline.decoder import Decoder
 from paceline.drafter import Drafter, DrafterSpec, Resources
-from paceline.drafter.acceptance import TargetRecording, record, replay, rounds
 from paceline.drafter.calibration import FILE, Calibration, Scaling
 from paceline.drafter.methods import method_class
 from paceline.drafter.recordings import read_recordings
+from paceline.train.acceptance import TargetRecording, record, replay, rounds
 from paceline.train.corpus import load_corpus
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2

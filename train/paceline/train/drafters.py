@@ -23,7 +23,6 @@ from torch import nn
 from paceline.decoder import Decoder, store_int8
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter import Drafter, Resources
-from paceline.drafter.acceptance import accepted_per_round, replay
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import LoadError
 from paceline.drafter.methods.checkpoint import check_target, load_weights, read_fit
@@ -43,6 +42,7 @@ from paceline.drafter.methods.longspec import (
 from paceline.drafter.recordings import Recording
 from paceline.kernels import processor_name
 from paceline.kernels.sampling import SamplingParams
+from paceline.train.acceptance import accepted_per_round, replay
 from paceline.train.batches import Batches, Rows
 from paceline.train.corpus import Corpus, encode_all, load_tokenizer
 from paceline.train.loop import Loss, Optimizer, train

@@ -7,7 +7,7 @@ method. What a drafter drafts can change the speed of a generation, never its to
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from paceline.drafter.errors import KvGone, KvNotShared
+from paceline.drafter.kv import KvGone, KvNotShared
 from paceline.drafter.methods import method_names
 from paceline.drafter.methods.base import (
     Budget,

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.drafter.errors import LoadError
+from paceline.drafter.methods.base import LoadError
 from paceline.tree import TokenTree
 
 FILE = "calibration.json"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
 
-from paceline.drafter.errors import KvGone
+from paceline.drafter.kv import KvGone
 from paceline.drafter.kv.exchange import KvExchange
 from paceline.drafter.methods.base import Budget, GenerationInfo, Update
 from paceline.drafter.recordings import Recording, TextRecorder

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.drafter.errors import LoadError
+from paceline.drafter.methods.base import LoadError
 from paceline.v1 import sampling_pb2
 
 logger = logging.getLogger("paceline.drafter")

@@ -7,23 +7,17 @@ if the other one does not fit its target.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-from paceline.drafter.calibration import FILE, Calibration
-from paceline.drafter.methods import CALIBRATION, LOOKUP, method_class, path_options
-from paceline.drafter.methods.base import Drafter, LoadError, Resources, parse_options
-from paceline.drafter.methods.lookup import LookupDrafter, LookupOptions
-from paceline.drafter.spec import DrafterSpec, Roots
+from paceline.drafter.loading import OUT_OF_MEMORY, Loader
+from paceline.drafter.methods.base import Drafter, LoadError
+from paceline.drafter.session import DraftStatistics
+from paceline.drafter.spec import DrafterSpec
 from paceline.drafter.state import RegistryState, StateFile
-from paceline.drafter.statistics import DraftStatistics
 from paceline.service import ServiceError
-from paceline.service.runtime import available_memory, trim
 from paceline.telemetry.names import Attribute
 from paceline.telemetry.tracing import Attributes
 from paceline.v1 import drafter_pb2
@@ -32,9 +26,6 @@ logger = logging.getLogger("paceline.drafter")
 
 MAX_VERSIONS = 256
 
-OUT_OF_MEMORY = "OUT_OF_MEMORY"
-"""Reason of a LoadError."""
-
 RECENT_ROUNDS, MIN_FAILURES = 20, 3
 """A version fails if more than half of its last rounds failed, and at least this many."""
 
@@ -42,66 +33,6 @@ _MAX_REASON_CHARS = 300
 
 Check = Callable[[DrafterSpec, Drafter], Awaitable[drafter_pb2.DrafterCheck | None]]
 """Checks a loaded drafter before it is listed. Raises LoadError if it fails."""
-
-
-class Loader:
-    """Loads one drafter at a time on a thread, from allowed folders only."""
-
-    def __init__(self, roots: Roots, resources: Resources) -> None:
-        self._roots = roots
-        self._resources = resources
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafter-load")
-
-    async def load(self, spec: DrafterSpec) -> Drafter:
-        """Load the drafter that a spec describes, with its calibration if it has one.
-
-        The calibration is the file of the option ``calibration``, or the one in its folder.
-
-        Raises:
-            LoadError: The method, a folder or an option is wrong.
-        """
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._load, spec)
-
-    def is_short_of_memory(self, spec: DrafterSpec) -> bool:
-        """Whether the files of a drafter for the CPU are larger than the free memory."""
-        if self._resources.device != "cpu" or spec.folder is None:
-            return False
-        try:
-            folder = self._roots.check(spec.folder)
-            files = [folder] if folder.is_file() else [*folder.iterdir()]
-            return sum(file.stat().st_size for file in files) > available_memory()
-        except (LoadError, OSError):  # the load has the better message
-            return False
-
-    async def close(self) -> None:
-        """Finish the running load and end the thread."""
-        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
-
-    def _load(self, spec: DrafterSpec) -> Drafter:
-        folder = self._roots.check(spec.folder) if spec.folder else None
-        folders = path_options(spec.method)
-        options = {
-            name: str(self._roots.check(Path(text))) if name in folders and text else text
-            for name, text in spec.options.items()
-        }
-        calibration = options.pop(CALIBRATION, "")
-        lookup = {LOOKUP: options.pop(LOOKUP)} if LOOKUP in options else {}
-        if not calibration and folder is not None and (folder / FILE).is_file():
-            calibration = str(folder / FILE)
-        try:
-            wanted = parse_options(LookupOptions, lookup).lookup
-            drafter = method_class(spec.method).load(folder, options, self._resources)
-            if calibration:
-                drafter.calibration = Calibration.read(Path(calibration), spec.method)
-        except LoadError as error:
-            raise LoadError(error.reason, f"drafter {spec.name!r}: {error}") from error
-        except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is the latter
-            if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
-                raise
-            why = f"drafter {spec.name!r} does not fit into memory: {error}; unload another version"
-            raise LoadError(OUT_OF_MEMORY, why) from error
-        trim()  # what was used to load it
-        return LookupDrafter(drafter) if wanted else drafter
 
 
 @dataclass(eq=False)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
-from paceline.drafter.check import LoadCheck
 from paceline.drafter.connection import Parts
 from paceline.drafter.exchange import Exchange
 from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
+from paceline.drafter.loading import LoadCheck, Loader
 from paceline.drafter.methods.base import Drafter, LoadError, Resources
 from paceline.drafter.recordings import TextRecorder, read_recordings
-from paceline.drafter.registry import Loader, Registry
+from paceline.drafter.registry import Registry
 from paceline.drafter.spec import DrafterSpec, Roots
 from paceline.drafter.state import StateFile
 from paceline.drafter.worker import DraftWorker

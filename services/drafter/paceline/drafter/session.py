@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from paceline.drafter.errors import KvNotShared
+from paceline.drafter.kv import KvNotShared
 from paceline.drafter.kv.exchange import KvExchange
-from paceline.drafter.methods.base import Drafter, GenerationInfo, Update
-from paceline.drafter.registry import Version
-from paceline.drafter.statistics import DraftStatistics, accepted_tokens
+from paceline.drafter.methods.base import Drafter, GenerationInfo, Update, accepted_tokens
 from paceline.sampling import Sampling, SamplingError, rejects
 from paceline.service import ServiceError
 from paceline.telemetry.names import Attribute, Span
@@ -22,8 +20,38 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Tracer
 
     from paceline.drafter.kv.reader import KvReader, StateReader
+    from paceline.drafter.registry import Version
 
 _MAX_NAME_CHARS = 256
+
+
+@dataclass
+class DraftStatistics:
+    """Totals over the rounds of one or more generations."""
+
+    rounds: int = 0
+    """Trees drafted whose continuation is known."""
+
+    accepted: int = 0
+    """Accepted draft tokens."""
+
+    draft_seconds: float = 0.0
+
+    @property
+    def accepted_length(self) -> float:
+        """Mean number of tokens emitted per round, the bonus token included; 0 without rounds."""
+        return 1 + self.accepted / self.rounds if self.rounds else 0.0
+
+    @property
+    def draft_us(self) -> int:
+        """Mean draft time of a round. Unit: microseconds."""
+        return round(self.draft_seconds / self.rounds * 1e6) if self.rounds else 0
+
+    def add(self, accepted: int, draft_seconds: float) -> None:
+        """Add a round."""
+        self.rounds += 1
+        self.accepted += accepted
+        self.draft_seconds += draft_seconds
 
 
 @dataclass(frozen=True)

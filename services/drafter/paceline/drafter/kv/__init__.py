@@ -2,7 +2,8 @@
 
 :class:`~paceline.drafter.kv.reader.KvReader` is the interface. Its sources: ``mapped`` (a memfd of
 the verifier), ``cuda`` (CUDA IPC), ``remote`` (a delta cache over gRPC); ``exchange`` opens them.
-This module has the options of methods that read KV, and imports neither gRPC nor torch.
+This module has their errors and the options of methods that read KV; it imports neither gRPC nor
+torch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,18 @@ WIRE_DTYPES = {
 """Types on the wire by name."""
 
 TRANSPORTS = ("auto", "map", "follow")
+
+
+class KvNotShared(Exception):
+    """The KV of a cache cannot be read here; the message gives the reason."""
+
+
+class VerifierUnreachable(KvNotShared):
+    """The verifier cannot be reached, or does not answer in time."""
+
+
+class KvGone(Exception):
+    """The cache was released, or its verifier has ended: what was read must not be used."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from paceline.drafter.errors import KvGone, KvNotShared
+from paceline.drafter.kv import KvGone, KvNotShared
 from paceline.drafter.kv.mapped import CacheFile, MappedReader, SharedKv
 from paceline.drafter.kv.reader import KvReader
 from paceline.kv.cuda import CudaDriver, DriverError, MappedMemory, NotMappable, cuda_driver

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from paceline.drafter.errors import KvGone, KvNotShared, VerifierUnreachable
-from paceline.drafter.kv import WIRE_DTYPES, KvOptions
+from paceline.drafter.kv import WIRE_DTYPES, KvGone, KvNotShared, KvOptions, VerifierUnreachable
 from paceline.kv.policies import STREAMING
 from paceline.service.exchange import MAX_FRAME_BYTES, request_file
 from paceline.service.interceptor import check_authorities

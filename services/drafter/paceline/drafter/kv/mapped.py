@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.drafter.errors import KvGone, KvNotShared
+from paceline.drafter.kv import KvGone, KvNotShared
 from paceline.drafter.kv.reader import CacheReader, StateReader, StreamingReader
 from paceline.kernels.caches import from_rows, row_width
 from paceline.kv.segment import HEADER_BYTES, TAP_AHEAD, SegmentHeader, map_segment

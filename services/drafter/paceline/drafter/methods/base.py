@@ -10,7 +10,6 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
-from paceline.drafter.errors import LoadError as LoadError
 from paceline.drafter.kv import KvOptions
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
@@ -19,6 +18,15 @@ if TYPE_CHECKING:
     from paceline.decoder.sources import Origin
     from paceline.drafter.calibration import Calibration
     from paceline.drafter.kv.reader import KvReader, StateReader
+
+
+class LoadError(Exception):
+    """A drafter cannot be loaded: its method, folder, options or weights are invalid."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        """Stable upper-case name of the error."""
 
 
 @dataclass(frozen=True)
@@ -389,3 +397,13 @@ def grow(
         if level < depth and len(tokens) < nodes:
             push_children(state, len(tokens) - 1, level, -reach)
     return TokenTree(tuple(tokens), tuple(parents), tuple(confidences))
+
+
+def accepted_tokens(tree: TokenTree, continuation: Sequence[int]) -> int:
+    """Length of the longest path of a tree that is a prefix of the text after the anchor."""
+    matched = {-1: 0}
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=False)):
+        depth = matched.get(parent, len(continuation))
+        if depth < len(continuation) and continuation[depth] == token:
+            matched[node] = depth + 1
+    return max(matched.values())

@@ -19,9 +19,8 @@ from torch import Tensor
 from paceline.decoder import Decoder, LocalCache
 from paceline.decoder.sampling import sampling_params
 from paceline.drafter.kv.reader import StateReader, StreamingReader
-from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update
+from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update, accepted_tokens
 from paceline.drafter.methods.slots import chain_segments
-from paceline.drafter.statistics import accepted_tokens
 from paceline.kernels import History, choose_token, plan_trees
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
