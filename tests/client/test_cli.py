@@ -130,12 +130,6 @@ async def test_bad_arguments(
     assert said in capsys.readouterr().err
 
 
-async def test_an_unreachable_verifier(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    await world.verifier_service.stop()
-    assert await generate(world, "hi") == 1
-    assert capsys.readouterr().err.startswith("paceline generate: ")
-
-
 async def compare(world: World, *arguments: str) -> int:
     verifier, drafter = world.addresses
     services = ["--verifier-address", verifier, "--drafter-address", drafter]

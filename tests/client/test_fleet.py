@@ -250,13 +250,6 @@ async def disturbed(client: Client, site: Site, act: str, length: int = 400) -> 
     return before, after
 
 
-async def test_a_killed_verifiers_generation_goes_on_elsewhere(site: Site) -> None:
-    async with client_of(site, 0, 1, 2) as client:
-        before, after = await disturbed(client, site, "kill")
-    assert before != after
-    await site.verifiers[after].all_released()
-
-
 async def test_a_verifier_with_equal_numerics_is_preferred_to_an_idle_one(site: Site) -> None:
     site.verifiers[1].others, site.verifiers[2].others = 9, 5
     site.verifiers[2].numerics = "amx"

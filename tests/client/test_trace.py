@@ -13,7 +13,7 @@ from opentelemetry.trace import StatusCode
 
 from paceline.client import Client, DeadlineError, PacelineError
 
-from .fakes import World, continuation
+from .fakes import World
 
 PROMPT = [104, 105, 106]
 SEED = 5
@@ -108,20 +108,6 @@ async def test_a_failure_before_the_model_is_known(client: Client, recording: Re
     assert root.status.status_code is StatusCode.ERROR
 
 
-async def test_a_restarted_verifier_gets_another_prefill(
-    world: World, client: Client, recording: Recording
-) -> None:
-    world.verifier.fail_at((20, "restart"))
-    result = await client.generate(PROMPT, max_new_tokens=150, seed=SEED)
-    assert result.token_ids == continuation(PROMPT, 150, SEED)
-    assert result.stats.fallbacks["verifier_restarted"] == 1
-    first, second = recording.named("specdec.prefill")
-    assert facts(first)["server.address"] == world.addresses[0]
-    (root,) = recording.named("text_completion fake")
-    assert first.parent == second.parent == root.get_span_context()
-    assert facts(root)["server.address"] == world.addresses[0]
-
-
 async def test_a_generation_cut_short_ends_its_spans(
     world: World, client: Client, recording: Recording
 ) -> None:
@@ -133,12 +119,3 @@ async def test_a_generation_cut_short_ends_its_spans(
     (root,) = recording.named("text_completion fake")
     assert root.status.status_code is StatusCode.UNSET
     assert facts(root)["gen_ai.response.finish_reasons"] == ("cancelled",)
-
-
-async def test_an_answer_in_a_conversation_is_a_chat(
-    world: World, client: Client, recording: Recording
-) -> None:
-    world.verifier.chat_template = "{{ messages[0].content }}"
-    await client.chat([{"role": "user", "content": "hi"}], max_new_tokens=4)
-    (root,) = recording.named("chat fake")
-    assert facts(root)["gen_ai.operation.name"] == "chat"
