@@ -1,4 +1,4 @@
-"""Random tiny models, and dense references of their trees."""
+"""Random tiny models and drafters, made-up data of the target, and dense references of trees."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -20,13 +22,31 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from paceline.decoder import Decoder, LocalCache
+from paceline.decoder import Decoder, LocalCache, load_config
 from paceline.decoder.sampling import sampling_params
+from paceline.decoder.weights import Checkpoint
+from paceline.drafter.kv.reader import StreamingReader
+from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import GenerationInfo, Resources
-from paceline.drafter.methods.lm import LmDrafter, LmSequence
+from paceline.drafter.methods.checkpoint import TargetRef, load_weights
+from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, read_dspark, save_dspark
+from paceline.drafter.methods.longspec import (
+    LongSpecConfig,
+    LongSpecModel,
+    read_longspec,
+    save_longspec,
+    window_mask,
+)
 from paceline.drafter.methods.slots import chain_segments
-from paceline.kernels import History, choose_token, filter_logits, gumbel_noise, plan_trees
-from paceline.train.acceptance import RecordedKv
+from paceline.kernels import (
+    History,
+    choose_token,
+    filter_logits,
+    gumbel_noise,
+    plan_trees,
+    streaming,
+)
+from paceline.train.acceptance import RecordedKv, RecordedStates
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 
@@ -79,16 +99,55 @@ def change_config(folder: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def load(folder: Path, **options: str) -> LmDrafter:
-    """The method `lm` on a model."""
-    return LmDrafter.load(folder, options, Resources())
+def write_longspec(folder: Path, target: Path, seed: int = 0, **shape: Any) -> Path:
+    """Save a random LongSpec drafter for a target, in fp32."""
+    config = LongSpecConfig.for_target(target, **shape)
+    weights = _random_weights(LongSpecModel(config), seed)
+    save_longspec(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
+    return folder
+
+
+def write_dspark(
+    folder: Path, target: Path, seed: int = 0, *, from_anchor: bool = True, **shape: Any
+) -> Path:
+    """Save a random DSpark drafter for a target, in fp32."""
+    shape = {"taps": (0, 1), "block": 4, "mask_token": 3, **shape}
+    config = replace(DSparkConfig.for_target(target, **shape), from_anchor=from_anchor)
+    weights = _random_weights(DSparkModel(config), seed)
+    save_dspark(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
+    return folder
+
+
+def _random_weights(model: LongSpecModel | DSparkModel, seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, 0.0, 0.3)
+        else:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    if getattr(model, "d2t", None) is not None:
+        model.d2t.copy_(torch.randperm(VOCAB)[: len(model.d2t)].sort().values)
+    return model.state_dict()
+
+
+def load(method: str, folder: Path, target: Path | None = None, **options: Any) -> Any:
+    """A method on a folder; drafters of a target are loaded with it."""
+    given = {name: str(value) for name, value in options.items()}
+    if target is not None:
+        given["target"] = str(target)
+    return method_class(method).load(folder, given, Resources())
 
 
 def start(
-    drafter: LmDrafter, text: Sequence[int], sampling: sampling_pb2.SamplingParams = GREEDY
-) -> LmSequence:
-    """Starts a generation of a prompt."""
-    return drafter.start(GenerationInfo(text, len(text), VOCAB, sampling))
+    drafter: Any,
+    text: Sequence[int],
+    source: Any = None,
+    sampling: sampling_pb2.SamplingParams = GREEDY,
+) -> Any:
+    """Starts a generation of a prompt; `source` is the target's KV, or its hidden states."""
+    field = "states" if drafter.needs.hidden_state_layers else "kv"
+    data = {} if source is None else {field: source}
+    return drafter.start(GenerationInfo(text, len(text), VOCAB, sampling, **data))
 
 
 def text_of(length: int, seed: int = 0) -> list[int]:
@@ -139,11 +198,85 @@ def recorded_kv(decoder: Decoder, text: Sequence[int], committed: int) -> Record
     return kv
 
 
+@dataclass
+class FakeKv(StreamingReader):
+    """A target's KV in memory."""
+
+    keys: Tensor
+    values: Tensor
+    committed: int = 0
+    gone: bool = False
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+    def check(self) -> None:
+        if self.gone:
+            raise ConnectionError("the cache is gone")
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def spoil(self, begin: int) -> None:
+        """Makes positions from ``begin`` on unusable."""
+        self.keys[:, begin:] = self.values[:, begin:] = torch.nan
+
+
+class FakeStates(RecordedStates):
+    """A target's hidden states, which can be lost."""
+
+    gone = False
+
+    def check(self) -> None:
+        if self.gone:
+            raise ConnectionError("the cache is gone")
+
+    @property
+    def states(self) -> Tensor:
+        """All rows, ``[S, taps * hidden]``."""
+        return self._states
+
+    def spoil(self, begin: int, end: int | None = None) -> None:
+        """Makes positions unusable."""
+        self._states[begin:end] = torch.nan
+
+
+def made_up_kv(config: Any, committed: int, seed: int = 0) -> FakeKv:
+    """Random KV of ``committed`` positions."""
+    draws = torch.Generator().manual_seed(seed)
+    shape = (2, config.kv_heads, committed, config.head_dim)
+    keys, values = torch.randn(shape, generator=draws)
+    return FakeKv(keys, values, committed)
+
+
+def made_up_states(
+    config: DSparkConfig, committed: int, seed: int = 0, window: int = 0
+) -> FakeStates:
+    """Random states, which at a position do not depend on ``committed``."""
+    draws = torch.Generator().manual_seed(seed)
+    width = len(config.taps) * config.hidden
+    states = FakeStates(torch.randn(1024, width, generator=draws), window)
+    states.committed = committed
+    return states
+
+
+def target_kv(target: Path, config: LongSpecConfig, text: Sequence[int]) -> FakeKv:
+    """KV of the target's layer when all but the newest token of a text is committed.
+
+    Behind it lie numbers that must not be read.
+    """
+    _, cache = forward(Decoder.load(target), text, 50)
+    keys, values = (each.clone() for each in cache.layer(config.target_layer))
+    kv = FakeKv(keys, values, len(text) - 1)
+    kv.spoil(len(text) - 1)
+    return kv
+
+
 class Oracle:
     """The model as the target: one token at a time, each by a forward pass over the whole text."""
 
     def __init__(
-        self, drafter: LmDrafter, prompt: Sequence[int], sampling: sampling_pb2.SamplingParams
+        self, drafter: Any, prompt: Sequence[int], sampling: sampling_pb2.SamplingParams
     ) -> None:
         self.text = list(prompt)
         self._prompt = len(prompt)
@@ -211,3 +344,169 @@ def check_tree(tree: TokenTree, expected: dict[tuple[int, ...], float]) -> None:
     for node in range(len(tree)):
         survival = math.exp(expected[tree.path(node)])
         assert tree.survivals[node] == pytest.approx(survival, rel=2e-3, abs=1e-6)
+
+
+class DenseLm:
+    """The model `lm` in transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def source(self, text: Sequence[int], seed: int) -> None:
+        """It reads nothing of the target's."""
+
+    @torch.inference_mode()
+    def tree(
+        self,
+        text: list[int],
+        source: None,
+        sampling: sampling_pb2.SamplingParams,
+        widths: Sequence[int],
+    ) -> dict[tuple[int, ...], float]:
+        """See :func:`beam_search`."""
+
+        def logits_after(path: tuple[int, ...]) -> Tensor:
+            logits: Tensor = self.model(torch.tensor([[*text, *path]])).logits[0, -1]
+            return logits
+
+        return beam_search(text, sampling, widths, logits_after)
+
+
+class _Dense:
+    """A drafter in plain dense PyTorch, with the target's embedding and head."""
+
+    model: Any
+
+    def __init__(self, model: Any, config: Any, dtype: Any, folder: Path, target: Path) -> None:
+        self.target, self.config = target, config
+        self.model = model(config)
+        self.model.load_state_dict(load_weights(folder, config, model, dtype))
+        weights = Checkpoint(target, torch.float32)
+        self.embedding = weights["model.embed_tokens.weight"]
+        tied = load_config(target).tied
+        self.head = self.embedding if tied else weights["lm_head.weight"]
+
+
+class DenseLongSpec(_Dense):
+    """LongSpec, reading ``context`` target positions."""
+
+    def __init__(self, folder: Path, target: Path, context: int = 0) -> None:
+        super().__init__(LongSpecModel, *read_longspec(folder), folder, target)
+        self.context = context
+
+    def source(self, text: Sequence[int], seed: int) -> FakeKv:
+        """The target's KV of a text."""
+        return target_kv(self.target, self.config, text)
+
+    @torch.inference_mode()
+    def logits(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        seen: Tensor,
+        kv: FakeKv,
+        committed: int,
+    ) -> Tensor:
+        """Logits ``[S, V]`` of tokens with the mask ``[S, S]``, which all read the same KV."""
+        read = torch.zeros(len(tokens), committed, dtype=torch.bool)
+        for part in streaming(committed, self.context):
+            read[:, part.start : part.stop] = True
+        hidden = self.model(
+            self.embedding[torch.tensor(tokens)][None],
+            torch.tensor(positions),
+            seen,
+            kv.keys[None, :, :committed],
+            kv.values[None, :, :committed],
+            read,
+        )
+        out: Tensor = hidden[0] @ self.head.T
+        if self.config.draft_vocab_size:
+            left_out = torch.ones(out.shape[1], dtype=torch.bool)
+            left_out[self.model.d2t] = False
+            out[:, left_out] = -torch.inf
+        return out
+
+    def after(self, text: Sequence[int], path: Sequence[int], kv: FakeKv, committed: int) -> Tensor:
+        """Logits after a drafted path, ``[V]``, by one pass over all of it."""
+        tokens = [*text, *path]
+        seen = window_mask(len(tokens), self.config.window)
+        return self.logits(tokens, range(len(tokens)), seen, kv, committed)[-1]
+
+    def tree(
+        self,
+        text: list[int],
+        kv: FakeKv,
+        sampling: sampling_pb2.SamplingParams,
+        widths: Sequence[int],
+    ) -> dict[tuple[int, ...], float]:
+        """See :func:`beam_search`."""
+        committed = min(kv.committed, len(text) - 1)
+        return beam_search(
+            text, sampling, widths, lambda path: self.after(text, path, kv, committed)
+        )
+
+
+class DenseDSpark(_Dense):
+    """DSpark and DFlash."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        super().__init__(DSparkModel, *read_dspark(folder), folder, target)
+
+    def source(self, text: Sequence[int], seed: int) -> FakeStates:
+        """Hidden states for a text."""
+        return made_up_states(self.config, len(text) - 1, seed)
+
+    def block(self, text: Sequence[int], states: FakeStates) -> Tensor:
+        """Hidden states of the positions that predict, ``[levels, hidden]``."""
+        end = min(states.committed, len(text) - 1)
+        begin = max(0, end - self.config.window) if self.config.window else 0
+        fed = [text[-1], *[self.config.mask_token] * (self.config.block - 1)]
+        hidden: Tensor = self.model(
+            self.embedding[torch.tensor(fed)][None, None],
+            torch.tensor([[end]]),
+            states.states[None, begin:end],
+            torch.arange(begin, end)[None],
+        )
+        return hidden[0, 0]
+
+    def after(self, hidden: Tensor, tokens: Sequence[int]) -> tuple[Tensor, float]:
+        """Logits after the anchor and a path, and the log confidence of that position."""
+        levels, drafted = len(tokens), self.model.d2t
+        scores, confidence = self.model.draft_head(self.head) @ hidden[levels - 1], 0.0
+        rows = None
+        if self.model.markov_head is not None:
+            before = self.model.draft_rows(torch.tensor(tokens))[None]
+            features, rows = self.model.markov_head(before, hidden[None, :levels])
+            scores = scores + self.model.markov_head.markov_w2(features)[0, -1]
+        if self.model.confidence_head is not None:
+            logit = self.model.confidence_head(
+                hidden[levels - 1], None if rows is None else rows[0, -1]
+            )
+            confidence = float(torch.nn.functional.logsigmoid(logit))
+        if drafted is not None:
+            whole = torch.full((len(self.head),), -torch.inf)
+            whole[drafted] = scores
+            scores = whole
+        return scores, confidence
+
+    @torch.inference_mode()
+    def tree(
+        self,
+        text: list[int],
+        states: FakeStates,
+        sampling: sampling_pb2.SamplingParams,
+        widths: Sequence[int],
+    ) -> dict[tuple[int, ...], float]:
+        """See :func:`beam_search`."""
+        hidden = self.block(text, states)
+        chain = set(widths) == {1}
+
+        def adjust(path: tuple[int, ...], logs: Tensor) -> Tensor:
+            if self.model.confidence_head is None:
+                return logs
+            change = self.after(hidden, [text[-1], *path])[1] - float(logs.max())
+            return logs + (change if chain else min(0.0, change))
+
+        return beam_search(
+            text, sampling, widths, lambda path: self.after(hidden, [text[-1], *path])[0], adjust
+        )

@@ -37,9 +37,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from another_device import OnDevice, another_device
 
-from .dspark_models import made_up_states, write_dspark
-from .longspec_models import write_longspec
-from .models import SAMPLINGS, VOCAB, recorded_kv, text_of, write_model
+from .models import (
+    SAMPLINGS,
+    VOCAB,
+    made_up_states,
+    recorded_kv,
+    text_of,
+    write_dspark,
+    write_longspec,
+    write_model,
+)
 
 METHODS = {
     "lm": {"widths": "3,2", "min_survival": "0"},

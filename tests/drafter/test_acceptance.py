@@ -12,8 +12,17 @@ from paceline.drafter.methods.base import Budget, GenerationInfo, Update, accept
 from paceline.train.acceptance import accepted_per_round, record
 from paceline.tree import TokenTree
 
-from . import longspec_models
-from .models import SAMPLINGS, VOCAB, Oracle, load, text_of, write_model
+from .models import (
+    SAMPLINGS,
+    VOCAB,
+    Oracle,
+    load,
+    start,
+    target_kv,
+    text_of,
+    write_longspec,
+    write_model,
+)
 
 COUNT = 24
 
@@ -25,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_recording_equals_the_target_s_text(folder: Path, name: str) -> None:
-    drafter = load(folder)
+    drafter = load("lm", folder)
     recording = record(drafter.decoder, text_of(20), COUNT, SAMPLINGS[name])
     oracle = Oracle(drafter, text_of(20), SAMPLINGS[name])
     expected: list[int] = []
@@ -38,8 +47,8 @@ def test_a_recording_equals_the_target_s_text(folder: Path, name: str) -> None:
 def test_rounds_are_those_with_a_verifier(folder: Path, name: str) -> None:
     """A drafter of other weights, so that some of its guesses fail."""
     sampling = SAMPLINGS[name]
-    target = load(folder)
-    drafter = load(write_model(folder.parent / "other", seed=7), widths="4,4,4")
+    target = load("lm", folder)
+    drafter = load("lm", write_model(folder.parent / "other", seed=7), widths="4,4,4")
     recording = record(target.decoder, text_of(20), COUNT, sampling)
     oracle = Oracle(target, text_of(20), sampling)
     oracle.text.append(oracle.next_token())
@@ -55,22 +64,22 @@ def test_rounds_are_those_with_a_verifier(folder: Path, name: str) -> None:
 def test_longspec_reads_what_was_recorded_up_to_the_anchor(tmp_path: Path) -> None:
     """The same layer over KV of a fresh pass that ends before the anchor."""
     target = write_model(tmp_path / "target")
-    layer = longspec_models.write_longspec(tmp_path / "layer", target, window=16)
-    drafter = longspec_models.load(layer, target, widths="4,4")
-    decoder = load(target).decoder
+    layer = write_longspec(tmp_path / "layer", target, window=16)
+    drafter = load("longspec", layer, target, widths="4,4")
+    decoder = load("lm", target).decoder
     recording = record(decoder, text_of(30), COUNT)
     expected, length = [], 31
     while length + 2 <= len(recording.tokens):
         text = recording.tokens[:length]
-        kv = longspec_models.target_kv(target, drafter.layer.config, text)
-        tree = longspec_models.start(drafter, text, kv).draft(Budget(64, 64))
+        kv = target_kv(target, drafter.layer.config, text)
+        tree = start(drafter, text, kv).draft(Budget(64, 64))
         expected.append(accepted_tokens(tree, recording.tokens[length : length + 2]))
         length += expected[-1] + 1
     assert accepted_per_round(drafter, recording) == expected
 
 
 def test_what_cannot_be_recorded_is_refused(folder: Path) -> None:
-    decoder = load(folder).decoder
+    decoder = load("lm", folder).decoder
     for prompt, count in (([], 5), (text_of(2000), 100)):
         with pytest.raises(ValueError, match="target's context"):
             record(decoder, prompt, count)

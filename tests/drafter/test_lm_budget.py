@@ -37,7 +37,7 @@ def warmed(drafter: LmDrafter, text: list[int]) -> LmSequence:
 def test_a_chain_is_the_sparse_models_own_text(folder: Path, policy: str) -> None:
     """After any budget of earlier rounds, whose KV stays as it was computed."""
     text = text_of(70, 4)
-    drafter = load(folder, context="24", kv_policy=policy, widths="1,1,1", min_survival="0")
+    drafter = load("lm", folder, context="24", kv_policy=policy, widths="1,1,1", min_survival="0")
     sequence = warmed(drafter, text)
     seen: list[tuple[int, list[int]]] = []
     for budget, kept in ((24, 2), (40, 0), (30, 1), (11, 2)):
@@ -57,9 +57,9 @@ def test_a_chain_is_the_sparse_models_own_text(folder: Path, policy: str) -> Non
 @pytest.mark.bits
 def test_a_budget_that_covers_the_text_changes_nothing(folder: Path) -> None:
     text = text_of(60)
-    plain = warmed(load(folder), text).draft(Budget(16, 4))
-    assert warmed(load(folder, context="60"), text).draft(Budget(16, 4)) == plain
-    assert warmed(load(folder, context="20"), text).draft(Budget(16, 4)) != plain
+    plain = warmed(load("lm", folder), text).draft(Budget(16, 4))
+    assert warmed(load("lm", folder, context="60"), text).draft(Budget(16, 4)) == plain
+    assert warmed(load("lm", folder, context="20"), text).draft(Budget(16, 4)) != plain
 
 
 @given(

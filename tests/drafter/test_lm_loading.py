@@ -23,21 +23,21 @@ def test_only_safetensors_of_known_models_are_loaded(tmp_path: Path) -> None:
     for damaged in (weights[:-100], b"no weights at all", b""):
         (folder / "model.safetensors").write_bytes(damaged)
         with pytest.raises(LoadError, match="cannot load"):
-            load(folder)
+            load("lm", folder)
     (folder / "model.safetensors").write_bytes(weights)
     for wrong in ({"vocab_size": "many"}, {"vocab_size": None}, {"paceline": []}):
         change_config(folder, **{"vocab_size": VOCAB, "paceline": {}, **wrong})
         with pytest.raises(LoadError, match=r"config\.json"):
-            load(folder)
+            load("lm", folder)
     change_config(folder, vocab_size=VOCAB, paceline={}, model_type="gpt2")
     with pytest.raises(LoadError, match="not supported"):
-        load(folder)
+        load("lm", folder)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(LoadError, match=r"no \*.safetensors"):
-        load(folder)
+        load("lm", folder)
     (folder / "config.json").unlink()
     with pytest.raises(LoadError, match="cannot read"):
-        load(folder)
+        load("lm", folder)
 
 
 async def test_drafting_uses_the_configured_threads(
@@ -61,24 +61,26 @@ async def test_drafting_uses_the_configured_threads(
 
 
 def test_a_folder_says_what_it_fits(tmp_path: Path, folder: Path) -> None:
-    bound, digest = write_model(tmp_path / "bound"), load(folder).fit.tokenizer_digest
+    bound, digest = write_model(tmp_path / "bound"), load("lm", folder).fit.tokenizer_digest
     change_config(bound, paceline={"target_fingerprint": "f" * 64, "tokenizer_digest": digest})
-    assert load(bound).fit == Fit("f" * 64, None, digest, VOCAB)
+    assert load("lm", bound).fit == Fit("f" * 64, None, digest, VOCAB)
     (bound / "tokenizer.json").write_text("{}")
     with pytest.raises(LoadError, match="restore"):
-        load(bound)
+        load("lm", bound)
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8", "int4"])
 def test_a_gguf_file_is_loaded(weights: str, folder: Path, tmp_path: Path) -> None:
     (bare := shutil.copytree(folder, tmp_path / "bare") / "tokenizer.json").unlink()
     file = write_gguf(tmp_path / "tiny.gguf", bare.parent)
-    drafter = load(file, weights=weights)
+    drafter = load("lm", file, weights=weights)
     assert (drafter.fit.vocab_size, drafter.fit.tokenizer_digest) == (VOCAB, "")
     assert drafter.weight_bytes == file.stat().st_size
     assert drafter.decoder.config.weights == ("float32" if weights == "auto" else weights)
     if weights == "auto":
-        trees = [start(each, [1, 2, 3]).draft(Budget(8, 8)) for each in (drafter, load(folder))]
+        trees = [
+            start(each, [1, 2, 3]).draft(Budget(8, 8)) for each in (drafter, load("lm", folder))
+        ]
         assert trees[0].tokens == trees[1].tokens
 
 
@@ -86,4 +88,4 @@ def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     file.write_bytes(b"GGUF\3\0\0\0")
     with pytest.raises(LoadError, match=r"tiny\.gguf: the header ends"):
-        load(file)
+        load("lm", file)

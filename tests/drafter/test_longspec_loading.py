@@ -28,9 +28,9 @@ from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
 from paceline.kernels import cpu_kernels
 from paceline.v1 import drafter_pb2
 
+from . import models
 from .conftest import drafting, failure
-from .longspec_models import load, made_up_kv, start, write_longspec
-from .models import VOCAB, change_config, text_of, write_model
+from .models import VOCAB, change_config, made_up_kv, start, text_of, write_longspec, write_model
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
@@ -57,6 +57,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path, target: Path) -> Path:
     return write_longspec(tmp_path / "drafter", target)
+
+
+def load(folder: Path, target: Path, **options: Any) -> LongSpecDrafter:
+    """The method `longspec` on a folder."""
+    drafter: LongSpecDrafter = models.load("longspec", folder, target, **options)
+    return drafter
 
 
 def change_section(folder: Path, section: str, **fields: Any) -> None:

@@ -70,8 +70,8 @@ def generation(text: list[int], sampling: str = "greedy") -> GenerationInfo:
 
 
 def test_a_new_text_gets_the_tree_of_the_model(folder: Path) -> None:
-    model = load(folder, widths="3,2", max_nodes="8")
-    drafter = LookupDrafter(load(folder, widths="3,2", max_nodes="8"))
+    model = load("lm", folder, widths="3,2", max_nodes="8")
+    drafter = LookupDrafter(load("lm", folder, widths="3,2", max_nodes="8"))
     budget = Budget(8, 4)
     expected = model.start(generation(NEW)).draft(budget)
     sequence = drafter.start(generation(NEW))
@@ -80,7 +80,7 @@ def test_a_new_text_gets_the_tree_of_the_model(folder: Path) -> None:
 
 
 def test_the_model_rests_where_the_text_repeats_itself(folder: Path) -> None:
-    drafter = LookupDrafter(load(folder, widths="1", depth="2"))
+    drafter = LookupDrafter(load("lm", folder, widths="1", depth="2"))
     sequence = drafter.start(generation(REPEATED))
     rests, text = [], list(REPEATED)
     for _ in range(12):
@@ -99,7 +99,7 @@ def test_the_model_rests_where_the_text_repeats_itself(folder: Path) -> None:
 
 
 def test_the_calibration_is_that_of_the_model_alone(folder: Path) -> None:
-    drafter = LookupDrafter(load(folder, widths="3", depth="1"))
+    drafter = LookupDrafter(load("lm", folder, widths="3", depth="1"))
     plain = drafter.start(generation(NEW)).draft(LARGE)
     scaling = Scaling(2.0, -0.5)
     drafter.model.calibration = Calibration("lm", (scaling,), ())
@@ -112,7 +112,7 @@ def test_rejection_sampling_gets_whole_trees_of_one_drafter(folder: Path) -> Non
     sampling = sampling_pb2.SamplingParams(
         temperature=1.0, seed=4, mode=sampling_pb2.ACCEPTANCE_MODE_REJECTION
     )
-    drafter = LookupDrafter(load(folder, widths="1", depth="3"))
+    drafter = LookupDrafter(load("lm", folder, widths="1", depth="3"))
     tree = drafter.start(GenerationInfo(REPEATED, len(REPEATED), VOCAB, sampling)).draft(
         Budget(8, 8)
     )
@@ -121,7 +121,7 @@ def test_rejection_sampling_gets_whole_trees_of_one_drafter(folder: Path) -> Non
 
 
 def test_sequences_draft_together_as_they_do_alone(folder: Path) -> None:
-    drafter = LookupDrafter(load(folder, widths="3,2", max_nodes="8"))
+    drafter = LookupDrafter(load("lm", folder, widths="3,2", max_nodes="8"))
     budget = Budget(12, 6)
     texts = (NEW, REPEATED, text_of(25, 9))
     alone = [drafter.start(generation(text)).draft(budget) for text in texts]

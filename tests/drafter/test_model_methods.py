@@ -11,12 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.drafter.methods.base import Budget, DraftSequence, GenerationInfo, Resources, Update
-from paceline.drafter.methods.selfspec import SelfSpecDrafter
+from paceline.drafter.methods.base import Budget, DraftSequence, GenerationInfo, Update
 from paceline.tree import TokenTree
 
-from . import dspark_models, longspec_models, models
-from .models import GREEDY, SAMPLINGS, VOCAB, text_of, write_model
+from . import models
+from .models import (
+    GREEDY,
+    SAMPLINGS,
+    VOCAB,
+    made_up_kv,
+    made_up_states,
+    text_of,
+    write_dspark,
+    write_longspec,
+    write_model,
+)
 
 METHODS = ("lm", "longspec", "dspark", "selfspec")
 READERS = METHODS[1:]
@@ -33,15 +42,13 @@ class Method:
     """Field of ``GenerationInfo`` that holds the data; empty: it reads none."""
 
     def source(self, committed: int, seed: int = 0) -> Any:
-        if self.field == "states":
-            return dspark_models.made_up_states(self.drafter.shape, committed, seed)
-        return longspec_models.made_up_kv(self.drafter.shape, committed, seed)
+        make = made_up_states if self.field == "states" else made_up_kv
+        return make(self.drafter.shape, committed, seed)
 
     def start(self, text: list[int], sampling: Any = GREEDY, source: Any = None) -> DraftSequence:
-        data = {self.field: source or self.source(len(text) - 1)} if self.field else {}
-        sequence: DraftSequence = self.drafter.start(
-            GenerationInfo(text, len(text), VOCAB, sampling, **data)
-        )
+        if source is None and self.field:
+            source = self.source(len(text) - 1)
+        sequence: DraftSequence = models.start(self.drafter, text, source, sampling)
         return sequence
 
 
@@ -49,18 +56,18 @@ def load(
     name: str, folder: Path, widths: str = "4,4,4,4", weights: str = "auto", **shape: Any
 ) -> Method:
     target = write_model(folder / "target", **shape)
-    options = {"widths": widths, "min_survival": "0", "weights": weights}
+    options: dict[str, Any] = {"widths": widths, "min_survival": 0, "weights": weights}
     method, _, policy = name.partition(", ")
     if method == "lm":
-        budget = {"context": "24", "kv_policy": policy} if policy else {}
-        return Method(models.load(target, **options, **budget))
+        budget = {"context": 24, "kv_policy": policy} if policy else {}
+        return Method(models.load(method, target, **options, **budget))
     if name == "selfspec":
-        return Method(SelfSpecDrafter.load(target, options | {"depth": "4"}, Resources()), "kv")
+        return Method(models.load(name, target, **options, depth=4), "kv")
     if name == "longspec":
-        layer = longspec_models.write_longspec(folder / name, target, window=16)
-        return Method(longspec_models.load(layer, target, **options), "kv")
-    block = dspark_models.write_dspark(folder / name, target, markov_rank=32, window=16, layers=2)
-    return Method(dspark_models.load(block, target, **options), "states")
+        layer = write_longspec(folder / name, target, window=16)
+        return Method(models.load(name, layer, target, **options), "kv")
+    block = write_dspark(folder / name, target, markov_rank=32, window=16, layers=2)
+    return Method(models.load(name, block, target, **options), "states")
 
 
 @pytest.fixture(scope="module")

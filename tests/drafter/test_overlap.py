@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paceline.drafter.methods.base import Budget, GenerationInfo, Update
+from paceline.drafter.methods.base import Budget, Update
 from paceline.drafter.methods.selfspec import SelfSpecDrafter
 
 from .conftest import until
@@ -26,9 +27,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_trees_are_those_of_a_drafter_that_waits(folder: Path, name: str) -> None:
     draw = random.Random(name)
-    drafter = load(folder, widths="1", depth="4", min_survival="0.05")
+    drafter = load("lm", folder, widths="1", depth="4", min_survival="0.05")
     text = text_of(40, 1)
-    ahead, waiting = start(drafter, text, SAMPLINGS[name]), start(drafter, text, SAMPLINGS[name])
+    ahead, waiting = (
+        start(drafter, text, sampling=SAMPLINGS[name]),
+        start(drafter, text, sampling=SAMPLINGS[name]),
+    )
     kept = 0
     for _ in range(30):
         budget = Budget(draw.randint(1, 6), draw.randint(1, 6))
@@ -49,25 +53,21 @@ def test_trees_are_those_of_a_drafter_that_waits(folder: Path, name: str) -> Non
     assert kept > 3
 
 
-def test_a_tree_with_siblings_does_not_grow_on(folder: Path) -> None:
-    drafter = load(folder, widths="2,1", min_survival="0")
-    sequence = start(drafter, text_of(20), GREEDY)
+@pytest.mark.parametrize("options", [{"widths": "2,1"}, {"widths": 1, "depth": 4, "context": 16}])
+def test_trees_with_siblings_and_under_a_kv_budget_do_not_grow_on(
+    folder: Path, options: dict[str, Any]
+) -> None:
+    drafter = load("lm", folder, min_survival=0, **options)
+    sequence = start(drafter, text_of(40))
+    sequence.warm(39)
     sequence.draft(Budget(8, 8))
     assert drafter.draft_ahead([sequence]) == []
 
 
-def test_nothing_is_drafted_ahead_under_a_kv_budget(folder: Path) -> None:
-    drafter = load(folder, widths="1", depth="4", min_survival="0", context="16")
-    sequence = start(drafter, text_of(40), GREEDY)
-    sequence.warm(39)
-    sequence.draft(Budget(4, 4))
-    assert drafter.draft_ahead([sequence]) == []
-
-
 def test_drafting_ahead_ends(folder: Path) -> None:
-    drafter = load(folder, widths="1", depth="3", min_survival="0")
+    drafter = load("lm", folder, widths="1", depth="3", min_survival="0")
     oracle = Oracle(drafter, text_of(20), GREEDY)
-    sequence = start(drafter, oracle.text, GREEDY)
+    sequence = start(drafter, oracle.text)
     sequence.draft(Budget(3, 3))
     calls = 0
     while drafter.draft_ahead([sequence]):
@@ -83,8 +83,7 @@ def selfspec(folder: Path, text: list[int]) -> tuple[SelfSpecDrafter, list[int]]
 def test_selfspec_continues_its_own_text(folder: Path) -> None:
     text = text_of(60, 4)
     drafter, expected = selfspec(folder, text)
-    kv = recorded_kv(drafter.decoder, text, len(text) - 1)
-    sequence = drafter.start(GenerationInfo(text, len(text), VOCAB, GREEDY, kv=kv))
+    sequence = start(drafter, text, recorded_kv(drafter.decoder, text, len(text) - 1))
     assert list(sequence.draft(Budget(5, 5)).tokens) == expected[:5]
     for _ in range(3):
         drafter.draft_ahead([sequence])

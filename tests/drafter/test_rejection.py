@@ -15,9 +15,17 @@ from paceline.kernels import History, Proposal, filter_logits
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 
-from . import dspark_models, models
 from .conftest import drafting
-from .models import VOCAB, text_of, write_model
+from .models import (
+    VOCAB,
+    DenseDSpark,
+    load,
+    made_up_states,
+    start,
+    text_of,
+    write_dspark,
+    write_model,
+)
 
 REJECTION = sampling_pb2.SamplingParams(
     temperature=0.9,
@@ -66,11 +74,11 @@ def follow(
 @pytest.mark.parametrize("candidates", [VOCAB, 8])
 def test_lm_draws_from_its_own_distribution(tmp_path: Path, candidates: int) -> None:
     folder = write_model(tmp_path / "model", "llama", seed=1)
-    drafter = models.load(folder, widths="4,4,4,4", min_survival="0", candidates=str(candidates))
+    drafter = load("lm", folder, widths="4,4,4,4", min_survival=0, candidates=candidates)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     text = text_of(20)
     prompt = list(text)
-    sequence = models.start(drafter, list(text), REJECTION)
+    sequence = start(drafter, list(text), sampling=REJECTION)
     for tree in follow(sequence, text, 3, candidates):
         assert len(tree) == 4
         path = list(prompt)
@@ -86,12 +94,12 @@ def test_lm_draws_from_its_own_distribution(tmp_path: Path, candidates: int) -> 
 def test_dspark_draws_with_its_heads(tmp_path: Path) -> None:
     """Each token from the block's logits and the Markov head after the one drawn before."""
     target = write_model(tmp_path / "target")
-    folder = dspark_models.write_dspark(tmp_path / "drafter", target, markov_rank=8)
-    drafter = dspark_models.load(folder, target, widths="4,8", min_survival="0")
-    dense = dspark_models.Dense(folder, target)
+    folder = write_dspark(tmp_path / "drafter", target, markov_rank=8)
+    drafter = load("dspark", folder, target, widths="4,8", min_survival=0)
+    dense = DenseDSpark(folder, target)
     text = text_of(17)
-    states = dspark_models.made_up_states(dense.config, len(text) - 1)
-    tree = dspark_models.start(drafter, text, states, REJECTION).draft(Budget(8, 8))
+    states = made_up_states(dense.config, len(text) - 1)
+    tree = start(drafter, text, states, REJECTION).draft(Budget(8, 8))
     assert len(tree) == dense.config.levels
     hidden = dense.block(text, states)
     for place, proposal in enumerate(tree.proposals):

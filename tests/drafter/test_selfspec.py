@@ -9,7 +9,7 @@ import pytest
 
 from paceline.decoder import weights_fingerprint
 from paceline.drafter.methods import selfspec
-from paceline.drafter.methods.base import Budget, GenerationInfo, LoadError, Resources, Update
+from paceline.drafter.methods.base import Budget, GenerationInfo, LoadError, Update
 from paceline.drafter.methods.selfspec import (
     MAX_NEW_TOKENS,
     SelfSpecDrafter,
@@ -17,6 +17,7 @@ from paceline.drafter.methods.selfspec import (
 )
 from paceline.kernels import streaming
 
+from . import models
 from .models import GREEDY, VOCAB, greedy, recorded_kv, text_of, write_model
 
 
@@ -26,13 +27,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def load(folder: Path, **options: Any) -> SelfSpecDrafter:
-    given = {name: str(value) for name, value in options.items()}
-    return SelfSpecDrafter.load(folder, given, Resources())
+    drafter: SelfSpecDrafter = models.load("selfspec", folder, **options)
+    return drafter
 
 
 def start(drafter: SelfSpecDrafter, text: list[int], committed: int) -> SelfSpecSequence:
     kv = recorded_kv(drafter.decoder, text, committed)
-    return drafter.start(GenerationInfo(text, len(text), VOCAB, GREEDY, kv=kv))
+    sequence: SelfSpecSequence = models.start(drafter, text, kv)
+    return sequence
 
 
 def sparse_text(folder: Path, text: list[int], known: int, budget: int, count: int) -> list[int]:

@@ -120,14 +120,6 @@ async def test_what_cannot_be_loaded_is_refused(
         assert [each[0] for each in await listed(service)] == ["ngram"]
 
 
-async def test_a_service_without_drafters_can_be_given_one() -> None:
-    async with drafting() as service:
-        with pytest.raises(Refused, match="DRAFTER_NOT_FOUND"):
-            await service.open([1])
-        await load(service, "late", "ngram")
-        assert (await service.open([1])).opened.drafter == "late"
-
-
 async def test_an_unloaded_version_is_garbage_collected() -> None:
     FakeDrafter.loaded.clear()
     async with drafting("x=fake") as service:

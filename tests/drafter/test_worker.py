@@ -126,21 +126,6 @@ async def test_a_closed_sequence_is_not_processed(worker: DraftWorker) -> None:
     assert not waiting.done()
 
 
-async def test_stopping_runs_posted_calls() -> None:
-    drafter = FakeDrafter()
-    session = drafting(drafter)
-    with started_worker() as worker:
-        worker.post(lambda: worker.close(session))
-    assert drafter.sequences[0].closed == 1
-    worker.post(lambda: pytest.fail("it has ended"))
-
-
-async def test_an_error_of_a_posted_call_reaches_its_caller(worker: DraftWorker) -> None:
-    with pytest.raises(ZeroDivisionError):
-        await worker.run(lambda: 1 // 0)
-    assert await worker.run(lambda: 7) == 7
-
-
 async def test_a_failure_that_lasts_ends_the_service() -> None:
     """One round may fail without it; after each failure the device is asked."""
     lost: list[Exception] = []

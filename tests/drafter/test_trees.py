@@ -1,0 +1,203 @@
+"""Trees of ``lm``, ``longspec`` and ``dspark`` against dense beam searches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.drafter.methods.base import Budget, Update
+
+from .models import (
+    GREEDY,
+    SAMPLINGS,
+    DenseDSpark,
+    DenseLm,
+    DenseLongSpec,
+    check_tree,
+    load,
+    made_up_states,
+    start,
+    target_kv,
+    text_of,
+    write_dspark,
+    write_longspec,
+    write_model,
+)
+
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method, the family of its target, and shapes of target and drafter."""
+
+    method: str
+    family: str = "llama"
+    target: dict[str, Any] = field(default_factory=dict)
+    drafter: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "lm, llama": Case("lm"),
+    "lm, qwen3": Case("lm", "qwen3"),
+    "longspec, last layer": Case("longspec"),
+    "longspec, window": Case("longspec", drafter={"window": 16}),
+    "longspec, first layer, tied": Case(
+        "longspec", "llama", {"tie_word_embeddings": True}, {"layer": 0, "window": 5}
+    ),
+    "longspec, no final norm": Case(
+        "longspec", drafter={"final_norm": False, "window": 1, "intermediate": 48}
+    ),
+    "longspec, reduced vocabulary": Case("longspec", drafter={"draft_vocab_size": 40}),
+    "longspec, yarn": Case(
+        "longspec", "qwen3", {"rope_parameters": {"rope_theta": 1e4, **_YARN}}, {"window": 30}
+    ),
+    "longspec, llama3": Case(
+        "longspec", "llama", {"rope_parameters": {"rope_theta": 1e4, **_LLAMA3}}, {"window": 30}
+    ),
+    "dspark, markov": Case("dspark", drafter={"markov_rank": 8}),
+    "dspark, window": Case("dspark", drafter={"markov_rank": 8, "window": 16, "layers": 2}),
+    "dspark, gated, tied": Case(
+        "dspark", "llama", {"tie_word_embeddings": True}, {"markov_rank": 6, "markov_head": "gated"}
+    ),
+    "dspark, rnn, two layers": Case(
+        "dspark", "qwen3", drafter={"markov_rank": 6, "markov_head": "rnn", "layers": 2}
+    ),
+    "dspark, no confidence": Case(
+        "dspark", drafter={"markov_rank": 6, "confidence": False, "window": 3}
+    ),
+    "dspark, reduced vocabulary": Case(
+        "dspark", drafter={"markov_rank": 6, "draft_vocab_size": 40}
+    ),
+    "dspark, state input": Case(
+        "dspark", drafter={"markov_rank": 6, "window": 16, "state_input": True}
+    ),
+    "dspark, confidence alone": Case("dspark", drafter={"window": 30}),
+    "dflash, yarn": Case(
+        "dspark", "qwen3", {"rope_parameters": {"rope_theta": 1e4, **_YARN}},
+        {"confidence": False, "from_anchor": False, "block": 5},
+    ),
+}  # fmt: skip
+
+
+class Pair:
+    """The folders of a drafter, and the same in dense PyTorch."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        case = CASES[name]
+        self.method, self.folder = case.method, folder / "drafter"
+        self.target: Path | None = folder / "target"
+        self.dense: Any
+        write_model(self.target, case.family, 1, **case.target)
+        if case.method == "longspec":
+            write_longspec(self.folder, self.target, 1, **case.drafter)
+            self.dense = DenseLongSpec(self.folder, self.target)
+        elif case.method == "dspark":
+            write_dspark(self.folder, self.target, 1, **case.drafter)
+            self.dense = DenseDSpark(self.folder, self.target)
+        else:
+            self.folder, self.target = self.target, None
+            self.dense = DenseLm(self.folder)
+
+    def load(self, **options: Any) -> Any:
+        options = {"min_survival": 0, "max_nodes": 64, **options}
+        return load(self.method, self.folder, self.target, **options)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Pair] = {}
+
+    def pair(name: str) -> Pair:
+        if name not in made:
+            made[name] = Pair(tmp_path_factory.mktemp("pair"), name)
+        return made[name]
+
+    return pair
+
+
+@pytest.mark.parametrize(
+    ("widths", "context"), [("4,4,4", 0), ("2,5", 1024), ("1,1,1,1", 5), ("1,1,3,2", 20)]
+)
+@pytest.mark.parametrize("name", CASES)
+def test_trees_equal_a_dense_beam_search(pairs: Any, name: str, widths: str, context: int) -> None:
+    """With all samplings, for texts shorter and longer than the window.
+
+    Depth 4 is that of the blocks, whose last width repeats; LongSpec reads a budget of target KV.
+    """
+    pair = pairs(name)
+    levels = [int(width) for width in widths.split(",")]
+    options: dict[str, Any] = {"widths": widths}
+    if pair.method == "longspec":
+        options["context"] = pair.dense.context = context
+    drafter = pair.load(**options)
+    if pair.method == "dspark":
+        levels = [levels[min(i, len(levels) - 1)] for i in range(4)]
+        assert drafter.max_depth == pair.dense.config.levels == 4
+    for seed, (length, sampling) in enumerate(zip((2, 4, 17, 40, 90), SAMPLINGS, strict=True)):
+        text = text_of(length, seed)
+        source = pair.dense.source(text, seed)
+        tree = start(drafter, text, source, SAMPLINGS[sampling]).draft(Budget(64, 64))
+        check_tree(tree, pair.dense.tree(text, source, SAMPLINGS[sampling], levels))
+
+
+def test_the_budget_of_target_kv_may_change_between_rounds(pairs: Any) -> None:
+    pair = pairs("longspec, window")
+    drafter, dense, text = pair.load(widths="2,2"), pair.dense, text_of(60, 3)
+    kv = target_kv(pair.target, dense.config, [*text, 5, 6, 7])
+    kv.committed = len(text) - 1
+    sequence = start(drafter, text, kv)
+    for token, budget in ((5, 8), (6, 40), (7, 0)):
+        drafter.options, dense.context = replace(drafter.options, context=budget), budget
+        check_tree(sequence.draft(Budget(64, 64)), dense.tree(text, kv, GREEDY, [2, 2]))
+        text.append(token)
+        kv.committed += 1
+        sequence.extend(Update([token]))
+
+
+def test_hidden_states_older_than_the_window_are_not_read(pairs: Any) -> None:
+    """And take no memory."""
+    pair = pairs("dspark, window")
+    window = pair.dense.config.window
+    states = made_up_states(pair.dense.config, 899)
+    states.spoil(0, 899 - window)
+    sequence = start(pair.load(widths=4, max_nodes=16), text_of(900), states)
+    before = sequence.context.nbytes
+    assert sequence.backlog == window
+    assert len(sequence.draft(Budget(16, 4))) > 4
+    assert sequence.context.nbytes == before
+
+
+def test_missing_states_do_not_prevent_a_draft(pairs: Any) -> None:
+    pair = pairs("dspark, window")
+    states = made_up_states(pair.dense.config, 99, window=5)
+    assert start(pair.load(widths=4), text_of(100), states).draft(Budget(16, 4))
+
+
+@pytest.mark.parametrize("name", ["lm, llama", "longspec, window", "dspark, window"])
+def test_a_small_tree_has_the_likeliest_nodes(pairs: Any, name: str) -> None:
+    pair = pairs(name)
+    drafter, text = pair.load(widths="4,4,4,4", max_nodes=16), text_of(30)
+    source = pair.dense.source(text, 0)
+    for nodes, depth in ((1, 4), (5, 4), (16, 1), (16, 3), (7, 2)):
+        tree, whole = (
+            start(drafter, text, source).draft(Budget(count, depth)) for count in (nodes, 16)
+        )
+        likeliest = sorted((whole.survivals[node] for node in range(len(whole))), reverse=True)
+        found = [tree.survivals[node] for node in range(len(tree))]
+        assert found == pytest.approx(likeliest[:nodes])
+
+
+def test_unlikely_nodes_are_not_expanded(pairs: Any) -> None:
+    pair, text = pairs("lm, llama"), text_of(30)
+    tree = start(pair.load(min_survival=0.2), text).draft(Budget(16, 4))
+    inner = {parent for parent in tree.parents if parent >= 0}
+    assert all(tree.survivals[node] >= 0.2 for node in inner)
+    assert start(pair.load(min_survival=1), text).draft(Budget(16, 4)).depth == 1
