@@ -26,7 +26,7 @@ from paceline.train.corpus import Corpus, load_tokenizer
 from paceline.train.dspark import DSparkRecipe
 from paceline.train.longspec import LongSpecRecipe
 from paceline.train.own_text import Task, write_texts
-from paceline.train.presets import DSparkPreset, LongSpecPreset, Stage
+from paceline.train.presets import LONGSPEC_PRESETS, DSparkPreset, LongSpecPreset, Stage
 from paceline.train.run import Run
 from paceline.train.signals import signals_of
 
@@ -191,3 +191,12 @@ def test_dspark_from_given_conversations(
     assert (out / "README.md").read_text() == card
     with pytest.raises(ValueError, match="holds another run"):
         DSparkRecipe(instruct, preset).train(corpus, again, out, [tmp_path / "other"])
+    further = make_run("further", 8)
+    recipe = DSparkRecipe(instruct, preset)
+    recipe.train(corpus, further, tmp_path / "second", [own], out)
+    log = torch.load(further.work / "run.pt", weights_only=True)["progress"]["log"]
+    assert next(row["loss"] for row in log if "loss" in row) < losses[0]
+    assert "## Trained before" in (tmp_path / "second" / "README.md").read_text()
+    other = LongSpecRecipe(instruct, replace(LONGSPEC_PRESETS["smollm2"], draft_vocab_size=100))
+    with pytest.raises(ValueError, match="is a dspark drafter, expected longspec"):
+        other.train(corpus, make_run("third", 8), tmp_path / "third", [own], out)

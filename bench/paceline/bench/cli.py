@@ -11,6 +11,7 @@ from paceline.harness import PROMPT_FILE
 from paceline.harness.models import model_path
 
 _MODULES = {
+    "acceptance": "paceline.bench.acceptance",
     "table": "paceline.bench.table.run",
     "round": "paceline.bench.round",
     "step": "paceline.bench.step.run",
@@ -41,6 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return sub
 
     _add_table(add("table", "drafters beside other engines, by category of prompts", 128))
+    accepted = add("acceptance", "accepted length of drafters on prompts, without services", 128)
+    _add_weights(accepted, "int8")
+    option = accepted.add_argument
+    option("--count", type=int, default=8, help="prompts of a category")
+    option("--temperature", type=float, nargs="+", default=[0.0, 0.7], metavar="T")
+    _add_prompts(accepted)
+    option(
+        "--drafter", action="append", required=True, metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
+        help="repeatable",
+    )  # fmt: skip
     rounds = add("round", "where the time of a round between drafter and verifier goes", 96, 5)
     rounds.add_argument("--weights", default="int8", choices=_WEIGHTS, help="of the target")
     rounds.add_argument(
@@ -111,10 +122,7 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     option("--temperature", type=float, nargs="+", default=[0.0, 0.7], metavar="T")
     option("--users", type=int, nargs="+", default=[1, 8], metavar="N", help="requests at a time")
-    option(
-        "--prompts", type=Path, nargs="+", default=[], metavar="FILE",
-        help=f"prompts of your own, a category a file: {PROMPT_FILE}",
-    )  # fmt: skip
+    _add_prompts(parser)
     option(
         "--drafter", action="append", default=[], metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
         help="repeatable; default: those that ship for the target, ngram and selfspec in 4 bits",
@@ -136,6 +144,13 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
         "--server", type=_server, action="append", default=[], metavar="NAME=URL",
         help="a server with OpenAI's interface, such as vllm=http://127.0.0.1:8000/v1; repeatable. "
         "Its key is read from OPENAI_API_KEY",
+    )  # fmt: skip
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompts", type=Path, nargs="+", default=[], metavar="FILE",
+        help=f"prompts of your own, a category a file: {PROMPT_FILE}",
     )  # fmt: skip
 
 

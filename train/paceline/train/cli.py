@@ -118,7 +118,7 @@ def _longspec(args: argparse.Namespace) -> None:
         noise=preset.noise and not args.no_noise,
     )
     recipe = LongSpecRecipe(args.target, preset)
-    recipe.train(_corpus(args), _run(args, preset), args.out, args.own_text)
+    recipe.train(_corpus(args), _run(args, preset), args.out, args.own_text, args.start)
 
 
 def _dspark(args: argparse.Namespace) -> None:
@@ -128,7 +128,7 @@ def _dspark(args: argparse.Namespace) -> None:
     if args.no_heads:
         preset = preset.without_heads()
     recipe = DSparkRecipe(args.target, preset)
-    recipe.train(_corpus(args), _run(args, preset), args.out, args.own_text)
+    recipe.train(_corpus(args), _run(args, preset), args.out, args.own_text, args.start)
 
 
 def _online(args: argparse.Namespace) -> None:
@@ -221,6 +221,10 @@ def _add_written(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--own-text", type=Path, nargs="+", default=(), metavar="FILE",
         help="conversations of `own-text`, for the preset smollm2; default: write them first",
+    )  # fmt: skip
+    parser.add_argument(
+        "--from", dest="start", type=Path, metavar="DIR",
+        help="drafter to train further, for the preset smollm2; default: a new one",
     )  # fmt: skip
 
 

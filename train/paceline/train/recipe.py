@@ -8,11 +8,12 @@ runs once over them.
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from paceline.train.drafters import (
     Rounds,
     Texts,
     machine,
+    read_drafter,
     rounds_section,
     train_drafter,
     write_groups,
@@ -131,19 +133,27 @@ fingerprint.
 
 {rounds_section(rounds)}"""
 
-    def train(self, corpus: Corpus, run: Run, out: Path, written: Sequence[Path] = ()) -> None:
+    def train(
+        self,
+        corpus: Corpus,
+        run: Run,
+        out: Path,
+        written: Sequence[Path] = (),
+        start: Path | None = None,
+    ) -> None:
         """Train a drafter for the target; write its folder and card to `out`.
 
         For a preset with conversations, the target writes these first, unless they are in the files
-        `written`. What it writes is not part of `run.minutes`.
+        `written`. What it writes is not part of `run.minutes`. Training begins with the weights of
+        the drafter in `start`, if it is given.
 
-        Raises ValueError if the preset does not read `written`, and what `begin_run` and
-        `OwnTexts.load` raise.
+        Raises ValueError if the preset does not read `written` or `start`, or `start` is a drafter
+        of another method or target, and what `begin_run` and `OwnTexts.load` raise.
         """
         if self.preset.conversations:
-            self._train_on_conversations(corpus, run, out, written)
-        elif written:
-            raise ValueError("this preset reads no --own-text: give --preset smollm2")
+            self._train_on_conversations(corpus, run, out, written, start)
+        elif written or start:
+            raise ValueError("this preset reads no --own-text and no --from: give --preset smollm2")
         else:
             self._train_on_texts(corpus, run, out)
 
@@ -184,19 +194,25 @@ fingerprint.
         return [ids for document, ids in pairs if document.sha256 in known]
 
     def _train_on_conversations(
-        self, corpus: Corpus, run: Run, out: Path, written: Sequence[Path]
+        self, corpus: Corpus, run: Run, out: Path, written: Sequence[Path], start: Path | None
     ) -> None:
         preset = self.preset
         run = replace(run, bf16=torch.device(run.device).type != "cpu")  # slower without AMX
-        begin_run(run, out, self.method, preset, corpus, target=self.target, written=written)
+        begin_run(
+            run, out, self.method, preset, corpus,
+            target=self.target, start=start, written=written,
+        )  # fmt: skip
         decoder, source = Decoder.load(self.target, "int8"), open_model(self.target)
         texts = OwnTexts.load(decoder, self.target, corpus, preset.conversations, run, written)
         torch.manual_seed(0)
         drafter = self.new_drafter(load_tokenizer(self.target).eos_token_id)
-        model, config = drafter.model, drafter.config
-        initial = self.initial_weights(source, drafter, texts.frequent(config.drafted))
-        model.load_state_dict({**model.state_dict(), **initial})
-        model.to(run.device)
+        if start is not None:
+            drafter = self._read(start, run.device)
+        else:
+            model, config = drafter.model, drafter.config
+            initial = self.initial_weights(source, drafter, texts.frequent(config.drafted))
+            model.load_state_dict({**model.state_dict(), **initial})
+        drafter.model.to(run.device)
         tokens = [each.tokens for each in texts.trained]
         needed = self.needed_signals(drafter)
         signals = signals_of(decoder, self.target, tokens, run.work, **needed)
@@ -217,4 +233,23 @@ fingerprint.
         rounds |= self.long_rounds(drafter, decoder, corpus, out)
         counts = f"{progress.description}, on {machine()}"
         card = self.card(drafter, texts.card_section(), counts, objective, rounds)
+        if start is not None:
+            card += _before(start)
         (out / "README.md").write_text(card)
+
+    def _read(self, folder: Path, device: str) -> D:
+        """The drafter in a folder, to be trained further."""
+        drafter = read_drafter(folder, self.target, device)
+        if drafter.method != self.method:
+            raise ValueError(f"{folder} is a {drafter.method} drafter, expected {self.method}")
+        return cast(D, drafter)
+
+
+def _before(start: Path) -> str:
+    """The section of a model card about the drafter that a run began with."""
+    card = start / "README.md"
+    text = card.read_text() if card.is_file() else ""
+    part = r"^## (?:Data|Training|Trained before)\n(.*?)(?=^## |\Z)"
+    earlier = [found.strip() for found in re.findall(part, text, re.M | re.S)]
+    head = "\n## Trained before\n\nThe weights began as those of an earlier drafter:"
+    return "\n\n".join([head, *earlier]) + "\n"
