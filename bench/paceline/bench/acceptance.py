@@ -23,9 +23,9 @@ from paceline.bench.record import Results, make_console
 from paceline.bench.table.run import CATEGORIES, read
 from paceline.decoder import Decoder, ModelSource, open_model
 from paceline.drafter import Drafter, DrafterSpec, Resources
-from paceline.drafter.acceptance import TargetRecording, record, rounds
 from paceline.drafter.methods import method_class
-from paceline.drafter.statistics import accepted_tokens
+from paceline.drafter.methods.base import accepted_tokens
+from paceline.train.acceptance import TargetRecording, record, rounds
 from paceline.v1 import sampling_pb2
 
 _FILES = Path(__file__).parents[2] / "prompts"

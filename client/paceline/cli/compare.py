@@ -39,7 +39,7 @@ _PROMPT_CHARS = 40  # of a prompt in the table
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PromptComparison:
     """One prompt: its results without a drafter and with each one, run after run."""
 
     prompt: str
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _compare(
     client: Client, prompts: Sequence[Prompt], args: argparse.Namespace
-) -> list[Comparison]:
+) -> list[PromptComparison]:
     async with client:
         names = await client.drafters()
         if not names:
@@ -168,7 +168,7 @@ async def measure(
     drafters: Sequence[str],
     args: argparse.Namespace,
     runs: int,
-) -> Comparison:
+) -> PromptComparison:
     """Generates after a prompt without a drafter, then with each one, and all that `runs` times.
 
     Args:
@@ -197,7 +197,7 @@ async def measure(
                     "no speed to measure; give another prompt"
                 )
             found.append(result)
-    return Comparison(_beginning(prompt[0]), results)
+    return PromptComparison(_beginning(prompt[0]), results)
 
 
 def _speed(result: GenerationResult) -> float:
@@ -226,7 +226,7 @@ class Verdict:
     """Of all its runs."""
 
     @classmethod
-    def of(cls, rows: Sequence[Comparison], drafter: str) -> Verdict:
+    def of(cls, rows: Sequence[PromptComparison], drafter: str) -> Verdict:
         """The verdict of one drafter."""
         logs = [math.log(ratio) for row in rows for ratio in row.ratios(drafter)]
         stats = Stats()
@@ -263,7 +263,7 @@ class Verdict:
         return text + (f"; failures: {', '.join(failures)}" if stats.fallbacks else "")
 
 
-def as_json(rows: Sequence[Comparison]) -> dict[str, object]:
+def as_json(rows: Sequence[PromptComparison]) -> dict[str, object]:
     """The comparison as JSON-ready values; speeds in tokens/s."""
     names = [name for name in rows[0].results if name != "none"]
     return {
@@ -285,7 +285,7 @@ def as_json(rows: Sequence[Comparison]) -> dict[str, object]:
     }
 
 
-def report(console: Console, rows: Sequence[Comparison]) -> None:
+def report(console: Console, rows: Sequence[PromptComparison]) -> None:
     """Prints speeds by prompt, a verdict for each drafter, and whether all tokens are equal."""
     names = [name for name in rows[0].results if name != "none"]
     table = Table(

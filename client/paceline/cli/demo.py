@@ -13,8 +13,8 @@ from rich.text import Text
 from paceline.cli.command import exit_with, print_chunk
 from paceline.cli.compare import (
     UNSEEN,
-    Comparison,
     Prompt,
+    PromptComparison,
     add_sampling_arguments,
     encode,
     measure,
@@ -74,7 +74,7 @@ async def _show(
     addresses: tuple[str, str],
     prompts: Sequence[Prompt],
     args: argparse.Namespace,
-) -> list[Comparison]:
+) -> list[PromptComparison]:
     """Streams the answer to the first prompt with the fastest drafter, then compares all."""
     verifier, drafter = addresses
     async with Client(verifier, drafter_address=drafter, drafting=UNSEEN) as client:

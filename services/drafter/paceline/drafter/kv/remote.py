@@ -58,7 +58,7 @@ class DeltaCache:
             raise KvGone(f"the verifier described KV of an empty shape: {shape}")
         if shape.dtype not in WIRE_TYPES or shape.wire_dtype not in (0, *WIRE_TYPES):
             raise KvGone(f"the verifier sends KV of an unknown type: {shape}")
-        self._layers = [_Layer(shape) for _ in range(shape.layers)]
+        self._layers = [_FollowedLayer(shape) for _ in range(shape.layers)]
 
     def __len__(self) -> int:
         """Positions per layer."""
@@ -107,7 +107,7 @@ class DeltaCache:
             )
 
 
-class _Layer:
+class _FollowedLayer:
     """One layer: ``planes[kind, head, slot]`` is the KV of position ``positions[slot]``."""
 
     def __init__(self, shape: kv_pb2.KvShape) -> None:
