@@ -135,13 +135,8 @@ class Connection:
     ) -> None:
         """Make a connection, on the event loop.
 
-        Args:
-            parts: Of the service.
-            address: Of the verifier.
-            joined: Facts of the target.
-            write: Sends a message over the gRPC stream. Called on the event loop.
-            fail: Ends the connection, with the reason. Called on the event loop.
-            socket: The verifier's Unix socket; None: messages travel over the gRPC stream.
+        ``write`` sends a message over the gRPC stream, ``fail`` ends the connection with a reason;
+        both are called on the event loop. Without a socket, messages travel over the stream.
         """
         self.sequences: dict[int, _Sequence] = {}
         self._parts = parts

@@ -30,13 +30,6 @@ class DrafterMetrics(Collector):
 
     Use it on the drafting thread, except `collect`, which runs on the endpoint's thread. The series
     of an unloaded version are removed.
-
-    Args:
-        metrics: Registry of metrics to add them to.
-        drafters: The loaded versions.
-        worker: The drafting thread.
-        recorder: Records texts; None: nothing is recorded.
-        links: Lists the verifiers.
     """
 
     def __init__(

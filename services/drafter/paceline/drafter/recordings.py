@@ -140,9 +140,7 @@ class TextRecorder:
     def __init__(self, folder: Path, limit: int) -> None:
         """Lock a folder, created if it is missing.
 
-        Args:
-            folder: For this recorder only; files of an earlier one are kept.
-            limit: Most bytes of all files.
+        ``limit`` is the maximum of bytes of all files; those of an earlier recorder are kept.
 
         Raises:
             ValueError: The limit is below 1 MiB.
@@ -182,8 +180,7 @@ class TextRecorder:
     def add(self, text: Callable[[], Recording]) -> None:
         """Record a text in the background.
 
-        Args:
-            text: Called on the thread; a text for which it raises ValueError is lost.
+        ``text`` is called on the thread; a text for which it raises ValueError is lost.
         """
         if not self.recording or self._waiting >= _MAX_QUEUE:
             self.lost += 1

@@ -135,12 +135,9 @@ class Registry:
     ) -> None:
         """Create an empty registry.
 
-        Args:
-            loader: Loads drafters; closed with the registry.
-            dispose: Closes a drafter whose sequences are closed.
-            disposed: Returns when drafters that were given to ``dispose`` are closed.
-            check: Checks every version before it is listed.
-            state: Where the registry is saved; closed with the registry.
+        Drafters whose sequences are closed are given to ``dispose``; ``disposed`` returns when they
+        are closed. ``check`` checks every version before it is listed. Loader and state are closed
+        with the registry.
         """
         self._loader = loader
         self._dispose = dispose
@@ -201,11 +198,8 @@ class Registry:
     def activate(self, name: str, version: str, share: float) -> Version:
         """Give a version a share of new generations.
 
-        Args:
-            name: Drafter name.
-            version: Version to activate.
-            share: In (0, 1]. Below 1, the rest stays with the other active version that had the
-                largest share; all others get none.
+        With a share below 1, the rest stays with the other active version that had the largest
+        share; all others get none.
 
         Raises:
             ServiceError: DRAFTER_NOT_FOUND, INVALID_SHARE, DRAINING, or NO_OTHER_VERSION.
@@ -260,10 +254,7 @@ class Registry:
         A removed version takes no new streams. Its share goes to the other versions of the name,
         and its streams move to :meth:`successor` at their next round.
 
-        Args:
-            name: Drafter name.
-            version: Empty: all of them.
-            force: End its streams instead of waiting for them.
+        With ``force`` its streams are ended. No ``version`` means all of them.
 
         Returns:
             Whether all of them are freed; otherwise each is freed with its last stream.
@@ -289,9 +280,7 @@ class Registry:
     def take_out(self, version: Version, error: str) -> None:
         """Move the share of a version that fails to the other active versions, if there are any.
 
-        Args:
-            version: It may have lost its share already.
-            error: How its last round failed.
+        It may have lost its share already.
         """
         if not version.share or self._replacement(version) is None:
             return
@@ -309,9 +298,7 @@ class Registry:
         This is smooth weighted round-robin: of any n consecutive generations a version gets its
         share of n, plus or minus one.
 
-        Args:
-            name: Empty: the default name.
-            version: Empty: one by share.
+        An empty name is the default one.
 
         Raises:
             ServiceError: DRAFTER_NOT_FOUND, or UNAVAILABLE with DRAFTER_DRAINING.
@@ -345,9 +332,8 @@ class Registry:
     def attach(self, version: Version, end: Callable[[], None]) -> None:
         """Add a stream. The drafter is not freed before :meth:`detach`.
 
-        Args:
-            version: From :meth:`choose` or :meth:`successor`, without an await in between.
-            end: Ends the stream; called at most once, by a forced unload.
+        ``end`` ends the stream; a forced unload calls it, once at most. The version is from
+        :meth:`choose` or :meth:`successor`, without an await in between.
         """
         version.streams.add(end)
 

@@ -42,12 +42,8 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
     A change is on disk, and the joined verifiers list it, before its response is sent.
     """
 
-    def __init__(
-        self, registry: Registry, exchange: Exchange, recorder: TextRecorder | None = None
-    ) -> None:
-        self._registry = registry
-        self._exchange = exchange
-        self._recorder = recorder
+    def __init__(self, parts: Parts, exchange: Exchange) -> None:
+        self._registry, self._recorder, self._exchange = parts.registry, parts.recorder, exchange
 
     async def ListDrafters(
         self, request: drafter_pb2.ListDraftersRequest, context: Context
@@ -146,30 +142,18 @@ class DrafterService:
     service_names = ("paceline.v1.DrafterRegistryService",)
 
     def __init__(
-        self,
-        load: Sequence[DrafterSpec],
-        registry: Registry,
-        worker: DraftWorker,
-        kv: KvExchange,
-        exchange: Exchange,
-        recorder: TextRecorder | None,
-        device: str,
+        self, load: Sequence[DrafterSpec], parts: Parts, exchange: Exchange, device: str
     ) -> None:
-        self._load = list(load)
-        self._device = device
-        self._registry = registry
-        self._worker = worker
-        self._kv = kv
         self.exchange = exchange
         """The verifiers."""
-        self._recorder = recorder
+        self._load, self._parts, self._device = list(load), parts, device
 
     def facts(self) -> dict[str, object]:
         """The drafters, their device and the verifiers to join, for the log."""
         return {
             "drafters": [
                 f"{each.spec.name}@{each.version} ({each.spec.method})"
-                for each in self._registry.versions()
+                for each in self._parts.registry.versions()
             ],
             "device": self._device,
             "verifiers": [link.address for link in self.exchange.links()],
@@ -177,9 +161,8 @@ class DrafterService:
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer."""
-        drafter_pb2_grpc.add_DrafterRegistryServiceServicer_to_server(
-            DrafterRegistryServicer(self._registry, self.exchange, self._recorder), server
-        )
+        servicer = DrafterRegistryServicer(self._parts, self.exchange)
+        drafter_pb2_grpc.add_DrafterRegistryServiceServicer_to_server(servicer, server)
 
     async def start(self) -> None:
         """Load the drafters of the command line, or restore the saved state; then join verifiers.
@@ -187,8 +170,8 @@ class DrafterService:
         Raises:
             LoadError: A drafter of the command line cannot be loaded.
         """
-        self._worker.start()
-        await self._registry.start(self._load)
+        self._parts.worker.start()
+        await self._parts.registry.start(self._load)
         self.exchange.start()
 
     async def fault(self) -> None:
@@ -198,7 +181,7 @@ class DrafterService:
         Raises:
             DeviceLost: It is.
         """
-        await asyncio.shield(asyncio.wrap_future(self._worker.fault))
+        await asyncio.shield(asyncio.wrap_future(self._parts.worker.fault))
 
     async def drain(self) -> None:
         """Refuse new sequences, and return when verifiers have closed all open ones."""
@@ -206,12 +189,13 @@ class DrafterService:
 
     async def stop(self) -> None:
         """Free all drafters, end the worker, and disconnect from verifiers."""
+        parts = self._parts
         await self.exchange.close()
-        await self._kv.close()
-        await self._registry.close()
-        self._worker.stop()
-        if self._recorder is not None:
-            await self._recorder.close()
+        await parts.kv.close()
+        await parts.registry.close()
+        parts.worker.stop()
+        if parts.recorder is not None:
+            await parts.recorder.close()
 
 
 def build_service(
@@ -308,7 +292,7 @@ def build_service(
         from paceline.drafter.metrics import DrafterMetrics
 
         parts.metrics = DrafterMetrics(metrics, registry, worker, recorder, exchange.links)
-    return DrafterService(load, registry, worker, kv, exchange, recorder, resources.device)
+    return DrafterService(load, parts, exchange, resources.device)
 
 
 def drafting_device(name: str) -> str:

@@ -83,12 +83,8 @@ class Session:
     ) -> None:
         """Start a sequence.
 
-        Args:
-            drafter: The drafter.
-            generation: The generation, without KV and hidden states.
-            kv: What it reads of the target; closed here if it cannot be started.
-            states: As ``kv``.
-            statistics: Its rounds are added to these, by default to its own.
+        ``generation`` comes without KV and hidden states: it gets ``kv`` and ``states``, which are
+        closed here if the sequence cannot be started. Rounds are added to ``statistics``.
         """
         self.drafter = drafter
         self.statistics = statistics or DraftStatistics()
@@ -226,12 +222,6 @@ def check_open(
 ) -> None:
     """Check a sequence to open by itself.
 
-    Args:
-        message: What the verifier sent; its tokens are ignored.
-        tokens: Prompt and emitted tokens.
-        vocab_size: Number of token ids of the target.
-        max_context: Longest text. Unit: tokens.
-
     Raises:
         ServiceError: EMPTY_TEXT, TEXT_TOO_LONG, INVALID_PROMPT_LENGTH, NAME_TOO_LONG or
             INVALID_SAMPLING.
@@ -264,12 +254,7 @@ def check_round(
 ) -> None:
     """Check a round.
 
-    Args:
-        message: What the verifier sent.
-        length: Tokens of the text here, with the new ones.
-        vocab_size: Number of token ids of the target.
-        max_context: Longest text. Unit: tokens.
-        version: The version that drafts.
+    ``length`` is that of the text with the new tokens.
 
     Raises:
         ServiceError: TOKEN_OUT_OF_VOCABULARY, OUT_OF_STEP or TEXT_TOO_LONG.
@@ -316,13 +301,8 @@ def check_fit(
     The tokenizer's digest decides; the vocabulary size only where a digest is missing, since models
     of one family pad their embeddings differently.
 
-    Args:
-        target: Facts of the target.
-        read_grant: Capability to read the cache's KV; empty: there is none.
-        tokens: The text so far.
-        version: The drafter.
-        before: The version that it replaces. Both must read the same hidden states, because the
-            cache was created to keep those.
+    A version that replaces ``before`` must read the same hidden states, because the cache was
+    created to keep those.
 
     Raises:
         ServiceError: TARGET_MISMATCH, TOKENIZER_MISMATCH, KV_NOT_SHARED, HIDDEN_STATES_MISMATCH

@@ -64,11 +64,8 @@ class DraftWorker:
     ) -> None:
         """Create a worker.
 
-        Args:
-            prepare: Runs first on its thread.
-            overlap: Whether an idle thread drafts ahead.
-            find_fault: Called after a failure: the error because of which every call will fail, or
-                None.
+        ``prepare`` runs first on the thread. ``find_fault`` is called after a failure: it returns
+        the error because of which every call will fail, or None.
         """
         self._prepare = prepare
         self._overlap = overlap

@@ -42,11 +42,8 @@ class CudaKv(MappedReader, KvReader):
     ) -> None:
         """Map the verifier's pool.
 
-        Args:
-            file: The cache's file, which is closed if the KV cannot be read.
-            layers: Layers to read; negative ones count from the last.
-            driver: The GPU's driver.
-            reader: Ordinal of the device that reads.
+        Negative layers count from the last; ``reader`` is the ordinal of the device that reads. The
+        file is closed if the KV cannot be read.
 
         Raises:
             KvNotShared: The target has no such layers, the layout is invalid, or this device cannot
@@ -97,9 +94,7 @@ class CudaKv(MappedReader, KvReader):
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns copies of keys and values at positions, each ``[Hkv, n, D]``, on the GPU.
 
-        Args:
-            layer: One of :attr:`layers`.
-            positions: int64 ``[n]`` on the CPU, all below :attr:`committed`.
+        Positions are int64 ``[n]`` on the CPU, all below :attr:`committed`.
 
         Raises:
             KvGone: The page table is invalid.
@@ -147,10 +142,7 @@ class CudaKv(MappedReader, KvReader):
 def open_kv(file: CacheFile, layers: Iterable[int], device: str) -> SharedKv | CudaKv:
     """Map KV in main memory, or on a GPU for a drafter that runs on ``device``, by its torch name.
 
-    Args:
-        file: The cache's segment, which is closed if the KV cannot be read.
-        layers: Layers to read; negative ones count from the last.
-        device: Device of the drafter.
+    Negative layers count from the last. The file is closed if the KV cannot be read.
 
     Raises:
         KvNotShared: See :class:`SharedKv` and :class:`CudaKv`, or the KV is on

@@ -90,9 +90,7 @@ class KvExchange:
     def __init__(self, access: VerifierAccess, device: str = "cpu") -> None:
         """Make an exchange without connections.
 
-        Args:
-            access: Credentials.
-            device: torch name of the drafter's device, which has to be able to read KV on a GPU.
+        ``device`` is the torch name of the drafter's: it has to be able to read KV on a GPU.
 
         Raises:
             OptionsError: The TLS authorities cannot be read.
@@ -121,12 +119,8 @@ class KvExchange:
     ) -> KvReader:
         """Open keys and values of a cache. The caller closes the reader.
 
-        Args:
-            address: The verifier's: ``unix:/path`` or ``host:port``.
-            read_grant: Read grant of the cache.
-            layers: At least one; negative ones count from the last.
-            options: Options of the method.
-            budget: Maximum number of positions per layer to begin with; 0: all.
+        ``address`` is ``unix:/path`` or ``host:port``; negative layers count from the last; a
+        ``budget`` of 0 is for all positions.
 
         Raises:
             KvNotShared: The verifier does not answer in time, or refuses.
@@ -167,12 +161,8 @@ class KvExchange:
     ) -> StateReader:
         """Open hidden states of a cache that keeps them. The caller closes the reader.
 
-        Args:
-            address: As for :meth:`open`.
-            read_grant: Read grant of the cache.
-            layers: At least one, counted from 0, in the order in which they are read.
-            window: Newest positions that are read; 0: all.
-            transport: map, follow, or auto.
+        Layers are counted from 0, in the order in which they are read; a ``window`` of 0 is for all
+        positions.
 
         Raises:
             KvNotShared: As for :meth:`open`, or the cache does not keep them.

@@ -36,8 +36,7 @@ class CacheFile:
     def __init__(self, file: int) -> None:
         """Map a segment.
 
-        Args:
-            file: A descriptor that the verifier passed. It is closed here in any case.
+        ``file`` is a descriptor that the verifier passed. It is closed here in any case.
 
         Raises:
             KvNotShared: It is not the segment of an open cache.
@@ -175,9 +174,7 @@ class SharedKv(MappedReader, StreamingReader):
     def __init__(self, file: CacheFile, layers: Iterable[int]) -> None:
         """Read a file.
 
-        Args:
-            file: The file, which is closed if it cannot be read.
-            layers: Layers to read; negative ones count from the last.
+        Negative layers count from the last. The file is closed if it cannot be read.
 
         Raises:
             KvNotShared: The target has no such layers, or the layout is invalid.
@@ -200,9 +197,6 @@ class SharedKv(MappedReader, StreamingReader):
         """Returns keys (after RoPE) and values of a layer on the CPU, each ``[heads, capacity,
         head_dim]``, last dimension dense; int8 as in :mod:`paceline.kernels.caches`.
 
-        Args:
-            index: One of :attr:`layers`.
-
         Raises:
             KeyError: The layer was not mapped, or the mapping was closed.
         """
@@ -211,9 +205,7 @@ class SharedKv(MappedReader, StreamingReader):
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns copies of keys and values at positions, each ``[Hkv, n, D]``.
 
-        Args:
-            layer: One of :attr:`layers`.
-            positions: int64 ``[n]`` on the CPU, all below :attr:`committed`.
+        Positions are int64 ``[n]`` on the CPU, all below :attr:`committed`.
         """
         keys, values = self._views[layer]
         return (
@@ -237,10 +229,8 @@ class SharedStates(MappedReader, StateReader):
     def __init__(self, file: CacheFile, layers: Sequence[int], window: int) -> None:
         """Read a file.
 
-        Args:
-            file: The file, which is closed if it cannot be read.
-            layers: Layers, counted from 0, in the order in which they are read.
-            window: Newest positions that are read; 0: all.
+        Layers are counted from 0, in the order in which they are read. The newest ``window``
+        positions are read; 0: all. The file is closed if it cannot be read.
 
         Raises:
             KvNotShared: The cache does not keep these states, or the layout is invalid.

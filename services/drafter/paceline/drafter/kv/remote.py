@@ -77,9 +77,8 @@ class DeltaCache:
     def apply(self, messages: Sequence[kv_pb2.FollowCacheResponse], budget: int) -> None:
         """Apply one whole update.
 
-        Args:
-            messages: All its messages.
-            budget: Maximum number of positions per layer after it.
+        ``messages`` are all of the update; ``budget`` is the maximum number of positions per layer
+        after it.
 
         Raises:
             KvGone: It contradicts itself or earlier updates. The cache must not be used then.
@@ -243,10 +242,8 @@ class UpdateStream(ABC):
     ) -> Self:
         """Subscribe, and wait for the verifier's first message.
 
-        Args:
-            connect: Opens a FollowCache call; raises KvGone once no call may be opened.
-            subscribe: The subscription.
-            timeout: Longest wait. Unit: seconds.
+        ``connect`` opens a FollowCache call, and raises KvGone once no call may be opened;
+        ``timeout`` is in seconds.
 
         Raises:
             KvNotShared: The verifier refuses, or does not answer in time.

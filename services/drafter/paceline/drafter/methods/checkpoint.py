@@ -238,12 +238,7 @@ def speculators_fields(
 ) -> dict[str, Any]:
     """Returns the fields that name a drafter in a config.json of speculators.
 
-    Args:
-        architecture: Class of the model there.
-        algorithm: Type of the drafter.
-        proposal_type: Its only proposal method.
-        levels: Tokens of a proposal.
-        target: The target that it was made for.
+    ``algorithm`` is the type of the drafter, ``levels`` the tokens of a proposal.
     """
     return {
         "architectures": [architecture],
@@ -274,15 +269,9 @@ def write_checkpoint(
 ) -> None:
     """Writes a drafter's folder.
 
-    Args:
-        folder: Created if it does not exist.
-        method: Name of the method.
-        config: Content of config.json.
-        tensors: Content of model.safetensors, of any float type.
-        target: The target that the drafter was trained for.
-        dtype: Type of the tensors in the file.
-        section: Fields of the ``paceline`` section that belong to the method.
-        notes: Written to the section as ``training``: how the drafter was trained.
+    Tensors are of any float type and get ``dtype`` in the file. ``section`` has the fields of the
+    ``paceline`` section that belong to the method; ``notes`` on how it was trained are written
+    there as ``training``.
     """
     from safetensors.torch import save_file
 
@@ -342,12 +331,7 @@ def load_weights(
 ) -> dict[str, Tensor]:
     """Reads all tensors of a drafter except the target's.
 
-    Args:
-        folder: The drafter's.
-        config: Its shape.
-        model: Makes the drafter in training of a shape; its tensors have the same names.
-        dtype: Type of the tensors.
-        device: Their device.
+    ``model`` makes the drafter in training of a shape; its tensors have the same names.
 
     Raises:
         UnsupportedModelError: A tensor is missing, has another shape, or is not known, which means
@@ -416,13 +400,7 @@ class TargetEmbedding:
     ) -> TargetEmbedding:
         """Reads both from the drafter's folder if it holds them, otherwise from the target's.
 
-        Args:
-            folder: The drafter's.
-            target: The target's folder or file, if given.
-            shape: Expected shape.
-            dtype: Type of the model.
-            device: Device of the model.
-            int8: Whether the head gets 8 bits.
+        With ``int8`` the head gets 8 bits.
 
         Raises:
             UnsupportedModelError: Neither folder has them, or they have another shape; the ids of

@@ -43,13 +43,7 @@ class WindowCache:
     ) -> None:
         """Creates an empty cache.
 
-        Args:
-            shape: Heads of keys and values.
-            layers: Number of layers.
-            window: Positions of the text that are kept; 0: all. Unit: tokens.
-            extra: Slots after those of the text.
-            dtype: Type of keys and values.
-            device: Device of keys and values.
+        It keeps ``window`` positions of the text (0: all), and has ``extra`` slots behind them.
         """
         self.length = 0
         """Positions of the text below this were written."""

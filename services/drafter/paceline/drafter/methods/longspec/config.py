@@ -66,10 +66,8 @@ class LongSpecConfig(LayerShape):
     def for_target(cls, folder: str | Path, *, layer: int = -1, **fields: Any) -> LongSpecConfig:
         """Returns the configuration of a layer for a target.
 
-        Args:
-            folder: The target's Hugging Face folder.
-            layer: Target layer to read; negative ones count from the last.
-            fields: Other fields, such as ``window``; None: the target's.
+        Negative layers count from the last. ``fields`` are others, such as ``window``; None: the
+        target's.
 
         Raises:
             UnsupportedModelError: The decoder does not support the target, or it lacks the layer.
@@ -92,14 +90,9 @@ def save_longspec(
 ) -> None:
     """Writes a drafter's folder.
 
-    Args:
-        folder: Created if it does not exist.
-        config: Shape of the layer.
-        weights: State dict of a :class:`~paceline.drafter.methods.longspec.LongSpecModel`.
-        target: The target that it was trained for.
-        levels: Depth that it was trained to draft to. Unit: tokens.
-        dtype: Type of the tensors in the file, usually the target's.
-        notes: Written to the ``paceline`` section as ``training``: how it was trained.
+    ``weights`` are those of a :class:`~paceline.drafter.methods.longspec.LongSpecModel`, ``levels``
+    the depth that it was trained to draft to, ``dtype`` the type in the file, usually the target's.
+    ``notes`` say how it was trained.
     """
     layer = {**config.to_hf(), "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu"}
     described = {
