@@ -4,14 +4,12 @@ The target's text does not depend on the drafter. It is recorded once, by plain 
 number of drafters are measured on it: the tree of each round is compared with the recorded text,
 and no tree is run through the target. On a CPU the result equals that of rounds with a verifier,
 whose KV has the same bits; elsewhere up to ties within rounding.
-
-For training and calibration; the services do not import it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,7 +19,8 @@ from paceline.decoder.sampling import sampling_params
 from paceline.drafter.kv.reader import StateReader, StreamingReader
 from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update, accepted_tokens
 from paceline.drafter.methods.slots import chain_segments
-from paceline.kernels import History, choose_token, plan_trees
+from paceline.kernels import plan_trees
+from paceline.train.own_text import Task, write_texts
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 
@@ -102,37 +101,14 @@ def record(
     sampling: sampling_pb2.SamplingParams = GREEDY,
     layers: Collection[int] = (),
 ) -> TargetRecording:
-    """Generate ``count`` tokens after a prompt; end tokens do not end the text.
-
-    Args:
-        target: The target.
-        prompt: Token ids, at least one.
-        count: Number of tokens to generate.
-        sampling: Sampling parameters.
-        layers: Layers whose outputs are recorded, for drafters that read hidden states.
+    """Generate ``count`` tokens after a prompt, end tokens included, and :func:`replay` them.
 
     Raises:
         ValueError: The prompt is empty, or the text does not fit the target's context.
     """
-    config = target.config
-    if not prompt or len(prompt) + count > config.max_position:
-        raise ValueError(
-            f"{len(prompt)} prompt tokens and {count} new ones, expected at least one and "
-            f"together at most {config.max_position}, the target's context"
-        )
-    params = sampling_params(sampling)
-    cache = LocalCache(config, target.device)
-    cache.reserve(len(prompt) + count)
-    tokens, history = list(prompt), History(prompt)
-    taps: dict[int, list[Tensor]] = {layer: [] for layer in sorted(layers)}
-    while len(history) < len(prompt) + count:
-        stop = min(len(tokens), len(cache) + _PREFILL)
-        logits = _forward(target, cache, tokens[len(cache) : stop], taps)
-        if stop == len(tokens):
-            tokens.append(choose_token(logits, params, stop, history))
-            history.push(tokens[-1])
-    states = {layer: torch.cat(parts) for layer, parts in taps.items()}
-    return TargetRecording(tokens, len(prompt), config.vocab_size, sampling, cache, states)
+    _check_length(target, prompt, count)
+    ((_, tokens),) = write_texts(target, [Task(prompt, sampling_params(sampling), count)], None)
+    return replay(target, prompt, tokens, sampling, layers)
 
 
 def replay(
@@ -142,13 +118,38 @@ def replay(
     sampling: sampling_pb2.SamplingParams = GREEDY,
     layers: Collection[int] = (),
 ) -> TargetRecording:
-    """Record the KV and hidden states of a text that the target generated before.
+    """Record the KV of a text that the target generated before, and the outputs of ``layers``.
 
     Raises:
         ValueError: Prompt or text is empty, or they do not fit the target's context.
     """
-    recording = record(target, [*prompt, *tokens[:-1]], 1, sampling, layers)
-    return replace(recording, tokens=[*prompt, *tokens], prompt_length=len(prompt))
+    _check_length(target, prompt, len(tokens))
+    text = [*prompt, *tokens]
+    config, device = target.config, target.device
+    cache = LocalCache(config, device)
+    cache.reserve(len(text) - 1)
+    taps: dict[int, list[Tensor]] = {layer: [] for layer in sorted(layers)}
+    while len(cache) < len(text) - 1:
+        part = text[len(cache) : min(len(cache) + _PREFILL, len(text) - 1)]
+        plan = plan_trees(chain_segments(0, len(cache), len(cache) + len(part)), device=device)
+        last = torch.tensor([len(part) - 1], device=device)
+        result = target.forward(
+            torch.tensor(part, device=device), plan, [cache], logit_rows=last, taps=list(taps)
+        )
+        for parts, rows in zip(taps.values(), result.taps, strict=True):
+            parts.append(rows.cpu())
+        cache.commit(range(len(part)))
+    states = {layer: torch.cat(parts) for layer, parts in taps.items()}
+    return TargetRecording(text, len(prompt), config.vocab_size, sampling, cache, states)
+
+
+def _check_length(target: Decoder, prompt: Sequence[int], count: int) -> None:
+    longest = target.config.max_position
+    if not prompt or count < 1 or len(prompt) + count > longest:
+        raise ValueError(
+            f"{len(prompt)} prompt tokens and {count} new ones, expected at least one of each and "
+            f"together at most {longest}, the target's context"
+        )
 
 
 def accepted_per_round(drafter: Drafter, recording: TargetRecording) -> list[int]:
@@ -202,25 +203,3 @@ def rounds(drafter: Drafter, recording: TargetRecording) -> Iterator[tuple[Token
             sequence.extend(Update(emitted, committed_length=length - 1))
     finally:
         sequence.close()
-
-
-def _forward(
-    target: Decoder, cache: LocalCache, tokens: Sequence[int], taps: Mapping[int, list[Tensor]]
-) -> Tensor:
-    """Run tokens after the cached ones; logits of the last one, ``[V]`` on the CPU.
-
-    The outputs of the layers in ``taps`` are appended to them.
-    """
-    begin = len(cache)
-    plan = plan_trees(chain_segments(0, begin, begin + len(tokens)), device=target.device)
-    result = target.forward(
-        torch.tensor(tokens, device=target.device),
-        plan,
-        [cache],
-        logit_rows=torch.tensor([len(tokens) - 1], device=target.device),
-        taps=list(taps),
-    )
-    for parts, rows in zip(taps.values(), result.taps, strict=True):
-        parts.append(rows.cpu())
-    cache.commit(range(len(tokens)))
-    return result.logits[0].cpu()

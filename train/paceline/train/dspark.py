@@ -236,20 +236,35 @@ class BlockLoss:
         blocks = TrainingBlocks.draw(config, tokens, positions, possible, preset.anchors)
         taps, states = target.read(tokens)
         embedded = target.embed(blocks.fed)
-        hidden, features, confidence = forward(
-            embedded, blocks, positions, taps.view(*tokens.shape, -1).float()
-        )
-        return weighted_loss(
-            hidden,
-            features,
-            _second_matrix(model),
-            confidence,
-            states[blocks.target.flatten(0, 1)],
-            target.head.float(),
-            blocks.labels.flatten(0, 1),
-            blocks.counted.flatten(0, 1),
-            preset,
-        )
+        drafted = forward(embedded, blocks, positions, taps.view(*tokens.shape, -1).float())
+        head = model.draft_head(target.head.float())
+        return _block_loss(model, drafted, blocks, states, head, preset)
+
+
+def _block_loss(
+    model: DSparkModel,
+    drafted: tuple[Tensor, Tensor | None, Tensor | None],
+    blocks: TrainingBlocks,
+    states: Tensor,
+    head: Tensor,
+    preset: DSparkPreset,
+) -> Tensor:
+    """:func:`weighted_loss` of what :class:`BlockDrafter` returned.
+
+    `states` are the target's at all tokens of the batch, `[B * S, d]`.
+    """
+    hidden, features, confidence = drafted
+    return weighted_loss(
+        hidden,
+        features,
+        None if model.markov_head is None else model.markov_head.markov_w2.weight,
+        confidence,
+        states[blocks.target.flatten(0, 1)],
+        head,
+        model.draft_rows(blocks.labels).flatten(0, 1),
+        blocks.counted.flatten(0, 1),
+        preset,
+    )
 
 
 def weighted_loss(
@@ -304,11 +319,6 @@ def weighted_loss(
     return total
 
 
-def _second_matrix(model: DSparkModel) -> Tensor | None:
-    """W2 of the sequential head."""
-    return None if model.markov_head is None else model.markov_head.markov_w2.weight
-
-
 def label_weights(labels: Tensor, counted: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The weight of each label, fp32, and whether it is drafted, both `[N, levels]`.
 
@@ -333,13 +343,8 @@ class SignalBlockLoss:
     ) -> None:  # fmt: skip
         """Train `model`.
 
-        Args:
-            model: The drafter.
-            vocabulary: The target's embedding.
-            head: Its LM head, fp32.
-            signals: What it computed for the texts.
-            answers: Index of the first token of each text's answer.
-            preset: Settings of the run.
+        `vocabulary` and `head` are the target's embedding and LM head, fp32; `answers` the indices
+        of the first token of each text's answer.
         """
         self._model, self._signals, self._preset = model, signals, preset
         self._embedding, self._head = vocabulary, model.draft_head(head)
@@ -361,18 +366,9 @@ class SignalBlockLoss:
         blocks = TrainingBlocks.draw(model.config, tokens, positions, possible, preset.anchors)
         embedded = self._embedding[blocks.fed].float()
         taps = signals.taps[indices].float()
-        hidden, features, confidence = forward(embedded, blocks, positions, taps)
-        return weighted_loss(
-            hidden,
-            features,
-            _second_matrix(model),
-            confidence,
-            signals.hidden[indices].flatten(0, 1)[blocks.target.flatten(0, 1)],
-            self._head,
-            model.draft_rows(blocks.labels).flatten(0, 1),
-            blocks.counted.flatten(0, 1),
-            preset,
-        )
+        drafted = forward(embedded, blocks, positions, taps)
+        states = signals.hidden[indices].flatten(0, 1)
+        return _block_loss(model, drafted, blocks, states, self._head, preset)
 
 
 _FIRST_NORM = 0.25  # of the target's

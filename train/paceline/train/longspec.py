@@ -153,15 +153,9 @@ class LaggedLoss:
         lags = draw_lags(preset)
         sinks = SINKS if shifted else 0
         found = forward(target.embed(tokens).float(), positions, keys, values, lags, sinks)
-        weights = self._weights(lags, sinks, rows, length).to(head.device)
+        counted = torch.arange(length).expand(rows, length) >= sinks
+        weights = lag_weights(lags, counted, preset).to(head.device)
         return divergence(found.flatten(1, 2), hidden.flatten(0, 1), head, weights)
-
-    def _weights(self, lags: list[int], sinks: int, rows: int, length: int) -> Tensor:
-        """fp32 [lags, rows * length], 0 for tokens that attend to no position of the target."""
-        weights = torch.zeros(len(lags), rows, length)
-        for number, lag in enumerate(lags):
-            weights[number, :, max(lag, sinks) :] = self._preset.lag_decay ** (lag - 1)
-        return (weights / weights.sum()).flatten(1)
 
 
 def draw_lags(preset: LongSpecPreset) -> list[int]:
@@ -169,6 +163,17 @@ def draw_lags(preset: LongSpecPreset) -> list[int]:
     trained = preset.trained_lags
     drawn = torch.randperm(len(trained))[: preset.lags]
     return sorted(trained[i] for i in drawn.tolist())
+
+
+def lag_weights(lags: Sequence[int], counted: Tensor, preset: LongSpecPreset) -> Tensor:
+    """Weights of tokens, fp32 [lags, rows * length], that add up to 1.
+
+    They are 0 where `counted` [rows, length] is false, and where no position of the target is seen.
+    """
+    weights = torch.zeros(len(lags), *counted.shape)
+    for number, lag in enumerate(lags):
+        weights[number, :, lag:] = counted[:, lag:] * preset.lag_decay ** (lag - 1)
+    return (weights / weights.sum()).flatten(1)
 
 
 def offset_positions(rows: int, length: int, context: int) -> Tensor:
@@ -259,11 +264,7 @@ class SignalLoss:
         embedded = self._embedding[signals.tokens[indices]].float()
         positions = torch.arange(indices.shape[1]).expand(indices.shape)
         lags = draw_lags(preset)
-        weights = torch.zeros(len(lags), *indices.shape)
-        for number, lag in enumerate(lags):
-            counted = (real & self._counts[indices])[:, lag:]
-            weights[number, :, lag:] = counted * preset.lag_decay ** (lag - 1)
-        weights = (weights / weights.sum()).flatten(1)
+        weights = lag_weights(lags, real & self._counts[indices], preset)
         found = forward(embedded, positions, keys, values, lags, 0)
         hidden = signals.hidden[indices].flatten(0, 1)
         return divergence(found.flatten(1, 2), hidden, self._head, weights)
