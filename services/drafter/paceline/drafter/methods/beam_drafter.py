@@ -148,11 +148,15 @@ class BeamSequence(DraftSequence):
         position = self.length + beam.level
         return self._ranker.rank(logits, position, beam.frontier_tokens(), beam.width)
 
-    def grow(self, logits: Tensor) -> None:
-        """Adds a level to the tree from the logits ``[frontier, V]`` of the block that was fed."""
+    def grow(self, logits: Tensor, exponent: float = 1.0) -> None:
+        """Adds a level to the tree from the logits ``[frontier, V]`` of the block that was fed.
+
+        Confidences are probabilities to the power of ``exponent``.
+        """
         if self.tree.level:
             self.tree.mark_fed()
-        self.tree.add_level(self.rank(logits))
+        ranked = self.rank(logits)
+        self.tree.add_level(ranked._replace(logs=ranked.logs * exponent))
 
     def text_block(self, index: int, begin: int, end: int, slot: int) -> Block:
         """Returns positions ``begin`` to ``end`` of the text, to be fed.

@@ -42,7 +42,7 @@ from paceline.drafter.methods.base import (
     check_range,
     parse_options,
 )
-from paceline.drafter.methods.beam import Beam, BeamOptions, Ranked, check_context
+from paceline.drafter.methods.beam import Beam, BeamOptions, check_context
 from paceline.drafter.methods.beam_drafter import (
     BeamDrafter,
     BeamSequence,
@@ -94,10 +94,6 @@ class SelfSpecSequence(BeamSequence):
             self._calibrate(self.beam, update.tokens)
         super().extend(update)
 
-    def rank(self, logits: Tensor) -> Ranked:
-        ranked = super().rank(logits)
-        return ranked._replace(logs=ranked.logs * self.exponent) if self._is_chain else ranked
-
     @property
     def _is_chain(self) -> bool:
         return max(self._widths) == 1  # powers of siblings' probabilities would sum to more than 1
@@ -148,7 +144,7 @@ class SelfSpecSequence(BeamSequence):
         if not self.tree.level:
             self._fed = self.length - self._begin
             self._slot += self._fed
-        self.grow(logits)
+        self.grow(logits, self.exponent if self._is_chain else 1.0)
 
     def begin_ahead(self) -> bool:
         return self.chain_grows()
