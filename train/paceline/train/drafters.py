@@ -206,7 +206,7 @@ def read_drafter(folder: Path, target: Path, device: str) -> DrafterModel:
 
 
 TEXTS = 24
-"""Most texts that are measured of a group."""
+"""Maximum number of texts that are measured of a group."""
 
 TOKENS = 128
 """Tokens that the target writes after a prompt."""

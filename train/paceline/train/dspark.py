@@ -58,7 +58,8 @@ class TrainingBlocks:
             tokens: int64 `[B, S]`.
             positions: Their positions in their texts, -1 for padding, like `tokens`.
             possible: Where a block may begin, bool like `tokens`.
-            count: Most blocks of a row. A row with fewer such places has blocks that do not count.
+            count: Maximum number of blocks of a row. A row with fewer such places has blocks that
+                do not count.
         """
         length = tokens.shape[1]
         chance = torch.rand(tokens.shape).to(tokens.device).masked_fill(~possible, -1.0)

@@ -70,7 +70,7 @@ class Limits:
     """What ends a measurement, and what is measured.
 
     Attributes:
-        tokens: Most new tokens of an answer.
+        tokens: Maximum number of new tokens of an answer.
         deadline: Value of time.monotonic.
         wanted: Whether a contestant takes part.
         known: Whether a sample exists: cell, contestant, group.

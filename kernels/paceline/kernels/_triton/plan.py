@@ -33,7 +33,7 @@ STATIC = "static tables"
 """Key of a plan's tables at fixed addresses (:class:`GraphPlan`)."""
 
 MAX_TILE_ROWS = 128
-"""Most rows of a tile: with their outputs they fill the registers."""
+"""Maximum number of rows of a tile: with their outputs they fill the registers."""
 
 INTERPRETED_PROGRAMS = 8
 

@@ -29,8 +29,8 @@ TAP_MARGIN = 512
 tokens."""
 
 TAP_AHEAD = 256
-"""Most rows of hidden states that are written before they are committed, once there is a reader.
-Unit: tokens."""
+"""Maximum number of rows of hidden states that are written before they are committed, once there
+is a reader. Unit: tokens."""
 
 _MAGIC = int.from_bytes(b"PACEKV\0\3", "big")
 _MAGIC_WORD, _EPOCH_WORD, _COMMITTED_WORD, _LAYOUT_WORD = 0, 1, 2, 3

@@ -16,7 +16,7 @@ MAX_FRAME_BYTES = 64 << 20
 """Longest message. A peer that sends a longer one is disconnected. Unit: bytes."""
 
 MAX_UNSENT_BYTES = 256 << 20
-"""Most bytes that wait for a peer that does not read. Then it is disconnected. Unit: bytes."""
+"""Maximum size of what waits for a peer that does not read; then it is cut off. Unit: bytes."""
 
 _MAX_WAIT = 3600.0
 """Longest wait with a limit: the kernel counts in milliseconds of 32 bits. Unit: seconds."""

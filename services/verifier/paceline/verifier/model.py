@@ -54,7 +54,7 @@ def read_model_info(
     Args:
         source: The model on disk.
         decoder: The model.
-        max_context: Most tokens of prompt and output together; None: the model's own limit.
+        max_context: Maximum length of prompt and output together; None: the model's own limit.
         lease_seconds: Lifetime of a cache without use.
 
     Raises:

@@ -81,7 +81,7 @@ class NgramIndex:
 
         Args:
             text: The text of the index.
-            limit: Most matches, and most positions compared for each n.
+            limit: Maximum number of matches, and of positions compared for each n.
             match_limit: Longest match that is measured. Unit: tokens.
 
         Returns:
@@ -157,7 +157,7 @@ class SharedTexts:
 
     @property
     def byte_size(self) -> int:
-        """Most memory that it uses. Unit: bytes."""
+        """Maximum memory that it uses. Unit: bytes."""
         return sum(a.nbytes for a in (self._tokens, *self._latest, *self._earlier))
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -295,7 +295,7 @@ class NgramOptions:
     """Shortest match in the text itself that drafts. Unit: tokens."""
 
     continuations: int = 4
-    """Most matches of each source that a tree is merged from: the most recent of the longest."""
+    """Maximum matches of each source that a tree is merged from: the newest of the longest."""
 
     match_limit: int = 32
     """Matches are measured up to this length. Unit: tokens."""

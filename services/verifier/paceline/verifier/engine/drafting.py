@@ -46,7 +46,7 @@ _MAX_REASON = 1024
 """Length of the longest reason of a failure that clients are told. Unit: characters."""
 
 _MAX_KV_BYTES = 1 << 48
-"""Largest number of bytes that is taken from a drafter's report."""
+"""Maximum number of bytes that is taken from a drafter's report."""
 
 ReadTree = Callable[[tree_pb2.TokenTree, Decode], TokenTree]
 """Reads and checks a drafted tree for a job; raises ServiceError."""

@@ -55,8 +55,8 @@ class StateFeed:
 
         Args:
             committed: The committed length now. Unit: tokens.
-            message_bytes: Most bytes of a piece, unless one position is larger. Between two pieces
-                the caller may wait, but the cache must not be released.
+            message_bytes: Maximum size of a piece, unless one position is larger. Between two
+                pieces the caller may wait, but the cache must not be released.
         """
         rows = max(1, message_bytes // self.row_bytes)
         begin = max(self._next, committed - self._window if self._window else 0)
