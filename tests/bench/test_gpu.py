@@ -72,31 +72,6 @@ def test_neither_telemetry_nor_tools_nor_an_installation_is_needed() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_tests_skip_without_a_gpu_and_name_missing_packages() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "-m", "gpu", TESTS]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert "run make gpu-check" in done.stdout
-    code = """
-import sys
-sys.path.insert(0, sys.argv[1])
-sys.modules["grpc_health"] = sys.modules["grpc_status"] = None
-from gpu_services import require_services
-try:
-    require_services()
-except BaseException as skipped:
-    print(skipped)
-"""
-    found = subprocess.run(
-        [sys.executable, "-c", code, str(TESTS / "processes")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert found.stdout.startswith("not installed: grpc_status, grpc_health;")
-    assert "make gpu-packages" in found.stdout
-
-
 def test_results_are_written_and_failures_do_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from paceline.drafter import Resources
 from paceline.drafter.methods import method_class
 from paceline.drafter.recordings import Recording
 from paceline.train import drafters as training
+from paceline.train import target as target_training
 from paceline.train.corpus import Corpus
 from paceline.train.dspark import DSparkRecipe
 from paceline.train.lm import train_lm
@@ -28,6 +29,7 @@ from paceline.train.longspec import LongSpecRecipe
 from paceline.train.online import first_tokens, train_online
 from paceline.train.presets import DSparkPreset, LongSpecPreset, OnlinePreset, Preset, Stage
 from paceline.train.run import Run
+from paceline.train.target import train_target
 
 MakeRun = Callable[..., Run]
 Train = Callable[[Run, Path], object]
@@ -71,9 +73,10 @@ def recordings(tmp_path: Path) -> Path:
 def trainers(
     target: Path, drafters: dict[str, Path], recordings: Path, corpus: Corpus, preset: Preset
 ) -> dict[str, Train]:
-    """Train a drafter of each of KINDS."""
+    """Train a target, or a drafter of each of KINDS."""
     lm = replace(preset, layers=1, focus_files=4, own_texts=2)
     made: dict[str, Train] = {
+        "target": lambda run, out: train_target(corpus, preset, run, out),
         "longspec": lambda run, out: LongSpecRecipe(target, LONGSPEC).train(corpus, run, out),
         "dspark": lambda run, out: DSparkRecipe(target, DSPARK).train(corpus, run, out),
         "lm": lambda run, out: train_lm(target, corpus, lm, run, out),
@@ -117,18 +120,22 @@ def test_the_loss_falls_and_the_folder_is_a_drafter(
         assert {n: t.shape for n, t in before.items()} == {n: t.shape for n, t in after.items()}
 
 
-@pytest.mark.parametrize("kind", ["longspec", "dspark", "lm", "online-lm"])
+@pytest.mark.parametrize("kind", ["target", "longspec", "dspark", "lm", "online-lm"])
 def test_an_interrupted_run_goes_on_bit_for_bit(
     kind: str, trainers: dict[str, Train], make_run: MakeRun, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     trainers[kind](make_run("straight", 12), tmp_path / "a")
     with monkeypatch.context() as patch:
-        patch.setattr(training, "train", _interrupted(at_step=7))
-        with pytest.raises(KeyboardInterrupt, match="stopped at step 7"):
+        for module in (training, target_training):
+            patch.setattr(module, "train", _interrupted(at_step=7))
+        with pytest.raises(KeyboardInterrupt, match="stopped at step 7, checkpoint written"):
             trainers[kind](make_run("parts", 12), tmp_path / "b")
     trainers[kind](make_run("parts", 12), tmp_path / "b")
     _assert_equal_weights(tmp_path / "a", tmp_path / "b", exact=True)
+    log = torch.load(tmp_path / "parts" / "run.pt", weights_only=True)["progress"]["log"]
+    losses = [row["loss"] for row in log if "loss" in row]
+    assert losses[-1] < losses[0]
 
 
 def test_parts_of_a_batch_add_up_to_it(
