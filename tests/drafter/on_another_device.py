@@ -160,7 +160,7 @@ def test_weights_in_8_bits_are_rounded_on_the_device() -> None:
     weight, x = torch.randn(48, 64), torch.randn(3, 64)
     right = x @ quantise(weight, 8).dequantise().T
     with another_device():
-        layer = linear([weight.to("other")], int8=True)
+        layer = linear([weight.to("other")], bits=8)
         assert layer.packed is None
         found = layer(x.to("other"))
         assert isinstance(found, OnDevice)

@@ -169,6 +169,9 @@ def test_they_are_the_largest_with_their_softmax(
     for row, kept in zip(ids, drawn, strict=True):
         assert len(row[kept].unique()) == kept.sum()
     torch.testing.assert_close(best_candidates(scores.double(), width)[1].float(), logs)
+    noise = torch.randn(vocab, generator=draws)
+    perturbed = best_candidates(scores / 0.7 + noise, width)
+    assert all(map(torch.equal, best_candidates(scores, width, 0.7, noise), perturbed))
 
 
 @pytest.mark.skipif(cpu_kernels().library is None, reason="torch orders equal scores freely")

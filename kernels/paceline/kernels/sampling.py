@@ -362,6 +362,16 @@ def _logsumexp_of(native: ctypes.CDLL) -> Any:
 
 
 @cache
+def _candidates_of(native: ctypes.CDLL) -> Any:
+    function = native.paceline_candidates
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    sizes = (number, number, number, number)
+    function.argtypes = (pointer, *sizes, ctypes.c_float, pointer, pointer, pointer)
+    function.restype = None
+    return function
+
+
+@cache
 def _exponentials_of(native: ctypes.CDLL) -> Any:
     function = native.paceline_exponentials
     pointer = ctypes.c_void_p
@@ -370,31 +380,35 @@ def _exponentials_of(native: ctypes.CDLL) -> Any:
     return function
 
 
-def best_candidates(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def best_candidates(
+    logits: Tensor, width: int, temperature: float = 1.0, noise: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The largest scores of each row, as the softmax of the row sees them.
 
     Args:
-        scores: Float ``[R, V]``.
+        logits: Float ``[R, V]``; the scores, if there is no noise.
         width: Candidates of a row, at most V.
+        temperature: Scores are ``logits / temperature + noise``.
+        noise: float32 ``[V]`` on the CPU, as are the logits then.
 
     Returns:
         Ids, int64 ``[R, width]``, best first, and the logs of their softmax, ``[R, width]``; on the
-        device of ``scores``. Ids with log -inf are arbitrary.
+        device of ``logits``. Ids with log -inf are arbitrary.
     """
-    native = library() if scores.device.type == "cpu" else None
-    if native is None or scores.dtype is not torch.float32 or scores.stride(1) != 1:
+    native = library() if logits.device.type == "cpu" else None
+    if native is None or logits.dtype is not torch.float32 or logits.stride(1) != 1:
+        scores = logits if noise is None else logits / temperature + noise
         # Logs only after the top-k: rounding could make two scores equal.
         ids = scores.topk(width).indices
         return ids, scores.log_softmax(-1).gather(1, ids)
-    rows, count = scores.shape
+    rows, count = logits.shape
     ids = torch.empty(rows, width, dtype=torch.int64)
     logs = torch.empty(rows, width)
-    native.paceline_candidates(
-        ctypes.c_void_p(address(scores, "scores")),
-        *map(ctypes.c_int64, (scores.stride(0), rows, count, width)),
-        ctypes.c_void_p(ids.data_ptr()),
-        ctypes.c_void_p(logs.data_ptr()),
-    )
+    both = None if noise is None else torch.cat([noise, noise])  # and memory for the scores
+    _candidates_of(native)(
+        address(logits, "logits"), logits.stride(0), rows, count, width,
+        temperature, None if both is None else both.data_ptr(), ids.data_ptr(), logs.data_ptr(),
+    )  # fmt: skip
     return ids, logs
 
 

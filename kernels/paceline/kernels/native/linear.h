@@ -53,4 +53,9 @@ void linear_item(const Matrix *m, const float *x, const void *scratch, int64_t r
 /* One row of the weights: ins floats. */
 void linear_row(const Matrix *m, int64_t row, float *out);
 
+/* Whether one thread is faster: waking others takes longer than they save, as in a draft. */
+static inline int little_work(int64_t rows, int64_t weights) {
+  return rows <= 16 && weights <= 1 << 24;
+}
+
 #endif

@@ -15,6 +15,7 @@
 typedef struct {
   const Program *program;
   const Run *run;
+  int64_t threads;
   int64_t at, part;          /* operation, and which of its stages; at is -1 before the first */
   int64_t stop;              /* row-wise stage: the first operation behind it, */
   int64_t prepares;          /* which is a product that the stage prepares */
@@ -193,7 +194,7 @@ static int64_t begin_attention(State *s, const Operation *o) {
                              .probes = r->probes && !context ? r->probes + o->layer : &none,
                              .q = s->buffers[o->in] - s->first * p->buffer[o->in].width,
                              .out = s->buffers[o->out] - s->first * p->buffer[o->out].width};
-  if (attention_begin(&s->attention, r->threads)) {
+  if (attention_begin(&s->attention, s->threads)) {
     s->failed = 1;
     return 0;
   }
@@ -316,15 +317,24 @@ static int outside(const int64_t *numbers, int64_t count, int64_t end) {
   return 0;
 }
 
+static int64_t threads_of(const Program *p, const Run *r) {
+  int64_t weights = 0;
+  for (int64_t i = 0; i < p->operations; i++) {
+    const Matrix *m = p->operation[i].weight;
+    if (p->operation[i].kind == MULTIPLY) weights += m->outs * m->ins;
+  }
+  return little_work(r->rows, weights) ? 1 : r->threads;
+}
+
 /* Runs a program. Returns 0; 1 when memory ran out; 2 for a token or selected row that does not
  * exist. */
 int64_t paceline_run_program(const Program *p, const Run *r) {
   if (r->tokens && outside(r->tokens, r->rows, p->vocabulary)) return 2;
   if (r->selection && outside(r->selection, r->selected, r->rows)) return 2;
-  State s = {.program = p, .run = r, .at = -1};
+  State s = {.program = p, .run = r, .at = -1, .threads = threads_of(p, r)};
   lay_out(&s);
   expand_blocks(&s);
   const Stages stages = {.begin = begin, .work = work, .state = &s};
-  team_run(&stages, r->threads);
+  team_run(&stages, s.threads);
   return s.failed;
 }

@@ -125,12 +125,20 @@ static __attribute__((noinline)) float sum_exponentials(const float *x, int64_t 
   return sum;
 }
 
-/* Of each row of scores [rows, count], `stride` apart: ids [rows, width] of the largest, best first,
- * the lower id first where they are equal, and the logs [rows, width] of their softmax. Where fewer
- * than `width` scores are above -inf, the others have arbitrary ids. */
-void paceline_candidates(const float *scores, int64_t stride, int64_t rows, int64_t count,
-                         int64_t width, int64_t *ids, float *logs) {
-  for (int64_t r = 0; r < rows; r++, scores += stride, ids += width, logs += width) {
+/* Of each row of logits [rows, count], `stride` apart: ids [rows, width] of the largest scores, best
+ * first, the lower id first where they are equal, and the logs [rows, width] of their softmax. Scores
+ * are the logits or, with noise [2, count], whose second row is overwritten, logits / temperature +
+ * noise. Where fewer than `width` scores are above -inf, the others have arbitrary ids. */
+void paceline_candidates(const float *logits, int64_t stride, int64_t rows, int64_t count,
+                         int64_t width, float temperature, float *noise, int64_t *ids,
+                         float *logs) {
+  for (int64_t r = 0; r < rows; r++, logits += stride, ids += width, logs += width) {
+    const float *scores = logits;
+    if (noise) {
+      float *perturbed = noise + count;
+      for (int64_t i = 0; i < count; i++) perturbed[i] = logits[i] / temperature + noise[i];
+      scores = perturbed;
+    }
     for (int64_t w = 0; w < width; w++) {
       ids[w] = w;
       logs[w] = -INFINITY;

@@ -260,8 +260,12 @@ class SharedStates(MappedReader, StateReader):
 
     def read(self, begin: int, end: int) -> tuple[int, Tensor]:
         begin = min(end, max(begin, self._oldest()))
-        slots = torch.arange(begin, end) % self._slots
-        states = torch.cat([ring.index_select(0, slots) for ring in self._rings], dim=1)
+        at, count = begin % self._slots, end - begin
+        head = min(count, self._slots - at)
+        parts = [torch.cat([ring[at : at + head] for ring in self._rings], dim=1)]
+        if head < count:  # the ring's beginning follows its end
+            parts.append(torch.cat([ring[: count - head] for ring in self._rings], dim=1))
+        states = parts[0] if len(parts) == 1 else torch.cat(parts)
         # Rows may have been overwritten while they were copied.
         first = min(end, max(begin, self._oldest()))
         return first, states[first - begin :]

@@ -23,13 +23,12 @@ from paceline.kernels import (
     SamplingParams,
     best_candidates,
     filter_logits,
-    gumbel_noise,
     gumbel_noise_at,
 )
 from paceline.tree import TokenTree
 
 _SMALL_VOCAB = 1 << 14
-"""Up to this size, noise for all tokens takes less time than selecting candidates per row."""
+"""Noise for this many tokens a row takes less time than selecting candidates."""
 
 
 class Ranked(NamedTuple):
@@ -124,14 +123,28 @@ class Ranker:
         if self._by_row or self._params.rejection:
             logits, drafted = self._all_tokens(logits.cpu()), None
         count = self._vocab_size if drafted is None else len(drafted)
-        scores = self._filtered(logits[:, :count], paths)
+        scores, temperature = logits[:, :count].float(), self._params.temperature
+        if self._by_row:
+            rows = [self._filtered_row(row, path) for row, path in zip(scores, paths, strict=True)]
+            scores, temperature = torch.stack(rows), 1.0
         if self._params.rejection:
-            return self._drawn(scores, position)
-        ids = None if drafted is None else drafted.to(scores.device).expand(len(scores), -1)
-        if not self._params.greedy:
-            scores, ids = self._perturbed(scores, ids, position)
-        best, logs = best_candidates(scores, min(width, scores.shape[1]))
-        return Ranked((best if ids is None else ids.gather(1, best)).cpu(), logs.cpu())
+            return self._drawn(scores / temperature, position)
+        width, seed = min(width, count), self._params.seed
+        many = _SMALL_VOCAB * (len(scores) if scores.is_cpu else 1)
+        if self._params.greedy:
+            best, logs = best_candidates(scores, width)
+        elif count <= max(many, self._candidates):
+            ids = torch.arange(count) if drafted is None else drafted
+            noise = gumbel_noise_at(seed, position, ids)
+            best, logs = best_candidates(scores.cpu(), width, temperature, noise)
+        else:
+            top, best = scores.topk(self._candidates)
+            ids = best.cpu() if drafted is None else drafted[best.cpu()]
+            noise = gumbel_noise_at(seed, position, ids.flatten()).view_as(ids)
+            best, logs = best_candidates(top.cpu() / temperature + noise, width)
+            return Ranked(ids.gather(1, best), logs)
+        best = best.cpu()
+        return Ranked(best if drafted is None else drafted[best], logs.cpu())
 
     def _all_tokens(self, logits: Tensor) -> Tensor:
         """Logits of the whole vocabulary: -inf for tokens that are not drafted."""
@@ -148,24 +161,6 @@ class Ranker:
         return Ranked(
             torch.tensor([[token]]), torch.tensor([[(1 + proposal.peak) / 2]]).log(), proposal
         )
-
-    def _perturbed(
-        self, scores: Tensor, ids: Tensor | None, position: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Adds noise. Takes and returns scores and their token ids; None: all ids in order."""
-        seed, vocab = self._params.seed, scores.shape[1]
-        if ids is None and vocab <= max(_SMALL_VOCAB, self._candidates):
-            return scores.cpu() + gumbel_noise(seed, position, vocab), None
-        top, best = scores.topk(min(self._candidates, vocab))
-        ids = (best if ids is None else ids.gather(1, best)).cpu()
-        return top.cpu() + gumbel_noise_at(seed, position, ids.flatten()).view_as(top), ids
-
-    def _filtered(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        if self._by_row:
-            rows = [self._filtered_row(row, path) for row, path in zip(logits, paths, strict=True)]
-            return torch.stack(rows)
-        scores = logits.float()
-        return scores if self._params.greedy else scores / self._params.temperature
 
     def _filtered_row(self, row: Tensor, path: Sequence[int]) -> Tensor:
         if not self._params.penalised:
@@ -200,7 +195,7 @@ class BeamOptions:
 
     weights: str = "auto"
     """Format of the weights: auto (as stored), float32 or bfloat16, also the type of the KV; for
-    ``longspec`` and ``dspark`` also int8, for ``lm`` and ``selfspec`` also int8 or int4."""
+    methods whose weights are their own or the target's also int8 or int4."""
 
     formats: ClassVar[tuple[str, ...]] = ("auto", "float32", "bfloat16")
     """Known values of ``weights``."""

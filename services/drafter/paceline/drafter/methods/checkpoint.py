@@ -371,11 +371,11 @@ class TargetEmbedding:
         head: Tensor | PackedMatrix,
         dtype: torch.dtype,
         tokens: Tensor | None = None,
-        int8: bool = False,
+        bits: int = 0,
     ) -> None:
         """Takes both matrices, ``[V, hidden]``; a plain one is of ``dtype``.
 
-        With ``tokens``, the head keeps their rows alone; with ``int8``, 8 bits in blocks of 32.
+        With ``tokens``, the head keeps their rows alone; ``bits`` as for :func:`linear`.
         """
         if isinstance(head, PackedMatrix):
             rows = torch.arange(head.outs) if tokens is None else tokens
@@ -383,7 +383,7 @@ class TargetEmbedding:
         elif tokens is not None:
             head = head[tokens.to(head.device)]
         self.embedding, self.tokens = embedding, tokens
-        self.head = linear([head], int8)
+        self.head = linear([head], bits)
         packed = [each for each in (self.head.packed, embedding) if isinstance(each, PackedMatrix)]
         self.private_bytes = sum(t.nbytes for each in packed for t in each.tensors().values())
         """Bytes of packed matrices."""
@@ -396,11 +396,11 @@ class TargetEmbedding:
         shape: LayerShape,
         dtype: torch.dtype,
         device: torch.device | str,
-        int8: bool = False,
+        bits: int = 0,
     ) -> TargetEmbedding:
         """Reads both from the drafter's folder if it holds them, otherwise from the target's.
 
-        With ``int8`` the head gets 8 bits.
+        The head gets ``bits``, 8 or 4 in blocks of 32, or stays as it came.
 
         Raises:
             UnsupportedModelError: Neither folder has them, or they have another shape; the ids of
@@ -427,14 +427,14 @@ class TargetEmbedding:
                     f"{(shape.vocab_size, shape.hidden)}"
                 )
         embedding, head = (found[name] for name in names)
-        return cls(embedding, head, dtype, tokens, int8)
+        return cls(embedding, head, dtype, tokens, bits)
 
 
 @dataclass(frozen=True)
 class TargetOptions(BeamOptions):
     """Options of every method whose drafters share a target's embedding and LM head."""
 
-    formats: ClassVar[tuple[str, ...]] = (*BeamOptions.formats, "int8")
+    formats: ClassVar[tuple[str, ...]] = (*BeamOptions.formats, "int8", "int4")
 
     target: str = ""
     """Folder of the target, for its embedding and LM head; empty: the drafter's folder has them."""
@@ -444,10 +444,15 @@ class TargetOptions(BeamOptions):
         """Folder of the target, if given."""
         return Path(self.target) if self.target else None
 
-    def int8(self, folder: Path) -> bool:
-        """Whether matrices get 8 bits; by default where the folder stores them so."""
-        stored = self.weights == "auto" and Checkpoint(folder, torch.float32).int8
-        return stored or self.weights == "int8"
+    def bits(self, folder: Path, device: str) -> int:
+        """Bits of the matrices, 8 or 4 in blocks of 32; 0: as they come.
+
+        By default 4 where the folder stores 8: on a CPU a draft takes as long as reading its
+        weights, and almost as many tokens are accepted.
+        """
+        if self.weights == "auto" and Checkpoint(folder, torch.float32).int8:
+            return 4 if device.startswith("cpu") else 8
+        return {"int8": 8, "int4": 4}.get(self.weights, 0)
 
     def torch_dtype(self, stored: torch.dtype) -> torch.dtype:
         """Returns the type of the model: that of ``weights`` or, if it has none, ``stored``."""
@@ -474,5 +479,5 @@ class TargetOptions(BeamOptions):
         if self.target_folder is not None:
             fit = check_target(folder, self.target_folder, fit)
         target = self.target_folder
-        int8 = self.int8(folder)
-        return TargetEmbedding.read(folder, target, shape, dtype, device, int8), fit
+        bits = self.bits(folder, device)
+        return TargetEmbedding.read(folder, target, shape, dtype, device, bits), fit

@@ -265,12 +265,12 @@ class LayerWeights:
     Attributes:
         config: Shape of the drafter.
         tensors: See :func:`~paceline.drafter.methods.checkpoint.load_weights`.
-        int8: Whether matrices get 8 bits in blocks of 32.
+        bits: 8 or 4 for matrices in blocks of 32; 0: as they came.
     """
 
     config: LayerShape
     tensors: Mapping[str, Tensor]
-    int8: bool = False
+    bits: int = 0
 
     @property
     def heads(self) -> Heads:
@@ -283,7 +283,7 @@ class LayerWeights:
 
     def matrix(self, *names: str) -> Linear:
         """Returns linear layers of one input as one layer."""
-        return linear([self.tensors[f"{name}.weight"] for name in names], self.int8)
+        return linear([self.tensors[f"{name}.weight"] for name in names], self.bits)
 
     def feed_forward(self, program: Recorder, x: int, delta: int, base: str) -> int:
         """Records ``x += delta`` and the feed-forward block of a layer; returns its output."""
@@ -293,16 +293,16 @@ class LayerWeights:
         return program.multiply(gated, self.matrix(f"{base}mlp.down_proj"))
 
 
-def linear(parts: Sequence[Tensor], int8: bool) -> Linear:
+def linear(parts: Sequence[Tensor], bits: int) -> Linear:
     """Returns linear layers ``[out, in]`` of one input as one layer.
 
-    With ``int8`` the weights get 8 bits in blocks of 32, if ``in`` is a multiple of 32. Off the CPU
+    With ``bits`` of 8 or 4 the weights get blocks of 32, if ``in`` is a multiple of 32. Off the CPU
     they are rounded to such blocks and stored as they came.
     """
     weight = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-    if not int8 or weight.shape[1] % BLOCK:
+    if not bits or weight.shape[1] % BLOCK:
         return Linear(weight)
-    blocks = quantise(weight.float(), 8)
+    blocks = quantise(weight.float(), bits)
     return Linear(blocks if weight.device.type == "cpu" else plain(blocks, weight.dtype))
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.config import Rope
+from paceline.decoder.weights import Linear
 from paceline.drafter.methods.checkpoint import TargetEmbedding
 from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.layers import LayerWeights
@@ -38,17 +39,18 @@ class DSparkBackbone:
         embedding: TargetEmbedding,
         dtype: torch.dtype,
         device: torch.device | str,
-        int8: bool = False,
+        bits: int = 0,
     ) -> None:
         """Builds the backbone from its tensors by name and the target's.
 
-        With ``int8`` its matrices get 8 bits in blocks of 32.
+        Its matrices get ``bits``, 8 or 4, in blocks of 32, or stay as they came.
         """
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self._rope = Rope(config, device)
-        tensors = LayerWeights(config, weights, int8)
-        self._writing = Executor(_record_context(config, tensors, dtype))
-        self._drafting = Executor(_record_block(config, tensors, embedding, dtype))
+        tensors = LayerWeights(config, weights, bits)
+        fc = tensors.matrix("fc")
+        self._writing = Executor(_record_context(config, tensors, fc, dtype))
+        self._drafting = Executor(_record_block(config, tensors, fc, embedding, dtype))
 
     def new_context(self) -> WindowCache:
         """Returns an empty context for one generation: the KV of its hidden states.
@@ -108,17 +110,18 @@ class DSparkBackbone:
         contexts = [
             Context(cache, start + length) for cache, start in zip(caches, starts, strict=True)
         ]
-        rows = torch.arange(len(tokens), device=self.device).view(-1, length)
+        last = range(length - config.levels, length)
+        rows = [first + offset for first in range(0, len(tokens), length) for offset in last]
         inputs = None
         if config.state_input:
-            states = torch.cat([state for _, _, state in blocks]).to(self.device, self.dtype)
-            inputs = states.repeat_interleave(length, 0)
+            states = torch.cat([state for _, _, state in blocks for _ in range(length)])
+            inputs = states.to(self.device, self.dtype)
         call = Pass(
             send(torch.tensor(tokens), self.device),
             plan,
             caches,
             self._rope.table(plan.longest),
-            rows[:, length - config.levels :].flatten(),
+            send(torch.tensor(rows), self.device),
             taps=(0,),
             contexts=contexts,
             inputs=inputs,
@@ -132,11 +135,13 @@ def _head_norms(tensors: LayerWeights, base: str) -> tuple[Norm, Norm]:
     return tensors.norm(f"{base}q_norm"), tensors.norm(f"{base}k_norm")
 
 
-def _record_context(config: DSparkConfig, tensors: LayerWeights, dtype: torch.dtype) -> Program:
+def _record_context(
+    config: DSparkConfig, tensors: LayerWeights, fc: Linear, dtype: torch.dtype
+) -> Program:
     """Hidden states to the keys and values of all layers."""
     program = Recorder(tensors.heads, dtype)
     states = program.input(len(config.taps) * config.hidden)
-    projected = program.multiply(states, tensors.matrix("fc"))
+    projected = program.multiply(states, fc)
     inputs = program.add_norm(projected, 0, tensors.norm("hidden_norm"))
     for index in range(config.layers):
         base = f"layers.{index}.self_attn."
@@ -146,16 +151,18 @@ def _record_context(config: DSparkConfig, tensors: LayerWeights, dtype: torch.dt
 
 
 def _record_block(
-    config: DSparkConfig, tensors: LayerWeights, embedding: TargetEmbedding, dtype: torch.dtype
+    config: DSparkConfig,
+    tensors: LayerWeights,
+    fc: Linear,
+    embedding: TargetEmbedding,
+    dtype: torch.dtype,
 ) -> Program:
     """Tokens of blocks to logits; the tap is the hidden state that the LM head reads."""
     window = config.window + config.block if config.window else None
     program = Recorder(tensors.heads, dtype)
     x, delta = program.embed(embedding.embedding), 0
     if config.state_input:
-        delta = program.multiply(
-            program.input(len(config.taps) * config.hidden), tensors.matrix("fc")
-        )
+        delta = program.multiply(program.input(len(config.taps) * config.hidden), fc)
     for index in range(config.layers):
         base, attention = f"layers.{index}.", f"layers.{index}.self_attn."
         inputs = program.add_norm(x, delta, tensors.norm(f"{base}input_layernorm"))

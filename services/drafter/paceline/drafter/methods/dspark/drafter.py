@@ -38,7 +38,7 @@ from paceline.drafter.methods.checkpoint import (
 )
 from paceline.drafter.methods.dspark.backbone import DSparkBackbone
 from paceline.drafter.methods.dspark.config import read_dspark
-from paceline.drafter.methods.dspark.heads import DSparkHeads
+from paceline.drafter.methods.dspark.heads import DSparkBlock, DSparkHeads
 from paceline.drafter.methods.dspark.module import DSparkModel
 
 
@@ -60,7 +60,7 @@ class DSparkSequence(BeamSequence):
         self.context = drafter.backbone.new_context()
         self.newest = torch.empty(0)
         """Hidden states of the newest position in the context, ``[1, taps * hidden]``."""
-        self._hidden = self._logits = torch.empty(0)
+        self._block: DSparkBlock | None = None
         self._state: Tensor | None = None
 
     @property
@@ -101,16 +101,16 @@ class DSparkSequence(BeamSequence):
         self._state = None
         return self._readable >= self.length - 1 and self.length >= 2
 
-    def set_block(self, hidden: Tensor, logits: Tensor) -> None:
-        """Sets the backbone's output: hidden states ``[levels, hidden]`` and logits."""
-        self._hidden, self._logits = hidden, logits
+    def set_block(self, block: DSparkBlock) -> None:
+        """Sets the block that the tree grows from."""
+        self._block = block
 
     def add_level(self, heads: DSparkHeads) -> None:
         """Adds a level to the tree."""
+        assert self._block is not None
         beam, parents = self.tree, self.tree.frontier
         tokens = [beam.tokens[node] for node in parents] if beam.level else [self.anchor]
-        hidden, logits = self._hidden[beam.level], self._logits[beam.level]
-        output = heads.forward(hidden, logits, tokens, self._state)
+        output = heads.forward(self._block, beam.level, tokens, self._state)
         beam.add_level(self.rank(output.scores), output.log_confidences)
         if output.state is not None:
             self._state = output.state[[beam.parents[n] - parents.start for n in beam.frontier]]
@@ -124,8 +124,7 @@ class DSparkSequence(BeamSequence):
         self._clear_block()
 
     def _clear_block(self) -> None:
-        self._hidden = self._logits = torch.empty(0)
-        self._state = None
+        self._block = self._state = None
 
     @property
     def _readable(self) -> int:
@@ -203,7 +202,7 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
             self.backbone.add_states(batch)
         blocks = [(each.context, each.anchor, each.newest) for each in growing]
         for sequence, hidden, logits in zip(growing, *self.backbone.forward(blocks), strict=True):
-            sequence.set_block(hidden, logits)
+            sequence.set_block(self.heads.begin(hidden, logits))
 
 
 def _read(folder: Path, fit: Fit, options: DSparkOptions, device: str) -> DSparkDrafter:
@@ -212,9 +211,9 @@ def _read(folder: Path, fit: Fit, options: DSparkOptions, device: str) -> DSpark
     dtype = options.torch_dtype(dtype)
     embedding, fit = options.read_embedding(folder, fit, config, dtype, device)
     weights = load_weights(folder, config, DSparkModel, dtype, device)
-    int8 = options.int8(folder)
+    bits = options.bits(folder, device)
     with torch.inference_mode():
-        backbone = DSparkBackbone(config, weights, embedding, dtype, device, int8)
-        heads = DSparkHeads(config, weights, dtype, device, int8)
+        backbone = DSparkBackbone(config, weights, embedding, dtype, device, bits)
+        heads = DSparkHeads(config, weights, dtype, device, bits)
     size = sum(tensor.nbytes for tensor in weights.values()) + embedding.private_bytes
     return DSparkDrafter(backbone, heads, options, fit, size, embedding.tokens)

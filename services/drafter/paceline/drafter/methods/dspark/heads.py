@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -105,8 +104,7 @@ class ConfidenceHead(nn.Module):
         return logit
 
 
-@dataclass(frozen=True)
-class HeadOutput:
+class HeadOutput(NamedTuple):
     """Output of the heads for one level of a tree with R parents.
 
     Attributes:
@@ -121,6 +119,19 @@ class HeadOutput:
     log_confidences: list[float] | None
 
 
+class DSparkBlock(NamedTuple):
+    """A block that a tree grows from."""
+
+    hidden: Tensor
+    """The backbone's hidden states, ``[levels, hidden]``."""
+
+    logits: Tensor
+    """The target's logits of them, ``[levels, V]`` or of drafted tokens alone."""
+
+    confidences: list[float] | None
+    """The share of the hidden states in the logits of confidences; None without that head."""
+
+
 class DSparkHeads:
     """The heads that a drafter has, with its weights. Used on one thread."""
 
@@ -130,9 +141,9 @@ class DSparkHeads:
         weights: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device | str,
-        int8: bool = False,
+        bits: int = 0,
     ) -> None:
-        """Builds the heads from the folder's tensors; with ``int8``, W2 gets 8 bits.
+        """Builds the heads from the folder's tensors; ``bits`` of W2 as for :func:`linear`.
 
         On the CPU they are float32, the type of the kernels' logits: sums of two types are slow.
         """
@@ -148,7 +159,7 @@ class DSparkHeads:
         if config.markov_rank:
             self._markov = _loaded(MarkovHead(config), "markov_head.", weights).to(device, dtype)
             self._w1 = self._markov.markov_w1.weight
-            self._w2 = linear([self._markov.markov_w2.weight], int8)
+            self._w2 = linear([self._markov.markov_w2.weight], bits)
         self._confidence: Tensor | None = None
         if config.confidence:
             head = _loaded(ConfidenceHead(config), "confidence_head.", weights).to(device, dtype)
@@ -160,21 +171,35 @@ class DSparkHeads:
                 self._offsets = (self._w1 @ column + head.proj.bias).tolist()
 
     @torch.inference_mode()
+    def begin(self, hidden: Tensor, logits: Tensor) -> DSparkBlock:
+        """Begins a tree after a block.
+
+        Args:
+            hidden: The backbone's hidden states of its levels, ``[levels, hidden]``.
+            logits: The target's logits of them, ``[levels, V]`` or of drafted tokens alone.
+        """
+        hidden, logits = hidden.to(self._dtype), logits.to(self._dtype)
+        confidences = None if self._confidence is None else (hidden @ self._confidence).tolist()
+        return DSparkBlock(hidden, logits, confidences)
+
+    @torch.inference_mode()
     def forward(
-        self, hidden: Tensor, logits: Tensor, before: Sequence[int], state: Tensor | None
+        self, block: DSparkBlock, level: int, before: Sequence[int], state: Tensor | None
     ) -> HeadOutput:
         """Runs the heads for the next level of a tree with R parents.
 
         Args:
-            hidden: The backbone's hidden state of the level, ``[hidden]``.
-            logits: The target's logits of it, ``[V]`` or of drafted tokens alone.
+            block: The block.
+            level: Index of the level.
             before: The parents' tokens.
             state: Recurrent state of each path, ``[R, r]``; None at the first level.
         """
-        hidden, logits = hidden.to(self._dtype), logits.to(self._dtype)
+        hidden, logits = block.hidden[level], block.logits[level]
         rows = [self._rows[token] for token in before]
-        scores, after = logits.expand(len(rows), -1), None
-        if self._markov is not None:
+        after = None
+        if self._markov is None:
+            scores = logits.expand(len(rows), -1)
+        else:
             features = self._w1[torch.tensor(rows, device=self._device)]
             if self._markov.kind != "vanilla":
                 wide = hidden.expand(len(rows), -1)
@@ -182,9 +207,9 @@ class DSparkHeads:
                 after, features = self._markov.step(begin, features, wide)
             scores = self._w2(features, logits)
         logs = None
-        if self._confidence is not None:
-            level = float(hidden @ self._confidence)
-            logs = [_log_sigmoid(level + self._offsets[row]) for row in rows]
+        if block.confidences is not None:
+            own = block.confidences[level]
+            logs = [_log_sigmoid(own + self._offsets[row]) for row in rows]
         return HeadOutput(scores, after, logs)
 
 

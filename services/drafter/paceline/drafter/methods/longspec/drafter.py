@@ -217,5 +217,7 @@ def _read(
     embedding, fit = options.read_embedding(folder, fit, config, dtype, device)
     weights = load_weights(folder, config, LongSpecModel, dtype, device)
     with torch.inference_mode():
-        layer = LongSpecLayer(config, weights, embedding, dtype, device, options.int8(folder))
+        layer = LongSpecLayer(
+            config, weights, embedding, dtype, device, options.bits(folder, device)
+        )
     return layer, embedding, fit

@@ -71,17 +71,17 @@ class LongSpecLayer:
         embedding: TargetEmbedding,
         dtype: torch.dtype,
         device: torch.device | str,
-        int8: bool = False,
+        bits: int = 0,
     ) -> None:
         """Builds the layer from its tensors by name and the target's.
 
-        With ``int8`` its matrices get 8 bits in blocks of 32.
+        Its matrices get ``bits``, 8 or 4, in blocks of 32, or stay as they came.
         """
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self._rope = Rope(config, device)
         self.drafted_tokens = embedding.tokens
         """The target's token id of each logit, int64 ``[R]``; None: all ids."""
-        tensors = LayerWeights(config, weights, int8)
+        tensors = LayerWeights(config, weights, bits)
         base = "layers.0."
         qkv = tensors.matrix(*(f"{base}self_attn.{name}_proj" for name in "qkv"))
         self_norm = tensors.norm(f"{base}input_layernorm")
