@@ -42,8 +42,7 @@ class CudaKv(MappedReader, KvReader):
     ) -> None:
         """Map the verifier's pool.
 
-        Negative layers count from the last; ``reader`` is the ordinal of the device that reads. The
-        file is closed if the KV cannot be read.
+        Negative layers count from the last; ``reader`` is the ordinal of the device that reads.
 
         Raises:
             KvNotShared: The target has no such layers, the layout is invalid, or this device cannot
@@ -52,25 +51,24 @@ class CudaKv(MappedReader, KvReader):
         super().__init__(file)
         self._selected: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
         layout, size, memory = file.layout, file.layout.pages.page_size, file.layout.pages.memory
+        dtype = file.kv_dtype
+        self._numbers = file.numbers(layers)
+        self.layers = tuple(self._numbers)
+        self._table = file.array(HEADER_BYTES, (layout.capacity // max(1, size),), torch.int32)
+        page = (layout.layers, 2, layout.heads, size, layout.head_dim)
+        page_bytes = math.prod(page) * dtype.itemsize
+        count = memory.byte_size // page_bytes if page_bytes else 0
+        if not count or memory.byte_offset % 16:
+            raise KvNotShared(
+                f"the verifier's pool has {memory.byte_size} bytes from byte "
+                f"{memory.byte_offset}, expected whole pages of {page_bytes} bytes"
+            )
         try:
-            dtype = file.kv_dtype
-            self._numbers = file.numbers(layers)
-            self.layers = tuple(self._numbers)
-            self._table = file.array(HEADER_BYTES, (layout.capacity // max(1, size),), torch.int32)
-            page = (layout.layers, 2, layout.heads, size, layout.head_dim)
-            page_bytes = math.prod(page) * dtype.itemsize
-            count = memory.byte_size // page_bytes if page_bytes else 0
-            if not count or memory.byte_offset % 16:
-                raise KvNotShared(
-                    f"the verifier's pool has {memory.byte_size} bytes from byte "
-                    f"{memory.byte_offset}, expected whole pages of {page_bytes} bytes"
-                )
             self._pool = MappedMemory(
                 driver, reader, memory.device_uuid, memory.handle,
                 memory.byte_offset, memory.byte_size,
             )  # fmt: skip
-        except (KvNotShared, NotMappable) as error:
-            file.close()
+        except NotMappable as error:
             raise KvNotShared(str(error)) from error
         stored = self._pool.bytes[: count * page_bytes].view(dtype)
         self._pages = stored.view(count, *page)
@@ -142,7 +140,7 @@ class CudaKv(MappedReader, KvReader):
 def open_kv(file: CacheFile, layers: Iterable[int], device: str) -> SharedKv | CudaKv:
     """Map KV in main memory, or on a GPU for a drafter that runs on ``device``, by its torch name.
 
-    Negative layers count from the last. The file is closed if the KV cannot be read.
+    Negative layers count from the last.
 
     Raises:
         KvNotShared: See :class:`SharedKv` and :class:`CudaKv`, or the KV is on
@@ -152,16 +150,15 @@ def open_kv(file: CacheFile, layers: Iterable[int], device: str) -> SharedKv | C
     if not file.layout.HasField("pages"):
         return SharedKv(file, layers)
     reader = torch.device(device)
+    if not pages.HasField("memory"):
+        raise KvNotShared("the verifier's KV lies in pages that other processes cannot map")
+    if reader.type != "cuda":
+        raise KvNotShared(
+            f"the verifier's KV is on a GPU, and this drafter runs on {reader}; run it on that "
+            "GPU, or let it follow the cache"
+        )
     try:
-        if not pages.HasField("memory"):
-            raise KvNotShared("the verifier's KV lies in pages that other processes cannot map")
-        if reader.type != "cuda":
-            raise KvNotShared(
-                f"the verifier's KV is on a GPU, and this drafter runs on {reader}; run it on that "
-                "GPU, or let it follow the cache"
-            )
         driver = cuda_driver()
-    except (KvNotShared, DriverError) as error:
-        file.close()
+    except DriverError as error:
         raise KvNotShared(str(error)) from error
     return CudaKv(file, layers, driver, reader.index or 0)

@@ -171,7 +171,9 @@ class KvExchange:
         from paceline.drafter.kv.remote import RemoteStates
 
         async def map_states() -> StateReader:
-            return SharedStates(await self._map(address, read_grant), layers, window)
+            return await self._map(
+                address, read_grant, lambda file: SharedStates(file, layers, window)
+            )
 
         async def follow_states() -> StateReader:
             subscribe = kv_pb2.FollowSubscribe(
@@ -212,7 +214,9 @@ class KvExchange:
         """Map keys and values of a cache. See :meth:`open`."""
         from paceline.drafter.kv.cuda import open_kv
 
-        return open_kv(await self._map(address, read_grant), layers, self._device)
+        return await self._map(
+            address, read_grant, lambda file: open_kv(file, layers, self._device)
+        )
 
     async def close(self) -> None:
         """Close all connections. Open readers keep what they have."""
@@ -250,10 +254,13 @@ class KvExchange:
         """Open a FollowCache call."""
         if self._closed:
             raise KvGone("the drafter is stopping")
-        return self._stub(address).FollowCache(metadata=self.metadata)
+        stub: Any = kv_pb2_grpc.KvExchangeServiceStub(self.channel(address))
+        return stub.FollowCache(metadata=self.metadata)
 
-    async def _map(self, address: str, read_grant: bytes) -> CacheFile:
-        """Map a cache over the Unix socket of the draft exchange."""
+    async def _map(
+        self, address: str, read_grant: bytes, read: Callable[[CacheFile], _Reader]
+    ) -> _Reader:
+        """Map a cache over the Unix socket of the draft exchange, and make its reader."""
         path = self.sockets.get(address)
         if path is None:
             raise KvNotShared(
@@ -261,10 +268,12 @@ class KvExchange:
                 "one host, and let them share the folder of --draft-socket"
             )
         # In a thread: its result frees itself if nobody waits for it any more.
-        return await asyncio.to_thread(_map_file, path, read_grant, CALL_SECONDS)
-
-    def _stub(self, address: str) -> Any:
-        return kv_pb2_grpc.KvExchangeServiceStub(self.channel(address))
+        file = await asyncio.to_thread(_map_file, path, read_grant, CALL_SECONDS)
+        try:
+            return read(file)
+        except BaseException:
+            file.close()
+            raise
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """Returns the channel to a verifier, which is opened if there is none."""

@@ -174,21 +174,16 @@ class SharedKv(MappedReader, StreamingReader):
     def __init__(self, file: CacheFile, layers: Iterable[int]) -> None:
         """Read a file.
 
-        Negative layers count from the last. The file is closed if it cannot be read.
+        Negative layers count from the last.
 
         Raises:
             KvNotShared: The target has no such layers, or the layout is invalid.
         """
         super().__init__(file)
-        layout = file.layout
-        try:
-            numbers = file.numbers(layers)
-            width = row_width(layout.head_dim, file.kv_dtype)
-            shape = (layout.layers, 2, layout.heads, layout.capacity, width)
-            stored = file.array(HEADER_BYTES, shape, file.kv_dtype)
-        except BaseException:
-            file.close()
-            raise
+        layout, numbers = file.layout, file.numbers(layers)
+        width = row_width(layout.head_dim, file.kv_dtype)
+        shape = (layout.layers, 2, layout.heads, layout.capacity, width)
+        stored = file.array(HEADER_BYTES, shape, file.kv_dtype)
         self.layers = tuple(numbers)
         self._views = {layer: (stored[n, 0], stored[n, 1]) for layer, n in numbers.items()}
         self.byte_size = len(numbers) * stored[0].nbytes
@@ -230,29 +225,25 @@ class SharedStates(MappedReader, StateReader):
         """Read a file.
 
         Layers are counted from 0, in the order in which they are read. The newest ``window``
-        positions are read; 0: all. The file is closed if it cannot be read.
+        positions are read; 0: all.
 
         Raises:
             KvNotShared: The cache does not keep these states, or the layout is invalid.
         """
         super().__init__(file)
         kept = file.layout.hidden_states
-        try:
-            if missing := sorted(set(layers) - set(kept.layers)):
-                raise KvNotShared(
-                    f"the drafter reads hidden states of layers {missing}, but the cache keeps "
-                    f"those of {list(kept.layers)}"
-                )
-            if kept.slots < window + TAP_AHEAD:
-                raise KvNotShared(
-                    f"the verifier keeps {kept.slots} hidden states, expected at least "
-                    f"{window + TAP_AHEAD}"
-                )
-            shape = (len(kept.layers), kept.slots, kept.hidden_size)
-            stored = file.array(kept.offset, shape, _dtype(kept.dtype, STATE_TYPES))
-        except BaseException:
-            file.close()
-            raise
+        if missing := sorted(set(layers) - set(kept.layers)):
+            raise KvNotShared(
+                f"the drafter reads hidden states of layers {missing}, but the cache keeps those "
+                f"of {list(kept.layers)}"
+            )
+        if kept.slots < window + TAP_AHEAD:
+            raise KvNotShared(
+                f"the verifier keeps {kept.slots} hidden states, expected at least "
+                f"{window + TAP_AHEAD}"
+            )
+        shape = (len(kept.layers), kept.slots, kept.hidden_size)
+        stored = file.array(kept.offset, shape, _dtype(kept.dtype, STATE_TYPES))
         self.byte_size = file.byte_size
         self._window = window
         self._slots = kept.slots
