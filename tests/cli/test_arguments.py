@@ -55,12 +55,6 @@ def test_the_command_line_overrides_the_file(config: Path) -> None:
     assert expand_config(words) == ["serve", *VERIFIER[1:], "--target", "t", "--drafter=ngram"]
 
 
-def test_other_commands_read_no_file(config: Path) -> None:
-    words = ["generate", "--config", str(config)]
-    assert expand_config(words) == words
-    assert expand_config(["serve", "--target=t"]) == ["serve", "--target=t"]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

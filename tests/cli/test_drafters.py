@@ -66,17 +66,6 @@ def test_an_action_reaches_every_service_of_a_list(
     assert drafters(registry, "unload", "everywhere") == 0
 
 
-def test_the_table_shows_what_is_loaded(
-    registry: ServiceProcess, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert drafters(registry, "list") == 0
-    table = capsys.readouterr().out
-    assert "main (default)" in table
-    assert "100%" in table
-    for column in ("rounds", "accepted length", "draft", "state", "load again with"):
-        assert column in table
-
-
 def test_loading_with_activate_and_options(
     registry: ServiceProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,5 @@
 """The command table, and what each command needs to be installed."""
 
-import argparse
 import os
 import socket
 import subprocess
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import services
 from paceline.cli.main import COMMANDS, main
 
 # Runs the command line as on a machine where only `pip install paceline` was done.
@@ -112,22 +110,6 @@ print(os.environ["THP_MEM_ALLOC_ENABLE"])
         check=True,
     )
     assert done.stdout.split() == ["1", "20000", "7", "1"]
-
-
-@pytest.mark.parametrize("name", ["verifier", "drafter"])
-def test_threads_reach_the_service(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_arguments = getattr(services, f"add_{name}_arguments")
-    given: list[int | None] = []
-    monkeypatch.setattr(
-        f"paceline.{name}.build_service", lambda *_, threads, **__: given.append(threads)
-    )
-    monkeypatch.setattr(services, "run_service", lambda kind, args, build: build(None))
-    for words in (["--threads", "3"], []):
-        parser = argparse.ArgumentParser()
-        add_arguments(parser)
-        target = ["--target=x"] if name == "verifier" else []
-        getattr(services, f"run_{name}")(parser.parse_args([*words, *target]))
-    assert given == [3, None]
 
 
 def test_bash_completes_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:

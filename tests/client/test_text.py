@@ -116,15 +116,6 @@ def test_characters_are_never_split(name: str, text: str) -> None:
     assert shown + detokenizer.flush() == whole
 
 
-def test_at_most_one_character_is_buffered() -> None:
-    codec = CODECS["byte_level"]
-    tokens = codec.encode("a€b")
-    detokenizer = Detokenizer(codec)
-    pieces = [detokenizer.push(token) for token in tokens]
-    assert "".join(pieces) == "a€b"
-    assert pieces[0] == "a"
-
-
 def test_a_step_decodes_only_the_newest_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Valid text, and an endless run of bad bytes, cost the same at every length."""
     codec = TextCodec(TOKENIZERS["byte_level"].to_str().encode())

@@ -178,33 +178,6 @@ def test_each_gpu_has_a_deployment_of_its_own() -> None:
         assert "--device=cuda" in containers(deployment)["verifier"]["args"]
 
 
-def test_services_without_a_gpu_are_told_so() -> None:
-    for deployment in of_kind(render(SETTINGS["own secret, no GPU"]), "Deployment").values():
-        for name, container in containers(deployment).items():
-            assert name in ("envoy", "gateway") or "--device=cpu" in container["args"]
-
-
-def test_the_demo_has_its_drafters_on_a_gpu_of_their_own() -> None:
-    objects = render(DEMO)
-    (deployment,) = of_kind(objects, "Deployment", "-verifier-").values()
-    for container in containers(deployment).values():
-        assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
-        assert "--device=cuda" in container["args"]
-    loads = [word for word in containers(deployment)["drafter"]["args"] if "--load" in word]
-    assert [load.removeprefix("--load=").partition("=")[0] for load in loads] == [
-        *("longspec", "dspark", "ngram")
-    ]
-
-
-def test_services_can_write_their_home(objects: list[dict[str, Any]]) -> None:
-    for deployment in workloads(objects).values():
-        volumes = deployment["spec"]["template"]["spec"]["volumes"]
-        for name, container in containers(deployment).items():
-            if name != "envoy":
-                assert {"name": "home", "emptyDir": {}} in volumes
-                assert {"name": "home", "mountPath": "/home/paceline"} in container["volumeMounts"]
-
-
 def test_calls_of_a_client_stay_together() -> None:
     objects = render({"verifier": {"count": 2}})
     assert routes(objects)[7431]["hash_policy"] == [{"header": {"header_name": CLIENT_HEADER}}]
@@ -273,14 +246,6 @@ def test_pods_are_scaled_by_queues_that_the_services_report() -> None:
             (metric,) = scaler["spec"]["metrics"]
             assert metric["pods"]["metric"]["name"] == queue
             assert "replicas" not in deployments[scaler["spec"]["scaleTargetRef"]["name"]]["spec"]
-
-
-def test_an_own_secret_is_used_and_none_made() -> None:
-    objects = render({"existingSecret": "mine"})
-    assert not of_kind(objects, "Secret")
-    for deployment in of_kind(objects, "Deployment").values():
-        volumes = deployment["spec"]["template"]["spec"]["volumes"]
-        assert "mine" in [each["secret"]["secretName"] for each in volumes if "secret" in each]
 
 
 def test_loaded_versions_outlive_a_pod() -> None:

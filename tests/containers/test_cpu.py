@@ -134,10 +134,6 @@ async def test_a_drafter_reads_the_kv_of_the_verifier_and_a_collector_hears_of_i
     assert (facts["specdec.drafter.name"], facts["specdec.kv.transport"]) == (longspec, "map")
 
 
-def test_a_drafter_that_shares_the_folder_uses_the_socket(deployment: Deployment) -> None:
-    deployment.until_joined("socket")
-
-
 def test_a_drafter_follows_kv_over_a_network(far_apart: Deployment) -> None:
     far_apart.until_joined("stream")
     words = ("--max-new-tokens", "96", "--temperature", "0", "--json", *DRAFTED, "--drafter")
@@ -148,31 +144,6 @@ def test_a_drafter_follows_kv_over_a_network(far_apart: Deployment) -> None:
     assert drafted["token_ids"] == plain["token_ids"]
     assert drafted["stats"]["drafted_rounds"]
     assert not drafted["stats"]["fallbacks"]
-
-
-async def test_a_killed_drafter_container_costs_no_token(
-    deployment: Deployment, client: Client, plain: list[int], longspec: str
-) -> None:
-    generation = client.generate(PROMPT, drafter=longspec, **WANTED)
-    chunks = aiter(generation)
-    await anext(chunks)
-    deployment.run("kill", "drafter")
-    async for _ in chunks:
-        pass
-    assert (await generation).token_ids == plain
-    assert deployment.state("drafter") == "exited"
-
-    without = await client.generate(PROMPT, **WANTED)
-    assert without.token_ids == plain
-    assert not without.stats.drafted_rounds
-
-    deployment.run("start", "drafter")
-    deployment.until("drafter", "healthy")
-    deployment.until_joined("socket")
-    async with deployment.client() as fresh:  # what was loaded while it ran is there again
-        drafted = await fresh.generate(PROMPT, drafter=longspec, **WANTED)
-    assert drafted.token_ids == plain
-    assert drafted.stats.drafted_rounds
 
 
 @pytest.mark.parametrize(

@@ -64,15 +64,6 @@ async def test_a_model_without_a_template_is_a_bad_request(serve: Serve) -> None
     assert raised.value.code == "no_chat_template"
 
 
-async def test_echo_and_several_prompts(served: Served) -> None:
-    answer = await served.openai.completions.create(
-        model="mock", prompt=["ab", "cd"], n=2, echo=True
-    )
-    assert [choice.text for choice in answer.choices] == ["abAB", "abAB", "cdCD", "cdCD"]
-    assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 12)
-
-
 async def test_rounds_are_streamed_on_request(served: Served) -> None:
     stream = await served.openai.completions.create(
         model="mock",

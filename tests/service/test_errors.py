@@ -69,16 +69,6 @@ async def test_a_generated_base_class_says_that_it_is_not_built(serve: Serve) ->
     assert info_of(caught.value).reason == "NOT_BUILT"
 
 
-async def test_an_unknown_method_is_named(serve: Serve) -> None:
-    served = await serve()
-    async with served.channel() as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary("/toy.Toy/Nonsense")(b"")
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert info_of(caught.value).reason == "METHOD_UNKNOWN"
-    assert "/toy.Toy/Nonsense" in (caught.value.details() or "")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("raw", [b"\xff\xff\xff", b"\x0a\x02\xc3\x28"], ids=["bytes", "utf8"])
 async def test_a_malformed_message_fails_its_call_only(serve: Serve, kind: str, raw: bytes) -> None:
@@ -132,18 +122,3 @@ def test_over_long_and_unencodable_messages_still_make_a_status() -> None:
     status = error.to_status()
     assert status.message.startswith("?x")
     assert status.ByteSize() < 4096
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("invalid_argument", "not_found", "failed_precondition", "resource_exhausted"),
-        *("unavailable", "aborted", "unauthenticated", "unimplemented", "internal"),
-    ],
-)
-def test_each_constructor_has_its_code(name: str) -> None:
-    status = getattr(ServiceError, name)("REASON", "text", fact="value").to_status()
-    assert status.code == grpc.StatusCode[name.upper()].value[0]
-    info = error_details_pb2.ErrorInfo()
-    status.details[0].Unpack(info)
-    assert (info.reason, dict(info.metadata)) == ("REASON", {"fact": "value"})

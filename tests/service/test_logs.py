@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from paceline.service.runtime import JsonFormatter, TextFormatter, configure_logging, request_id
+from paceline.service.runtime import JsonFormatter, configure_logging, request_id
 
 from .conftest import Serve
 from .toy import ask
@@ -45,10 +45,6 @@ def test_an_exception_stays_on_the_one_line() -> None:
         line = JsonFormatter().format(record(exc_info=sys.exc_info()))
     assert "\n" not in line
     assert "ValueError: broken" in json.loads(line)["exception"]
-
-
-def test_text_is_readable() -> None:
-    assert TextFormatter().format(record(round_id=7)).endswith("INFO paceline.x round 3 round_id=7")
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,6 @@ def faults(tree: ast.Module) -> list[str]:
     return found
 
 
-def test_there_are_sources() -> None:
-    assert len(SOURCES) > 50
-
-
 def test_nothing_is_unpickled() -> None:
     found = {path: faults(ast.parse(path.read_text(encoding="utf-8"))) for path in SOURCES}
     assert not {str(path.relative_to(ROOT)): lines for path, lines in found.items() if lines}

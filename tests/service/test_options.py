@@ -44,14 +44,6 @@ def test_an_address_of_no_known_form_is_refused(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "path"),
-    [("unix:/a/b", "/a/b"), ("unix:///a/b", "/a/b"), ("unix:a", "a"), ("127.0.0.1:1", None)],
-)
-def test_socket_path(address: str, path: str | None) -> None:
-    assert ServerOptions(address).socket_path == (Path(path) if path else None)
-
-
-@pytest.mark.parametrize(
     "options",
     [
         {"tls_cert": Path("a")},

@@ -154,25 +154,6 @@ async def test_a_streamed_chat_is_the_whole_one(api: AsyncOpenAI) -> None:
     assert events[-1].usage.prompt_tokens == rendered.usage.prompt_tokens
 
 
-async def test_stop_strings_and_offsets(api: AsyncOpenAI) -> None:
-    asked: dict[str, Any] = {"model": "llama", "prompt": PROMPT, "temperature": 0}
-    free = await api.completions.create(**asked, max_tokens=32, logprobs=2)
-    choice = free.choices[0]
-    logprobs = choice.logprobs
-    assert logprobs is not None
-    assert logprobs.tokens is not None
-    assert logprobs.text_offset is not None
-    assert logprobs.token_logprobs is not None
-    assert [len(top) for top in logprobs.top_logprobs or ()] == [2] * 32
-    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
-        # What is held back, half a character, is released with a later token.
-        assert token.startswith("bytes:") or token in choice.text[offset : offset + len(token) + 3]
-    stop = choice.text[10:13]
-    stopped = await api.completions.create(**asked, max_tokens=32, stop=[stop, "never there"])
-    assert stopped.choices[0].text == choice.text[: choice.text.index(stop)]
-    assert stopped.choices[0].finish_reason == "stop"
-
-
 async def test_an_echo_has_the_logprobs_of_the_generation(api: AsyncOpenAI) -> None:
     asked: dict[str, Any] = {"model": "llama", "temperature": 0, "logprobs": 2}
     written = (await api.completions.create(**asked, prompt=PROMPT, max_tokens=16)).choices[0]

@@ -34,22 +34,6 @@ from paceline.verifier.kv.segment import Segment
 PROMPT = [3, 1, 4, 1, 5]
 
 
-async def test_abandoned_caches_are_freed_after_their_lease(
-    model: Path, tmp_path: Path, clock: Clock
-) -> None:
-    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28, lease_seconds=0.3) as client:
-        created = await client.create(PROMPT)
-        assert created.lease_ms == 300
-        (cache,) = client.service.store
-        await client.steps(created.handle, 1)
-        await until(lambda: cache.stream is None)
-        clock.now += 0.3
-        await until(lambda: len(client.service.store) == 0)
-        assert open_segments() == set()
-        gone = (grpc.StatusCode.NOT_FOUND, "CACHE_NOT_FOUND")
-        assert await client.refusal(created.handle) == gone
-
-
 async def test_a_lease_lasts_through_a_long_prefill(
     model: Path, tmp_path: Path, clock: Clock
 ) -> None:

@@ -91,11 +91,6 @@ async def test_a_scheduler_that_fails_costs_no_step(
     assert [answer.node_budget for answer in answers] == [255, 255]
 
 
-async def test_all_is_checked_without_a_scheduler(client: Client) -> None:
-    (answer,) = await drafted(client, TokenTree.chain([9, 8]))
-    assert (answer.checked_nodes, answer.node_budget) == (2, 255)
-
-
 async def test_a_released_sequence_is_forgotten(model: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"kv_bytes": 1 << 28, "schedule": "auto", "node_budget": 7}
     async with serving(model, tmp_path / "v.sock", **options) as client:
