@@ -5,19 +5,25 @@
 #   start.sh verifier|drafter ARGUMENT... a service, with the target that setup has chosen
 #   start.sh all ARGUMENT...              paceline serve, with a gateway on port 8000
 #
-# The target is PACELINE_TARGET, or else SmolLM2, which is downloaded once into the home's volume; where that
-# is not possible, the demo target of the image.
+# The target is PACELINE_TARGET: a path, or a name, which is downloaded once into the home's volume (smollm2, or
+# ORG/NAME of the Hugging Face hub). Default: SmolLM2; where it cannot be downloaded, the demo target of the image.
 set -eu
 
 choose_target() {
-    if [ -n "${PACELINE_TARGET:-}" ]; then
-        target=$PACELINE_TARGET
-    elif paceline fetch smollm2; then
-        target=smollm2
-    else
-        target=/paceline/models/demo/target
-        echo "SmolLM2 cannot be downloaded (see above): serving the demo target, which continues text but cannot chat"
-    fi
+    target=${PACELINE_TARGET:-smollm2}
+    case $target in
+        /*) ;;
+        *)
+            if paceline fetch "$target"; then
+                :
+            elif [ -n "${PACELINE_TARGET:-}" ]; then
+                exit 1
+            else
+                target=/paceline/models/demo/target
+                echo "SmolLM2 cannot be downloaded (see above): serving the demo target, which continues text but cannot chat"
+            fi
+            ;;
+    esac
     echo "$target" > "$HOME/target.new"
     mv "$HOME/target.new" "$HOME/target"
 }

@@ -63,6 +63,9 @@ def test_one_that_fails_is_gone_again(
     assert load(services, prompts, "main", "failing", "--activate") == 1
     assert "failed the check and was unloaded" in capsys.readouterr().err
     assert listed(services, capsys) == {"main@1": 1.0}
+    assert load(services, prompts, "main", "ngram", "--json") == 0
+    assert json.loads(capsys.readouterr().out)[0]["version"] == "2", "it uses no number"
+    assert main(["drafters", "unload", "main", "2", "--address", services[1]]) == 0
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"prompt": []}', '{"prompt": [-1]}', '{"x": 1}'])

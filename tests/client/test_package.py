@@ -1,7 +1,13 @@
 """The package as users import it."""
 
+import dataclasses
+import inspect
+import pydoc
+import re
 import subprocess
 import sys
+
+import pytest
 
 from paceline import client
 
@@ -10,6 +16,37 @@ def test_all_is_sorted_and_complete() -> None:
     assert client.__all__ == sorted(client.__all__)
     for name in client.__all__:
         assert getattr(client, name).__doc__, f"{name} has no docstring"
+
+
+SAY_IT = {
+    "token_id",
+    "token_ids",
+    "prompt_tokens",
+    "completion_tokens",
+    "usage",
+    "stats",
+    "address",
+}
+"""Fields whose names say what they are."""
+
+TYPES = [
+    each
+    for each in map(vars(client).get, client.__all__)
+    if inspect.isclass(each) and not issubclass(each, Exception)
+]
+
+
+@pytest.mark.parametrize("kind", [each for each in TYPES if dataclasses.is_dataclass(each)])
+def test_help_describes_each_field(kind: type) -> None:
+    text = pydoc.plain(pydoc.render_doc(kind))
+    for field in dataclasses.fields(kind):
+        described = "" if field.name in SAY_IT else r" \S.{8}"
+        assert re.search(rf" {field.name}:{described}", text), field.name
+
+
+def test_each_type_has_a_readable_repr() -> None:
+    protocols = {client.Stream, client.Transport}
+    assert {each for each in TYPES if each.__repr__ is object.__repr__} == protocols
 
 
 def test_the_client_needs_no_extra() -> None:

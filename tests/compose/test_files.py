@@ -163,7 +163,8 @@ def test_the_fallback_and_what_starts_containers_are_in_the_images() -> None:
 
 def test_the_file_of_settings_names_all_of_them() -> None:
     text = "".join((COMPOSE / f"{name}.yml").read_text() for name in FILES)
-    used = set(re.findall(r"\$\{(\w+)", text)) | {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"}
+    passed_on = re.findall(r"^ +([A-Z_]+):$", text, re.MULTILINE)
+    used = {*re.findall(r"\$\{(\w+)", text), *passed_on}
     settings = (COMPOSE / ".env").read_text()
     named = set(re.findall(r"^#?(\w+)=", settings, re.MULTILINE))
     assert named - {"COMPOSE_PROJECT_NAME", "COMPOSE_PROFILES"} == used

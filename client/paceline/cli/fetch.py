@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.cli.command import CommandError, exit_with
-from paceline.harness.models import MODELS, NamedModel
+from paceline.harness.models import MODELS, NamedModel, hub_model, is_hub_id
 
 _BLOCK_BYTES = 1 << 20
 
@@ -24,7 +24,8 @@ class FetchError(RuntimeError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the name of the model and the format."""
     add = parser.add_argument
-    add("model", choices=sorted(MODELS), metavar="NAME", help=", ".join(sorted(MODELS)))
+    help = f"{', '.join(MODELS)}, or ORG/NAME[/FILE.gguf] of the Hugging Face hub (HF_ENDPOINT)"
+    add("model", metavar="NAME", help=help)
     add(
         "--format",
         choices=["gguf", "folder"],
@@ -36,9 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fetch the model and print its path; fails with code 1 if that is not possible."""
+    if args.model not in MODELS and not is_hub_id(args.model):
+        raise CommandError(
+            f"there is no model {args.model!r}; expected {', '.join(MODELS)}, ORG/NAME"
+        )
     with exit_with(1, FetchError, OSError):
-        path = fetch(MODELS[args.model])
-        if args.format == "folder":
+        path = fetch(MODELS[args.model]) if args.model in MODELS else hub_model(args.model)
+        if args.format == "folder" and path.is_file():
             path = _as_folder(path)
     print(path)
     return 0

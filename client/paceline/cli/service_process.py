@@ -134,6 +134,9 @@ def run_service(
             run_async(run_server(service, options, metrics=metrics, on_ready=ready_writer(args)))
         except (OptionsError, ServiceError) as error:
             return refuse(error)
+    if any(thread.name == "load" for thread in threading.enumerate()):
+        logging.shutdown()
+        os._exit(0)  # a model that is still being loaded would delay, or crash, a usual exit
     return 0
 
 

@@ -25,6 +25,7 @@ from ._options import (
     GenerationOptions,
     RetryOptions,
     TlsOptions,
+    add_field_docs,
     checked_prompt,
     user_cache_dir,
 )
@@ -72,3 +73,9 @@ __all__ = [
     "render_chat",
     "user_cache_dir",
 ]
+
+for _kind in (
+    *(ChatOptions, Chunk, DraftOptions, GenerationOptions, GenerationResult, Model, RetryOptions),
+    *(RoundStats, Stats, TlsOptions, TokenLogprob, Usage, VerifierStatus),
+):
+    add_field_docs(_kind)

@@ -119,6 +119,10 @@ class Conversation:
         self.turns: list[dict[str, str]] = []
         """Messages with `role` and `content`, oldest first."""
 
+    def __repr__(self) -> str:
+        system = f", system={self.system!r}" if self.system else ""
+        return f"<Conversation of {len(self.turns)} messages{system}>"
+
     def add(self, role: Literal["user", "assistant"], text: str) -> None:
         """Append a message."""
         self.turns.append({"role": role, "content": text})

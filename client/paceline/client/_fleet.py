@@ -456,6 +456,7 @@ class Fleet:
             raise NotFoundError(
                 f"there is no drafter {drafter!r} here; there are: {known}",
                 reason="DRAFTER_NOT_FOUND",
+                metadata={"param": "drafter"},
             )
         return f"drafter {drafter!r} is not there: {missing}"
 

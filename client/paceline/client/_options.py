@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from inspect import Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -273,6 +275,21 @@ def _with_parameters(method: Any, own: int, options: Callable[..., Any]) -> Any:
     kept = list(signature(method).parameters.values())[:own]
     method.__signature__ = Signature([*kept, *signature(options).parameters.values()])
     return method
+
+
+_FIELD = re.compile(r'^    (\w+): [^\n]*(?:\n    """(.*?)""")?$', re.MULTILINE | re.DOTALL)
+
+
+def add_field_docs(kind: type) -> None:
+    """Adds what the source says under each field of a dataclass to its docstring, for `help`."""
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        with suppress(OSError, TypeError):  # no source, or built in
+            source = inspect.getsource(sys.modules[base.__module__])
+            body = source.partition(f"\nclass {base.__name__}")[2].partition("\n\n\n")[0]
+            texts |= dict(_FIELD.findall(body))
+    entries = (f"    {entry.name}: {texts.get(entry.name, '')}".rstrip() for entry in fields(kind))
+    kind.__doc__ = "\n".join([f"{inspect.cleandoc(kind.__doc__ or '')}\n\nAttributes:", *entries])
 
 
 def user_cache_dir() -> Path:

@@ -56,7 +56,8 @@ class RoundStats:
     steps: int = 1
     """Engine steps; more than 1 only without a tree."""
     drafter: str = ""
-    """Name of the drafter of the tree; empty without one."""
+    """Name of the drafter of the tree, or of the one that drafted none; empty: no drafter had the
+    text yet."""
     version: str = ""
     """Its version."""
     undrafted: Undrafted | None = None
@@ -107,7 +108,7 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Stats:
     """Statistics of all rounds; updated while the generation runs."""
 
@@ -132,6 +133,9 @@ class Stats:
     same_numerics: bool = True
     """Whether all verifiers that generated the text promise the same bits. If not, tokens after
     the text moved to another one may differ at numeric ties."""
+
+    def __repr__(self) -> str:
+        return f"<Stats: {self.explain()}>"
 
     @property
     def accepted_per_position(self) -> list[int]:

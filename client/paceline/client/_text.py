@@ -61,6 +61,9 @@ class TextCodec:
         self._has_byte_fallback = _has_decoder(decoder, "ByteFallback")
         self._is_byte_level = _has_decoder(decoder, "ByteLevel")
 
+    def __repr__(self) -> str:
+        return f"<TextCodec of {self._tokenizer.get_vocab_size()} tokens>"
+
     def encode(self, text: str, bos_token_id: int | None = None) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds."""
         tokens: list[int] = self._tokenizer.encode(text).ids
@@ -139,6 +142,9 @@ class Detokenizer:
         self._context_text = ""
         self._fresh: list[int] = []
         self._released = 0
+
+    def __repr__(self) -> str:
+        return f"<Detokenizer: {self._fresh_text()[self._released :]!r} is not final>"
 
     def push(self, token: int) -> str:
         """Adds a token and returns the text that became final, often empty."""

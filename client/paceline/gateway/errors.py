@@ -97,7 +97,7 @@ def from_error(error: Exception) -> ApiError:
         case InvalidRequestError():
             return bad_request(message, error.metadata.get("param"), reason)
         case NotFoundError():
-            return ApiError(404, message, code=reason)
+            return ApiError(404, message, param=error.metadata.get("param"), code=reason)
         case CapacityError():
             headers = {"Retry-After": str(max(1, math.ceil(error.retry_after or 1)))}
             code = reason or "capacity"

@@ -203,7 +203,6 @@ class JobBuilder:
                 param,
                 "context_length_exceeded",
             )
-        await self._check_drafter(body.drafter)
         common = {
             "max_new_tokens": min(limit or room, room),
             "logprobs": logprobs or logprobs is not None,
@@ -212,19 +211,6 @@ class JobBuilder:
         GenerationOptions(**choices[0])  # checks them before a text begins
         name = body.model or self.model_name(model)
         return GenerationJob(model, name, prompts, choices, body.stream_options)
-
-    async def _check_drafter(self, name: str | None) -> None:
-        """Refuses unknown drafters, with which a generation would silently run without drafts."""
-        if name is None or name == "none":
-            return
-        known = await self.drafters()
-        if known is not None and name not in known:
-            raise ApiError(
-                404,
-                f"there is no drafter {name!r} here; there are: {', '.join(('none', *known))}",
-                param="drafter",
-                code="drafter_not_found",
-            )
 
 
 async def generate_texts(

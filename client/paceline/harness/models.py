@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,19 +37,73 @@ MODELS = {
 }
 """Models that a command takes by name. A folder of the same name is given as `./NAME`."""
 
-MODEL = f"Hugging Face folder, GGUF file, or a name: {', '.join(MODELS)}"
+MODEL = (
+    f"Hugging Face folder, GGUF file, a name ({', '.join(MODELS)}), or ORG/NAME[/FILE.gguf] of the "
+    "Hugging Face hub, downloaded if needed"
+)
 """Description of an argument of type `model_path`, for --help."""
 
 WEIGHTS = ("auto", "float32", "bfloat16", "int8", "int4")
 """Formats of a target's weights, for arguments `--weights`."""
 
 
-def model_path(text: str) -> Path:
-    """Type of an argument that takes a model: its path, or that of a named model.
+_HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?", re.ASCII)
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+"""Files of a model on a hub that a service may read: no program, and no weights in pickles."""
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether a model's name is ORG/NAME or ORG/NAME/FILE.gguf of a hub, and no path here."""
+    return _HUB_ID.fullmatch(text) is not None and text[0] != "." and not Path(text).exists()
+
+
+def hub_folder() -> Path:
+    """Where models of a hub are, as ORG/NAME."""
+    return user_cache_dir() / "models" / "hub"
+
+
+def hub_model(text: str) -> Path:
+    """Path of a model of the Hugging Face hub, or of that at HF_ENDPOINT; HF_TOKEN is its token.
+
+    What is not here, or is older than the hub's, is downloaded, with the progress on stderr. If
+    the hub cannot be reached, what is here is taken.
+
+    Args:
+        text: As of `is_hub_id`.
 
     Raises:
-        ArgumentTypeError: The named model has not been fetched.
+        OSError: It is not here, and no hub can be reached, or the hub does not give it.
     """
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    match = _HUB_ID.fullmatch(text)
+    assert match is not None, "a hub's id"
+    repository, file = match.groups()
+    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    here = hub_folder() / repository
+    try:
+        if file is not None:
+            return Path(hf_hub_download(repository, file, local_dir=here))
+        return Path(snapshot_download(repository, allow_patterns=_HUB_FILES, local_dir=here))
+    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
+        if file is not None and (here / file).is_file():
+            return here / file
+        reason = str(error).strip().partition("\n")[0].removeprefix("Got: ")
+        raise OSError(f"{text} is not here, and {hub} does not give it: {reason}") from error
+
+
+def model_path(text: str) -> Path:
+    """Type of an argument that takes a model: its path, that of a named model, or of a hub's.
+
+    Raises:
+        ArgumentTypeError: The named model has not been fetched, or the hub does not give it.
+    """
+    if is_hub_id(text):
+        try:
+            return hub_model(text)
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"{error}; give a {MODEL}") from error
     if text not in MODELS:
         return Path(text)
     path = MODELS[text].path
@@ -68,7 +123,9 @@ def local_model(text: str) -> Path:
 
 
 def name_of(path: Path) -> str | None:
-    """The name of a model that `paceline fetch` put there; None: it has none."""
+    """The name of a model that `paceline fetch` or a hub put there; None: it has none."""
+    if path.is_relative_to(hub_folder()):
+        return str(path.relative_to(hub_folder()))
     return next(
         (n for n, model in MODELS.items() if path in (model.path, model.path.with_suffix(""))),
         None,

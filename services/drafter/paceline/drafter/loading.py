@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -34,12 +35,15 @@ OUT_OF_MEMORY = "OUT_OF_MEMORY"
 
 
 class Loader:
-    """Loads one drafter at a time on a thread, from allowed folders only."""
+    """Loads one drafter at a time, from allowed folders only.
+
+    Each load has a daemon thread: a service that stops does not wait for it.
+    """
 
     def __init__(self, roots: Roots, resources: Resources) -> None:
         self._roots = roots
         self._resources = resources
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafter-load")
+        self._loading = asyncio.Lock()
 
     async def load(self, spec: DrafterSpec) -> Drafter:
         """Load the drafter that a spec describes, with its calibration if it has one.
@@ -49,7 +53,8 @@ class Loader:
         Raises:
             LoadError: The method, a folder or an option is wrong.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._load, spec)
+        async with self._loading:
+            return await _in_thread(lambda: self._load(spec))
 
     def is_short_of_memory(self, spec: DrafterSpec) -> bool:
         """Whether the files of a drafter for the CPU are larger than the free memory."""
@@ -61,10 +66,6 @@ class Loader:
             return sum(file.stat().st_size for file in files) > available_memory()
         except (LoadError, OSError):  # the load has the better message
             return False
-
-    async def close(self) -> None:
-        """Finish the running load and end the thread."""
-        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
 
     def _load(self, spec: DrafterSpec) -> Drafter:
         folder = self._roots.check(spec.folder) if spec.folder else None
@@ -91,6 +92,30 @@ class Loader:
             raise LoadError(OUT_OF_MEMORY, why) from error
         trim()  # what was used to load it
         return LookupDrafter(drafter) if wanted else drafter
+
+
+async def _in_thread(load: Callable[[], Drafter]) -> Drafter:
+    """The result of a function on a daemon thread; dropped if the caller is cancelled."""
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def run() -> None:
+        try:
+            result, error = load(), None
+        except BaseException as raised:
+            result, error = None, raised
+        with suppress(RuntimeError):  # the loop is closed: the service has stopped
+            loop.call_soon_threadsafe(finish, result, error)
+
+    def finish(result: Drafter | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    return await done
 
 
 CHECK_NODES = 16

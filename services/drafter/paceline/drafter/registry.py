@@ -136,8 +136,8 @@ class Registry:
         """Create an empty registry.
 
         Drafters whose sequences are closed are given to ``dispose``; ``disposed`` returns when they
-        are closed. ``check`` checks every version before it is listed. Loader and state are closed
-        with the registry.
+        are closed. ``check`` checks every version before it is listed. The state is closed with
+        the registry.
         """
         self._loader = loader
         self._dispose = dispose
@@ -277,6 +277,11 @@ class Registry:
         self._save()
         return not waiting
 
+    def forget_number(self, name: str, version: str) -> None:
+        """Give the newest number of a name again: its version failed a check, and is unloaded."""
+        if version == str(self._numbers.get(name)):
+            self._numbers[name] -= 1
+
     def take_out(self, version: Version, error: str) -> None:
         """Move the share of a version that fails to the other active versions, if there are any.
 
@@ -358,8 +363,7 @@ class Registry:
             ) from error
 
     async def close(self) -> None:
-        """Stop loading and free every drafter. No stream may be attached."""
-        await self._loader.close()
+        """Free every drafter. No stream may be attached."""
         if self._state is not None:
             await self._state.close()
         for each in self.versions():

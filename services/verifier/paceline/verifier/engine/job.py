@@ -150,10 +150,10 @@ class StepOutput:
 
 
 def mergeable(first: StepOutput, second: StepOutput) -> bool:
-    """Whether two consecutive outputs may be one message: plain steps for the same reason."""
+    """Whether two consecutive outputs may be one message: plain, at one drafter, for one reason."""
     plain = first.draft is None and second.draft is None and first.no_draft is second.no_draft
-    measured = (first.plain_us > 0) == (second.plain_us > 0)
-    return plain and measured and first.spans is None and second.spans is None
+    alike = first.drafter == second.drafter and (first.plain_us > 0) == (second.plain_us > 0)
+    return plain and alike and first.spans is None and second.spans is None
 
 
 def merge(outputs: Items[StepOutput]) -> StepOutput:

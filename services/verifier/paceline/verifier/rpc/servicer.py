@@ -170,10 +170,11 @@ class GenerateStream:
         )
         if output.fallbacks:
             response.fallback_message = output.fallbacks[-1][1]
+        if output.drafter is not None:
+            response.drafter = str(output.drafter)
         draft = output.draft
         if draft is not None:
             response.tree.CopyFrom(_shape(draft.tree))
-            response.drafter = str(draft.drafter)
             response.draft_us = draft.draft_us
             response.queue_us += draft.queue_us
             response.kv_bytes = draft.kv_bytes
