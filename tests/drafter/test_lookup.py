@@ -140,4 +140,3 @@ async def test_every_method_has_the_option(folder: Path) -> None:
     assert not isinstance(plain, LookupDrafter)
     with pytest.raises(LoadError, match="truth value"):
         await loader.load(DrafterSpec.parse(f"lm:{folder},lookup=maybe"))
-    await loader.close()

@@ -7,15 +7,17 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.command import CommandError, exit_with
 from paceline.cli.connection import add_service_arguments, client_of
+from paceline.cli.generate import MEASURED, add_generation_arguments
 from paceline.cli.service_process import run_async
 from paceline.client import (
     Client,
@@ -76,16 +78,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--runs", type=int, default=3, metavar="N", help="of each prompt (default: %(default)s)")
     add("--json", action="store_true", help="print one JSON object")
-    add_sampling_arguments(parser)
+    add_measured_arguments(parser)
     add_service_arguments(parser)
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+def add_measured_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the parameters of the compared generations."""
-    add = parser.add_argument
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
-    add("--seed", type=int, default=1, metavar="S", help="default: %(default)s")
+    add_generation_arguments(parser, MEASURED, max_new_tokens=128, seed=1)
+
+
+def measured_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `Client.generate` from those of `add_measured_arguments`."""
+    return {name: getattr(args, name) for name in MEASURED}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,9 +121,9 @@ async def _compare(
             if name.partition("@")[0] not in names:
                 raise CommandError(f"there is no drafter {name!r}; there are: {', '.join(names)}")
         encoded = await encode(client, prompts, args.max_new_tokens)
-        names = tuple(args.drafter or names)
-        await warm_up(client, encoded[0], names, args)
-        return [await measure(client, each, names, args, args.runs) for each in encoded]
+        names, options = tuple(args.drafter or names), measured_options(args)
+        await warm_up(client, encoded[0], names, options)
+        return [await measure(client, each, names, options, args.runs) for each in encoded]
 
 
 async def encode(
@@ -153,12 +157,11 @@ async def warm_up(
     client: Client,
     prompt: tuple[Prompt, list[int]],
     drafters: Sequence[str],
-    args: argparse.Namespace,
+    options: Mapping[str, Any],
 ) -> str:
     """Generates some tokens with each drafter, so that what follows is not measured on cold
     services. Returns the fastest one."""
-    short = argparse.Namespace(**{**vars(args), "max_new_tokens": _WARM_UP})
-    row = await measure(client, prompt, drafters, short, 1)
+    row = await measure(client, prompt, drafters, {**options, "max_new_tokens": _WARM_UP}, 1)
     return max(drafters, key=row.speed)
 
 
@@ -166,7 +169,7 @@ async def measure(
     client: Client,
     prompt: tuple[Prompt, list[int]],
     drafters: Sequence[str],
-    args: argparse.Namespace,
+    options: Mapping[str, Any],
     runs: int,
 ) -> PromptComparison:
     """Generates after a prompt without a drafter, then with each one, and all that `runs` times.
@@ -175,7 +178,7 @@ async def measure(
         client: A client with the options `UNSEEN`.
         prompt: The prompt and its tokens.
         drafters: Names, without "none".
-        args: Those of `add_sampling_arguments`.
+        options: Arguments of `Client.generate`.
         runs: At least 1.
 
     Raises:
@@ -184,13 +187,7 @@ async def measure(
     results: dict[str, list[GenerationResult]] = {name: [] for name in ("none", *drafters)}
     for _ in range(runs):
         for name, found in results.items():
-            result = await client.generate(
-                prompt[1],
-                max_new_tokens=args.max_new_tokens,
-                temperature=args.temperature,
-                seed=args.seed,
-                drafter=name,
-            )
+            result = await client.generate(prompt[1], drafter=name, **options)
             if len(result.token_ids) < 2:
                 raise PacelineError(
                     f"the text after {_beginning(prompt[0])!r} ends with its first token: there is "

@@ -16,7 +16,7 @@ from typing import Any, cast
 import grpc
 
 from paceline.cli.command import CommandError, exit_with
-from paceline.client import Client, InvalidRequestError, TlsOptions
+from paceline.client import Client, InvalidRequestError, RetryOptions, TlsOptions
 from paceline.service.options import read_token
 
 
@@ -31,7 +31,7 @@ def drafter_address() -> str:
 
 
 def add_service_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the addresses of both services, TLS and token; returns the group of the addresses."""
+    """Add the addresses of both services, retries, TLS and token; returns the first group."""
     group = parser.add_argument_group("services")
     add = group.add_argument
     form = "host:port, unix:/path, dns:///name:port, or a list of these with commas"
@@ -46,6 +46,13 @@ def add_service_arguments(parser: argparse.ArgumentParser) -> argparse._Argument
         default=drafter_address(),
         metavar="B",
         help="the same (default: %(default)s)",
+    )
+    add(
+        "--retry-seconds",
+        type=float,
+        default=RetryOptions().budget,
+        metavar="S",
+        help="how long to retry an unreachable or full verifier (default: %(default)s)",
     )
     add_connection_arguments(parser)
     return group
@@ -98,6 +105,7 @@ def client_of(args: argparse.Namespace, **options: Any) -> Client:
         drafter_address=args.drafter_address or None,
         token=read_token(args.token_file),
         tls=tls_of(args),
+        retry=RetryOptions(budget=args.retry_seconds),
         **options,
     )
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -15,9 +16,10 @@ from paceline.cli.compare import (
     UNSEEN,
     Prompt,
     PromptComparison,
-    add_sampling_arguments,
+    add_measured_arguments,
     encode,
     measure,
+    measured_options,
     report,
     warm_up,
 )
@@ -48,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"its first {_PROMPTS} prompts are compared; the first answer is streamed before",
     )
-    add_sampling_arguments(parser)
+    add_measured_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,10 +82,11 @@ async def _show(
     async with Client(verifier, drafter_address=drafter, drafting=UNSEEN) as client:
         names = await client.drafters()
         encoded = await encode(client, prompts, args.max_new_tokens)
-        best = await warm_up(client, encoded[0], names, args)
-        await _stream(console, client, *encoded[0], best, args)
+        options = measured_options(args)
+        best = await warm_up(client, encoded[0], names, options)
+        await _stream(console, client, *encoded[0], best, options)
         console.print("\nComparing plain decoding with each drafter ...", style="dim")
-        return [await measure(client, each, names, args, 1) for each in encoded]
+        return [await measure(client, each, names, options, 1) for each in encoded]
 
 
 async def _stream(
@@ -92,7 +95,7 @@ async def _stream(
     prompt: Prompt,
     tokens: list[int],
     drafter: str,
-    args: argparse.Namespace,
+    options: Mapping[str, Any],
 ) -> None:
     """Prints the text as it is generated, accepted drafted tokens in colour."""
     legend = Text.assemble(
@@ -103,14 +106,7 @@ async def _stream(
     console.print(legend)
     end = "\n\n" if (await client.model()).facts.chat_template else ""
     console.out(prompt, style="dim", highlight=False, end=end)
-    generation = client.generate(
-        tokens,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        seed=args.seed,
-        drafter=drafter,
-    )
-    async for chunk in generation:
+    async for chunk in client.generate(tokens, drafter=drafter, **options):
         print_chunk(console, chunk, _DRAFTED)
     console.print()
 

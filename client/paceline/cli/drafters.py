@@ -205,7 +205,8 @@ async def _check(
         PacelineError: The verifier cannot be reached or refuses a prompt.
     """
     total, why = Stats(), ""
-    services = argparse.Namespace(**vars(args), drafter_address=args.address)
+    own = {"drafter_address": args.address, "retry_seconds": args.timeout}
+    services = argparse.Namespace(**vars(args), **own)
     drafting = DraftOptions(timeout=_CHECK_TIMEOUT, adaptive=False)
     async with client_of(services, drafting=drafting) as client:
         for prompt in prompts:

@@ -16,7 +16,7 @@ from paceline.cli.service_process import (
     run_async,
     stop_with_stdin,
 )
-from paceline.client import PacelineError, RetryOptions
+from paceline.client import PacelineError
 from paceline.service.options import OptionsError, add_options, given_options, read_secret
 from paceline.service.runtime import configure_logging
 from paceline.telemetry.exporters import traced
@@ -55,13 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSON file with more keys, each with limits of its own",
     )
     add_readiness_arguments(parser)
-    add_service_arguments(parser).add_argument(
-        "--retry-seconds",
-        type=float,
-        default=RetryOptions().budget,
-        metavar="S",
-        help="how long to retry an unreachable or full verifier (default: %(default)s)",
-    )
+    add_service_arguments(parser)
     add_log_arguments(parser)
 
 
@@ -90,5 +84,5 @@ def run(args: argparse.Namespace) -> int:
 async def _serve(args: argparse.Namespace, options: GatewayOptions) -> None:
     from paceline.gateway import run_gateway
 
-    async with client_of(args, retry=RetryOptions(budget=args.retry_seconds)) as client:
+    async with client_of(args) as client:
         await run_gateway(client, options, on_ready=ready_writer(args))

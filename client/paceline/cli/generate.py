@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ from paceline.client import (
     GenerationOptions,
     GenerationResult,
     PacelineError,
-    RetryOptions,
     Stats,
+    field_docs,
 )
 from paceline.service.options import OptionsError
 from paceline.telemetry.exporters import traced
@@ -38,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_client_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the services, and how to draft and to retry."""
+    """Add the services, and how to draft."""
     add = add_service_arguments(parser).add_argument
     add(
         "--draft-always",
@@ -51,49 +53,47 @@ def add_client_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="longest wait for a draft (default: a multiple of the mean draft time)",
     )
-    add(
-        "--retry-seconds",
-        type=float,
-        default=RetryOptions().budget,
-        metavar="S",
-        help="how long to retry to reach the verifier (default: %(default)s)",
-    )
 
 
-def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the parameters of `Client.generate`."""
-    add = parser.add_argument
-    add("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
-    add("--drafter", metavar="NAME", help="drafter to use; none: plain decoding")
-    add("--deadline", type=float, metavar="S", help="fail after this many seconds")
-    add("--json-schema", type=Path, metavar="FILE", help="generate an instance of this schema")
-    add = parser.add_argument_group("sampling").add_argument
-    add("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
-    add("--seed", type=int, metavar="S", help="of the sampling noise; default: a random one")
-    add(
-        "--acceptance",
-        default="invariant",
-        metavar="MODE",
-        help="invariant (default), or rejection: the drafter changes the tokens, but not their "
-        "distribution",
-    )
-    add("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0: all")
-    add("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest P of the mass")
-    add("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P of the best")
-    add("--repetition-penalty", type=float, default=1.0, metavar="X", help="1: off")
-    add("--presence-penalty", type=float, default=0.0, metavar="X", help="0: off")
-    add("--frequency-penalty", type=float, default=0.0, metavar="X", help="0: off")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before it; repeatable")
-    add(
-        "--stop-token-id",
-        dest="stop_token_ids",
-        type=int,
-        action="append",
-        default=[],
-        metavar="ID",
-        help="repeatable",
-    )
-    add("--ignore-eos", action="store_true", help="continue after end-of-sequence tokens")
+MEASURED = ("max_new_tokens", "temperature", "seed")
+"""Parameters of commands that compare drafters."""
+_TYPES: dict[str, dict[str, Any]] = {
+    "int": {"type": int, "metavar": "N"},
+    "float": {"type": float, "metavar": "X"},
+    "str": {"metavar": "TEXT"},
+    "bool": {"action": "store_true"},
+    "str | Sequence[str]": {"action": "append", "metavar": "TEXT"},
+    "Sequence[int]": {"action": "append", "type": int, "metavar": "ID"},
+}
+"""Arguments by the type of the parameter; those of other types have no argument."""
+
+
+def add_generation_arguments(
+    parser: argparse.ArgumentParser, names: Collection[str] = (), **defaults: Any
+) -> None:
+    """Add the parameters of `Client.generate`, as `GenerationOptions` describes them.
+
+    Args:
+        parser: The command's.
+        names: Parameters to add; empty: all that fit into a command line.
+        defaults: Other defaults.
+    """
+    group, described = parser.add_argument_group("generation"), field_docs(GenerationOptions)
+    for entry in dataclasses.fields(GenerationOptions):
+        settings = _TYPES.get(str(entry.type).removesuffix(" | None"))
+        if settings is None or entry.name == "keep_cache" or (names and entry.name not in names):
+            continue
+        text = re.sub(r"\s+", " ", described[entry.name]).replace("None:", "Not given:")
+        default = defaults.get(entry.name, entry.default)
+        if settings.get("action") == "append":
+            default, text = [], f"{text} Repeatable."
+        elif default not in (None, False):
+            text += " Default: %(default)s."
+        flag = entry.name.replace("_", "-").replace("-ids", "-id")
+        group.add_argument(f"--{flag}", dest=entry.name, default=default, help=text, **settings)
+    if not names:
+        help = "generate an instance of this JSON schema"
+        group.add_argument("--json-schema", type=Path, metavar="FILE", help=help)
 
 
 def generation_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -126,11 +126,8 @@ def run(args: argparse.Namespace) -> int:
 
 def new_client(args: argparse.Namespace) -> Client:
     """A client from the arguments of `add_client_arguments`; raises as `client_of`."""
-    return client_of(
-        args,
-        retry=RetryOptions(budget=args.retry_seconds),
-        drafting=DraftOptions(timeout=args.draft_timeout, adaptive=not args.draft_always),
-    )
+    drafting = DraftOptions(timeout=args.draft_timeout, adaptive=not args.draft_always)
+    return client_of(args, drafting=drafting)
 
 
 def as_json(result: GenerationResult) -> dict[str, object]:

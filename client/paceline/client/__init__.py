@@ -27,6 +27,7 @@ from ._options import (
     TlsOptions,
     add_field_docs,
     checked_prompt,
+    field_docs,
     user_cache_dir,
 )
 from ._stats import RoundStats, Stats, Usage
@@ -70,6 +71,7 @@ __all__ = [
     "VerifiedTree",
     "VerifierStatus",
     "checked_prompt",
+    "field_docs",
     "render_chat",
     "user_cache_dir",
 ]

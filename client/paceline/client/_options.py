@@ -280,15 +280,21 @@ def _with_parameters(method: Any, own: int, options: Callable[..., Any]) -> Any:
 _FIELD = re.compile(r'^    (\w+): [^\n]*(?:\n    """(.*?)""")?$', re.MULTILINE | re.DOTALL)
 
 
-def add_field_docs(kind: type) -> None:
-    """Adds what the source says under each field of a dataclass to its docstring, for `help`."""
-    texts: dict[str, str] = {}
+def field_docs(kind: type) -> dict[str, str]:
+    """What the source says under each field of a dataclass; empty where it says nothing."""
+    texts = {entry.name: "" for entry in fields(kind)}
     for base in reversed(kind.__mro__):
-        with suppress(OSError, TypeError):  # no source, or built in
+        with suppress(OSError, TypeError, IndexError):  # no source, or built in
             source = inspect.getsource(sys.modules[base.__module__])
-            body = source.partition(f"\nclass {base.__name__}")[2].partition("\n\n\n")[0]
-            texts |= dict(_FIELD.findall(body))
-    entries = (f"    {entry.name}: {texts.get(entry.name, '')}".rstrip() for entry in fields(kind))
+            own = re.split(rf"^class {base.__name__}\b", source, maxsplit=1, flags=re.M)[1]
+            found = _FIELD.findall(own.partition("\n\n\n")[0])
+            texts |= {name: text for name, text in found if name in texts}
+    return texts
+
+
+def add_field_docs(kind: type) -> None:
+    """Adds `field_docs` to the docstring of a dataclass, for `help`."""
+    entries = [f"    {name}: {text}".rstrip() for name, text in field_docs(kind).items()]
     kind.__doc__ = "\n".join([f"{inspect.cleandoc(kind.__doc__ or '')}\n\nAttributes:", *entries])
 
 
