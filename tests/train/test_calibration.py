@@ -123,7 +123,6 @@ async def test_a_drafter_is_loaded_with_it(tmp_path: Path) -> None:
     assert (await loader.load(DrafterSpec.parse("ngram"))).calibration is None
     with pytest.raises(LoadError, match="not below"):
         await loader.load(DrafterSpec.parse("ngram,calibration=/etc/passwd"))
-    await loader.close()
 
 
 def test_the_command_writes_a_calibration_for_recorded_texts(tmp_path: Path) -> None:
