@@ -96,7 +96,8 @@ class Loader:
 
 async def _in_thread(load: Callable[[], Drafter]) -> Drafter:
     """The result of a function on a daemon thread; dropped if the caller is cancelled."""
-    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Drafter] = loop.create_future()
 
     def run() -> None:
         try:
@@ -109,10 +110,10 @@ async def _in_thread(load: Callable[[], Drafter]) -> Drafter:
     def finish(result: Drafter | None, error: BaseException | None) -> None:
         if done.cancelled():
             return
-        if error is not None:
-            done.set_exception(error)
-        else:
+        if result is not None:
             done.set_result(result)
+        elif error is not None:
+            done.set_exception(error)
 
     threading.Thread(target=run, name="load", daemon=True).start()
     return await done
