@@ -57,7 +57,7 @@ static int64_t kept_floats(const Plan *p, const Probes *probes) {
 /* Records scores of one row and chunk for its probes; hidden positions get -inf. */
 static void note(const Tile *t, const float *row, int64_t r, int64_t base, int64_t from,
                  int64_t to) {
-  const int64_t start = t->block->start, stop = least(base + CHUNK, start);
+  const int64_t start = t->block->start, stop = min(base + CHUNK, start);
   const int64_t head = t->head * t->group + r % t->group;
   float *raw = t->raw;
   for (int64_t i = 0; i < t->probes->count; i++) {
@@ -78,7 +78,7 @@ static void note(const Tile *t, const float *row, int64_t r, int64_t base, int64
 /* Writes the part of a probe that lies before the first chunk, and weights made of kept scores. */
 static void finish_probe(const Tile *t, const Probe *probe, float *kept, const float *total) {
   const int64_t dim = t->plan->dim, start = t->block->start, stride = kept_row(t->plan, probe);
-  const int64_t before = least(t->first * CHUNK, start);
+  const int64_t before = min(t->first * CHUNK, start);
   float *out = probe->out + t->head * probe->stride;
   for (int64_t at = 0; at < before; at++) out[at] = probe->weights ? 0.0f : -INFINITY;
   if (!probe->weights) return;
@@ -113,10 +113,10 @@ static Tile tile_of(const Attention *a, int64_t item) {
             .rows = nodes * group, .group = group, .width = p->dim + WIDTH};
   int64_t lowest = position(&t, node), highest = lowest;
   for (int64_t n = node; n < node + nodes; n++) {
-    lowest = least(lowest, position(&t, n));
-    highest = most(highest, position(&t, n));
+    lowest = min(lowest, position(&t, n));
+    highest = max(highest, position(&t, n));
   }
-  t.first = p->window ? most(0, lowest - p->window + 1) / CHUNK : 0;
+  t.first = p->window ? max(0, lowest - p->window + 1) / CHUNK : 0;
   t.chunks = highest / CHUNK + 1;
   t.prefix = b->depths ? b->start : b->start + node + nodes;
   t.tree_columns = b->depths ? round_up(b->length, COLUMNS) : 0;
@@ -157,9 +157,7 @@ static float exponentiate(float *row, int64_t from, int64_t to, int64_t columns,
   vec high = splat(-INFINITY);
   for (int64_t c = from / LANES * LANES; c < to; c += LANES) high = max_(high, load_f32(row + c));
   float lanes[WIDTH];
-  store_f32(lanes, high);
-  *peak = lanes[0];
-  for (int l = 1; l < LANES; l++) *peak = lanes[l] > *peak ? lanes[l] : *peak;
+  *peak = max_lane(high);
   for (int l = 0; l < WIDTH; l += LANES) {
     vec sum = splat(0.0f);
     for (int64_t c = l; c < columns; c += WIDTH) {
@@ -188,7 +186,7 @@ static void weigh_paths(const Tile *t, const Buffers *m, int64_t base, float *pa
   for (int64_t r = 0; r < t->rows; r++) {
     const int64_t n = t->node + r / t->group, at = position(t, n);
     const int32_t *path = b->paths + b->path_starts[n];
-    for (int64_t c = most(base, b->start); c < least(base + CHUNK, at + 1); c++) {
+    for (int64_t c = max(base, b->start); c < min(base + CHUNK, at + 1); c++) {
       float weight = m->scores[r * STRIDE + c - base];
       const int64_t slot = t->head * t->v->head_stride +
                            (b->start + path[c - b->start]) * t->v->slot_stride;
@@ -205,22 +203,22 @@ static void weigh_paths(const Tile *t, const Buffers *m, int64_t base, float *pa
 static void attend_chunk(const Tile *t, const Buffers *m, int64_t chunk, float *part) {
   const Plan *p = t->plan;
   const Block *b = t->block;
-  const int64_t base = chunk * CHUNK, stop = most(base, least(base + CHUNK, t->prefix));
+  const int64_t base = chunk * CHUNK, stop = max(base, min(base + CHUNK, t->prefix));
   score_any(t, m, base, stop, m->scores, STRIDE);
   for (int64_t r = 0; r < t->rows; r++) {
     const int64_t n = t->node + r / t->group, at = position(t, n);
     float *row = m->scores + r * STRIDE, *result = part + r * t->width;
     if (b->depths) {
       const int32_t *path = b->paths + b->path_starts[n];
-      for (int64_t c = most(base, b->start); c < least(base + CHUNK, at + 1); c++)
+      for (int64_t c = max(base, b->start); c < min(base + CHUNK, at + 1); c++)
         row[c - base] = m->tree[r * t->tree_columns + path[c - b->start]];
     }
-    const int64_t from = p->window ? most(0, at - p->window + 1 - base) : 0;
-    const int64_t to = least(CHUNK, at + 1 - base);
+    const int64_t from = p->window ? max(0, at - p->window + 1 - base) : 0;
+    const int64_t to = min(CHUNK, at + 1 - base);
     if (t->probes->count) note(t, row, r, base, from, to);
     result[p->dim] = 0.0f;
     result[p->dim + 1] = -INFINITY;
-    const int64_t columns = round_up(most(to, stop - base), DOT);
+    const int64_t columns = round_up(max(to, stop - base), DOT);
     if (from < to)
       result[p->dim] = exponentiate(row, from, to, columns, result + p->dim + 1);
     else

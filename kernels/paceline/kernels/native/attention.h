@@ -10,10 +10,10 @@
 #define ROWS 6                  /* rows of a block of a product */
 #define COLUMNS (BLOCK * LANES) /* its columns */
 #define DEPTH 64                /* values of a panel */
-#define AHEAD 64 /* keys are fetched this many slots ahead: hardware does not follow their order */
+#define AHEAD_BYTES 8192 /* of keys that are fetched: hardware does not follow their order */
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 typedef struct {
@@ -95,6 +95,11 @@ INLINE int in_tiles(const Plan *p) { return amx_numerics && p->kv_type == KV_BF1
 /* Position of a node. */
 INLINE int64_t position(const Tile *t, int64_t n) {
   return t->block->start + (t->block->depths ? t->block->depths[n] : n);
+}
+
+/* The row of a slot in one of the tile's caches. */
+INLINE const char *row_at(const Tile *t, const Cache *c, const int type, int64_t slot) {
+  return (const char *)c->data + (t->head * c->head_stride + slot * c->slot_stride) * kv_size(type);
 }
 
 /* Index of a row of the tile in [M, Hq]. */

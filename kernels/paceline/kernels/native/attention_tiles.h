@@ -82,9 +82,9 @@ static void pack_keys(const Tile *t, int64_t slot, int64_t stop, int64_t tiles, 
       vec x[LANES];
       for (int64_t i = 0; i < LANES; i++) {
         const uint16_t *key = (const uint16_t *)t->k->data + t->head * t->k->head_stride +
-                              least(slot + n + i, stop - 1) * t->k->slot_stride;
-        __builtin_prefetch(key + AHEAD * t->k->slot_stride + 2 * k, 0, 2);
-        x[i] = load_part((const float *)(key + 2 * k), most(0, pairs - k));
+                              min(slot + n + i, stop - 1) * t->k->slot_stride;
+        __builtin_prefetch((const char *)(key + 2 * k) + AHEAD_BYTES, 0, 2);
+        x[i] = load_part((const float *)(key + 2 * k), max(0, pairs - k));
       }
       transpose(x);
       for (int64_t i = 0; i < LANES; i++) store_f32(to + i * SIDE, x[i]);
@@ -129,7 +129,7 @@ static void pack_values(const Tile *t, const int64_t *slots, int64_t count, int6
 static void weigh_rows(const Tile *t, const Buffers *m, int64_t r, int64_t end, int64_t first,
                        int64_t depth, int more, float *part) {
   for (; r < end; r += SIDE) {
-    const int64_t rows = least(SIDE, end - r);
+    const int64_t rows = min(SIDE, end - r);
     const uint32_t *b = (const uint32_t *)m->panel;
     uint16_t a[SIDE * CHUNK];
     float c[SIDE * SIDE * WIDE];
@@ -158,7 +158,7 @@ static void weigh_tiles(const Tile *t, const Buffers *m, int64_t base, int64_t s
   pack_values(t, slots, count, round_up(count, DOT), (uint32_t *)m->panel);
   weigh_rows(t, m, 0, t->rows, 0, round_up(count, DOT), 0, part);
   for (int64_t r = 0; b->depths && r < t->rows; r += t->group) {
-    const int64_t n = t->node + r / t->group, to = least(CHUNK, position(t, n) + 1 - base);
+    const int64_t n = t->node + r / t->group, to = min(CHUNK, position(t, n) + 1 - base);
     const int32_t *path = b->paths + b->path_starts[n];
     for (int64_t i = stop - base; i < to; i++) slots[i] = b->start + path[base + i - b->start];
     if (count >= to) continue;

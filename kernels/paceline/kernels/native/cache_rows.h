@@ -44,6 +44,15 @@ INLINE vec load_kv(const void *base, int64_t at, int type) {
   return type == KV_INT8 ? load_i8((const int8_t *)base + at) : load_any(base, at, type);
 }
 
+/* Value `i` of the 32-bit words of LANES rows. */
+INLINE vec value_of(vec words, const int type, const int i) {
+  if (type == KV_INT8) return byte_of(words, i);
+  if (type == KV_F32) return words;
+  vec pair[2];
+  split_bf16(words, &pair[0], &pair[1]);
+  return pair[i];
+}
+
 INLINE int64_t kv_size(int type) { return type == KV_F32 ? 4 : type == KV_BF16 ? 2 : 1; }
 
 /* The scale of the row in 8 bits at element `at`. */

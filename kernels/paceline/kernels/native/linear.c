@@ -21,7 +21,7 @@ static int in_tiles(const Matrix *m) {
   return quantised(m) ? BLOCKS_IN_TILES : m->format == LINEAR_BF16 && amx_numerics;
 }
 
-static int64_t most_rows(const Matrix *m) {
+static int64_t max_rows(const Matrix *m) {
   if (in_tiles(m)) return TILE_ROWS;
   return quantised(m) ? BLOCK_ROWS : FLOAT_ROWS;
 }
@@ -61,17 +61,17 @@ static void multiply(const Matrix *m, const float *x, const void *scratch, int64
 
 /* An item is two panels times some blocks of rows. */
 int64_t linear_items(const Matrix *m, int64_t rows) {
-  return divide_up(m->outs, PAIR) * divide_up(rows, block_rows(rows, most_rows(m)) * BLOCKS);
+  return divide_up(m->outs, PAIR) * divide_up(rows, block_rows(rows, max_rows(m)) * BLOCKS);
 }
 
 void linear_item(const Matrix *m, const float *x, const void *scratch, int64_t rows, float *out,
                  int64_t item) {
-  const int64_t most = most_rows(m), chunk = block_rows(rows, most) * BLOCKS;
+  const int64_t limit = max_rows(m), chunk = block_rows(rows, limit) * BLOCKS;
   const int64_t chunks = divide_up(rows, chunk), unit = quantised(m) || in_tiles(m) ? PAIR : UNIT;
   const int64_t first = item / chunks * PAIR, start = item % chunks * chunk;
   for (int64_t o = first; o < first + PAIR && o < m->outs; o += unit)
     for (int64_t r = start; r < start + chunk && r < rows;) {
-      const RowBlock block = row_block(rows, most, r);
+      const RowBlock block = row_block(rows, limit, r);
       multiply(m, x, scratch, rows, block, out, o);
       r += block.count;
     }

@@ -17,9 +17,9 @@
 INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE int64_t padded_ins(const Matrix *m) { return divide_up(m->ins, 32) * 32; }
 
-/* Rows of a block, such that blocks of at most `most` rows are as equal as possible. */
-INLINE int64_t block_rows(int64_t rows, int64_t most) {
-  return divide_up(rows, divide_up(rows, most));
+/* Rows of a block, such that blocks of at most `limit` rows are as equal as possible. */
+INLINE int64_t block_rows(int64_t rows, int64_t limit) {
+  return divide_up(rows, divide_up(rows, limit));
 }
 
 /* The block of rows that contains `row`. */
@@ -27,8 +27,8 @@ typedef struct {
   int64_t first, count;
 } RowBlock;
 
-INLINE RowBlock row_block(int64_t rows, int64_t most, int64_t row) {
-  const int64_t size = block_rows(rows, most), first = row / size * size;
+INLINE RowBlock row_block(int64_t rows, int64_t limit, int64_t row) {
+  const int64_t size = block_rows(rows, limit), first = row / size * size;
   return (RowBlock){first, first + size < rows ? size : rows - first};
 }
 

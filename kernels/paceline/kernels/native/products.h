@@ -14,6 +14,8 @@ typedef struct {
   int bf16;
 } Panel;
 
+#define FEW 4 /* rows up to which keys are not converted to a panel */
+
 /* C = A * B, or C += A * B if `more`, for at most ROWS rows and `vectors` vectors of B's columns.
  * An element of C is one chain of FMAs over k. */
 INLINE void multiply_block(const int rows, const int vectors, const float *a, int64_t a_stride,
@@ -75,50 +77,61 @@ static void multiply(int64_t columns, int64_t rows, const float *a, int64_t a_st
     multiply_rows(1, 0, rows, a, a_stride, b, depth, more, c, c_stride);
 }
 
+/* 32-bit words w .. w + LANES of LANES keys from `slot` on: x[i] has word w + i of all keys. Key `last`
+ * stands in for those behind it. Fetches later keys, and the values of these slots, into the
+ * second-level cache. */
+INLINE void load_words(const Tile *t, const int type, int64_t slot, const int64_t last, int64_t w,
+                       int64_t words, vec x[LANES]) {
+  const int64_t stride = t->k->slot_stride * kv_size(type);
+  const char *key = row_at(t, t->k, type, slot), *value = row_at(t, t->v, type, slot);
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < LANES; i++) {
+    const int64_t at = 4 * w + min(i, last) * stride;
+    if (w % 16 == 0) { /* once a line */
+      __builtin_prefetch(key + at + AHEAD_BYTES, 0, 2);
+      __builtin_prefetch(value + at, 0, 2);
+    }
+    x[i] = load_part((const float *)(key + at), words - w);
+  }
+  transpose(x);
+}
+
+/* LANES keys from `slot` on, dimension by dimension: BODY with `d` and the keys' `value`. */
+#define EACH_DIMENSION(last, BODY)                                             \
+  const int64_t words = t->plan->dim * kv_size(type) / 4;                      \
+  for (int64_t w = 0; w < words; w += LANES) {                                 \
+    vec x[LANES];                                                              \
+    load_words(t, type, slot, last, w, words, x);                              \
+    _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) {                 \
+      if (w + i >= words) break;                                               \
+      _Pragma("GCC unroll 4") for (int j = 0; j < 4 / kv_size(type); j++) {    \
+        const int64_t d = (w + i) * (4 / kv_size(type)) + j;                   \
+        const vec value = value_of(x[i], type, j);                             \
+        BODY;                                                                  \
+      }                                                                        \
+    }                                                                          \
+  }
+
 /* `columns` keys from `slot` on as a panel [dim][columns]. The last key before `stop` stands in for
  * those behind it. */
-static void transpose_keys(const Tile *t, int64_t slot, int64_t stop, int64_t columns,
-                           float *panel) {
-  const int64_t dim = t->plan->dim, stride = t->k->slot_stride;
-  const int type = (int)t->plan->kv_type;
-  for (int64_t part = 0; part < columns; part += LANES) {
-    float *out = panel + part;
-    int64_t at[LANES], d = 0;
-    vec x[LANES];
-    for (int64_t i = 0; i < LANES; i++)
-      at[i] = t->head * t->k->head_stride + least(slot + part + i, stop - 1) * stride;
-    for (; type == KV_BF16 && d + 2 * LANES <= dim; d += 2 * LANES) { /* pairs move as one */
-      const uint16_t *from = (const uint16_t *)t->k->data + d;
-      for (int64_t i = 0; i < LANES; i++) {
-        x[i] = load_f32((const float *)(from + at[i]));
-        __builtin_prefetch(from + at[i] + AHEAD * stride, 0, 2); /* to the second-level cache */
-      }
-      transpose(x);
-      for (int64_t i = 0; i < LANES; i++) {
-        vec even, odd;
-        split_bf16(x[i], &even, &odd);
-        store_f32(out + (d + 2 * i) * columns, even);
-        store_f32(out + (d + 2 * i + 1) * columns, odd);
-      }
-    }
-    for (; type == KV_INT8 && d + 4 * LANES <= dim; d += 4 * LANES) { /* 4 bytes too */
-      const int8_t *from = (const int8_t *)t->k->data + d;
-      for (int64_t i = 0; i < LANES; i++) {
-        x[i] = load_f32((const float *)(from + at[i]));
-        __builtin_prefetch(from + at[i] + AHEAD * stride, 0, 2);
-      }
-      transpose(x);
-      for (int64_t i = 0; i < LANES; i++)
-#pragma GCC unroll 4
-        for (int byte = 0; byte < 4; byte++)
-          store_f32(out + (d + 4 * i + byte) * columns, byte_of(x[i], byte));
-    }
-    for (; d < dim; d += LANES) {
-      for (int64_t i = 0; i < LANES; i++) x[i] = load_kv(t->k->data, at[i] + d, type);
-      transpose(x);
-      for (int64_t i = 0; i < LANES; i++) store_f32(out + (d + i) * columns, x[i]);
-    }
+INLINE void transpose_keys(const Tile *t, const int type, int64_t slot, int64_t stop,
+                           int64_t columns, float *panel) {
+  for (const float *end = panel + columns; panel < end; panel += LANES, slot += LANES) {
+    slot = min(slot, stop - 1);
+    EACH_DIMENSION(stop - 1 - slot, store_f32(panel + d * columns, value))
   }
+}
+
+/* Scores of LANES keys from `slot` on, of few rows: the keys stay in registers. */
+INLINE void score_few(const int rows, const Tile *t, const int type, const float *q, int64_t slot,
+                      float *out, int64_t stride) {
+  vec sum[FEW];
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; r++) sum[r] = splat(0.0f);
+  EACH_DIMENSION(LANES - 1, _Pragma("GCC unroll 4") for (int r = 0; r < rows; r++) sum[r] =
+                                fma_(splat(q[r * t->plan->dim + d]), value, sum[r]))
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; r++) store_f32(out + r * stride, sum[r]);
 }
 
 /* Multiplies columns of all rows with the scales of slots first .. stop of one of the caches; the
@@ -135,16 +148,34 @@ static void scale_columns(const Tile *t, const Cache *c, int64_t first, int64_t 
 }
 
 /* Scores of slots first .. stop of all rows, to column slot - first of `out`. */
+INLINE void score_keys(const Tile *t, const int type, const Buffers *m, int64_t first, int64_t stop,
+                       float *out, int64_t stride) {
+  const int64_t dim = t->plan->dim;
+  for (int64_t slot = first, columns; slot < stop; slot += columns, out += columns) {
+    const int few = t->rows <= FEW && stop - slot >= LANES;
+    columns = !few && stop - slot > COLUMNS / 2 ? COLUMNS : LANES;
+#define CALL(n) score_few(n, t, type, m->q, slot, out, stride)
+    switch (few ? t->rows : 0) {
+      case 1: CALL(1); break;
+      case 2: CALL(2); break;
+      case 3: CALL(3); break;
+      case 4: CALL(4); break;
+      default:
+        transpose_keys(t, type, slot, stop, columns, m->panel);
+        multiply(columns, t->rows, m->q, dim, (Panel){m->panel, columns, 0}, dim, 0, out, stride);
+    }
+#undef CALL
+    if (type == KV_INT8)
+      scale_columns(t, t->k, slot, min(slot + columns, stop), out, stride);
+  }
+}
+
 static void score(const Tile *t, const Buffers *m, int64_t first, int64_t stop, float *out,
                   int64_t stride) {
-  const int64_t dim = t->plan->dim;
-  for (int64_t slot = first, columns; slot < stop; slot += columns) {
-    columns = stop - slot > COLUMNS / 2 ? COLUMNS : LANES;
-    const Panel panel = {m->panel, columns, 0};
-    transpose_keys(t, slot, stop, columns, m->panel);
-    multiply(columns, t->rows, m->q, dim, panel, dim, 0, out + (slot - first), stride);
-    if (t->plan->kv_type == KV_INT8)
-      scale_columns(t, t->k, slot, least(slot + columns, stop), out + (slot - first), stride);
+  switch (t->plan->kv_type) {
+    case KV_F32: score_keys(t, KV_F32, m, first, stop, out, stride); break;
+    case KV_BF16: score_keys(t, KV_BF16, m, first, stop, out, stride); break;
+    default: score_keys(t, KV_INT8, m, first, stop, out, stride);
   }
 }
 
@@ -155,7 +186,7 @@ static void weigh_values(const Tile *t, const Buffers *m, int64_t first, int64_t
   const int type = (int)t->plan->kv_type;
   const int convert = type == KV_INT8 || (type == KV_BF16 && t->rows > ROWS);
   for (int64_t slot = first; slot == first || slot < stop; slot += DEPTH) {
-    const int64_t depth = least(DEPTH, stop - slot); /* 0: results are 0 */
+    const int64_t depth = min(DEPTH, stop - slot); /* 0: results are 0 */
     float *weights = m->scores + slot - first;
     if (type == KV_INT8) scale_columns(t, t->v, slot, slot + depth, weights, STRIDE);
     for (int64_t d = 0, columns; d < dim; d += columns) {

@@ -42,8 +42,8 @@ static int64_t longest_block(const Run *r) {
 
 /* Most rows of a slice. */
 static int64_t slice_rows(const Run *r) {
-  const int64_t most = SLICE + longest_block(r) - 1;
-  return r->rows < most ? r->rows : most;
+  const int64_t limit = SLICE + longest_block(r) - 1;
+  return r->rows < limit ? r->rows : limit;
 }
 
 static int64_t extent(const Program *p, const Run *r, int64_t buffer) {

@@ -31,10 +31,10 @@ INLINE vec zero_below(vec test, vec bound, vec x) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(test, bound, _CMP_NLT_UQ), x);
 }
 
-/* x times 2^n, n the whole number in the low bits of `shifted` less those of `magic`. */
-INLINE vec scale_(vec x, vec shifted, vec magic) {
-  __m512i n = _mm512_sub_epi32(_mm512_castps_si512(shifted), _mm512_castps_si512(magic));
-  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_slli_epi32(n, 23)));
+/* x times 2^n, n the whole number in the low 9 bits of `shifted`. */
+INLINE vec scale_(vec x, vec shifted) {
+  const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
+  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), n));
 }
 
 INLINE vec load_bf16(const uint16_t *p) {
@@ -95,9 +95,9 @@ INLINE vec zero_below(vec test, vec bound, vec x) {
   return _mm256_and_ps(_mm256_cmp_ps(test, bound, _CMP_NLT_UQ), x);
 }
 
-INLINE vec scale_(vec x, vec shifted, vec magic) {
-  __m256i n = _mm256_sub_epi32(_mm256_castps_si256(shifted), _mm256_castps_si256(magic));
-  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(n, 23)));
+INLINE vec scale_(vec x, vec shifted) {
+  const __m256i n = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), n));
 }
 
 INLINE vec load_bf16(const uint16_t *p) {
@@ -159,9 +159,7 @@ INLINE vec select_(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~
 INLINE vec max_(vec a, vec b) { return select_(a > b, a, b); }
 INLINE vec min_(vec a, vec b) { return select_(a < b, a, b); }
 INLINE vec zero_below(vec test, vec bound, vec x) { return (vec)(~(test < bound) & (ivec)x); }
-INLINE vec scale_(vec x, vec shifted, vec magic) {
-  return (vec)((ivec)x + (((ivec)shifted - (ivec)magic) << 23));
-}
+INLINE vec scale_(vec x, vec shifted) { return (vec)((ivec)x + ((ivec)shifted << 23)); }
 INLINE vec load_bf16(const uint16_t *p) {
   return (vec)(ivec){p[0] << 16, p[1] << 16, p[2] << 16, p[3] << 16};
 }
@@ -187,8 +185,20 @@ INLINE void transpose(vec x[LANES]) {
 
 /* Sum of WIDTH partial sums, always in the same order; overwrites them. */
 INLINE float add_up(float part[WIDTH]) {
+#pragma GCC unroll 4
   for (int half = WIDTH / 2; half; half /= 2)
+#pragma GCC unroll 8
     for (int l = 0; l < half; l++) part[l] += part[l + half];
+  return part[0];
+}
+
+INLINE float max_lane(vec x) {
+  float part[LANES];
+  store_f32(part, x);
+#pragma GCC unroll 4
+  for (int half = LANES / 2; half; half /= 2)
+#pragma GCC unroll 8
+    for (int l = 0; l < half; l++) part[l] = part[l] > part[l + half] ? part[l] : part[l + half];
   return part[0];
 }
 
@@ -239,9 +249,8 @@ static const float EXP[10] = {
 INLINE vec exp_(vec x) {
   const float *k = EXP;
   if (LANES < 16) __asm__ volatile("" : "+r"(k));
-  const vec magic = splat(12582912.0f), least = splat(-87.0f); /* magic: rounds to whole numbers */
-  const vec given = x;
-  x = min_(splat(k[9]), max_(least, x)); /* in this order a NaN stays one */
+  const vec magic = splat(12582912.0f), lowest = splat(-87.0f); /* magic: rounds to whole numbers */
+  x = min_(splat(k[9]), x); /* in this order a NaN stays one */
   vec shifted = fma_(x, splat(k[0]), magic);
   vec whole = shifted - magic;
   vec r = fma_(whole, splat(k[1]), x);
@@ -249,7 +258,7 @@ INLINE vec exp_(vec x) {
   vec p = splat(k[3]);
   for (int i = 4; i < 9; i++) p = fma_(p, r, splat(k[i]));
   p = fma_(p, r * r, r) + splat(1.0f);
-  return zero_below(given, least, scale_(p, shifted, magic));
+  return zero_below(x, lowest, scale_(p, shifted));
 }
 
 /* Numerics of bfloat16 weights and caches in this process: 0 portable, the same bits on every
