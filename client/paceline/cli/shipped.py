@@ -50,7 +50,7 @@ def drafters_for(target: Path, device: str = "cpu", weights: str = "auto") -> li
         if device == "cpu" and folder.name == "dspark":
             options += ",widths=3,1,max_nodes=4"  # each node costs there, and each level
         if native:
-            options += f",weights={'int8' if folder.name == 'lm' else 'int4'}"
+            options += f",weights={'int4' if folder.name == 'dspark' else 'int8'}"
         if folder.name != "lm":
             options += f",target={target}"
         return f"{folder.name}={folder.name}:{folder},{options}"

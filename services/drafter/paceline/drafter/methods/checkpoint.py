@@ -444,14 +444,11 @@ class TargetOptions(BeamOptions):
         """Folder of the target, if given."""
         return Path(self.target) if self.target else None
 
-    def bits(self, folder: Path, device: str) -> int:
-        """Bits of the matrices, 8 or 4 in blocks of 32; 0: as they come.
-
-        By default 4 where the folder stores 8: on a CPU a draft takes as long as reading its
-        weights, and almost as many tokens are accepted.
-        """
+    def bits(self, folder: Path) -> int:
+        """Bits of the matrices, 8 or 4 in blocks of 32; by default 8 where the folder stores them
+        so; 0: as they come."""
         if self.weights == "auto" and Checkpoint(folder, torch.float32).int8:
-            return 4 if device.startswith("cpu") else 8
+            return 8
         return {"int8": 8, "int4": 4}.get(self.weights, 0)
 
     def torch_dtype(self, stored: torch.dtype) -> torch.dtype:
@@ -479,5 +476,5 @@ class TargetOptions(BeamOptions):
         if self.target_folder is not None:
             fit = check_target(folder, self.target_folder, fit)
         target = self.target_folder
-        bits = self.bits(folder, device)
+        bits = self.bits(folder)
         return TargetEmbedding.read(folder, target, shape, dtype, device, bits), fit

@@ -211,7 +211,7 @@ def _read(folder: Path, fit: Fit, options: DSparkOptions, device: str) -> DSpark
     dtype = options.torch_dtype(dtype)
     embedding, fit = options.read_embedding(folder, fit, config, dtype, device)
     weights = load_weights(folder, config, DSparkModel, dtype, device)
-    bits = options.bits(folder, device)
+    bits = options.bits(folder)
     with torch.inference_mode():
         backbone = DSparkBackbone(config, weights, embedding, dtype, device, bits)
         heads = DSparkHeads(config, weights, dtype, device, bits)

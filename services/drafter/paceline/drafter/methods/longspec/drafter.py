@@ -217,7 +217,5 @@ def _read(
     embedding, fit = options.read_embedding(folder, fit, config, dtype, device)
     weights = load_weights(folder, config, LongSpecModel, dtype, device)
     with torch.inference_mode():
-        layer = LongSpecLayer(
-            config, weights, embedding, dtype, device, options.bits(folder, device)
-        )
+        layer = LongSpecLayer(config, weights, embedding, dtype, device, options.bits(folder))
     return layer, embedding, fit
