@@ -1,4 +1,6 @@
-"""Result files, and the options of `paceline bench`."""
+"""Result files, options, targets and prompts of `paceline bench`."""
+
+from __future__ import annotations
 
 import argparse
 import importlib
@@ -7,9 +9,17 @@ import re
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Kind
+from gguf_files import write_gguf
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.bench.cli import _MODULES, add_arguments
+from paceline.bench.models import Models
+from paceline.bench.prompts import long_prompts
 from paceline.bench.record import Results
+from paceline.cli.command import CommandError
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_run_keeps_other_entries_of_the_same_machine_and_models(tmp_path: Path) -> None:
@@ -35,9 +45,12 @@ def test_a_run_keeps_other_entries_of_the_same_machine_and_models(tmp_path: Path
 def test_every_command_has_options_and_a_module(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
+    required = {
+        "widen": ["--target", "models/demo", "--output", "out"],
+        "acceptance": ["--drafter", "ngram"],
+    }
     for name, module in _MODULES.items():
-        required = ["--target", "models/demo", "--output", "out"] if name == "widen" else []
-        args = parser.parse_args([name, *required])
+        args = parser.parse_args([name, *required.get(name, [])])
         assert args.bench_command == name
         assert callable(importlib.import_module(module).run)
     drills = parser.parse_args(["drills", "no such drill"])
@@ -46,8 +59,7 @@ def test_every_command_has_options_and_a_module(capsys: pytest.CaptureFixture[st
 
 
 def test_results_that_documents_cite_exist() -> None:
-    root = Path(__file__).parents[2]
-    pages = [root / "README.md", *(root / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     cited = {
         name
         for page in pages
@@ -55,4 +67,34 @@ def test_results_that_documents_cite_exist() -> None:
         if name.islower()  # not bench/results/MACHINE-table.json
     }
     assert cited
-    assert cited <= {file.name for file in (root / "bench" / "results").iterdir()}
+    assert cited <= {file.name for file in (ROOT / "bench" / "results").iterdir()}
+
+
+@pytest.mark.parametrize(("weights", "kept"), [(["int4"], True), (["bfloat16", "int8"], False)])
+def test_4_bits_are_not_measured_as_8(weights: list[str], kept: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=32, eos_token_id=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    args = argparse.Namespace(
+        models=tmp_path, target=write_gguf(tmp_path / "m.gguf", folder, Kind.Q4_0), weights=weights
+    )
+    if kept:
+        assert Models.of(args).target == args.target
+    else:
+        with pytest.raises(CommandError, match="4-bit weights"):
+            Models.of(args)
+    args.target = folder
+    assert Models.of(args).target == folder
+
+
+def test_long_prompts_are_pieces_of_held_out_files() -> None:
+    folder = ROOT / "models" / "demo"
+    demo = Models(folder, folder / "target")
+    first, second = long_prompts(demo.prompts, demo.target, 960, 2)
+    assert len(first) == len(second) == 960
+    assert first != second
+    with pytest.raises(ValueError, match="expected at least 1000000"):
+        long_prompts(demo.prompts, demo.target, 1_000_000, 1)
