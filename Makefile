@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
 .PHONY: setup demo smollm2 test test-slow levels resolve chart containers up down lint imports types proto \
-	proto-check browser clients docs bench drills fuzz audit gpu-check gpu-packages gpu-train clean
+	proto-check browser clients docs bench drills fuzz audit gpu-check gpu-kernels gpu-services \
+	gpu-speed gpu-wheels gpu-packages gpu-train clean
 
 # The version of OpenAI's client for Node that `make clients` tests.
 OPENAI_NODE := 7.57.0
@@ -145,17 +146,25 @@ GPU_PLATFORMS ?= manylinux2014_x86_64 manylinux_2_28_x86_64
 
 GPU_TESTS := $(PYTHON) -m pytest -m gpu --confcutdir tests/gpu
 
-# Tests on the GPU, then speed into OUT; a failure stops neither. Tests of kernels mostly compile, so
-# they run side by side; those of processes measure free memory, so they run alone.
-gpu-check: export PYTHONPATH := $(SOURCES):$(GPU_PACKAGES)
+# Three parts of at most ten minutes each: tests of kernels, which mostly compile and so run side by
+# side; tests of services, which measure free memory and so run alone; speed, into OUT. A failure
+# does not stop the other parts.
+GPU_PARTS := gpu-kernels gpu-services gpu-speed
 gpu-check:
+	$(MAKE) --keep-going $(GPU_PARTS)
+
+$(GPU_PARTS): export PYTHONPATH := $(SOURCES):$(GPU_PACKAGES)
+gpu-kernels: gpu-wheels
+	timeout 600 $(GPU_TESTS) --numprocesses 8 tests/gpu/kernels
+gpu-services: gpu-wheels
+	timeout 600 $(GPU_TESTS) tests/gpu/processes
+gpu-speed: gpu-wheels
+	timeout 600 $(PYTHON) -m paceline.bench.gpu --output $(OUT)
+
+# Wheels that travelled with the repository.
+gpu-wheels:
 	[ ! -d $(GPU_WHEELS) ] || $(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile \
 	    --upgrade --target $(GPU_PACKAGES) $(GPU_WHEELS)/*.whl
-	status=0; \
-	timeout 240 $(GPU_TESTS) --numprocesses 8 tests/gpu/kernels || status=1; \
-	timeout 150 $(GPU_TESTS) tests/gpu/processes || status=1; \
-	$(PYTHON) -m paceline.bench.gpu --output $(OUT) || status=1; \
-	exit $$status
 
 # What gpu-check needs besides PyTorch and transformers: pytest, gRPC, and xformers, a baseline for the
 # attention kernels. For a machine without a package index: wheels for its Python, to be taken there
