@@ -37,7 +37,6 @@ STEP_FAILED = status(grpc.StatusCode.INTERNAL, "STEP_FAILED", "a bug there")
 
 
 FULL = status(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_FULL", "no room", 0.001)
-LOSE_THE_CACHE: tuple[Fault, ...] = ("restart", STEP_FAILED)
 
 
 @st.composite
@@ -100,16 +99,16 @@ def test_no_token_is_lost_or_repeated(
         assert all(entry.top[0] == (entry.token_id, -entry.token_id) for entry in result.logprobs)
         assert sum(entry.emitted for entry in result.stats.rounds) <= 59
         kinds = [kind for _, kind in plan[: len(plan) - len(left)]]
-        lost = sum(kind in LOSE_THE_CACHE for kind in kinds)
         counted = result.stats.fallbacks
         assert counted["verifier_full"] == full
-        assert counted["step_failed"] == kinds.count(STEP_FAILED)
-        assert counted["verifier_restarted"] == lost - kinds.count(STEP_FAILED)
-        # A stream that breaks while the reader grants steps may be resumed without being counted.
-        resumed = len(kinds) - kinds.count(STEP_FAILED)
+        assert counted["verifier_restarted"] == kinds.count("restart")
+        # A stream that breaks while the reader grants steps may end without its status: it is then
+        # resumed without being counted, also where a step had failed.
+        failed, resumed = counted["step_failed"], len(kinds) - counted["step_failed"]
+        assert failed == kinds.count(STEP_FAILED) or (streamed and not failed)
         assert (0 if streamed else resumed) <= counted["verifier_resumed"] <= resumed
         created = verifier.creates[full:]
-        assert len(created) == 1 + lost
+        assert len(created) == 1 + kinds.count("restart") + failed
         for request in created:
             assert list(request.output_tokens) == result.token_ids[: len(request.output_tokens)]
             assert request.drafter == drafter
