@@ -307,7 +307,7 @@ class GgufModel(ModelSource):
     def files(self) -> list[Path]:
         return [self.path]
 
-    def fingerprint(self) -> str:
+    def read_fingerprint(self) -> str:
         return fingerprint_files(b"", self.files())
 
     def _formats(self) -> Counter[GGMLQuantizationType]:

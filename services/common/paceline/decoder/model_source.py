@@ -152,9 +152,18 @@ class ModelSource(ABC):
     def files(self) -> list[Path]:
         """The files with the weights."""
 
-    @abstractmethod
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the model; reads all its weights. See :func:`weights_fingerprint`."""
+        """SHA-256 (hex) of the model; see :func:`weights_fingerprint`.
+
+        It is kept between starts, and computed again where a file has changed.
+        """
+        files = tuple(file_facts(file) for file in self.files())
+        facts = ("fingerprint", *files, *self.config_facts())
+        return str(remembered(facts, self.read_fingerprint))
+
+    @abstractmethod
+    def read_fingerprint(self) -> str:
+        """The same, by reading all weights."""
 
     @property
     @abstractmethod

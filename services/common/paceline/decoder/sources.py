@@ -95,7 +95,7 @@ class ModelFolder(ModelSource):
     def files(self) -> list[Path]:
         return weight_files(self.path)
 
-    def fingerprint(self) -> str:
+    def read_fingerprint(self) -> str:
         config = json.loads(self._read("config.json"))
         for volatile in ("transformers_version", "_name_or_path", "torch_dtype", "dtype"):
             config.pop(volatile, None)
