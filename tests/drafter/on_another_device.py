@@ -170,11 +170,11 @@ def test_weights_in_8_bits_are_rounded_on_the_device() -> None:
 def test_candidates_are_selected_on_the_device() -> None:
     """So that no whole rows of logits are copied."""
     params = sampling_params(SAMPLINGS["T=1"])
-    logits = torch.randn(3, 20_000)
+    logits = torch.randn(3, 60_000)  # more than get noise for each token on the CPU
     paths: list[list[int]] = [[], [], []]
 
     def ranked(logits: Tensor) -> Ranked:
-        ranker = Ranker(params, prompt=[1], output=[], vocab_size=20_000, candidates=64)
+        ranker = Ranker(params, prompt=[1], output=[], vocab_size=60_000, candidates=64)
         return ranker.rank(logits, 7, paths, 4)
 
     right = ranked(logits)
