@@ -48,8 +48,7 @@ LEVELS = $(shell $(BIN)/python -c "from paceline.kernels import _compile; \
 levels: setup
 	set -e; for level in $(LEVELS); do \
 	    PACELINE_CPU_LEVEL=$$level $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
-	        tests/decoder tests/drafter/test_lm.py tests/drafter/test_lm_budget.py \
-	        tests/drafter/test_dspark.py \
+	        tests/decoder tests/drafter/test_model_methods.py tests/drafter/test_lm_budget.py \
 	        tests/verifier/test_engine.py tests/verifier/test_identity.py; \
 	done
 

@@ -46,7 +46,9 @@ async def test_a_tuned_drafter_is_served(models: dict[str, Path], tmp_path: Path
 
     with (
         ServiceProcess("verifier", arguments("verifier")) as verifier,
-        ServiceProcess("drafter", arguments("drafter")) as drafter,
+        ServiceProcess(
+            "drafter", [*arguments("drafter"), f"--verifier={verifier.address}"]
+        ) as drafter,
     ):
         async with Client(
             verifier.address, drafter_address=drafter.address, drafting=EAGER

@@ -285,7 +285,7 @@ def _shared_weights(
     try:
         if file is not None:
             return PackedWeights(file)
-        why = f"no verifier on this host shares weights of this model as {weights}"
+        why = f"no verifier that --verifier names shares weights of this model as {weights}"
     except (OSError, ValueError) as error:
         why = str(error)
     finally:
