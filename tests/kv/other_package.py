@@ -22,7 +22,9 @@ class Newest(SelectionPolicy):
         self._layers = len(layers)
 
     def choose(self, committed, budget):
-        Path(__file__).with_name("pid").write_text(str(os.getpid()))
+        fresh = Path(__file__).with_name(f"pid.{os.getpid()}")
+        fresh.write_text(str(os.getpid()))
+        fresh.replace(fresh.with_suffix(""))  # whole at any time
         return [torch.arange(max(0, committed - budget), committed)] * self._layers
 '''
 

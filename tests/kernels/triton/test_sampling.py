@@ -13,7 +13,8 @@ NONE = History([1])
 
 
 # Shrinking takes minutes in Triton's interpreter.
-@settings(max_examples=12, phases=set(Phase) - {Phase.shrink})
+# The same examples in each run: at the edge of top-p sums of the two may differ in the last bit.
+@settings(max_examples=12, phases=set(Phase) - {Phase.shrink}, derandomize=True)
 @example(  # one token is left where top_k would keep three
     params=[SamplingParams(temperature=0.7, top_k=3, min_p=0.5)],
     position=0,
