@@ -205,10 +205,10 @@ fingerprint.
         decoder, source = Decoder.load(self.target, "int8"), open_model(self.target)
         texts = OwnTexts.load(decoder, self.target, corpus, preset.conversations, run, written)
         torch.manual_seed(0)
-        drafter = self.new_drafter(load_tokenizer(self.target).eos_token_id)
         if start is not None:
             drafter = self._read(start, run.device)
         else:
+            drafter = self.new_drafter(load_tokenizer(self.target).eos_token_id)
             model, config = drafter.model, drafter.config
             initial = self.initial_weights(source, drafter, texts.frequent(config.drafted))
             model.load_state_dict({**model.state_dict(), **initial})

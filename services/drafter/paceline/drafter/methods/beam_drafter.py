@@ -156,7 +156,9 @@ class BeamSequence(DraftSequence):
         if self.tree.level:
             self.tree.mark_fed()
         ranked = self.rank(logits)
-        self.tree.add_level(ranked._replace(logs=ranked.logs * exponent))
+        if exponent != 1.0:
+            ranked = ranked._replace(logs=ranked.logs * exponent)
+        self.tree.add_level(ranked)
 
     def text_block(self, index: int, begin: int, end: int, slot: int) -> Block:
         """Returns positions ``begin`` to ``end`` of the text, to be fed.
