@@ -125,7 +125,7 @@ def test_noted_is_what_rows_look_at_and_the_result_has_the_same_bits(
     values = [torch.randn(hkv, s.stop, dim).to(dtype) for s in segments]
     probes = []
     for index, segment in enumerate(segments):
-        for node in data.draw(st.lists(st.integers(0, segment.length - 1), max_size=3)):
+        for node in data.draw(st.lists(st.integers(0, segment.length - 1), max_size=12)):
             room = torch.full((hkv, segment.start + 3), torch.nan)
             probes.append(Probe(index, node, room, data.draw(st.booleans())))
     scale = dim**-0.5

@@ -25,7 +25,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def test_built_in_policies_load() -> None:
-    for name in ("", "streaming", "chunk_topk", "verified", "quest"):
+    for name in kv_policies():
         assert callable(load_policy(name))
     assert load_policy("") is Streaming
     with pytest.raises(ValueError, match="'newest' is not installed, expected one of chunk_topk"):

@@ -25,7 +25,8 @@ from paceline.verifier.engine.batch import BatchObserver
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.segment import Segment
 
-POLICIES = ("verified", "chunk_topk", "quest")
+POLICIES = ("verified", "chunk_topk", "quest", "last_token")
+ROWS = (*POLICIES, "verified_weights", "verified_all", "verified_all_weights")
 
 
 class Seen:
@@ -51,7 +52,7 @@ def observer_of(policy: str, segment: Segment, layers: tuple[int, ...] = (0, 1))
     return observer
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ROWS)
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "bf16", "int8 KV"])
 def test_scores_are_right_and_observers_change_nothing(
     models: dict[str, Path], family: str, policy: str
@@ -99,6 +100,11 @@ def test_scores_are_right_and_observers_change_nothing(
                 assert watched.kv[..., : segment.stop, :].equal(plain.kv[..., : segment.stop, :])
                 deepest = segment.depths.index(max(segment.depths))
                 nodes = sorted({0, deepest})
+                if "all" in policy:
+                    nodes = [*range(segment.length)]
+                elif policy == "last_token":
+                    nodes = [min(1 + grown, segment.length - 1)]
+                observer.accepted(nodes[-1])
                 found = observer.scores
                 assert found is not None
                 right = [
@@ -141,9 +147,12 @@ def _scores(
         at = prefix + segment.depths[node]
         if window is not None:
             scores[row, :, : max(0, at - window + 1)] = -torch.inf
-    if policy == "verified":
+    if policy in ("verified", "verified_all"):
         return scores[..., :prefix].mean((0, 1))
-    weights[:prefix] += scores.softmax(-1)[..., :prefix].mean((0, 1))
+    mean = scores.softmax(-1)[..., :prefix].mean((0, 1))
+    if policy != "chunk_topk":
+        return mean
+    weights[:prefix] += mean
     whole = prefix // SELECTION_CHUNK * SELECTION_CHUNK
     return weights[:whole].unflatten(0, (-1, SELECTION_CHUNK)).sum(-1)
 

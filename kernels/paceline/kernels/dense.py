@@ -37,7 +37,8 @@ class Probe:
 
 
 MAX_PROBES = 2
-"""Rows of one block whose scores the attention kernel can record."""
+"""Rows of one block whose scores the kernels of GPUs record; those of further rows, and weights,
+are separate products there. The kernels of CPUs record any number, and weights."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,13 @@ class AttentionCall:
 def record_scores(call: AttentionCall, probes: Sequence[Probe]) -> None:
     """Fill probes by separate products, for backends that do not record scores."""
     q, plan, lse = call.q, call.plan, call.lse
+    index, key = -1, torch.empty(0)
     for probe in probes:
         segment = plan.segments[probe.segment]
         row = plan.offsets[probe.segment] + probe.node
-        key = from_rows(span(call.keys[segment.sequence], 0, segment.start)).float()
+        if probe.segment != index:
+            index = probe.segment
+            key = from_rows(span(call.keys[segment.sequence], 0, segment.start)).float()
         heads = q[row].float().view(key.shape[0], -1, q.shape[2])
         scores = torch.matmul(heads, key.transpose(1, 2)) * call.scale
         if call.window is not None:

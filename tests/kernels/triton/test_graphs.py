@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.bench.gpu.cases import RandomWeights
 from paceline.decoder import Decoder, DecoderConfig, ForwardResult, GraphRunner, LocalCache
 from paceline.kernels import PagedPlane, TreeSegment, attention, plan_trees
-from paceline.kv.selection import AttentionScores
+from paceline.kv.selection import AttentionScores, Rows
 from paceline.verifier.engine.batch import Batch, BatchObserver
 from paceline.verifier.engine.job import GenerationParams, Prefill, Sequence
 from paceline.verifier.kv.base import KvLayout
@@ -125,6 +125,9 @@ def test_what_a_captured_pass_cannot_note_is_left_to_others() -> None:
     assert batch.scratch((40, 40)) == ((), []), "a window hides positions"
     batch.add(AttentionScores(cache, [0], cumulative=True), 1, segment, 1)
     assert batch.scratch(CONFIG.windows) == ((), []), "weights take a second pass"
+    batch = BatchObserver()
+    batch.add(AttentionScores(cache, [0], Rows.ALL), 0, TreeSegment(0, 20, None, 3), 0)
+    assert batch.scratch(CONFIG.windows) == ((), []), "three rows"
 
 
 class Cache:

@@ -60,8 +60,8 @@ static void note(const Tile *t, const float *row, int64_t r, int64_t base, int64
   const int64_t start = t->block->start, stop = min(base + CHUNK, start);
   const int64_t head = t->head * t->group + r % t->group;
   float *raw = t->raw;
-  for (int64_t i = 0; i < t->probes->count; i++) {
-    const Probe *probe = t->probes->probe + i;
+  for (int64_t i = 0; i < t->probes.count; i++) {
+    const Probe *probe = t->probes.probe + i;
     float *out = probe->weights ? raw + head * kept_row(t->plan, probe)
                                 : probe->out + t->head * probe->stride;
     raw += t->plan->q_heads * kept_row(t->plan, probe);
@@ -94,12 +94,26 @@ static void finish_probe(const Tile *t, const Probe *probe, float *kept, const f
 
 static void finish_probes(const Tile *t, const float *total) {
   float *raw = t->raw;
-  for (int64_t i = 0; i < t->probes->count; i++) {
-    const Probe *probe = t->probes->probe + i;
+  for (int64_t i = 0; i < t->probes.count; i++) {
+    const Probe *probe = t->probes.probe + i;
     const int64_t node = probe->node - t->node;
     if (t->plan->block + probe->block == t->block && node >= 0 && node * t->group < t->rows)
       finish_probe(t, probe, raw, total);
     raw += t->plan->q_heads * kept_row(t->plan, probe);
+  }
+}
+
+/* Gives a tile the probes of its block, so that those of other blocks cost its rows nothing. */
+static void take_probes(const Attention *a, Tile *t) {
+  const Probe *probe = a->probes->probe;
+  t->raw = a->raw;
+  for (int64_t i = 0; i < a->probes->count; i++) {
+    if (t->plan->block + probe[i].block == t->block) {
+      if (!t->probes.count) t->probes.probe = probe + i;
+      t->probes.count = probe + i + 1 - t->probes.probe;
+    } else if (!t->probes.count) {
+      t->raw += t->plan->q_heads * kept_row(t->plan, probe + i);
+    }
   }
 }
 
@@ -109,7 +123,7 @@ static Tile tile_of(const Attention *a, int64_t item) {
   const Block *b = p->block + tile[0];
   const int64_t node = tile[1], nodes = tile[2], group = p->q_heads / p->kv_heads;
   Tile t = {.plan = p, .block = b, .k = a->keys + b->sequence, .v = a->values + b->sequence,
-            .probes = a->probes, .raw = a->raw, .head = item % p->kv_heads, .node = node,
+            .head = item % p->kv_heads, .node = node,
             .rows = nodes * group, .group = group, .width = p->dim + WIDTH};
   int64_t lowest = position(&t, node), highest = lowest;
   for (int64_t n = node; n < node + nodes; n++) {
@@ -215,7 +229,7 @@ static void attend_chunk(const Tile *t, const Buffers *m, int64_t chunk, float *
     }
     const int64_t from = p->window ? max(0, at - p->window + 1 - base) : 0;
     const int64_t to = min(CHUNK, at + 1 - base);
-    if (t->probes->count) note(t, row, r, base, from, to);
+    if (t->probes.count) note(t, row, r, base, from, to);
     result[p->dim] = 0.0f;
     result[p->dim + 1] = -INFINITY;
     const int64_t columns = round_up(max(to, stop - base), DOT);
@@ -357,7 +371,8 @@ int64_t attention_items(const Attention *a) {
 }
 
 int64_t attention_item(const Attention *a, int64_t i) {
-  const Tile t = tile_of(a, a->ranges ? i / a->ranges : i);
+  Tile t = tile_of(a, a->ranges ? i / a->ranges : i);
+  take_probes(a, &t);
   if (!a->ranges) return attend_tile(&t, a->q, a->out);
   const int64_t chunks = t.chunks - t.first, range = i % a->ranges;
   return attend_range(&t, a->q, t.first + chunks * range / a->ranges,
@@ -369,7 +384,8 @@ int64_t attention_merge_items(const Attention *a) {
 }
 
 void attention_merge_item(const Attention *a, int64_t i) {
-  const Tile t = tile_of(a, i);
+  Tile t = tile_of(a, i);
+  take_probes(a, &t);
   float *parts = parts_of(a, i);
   for (int64_t chunk = 1; chunk < t.chunks - t.first; chunk++)
     merge(&t, parts, parts + chunk * t.rows * t.width, 0);

@@ -77,8 +77,8 @@ typedef struct {
   const Plan *plan;
   const Block *block;
   const Cache *k, *v;
-  const Probes *probes;
-  float *raw;
+  Probes probes; /* from the first to the last one of the block */
+  float *raw;    /* scores kept for these */
   int64_t head, node, rows, group, width;
   int64_t first, chunks; /* the first chunk that any row attends to, and one past the last */
   int64_t prefix;        /* slots that are their own position */

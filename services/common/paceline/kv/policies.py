@@ -26,11 +26,13 @@ STREAMING = "streaming"
 """The default. Its positions follow from the length alone, so a drafter that maps a cache computes
 them without the verifier."""
 
+_SCORED = (
+    "chunk_topk", "verified", "verified_weights", "verified_all", "verified_all_weights",
+    "last_token", "quest",
+)  # fmt: skip
 _BUILT_IN = {
     STREAMING: "paceline.kv.selection:Streaming",
-    "chunk_topk": "paceline.kv.selection:chunk_topk",
-    "verified": "paceline.kv.selection:verified",
-    "quest": "paceline.kv.selection:quest",
+    **{name: f"paceline.kv.selection:{name}" for name in _SCORED},
 }
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -52,7 +54,8 @@ class ScoreObserver(ABC):
 
     In each step the engine thread calls :meth:`begin`, runs the model with the observer's probes,
     or a captured graph with its :meth:`scratch`, calls :meth:`attended` for each layer if queries
-    are wanted, and :meth:`publish` if the step did not fail. The event loop reads :attr:`scores`.
+    are wanted, :meth:`publish` if the step did not fail, and :meth:`accepted` when the tokens are
+    chosen. The event loop reads :attr:`scores`.
 
     Attributes:
         layers: Position of each observed layer in :attr:`scores`, by layer.
@@ -110,58 +113,97 @@ class ScoreObserver(ABC):
     def publish(self, q_heads: int) -> None:
         """End the step of a model with this many query heads: replace :attr:`scores`."""
 
+    def accepted(self, node: int) -> None:  # noqa: B027 - most observers use rejected rows too
+        """Called after :meth:`publish` with the row of the last accepted token of the block."""
+
+
+class Rows(Enum):
+    """Rows of a round whose attention is scored."""
+
+    ENDS = "ends"
+    """The first and the deepest, rejected or not (SpecAttn, equation 3)."""
+
+    ALL = "all"
+    """All, rejected or not (SpecAttn, equation 2)."""
+
+    LAST = "last"
+    """That of the last accepted token (SpecExtend)."""
+
 
 class AttentionScores(ScoreObserver):
-    """Scores of the newest rows before the softmax, or weights summed over all rounds so far.
+    """Attention of rows of the newest round, or summed over all rounds so far.
 
-    Scores, averaged over rows and heads, are those of SpecAttn (equation 3), from the first row of
-    a round and its deepest, rejected or not. Weights summed over rounds, in chunks of 8, are those
-    of BudgetDraft (section 3.4).
+    Averaged over rows and heads: scores before the softmax (SpecAttn, equations 2 and 3), or
+    softmax weights (its appendix A). Weights summed over rounds, in chunks of 8, are those of
+    BudgetDraft (section 3.4).
     """
 
     def __init__(
-        self, cache: ObservedCache, layers: Sequence[int], *, cumulative: bool = False
+        self,
+        cache: ObservedCache,
+        layers: Sequence[int],
+        rows: Rows = Rows.ENDS,
+        *,
+        weights: bool = False,
+        cumulative: bool = False,
     ) -> None:
-        """Observe ``layers`` of a cache; ``cumulative`` sums weights over rounds."""
+        """Observe ``rows`` in ``layers`` of a cache; ``cumulative`` sums weights over rounds."""
         super().__init__(layers)
         self.chunk = SELECTION_CHUNK if cumulative else 1
-        self._cumulative = cumulative
-        rows, slots, device = len(layers), cache.capacity, cache.device
+        self._rows, self._weights, self._cumulative = rows, weights or cumulative, cumulative
+        count, slots, device = len(layers), cache.capacity, cache.device
         heads = cache.layer(layers[0])[0].shape[0]
-        self._step = torch.empty(rows, slots, device=device)
-        self._total = torch.zeros(rows, slots, device=device)
-        self._buffers = [torch.empty(rows, slots // self.chunk, device=device) for _ in range(2)]
-        self._stored = torch.empty(rows, MAX_PROBES, heads, 0, device=device)
+        self._step = torch.empty(count, slots, device=device)
+        self._total = torch.zeros(count, slots, device=device)
+        self._buffers = [torch.empty(count, slots // self.chunk, device=device) for _ in range(2)]
+        self._stored = torch.empty(count, MAX_PROBES, heads, 0, device=device)
         # Of the step that runs:
-        self._block = self._prefix = 0
+        self._block = self._prefix = self._q_heads = 0
         self._nodes: Sequence[int] = ()
+
+    def nodes(self, block: TreeSegment) -> tuple[int, ...]:
+        """See :class:`ScoreObserver`."""
+        return super().nodes(block) if self._rows is Rows.ENDS else tuple(range(block.length))
 
     def begin(self, block: int, nodes: Sequence[int], prefix: int) -> None:
         """See :class:`ScoreObserver`."""
         self._block, self._nodes, self._prefix = block, nodes, prefix
-        if self._stored.shape[3] < prefix:
-            slots = -(-prefix // _SCRATCH_STEP) * _SCRATCH_STEP
-            self._stored = self._stored.new_empty(*self._stored.shape[:3], slots)
+        self._q_heads = 0
+        layers, rows, heads, slots = self._stored.shape
+        if slots < prefix or rows < len(nodes):
+            slots = max(slots, -(-prefix // _SCRATCH_STEP) * _SCRATCH_STEP)
+            self._stored = self._stored.new_empty(layers, max(rows, len(nodes)), heads, slots)
 
     def probes(self, layer: int) -> Sequence[Probe]:
         """See :class:`ScoreObserver`."""
         return [
-            Probe(self._block, node, out, weights=self._cumulative)
+            Probe(self._block, node, out, weights=self._weights)
             for node, out in zip(self._nodes, self._stored[self.layers[layer]], strict=False)
         ]
 
     def scratch(self) -> Tensor | None:
         """See :class:`ScoreObserver`."""
         # For weights the GPU kernels pass over the keys a second time: no graph is captured of it.
-        return None if self._cumulative else self._stored
+        return None if self._weights or len(self._nodes) > MAX_PROBES else self._stored
 
     def publish(self, q_heads: int) -> None:
         """See :class:`ScoreObserver`."""
+        self._q_heads = q_heads
+        if self._rows is not Rows.LAST:
+            self._score(slice(len(self._nodes)))
+
+    def accepted(self, node: int) -> None:
+        """See :class:`ScoreObserver`."""
+        if self._rows is Rows.LAST and self._q_heads:  # not of a step that it did not observe
+            self._score(slice(node, node + 1))
+
+    def _score(self, rows: slice) -> None:
+        """Replace :attr:`scores` by the mean over these of the observed rows."""
         prefix, chunks = self._prefix, self._prefix // self.chunk
         buffer = self._buffers.pop(0)
         self._buffers.append(buffer)
-        step, share = self._step[:, :prefix], 1 / (len(self._nodes) * q_heads)
-        torch.sum(self._stored[:, : len(self._nodes), :, :prefix], (1, 2), out=step)
+        step, share = self._step[:, :prefix], 1 / ((rows.stop - (rows.start or 0)) * self._q_heads)
+        torch.sum(self._stored[:, rows, :, :prefix], (1, 2), out=step)
         if self._cumulative:
             total = self._total[:, :prefix].add_(step, alpha=share)
             whole = total[:, : chunks * self.chunk].unflatten(1, (chunks, self.chunk))
@@ -269,9 +311,21 @@ class TopScores(SelectionPolicy):
         return [torch.cat([best, newer]) for best in best_chunks(scores, size, count)]
 
 
-def verified(cache: ObservedCache, layers: Sequence[int]) -> SelectionPolicy:
-    """Positions by the scores of two rows of the newest round (SpecAttn, equation 3)."""
-    return TopScores(cache, AttentionScores(cache, layers))
+def verified(
+    cache: ObservedCache,
+    layers: Sequence[int],
+    rows: Rows = Rows.ENDS,
+    *,
+    weights: bool = False,
+) -> SelectionPolicy:
+    """Positions by the attention of rows of the newest round (SpecAttn, section 3.2)."""
+    return TopScores(cache, AttentionScores(cache, layers, rows, weights=weights))
+
+
+verified_weights = partial(verified, weights=True)
+verified_all = partial(verified, rows=Rows.ALL)
+verified_all_weights = partial(verified, rows=Rows.ALL, weights=True)
+last_token = partial(verified, rows=Rows.LAST, weights=True)
 
 
 def chunk_topk(cache: ObservedCache, layers: Sequence[int]) -> SelectionPolicy:

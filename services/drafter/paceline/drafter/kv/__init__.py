@@ -53,8 +53,9 @@ class KvOptions:
 
     kv_policy: str = STREAMING
     """Selection policy under a KV budget: streaming (the first positions and the newest),
-    chunk_topk (chunks of 8 by cumulative attention), verified (positions by the scores of the
-    newest round), quest (pages of 16 by bounds on those scores), or an installed package's."""
+    chunk_topk (chunks of 8 by cumulative attention), verified, verified_all, verified_weights,
+    verified_all_weights, last_token (positions by the attention of rows of the newest round), quest
+    (pages of 16 by bounds on their scores), or an installed package's."""
 
     kv_wire: str = "auto"
     """Type on the wire while following: auto (the cache's own), float32, float16, bfloat16, int8 or

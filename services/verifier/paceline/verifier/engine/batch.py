@@ -203,7 +203,9 @@ class Batch:
         self._add_entry(job, tree, start + nodes, slice(first, first + nodes), slice(0, 0))
         parents = None if tree.is_chain else (-1, *(parent + 1 for parent in tree.parents))
         self._add_block(start, [sequence.tokens[-1], *tree.tokens], parents)
-        self._observe(sequence)
+        index, block = len(self._blocks) - 1, self._blocks[-1]
+        for observer in tuple(sequence.observers):
+            self._observer.add(observer, index, block, len(self.tokens) - block.length)
 
     def add_prefill(self, prefill: Prefill, stop: int) -> None:
         """Add a part of a prefill: the text from its committed length to ``stop``."""
@@ -221,8 +223,6 @@ class Batch:
         self._add_entry(prefill, EMPTY, stop, logits, prompt)
         for start in range(sequence.committed, stop, MAX_TREE_NODES):
             self._add_block(start, sequence.tokens[start : min(start + MAX_TREE_NODES, stop)])
-        if ends:
-            self._observe(sequence)
 
     def forward(
         self, decoder: Decoder, graphs: GraphRunner | None = None
@@ -293,12 +293,6 @@ class Batch:
         """Add a block of the newest entry."""
         self._blocks.append(TreeSegment(len(self._caches) - 1, start, parents, len(tokens)))
         self.tokens += tokens
-
-    def _observe(self, sequence: Sequence) -> None:
-        """Add the sequence's score observers to the newest block."""
-        index, block = len(self._blocks) - 1, self._blocks[-1]
-        for observer in tuple(sequence.observers):
-            self._observer.add(observer, index, block, len(self.tokens) - block.length)
 
 
 _log = logging.getLogger(__name__)
@@ -494,6 +488,9 @@ def accept(
     except Exception:
         sequence.forget_uncommitted()
         raise
+    last = 1 + output.accepted[-1] if output.accepted else 0
+    for observer in tuple(sequence.observers):
+        observer.accepted(last)
     output.committed = sequence.committed
     output.checked = len(entry.tree)
     if isinstance(job, Decode):
