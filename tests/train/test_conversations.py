@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from paceline.kernels import processor_name
 from paceline.kernels.sampling import SamplingParams
 from paceline.train import conversations as own
 from paceline.train.acceptance import replay
-from paceline.train.batches import PADDING, WholeTexts
+from paceline.train.batches import PADDING, Prefixes
 from paceline.train.conversations import read_conversations, write_conversations
 from paceline.train.corpus import Corpus, load_tokenizer
 from paceline.train.dspark import DSparkRecipe
@@ -97,6 +98,10 @@ def test_what_cannot_be_written_or_read_is_refused(target: Path, tmp_path: Path)
     tokenizer: PreTrainedTokenizerFast = load_tokenizer(target)
     with pytest.raises(ValueError, match="needs an instruct model"):
         write_conversations(Decoder.load(target), tokenizer, _DOCUMENTS, 1, tmp_path / "a")
+    with pytest.raises(ValueError, match="no kinds of conversations"):
+        write_conversations(
+            Decoder.load(target), tokenizer, _DOCUMENTS, 1, tmp_path / "a", 0, ["x"]
+        )
     (tmp_path / "b").write_text('{"kind": "chat"}\n')
     with pytest.raises(ValueError, match=r"line 1 of .* is no conversation"):
         read_conversations(tmp_path / "b")
@@ -118,24 +123,29 @@ def test_signals_are_the_target_s_and_are_computed_once(target: Path, tmp_path: 
     assert torch.equal(again.kv, kept)  # not those of layer 0
 
 
-def test_rows_are_whole_texts_each_once_an_epoch() -> None:
+def test_rows_are_texts_from_their_beginning_each_once_an_epoch() -> None:
     lengths = torch.randint(1, 90, (151,), generator=torch.Generator().manual_seed(0))
     starts = [0, *lengths.cumsum(0).tolist()]
-    batches = WholeTexts(starts)
-    seen: list[int] = []
+    batches = Prefixes(starts, tail=20)
+    seen = Counter[int]()
     while True:
         batch = batches.next(2, 64)
         if batches.position.epoch:
             break
         assert len(batch) % 2 == 0
         longest = int((batch != PADDING).sum(1).max())
-        assert len(batch) * longest <= 128 or len(batch) == 2
+        assert len(batch) * min(20, longest) <= 128 or len(batch) == 2
         for row in batch:
             real = row[row != PADDING]
-            assert real.tolist() == list(range(real[0], starts[starts.index(real[0]) + 1]))
-            seen.append(int(real[0]))
-    assert len(seen) == len(set(seen)) >= 148  # an odd one of each group is left out
-    other = WholeTexts(starts)
+            assert torch.equal(row[-len(real) :], real)
+            assert real.tolist() == list(range(real[0], real[-1] + 1))
+            end = starts[starts.index(real[0]) + 1]
+            assert real[-1] + 1 == end or 20 <= len(real) < end - real[0]
+            seen[starts.index(int(real[0]))] += 1
+    expected = Counter({n: 1 + length // 40 for n, length in enumerate(lengths.tolist())})
+    assert not seen - expected
+    assert (expected - seen).total() <= 5  # an odd one of each group is left out
+    other = Prefixes(starts, tail=20)
     other.seek(replace(batches.position))
     assert torch.equal(other.next(2, 64), batches.next(2, 64))
 
@@ -144,8 +154,8 @@ def test_a_run_from_nothing_to_a_drafter(
     instruct: Path, corpus: Corpus, make_run: Callable[..., Run], tmp_path: Path
 ) -> None:
     preset = LongSpecPreset(
-        (Stage("texts", 1.0, rows=2, length=64),), minutes=60, steps=12, adamw_rate=1e-3,
-        levels=2, lags=1, window=32, conversations=40, draft_vocab_size=100,
+        (Stage("texts", 1.0, rows=2, length=64, offset=True),), minutes=60, steps=12,
+        adamw_rate=1e-3, levels=2, window=32, conversations=40, draft_vocab_size=100,
     )  # fmt: skip
     run = make_run("work", 12)
     LongSpecRecipe(instruct, preset).train(corpus, run, tmp_path / "out")
@@ -198,5 +208,11 @@ def test_dspark_from_given_conversations(
     assert next(row["loss"] for row in log if "loss" in row) < losses[0]
     assert "## Trained before" in (tmp_path / "second" / "README.md").read_text()
     other = LongSpecRecipe(instruct, replace(LONGSPEC_PRESETS["smollm2"], draft_vocab_size=100))
+    longer = DSparkRecipe(instruct, replace(preset, block=4))
+    longer.train(corpus, make_run("block", 1), tmp_path / "block", [own], out)
+    assert read_dspark(tmp_path / "block")[0].levels == 4
+    wider = DSparkRecipe(instruct, replace(preset, layers=2))
+    with pytest.raises(ValueError, match="has layers 1, this run 2"):
+        wider.train(corpus, make_run("wider", 1), tmp_path / "wider", [own], out)
     with pytest.raises(ValueError, match="is a dspark drafter, expected longspec"):
         other.train(corpus, make_run("third", 8), tmp_path / "third", [own], out)

@@ -10,9 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from paceline.drafter.methods.layers import apply_rope
 from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel, lag_mask, window_mask
+from paceline.train import longspec as training
+from paceline.train.batches import PADDING
 from paceline.train.longspec import CHUNK, SINKS, LaggedLayer, divergence, offset_positions
-from paceline.train.presets import LONGSPEC_PRESETS, Plan
+from paceline.train.presets import LONGSPEC_PRESETS, Plan, Stage
+from paceline.train.signals import Signals
 
 _WINDOW = 8
 
@@ -77,6 +81,55 @@ def test_sinks_are_read_at_the_target_only() -> None:
     dense = model(embedded, positions, window, keys, values, lag_mask(length, lag))
     found = LaggedLayer(model)(embedded, positions, keys, values, [lag], SINKS)[0]
     torch.testing.assert_close(found[:, SINKS:], dense[:, SINKS:])
+
+
+@pytest.mark.parametrize("offset", [True, False])
+def test_the_end_of_a_text_reads_the_whole_of_it(
+    offset: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of two texts' ends, of all tokens at once and of each token alone."""
+    monkeypatch.setattr(training, "TAIL", 16)
+    torch.manual_seed(0)
+    model, length = _model(), 40
+    tokens, head = torch.randint(0, 50, (length + 28,)), torch.randn(50, 32)
+    kv, states = torch.randn(len(tokens), 2, 2, 16), torch.randn(len(tokens), 32)
+    signals = Signals(tokens, [0, length, len(tokens)], states, kv, torch.empty(len(tokens), 0))
+    preset = replace(LONGSPEC_PRESETS["smollm2"], levels=3, offset=offset)
+    plan = Plan((Stage("", 1.0, 2, 20, offset=True),), minutes=1, steps=1)
+    rows = torch.full((2, length), PADDING)
+    rows[0], rows[1, -28:] = torch.arange(length), length + torch.arange(28)
+    calls: list[tuple[torch.Tensor, ...]] = []
+
+    def forward(*inputs: torch.Tensor) -> torch.Tensor:
+        calls.append(inputs)
+        found: torch.Tensor = model(*inputs)
+        return found
+
+    loss = training.SignalLoss(model, torch.randn(50, 32), head, signals, preset, plan)
+    value = loss(forward, rows, 0.0)  # type: ignore[arg-type]
+    ((embedded, positions, near, keys, values, far),) = calls
+    whole = model(embedded, positions, near, keys, values, far)
+    for token in (0, 9, 15):
+        part = slice(token, token + 1)
+        end = embedded.shape[1] - 15 + token
+        one = model(
+            embedded[:, :end], positions[:, :end], near[:, part, :end], keys, values, far[:, part]
+        )
+        torch.testing.assert_close(one[:, 0], whole[:, token])
+    assert near.sum(-1).eq(_WINDOW).all()
+    lags = length - 15 + torch.arange(16) - far.sum(-1)
+    lags[1] -= 12  # padding before the shorter text
+    assert set(lags.flatten().tolist()) == {1, 2, 3}
+    shifts = positions[:, -1] - torch.tensor([length - 1, 27])
+    assert shifts.gt(0).all() if offset else shifts.eq(0).all()
+    # The keys are those of the new positions, but for the first ones.
+    unmoved = kv[:length, 0].transpose(0, 1)
+    torch.testing.assert_close(keys[0, :, :SINKS], unmoved[:, :SINKS])
+    turned = apply_rope(unmoved[:, SINKS:], model.rope_factors(shifts[:1, None]))
+    torch.testing.assert_close(keys[0, :, SINKS:], turned[0])
+    log_p = (states[rows[:, -16:-1]] @ head.T).log_softmax(-1)
+    log_q = (whole[:, :-1] @ head.T).log_softmax(-1)  # the last has no next token
+    torch.testing.assert_close(value, (log_p.exp() * (log_p - log_q)).sum(-1).mean())
 
 
 @pytest.mark.parametrize("rows", [7, CHUNK, 2 * CHUNK + 3])

@@ -126,24 +126,32 @@ _SORTED = 64  # texts among which those of a batch are chosen by length: less pa
 _ROUND = 32  # rows have a multiple of this length
 
 
-class WholeTexts:
+class Prefixes:
     """An endless sequence of batches that can be resumed at any `position`.
 
     A row is one text from its beginning, so its tokens have the context that they will have when
-    drafted. The order is a function of (seed, epoch) alone.
+    drafted. An epoch has each text whole, and once more for every two tails that it is long, up to
+    random places: all parts of long texts are learnt. The order is a function of (seed, epoch).
     """
 
-    def __init__(self, starts: Sequence[int], seed: int = 0) -> None:
-        """Texts that lie one after the other; `starts` has the first index of each, and the end."""
+    def __init__(self, starts: Sequence[int], tail: int, seed: int = 0) -> None:
+        """Texts that lie one after the other.
+
+        Args:
+            starts: The first index of each text, and the end.
+            tail: Tokens at the end of a row that are learnt.
+            seed: Of the order.
+        """
         self.position = Position()
         self._texts = list(pairwise(starts))
-        self._seed = seed
-        self._epoch: list[list[int]] | None = None
+        self._tail, self._seed = tail, seed
+        self._epoch: list[list[tuple[int, int]]] | None = None
 
     def next(self, rows: int, length: int, documents: int | None = None) -> Tensor:
-        """The next batch: int64 [n, longest], indices of tokens, `PADDING` after a text's end.
+        """The next batch: int64 [n, longest], indices of tokens, `PADDING` before shorter rows.
 
-        A batch has about `rows` * `length` tokens: an even number of texts, two or more.
+        The tails of a batch have about `rows` * `length` tokens. It has an even number of rows, two
+        or more.
         """
         at = self.position
         if at.length != rows * length:
@@ -154,40 +162,40 @@ class WholeTexts:
         if at.row == len(self._epoch):
             at.epoch, at.row = at.epoch + 1, 0
             self._epoch = self._batches()
-        texts = [self._texts[number] for number in self._epoch[at.row]]
+        texts = self._epoch[at.row]
         at.row += 1
         longest = max(end - start for start, end in texts)
         batch = torch.full((len(texts), -(-longest // _ROUND) * _ROUND), PADDING)
         for row, (start, end) in zip(batch, texts, strict=True):
-            row[: end - start] = torch.arange(start, end)
+            row[start - end :] = torch.arange(start, end)
         return batch
 
     def seek(self, position: Position) -> None:
         """Go on from a position read earlier from `position`."""
         self.position, self._epoch = position, None
 
-    def _batches(self) -> list[list[int]]:
-        """Numbers of the texts of each batch of the epoch."""
+    def _batches(self) -> list[list[tuple[int, int]]]:
+        """Begin and end of the rows of each batch of the epoch."""
         draw = np.random.default_rng((self._seed, self.position.epoch))
-        order = draw.permutation(len(self._texts)).tolist()
-        batches: list[list[int]] = []
+        rows = list(self._texts)
+        for start, end in self._texts:
+            cuts = (end - start) // (2 * self._tail)
+            places = draw.integers(min(start + self._tail, end - 1), end, cuts)
+            rows += [(start, int(place)) for place in places]
+        order = [rows[number] for number in draw.permutation(len(rows))]
+        batches: list[list[tuple[int, int]]] = []
         for begin in range(0, len(order), _SORTED):
-            near = sorted(order[begin : begin + _SORTED], key=self._length)
-            pairs = [near[i : i + 2] for i in range(0, len(near) - 1, 2)]
-            current: list[int] = []
-            for pair in pairs:
-                padded = (len(current) + 2) * self._length(pair[-1])
-                if current and padded > self.position.length:
+            near = sorted(order[begin : begin + _SORTED], key=lambda row: row[1] - row[0])
+            current: list[tuple[int, int]] = []
+            for pair in (near[i : i + 2] for i in range(0, len(near) - 1, 2)):
+                learnt = min(self._tail, pair[-1][1] - pair[-1][0])
+                if current and (len(current) + 2) * learnt > self.position.length:
                     batches.append(current)
                     current = []
                 current = [*current, *pair]
             if current:
                 batches.append(current)
         return [batches[number] for number in draw.permutation(len(batches))]
-
-    def _length(self, number: int) -> int:
-        start, end = self._texts[number]
-        return end - start
 
 
 class Answers:

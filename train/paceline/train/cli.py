@@ -7,15 +7,23 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from paceline.train.presets import DSPARK_PRESETS, LM_PRESETS, LONGSPEC_PRESETS, ONLINE_PRESETS
+from paceline.train.presets import (
+    DSPARK_PRESETS,
+    LM_PRESETS,
+    LONGSPEC_PRESETS,
+    ONLINE_PRESETS,
+    DSparkPreset,
+    LongSpecPreset,
+)
 
 if TYPE_CHECKING:
     from paceline.train.corpus import Corpus
     from paceline.train.presets import Preset
     from paceline.train.run import Run
 
+P = TypeVar("P", LongSpecPreset, DSparkPreset)
 _DEMO = Path("models/demo")
 _HELDOUT_FILES = 12  # as in every preset: drafters are measured on files that no target trained on
 _ALL_FILES = 1_000_000
@@ -33,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common(longspec, sorted(LONGSPEC_PRESETS), preset="cpu", out=_DEMO / "longspec")
     _add_target(longspec)
     _add_written(longspec)
+    longspec.add_argument("--levels", type=int, metavar="N", help="depth of a draft: lags 1 to N")
     longspec.add_argument(
         "--no-offset", action="store_true", help="ablation: without anchor-offset indices"
     )
@@ -43,8 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common(dspark, sorted(DSPARK_PRESETS), preset="cpu", out=_DEMO / "dspark")
     _add_target(dspark)
     _add_written(dspark)
+    dspark.add_argument("--layers", type=int, metavar="N", help="of the backbone")
+    dspark.add_argument("--block", type=int, metavar="N", help="tokens of a block")
     dspark.add_argument(
-        "--no-heads", action="store_true", help="without sequential and confidence head: DFlash"
+        "--head", choices=("none", "vanilla", "gated", "rnn"),
+        help="sequential head; none: no confidence head either, which is DFlash",
+    )  # fmt: skip
+    dspark.add_argument(
+        "--losses", type=_losses, metavar="CE,DISTANCE,CONFIDENCE", help="weights of the losses"
     )
     online = commands.add_parser("online", help="train a drafter further on recorded texts")
     _add_common(online, sorted(ONLINE_PRESETS), preset="cpu")
@@ -66,6 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--data", default="stdlib", help="'stdlib' or a folder of text files")
     own.add_argument("--count", type=int, default=1024, help="number of conversations")
     own.add_argument("--seed", type=int, default=0, help="other seeds give other conversations")
+    own.add_argument(
+        "--kinds", nargs="+", metavar="KIND", help="write these alone, e.g. document; default: all"
+    )
     own.add_argument("--weights", default="int8", help="format of the target's weights")
     own.add_argument(
         "--out",
@@ -114,21 +132,40 @@ def _longspec(args: argparse.Namespace) -> None:
     preset = LONGSPEC_PRESETS[args.preset]
     preset = replace(
         preset,
+        **_given(levels=args.levels, draft_vocab_size=args.vocabulary),
         offset=preset.offset and not args.no_offset,
         noise=preset.noise and not args.no_noise,
     )
-    recipe = LongSpecRecipe(args.target, preset)
+    recipe = LongSpecRecipe(args.target, _scaled(preset, args.rate))
     recipe.train(_corpus(args), _run(args, preset), args.out, args.own_text, args.start)
 
 
 def _dspark(args: argparse.Namespace) -> None:
     from paceline.train.dspark import DSparkRecipe
 
-    preset = DSPARK_PRESETS[args.preset]
-    if args.no_heads:
+    ce, tv, certainty = args.losses or (None, None, None)
+    preset = replace(
+        DSPARK_PRESETS[args.preset],
+        **_given(layers=args.layers, block=args.block, draft_vocab_size=args.vocabulary),
+        **_given(ce=ce, tv=tv, certainty=certainty),
+    )
+    if args.head == "none":
         preset = preset.without_heads()
-    recipe = DSparkRecipe(args.target, preset)
+    elif args.head:
+        preset = replace(preset, markov_head=args.head)
+    recipe = DSparkRecipe(args.target, _scaled(preset, args.rate))
     recipe.train(_corpus(args), _run(args, preset), args.out, args.own_text, args.start)
+
+
+def _scaled(preset: P, factor: float) -> P:
+    """A preset with other learning rates."""
+    muon, adamw = preset.muon_rate, preset.adamw_rate
+    return replace(preset, muon_rate=muon and muon * factor, adamw_rate=adamw * factor)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that the command line has."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _online(args: argparse.Namespace) -> None:
@@ -145,13 +182,14 @@ def _online(args: argparse.Namespace) -> None:
 
 def _own_text(args: argparse.Namespace) -> None:
     from paceline.decoder import Decoder
-    from paceline.train.conversations import write_conversations
+    from paceline.train.conversations import KINDS, write_conversations
     from paceline.train.corpus import encode_all, load_tokenizer
 
     tokenizer = load_tokenizer(args.target)
     documents = encode_all(tokenizer, _corpus(args).train)
     decoder = Decoder.load(args.target, args.weights)
-    write_conversations(decoder, tokenizer, documents, args.count, args.out, args.seed)
+    kinds = args.kinds or KINDS
+    write_conversations(decoder, tokenizer, documents, args.count, args.out, args.seed, kinds)
 
 
 _COMMANDS = {
@@ -226,6 +264,19 @@ def _add_written(parser: argparse.ArgumentParser) -> None:
         "--from", dest="start", type=Path, metavar="DIR",
         help="drafter to train further, for the preset smollm2; default: a new one",
     )  # fmt: skip
+    parser.add_argument(
+        "--rate", type=float, default=1.0, metavar="F", help="factor on the learning rates"
+    )
+    parser.add_argument(
+        "--vocabulary", type=int, metavar="N",
+        help="tokens that can be drafted, for the preset smollm2",
+    )  # fmt: skip
+
+
+def _losses(text: str) -> tuple[float, float, float]:
+    """Three weights of the losses of DSpark."""
+    ce, tv, certainty = map(float, text.split(","))
+    return ce, tv, certainty
 
 
 def _model(text: str) -> Path:

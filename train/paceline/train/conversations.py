@@ -170,6 +170,8 @@ _SHARES = {
     "chat": 0.2, "system": 0.14, "turns": 0.16, "code": 0.16, "mathematics": 0.14, "edit": 0.14,
     "document": 0.06,
 }  # fmt: skip
+KINDS = tuple(_SHARES)
+"""Of conversations."""
 _QUESTION, _ANSWER = 128, 320  # maximum of tokens that the target writes
 _BEFORE = 1200  # maximum of tokens before a later turn
 _EDIT = (100, 500)  # tokens of a text to edit
@@ -252,6 +254,7 @@ def write_conversations(
     count: int,
     path: Path,
     seed: int = 0,
+    kinds: Sequence[str] = KINDS,
 ) -> list[TokenizedConversation]:
     """Conversations that the target writes, appended to `path` until it holds `count` or more.
 
@@ -266,10 +269,14 @@ def write_conversations(
         count: Number of conversations.
         path: File to write, or to go on with.
         seed: Of all random choices. Files of different seeds have different conversations.
+        kinds: Those of :data:`KINDS` that are written, at their shares of a mixture of all.
 
     Raises:
-        ValueError: There is no chat template, or the file is damaged.
+        ValueError: There is no chat template, a kind is unknown, or the file is damaged.
     """
+    if unknown := set(kinds) - set(KINDS):
+        raise ValueError(f"no kinds of conversations: {unknown}; expected some of {KINDS}")
+    shares = np.array([_SHARES[kind] for kind in kinds])
     template = Template(tokenizer)
     written = read_conversations(path) if path.is_file() else []
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -280,7 +287,7 @@ def write_conversations(
             draw = np.random.default_rng((seed, len(written)))
             questions = [
                 _question(kind, template, documents, written, draw)
-                for kind in draw.choice(list(_SHARES), _TOGETHER, p=list(_SHARES.values()))
+                for kind in draw.choice(list(kinds), _TOGETHER, p=shares / shares.sum())
             ]
             new = _answer(decoder, template, _complete(decoder, template, questions, draw), draw)
             _append(path, new)

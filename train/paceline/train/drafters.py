@@ -319,7 +319,9 @@ def write_after(
 
 
 ACCEPTED = "accepted_length"
-"""Note in a drafter's config.json: its mean on the held-out texts of the last checkpoint."""
+"""Note in a drafter's config.json: its mean on the held-out texts that are measured in training."""
+
+_BEST = "best.pt"
 
 
 @dataclass(frozen=True)
@@ -401,17 +403,33 @@ def train_drafter(
 ) -> Progress | None:
     """Train `drafter` and write its folder to `out`, with `notes` in its config.json.
 
+    Written are the weights of the checkpoint with the largest accepted length on held-out texts.
     Returns the counts of the run; None in all processes but the first, which write nothing.
     """
     optimizer = Optimizer(objective.module, objective.muon_rate, objective.adamw_rate)
-    progress = train(
-        objective.module, objective.loss, batches, optimizer, plan, run, lambda _: heldout.log()
-    )
+    best = run.work / _BEST
+
+    def measure(_: nn.Module) -> Mapping[str, float]:
+        found = heldout.log()
+        if not best.is_file() or found["heldout"] >= _read_best(best)[ACCEPTED]:
+            partial = best.with_suffix(".partial")
+            torch.save({ACCEPTED: found["heldout"], "model": drafter.model.state_dict()}, partial)
+            partial.replace(best)
+        return found
+
+    progress = train(objective.module, objective.loss, batches, optimizer, plan, run, measure)
     if not PartialState().is_main_process:
         return None
-    accepted = {ACCEPTED: round(length, 3)} if (length := progress.last("heldout")) else {}
+    kept = _read_best(best)
+    drafter.model.load_state_dict(kept["model"])
+    accepted = {ACCEPTED: round(kept[ACCEPTED], 3)}
     drafter.save(cleared(out), {**progress.summary(), **accepted, **notes})
     return progress
+
+
+def _read_best(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return found
 
 
 def parameters(model: nn.Module) -> str:

@@ -127,7 +127,7 @@ class ChunkedBlockLoss(torch.autograd.Function):
             features: Of its sequential head, fp32 `[P, r]`, or None.
             markov: W2 of that head, fp32 `[R, r]`, or None.
             states: The target's hidden states, fp32 `[P, d]`.
-            head: LM head, fp32 `[R, d]`.
+            head: LM head `[R, d]`; products with it have its type.
             weights: Of the positions, fp32 `[P]`.
             preset: Weights of the two losses.
 
@@ -142,9 +142,9 @@ class ChunkedBlockLoss(torch.autograd.Function):
         for start in range(0, len(hidden), CHUNK):
             part = slice(start, start + CHUNK)
             weight = weights[part, None]
-            logits = F.linear(hidden[part], head).addmm_(features[part], markov.T)
-            drafted = logits.log_softmax(-1)
-            wanted = F.linear(states[part], head).softmax(-1)
+            logits = F.linear(hidden[part].to(head), head).float()
+            drafted = logits.addmm_(features[part], markov.T).log_softmax(-1)
+            wanted = F.linear(states[part].to(head), head).float().softmax(-1)
             entropy = -(wanted * drafted).sum(-1)
             drafted = drafted.exp_()
             slope = drafted - wanted  # of the entropy by the logits
@@ -155,7 +155,7 @@ class ChunkedBlockLoss(torch.autograd.Function):
             signs = slope.sign().mul_(drafted)
             signs.addcmul_(drafted, signs.sum(-1, keepdim=True), value=-1)
             slope.mul_(preset.ce).add_(signs, alpha=preset.tv).mul_(weight)
-            to_hidden[part] = slope @ head
+            to_hidden[part] = slope.to(head) @ head
             to_features[part] = slope @ markov
             to_markov.addmm_(slope.T, features[part])
         ctx.save_for_backward(to_hidden, to_features, to_markov)
@@ -293,7 +293,7 @@ def weighted_loss(
         markov: W2 of that head, `[R, r]`, or None.
         confidence: Logits of the confidences, `[N, levels]`, or None.
         states: The target's hidden states that predict the labels, `[N, levels, d]`.
-        head: LM head, rows of the R drafted tokens, fp32 `[R, d]`.
+        head: LM head, rows of the R drafted tokens, `[R, d]`.
         labels: Rows of the text's tokens among the drafted ones, R for others, int64 `[N, levels]`.
         counted: Labels that there are, bool like `labels`.
         preset: The three weights.
@@ -344,8 +344,8 @@ class SignalBlockLoss:
     ) -> None:  # fmt: skip
         """Train `model`.
 
-        `vocabulary` and `head` are the target's embedding and LM head, fp32; `answers` the indices
-        of the first token of each text's answer.
+        `vocabulary` and `head` are the target's embedding and LM head; `answers` the indices of the
+        first token of each text's answer.
         """
         self._model, self._signals, self._preset = model, signals, preset
         self._embedding, self._head = vocabulary, model.draft_head(head)
@@ -439,6 +439,7 @@ class DSparkRecipe(Recipe[DSparkPreset, DSparkDrafterModel]):
         head: Tensor,
         signals: Signals,
         texts: OwnTexts,
+        plan: Plan,
     ) -> tuple[nn.Module, Loss, Rows]:
         prompts = (len(each.prompt) for each in texts.trained)
         answers = [start + prompt for start, prompt in zip(signals.starts, prompts, strict=False)]

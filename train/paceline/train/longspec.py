@@ -15,7 +15,7 @@ from paceline.decoder import Decoder, ModelSource
 from paceline.drafter.methods.layers import apply_rope
 from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel
 from paceline.drafter.methods.longspec.module import DenseLongSpecLayer, split_heads
-from paceline.train.batches import PADDING, Batches, Rows, WholeTexts
+from paceline.train.batches import PADDING, Batches, Prefixes, Rows
 from paceline.train.conversations import OwnTexts
 from paceline.train.corpus import Corpus, encode_all, load_tokenizer
 from paceline.train.drafters import (
@@ -236,38 +236,69 @@ def divergence(hidden: Tensor, target: Tensor, head: Tensor, weights: Tensor) ->
     return value
 
 
-class SignalLoss:
-    """The :data:`~paceline.train.loop.Loss` of a run over whole texts.
+TAIL = 512
+"""Tokens of a text whose distributions are learnt in a step: the last ones."""
 
-    KL divergence between the distributions over the drafted tokens. A position counts if its next
-    token is one of them (EAGLE-3 trains likewise).
+
+class SignalLoss:
+    """The :data:`~paceline.train.loop.Loss` of a run over texts up to some place.
+
+    KL divergence between the distributions over the drafted tokens at the last tokens of a text.
+    Cross-attention reads the whole text, self-attention the window. Each token has a lag of its
+    own, drawn by the weights of the lags (flash noisy training, algorithm 2). A position counts if
+    its next token is a drafted one (EAGLE-3 trains likewise).
+
+    With anchor-offset indices, the keys behind the first ones are rotated to the new positions. The
+    target's distributions stay those of the text without an offset.
     """
 
     def __init__(
         self, model: LongSpecModel, vocabulary: Tensor, head: Tensor, signals: Signals,
-        preset: LongSpecPreset,
+        preset: LongSpecPreset, plan: Plan,
     ) -> None:  # fmt: skip
         """Train `model`; `vocabulary` and `head` are the target's embedding and LM head."""
-        self._embedding, self._head = vocabulary, model.draft_head(head)
-        self._signals, self._preset = signals, preset
+        self._model, self._embedding, self._head = model, vocabulary, model.draft_head(head)
+        self._signals, self._preset, self._plan = signals, preset, plan
+        self._lags = torch.tensor([preset.lag_decay ** (lag - 1) for lag in preset.trained_lags])
         drafted = torch.zeros(len(vocabulary), dtype=torch.bool)
         drafted[slice(None) if model.d2t is None else model.d2t] = True
         self._counts = drafted[signals.tokens].roll(-1)
         self._counts[torch.tensor(signals.starts[1:]) - 1] = False  # no next token
 
     def __call__(self, forward: nn.Module, indices: Tensor, done: float) -> Tensor:
-        signals, preset = self._signals, self._preset
+        signals, config = self._signals, self._model.config
+        rows, length = indices.shape
         real = indices != PADDING
         indices = indices.clamp(min=0)
+        places = real.cumsum(1) - 1  # rows end together
+        shifted = self._plan.stage(done)[0].offset and self._preset.offset
+        sinks = SINKS if shifted else 0
+        offsets = torch.zeros(rows, 1, dtype=torch.int64)
+        if shifted:
+            spare = config.max_position - real.sum(1, keepdim=True)
+            offsets = (torch.rand(rows, 1) * (spare + 1)).long()
+        positions = (places + offsets * (places >= sinks)).clamp(min=0)
         assert signals.kv is not None
-        keys, values = signals.kv[indices].permute(2, 0, 3, 1, 4).contiguous()
-        embedded = self._embedding[signals.tokens[indices]].float()
-        positions = torch.arange(indices.shape[1]).expand(indices.shape)
-        lags = draw_lags(preset)
-        weights = lag_weights(lags, real & self._counts[indices], preset)
-        found = forward(embedded, positions, keys, values, lags, 0)
-        hidden = signals.hidden[indices].flatten(0, 1)
-        return divergence(found.flatten(1, 2), hidden, self._head, weights)
+        keys, values = signals.kv[indices].permute(2, 0, 3, 1, 4).float()
+        if shifted:
+            turned = apply_rope(keys, self._model.rope_factors(offsets * (places >= sinks)))
+            keys = turned / config.rope_scaling  # which the keys have already
+        last, near = slice(-TAIL, None), slice(-TAIL - config.window, None)
+        columns = torch.arange(length)
+        apart = columns[last, None] - columns[near]
+        usable = real & (places >= sinks)
+        near_mask = (apart >= 0) & (apart < config.window) & usable[:, None, near]
+        drawn = torch.multinomial(self._lags, rows * len(apart), replacement=True)
+        lags = 1 + drawn.view(rows, -1, 1)
+        far_mask = (columns <= columns[last, None] - lags) & real[:, None]
+        found = forward(
+            self._embedding[signals.tokens[indices[:, near]]].float(), positions[:, near],
+            near_mask, keys, values, far_mask,
+        )  # fmt: skip
+        counted = (usable & self._counts[indices])[:, last] & (places[:, last] >= lags[..., 0])
+        weights = (counted / counted.sum()).flatten()[None]
+        hidden = signals.hidden[indices[:, last]].flatten(0, 1)
+        return divergence(found.flatten(0, 1)[None], hidden, self._head, weights)
 
 
 class FrozenTarget:
@@ -394,9 +425,10 @@ class LongSpecRecipe(Recipe[LongSpecPreset, LongSpecDrafterModel]):
         head: Tensor,
         signals: Signals,
         texts: OwnTexts,
+        plan: Plan,
     ) -> tuple[nn.Module, Loss, Rows]:
-        loss = SignalLoss(drafter.model, embedding, head, signals, self.preset)
-        return LaggedLayer(drafter.model), loss, WholeTexts(signals.starts)
+        loss = SignalLoss(drafter.model, embedding, head, signals, self.preset, plan)
+        return drafter.model, loss, Prefixes(signals.starts, TAIL)
 
     def long_rounds(
         self, drafter: LongSpecDrafterModel, decoder: Decoder, corpus: Corpus, out: Path

@@ -183,8 +183,8 @@ class LongSpecPreset:
     levels: int = 5
     """Depth of the trees drafted with it: every lag from 1 to this is trained."""
     lags: int = 1
-    """Lags a step, drawn anew for each. Another lag costs its cross-attention and feed-forward
-    block; the target and self-attention run once."""
+    """Lags a step of a run on texts, drawn anew for each. Another lag costs its cross-attention and
+    feed-forward block; the target and self-attention run once."""
     lag_decay: float = 1.0
     """Weight of a lag relative to the one before: deeper nodes are reached less often."""
     offset: bool = True
@@ -224,9 +224,12 @@ LONGSPEC_PRESETS: dict[str, LongSpecPreset] = {
     ),
     # For SmolLM2-135M-Instruct on two CPU cores: texts of the target alone, whole.
     "smollm2": LongSpecPreset(
-        stages=(Stage("texts", 1.0, rows=2, length=1024),),
-        minutes=240, steps=100_000, adamw_rate=1.5e-3, levels=2, lags=1, conversations=4096,
-        draft_vocab_size=6144,
+        stages=(
+            Stage("offsets", 0.5, rows=2, length=1024, offset=True),
+            Stage("plain", 0.5, rows=2, length=1024, rate=0.6),
+        ),
+        minutes=240, steps=100_000, muon_rate=0.02, adamw_rate=1.5e-3, levels=4, lag_decay=0.7,
+        conversations=4096, draft_vocab_size=6144,
     ),
     # The paper's: AdamW, one lag a step, long stages at a hundredth of the rate (appendix D).
     "paper": LongSpecPreset(

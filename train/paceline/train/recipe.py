@@ -11,7 +11,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.decoder import Decoder, ModelSource, open_model
+from paceline.drafter.methods.layers import LayerShape
 from paceline.train.batches import Batches, Rows
 from paceline.train.conversations import OwnTexts
 from paceline.train.corpus import Corpus, load_tokenizer
@@ -99,8 +100,9 @@ class Recipe(ABC, Generic[P, D]):
 
     @abstractmethod
     def signal_loss(
-        self, drafter: D, embedding: Tensor, head: Tensor, signals: Signals, texts: OwnTexts
-    ) -> tuple[nn.Module, Loss, Rows]:
+        self, drafter: D, embedding: Tensor, head: Tensor, signals: Signals, texts: OwnTexts,
+        plan: Plan,
+    ) -> tuple[nn.Module, Loss, Rows]:  # fmt: skip
         """What a run on conversations trains, its loss, and its batches."""
 
     def long_rounds(self, drafter: D, decoder: Decoder, corpus: Corpus, out: Path) -> Rounds:
@@ -197,7 +199,9 @@ fingerprint.
         self, corpus: Corpus, run: Run, out: Path, written: Sequence[Path], start: Path | None
     ) -> None:
         preset = self.preset
-        run = replace(run, bf16=torch.device(run.device).type != "cpu")  # slower without AMX
+        # Without such instructions bfloat16 is slower on a CPU.
+        fast = torch.device(run.device).type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+        run = replace(run, bf16=run.bf16 and fast)
         begin_run(
             run, out, self.method, preset, corpus,
             target=self.target, start=start, written=written,
@@ -205,11 +209,11 @@ fingerprint.
         decoder, source = Decoder.load(self.target, "int8"), open_model(self.target)
         texts = OwnTexts.load(decoder, self.target, corpus, preset.conversations, run, written)
         torch.manual_seed(0)
+        drafter = self.new_drafter(load_tokenizer(self.target).eos_token_id)
+        model, config = drafter.model, drafter.config
         if start is not None:
-            drafter = self._read(start, run.device)
+            model.load_state_dict(self._weights(start, config))
         else:
-            drafter = self.new_drafter(load_tokenizer(self.target).eos_token_id)
-            model, config = drafter.model, drafter.config
             initial = self.initial_weights(source, drafter, texts.frequent(config.drafted))
             model.load_state_dict({**model.state_dict(), **initial})
         drafter.model.to(run.device)
@@ -217,7 +221,9 @@ fingerprint.
         needed = self.needed_signals(drafter)
         signals = signals_of(decoder, self.target, tokens, run.work, **needed)
         embedding, head = source.vocabulary(torch.bfloat16)
-        module, loss, batches = self.signal_loss(drafter, embedding, head.float(), signals, texts)
+        head = head.to(torch.bfloat16 if run.bf16 else torch.float32)
+        plan = self.plan(run)
+        module, loss, batches = self.signal_loss(drafter, embedding, head, signals, texts, plan)
         objective = Objective(module, loss, preset.muon_rate, preset.adamw_rate)
         levels = drafter.levels
 
@@ -225,7 +231,6 @@ fingerprint.
             return Heldout(drafter, decoder, texts.recordings(count, levels), {"": self.trees})
 
         logged, notes = heldout(_LOGGED_TEXTS), {"conversations": len(texts.trained)}
-        plan = self.plan(run)
         progress = train_drafter(drafter, objective, batches, plan, run, logged, notes, out)
         if progress is None:
             return
@@ -237,12 +242,23 @@ fingerprint.
             card += _before(start)
         (out / "README.md").write_text(card)
 
-    def _read(self, folder: Path, device: str) -> D:
-        """The drafter in a folder, to be trained further."""
-        drafter = read_drafter(folder, self.target, device)
+    def _weights(self, folder: Path, config: LayerShape) -> Mapping[str, Tensor]:
+        """The weights of the drafter in a folder, to be trained further.
+
+        Raises ValueError if it has another shape than this run's, apart from the block's length.
+        """
+        drafter = read_drafter(folder, self.target, "cpu")
         if drafter.method != self.method:
             raise ValueError(f"{folder} is a {drafter.method} drafter, expected {self.method}")
-        return cast(D, drafter)
+        wanted, found = asdict(config), asdict(cast(D, drafter).config)
+        differing = [
+            f"{name} {value}, this run {wanted[name]}"
+            for name, value in found.items()
+            if name != "block" and value != wanted[name]
+        ]
+        if differing:
+            raise ValueError(f"{folder} has {'; '.join(differing)}: give the same options")
+        return drafter.model.state_dict()
 
 
 def _before(start: Path) -> str:

@@ -61,31 +61,35 @@ class LongSpecModel(DraftModel):
         """Hidden states for the target's LM head.
 
         Args:
-            embedded: The target's embedding of the tokens, ``[B, S, hidden]``.
+            embedded: The target's embedding of the tokens, ``[B, S, hidden]``. The first of them
+                are read by self-attention alone if the masks have fewer rows, Q.
             positions: Their positions, int64 ``[B, S]`` or ``[S]``. They need not be consecutive
                 (anchor-offset indices, LongSpec, section 3.2), but must be those at which the
                 target's keys were rotated.
-            self_mask: The S tokens that each attends to, bool ``[B, S, S]`` or ``[S, S]``.
+            self_mask: The S tokens that each attends to, bool ``[B, Q, S]`` or ``[Q, S]``.
             keys: The target layer's keys after RoPE, ``[B, Hkv, T, D]``.
             values: Its values, like ``keys``.
-            cross_mask: Target positions that each token attends to, bool ``[B, S, T]`` or
-                ``[S, T]``.
+            cross_mask: Target positions that each token attends to, bool ``[B, Q, T]`` or
+                ``[Q, T]``.
 
         Returns:
-            ``[B, S, hidden]`` in the type of ``embedded``. Cross-attention adds 0 to a token that
+            ``[B, Q, hidden]`` in the type of ``embedded``. Cross-attention adds 0 to a token that
             attends to no target position.
         """
         config, layer = self.config, self.layers[0]
         assert isinstance(layer, DenseLongSpecLayer)
         factors = self.rope_factors(positions)
-        x: Tensor = embedded
-        inputs = layer.input_layernorm(x)
-        q = apply_rope(split_heads(layer.self_attn.q_proj(inputs), config.head_dim), factors)
+        last = slice(embedded.shape[1] - self_mask.shape[-2], None)
+        x: Tensor = embedded[:, last]
+        inputs = layer.input_layernorm(embedded)
+        of_last = factors[0][..., last, :], factors[1][..., last, :]
+        q = layer.self_attn.q_proj(inputs[:, last])
+        q = apply_rope(split_heads(q, config.head_dim), of_last)
         k = apply_rope(split_heads(layer.self_attn.k_proj(inputs), config.head_dim), factors)
         v = split_heads(layer.self_attn.v_proj(inputs), config.head_dim)
         x = x + layer.self_attn.o_proj(_attend(q, k, v, self_mask))
         inputs = layer.cross_layernorm(x)
-        q = apply_rope(split_heads(layer.cross_attn.q_proj(inputs), config.head_dim), factors)
+        q = apply_rope(split_heads(layer.cross_attn.q_proj(inputs), config.head_dim), of_last)
         x = x + layer.cross_attn.o_proj(_attend(q, keys.to(q), values.to(q), cross_mask))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         if self.norm is not None:
