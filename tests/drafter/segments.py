@@ -66,6 +66,6 @@ class KvVerifier:
         return self.segment.file if read_grant == GRANT else None
 
 
-def passed(segment: SequenceKv) -> int:
-    """A descriptor of a segment, as a drafter gets one."""
-    return os.dup(segment.file)
+def passed(segment: SequenceKv) -> list[int]:
+    """Descriptors of a cache, as a drafter gets them."""
+    return [os.dup(file) for file in segment.files]

@@ -15,14 +15,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kv"))
 
-from fake_driver import FakeDriver
+from stub_driver import NO_FILES, NO_HANDLES, StubDriver
 
 from paceline.drafter import VerifierAccess
 from paceline.drafter.kv import KvGone, KvNotShared, KvOptions
 from paceline.drafter.kv.cuda import CudaKv
 from paceline.drafter.kv.exchange import KvExchange
 from paceline.drafter.kv.mapped import CacheFile
-from paceline.kv.cuda import DriverError
+from paceline.kv.cuda import DriverError, close_unused
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.engine.job import GenerationParams, Sequence
 from paceline.verifier.kv.base import KvLayout
@@ -40,8 +40,8 @@ COMMITTED = 300
 class Pool:
     """A verifier's pool with one cache of 300 positions."""
 
-    def __init__(self) -> None:
-        self.driver = FakeDriver()
+    def __init__(self, driver: StubDriver) -> None:
+        self.driver = driver
         size = 5 * 256 * LAYOUT.token_bytes
         self.pages = PagePool(
             LAYOUT, torch.device("cpu"), kv_bytes=size, max_sequences=2, max_context=1024,
@@ -54,18 +54,19 @@ class Pool:
         self.kv.publish(COMMITTED)
 
     def open(self, *layers: int) -> CudaKv:
-        return CudaKv(CacheFile(passed(self.kv)), layers, self.driver, 0)
+        return CudaKv(CacheFile(*passed(self.kv)), layers, self.driver, 0)
 
 
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    made = Pool()
+@pytest.fixture(params=["", NO_FILES], ids=["file", "ipc"])
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    made = Pool(StubDriver(request.param))
+    assert len(made.kv.files) == 1 + (not request.param)
     yield made
+    close_unused()
     made.kv.close()
     made.pages.check_integrity()
     made.pages.close()
-    assert not made.driver.memory
-    assert not made.driver.opened
+    assert made.driver.live() == {}
 
 
 def test_a_drafter_reads_what_the_verifier_wrote(pool: Pool) -> None:
@@ -131,6 +132,7 @@ def test_no_layout_leads_out_of_file_or_pool(pool: Pool, fields: dict[str, Any])
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(KvNotShared):
         pool.open(0, 1, 2)
+    close_unused()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -164,7 +166,7 @@ async def test_kv_on_a_gpu_is_mapped_or_followed(
 ) -> None:  # fmt: skip
     """By the verifier's own servicer, over gRPC; or refused with the reason."""
     if linked:
-        pool.driver.linked.add((1, 0))
+        pool.driver.link(1, 0)
     async with exchange(pool, tmp_path, monkeypatch, device) as (drafter, address):
         opening = drafter.open(address, pool.cache.read_grant, (0, -1), KvOptions(kv=kv), 64)
         if transport not in ("map", "follow"):
@@ -206,10 +208,12 @@ async def exchange(
     await server.start()
     drafter = KvExchange(VerifierAccess(), device)
     drafter.sockets[address] = "of the pool"
-    monkeypatch.setattr("paceline.drafter.kv.exchange.request_file", lambda *_: passed(pool.kv))
+    monkeypatch.setattr("paceline.drafter.kv.exchange.request_files", lambda *_: passed(pool.kv))
     try:
         yield drafter, address
     finally:
+        drafter.drop(address)
+        assert "opened" not in pool.driver.live()
         await drafter.close()
         await server.stop(0)
 
@@ -220,11 +224,11 @@ async def test_a_pool_that_cannot_be_exported_is_followed(
 ) -> None:
     """As on WSL2: the verifier starts, and says that nobody can map its KV."""
 
-    def refuse(driver: FakeDriver, device: int, address: int) -> bytes:
+    def refuse(driver: StubDriver, device: int, byte_size: int) -> Any:
         raise DriverError("operation not supported")
 
-    monkeypatch.setattr(FakeDriver, "export", refuse)
-    own = Pool()
+    monkeypatch.setattr(StubDriver, "create", refuse)
+    own = Pool(StubDriver(NO_HANDLES))
     async with exchange(own, tmp_path, monkeypatch, "cuda:0") as (drafter, address):
         opening = drafter.open(address, own.cache.read_grant, (0, -1), KvOptions(kv=kv), 64)
         if kv == "map":

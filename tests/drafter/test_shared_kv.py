@@ -36,7 +36,7 @@ def kv(segment: Segment) -> Iterator[SharedKv]:
 
 
 def open_kv(segment: Segment, *layers: int) -> SharedKv:
-    return SharedKv(CacheFile(passed(segment)), layers)
+    return SharedKv(CacheFile(*passed(segment)), layers)
 
 
 def mapped(segment: Segment) -> list[tuple[int, int, str]]:
@@ -140,7 +140,7 @@ def test_no_layout_leads_out_of_the_file(
 
     def open_both() -> None:
         open_kv(segment, 0, 2).close()
-        SharedStates(CacheFile(passed(segment)), [1], 16).close()
+        SharedStates(CacheFile(*passed(segment)), [1], 16).close()
 
     open_both()
     before = len(os.listdir("/proc/self/fd"))
@@ -158,7 +158,7 @@ def test_a_header_without_a_layout_is_refused(segment: Segment, size: int, data:
     segment.header._words[3] = size
     segment.header._layout[: len(data)] = data
     with pytest.raises(KvNotShared, match="its layout"):
-        CacheFile(passed(segment))
+        CacheFile(*passed(segment))
 
 
 def test_a_closed_cache_is_refused(segment: Segment) -> None:

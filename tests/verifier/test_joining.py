@@ -26,7 +26,7 @@ from verifier_support import (
 )
 
 from paceline.service import OptionsError
-from paceline.service.exchange import MAX_FRAME_BYTES, request_file
+from paceline.service.exchange import MAX_FRAME_BYTES, request_files
 from paceline.tree import TokenTree
 from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc, verifier_pb2
 
@@ -235,8 +235,8 @@ async def test_a_socket_with_a_path(model: Path, tmp_path: Path) -> None:
         assert joined is not None
         assert joined.socket_path == str(path)
         created = await client.create(PROMPT)
-        file = await asyncio.to_thread(request_file, str(path), created.read_grant, 60.0)
-        assert file is not None
+        files = await asyncio.to_thread(request_files, str(path), created.read_grant, 60.0)
+        (file,) = files
         os.close(file)
         await client.release(created.handle)
     assert not path.exists()

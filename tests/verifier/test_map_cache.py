@@ -12,7 +12,7 @@ import torch
 from test_store import new_store
 from verifier_support import LAYOUT, Client, Clock, until
 
-from paceline.service.exchange import request_file
+from paceline.service.exchange import request_files
 from paceline.v1 import kv_pb2
 from paceline.verifier.engine.job import GenerationParams
 from paceline.verifier.store import CacheNotFound
@@ -22,9 +22,10 @@ PROMPT = [3, 1, 4, 1, 5]
 
 async def map_cache(client: Client, read_grant: bytes) -> bytes | None:
     """The content of the segment that a read grant gives; None: it gives none."""
-    file = await asyncio.to_thread(request_file, client.socket_path, read_grant, 60.0)
-    if file is None:
+    files = await asyncio.to_thread(request_files, client.socket_path, read_grant, 60.0)
+    if not files:
         return None
+    (file,) = files
     with os.fdopen(file, "rb") as opened:
         return os.pread(opened.fileno(), os.fstat(file).st_size, 0)
 

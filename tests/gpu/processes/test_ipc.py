@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -14,13 +16,15 @@ pytestmark = pytest.mark.gpu
 SIZE = 64 << 20
 
 
-def share() -> None:
-    """Own memory, print how to map it, and obey lines of standard input."""
+def share(connection: str) -> None:
+    """Own memory, pass and print how to map it, and obey lines of standard input."""
     from paceline.kv.cuda import ExportedMemory, cuda_driver
 
     owned = ExportedMemory(cuda_driver(), 0, SIZE)
     owned.bytes.copy_(torch.arange(SIZE, device="cuda") % 251)
     torch.cuda.synchronize()
+    with socket.socket(fileno=int(connection)) as own:
+        socket.send_fds(own, [b"1"], [owned.file] if owned.file >= 0 else [])
     print(owned.device_uuid.hex(), owned.handle.hex(), flush=True)
     for line in sys.stdin:
         owned.bytes[:1000] = int(line)
@@ -28,12 +32,13 @@ def share() -> None:
         print("written", flush=True)
 
 
-def read(uuid: str, handle: str) -> None:
+def read(uuid: str, handle: str, file: str) -> None:
     """Map the memory, and answer lines of standard input."""
     from paceline.kv.cuda import MappedMemory, cuda_driver
 
     torch.zeros(1, device="cuda")
-    mapped = MappedMemory(cuda_driver(), 0, bytes.fromhex(uuid), bytes.fromhex(handle), 0, SIZE)
+    names = (bytes.fromhex(uuid), bytes.fromhex(handle))
+    mapped = MappedMemory(cuda_driver(), 0, *names, 0, SIZE, int(file))
     for line in sys.stdin:
         if line.startswith("sum"):
             print(int(mapped.bytes[:1000].long().sum()), flush=True)
@@ -48,12 +53,13 @@ def read(uuid: str, handle: str) -> None:
 class Process:
     """This file run by itself."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, files: list[int]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, __file__, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            pass_fds=files,
         )
 
     def answer(self, line: str = "") -> str:
@@ -73,9 +79,13 @@ class Process:
 def test_memory_is_shared_and_survives_deaths(device: torch.device) -> None:
     torch.zeros(1, device=device)
     free = torch.cuda.mem_get_info()[0]
-    owner = Process("share")
-    uuid, handle = owner.answer().split()
-    first, second = Process("read", uuid, handle), Process("read", uuid, handle)
+    ours, theirs = socket.socketpair()
+    owner = Process("share", str(theirs.fileno()), files=[theirs.fileno()])
+    _, files, _, _ = socket.recv_fds(ours, 1, 1)
+    words = ("read", *owner.answer().split(), str(files[0] if files else -1))
+    first, second = Process(*words, files=files), Process(*words, files=files)
+    for file in files:
+        os.close(file)
     try:
         assert first.answer("check") == "True"
         assert second.answer("sum") == first.answer("sum")
@@ -85,11 +95,16 @@ def test_memory_is_shared_and_survives_deaths(device: torch.device) -> None:
         owner.answer("5")
         assert second.answer("sum") == "5000"
         owner.kill()
-        # Reading is undefined from here on; closing must work, and the context must live.
+        if files:
+            assert second.answer("sum") == "5000"
+        # By a handle of CUDA IPC, reading is undefined from here on; closing must work, and the
+        # context must live.
         assert second.answer("close") == "10"
     finally:
         for process in (owner, first, second):
             process.kill()
+        ours.close()
+        theirs.close()
     assert free - torch.cuda.mem_get_info()[0] < SIZE // 2, "GPU memory was not freed"
 
 

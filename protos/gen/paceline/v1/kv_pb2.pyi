@@ -45,9 +45,9 @@ class KvPages(_message.Message):
     __slots__ = ("memory", "page_size")
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
-    memory: CudaIpcMemory
+    memory: CudaMemory
     page_size: int
-    def __init__(self, memory: _Optional[_Union[CudaIpcMemory, _Mapping]] = ..., page_size: _Optional[int] = ...) -> None: ...
+    def __init__(self, memory: _Optional[_Union[CudaMemory, _Mapping]] = ..., page_size: _Optional[int] = ...) -> None: ...
 
 class HiddenStateLayout(_message.Message):
     __slots__ = ("layers", "hidden_size", "slots", "offset", "dtype")
@@ -63,7 +63,7 @@ class HiddenStateLayout(_message.Message):
     dtype: KvDtype
     def __init__(self, layers: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., slots: _Optional[int] = ..., offset: _Optional[int] = ..., dtype: _Optional[_Union[KvDtype, str]] = ...) -> None: ...
 
-class CudaIpcMemory(_message.Message):
+class CudaMemory(_message.Message):
     __slots__ = ("device_uuid", "handle", "byte_offset", "byte_size")
     DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]

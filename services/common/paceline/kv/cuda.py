@@ -1,6 +1,7 @@
 """Memory of a GPU that processes share, and the calls of the CUDA driver that this needs.
 
-Calls libcuda, which every machine with an NVIDIA GPU has under one name, whatever CUDA runtime
+The owner passes a file descriptor of the memory, or, where the driver has none, the handle of CUDA
+IPC. Calls libcuda, which every machine with an NVIDIA GPU has under one name, whatever CUDA runtime
 PyTorch came with.
 """
 
@@ -8,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from threading import Lock
@@ -21,10 +24,21 @@ from torch import Tensor
 _log = logging.getLogger(__name__)
 
 HANDLE_BYTES = 64
+"""Size of a handle of CUDA IPC."""
+
+NAME_BYTES = 16
+"""Size of the name of memory that is passed as a file descriptor."""
+
 UUID_BYTES = 16
 
+# Of cuda.h, by their names there.
 _LAZY_PEER_ACCESS = 1
 _PEER_ACCESS_ALREADY_ENABLED = 704
+_ALLOCATION_TYPE_PINNED = 1
+_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
+_LOCATION_TYPE_DEVICE = 1
+_ACCESS_READ, _ACCESS_READWRITE = 1, 3
+_NO_FLAGS = ctypes.c_ulonglong(0)
 
 
 _T = TypeVar("_T")
@@ -34,23 +48,40 @@ class DriverError(Exception):
     """A call of the driver failed."""
 
 
+@dataclass(frozen=True)
+class Block:
+    """Memory of a GPU in this process.
+
+    Attributes:
+        address: Where it begins.
+        byte_size: Its size.
+        free: Frees or unmaps it; raises nothing.
+    """
+
+    address: int
+    byte_size: int
+    free: Callable[[], None]
+
+
 class CudaDriver:
     """libcuda, in the primary contexts that PyTorch uses.
 
-    Devices are ordinals of this process. All methods raise DriverError.
+    Devices are ordinals of this process. All methods raise DriverError, and leave nothing behind
+    then. What frees memory does not raise: an error is logged.
 
-    Safety contract: a process that opened memory closes it before the exporter frees it; the driver
-    keeps the memory alive until then only while the exporter's process lives.
+    Safety contract: memory that was opened by a handle of CUDA IPC is closed before its owner frees
+    it; the driver keeps it until then only while the owner lives. Memory that was mapped by a file
+    descriptor exists as long as a process has it mapped, or a descriptor of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, library: str = "libcuda.so.1") -> None:
         """Load libcuda.
 
         Raises:
             DriverError: There is no driver, or no device.
         """
         try:
-            self._library = ctypes.CDLL("libcuda.so.1")
+            self._library = ctypes.CDLL(library)
         except OSError as error:
             raise DriverError(f"there is no CUDA driver: {error}") from error
         self._call("cuInit", ctypes.c_uint(0))
@@ -64,41 +95,64 @@ class CudaDriver:
         found = (ctypes.c_ubyte * UUID_BYTES)()
         return bytes(self._read(found, "cuDeviceGetUuid_v2", self._handle(device)))
 
-    def allocate(self, device: int, byte_size: int) -> int:
-        """Returns the address of new memory."""
+    def create(self, device: int, byte_size: int) -> tuple[Block, int]:
+        """Returns new memory and its file descriptor, which the caller closes."""
+        about = _shareable(device)
+        with self._context(device), ExitStack() as failed:
+            size = ctypes.c_size_t(self._whole(device, byte_size))
+            memory = self._read(
+                ctypes.c_uint64(), "cuMemCreate", size, ctypes.byref(about), _NO_FLAGS
+            )
+            with self._released("cuMemRelease", memory):
+                kind = ctypes.c_int(_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+                file = self._read(
+                    ctypes.c_int(), "cuMemExportToShareableHandle", memory, kind, _NO_FLAGS
+                ).value
+                failed.callback(os.close, file)
+                os.set_inheritable(file, False)
+                block = self._map(device, memory, size, (_ACCESS_READWRITE,))
+            failed.pop_all()
+        return block, file
+
+    def map(self, device: int, file: int, byte_size: int) -> Block:
+        """Returns memory of another process on a device, by a descriptor that stays open.
+
+        It is mapped for reading only where the driver knows such a mapping.
+        """
+        with self._context(device):
+            size = ctypes.c_size_t(self._whole(device, byte_size))
+            memory = self._read(
+                ctypes.c_uint64(),
+                "cuMemImportFromShareableHandle",
+                ctypes.c_void_p(file),
+                ctypes.c_int(_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+            )
+            with self._released("cuMemRelease", memory):
+                return self._map(device, memory, size, (_ACCESS_READ, _ACCESS_READWRITE))
+
+    def allocate(self, device: int, byte_size: int) -> Block:
+        """Returns new memory, for :meth:`export`."""
         with self._context(device):
             size = ctypes.c_size_t(byte_size)
-            return self._read(ctypes.c_uint64(), "cuMemAlloc_v2", size).value
+            address = self._read(ctypes.c_uint64(), "cuMemAlloc_v2", size)
+        return self._block(device, address, byte_size, "cuMemFree_v2")
 
-    def free(self, device: int, address: int) -> None:
-        """Free an allocation."""
-        with self._context(device):
-            self._call("cuMemFree_v2", ctypes.c_uint64(address))
-
-    def export(self, device: int, address: int) -> bytes:
-        """Returns a handle, 64 bytes, by which other processes may open an allocation."""
+    def export(self, device: int, block: Block) -> bytes:
+        """Returns the handle of CUDA IPC, 64 bytes, by which other processes may open memory."""
         found = (ctypes.c_ubyte * HANDLE_BYTES)()
         with self._context(device):
-            return bytes(self._read(found, "cuIpcGetMemHandle", ctypes.c_uint64(address)))
+            return bytes(self._read(found, "cuIpcGetMemHandle", ctypes.c_uint64(block.address)))
 
-    def open(self, device: int, handle: bytes) -> int:
-        """Returns the address in this process of an allocation of another process."""
-        with self._context(device):
-            arguments = (_IpcHandle(handle), _LAZY_PEER_ACCESS)
-            return self._read(ctypes.c_uint64(), "cuIpcOpenMemHandle_v2", *arguments).value
-
-    def size(self, device: int, address: int) -> int:
-        """Returns the size in bytes of the whole allocation that begins at an address."""
-        base, found = ctypes.c_uint64(), ctypes.c_size_t()
-        with self._context(device):
-            arguments = (ctypes.byref(base), ctypes.byref(found), ctypes.c_uint64(address))
-            self._call("cuMemGetAddressRange_v2", *arguments)
-        return found.value
-
-    def close(self, device: int, address: int) -> None:
-        """Close memory that :meth:`open` opened."""
-        with self._context(device):
-            self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+    def open(self, device: int, handle: bytes) -> Block:
+        """Returns memory of another process by its handle of CUDA IPC, once in each process."""
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        with self._context(device), ExitStack() as failed:
+            arguments = (_IpcHandle(handle), ctypes.c_uint(_LAZY_PEER_ACCESS))
+            address = self._read(ctypes.c_uint64(), "cuIpcOpenMemHandle_v2", *arguments)
+            failed.callback(self._release, "cuIpcCloseMemHandle", address)
+            self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
+            failed.pop_all()
+        return self._block(device, address, size.value, "cuIpcCloseMemHandle")
 
     def reach(self, device: int, other: int) -> bool:
         """Let a device read the memory of another one; returns False if it cannot."""
@@ -126,10 +180,69 @@ class CudaDriver:
     @contextmanager
     def _context(self, device: int) -> Iterator[None]:
         self._call("cuCtxPushCurrent_v2", self._primary_context(device))
+        with self._released("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p())):
+            yield
+
+    def _whole(self, device: int, byte_size: int) -> int:
+        """Returns a size rounded up to what is created and mapped at once."""
+        about = _shareable(device)
+        unit = self._read(
+            ctypes.c_size_t(), "cuMemGetAllocationGranularity", ctypes.byref(about), ctypes.c_int(0)
+        ).value
+        return -(-byte_size // unit) * unit
+
+    def _map(
+        self,
+        device: int,
+        memory: ctypes.c_uint64,
+        size: ctypes.c_size_t,
+        access: tuple[int, ...],
+    ) -> Block:
+        """Map created or imported memory, with the first kind of access that there is."""
+        zero, nowhere = ctypes.c_size_t(0), ctypes.c_uint64(0)
+        with ExitStack() as failed:
+            address = self._read(
+                ctypes.c_uint64(), "cuMemAddressReserve", size, zero, nowhere, _NO_FLAGS
+            )
+            failed.callback(self._release, "cuMemAddressFree", address, size)
+            self._call("cuMemMap", address, size, zero, memory, _NO_FLAGS)
+            failed.callback(self._release, "cuMemUnmap", address, size)
+            for kind in access:
+                wanted = _AccessDesc(_Location(_LOCATION_TYPE_DEVICE, device), kind)
+                try:
+                    self._call(
+                        "cuMemSetAccess", address, size, ctypes.byref(wanted), ctypes.c_size_t(1)
+                    )
+                    break
+                except DriverError:
+                    if kind == access[-1]:
+                        raise
+            return Block(address.value, size.value, failed.pop_all().close)
+
+    def _block(self, device: int, address: ctypes.c_uint64, byte_size: int, free: str) -> Block:
+        """Returns memory that one call frees."""
+
+        def release() -> None:
+            try:
+                with self._context(device):
+                    self._call(free, address)
+            except DriverError as error:
+                _log.warning("GPU memory was not freed: %s", error)
+
+        return Block(address.value, byte_size, release)
+
+    @contextmanager
+    def _released(self, name: str, *arguments: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+            self._release(name, *arguments)
+
+    def _release(self, name: str, *arguments: Any) -> None:
+        try:
+            self._call(name, *arguments)
+        except DriverError as error:
+            _log.warning("GPU memory was not freed: %s", error)
 
     def _read(self, result: _T, name: str, *arguments: Any) -> _T:
         """Call a function whose first argument is where it writes its result; returns that."""
@@ -137,8 +250,10 @@ class CudaDriver:
         return result
 
     def _call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._library, name)(*arguments)
-        if status:
+        function = getattr(self._library, name, None)
+        if function is None:
+            raise DriverError(f"{name}: this driver is too old for it")
+        if status := function(*arguments):
             text = ctypes.c_char_p()
             self._library.cuGetErrorString(status, ctypes.byref(text))
             message = (text.value or b"unknown error").decode()
@@ -152,6 +267,39 @@ class _IpcHandle(ctypes.Structure):
 
     def __init__(self, handle: bytes) -> None:
         super().__init__((ctypes.c_ubyte * HANDLE_BYTES).from_buffer_copy(handle))
+
+
+class _Location(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _AllocationProp(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32_handle", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    ]
+
+
+def _shareable(device: int) -> _AllocationProp:
+    """Returns the properties of memory that has a file descriptor."""
+    return _AllocationProp(
+        _ALLOCATION_TYPE_PINNED,
+        _HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+        _Location(_LOCATION_TYPE_DEVICE, device),
+    )
+
+
+class _AccessDesc(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
 
 
 class _ArrayInterface:
@@ -184,15 +332,17 @@ class ExportedMemory:
     """One allocation, exported once when it is made.
 
     Safety contract: only the owner writes. After ``close()`` nothing in this process may use a
-    tensor over it; processes that have it mapped keep it until they unmap it or end. When this
-    process dies, their mappings become unusable: reads fail with a CUDA error that ends the
-    reader's context. So a reader checks that the owner is alive before it reads.
+    tensor over it; processes that have it mapped keep it until they unmap it or end. So they do
+    when this process dies, if they got a descriptor. By a handle of CUDA IPC their mappings become
+    unusable then: reads fail with a CUDA error that ends the reader's context. So a reader checks
+    that the owner is alive before it reads.
 
     Attributes:
         bytes: The memory, uint8 ``[byte_size]``.
         device_uuid: UUID of the device, 16 bytes.
-        handle: CUDA IPC handle by which other processes open it, 64 bytes; empty where the driver
-            exports no memory, as on WSL2 and some virtual GPUs.
+        file: Descriptor by which other processes map it; -1: there is none, or it is closed.
+        handle: A random name of 16 bytes, if there is a descriptor; else the handle of CUDA IPC, 64
+            bytes, or nothing where the driver exports no memory, as on WSL2 and some virtual GPUs.
     """
 
     def __init__(self, driver: CudaDriver, device: int, byte_size: int) -> None:
@@ -201,34 +351,44 @@ class ExportedMemory:
         Raises:
             DriverError: The device has too little memory.
         """
-        self._driver = driver
-        self._device = device
-        self._address = driver.allocate(device, byte_size)
+        self.device_uuid = driver.uuid(device)
+        self.file = -1
         try:
-            self.device_uuid = driver.uuid(device)
+            self._block, self.file = driver.create(device, byte_size)
+            self.handle = secrets.token_bytes(NAME_BYTES)
+        except DriverError as error:
+            _log.info("KV on this GPU has no file descriptor: %s", error)
+            self._block = driver.allocate(device, byte_size)
             try:
-                self.handle = driver.export(device, self._address)
-            except DriverError as error:
+                self.handle = driver.export(device, self._block)
+            except DriverError as refused:
                 self.handle = b""
-                _log.warning("KV on this GPU cannot be mapped, drafters follow it: %s", error)
-            self.bytes: Tensor = driver.view(device, self._address, byte_size)
+                _log.warning("KV on this GPU cannot be mapped, drafters follow it: %s", refused)
+        self._closed = False
+        self.bytes: Tensor = torch.empty(0)
+        try:
+            self.bytes = driver.view(device, self._block.address, byte_size)
         except BaseException:
-            driver.free(device, self._address)
+            self.close()
             raise
 
     def close(self) -> None:
         """Free the memory. Closing twice is safe."""
-        if self._address:
-            del self.bytes
-            self._driver.free(self._device, self._address)
-            self._address = 0
+        if self._closed:
+            return
+        self._closed = True
+        del self.bytes
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+        self._block.free()
 
 
 @dataclass
 class _Opened:
     """An allocation that is open in this process: the driver opens each only once."""
 
-    address: int
+    block: Block
     users: int
 
 
@@ -239,7 +399,8 @@ _LOCK = Lock()
 class MappedMemory:
     """A part of another process's allocation, to be read on one device of this process.
 
-    All users of one allocation share one mapping; the last one to close it unmaps it.
+    All users of one allocation share one mapping, which stays for later ones until
+    :func:`close_unused`.
 
     Attributes:
         bytes: The mapped part, uint8 ``[byte_size]``, on the owner's device.
@@ -253,6 +414,7 @@ class MappedMemory:
         handle: bytes,
         byte_offset: int,
         byte_size: int,
+        file: int = -1,
     ) -> None:
         """Map.
 
@@ -260,70 +422,75 @@ class MappedMemory:
             driver: The GPU's driver.
             reader: Ordinal of the device that will read it.
             device_uuid: UUID of the device that it is on.
-            handle: CUDA IPC handle, as its owner exported it.
+            handle: See :class:`ExportedMemory`.
             byte_offset: Start of the part. Unit: bytes.
             byte_size: Size of the part. Unit: bytes.
+            file: Descriptor of the memory, if the handle is its name. It stays open.
 
         Raises:
             NotMappable: This process does not see that device, the reader has no access to it, or
                 the driver refuses the handle.
         """
-        if len(device_uuid) != UUID_BYTES or len(handle) != HANDLE_BYTES:
+        expected = HANDLE_BYTES if file < 0 else NAME_BYTES
+        if len(device_uuid) != UUID_BYTES or len(handle) != expected:
             raise NotMappable(
                 f"a device UUID of {len(device_uuid)} and a handle of {len(handle)} bytes, "
-                f"expected {UUID_BYTES} and {HANDLE_BYTES}"
+                f"expected {UUID_BYTES} and {expected}"
             )
-        self._driver = driver
+        end = byte_offset + byte_size
         self._closed = True
         try:
-            self._device = _find(driver, device_uuid)
-            if not driver.reach(reader, self._device):
+            device = _find(driver, device_uuid)
+            if not driver.reach(reader, device):
                 raise NotMappable(
                     f"GPU {reader} has no peer access to the verifier's GPU {device_uuid.hex()}; "
                     "run the drafter on the verifier's GPU, or on one linked to it"
                 )
-            self._key = (self._device, handle)
-            address = self._open()
-            size = driver.size(self._device, address)
-            if byte_offset + byte_size > size:
+            self._key = (device, handle)
+            block = self._open(
+                lambda: driver.open(device, handle) if file < 0 else driver.map(device, file, end)
+            )
+            if end > block.byte_size:
                 raise NotMappable(
-                    f"the verifier described bytes {byte_offset} to {byte_offset + byte_size} of "
-                    f"an allocation of {size}"
+                    f"the verifier described bytes {byte_offset} to {end} of an allocation of "
+                    f"{block.byte_size}"
                 )
-            self.bytes: Tensor = driver.view(self._device, address + byte_offset, byte_size)
+            self.bytes: Tensor = driver.view(device, block.address + byte_offset, byte_size)
         except DriverError as error:
             self.close()
+            hint = "; processes in containers need a common PID and IPC namespace" * (file < 0)
             raise NotMappable(
-                f"the verifier's GPU memory cannot be opened ({error}); processes in containers "
-                "need a common PID and IPC namespace"
+                f"the verifier's GPU memory cannot be opened ({error}){hint}"
             ) from error
         except NotMappable:
             self.close()
             raise
 
-    def _open(self) -> int:
-        """Returns the allocation's address; opens it if this process has not."""
+    def _open(self, open_block: Callable[[], Block]) -> Block:
+        """Returns the allocation; opens it if this process has not."""
         with _LOCK:
             opened = _OPENED.get(self._key)
             if opened is None:
-                opened = _Opened(self._driver.open(self._device, self._key[1]), 0)
-                _OPENED[self._key] = opened
+                opened = _OPENED[self._key] = _Opened(open_block(), 0)
             opened.users += 1
             self._closed = False
-            return opened.address
+            return opened.block
 
     def close(self) -> None:
-        """Unmap it, unless others in this process use it. Closing twice is safe."""
+        """End this use of it. Closing twice is safe."""
         if self._closed:
             return
         self._closed = True
         self.__dict__.pop("bytes", None)  # not set if it could not be viewed
         with _LOCK:
-            opened = _OPENED[self._key]
-            opened.users -= 1
-            if not opened.users:
-                del _OPENED[self._key]
-                self._driver.close(self._device, opened.address)
+            _OPENED[self._key].users -= 1
+
+
+def close_unused() -> None:
+    """Unmap the allocations that nobody in this process uses; their owners may free them then."""
+    with _LOCK:
+        for key in [key for key, opened in _OPENED.items() if not opened.users]:
+            _OPENED.pop(key).block.free()
 
 
 def _find(driver: CudaDriver, device_uuid: bytes) -> int:

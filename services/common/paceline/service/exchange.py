@@ -30,7 +30,7 @@ def socket_address(path: str) -> str:
     return "\0" + path[1:] if path.startswith("@") else path
 
 
-def request_file(path: str, read_grant: bytes, seconds: float) -> int | None:
+def request_files(path: str, read_grant: bytes, seconds: float) -> list[int]:
     """Ask a verifier for the memory of a cache, over a connection of its own. Blocking.
 
     Args:
@@ -39,7 +39,8 @@ def request_file(path: str, read_grant: bytes, seconds: float) -> int | None:
         seconds: Longest wait.
 
     Returns:
-        A descriptor that the caller closes; None: the verifier has no such cache.
+        Descriptors that the caller closes: of the cache's segment and, if its KV is on a GPU that
+        passes memory so, of the pool; none: the verifier has no such cache.
 
     Raises:
         OSError: The verifier does not answer.
@@ -48,8 +49,8 @@ def request_file(path: str, read_grant: bytes, seconds: float) -> int | None:
         connection.settimeout(seconds)
         connection.connect(socket_address(path))
         connection.sendall(_LENGTH.pack(len(read_grant)) + read_grant)
-        _, files, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
-    return files[0] if files else None
+        _, files, _, _ = socket.recv_fds(connection, 1, 2, socket.MSG_CMSG_CLOEXEC)
+    return files
 
 
 class PeerGone(Exception):

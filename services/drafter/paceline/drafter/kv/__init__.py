@@ -1,7 +1,8 @@
 """The target's committed KV and hidden states, as drafters read them.
 
 :class:`~paceline.drafter.kv.reader.KvReader` is the interface. Its sources: ``mapped`` (a memfd of
-the verifier), ``cuda`` (CUDA IPC), ``remote`` (a delta cache over gRPC); ``exchange`` opens them.
+the verifier), ``cuda`` (memory of a GPU), ``remote`` (a delta cache over gRPC); ``exchange`` opens
+them.
 This module has their errors and the options of methods that read KV; it imports neither gRPC nor
 torch.
 """

@@ -1,4 +1,4 @@
-"""KV on a GPU, mapped through CUDA IPC."""
+"""KV on a GPU, mapped."""
 
 from __future__ import annotations
 
@@ -11,9 +11,18 @@ from torch import Tensor
 from paceline.drafter.kv import KvGone, KvNotShared
 from paceline.drafter.kv.mapped import CacheFile, MappedReader, SharedKv
 from paceline.drafter.kv.reader import KvReader
-from paceline.kv.cuda import CudaDriver, DriverError, MappedMemory, NotMappable, cuda_driver
+from paceline.kv.cuda import (
+    CudaDriver,
+    DriverError,
+    MappedMemory,
+    NotMappable,
+    close_unused,
+    cuda_driver,
+)
 from paceline.kv.segment import HEADER_BYTES
 from paceline.kv.selection import streaming_positions
+
+__all__ = ["CudaKv", "close_unused", "open_kv"]
 
 
 class CudaKv(MappedReader, KvReader):
@@ -29,8 +38,9 @@ class CudaKv(MappedReader, KvReader):
       was read: it waits for the copies, and checks that the cache still exists.
     - The mapping gives access to the whole pool. Drafters that are not trusted with it have to
       follow the cache over gRPC, as another user or on another machine.
-    - If the verifier dies during a copy, CUDA may fail for this process permanently. The end of
-      its connection closes the sequences that read its pool.
+    - If the verifier dies during a copy from memory that was opened by a handle of CUDA IPC, CUDA
+      may fail for this process permanently. The end of its connection closes the sequences that
+      read its pool.
     """
 
     def __init__(
@@ -66,7 +76,7 @@ class CudaKv(MappedReader, KvReader):
         try:
             self._pool = MappedMemory(
                 driver, reader, memory.device_uuid, memory.handle,
-                memory.byte_offset, memory.byte_size,
+                memory.byte_offset, memory.byte_size, file.pool,
             )  # fmt: skip
         except NotMappable as error:
             raise KvNotShared(str(error)) from error

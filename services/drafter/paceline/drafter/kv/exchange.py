@@ -15,7 +15,7 @@ import grpc
 
 from paceline.drafter.kv import WIRE_DTYPES, KvGone, KvNotShared, KvOptions, VerifierUnreachable
 from paceline.kv.policies import STREAMING
-from paceline.service.exchange import MAX_FRAME_BYTES, request_file
+from paceline.service.exchange import MAX_FRAME_BYTES, request_files
 from paceline.service.interceptor import check_authorities
 from paceline.v1 import exchange_pb2, exchange_pb2_grpc, kv_pb2, kv_pb2_grpc
 
@@ -108,6 +108,7 @@ class KvExchange:
         self._closed = False
         self._closing: set[asyncio.Task[None]] = set()
         self._logged = ""
+        self._close_unused: Callable[[], None] = lambda: None
 
     async def open(
         self,
@@ -212,8 +213,9 @@ class KvExchange:
         self, address: str, read_grant: bytes, layers: Sequence[int]
     ) -> SharedKv | CudaKv:
         """Map keys and values of a cache. See :meth:`open`."""
-        from paceline.drafter.kv.cuda import open_kv
+        from paceline.drafter.kv.cuda import close_unused, open_kv
 
+        self._close_unused = close_unused
         return await self._map(
             address, read_grant, lambda file: open_kv(file, layers, self._device)
         )
@@ -224,6 +226,7 @@ class KvExchange:
         while self._channels:
             await self._channels.popitem()[1].close()
         await asyncio.gather(*self._closing)
+        self._close_unused()
 
     def find_weights(self, fingerprint: str, weights: str) -> int | None:
         """Ask the verifiers for packed weights of a model. Blocking, for any other thread.
@@ -242,7 +245,8 @@ class KvExchange:
                 with suppress(grpc.RpcError, OSError):  # not started yet, or on another host
                     found = stub.GetWeights(request, metadata=self.metadata, timeout=CALL_SECONDS)
                     if found.socket_path:
-                        return request_file(found.socket_path, found.token, CALL_SECONDS)
+                        files = request_files(found.socket_path, found.token, CALL_SECONDS)
+                        return files[0] if files else None
         return None
 
     def _blocking_channel(self, address: str) -> grpc.Channel:
@@ -286,8 +290,9 @@ class KvExchange:
         return self._channels[address]
 
     def drop(self, address: str) -> None:
-        """Forget a verifier's socket and channel; calls in flight on it may still end."""
+        """Forget a verifier whose sequences are closed; calls in flight may still end."""
         self.sockets.pop(address, None)
+        self._close_unused()
         channel = self._channels.pop(address, None)
         if channel is not None:
             task = asyncio.create_task(channel.close(CALL_SECONDS))
@@ -299,11 +304,11 @@ def _map_file(path: str, read_grant: bytes, seconds: float) -> CacheFile:
     from paceline.drafter.kv.mapped import CacheFile
 
     try:
-        file = request_file(path, read_grant, seconds)
+        files = request_files(path, read_grant, seconds)
     except OSError as error:
         raise VerifierUnreachable(
             f"the verifier did not share its KV: {error or type(error).__name__}"
         ) from error
-    if file is None:
+    if not files:
         raise KvNotShared("the verifier did not share its KV: no cache has this read grant")
-    return CacheFile(file)
+    return CacheFile(*files)

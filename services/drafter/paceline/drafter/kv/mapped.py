@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -33,14 +34,22 @@ class CacheFile:
     - Tensors keep the mapping alive: they may outlive :meth:`close`, and keep the memory.
     """
 
-    def __init__(self, file: int) -> None:
+    def __init__(self, file: int, pool: int = -1) -> None:
         """Map a segment.
 
-        ``file`` is a descriptor that the verifier passed. It is closed here in any case.
+        Args:
+            file: Descriptor that the verifier passed. It is closed here in any case.
+            pool: Descriptor of the pool on a GPU; -1: there is none. It is closed with the mapping.
 
         Raises:
             KvNotShared: It is not the segment of an open cache.
         """
+        self.pool = pool
+        """Descriptor of the pool on a GPU; -1: there is none."""
+        # Also if nobody waits for this mapping any more.
+        self._close_pool = weakref.finalize(self, os.close, pool) if pool >= 0 else None
+        self.closed = False
+        """Whether :meth:`close` was called."""
         try:
             self._memory = map_segment(file)
             self._header = SegmentHeader(self._memory)
@@ -53,8 +62,6 @@ class CacheFile:
             raise KvNotShared(f"cannot map what the verifier passed: {error}") from error
         finally:
             os.close(file)
-        self.closed = False
-        """Whether :meth:`close` was called."""
 
     @property
     def committed(self) -> int:
@@ -90,6 +97,8 @@ class CacheFile:
         if not self.closed:
             self.closed = True
             self._header.release()
+            if self._close_pool is not None:
+                self._close_pool()
             del self._memory
 
     def array(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -346,6 +346,11 @@ class SequenceKv(ABC):
     def keep(self, slots: list[int], start: int) -> None:
         """Move the KV at ``slots`` to ``start``, ``start + 1``, ...; none moves to a later slot."""
 
+    @property
+    def files(self) -> list[int]:
+        """Descriptors for readers in other processes: of the segment, and of memory on a GPU."""
+        return [self.file]
+
     def together(self) -> AbstractContextManager[object]:
         """A context in which what many sequences keep and publish is done at its end, at once."""
         return nullcontext()

@@ -355,6 +355,12 @@ class PagedKv(SequenceKv):
         new = range(start, start + len(slots))
         self.pool.keep([self._page_of(slot) for slot in slots], [self._page_of(s) for s in new])
 
+    @property
+    def files(self) -> list[int]:
+        """See :class:`SequenceKv`."""
+        exported = self.pool.exported
+        return [self.file] if exported is None or exported.file < 0 else [self.file, exported.file]
+
     def together(self) -> AbstractContextManager[object]:
         """See :class:`SequenceKv`; of all sequences of the pool."""
         return self.pool.together()

@@ -37,8 +37,8 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
 
     A service is offered a Unix socket, which the engine thread reads itself; one that cannot open
     it uses the stream of its Join call. Who opens it shows the random token that was sent over the
-    authenticated Join call. Who shows the read grant of a cache instead gets the descriptor of its
-    segment, and with the token of GetWeights that of the packed weights. Used on the event loop.
+    authenticated Join call. Who shows the read grant of a cache instead gets the descriptors of its
+    memory, and with the token of GetWeights that of the packed weights. Used on the event loop.
     """
 
     def __init__(
@@ -277,20 +277,20 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         waiting = self._expected.get(frame[4:])
         if waiting is None or waiting.done():
             with connection, suppress(CacheNotFound, OSError):
-                socket.send_fds(connection, [b"\0"], [self._file(frame[4:])])
+                socket.send_fds(connection, [b"\0"], self._files(frame[4:]))
             return
         # The event loop keeps no reference to the descriptor.
         waiting.set_result(FramedSocket(socket.socket(fileno=connection.detach())))
 
-    def _file(self, token: bytes) -> int:
-        """The descriptor that a token or read grant stands for.
+    def _files(self, token: bytes) -> list[int]:
+        """The descriptors that a token or read grant stands for.
 
         Raises:
             CacheNotFound: There is none.
         """
         if token == self._weights_token and self._weights is not None:
-            return self._weights
-        return self._store.find_granted(token).sequence.segment.file
+            return [self._weights]
+        return self._store.find_granted(token).sequence.segment.files
 
 
 async def _write_all(outgoing: asyncio.Queue[exchange_pb2.JoinResponse], context: Any) -> None:

@@ -1,0 +1,76 @@
+"""A driver whose GPUs are pieces of main memory: libcuda_stub.c in the place of libcuda."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.kv.cuda import CudaDriver
+
+SOURCE = Path(__file__).with_name("libcuda_stub.c")
+KINDS = ("handles", "reserved", "mapped", "allocated", "opened", "contexts")
+NO_FILES = "cuMemCreate"
+"""Refused: memory has handles of CUDA IPC."""
+NO_HANDLES = "cuIpcGetMemHandle"
+
+
+@lru_cache(maxsize=1)
+def library() -> str:
+    """Compile the stub, once for all processes; skips the test without a compiler."""
+    if (compiler := shutil.which("gcc")) is None:
+        pytest.skip("no gcc")
+    name = f"libcuda_stub_{os.getuid()}_{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
+    built = Path(tempfile.gettempdir()) / name
+    if not built.exists():
+        own = f"{built}.{os.getpid()}"
+        subprocess.run([compiler, "-shared", "-fPIC", "-w", "-o", own, SOURCE], check=True)
+        os.replace(own, built)
+    return str(built)
+
+
+class StubDriver(CudaDriver):
+    """See :class:`CudaDriver`. One at a time in a process."""
+
+    def __init__(self, refused: str = "") -> None:
+        """Make one; calls by the name ``refused`` fail."""
+        ctypes.CDLL(library()).stub_reset()
+        super().__init__(library())
+        self.refuse(refused)
+
+    def refuse(self, name: str) -> None:
+        """Let calls of this name fail; none: empty."""
+        self.refused = name
+        (ctypes.c_char * 64).in_dll(self._library, "stub_refused").value = name.encode()
+
+    def number(self, name: str) -> ctypes.c_long:
+        """A number of the stub, by its name there."""
+        return ctypes.c_long.in_dll(self._library, name)
+
+    def link(self, reader: int, other: int) -> None:
+        """Let a device reach another one."""
+        self._library.stub_link(reader, other)
+
+    def live(self) -> dict[str, int]:
+        """What is not freed, by kind."""
+        found = {kind: self._library.stub_live(number) for number, kind in enumerate(KINDS)}
+        return {kind: count for kind, count in found.items() if count}
+
+    def forget(self) -> None:
+        """Free what failing calls left."""
+        self._library.stub_forget()
+
+    def view(self, device: int, address: int, byte_size: int) -> Tensor:
+        if not byte_size:
+            return torch.empty(0, dtype=torch.uint8)
+        memory = (ctypes.c_ubyte * byte_size).from_address(address)
+        return torch.frombuffer(memory, dtype=torch.uint8)
