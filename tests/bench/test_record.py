@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.bench.cli import _MODULES, add_arguments
 from paceline.bench.models import Models
-from paceline.bench.prompts import long_prompts
+from paceline.bench.prompts import long_prompts, needle_prompts, tokenizer
 from paceline.bench.record import Results
 from paceline.cli.command import CommandError
 
@@ -98,3 +98,18 @@ def test_long_prompts_are_pieces_of_held_out_files() -> None:
     assert first != second
     with pytest.raises(ValueError, match="expected at least 1000000"):
         long_prompts(demo.prompts, demo.target, 1_000_000, 1)
+
+
+def test_a_needle_is_near_the_beginning_and_begun_again_at_the_end() -> None:
+    folder = ROOT / "models" / "demo"
+    demo = Models(folder, folder / "target")
+    texts = long_prompts(demo.prompts, demo.target, 4000, 2)
+    coder = tokenizer(demo.target)
+    for text, found in zip(texts, needle_prompts(texts, demo.target), strict=True):
+        assert len(found) == len(text)
+        before, table, after = coder.decode(found).split("The codes:\n")
+        assert len(coder.encode(before).ids) < 600
+        assert table.startswith(after)
+        assert len(re.findall(r"[A-Z][a-z]+: \d{6}\n", table)) == 24
+    with pytest.raises(ValueError, match="expected at least"):
+        needle_prompts([texts[0][:500]], demo.target)
