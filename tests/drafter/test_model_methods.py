@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, DraftSequence, GenerationInfo, Update
+from paceline.kernels import cpu_kernels
 from paceline.tree import TokenTree
 
 from . import models
@@ -117,6 +118,66 @@ def test_trees_fit_their_budget(name: str, loaded: dict[str, Method], data: Any)
     for node in range(-1, len(tree)):
         assert sum(tree.confidences[child] for child in tree.children(node)) <= 1 + 1e-5
     check_equal(sequence.draft(budget), tree)
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "all parts": {"markov_rank": 32, "window": 16, "draft_vocab_size": 40, "state_input": True},
+    "DFlash": {"confidence": False, "layers": 2},
+    "no confidences": {"markov_rank": 16, "confidence": False, "window": 300},
+    "confidences alone": {"window": 30, "draft_vocab_size": 96},
+}
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Method]:
+    folder = tmp_path_factory.mktemp("blocks")
+    target = write_model(folder / "target")
+    loaded = {}
+    for name, shape in BLOCKS.items():
+        block = write_dspark(folder / name, target, **shape)
+        for widths in ("4,4,4,4", "3,1", "1", "2,9,5"):
+            options = {
+                "widths": widths,
+                "max_nodes": 12,
+                "weights": "int8" if name == "all parts" else "auto",
+            }
+            drafter = models.load("dspark", block, target, **options)
+            loaded[name, widths] = Method(drafter, "states")
+    return loaded
+
+
+@pytest.mark.skipif(cpu_kernels().library is None, reason="no compiled kernels")
+@settings(max_examples=60)
+@given(data=st.data())
+def test_drafts_of_one_native_call_are_those_by_levels(
+    blocks: dict[tuple[str, str], Method], data: Any
+) -> None:
+    method = blocks[data.draw(st.sampled_from(sorted(blocks)))]
+    count = data.draw(st.integers(1, 4))
+    lengths = data.draw(st.lists(st.integers(2, 400), min_size=count, max_size=count))
+    sampling = SAMPLINGS[data.draw(st.sampled_from(["greedy", "T=1"]))]
+    budgets = [Budget(data.draw(st.integers(0, 14)), data.draw(st.integers(0, 5))) for _ in lengths]
+    rounds = [data.draw(st.integers(1, 5)) for _ in lengths]
+
+    def drafts(native: Any) -> list[TokenTree]:
+        method.drafter.native = native
+        found = []
+        sources = [method.source(length + 4, seed) for seed, length in enumerate(lengths)]
+        texts = [text_of(length, length) for length in lengths]
+        going = [method.start(t, sampling, s) for t, s in zip(texts, sources, strict=True)]
+        for more in (0, 1, 3):
+            for sequence, new in zip(going, rounds, strict=True):
+                sequence.extend(Update(text_of(new + more, new)[:more]))
+            found += method.drafter.draft_many(list(zip(going, budgets, strict=True)))
+        return found
+
+    native = method.drafter.native
+    assert native is not None
+    try:
+        for tree, expected in zip(drafts(native), drafts(None), strict=True):
+            check_equal(tree, expected)
+    finally:
+        method.drafter.native = native
 
 
 @pytest.mark.parametrize("name", METHODS)

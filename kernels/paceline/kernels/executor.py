@@ -38,11 +38,13 @@ CACHE_TYPES = (torch.float32, torch.bfloat16, torch.int8)
 _TILE_ROWS = 128
 
 
-def _numbers(*names: str) -> list[tuple[str, Any]]:
+def numbers(*names: str) -> list[tuple[str, Any]]:
+    """Fields of a C structure: int64."""
     return [(name, ctypes.c_int64) for name in names]
 
 
-def _pointers(*names: str) -> list[tuple[str, Any]]:
+def pointers(*names: str) -> list[tuple[str, Any]]:
+    """Fields of a C structure: addresses."""
     return [(name, ctypes.c_void_p) for name in names]
 
 
@@ -50,19 +52,19 @@ class CBlock(ctypes.Structure):
     """``Block`` of ``native/attention.h``."""
 
     _fields_ = [
-        *_numbers("sequence", "start", "length", "row"),
-        *_pointers("depths", "paths", "path_starts"),
+        *numbers("sequence", "start", "length", "row"),
+        *pointers("depths", "paths", "path_starts"),
     ]
 
 
 class _Probe(ctypes.Structure):
-    _fields_ = [*_numbers("block", "node", "weights", "stride"), *_pointers("out")]
+    _fields_ = [*numbers("block", "node", "weights", "stride"), *pointers("out")]
 
 
 class CProbes(ctypes.Structure):
     """``Probes`` of ``native/attention.h``."""
 
-    _fields_ = [*_numbers("count"), *_pointers("probe")]
+    _fields_ = [*numbers("count"), *pointers("probe")]
 
 
 def probe_rows(probes: Sequence[Probe]) -> ctypes.Array[_Probe]:
@@ -136,38 +138,38 @@ _OUT_OF_MEMORY = 1
 
 class _Operation(ctypes.Structure):
     _fields_ = [
-        *_numbers("kind", "source", "delta", "out", "layer", "window", "q_heads", "kv_heads"),
-        *_numbers("bf16"),
-        *_pointers("weight", "second"),
+        *numbers("kind", "source", "delta", "out", "layer", "window", "q_heads", "kv_heads"),
+        *numbers("bf16"),
+        *pointers("weight", "second"),
         ("eps", ctypes.c_double),
     ]
 
 
 class _Buffer(ctypes.Structure):
-    _fields_ = _numbers("width", "extent")
+    _fields_ = numbers("width", "extent")
 
 
 class _Program(ctypes.Structure):
     _fields_ = [
-        *(*_numbers("operations", "selecting"), *_pointers("operation")),
-        *(*_numbers("buffers"), *_pointers("buffer")),
-        *_numbers("vocabulary", "q_heads", "kv_heads", "dim"),
+        *(*numbers("operations", "selecting"), *pointers("operation")),
+        *(*numbers("buffers"), *pointers("buffer")),
+        *numbers("vocabulary", "q_heads", "kv_heads", "dim"),
         ("scale", ctypes.c_double),
     ]
 
 
 class _Queries(ctypes.Structure):
-    _fields_ = [*_numbers("count"), *_pointers("row", "out")]
+    _fields_ = [*numbers("count"), *pointers("row", "out")]
 
 
 class _Run(ctypes.Structure):
     _fields_ = [
-        *(*_numbers("rows", "selected", "threads"), *_pointers("tokens", "position")),
-        *(*_pointers("selection", "table"), *_numbers("sequences"), *_pointers("caches")),
-        *(*_numbers("kv_type", "blocks"), *_pointers("block", "contexts", "context_block")),
-        *(*_numbers("context_type"), *_pointers("inputs"), *_numbers("inputs_bf16")),
-        *(*_numbers("tiles"), *_pointers("tile", "logits", "taps"), *_numbers("taps_bf16")),
-        *_pointers("probes", "queries", "memory"),
+        *(*numbers("rows", "selected", "threads"), *pointers("tokens", "position")),
+        *(*pointers("selection", "table"), *numbers("sequences"), *pointers("caches")),
+        *(*numbers("kv_type", "blocks"), *pointers("block", "contexts", "context_block")),
+        *(*numbers("context_type"), *pointers("inputs"), *numbers("inputs_bf16")),
+        *(*numbers("tiles"), *pointers("tile", "logits", "taps"), *numbers("taps_bf16")),
+        *pointers("probes", "queries", "memory"),
     ]
 
 
@@ -190,13 +192,18 @@ def supported(program: Program) -> bool:
 
 
 class NativeProgram:
-    """A program as C structures. Safe to run on several threads: each has its own memory."""
+    """A program as C structures. Safe to run on several threads: each has its own memory.
+
+    Attributes:
+        address: Address of ``Program`` of ``native/program.h``.
+        width: Width of the first operation's rows.
+    """
 
     def __init__(self, library: ctypes.CDLL, program: Program) -> None:
         """Translate a program that is :func:`supported`."""
         self._heads, self._layers, self._dtype = program.heads, program.layers, program.dtype
         self._kept: list[Any] = [program]
-        self._hidden = program.buffers[program.operations[0].out].width
+        self.width = program.buffers[program.operations[0].out].width
         self._vocabulary = program.buffers[0].width
         operations = (_Operation * len(program.operations))(
             *map(self._translate, program.operations)
@@ -220,7 +227,7 @@ class NativeProgram:
             scale=program.heads.dim**-0.5,
         )
         self._kept += [operations, buffers]
-        self._address = ctypes.addressof(self._program)
+        self.address = ctypes.addressof(self._program)
         self._bytes = library.paceline_program_bytes
         self._run = library.paceline_run_program
         for function in (self._bytes, self._run):
@@ -243,7 +250,7 @@ class NativeProgram:
         taps = {
             layer: torch.empty(
                 selected if layer in self._selected_taps else plan.rows,
-                self._hidden,
+                self.width,
                 dtype=self._dtype,
             )
             for layer in call.taps
@@ -279,9 +286,9 @@ class NativeProgram:
         if call.contexts:
             self._add_contexts(run, call, kept)
         at = ctypes.addressof(run)
-        memory = self._reserve(self._bytes(self._address, at))
+        memory = self._reserve(self._bytes(self.address, at))
         run.memory = memory.data_ptr()
-        failed = self._run(self._address, at)
+        failed = self._run(self.address, at)
         if failed == _OUT_OF_MEMORY:
             raise MemoryError(f"no memory for the scores of {plan.rows} rows: send smaller batches")
         if failed:
@@ -512,14 +519,10 @@ class Executor:
         """Prepare a program for all devices that its weights may be on."""
         native = library()
         self._program = program
-        self._native = (
-            NativeProgram(native, program) if native is not None and supported(program) else None
-        )
-
-    @property
-    def compiled(self) -> bool:
-        """Whether compiled kernels run it where no cache is in pages."""
-        return self._native is not None
+        self.native: NativeProgram | None = None
+        """The program for compiled kernels, which run it where no cache is in pages."""
+        if native is not None and supported(program):
+            self.native = NativeProgram(native, program)
 
     def run(self, call: Pass) -> PassResult:
         """Run the operations; keys and values are written to the caches.
@@ -533,6 +536,6 @@ class Executor:
             MemoryError: Memory ran out.
         """
         caches = (*call.caches, *(context.cache for context in call.contexts))
-        if self._native is None or any(cache.table is None for cache in caches):
+        if self.native is None or any(cache.table is None for cache in caches):
             return run_one_by_one(self._program, call)
-        return self._native.run(call)
+        return self.native.run(call)

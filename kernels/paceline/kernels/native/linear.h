@@ -50,6 +50,9 @@ int64_t linear_items(const Matrix *m, int64_t rows);
 void linear_item(const Matrix *m, const float *x, const void *scratch, int64_t rows, float *out,
                  int64_t item);
 
+/* The whole product on the threads of OpenMP. */
+void paceline_linear(const Matrix *m, const float *x, int64_t rows, void *scratch, float *out);
+
 /* One row of the weights: ins floats. */
 void linear_row(const Matrix *m, int64_t row, float *out);
 

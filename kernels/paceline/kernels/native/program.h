@@ -82,4 +82,7 @@ typedef struct {
   char *memory;           /* paceline_program_bytes() bytes, aligned to 64 */
 } Run;
 
+int64_t paceline_program_bytes(const Program *p, const Run *r);
+int64_t paceline_run_program(const Program *p, const Run *r);
+
 #endif

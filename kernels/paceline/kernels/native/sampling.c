@@ -1,5 +1,7 @@
 /* Noise, probabilities and candidates of tokens. Noise and probabilities have the same bits on every
  * machine with FMA. */
+#include "sampling.h"
+
 #include <math.h>
 
 #include "vectors.h"

@@ -244,7 +244,7 @@ class Decoder:
     @property
     def compiled(self) -> bool:
         """Whether compiled kernels run it."""
-        return self._executor.compiled
+        return self._executor.native is not None
 
     def _record(self) -> Program:
         """The operations of a forward pass."""

@@ -83,7 +83,8 @@ class Ranker:
             drafted: The target's token id of each logit, rising, int64 ``[R]`` on the CPU; None:
                 logit i is of token i.
         """
-        self._params = params
+        self.params = params
+        """Sampling parameters of the verifier."""
         self._vocab_size = vocab_size
         self._candidates = candidates
         self._drafted = None if drafted is None else drafted[drafted < vocab_size]
@@ -94,11 +95,18 @@ class Ranker:
 
     def widths(self, widths: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the nodes of each level: ``widths``, or 1 under rejection sampling."""
-        return (1,) if self._params.rejection else widths
+        return (1,) if self.params.rejection else widths
+
+    def plain_logits(self) -> int:
+        """Returns how many of a CPU's logits, the first ones, have candidates ranked by logits,
+        temperature and noise alone; 0 if the others have a part in it, or filters."""
+        count = self._vocab_size if self._drafted is None else len(self._drafted)
+        few = self.params.greedy or count <= max(_SMALL_VOCAB, self._candidates)
+        return count if few and not self._by_row and not self.params.rejection else 0
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Adds emitted tokens, which penalties depend on."""
-        if self._params.penalised:
+        if self.params.penalised:
             for token in tokens:
                 self._history.push(token)
 
@@ -120,18 +128,18 @@ class Ranker:
             one path, the token that was drawn.
         """
         drafted = self._drafted
-        if self._by_row or self._params.rejection:
+        if self._by_row or self.params.rejection:
             logits, drafted = self._all_tokens(logits.cpu()), None
         count = self._vocab_size if drafted is None else len(drafted)
-        scores, temperature = logits[:, :count].float(), self._params.temperature
+        scores, temperature = logits[:, :count].float(), self.params.temperature
         if self._by_row:
             rows = [self._filtered_row(row, path) for row, path in zip(scores, paths, strict=True)]
             scores, temperature = torch.stack(rows), 1.0
-        if self._params.rejection:
+        if self.params.rejection:
             return self._drawn(scores / temperature, position)
-        width, seed = min(width, count), self._params.seed
+        width, seed = min(width, count), self.params.seed
         many = _SMALL_VOCAB * (len(scores) if scores.is_cpu else 1)
-        if self._params.greedy:
+        if self.params.greedy:
             best, logs = best_candidates(scores, width)
         elif count <= max(many, self._candidates):
             ids = torch.arange(count) if drafted is None else drafted
@@ -157,18 +165,18 @@ class Ranker:
     def _drawn(self, scores: Tensor, position: int) -> Ranked:
         (row,) = scores
         proposal = Proposal.likeliest(row, self._candidates)
-        token = proposal.draw(self._params.seed, position)
+        token = proposal.draw(self.params.seed, position)
         return Ranked(
             torch.tensor([[token]]), torch.tensor([[(1 + proposal.peak) / 2]]).log(), proposal
         )
 
     def _filtered_row(self, row: Tensor, path: Sequence[int]) -> Tensor:
-        if not self._params.penalised:
-            return filter_logits(row, self._params, self._history)
+        if not self.params.penalised:
+            return filter_logits(row, self.params, self._history)
         for token in path:
             self._history.push(token)
         try:
-            return filter_logits(row, self._params, self._history)
+            return filter_logits(row, self.params, self._history)
         finally:
             for _ in path:
                 self._history.pop()

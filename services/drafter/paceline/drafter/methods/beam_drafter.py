@@ -102,18 +102,23 @@ class BeamSequence(DraftSequence):
     def begin(self, budget: Budget) -> bool:
         """Starts the tree of a round. Returns False if nothing can be drafted."""
         self.beam = None
-        drafter = self._drafter
-        depth = min(budget.depth, drafter.max_depth, drafter.shape.max_position - self.length + 1)
-        if budget.nodes <= 0 or depth <= 0:
+        limits = self.limits(budget)
+        if limits is None:
             return False
         ahead, self._ahead = self._ahead, None
         if ahead is None or not self.keep_ahead():
             ahead = None
             if not self.prepare():
                 return False
-        limits = Budget(min(budget.nodes, drafter.max_nodes), depth)
-        self.beam = Beam(limits, self._widths, drafter.options.min_survival, ahead)
+        self.beam = Beam(limits, self._widths, self._drafter.options.min_survival, ahead)
         return True
+
+    def limits(self, budget: Budget) -> Budget | None:
+        """Returns the limits of a round's tree; None if nothing can be drafted."""
+        drafter = self._drafter
+        depth = min(budget.depth, drafter.max_depth, drafter.shape.max_position - self.length + 1)
+        nodes = min(budget.nodes, drafter.max_nodes)
+        return Budget(nodes, depth) if nodes > 0 and depth > 0 else None
 
     def begin_ahead(self) -> bool:
         """Gets ready for a level beyond the tree. Returns False if it cannot be drafted."""

@@ -24,6 +24,7 @@ from paceline.kernels import (
     plan_trees,
     send,
 )
+from paceline.kernels.executor import NativeProgram
 
 
 class DSparkBackbone:
@@ -46,11 +47,19 @@ class DSparkBackbone:
         Its matrices get ``bits``, 8 or 4, in blocks of 32, or stay as they came.
         """
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self._rope = Rope(config, device)
+        self.rope = Rope(config, device)
         tensors = LayerWeights(config, weights, bits)
         fc = tensors.matrix("fc")
         self._writing = Executor(_record_context(config, tensors, fc, dtype))
         self._drafting = Executor(_record_block(config, tensors, fc, embedding, dtype))
+
+    @property
+    def native(self) -> tuple[NativeProgram, NativeProgram] | None:
+        """The programs of :meth:`add_states` and :meth:`forward` for compiled kernels."""
+        writing, drafting = self._writing.native, self._drafting.native
+        if writing is None or drafting is None or self.device.type != "cpu":
+            return None
+        return writing, drafting
 
     def new_context(self) -> WindowCache:
         """Returns an empty context for one generation: the KV of its hidden states.
@@ -81,7 +90,7 @@ class DSparkBackbone:
         plan = plan_trees(segments, positions=positions, device=self.device)
         states = torch.cat([each.to(self.device, self.dtype) for _, _, each in batch])
         contexts = [context for context, _, _ in batch]
-        self._writing.run(Pass(None, plan, contexts, self._rope.table(plan.longest), inputs=states))
+        self._writing.run(Pass(None, plan, contexts, self.rope.table(plan.longest), inputs=states))
 
     @torch.inference_mode()
     def forward(self, blocks: Sequence[tuple[WindowCache, int, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -120,7 +129,7 @@ class DSparkBackbone:
             send(torch.tensor(tokens), self.device),
             plan,
             caches,
-            self._rope.table(plan.longest),
+            self.rope.table(plan.longest),
             send(torch.tensor(rows), self.device),
             taps=(0,),
             contexts=contexts,

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.layers import DRAFT_TOKENS, draft_rows, linear
+from paceline.kernels.linear import PackedMatrix
 
+NativeHead = tuple[Tensor, PackedMatrix]
 Head = TypeVar("Head", bound=nn.Module)
 
 
@@ -169,6 +171,22 @@ class DSparkHeads:
             if config.confidence_markov:
                 column = head.proj.weight[0, config.hidden :]
                 self._offsets = (self._w1 @ column + head.proj.bias).tolist()
+
+    def native(self) -> tuple[NativeHead | None, tuple[Tensor, Tensor] | None] | None:
+        """Returns the heads as :class:`~paceline.kernels.draft.BlockDraft` takes them: W1, float32,
+        with packed W2, and weights and offsets of confidences; None if it cannot run them."""
+        head = None
+        if self._markov is not None:
+            if self._markov.kind != "vanilla" or self._w2.packed is None:
+                return None
+            head = self._w1.detach(), self._w2.packed
+        if self._confidence is None:
+            return head, None
+        return head, (self._confidence.detach().contiguous(), torch.tensor(self._offsets))
+
+    def row(self, token: int) -> int:
+        """Returns the row of W1 of a token."""
+        return self._rows[token]
 
     @torch.inference_mode()
     def begin(self, hidden: Tensor, logits: Tensor) -> DSparkBlock:
