@@ -20,15 +20,13 @@ from rich.table import Table
 
 from paceline.bench.models import Models
 from paceline.bench.record import Results, make_console
-from paceline.bench.table.run import CATEGORIES, read
+from paceline.bench.table.run import CATEGORIES, PROMPTS, read
 from paceline.decoder import Decoder, ModelSource, open_model
 from paceline.drafter import Drafter, DrafterSpec, Resources
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import accepted_tokens
 from paceline.train.acceptance import TargetRecording, record, rounds
 from paceline.v1 import sampling_pb2
-
-_FILES = Path(__file__).parents[2] / "prompts"
 
 
 @dataclass
@@ -68,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
     console = make_console()
     models = Models.of(args)
     source = open_model(models.target)
-    files = args.prompts or [_FILES / f"{name}.jsonl" for name in CATEGORIES]
+    files = args.prompts or [PROMPTS / f"{name}.jsonl" for name in CATEGORIES]
     prompts = read(files, source, args.tokens)
     [weights] = args.weights
     target = Decoder.load(source, weights)
-    drafters = dict(_load(args.drafter, models.target))
+    drafters = dict(load_drafters(args.drafter, models.target))
     layers = {n for each in drafters.values() for n in each.needs.hidden_state_layers}
     results = Results("acceptance", args.output, target=source.fingerprint(), tokens=args.tokens)
     for category, heat in ((c, t) for c in prompts for t in args.temperature):
@@ -80,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         texts = prompts[category][: args.count]
         title = f"{category}, T = {heat:g}, {weights}"
         for number, prompt in enumerate(track(texts, title, console=console)):
-            answer = _answer(target, source, prompt, args.tokens, heat, number + 1, layers)
+            answer = write_answer(target, source, prompt, args.tokens, heat, number + 1, layers)
             for name, drafter in drafters.items():
                 _measure(drafter, answer, found[name])
         entries = {name: each.entry() for name, each in found.items() if each.rounds}
@@ -90,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(specs: Sequence[str], target: Path) -> Iterator[tuple[str, Drafter]]:
+def load_drafters(specs: Sequence[str], target: Path) -> Iterator[tuple[str, Drafter]]:
     """The drafters of specifications by name; ``target`` is added where a method takes it."""
     for text in specs:
         spec = DrafterSpec.parse(text)
@@ -101,7 +99,7 @@ def _load(specs: Sequence[str], target: Path) -> Iterator[tuple[str, Drafter]]:
         yield spec.name, method.load(spec.folder, options, Resources())
 
 
-def _answer(
+def write_answer(
     target: Decoder,
     source: ModelSource,
     prompt: list[int],

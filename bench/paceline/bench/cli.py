@@ -12,6 +12,7 @@ from paceline.harness.models import model_path
 
 _MODULES = {
     "acceptance": "paceline.bench.acceptance",
+    "papers": "paceline.bench.papers",
     "table": "paceline.bench.table.run",
     "round": "paceline.bench.round",
     "step": "paceline.bench.step.run",
@@ -22,6 +23,9 @@ _MODULES = {
     "lm-eval": "paceline.bench.lm_eval",
     "widen": "paceline.bench.widen",
 }
+_EXPERIMENTS = (
+    "context", "offset", "noise", "attention", "dspark", "load", "selection", "budget", "output",
+)  # fmt: skip
 _WEIGHTS = ("float32", "bfloat16", "int8", "int4")
 
 
@@ -52,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafter", action="append", required=True, metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
         help="repeatable",
     )  # fmt: skip
+    _add_papers(add("papers", "what the papers measured, by experiment", 128))
     rounds = add("round", "where the time of a round between drafter and verifier goes", 96, 5)
     rounds.add_argument("--weights", default="int8", choices=_WEIGHTS, help="of the target")
     rounds.add_argument(
@@ -145,6 +150,31 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
         help="a server with OpenAI's interface, such as vllm=http://127.0.0.1:8000/v1; repeatable. "
         "Its key is read from OPENAI_API_KEY",
     )  # fmt: skip
+
+
+def _add_papers(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("experiment", nargs="+", choices=_EXPERIMENTS, help="which; see docs/papers.md")
+    _add_weights(parser, "int8")
+    option("--texts", type=int, default=12, metavar="N", help="texts of a cell, or repeats")
+    option("--contexts", type=_numbers, default="512,1024,2048,4096,7500", help="tokens before")
+    option("--temperature", type=float, default=0.0, metavar="T")
+    _add_prompts(parser)
+    option(
+        "--drafter", action="append", default=[], metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
+        help="repeatable; default: those of the experiment, for SmolLM2",
+    )  # fmt: skip
+    option("--speed", action="store_true", help="`context`: with services, speeds too")
+    option("--policies", nargs="+", default=[], metavar="NAME", help="`selection`, `budget`")
+    option(
+        "--ratios", nargs="+", type=float, default=[0.02, 0.07, 0.15], metavar="SHARE",
+        help="`selection`: shares of the KV that a draft reads",
+    )  # fmt: skip
+    option("--rows", type=_numbers, default="8,33,64", help="`attention`: rows of a step")
+    option("--users", type=_numbers, default="1,2,4,8,16", help="`load`: users at a time")
+    option("--minutes", type=float, default=0.0, help="`offset`, `noise`, `dspark`: of training")
+    option("--train", default="", metavar="ARGUMENTS", help="more, of each `paceline train`")
+    option("--work", type=Path, default=Path(".papers"), help="folder of what is trained")
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:

@@ -157,7 +157,9 @@ def accepted_per_round(drafter: Drafter, recording: TargetRecording) -> list[int
     return [accepted_tokens(tree, after) for tree, after in rounds(drafter, recording)]
 
 
-def rounds(drafter: Drafter, recording: TargetRecording) -> Iterator[tuple[TokenTree, list[int]]]:
+def rounds(
+    drafter: Drafter, recording: TargetRecording, kv: RecordedKv | None = None
+) -> Iterator[tuple[TokenTree, list[int]]]:
     """Draft along a recorded text.
 
     The last round is the last one in which a path of full depth fits the text.
@@ -165,12 +167,13 @@ def rounds(drafter: Drafter, recording: TargetRecording) -> Iterator[tuple[Token
     Args:
         drafter: A drafter for the recording's target.
         recording: The text, with the hidden states that the drafter reads, if any.
+        kv: Its KV, where the drafter is to read it by another policy than ``streaming``.
 
     Yields:
         The tree of a round, and the text after its anchor, as long as the drafter's depth.
     """
     tokens, needs, states = recording.tokens, drafter.needs, None
-    kv = RecordedKv(recording.cache)
+    kv = kv or RecordedKv(recording.cache)
     if needs.hidden_state_layers:
         rows = torch.cat([recording.states[layer] for layer in needs.hidden_state_layers], dim=1)
         states = RecordedStates(rows, needs.hidden_state_window)

@@ -52,6 +52,10 @@ class Answer:
         output: The text or its tokens.
         drafted_rounds: Rounds of Paceline with a tree.
         drafted_tokens: Tokens of these rounds.
+        draft_ms: Time of Paceline's drafter.
+        verify_ms: Time of its verifier's steps.
+        checked: Drafted tokens that these checked.
+        steps: Number of these.
     """
 
     tokens: int
@@ -61,6 +65,10 @@ class Answer:
     output: str
     drafted_rounds: int = 0
     drafted_tokens: int = 0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    checked: int = 0
+    steps: int = 0
 
 
 class Contestant(Protocol):
@@ -156,6 +164,10 @@ class PacelineServices:
             json.dumps((await generation).token_ids),
             stats.drafted_rounds,
             sum(entry.emitted for entry in stats.rounds if entry.drafted),
+            stats.draft_ms,
+            stats.verify_ms,
+            stats.checked,
+            stats.steps,
         )
 
     async def _read(self, prompt: list[int]) -> Generation:

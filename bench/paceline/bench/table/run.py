@@ -159,8 +159,8 @@ CATEGORIES = ("chat", "code", "mathematics", "edit", "long")
 MIXED = "chat, code, mathematics"
 """The category of several users: prompts of the three in turn."""
 
-_FILES = Path(__file__).parents[3] / "prompts"
-_SHORT = CATEGORIES[:3]
+PROMPTS = Path(__file__).parents[3] / "prompts"
+SHORT = CATEGORIES[:3]
 _WARM_UP = "Name the months of the year."
 
 
@@ -178,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     models = Models.of(args)
     source = open_model(models.target)
-    files = args.prompts or [_FILES / f"{name}.jsonl" for name in CATEGORIES]
+    files = args.prompts or [PROMPTS / f"{name}.jsonl" for name in CATEGORIES]
     content = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     head = {"target": source.fingerprint(), "tokens": args.tokens, "prompts": content}
     results = Results("table", args.output, **head)
@@ -262,14 +262,14 @@ def encode(source: ModelSource, prompts: list[str | list[int]]) -> list[list[int
 
 def choose(prompts: Prompts, phase: Phase, wanted: list[str]) -> Prompts:
     """Prompts of a phase: of several users a mixture, above temperature 0 the short categories."""
-    if not set(_SHORT) <= prompts.keys():
+    if not set(SHORT) <= prompts.keys():
         return prompts
     if phase.users > 1:
         mixture = [
-            each for row in zip(*(prompts[name] for name in _SHORT), strict=False) for each in row
+            each for row in zip(*(prompts[name] for name in SHORT), strict=False) for each in row
         ]
         return {MIXED: mixture}
-    names = _SHORT if phase.temperature else tuple(prompts)
+    names = SHORT if phase.temperature else tuple(prompts)
     return {name: prompts[name] for name in names if name in (wanted or names)}
 
 

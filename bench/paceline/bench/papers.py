@@ -1,0 +1,727 @@
+"""`paceline bench papers`: what the papers measured, on a target of one's own.
+
+An experiment has cells. A cell compares arms on the same texts; its figures are ratios of sums over
+texts, with 95% intervals by drawing texts again, and each arm's over the first one's with the texts
+paired. Accepted lengths are measured along texts that the target wrote once, without services, so
+they do not depend on the machine's load. Nothing is looked up in earlier texts. Cells that the
+result file has are kept, so the same command goes on where an earlier one stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import uvloop
+from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from paceline.bench.acceptance import load_drafters, write_answer
+from paceline.bench.chart import draw
+from paceline.bench.models import Models
+from paceline.bench.record import Results, make_console
+from paceline.bench.table.engines import NONE, Answer, AnswerRequest, PacelineServices
+from paceline.bench.table.run import PROMPTS, SHORT, read
+from paceline.decoder import Decoder, open_model
+from paceline.drafter import Drafter
+from paceline.drafter.methods.base import accepted_tokens
+from paceline.kernels import (
+    MAX_TREE_NODES,
+    Heads,
+    LayerTable,
+    Pass,
+    Recorder,
+    TreePlan,
+    TreeSegment,
+    cpu_kernels,
+    plan_trees,
+)
+from paceline.kernels.caches import from_rows
+from paceline.kernels.dense import AttentionCall, DenseBackend
+from paceline.kernels.executor import NativeProgram, run_one_by_one
+from paceline.kv.policies import kv_policies, load_policy
+from paceline.train.acceptance import RecordedKv, TargetRecording, rounds
+from paceline.tree import TokenTree
+from paceline.verifier.engine.batch import BatchObserver
+
+Pairs = list[tuple[float, float]]
+"""Numerator and denominator of a ratio, by text."""
+
+Samples = dict[str, dict[str, dict[float, Pairs]]]
+"""By arm, measure, and place on the x axis."""
+
+_RESAMPLES = 1000
+_REPEATS = 5  # times that attention is measured, of which the shortest counts
+_BLOCK = 512  # tokens of output that `output` puts together
+_MIN_DISTINCT = 0.5  # share of different 4-grams in a block; below it, the text is a loop
+
+
+def samples() -> Samples:
+    """Without any yet."""
+    return defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+
+
+def estimate(pairs: Pairs, other: Pairs | None = None) -> list[float]:
+    """The ratio of sums over texts, with the ends of its interval before and after it.
+
+    Args:
+        pairs: Of the texts.
+        other: Of the same texts in another arm: the ratio of both ratios.
+    """
+    found = np.array(pairs, dtype=float)
+    count = len(found)
+    drawn = np.random.default_rng(1).integers(count, size=(_RESAMPLES, count))
+    drawn = np.concatenate([np.arange(count)[None], drawn])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.divide(*found[drawn].sum(axis=1).T)
+        if other is not None:
+            ratios /= np.divide(*np.array(other, dtype=float)[drawn].sum(axis=1).T)
+    ratios = ratios[np.isfinite(ratios)]
+    low, high = np.percentile(ratios[1:], (2.5, 97.5))
+    return [round(float(each), 3) for each in (low, ratios[0], high)]
+
+
+def figures(found: Samples) -> dict[str, Any]:
+    """Of a result file: ``arms`` by measure and place, and ``over``, each over the first arm."""
+    entry: dict[str, Any] = {"arms": {}, "over": {}}
+    first = next(iter(found.values()), {})
+    for arm, measures in found.items():
+        for measure, line in measures.items():
+            lines: list[dict[str, list[float]]] = [{}, {}]
+            for x, pairs in line.items():
+                if not any(below for _, below in pairs):
+                    continue
+                lines[0][f"{x:g}"] = estimate(pairs)
+                others = first.get(measure, {}).get(x, [])
+                if measures is not first and any(above for above, _ in others):
+                    lines[1][f"{x:g}"] = estimate(pairs, others)
+            for kind, each in zip(entry.values(), lines, strict=True):
+                if each:
+                    kind.setdefault(arm, {})[measure] = each
+    return entry
+
+
+class PolicyKv(RecordedKv):
+    """A recording's KV as a selection policy of the verifier shows it to a drafter.
+
+    Attributes:
+        capacity, device: See :class:`~paceline.kv.selection.ObservedCache`.
+    """
+
+    def __init__(self, target: Decoder, text: TargetRecording, drafter: Drafter) -> None:
+        super().__init__(text.cache)
+        text.cache.reserve(MAX_TREE_NODES)
+        self.capacity, self.device = text.cache.capacity, torch.device(target.device)
+        self._target, self._text = target, text
+        self._layers = [each % target.config.layers for each in drafter.needs.kv_layers]
+        self._policy = load_policy(drafter.needs.kv_options.kv_policy)(self, self._layers)
+        self._chosen: list[Tensor] = []
+
+    def refresh(self, below: int, budget: int) -> int:
+        length = min(self.committed, below)
+        self._chosen = self._policy.choose(length, budget or length)
+        return length
+
+    def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        keys, values = self.layer(layer)
+        chosen = self._chosen[self._layers.index(layer % self._target.config.layers)]
+        return [(from_rows(keys[:, chosen]), from_rows(values[:, chosen]))]
+
+    def verify(self, tree: TokenTree, accepted: Sequence[int]) -> None:
+        """Run the tree of a round through the target: its rows score the prefix.
+
+        Args:
+            tree: The drafted tokens.
+            accepted: Those on the path that equals the text.
+        """
+        observer = self._policy.observer
+        if observer is None:
+            return
+        start, count = self.committed, 1 + len(tree.tokens)
+        segment = TreeSegment(0, start, (-1, *(parent + 1 for parent in tree.parents)), count)
+        observers = BatchObserver()
+        observers.add(observer, 0, segment, 0)
+        planes = [plane for layer in range(self._target.config.layers) for plane in
+                  self._text.cache.layer(layer)]  # fmt: skip
+        # The rows overwrite the recording behind the prefix.
+        kept = [plane[:, start : start + count].clone() for plane in planes]
+        self._target.forward(
+            torch.tensor([self._text.tokens[start], *tree.tokens]),
+            plan_trees([segment]),
+            [self._text.cache],
+            logit_rows=torch.tensor([0]),
+            observer=observers,
+        )
+        observers.publish(self._target.config.q_heads)
+        paths = [[], *(list(tree.path(node)) for node in range(len(tree.tokens)))]
+        observer.accepted(paths.index(list(accepted)))
+        for plane, rows in zip(planes, kept, strict=True):
+            plane[:, start : start + count] = rows
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round along a text.
+
+    Attributes:
+        place: Tokens of the answer before its tree.
+        tree: The drafted tokens.
+        accepted: How many the target accepted.
+        ms: Time of the draft.
+    """
+
+    place: int
+    tree: TokenTree
+    accepted: int
+    ms: float
+
+
+class Bench:
+    """What the experiments share: target, drafters, texts, and the result file of each."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.console = args, make_console()
+        self.models = Models.of(args)
+        self.source = open_model(self.models.target)
+        [self.weights] = args.weights
+        self._drafters: dict[str, Drafter] = {}
+        self.results = self._open("")
+
+    def run(self, experiment: str) -> None:
+        """Measure and draw one experiment."""
+        self.results = self._open(experiment)
+        EXPERIMENTS[experiment](self)
+        panels: dict[str, dict[str, dict[float, list[float]]]] = {}
+        for entry in self.results.entries.values():
+            for arm, measures in entry["arms"].items():
+                for measure, line in measures.items():
+                    title = ", ".join(filter(None, (measure, entry["panel"])))
+                    drawn = panels.setdefault(title, {}).setdefault(arm, {})
+                    drawn.update({float(x): ends for x, ends in line.items()})
+        picture = self.results.file.with_suffix(".svg")
+        picture.write_text(draw(panels))
+        self.console.print(f"written to {self.results.file} and {picture}")
+
+    def _open(self, experiment: str) -> Results:
+        head = {"target": self.source.fingerprint(), "tokens": self.args.tokens}
+        return Results(f"papers-{experiment}", self.args.output, **head)
+
+    def cell(self, title: str, panel: str, measure: Callable[[], Samples]) -> None:
+        """Measure a cell, unless the result file has it, and record it.
+
+        Args:
+            title: Its name in the result file.
+            panel: Of the picture, beside the name of the measure; cells may share one.
+            measure: Does so.
+        """
+        if title in self.results.entries:
+            self.console.log(f"{title}: already in {self.results.file}")
+            return
+        began = time.monotonic()
+        found = measure()
+        measured = figures(found)
+        lengths = (
+            len(each) for arm in found.values() for line in arm.values() for each in line.values()
+        )
+        facts = {"panel": panel, "weights": self.weights, "texts": max(lengths, default=0)}
+        facts["minutes"] = round((time.monotonic() - began) / 60, 1)
+        self.results.add(title, facts | measured)
+        table = Table("arm", "measure", "value (95%)", "over the first arm", title=title)
+        for arm, measures in measured["arms"].items():
+            for name, line in measures.items():
+                over = measured["over"].get(arm, {}).get(name, {})
+                table.add_row(arm, name, _words(line), _words(over))
+        self.console.print(table)
+
+    @cached_property
+    def target(self) -> Decoder:
+        """The target in this process."""
+        return Decoder.load(self.source, self.weights)
+
+    def drafter(self, spec: str) -> Drafter:
+        """The drafter of METHOD[:DIR][,KEY=VALUE...]."""
+        if spec not in self._drafters:
+            [(_, found)] = load_drafters([f"drafter={spec}"], self.models.target)
+            self._drafters[spec] = found
+        return self._drafters[spec]
+
+    def given(self, default: Mapping[str, str]) -> dict[str, str]:
+        """Specifications by name: those of `--drafter`, else these."""
+        return dict(each.split("=", 1) for each in self.args.drafter) or dict(default)
+
+    def trained(self, method: str, arms: Mapping[str, str]) -> dict[str, str]:
+        """Train a drafter for each arm, by name and more arguments, unless it is there."""
+        found = {}
+        for name, more in arms.items():
+            folder = self.args.work / f"{method}-{name.replace(' ', '-')}"
+            found[name] = f"{method}:{folder}"
+            if (folder / "config.json").exists():
+                continue
+            command: list[Any] = [
+                sys.executable,
+                "-m",
+                "paceline.train",
+                method,
+                *shlex.split(more),
+            ]
+            command += ["--target", self.models.target, "--minutes", self.args.minutes]
+            command += ["--out", folder, "--work", f"{folder}-work", *shlex.split(self.args.train)]
+            self.console.log(shlex.join(map(str, command[1:])))
+            subprocess.run([str(word) for word in command], check=True)
+        return found
+
+    def prompts(self, *categories: str) -> list[list[int]]:
+        """The prompts of `--prompts`, or of categories of the table in turn; `--texts` of them."""
+        files = self.args.prompts or [PROMPTS / f"{name}.jsonl" for name in categories]
+        found = zip_longest(*read(files, self.source, self.args.tokens).values())
+        return list(islice((each for row in found for each in row if each), self.args.texts))
+
+    def documents(self, length: int) -> list[list[int]]:
+        """The last `length` tokens of long prompts, each behind the ones before it."""
+        files = self.args.prompts or [PROMPTS / "long.jsonl"]
+        every = [each for found in read(files, self.source, 0).values() for each in found]
+        found = []
+        for number in range(self.args.texts):
+            place, text = number, list[int]()
+            while len(text) < length:
+                text = every[place % len(every)] + text
+                place -= 1
+            found.append(text[-length:])
+        return found
+
+    def contexts(self) -> list[int]:
+        """Those of `--contexts` that fit the target with an answer."""
+        room = self.source.config().max_position - self.args.tokens
+        return [each for each in self.args.contexts if each <= room]
+
+    @torch.inference_mode()
+    def along(
+        self, prompts: Sequence[list[int]], specs: Mapping[str, str]
+    ) -> Iterator[tuple[TargetRecording, str, list[Round]]]:
+        """Let the target answer each prompt, and every drafter draft along the answer."""
+        drafters = {name: self.drafter(spec) for name, spec in specs.items()}
+        layers = {n for each in drafters.values() for n in each.needs.hidden_state_layers}
+        for number, prompt in enumerate(prompts, 1):
+            text = write_answer(
+                self.target, self.source, prompt, self.args.tokens, self.args.temperature,
+                number, layers,
+            )  # fmt: skip
+            self.console.log(f"text {number} of {len(prompts)}: {len(text.continuation)} tokens")
+            for name, drafter in drafters.items():
+                yield text, name, list(self._rounds(drafter, text))
+
+    def _rounds(self, drafter: Drafter, text: TargetRecording) -> Iterator[Round]:
+        kv = PolicyKv(self.target, text, drafter) if drafter.needs.kv_layers else None
+        place, began = 1, time.perf_counter()
+        for tree, after in rounds(drafter, text, kv):
+            ms = (time.perf_counter() - began) * 1e3
+            accepted = accepted_tokens(tree, after)
+            yield Round(place, tree, accepted, ms)
+            place += accepted + 1
+            if kv is not None:
+                kv.verify(tree, after[:accepted])
+            began = time.perf_counter()
+
+    def lengths(self, prompts: Sequence[list[int]], specs: Mapping[str, str], x: float) -> Samples:
+        """Accepted length at one place of the x axis."""
+        found = samples()
+        for _, name, path in self.along(prompts, specs):
+            found[name][_LENGTH][x].append((sum(each.accepted + 1 for each in path), len(path)))
+        return found
+
+
+_LENGTH = "accepted length"
+
+
+def _words(line: Mapping[str, Sequence[float]]) -> str:
+    return "  ".join(
+        f"{x}: {value:.3g} ({low:.3g}-{high:.3g})" for x, (low, value, high) in line.items()
+    )
+
+
+def selfspec(bench: Bench, policy: str, ratio: float, more: str = "") -> str:
+    """SpecAttn's drafter: chains of 7, never cut short."""
+    options = (
+        f"kv_policy={policy},ratio={ratio:g},context=32,depth=7,min_survival=0,share_weights=never"
+    )
+    return f"selfspec:{bench.models.target},{options},weights={bench.weights}{more}"
+
+
+def _context(bench: Bench) -> None:
+    """Accepted length by tokens of context; with `--speed` the services', and their speed."""
+    target = bench.models.target
+    shipped = Path("models/smollm2")
+    default = {
+        "longspec, 512 positions": f"longspec:{shipped}/longspec,target={target},context=512",
+        "longspec, all": f"longspec:{shipped}/longspec,target={target},context=0",
+        "dspark": f"dspark:{shipped}/dspark,target={target},widths=4,4,2,max_nodes=8",
+        "ngram": "ngram",
+        **{f"selfspec, {each}": selfspec(bench, each, 0.07) for each in kv_policies()},
+    }
+    specs = bench.given(default)
+    for length in bench.contexts():
+        texts = bench.documents(length)
+        bench.cell(
+            f"{bench.weights}, {length} tokens", bench.weights,
+            partial(bench.lengths, texts, specs, length),
+        )  # fmt: skip
+        if bench.args.speed:
+            bench.cell(
+                f"{bench.weights}, {length} tokens, services", f"services, {bench.weights}",
+                partial(_served, bench, texts, specs, length),
+            )  # fmt: skip
+
+
+def _served(
+    bench: Bench, prompts: Sequence[list[int]], specs: Mapping[str, str], x: float
+) -> Samples:
+    return uvloop.run(_serve(bench, prompts, specs, x))
+
+
+async def _serve(
+    bench: Bench, prompts: Sequence[list[int]], specs: Mapping[str, str], x: float
+) -> Samples:
+    """Speed and accepted length where every round drafts, behind forks of a prefilled prompt."""
+    found = samples()
+    arms = [NONE, *specs]
+    for arm in arms:
+        found[arm] = found[arm]
+    engine = PacelineServices(bench.models.target, bench.weights, specs, always=True, reuse=True)
+    async with engine:
+        for number, prompt in enumerate(prompts):
+            for arm in arms[number % len(arms) :] + arms[: number % len(arms)]:
+                request = AnswerRequest(prompt, bench.args.tokens, bench.args.temperature, number)
+                answer = await engine.answer(arm, request)
+                mine = found[arm]
+                mine["tokens/s"][x].append((answer.tokens - 1, answer.ended - answer.first))
+                steps = max(1, answer.steps)
+                mine["verify ms"][x].append((answer.verify_ms, steps))
+                if arm != NONE:
+                    mine["draft ms"][x].append((answer.draft_ms, steps))
+                    mine[_LENGTH][x].append((answer.drafted_tokens, answer.drafted_rounds))
+            bench.console.log(f"text {number + 1} of {len(prompts)}")
+    return found
+
+
+def _offset(bench: Bench) -> None:
+    """LongSpec's anchor-offset indices, switched off alone."""
+    specs = bench.trained("longspec", {"LongSpec": "", "no offsets": "--no-offset"})
+    for length in bench.contexts():
+        measure = partial(bench.lengths, bench.documents(length), specs, length)
+        bench.cell(f"{length} tokens", "by tokens of context", measure)
+
+
+def _noise(bench: Bench) -> None:
+    """LongSpec's flash noisy training, switched off alone."""
+    specs = bench.trained("longspec", {"LongSpec": "", "lag 1 only": "--no-noise"})
+    _by_level(bench, "level", specs)
+
+
+def _dspark(bench: Bench) -> None:
+    """Heads, layers and block of DSpark; chains, cut at thresholds of the confidence."""
+    shipped = {"shipped": f"dspark:models/smollm2/dspark,target={bench.models.target}"}
+    if bench.args.minutes:
+        arms = {
+            "DFlash": "--head none",
+            "Markov": "--head vanilla",
+            "RNN": "--head rnn",
+            "Markov, 2 layers": "--head vanilla --layers 2",
+            "Markov, block 6": "--head vanilla --block 6",
+        }
+        shipped = bench.trained("dspark", arms)
+    chains = {
+        name: f"{spec},widths=1,min_survival=0" for name, spec in bench.given(shipped).items()
+    }
+    _by_level(bench, "position", chains)
+
+
+def _by_level(bench: Bench, word: str, specs: Mapping[str, str]) -> None:
+    """Acceptance by level of a draft where the level above was accepted, and its cost."""
+
+    def measure() -> Samples:
+        found = samples()
+        for _, name, path in bench.along(bench.prompts(*SHORT), specs):
+            mine = found[name]
+            mine[_LENGTH][0].append((sum(each.accepted + 1 for each in path), len(path)))
+            depth = bench.drafter(specs[name]).max_depth
+            for level in range(1, depth + 1):
+                reached = sum(each.accepted >= level - 1 for each in path)
+                passed = sum(each.accepted >= level for each in path)
+                mine[f"acceptance by {word}"][level].append((passed, reached))
+            mine["draft ms"][0].append((float(np.median([each.ms for each in path])), 1))
+            for threshold in np.arange(0.0, 1.0, 0.1):
+                cut = [_above(each.tree, threshold) for each in path]
+                drafted = sum(len(tree.tokens) for tree in cut)
+                kept = [
+                    min(each.accepted, _depth(tree)) for each, tree in zip(path, cut, strict=True)
+                ]
+                mine["tokens a round by threshold"][threshold].append(
+                    (sum(kept) + len(path), len(path))
+                )
+                mine["accepted share by threshold"][threshold].append((sum(kept), drafted))
+        return found
+
+    bench.cell(f"short prompts, {bench.weights}", "", measure)
+
+
+def _above(tree: TokenTree, threshold: float) -> TokenTree:
+    """The nodes of a chain before the first whose path is less likely than `threshold`."""
+    survival = np.cumprod(tree.confidences) if tree.confidences else np.zeros(0)
+    count = int((survival >= threshold).cumprod().sum())
+    return TokenTree(tree.tokens[:count], tree.parents[:count], tree.confidences[:count])
+
+
+def _depth(chain: TokenTree) -> int:
+    return len(chain.tokens)
+
+
+def _selection(bench: Bench) -> None:
+    """SpecAttn's rows and its rivals, by share of the KV; a passage far behind, written again."""
+    policies = bench.args.policies or list(kv_policies())
+    for length in bench.contexts():
+        kinds = {"document": bench.documents(length), "passage": _passages(bench, length)}
+        for kind, texts in kinds.items():
+
+            def measure(texts: list[list[int]] = texts) -> Samples:
+                found = samples()
+                specs = {
+                    (policy, ratio): selfspec(bench, policy, ratio)
+                    for policy in policies
+                    for ratio in bench.args.ratios
+                }
+                names = {f"{policy} {ratio:g}": (policy, ratio) for policy, ratio in specs}
+                drafters = {name: specs[key] for name, key in names.items()}
+                for _, name, path in bench.along(texts, drafters):
+                    policy, ratio = names[name]
+                    pair = sum(each.accepted + 1 for each in path), len(path)
+                    found[policy][f"{_LENGTH} by share of the KV"][ratio].append(pair)
+                return found
+
+            bench.cell(f"{kind}, {length} tokens", f"{kind} of {length}", measure)
+
+
+def _passages(bench: Bench, length: int) -> list[list[int]]:
+    """A passage, other text, and the passage's beginning: only its place says how it goes on."""
+    texts = bench.documents(length)
+    passage = min(256, length // 4)
+    begun = passage // 2
+    found = []
+    for number, text in enumerate(texts):
+        other = texts[number - 1]
+        first = other[length // 2 : length // 2 + passage]
+        found.append(first + text[passage + begun :] + first[:begun])
+    return found
+
+
+def _budget(bench: Bench) -> None:
+    """BudgetDraft's question: the accepted length of a small model by its KV budget."""
+    specs = bench.given({"lm": f"lm:{bench.models.folder / 'lm'}"})
+    for length in bench.contexts():
+
+        def measure(length: int = length) -> Samples:
+            found = samples()
+            budgets = [each for each in (64, 128, 256, 512, 1024, 2048) if each < length]
+            names = {
+                f"{name} {policy} {budget}": (f"{name}, {policy}", budget, spec, policy)
+                for name, spec in specs.items()
+                for policy in bench.args.policies or ("streaming", "chunk_topk")
+                for budget in (*budgets, length)
+            }
+            drafters = {
+                name: f"{spec},kv_policy={policy},context={0 if budget == length else budget}"
+                for name, (_, budget, spec, policy) in names.items()
+            }
+            for _, name, path in bench.along(bench.documents(length), drafters):
+                arm, budget, _, _ = names[name]
+                pair = sum(each.accepted + 1 for each in path), len(path)
+                found[arm][f"{_LENGTH} by budget"][budget].append(pair)
+            return found
+
+        bench.cell(f"{length} tokens", f"{length} tokens", measure)
+
+
+def _output(bench: Bench) -> None:
+    """Accepted length by tokens of output; what follows the begin of a loop is left out."""
+    target = bench.models.target
+    specs = bench.given({
+        "longspec": f"longspec:models/smollm2/longspec,target={target}",
+        "dspark": f"dspark:models/smollm2/dspark,target={target},widths=4,4,2,max_nodes=8",
+        "ngram": "ngram",
+    })  # fmt: skip
+
+    def measure() -> Samples:
+        found = samples()
+        for text, name, path in bench.along(bench.prompts("chat", "mathematics"), specs):
+            end = _begin_of_loop(text.continuation)
+            for begin in range(0, bench.args.tokens, _BLOCK):
+                inside = [
+                    e.accepted + 1 for e in path if begin <= e.place < min(end, begin + _BLOCK)
+                ]
+                line = found[name][f"{_LENGTH} by tokens of output"]
+                line[begin + _BLOCK].append((sum(inside), len(inside)))
+        return found
+
+    bench.cell(f"up to {bench.args.tokens} tokens, {bench.weights}", "", measure)
+
+
+def _begin_of_loop(tokens: Sequence[int]) -> int:
+    """Where the first block with few different 4-grams begins."""
+    for begin in range(0, len(tokens), _BLOCK // 4):
+        part = tokens[begin : begin + _BLOCK // 4]
+        grams = [tuple(part[place : place + 4]) for place in range(len(part) - 3)]
+        if grams and len(set(grams)) < _MIN_DISTINCT * len(grams):
+            return begin
+    return len(tokens)
+
+
+def _load(bench: Bench) -> None:
+    """Users at a time: speed of each and of all together, drafting never, always, or controlled."""
+    target = bench.models.target
+    default = {"dspark": f"dspark:models/smollm2/dspark,target={target},widths=3,1,max_nodes=4"}
+    specs = bench.given(default)
+    texts = bench.prompts(*SHORT)
+    for users in bench.args.users:
+        bench.cell(
+            f"{users} users, {bench.weights}", bench.weights,
+            partial(_crowd, bench, texts, specs, users),
+        )  # fmt: skip
+
+
+def _crowd(
+    bench: Bench, texts: Sequence[list[int]], specs: Mapping[str, str], users: int
+) -> Samples:
+    return uvloop.run(_ask(bench, texts, specs, users))
+
+
+async def _ask(
+    bench: Bench, texts: Sequence[list[int]], specs: Mapping[str, str], users: int
+) -> Samples:
+    found = samples()
+    groups = [texts[at : at + users] for at in range(0, len(texts) - users + 1, users)]
+    for always in (False, True):
+        engine = PacelineServices(bench.models.target, bench.weights, specs, always=always)
+        arms = list(specs) if always else [NONE, *specs]
+        async with engine:
+            for number, group in enumerate(groups):
+                for arm in arms:
+                    answers: list[Answer] = await asyncio.gather(*(
+                        engine.answer(arm, AnswerRequest(text, bench.args.tokens, 0.0, number))
+                        for text in group
+                    ))  # fmt: skip
+                    mine = found[f"{arm}, always" if always else arm]
+                    spent = [max(1e-9, each.ended - each.first) for each in answers]
+                    total = sum(each.tokens - 1 for each in answers)
+                    whole = max(e.ended for e in answers) - min(e.first for e in answers)
+                    rates = [(e.tokens - 1) / each for e, each in zip(answers, spent, strict=True)]
+                    mine["tokens/s of all, by users"][users].append((total, whole))
+                    mine["tokens/s of one, by users"][users].append((sum(rates), len(rates)))
+                    mine["checked tokens a step, by users"][users].append(
+                        (sum(e.checked for e in answers), sum(e.steps for e in answers))
+                    )
+                bench.console.log(f"{users} users: group {number + 1} of {len(groups)}")
+    return found
+
+
+def _attention(bench: Bench) -> None:
+    """Tree attention in two parts beside one masked attention, in PyTorch and in SDPA."""
+    config = bench.source.config()
+    for rows in bench.args.rows:
+        bench.cell(f"{rows} rows", f"{rows} rows", partial(_attend, bench, config, rows))
+
+
+class _OneLayer:
+    """A cache of one layer, as programs see it."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._planes = keys, values
+        self.table = LayerTable([self._planes])
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._planes
+
+
+def _native(q: Tensor, keys: Tensor, values: Tensor, plan: TreePlan) -> Callable[[], object]:
+    """The attention of a decoder's step on the CPU, as a program of its own."""
+    _, heads, dim = q.shape
+    recorder = Recorder(Heads(heads, keys.shape[0], dim), torch.float32)
+    rotated = recorder.rotate_queries(recorder.input(heads * dim))
+    recorder.tap(recorder.attend(rotated, 0, None), 0)
+    still = torch.tensor([1.0, 0.0]).repeat_interleave(dim // 2).repeat(plan.longest + 1, 1)
+    call = Pass(
+        None, plan, [_OneLayer(keys, values)], still, taps=(0,), inputs=q.flatten(1).float()
+    )  # fmt: skip
+    library = cpu_kernels().library
+    program = recorder.finish()
+    if library is None:
+        return partial(run_one_by_one, program, call)
+    return partial(NativeProgram(library, program).run, call)
+
+
+def _attend(bench: Bench, config: Any, rows: int) -> Samples:
+    found = samples()
+    scale = config.head_dim**-0.5
+    parents = tuple((node - 1) // 2 if node else -1 for node in range(rows))  # a binary tree
+    for context in bench.args.contexts:
+        stop = context + rows
+        q = torch.randn(rows, config.q_heads, config.head_dim).to(config.dtype)
+        keys, values = (
+            torch.randn(config.kv_heads, stop, config.head_dim).to(config.dtype) for _ in range(2)
+        )
+        plan = plan_trees([TreeSegment(0, context, parents, rows)])
+        mask = torch.zeros(rows, stop, dtype=torch.bool)
+        mask[:, :context] = True
+        for node, parent in enumerate(parents):
+            if parent >= 0:
+                mask[node] |= mask[parent]
+            mask[node, context + node] = True
+        out = torch.empty_like(q)
+        call = AttentionCall(q, [keys], [values], plan, scale, None, out, None, ())
+        queries, k, v = (each[None] for each in (q.transpose(0, 1), keys, values))
+        sdpa = partial(
+            scaled_dot_product_attention, queries, k, v, mask, scale=scale, enable_gqa=True
+        )
+        ways: dict[str, Callable[[], object]] = {
+            "SDPA with a mask": sdpa,
+            "masked in PyTorch": partial(DenseBackend().attend, call),
+            "tree attention": _native(q, keys, values, plan),
+        }
+        for _ in range(bench.args.texts):
+            for name, way in ways.items():
+                shortest = min(_milliseconds(way) for _ in range(_REPEATS))
+                found[name]["ms by tokens of context"][context].append((shortest, 1))
+    return found
+
+
+def _milliseconds(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return (time.perf_counter() - began) * 1e3
+
+
+EXPERIMENTS: dict[str, Callable[[Bench], None]] = {
+    "context": _context, "offset": _offset, "noise": _noise, "attention": _attention,
+    "dspark": _dspark, "load": _load, "selection": _selection, "budget": _budget,
+    "output": _output,
+}  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run experiments one after the other."""
+    bench = Bench(args)
+    for experiment in args.experiment:
+        bench.run(experiment)
+    return 0
