@@ -10,8 +10,13 @@ by a small share of the emitted tokens. So drafting that does not pay costs at m
 the time, and drafting that pays goes on. This needs no schedule of explorations, and a method that
 seldom drafts but then gains much (``ngram``) pays for its failed attempts itself.
 
-A drafter has a balance too, which changes with each of its sequences, and with which new sequences
-begin.
+A drafter has a balance too, which changes with all of its sequences. While it is at 0 or below, no
+other sequence begins to draft. When plain decoding has brought it above 0, all of its sequences
+try at the same time: in one draft and one step, many trees cost less each than one tree that waits
+for the steps of others.
+
+After a suspension a sequence tries again soon if such attempts have paid with this drafter (texts
+that it knows in places), and late if they have not (texts that it does not know).
 """
 
 from __future__ import annotations
@@ -24,16 +29,17 @@ from typing import Any
 from paceline.tree import MAX_NODES
 from paceline.verifier.scheduler.costs import FIRST_STEPS, OUTLIER, WEIGHT
 
-_SHARE = 0.02  # of plain tokens that exploration may cost
-_SHARE_IF_PAYING = 0.1  # the same while the balance of the drafter is above its first one
-_START = 3.0  # balance of an unknown drafter; the maximum of a new sequence. Unit: plain tokens
+_SHARE = 0.015  # of plain tokens that exploration may cost
+_SHARE_IF_PAYING = 0.1  # the same of a sequence, where attempts after suspensions have paid
+_START = 2.0  # balance of an unknown drafter, and of a new sequence at most. Unit: plain tokens
 _MAX = 32.0  # maximum balance: what a change for the worse can cost. Unit: plain tokens
-_MIN = -100.0  # minimum balance: the next attempt comes after 100 / 0.02 tokens
+_MIN = -400.0  # minimum balance: the next attempt comes after 400 / 0.015 tokens at the latest
 # The same after a round of a drafter that was paying: a stall of the machine must not end drafting
 # for long. Unit: plain tokens.
 _MIN_IF_PAYING = -1.0
+_MAX_RESUMED = 4.0  # the record of attempts after suspensions lies within. Unit: plain tokens
 _NAMES = 64  # drafter names that are remembered; clients choose names
-_STALE = 500  # steps beside drafting at a load after which plain decoding is measured again
+_STALE = 1000  # steps beside drafting at a load after which plain decoding is measured again
 _MAX_EXPONENT = 100.0
 
 
@@ -46,11 +52,15 @@ class Account:
         exponent: Power of a tree's survivals at which their sum is the number of accepted nodes:
             the temperature of DSpark 3.2.1, found online. It keeps the order of a tree's nodes.
         nodes: Maximum number of nodes that are worth drafting.
+        resumed: What attempts after suspensions gained lately, of a drafter. Unit: plain tokens.
+        trials: How often a drafter was tried again by all of its sequences, so far.
     """
 
     balance: float = _START
     exponent: float = 1.0
     nodes: float = float(MAX_NODES)
+    resumed: float = 0.0
+    trials: float = 0.0
 
     def drafted(self, gain: float, *, paying: bool) -> None:
         """A round with a draft gained so many plain tokens."""
@@ -95,12 +105,26 @@ class SequenceState:
             now: Reading of the plain clock.
         """
         self.name = name
-        self.own = replace(drafter, balance=min(drafter.balance, _START))
+        self.own = replace(drafter, balance=min(drafter.balance, 0.0), trials=-1.0)
         self.drafting = False
         self.owed = 0.0
         self._drafter = drafter
         self._began = now
         self._suspended = True
+        self._resumed = False
+
+    def drafts(self, load: int) -> bool:
+        """Whether it drafts.
+
+        Args:
+            load: Sequences that decode. They share what a trial may cost: if each stopped at its
+                own first loss, the others would wait for its steps.
+        """
+        if self.own.trials != self._drafter.trials:
+            self.own.trials = self._drafter.trials
+            given = min(_START * load, self._drafter.balance)
+            self.own.balance = max(self.own.balance, given)
+        return self.own.balance > 0
 
     def requested(self, now: float, budget: int) -> None:
         """A tree was requested with this budget; 0: the next step is plain."""
@@ -122,12 +146,23 @@ class SequenceState:
         """
         paying = self._drafter.balance > _START
         gain = emitted - (now - self._began) - self.owed
-        for account in (self.own, self._drafter):
-            if self.drafting or tree:
-                account.drafted(gain, paying=paying)
-            else:
-                account.decoded((_SHARE_IF_PAYING if paying else _SHARE) * emitted)
-        self._drafter.nodes, self._drafter.exponent = self.own.nodes, self.own.exponent
+        drafter = self._drafter
+        if self.drafting or tree:
+            self.own.drafted(gain, paying=paying)
+            drafter.drafted(gain, paying=paying)
+            if self._resumed:
+                record = drafter.resumed + gain
+                drafter.resumed = max(-_MAX_RESUMED, min(_MAX_RESUMED, record))
+            if not 0 < self.own.balance < _START:
+                self._resumed = self.own.balance <= 0
+        else:
+            before = drafter.balance
+            drafter.decoded(_SHARE * emitted)
+            drafter.trials += before <= 0 < drafter.balance
+            if drafter.balance > 0:
+                resumes = drafter.resumed >= 0
+                self.own.decoded((_SHARE_IF_PAYING if resumes else _SHARE) * emitted)
+        drafter.nodes, drafter.exponent = self.own.nodes, self.own.exponent
         # The round after a tree counts too: the way back to plain decoding is part of its cost.
         self.drafting = tree
         self._began, self.owed = now, 0.0

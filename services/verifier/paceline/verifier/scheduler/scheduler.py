@@ -178,10 +178,10 @@ class Scheduler:
 
     def budget(self, sequence: Sequence) -> int:
         """Maximum number of nodes to draft next for a sequence; 0: decode plainly for now."""
-        own = self._state(sequence).own
-        if own.balance <= 0 or not self._clock.known(self._load):
+        state = self._state(sequence)
+        if not (self._clock.known(self._load) and state.drafts(self._load)):
             return 0
-        return max(1, min(self._max_nodes, round(own.nodes)))
+        return max(1, min(self._max_nodes, round(state.own.nodes)))
 
     def budget_sent(self, sequence: Sequence, budget: int) -> None:
         """The next tree was requested with this budget; 0: the next step is plain."""
