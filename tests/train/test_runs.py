@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from paceline.decoder.weights import Checkpoint
 from paceline.drafter import Resources
 from paceline.drafter.methods import method_class
 from paceline.drafter.recordings import Recording
+from paceline.train import cli
 from paceline.train import drafters as training
 from paceline.train import target as target_training
 from paceline.train.corpus import Corpus
@@ -27,7 +29,15 @@ from paceline.train.dspark import DSparkRecipe
 from paceline.train.lm import train_lm
 from paceline.train.longspec import LongSpecRecipe
 from paceline.train.online import first_tokens, train_online
-from paceline.train.presets import DSparkPreset, LongSpecPreset, OnlinePreset, Preset, Stage
+from paceline.train.presets import (
+    DSPARK_PRESETS,
+    LONGSPEC_PRESETS,
+    DSparkPreset,
+    LongSpecPreset,
+    OnlinePreset,
+    Preset,
+    Stage,
+)
 from paceline.train.run import Run
 from paceline.train.target import train_target
 
@@ -145,6 +155,51 @@ def test_parts_of_a_batch_add_up_to_it(
     LongSpecRecipe(target, plain).train(corpus, make_run("1", 4), tmp_path / "a")
     LongSpecRecipe(target, plain).train(corpus, make_run("2", 4, accumulate=2), tmp_path / "b")
     _assert_equal_weights(tmp_path / "a", tmp_path / "b", exact=False)
+
+
+def test_the_weights_of_the_best_checkpoint_are_written(
+    target: Path, corpus: Corpus, make_run: MakeRun, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    lengths = iter([1.1, 1.5, 1.4, 1.2, 1.2])
+    monkeypatch.setattr(training.Heldout, "log", lambda self: {"heldout": next(lengths)})
+    run, out = make_run("work", 4, every=0.0), tmp_path / "out"
+    DSparkRecipe(target, DSPARK).train(corpus, run, out)
+    assert json.loads((out / "config.json").read_text())["paceline"]["training"][
+        training.ACCEPTED
+    ] == pytest.approx(1.5)
+    best, last = (torch.load(run.work / name, weights_only=True) for name in ("best.pt", "run.pt"))
+    name = "norm.weight"  # not in 8-bit blocks
+    written = Checkpoint(out, torch.float32)[name]
+    assert torch.equal(written, best["model"][name].bfloat16().float())
+    assert not torch.equal(best["model"][name], last["model"]["model." + name])
+
+
+def test_the_command_line_varies_a_preset(
+    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    presets: list[Any] = []
+    monkeypatch.setattr(cli, "_corpus", lambda args: corpus)
+    for recipe in (DSparkRecipe, LongSpecRecipe):
+        monkeypatch.setattr(recipe, "train", lambda self, *_: presets.append(self.preset))
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    common = ["--target", str(target), "--out", str(tmp_path), "--preset", "smollm2"]
+    for options in (
+        "dspark --layers 2 --block 5 --head rnn --losses 0.1,0.9,1 --vocabulary 99 --rate 0.5",
+        "dspark --head none",
+        "longspec --levels 3 --no-offset",
+    ):
+        assert cli.run(parser.parse_args([*options.split(), *common])) == 0
+    shipped = DSPARK_PRESETS["smollm2"]
+    assert presets == [
+        replace(
+            shipped, layers=2, block=5, markov_head="rnn", ce=0.1, tv=0.9, certainty=1.0,
+            draft_vocab_size=99, muon_rate=0.01, adamw_rate=shipped.adamw_rate / 2,
+        ),
+        shipped.without_heads(),
+        replace(LONGSPEC_PRESETS["smollm2"], levels=3, offset=False),
+    ]  # fmt: skip
 
 
 def test_a_run_without_heads_is_dflash(
