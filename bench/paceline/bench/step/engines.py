@@ -7,6 +7,7 @@ random.
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import subprocess
@@ -49,6 +50,7 @@ class PacelineEngine:
     def __init__(self, target: Path, weights: str) -> None:
         self.name = f"paceline {weights}"
         self.decoder = Decoder.load(target, weights)
+        gc.freeze()  # as the verifier does
 
     def measure(self, context: int, rows: Sequence[int]) -> Figures:
         """See :class:`StepEngine`; a step of at least `CHUNK` rows is a chunk of a prompt."""

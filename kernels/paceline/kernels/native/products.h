@@ -12,9 +12,15 @@ typedef struct {
   const void *data; /* element (k, n) at k * stride + n */
   int64_t stride;
   int bf16;
+  const char *next; /* is fetched into the second-level cache on the way, at the same stride */
 } Panel;
 
-#define FEW 4 /* rows up to which keys are not converted to a panel */
+INLINE Panel panel_of(const Buffers *m, int64_t columns) {
+  return (Panel){m->panel, columns, 0, (const char *)m->panel};
+}
+
+#define FEW 4                /* rows up to which keys are not converted to a panel */
+#define FEW_KEYS (2 * LANES) /* keys for which they are not */
 
 /* C = A * B, or C += A * B if `more`, for at most ROWS rows and `vectors` vectors of B's columns.
  * An element of C is one chain of FMAs over k. */
@@ -31,6 +37,9 @@ INLINE void multiply_block(const int rows, const int vectors, const float *a, in
 #pragma GCC unroll 1
   for (int64_t k = 0; k < depth; k++, at += b.stride) {
     vec x[BLOCK];
+    if (rows <= FEW)
+      for (int64_t i = 0; i < vectors * LANES; i += bf16 ? 32 : 16)
+        __builtin_prefetch(b.next + (at + i) * (bf16 ? 2 : 4), 0, 2);
 #pragma GCC unroll 4
     for (int i = 0; i < vectors; i++) x[i] = load_any(b.data, at + i * LANES, bf16);
 #pragma GCC unroll 6
@@ -78,60 +87,77 @@ static void multiply(int64_t columns, int64_t rows, const float *a, int64_t a_st
 }
 
 /* 32-bit words w .. w + LANES of LANES keys from `slot` on: x[i] has word w + i of all keys. Key `last`
- * stands in for those behind it. Fetches later keys, and the values of these slots, into the
- * second-level cache. */
+ * stands in for those behind it. */
 INLINE void load_words(const Tile *t, const int type, int64_t slot, const int64_t last, int64_t w,
                        int64_t words, vec x[LANES]) {
-  const int64_t stride = t->k->slot_stride * kv_size(type);
-  const char *key = row_at(t, t->k, type, slot), *value = row_at(t, t->v, type, slot);
+  const char *key = row_at(t, t->k, type, slot) + 4 * w;
 #pragma GCC unroll 16
   for (int64_t i = 0; i < LANES; i++) {
-    const int64_t at = 4 * w + min(i, last) * stride;
-    if (w % 16 == 0) { /* once a line */
-      __builtin_prefetch(key + at + AHEAD_BYTES, 0, 2);
-      __builtin_prefetch(value + at, 0, 2);
-    }
-    x[i] = load_part((const float *)(key + at), words - w);
+    x[i] = load_part((const float *)key, words - w);
+    key += i < last ? t->k->slot_stride * kv_size(type) : 0;
   }
   transpose(x);
 }
 
-/* LANES keys from `slot` on, dimension by dimension: BODY with `d` and the keys' `value`. */
-#define EACH_DIMENSION(last, BODY)                                             \
-  const int64_t words = t->plan->dim * kv_size(type) / 4;                      \
-  for (int64_t w = 0; w < words; w += LANES) {                                 \
-    vec x[LANES];                                                              \
-    load_words(t, type, slot, last, w, words, x);                              \
-    _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) {                 \
-      if (w + i >= words) break;                                               \
-      _Pragma("GCC unroll 4") for (int j = 0; j < 4 / kv_size(type); j++) {    \
-        const int64_t d = (w + i) * (4 / kv_size(type)) + j;                   \
-        const vec value = value_of(x[i], type, j);                             \
-        BODY;                                                                  \
-      }                                                                        \
-    }                                                                          \
+/* The dimensions of words w .. w + LANES of LANES keys from `slot` on: BODY with `d` and the keys'
+ * `value` from x. Between them, fetches later keys, and the values of these slots, into the
+ * second-level cache. */
+#define EACH_DIMENSION(slot, BODY)                                           \
+  const char *key = row_at(t, t->k, type, slot) + 4 * w + AHEAD_BYTES;       \
+  const char *of_value = row_at(t, t->v, type, slot) + 4 * w;                \
+  _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) {                 \
+    if (w % 16 == 0) { /* once a line */                                     \
+      __builtin_prefetch(key, 0, 2);                                         \
+      __builtin_prefetch(of_value, 0, 2);                                    \
+      key += t->k->slot_stride * kv_size(type);                              \
+      of_value += t->v->slot_stride * kv_size(type);                         \
+    }                                                                        \
+    if (w + i >= words) continue;                                            \
+    _Pragma("GCC unroll 4") for (int j = 0; j < 4 / kv_size(type); j++) {    \
+      const int64_t d = (w + i) * (4 / kv_size(type)) + j;                   \
+      const vec value = value_of(x[i], type, j);                             \
+      BODY;                                                                  \
+    }                                                                        \
   }
 
 /* `columns` keys from `slot` on as a panel [dim][columns]. The last key before `stop` stands in for
  * those behind it. */
 INLINE void transpose_keys(const Tile *t, const int type, int64_t slot, int64_t stop,
                            int64_t columns, float *panel) {
+  const int64_t words = t->plan->dim * kv_size(type) / 4;
   for (const float *end = panel + columns; panel < end; panel += LANES, slot += LANES) {
     slot = min(slot, stop - 1);
-    EACH_DIMENSION(stop - 1 - slot, store_f32(panel + d * columns, value))
+    for (int64_t w = 0; w < words; w += LANES) {
+      vec x[LANES];
+      load_words(t, type, slot, stop - 1 - slot, w, words, x);
+      EACH_DIMENSION(slot, store_f32(panel + d * columns, value))
+    }
   }
 }
 
-/* Scores of LANES keys from `slot` on, of few rows: the keys stay in registers. */
+/* Scores of FEW_KEYS keys from `slot` on, of few rows: the keys stay in registers. While the sums of
+ * one vector of keys wait for their FMAs, the other vector is loaded. */
 INLINE void score_few(const int rows, const Tile *t, const int type, const float *q, int64_t slot,
                       float *out, int64_t stride) {
-  vec sum[FEW];
+  const int64_t words = t->plan->dim * kv_size(type) / 4;
+  vec sum[FEW_KEYS / LANES][FEW];
+#pragma GCC unroll 2
+  for (int g = 0; g < FEW_KEYS / LANES; g++)
 #pragma GCC unroll 4
-  for (int r = 0; r < rows; r++) sum[r] = splat(0.0f);
-  EACH_DIMENSION(LANES - 1, _Pragma("GCC unroll 4") for (int r = 0; r < rows; r++) sum[r] =
-                                fma_(splat(q[r * t->plan->dim + d]), value, sum[r]))
+    for (int r = 0; r < rows; r++) sum[g][r] = splat(0.0f);
+#pragma GCC unroll 1
+  for (int64_t w = 0; w < words; w += LANES)
+#pragma GCC unroll 2
+    for (int g = 0; g < FEW_KEYS / LANES; g++) {
+      vec x[LANES];
+      load_words(t, type, slot + g * LANES, LANES - 1, w, words, x);
+      EACH_DIMENSION(slot + g * LANES, _Pragma("GCC unroll 4") for (int r = 0; r < rows; r++)
+                         sum[g][r] = fma_(splat(q[r * t->plan->dim + d]), value, sum[g][r]))
+    }
+#pragma GCC unroll 2
+  for (int g = 0; g < FEW_KEYS / LANES; g++)
 #pragma GCC unroll 4
-  for (int r = 0; r < rows; r++) store_f32(out + r * stride, sum[r]);
+    for (int r = 0; r < rows; r++) store_f32(out + r * stride + g * LANES, sum[g][r]);
 }
 
 /* Multiplies columns of all rows with the scales of slots first .. stop of one of the caches; the
@@ -152,8 +178,8 @@ INLINE void score_keys(const Tile *t, const int type, const Buffers *m, int64_t 
                        float *out, int64_t stride) {
   const int64_t dim = t->plan->dim;
   for (int64_t slot = first, columns; slot < stop; slot += columns, out += columns) {
-    const int few = t->rows <= FEW && stop - slot >= LANES;
-    columns = !few && stop - slot > COLUMNS / 2 ? COLUMNS : LANES;
+    const int few = t->rows <= FEW && stop - slot >= FEW_KEYS;
+    columns = few ? FEW_KEYS : stop - slot > COLUMNS / 2 ? COLUMNS : LANES;
 #define CALL(n) score_few(n, t, type, m->q, slot, out, stride)
     switch (few ? t->rows : 0) {
       case 1: CALL(1); break;
@@ -162,7 +188,7 @@ INLINE void score_keys(const Tile *t, const int type, const Buffers *m, int64_t 
       case 4: CALL(4); break;
       default:
         transpose_keys(t, type, slot, stop, columns, m->panel);
-        multiply(columns, t->rows, m->q, dim, (Panel){m->panel, columns, 0}, dim, 0, out, stride);
+        multiply(columns, t->rows, m->q, dim, panel_of(m, columns), dim, 0, out, stride);
     }
 #undef CALL
     if (type == KV_INT8)
@@ -179,7 +205,8 @@ static void score(const Tile *t, const Buffers *m, int64_t first, int64_t stop, 
   }
 }
 
-/* Weighted values of slots first .. stop, for all rows of one chunk. */
+/* Weighted values of slots first .. stop, for all rows of one chunk. With few rows, fetches the keys of
+ * the next chunk: memory is busy in both products. */
 static void weigh_values(const Tile *t, const Buffers *m, int64_t first, int64_t stop,
                          float *part) {
   const int64_t dim = t->plan->dim, stride = t->v->slot_stride;
@@ -192,13 +219,14 @@ static void weigh_values(const Tile *t, const Buffers *m, int64_t first, int64_t
     for (int64_t d = 0, columns; d < dim; d += columns) {
       columns = d + COLUMNS <= dim ? COLUMNS : LANES;
       const int64_t at = t->head * t->v->head_stride + slot * stride + d;
-      Panel panel = {(const char *)t->v->data + at * kv_size(type), stride, type == KV_BF16};
+      Panel panel = {(const char *)t->v->data + at * kv_size(type), stride, type == KV_BF16,
+                     row_at(t, t->k, type, slot + CHUNK) + d * kv_size(type)};
       if (convert) {
         for (int64_t k = 0; k < depth; k++)
           for (int64_t i = 0; i < columns; i += LANES)
             store_f32(m->panel + k * columns + i,
                       load_kv(panel.data, k * stride + i, type));
-        panel = (Panel){m->panel, columns, 0};
+        panel = panel_of(m, columns);
       }
       multiply(columns, t->rows, weights, STRIDE, panel, depth, slot > first, part + d, t->width);
     }

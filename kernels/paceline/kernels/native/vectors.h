@@ -219,8 +219,11 @@ INLINE void store_any(void *base, int64_t at, int bf16, vec x) {
     store_f32((float *)base + at, x);
 }
 
-/* The first `count` lanes only. */
+/* The first `count` lanes only, the others 0. */
 INLINE vec load_part(const float *base, int64_t count) {
+#if LANES == 16
+  return _mm512_maskz_loadu_ps(_bzhi_u32(0xffff, (unsigned)(count < LANES ? count : LANES)), base);
+#endif
   float part[LANES] = {0};
   if (count >= LANES) return load_f32(base);
   memcpy(part, base, (size_t)count * sizeof(float));
