@@ -54,6 +54,36 @@ def test_a_chain_is_the_sparse_models_own_text(folder: Path, policy: str) -> Non
         assert sequence.cached == len(sequence.text) - 2, "the KV of accepted nodes is kept"
 
 
+@pytest.mark.parametrize("policy", ["streaming", "chunk_topk"])
+def test_what_the_budget_leaves_out_is_dropped(folder: Path, policy: str) -> None:
+    """Rounds draft the sparse model's own text, and memory does not grow with the text."""
+    options = {"context": "24", "kv_policy": policy, "widths": "1,1,1", "min_survival": "0"}
+    drafter = load("lm", folder, keep="budget", **options)
+    sequence = warmed(drafter, text_of(600, 4))
+    assert sequence.slots >= 600, "the prompt is read densely"
+    seen: list[tuple[int, list[int]]] = []
+    held = set(range(600))
+    for kept in (2, 0, 1, 2):
+        begin = sequence.cached
+        tree = sequence.draft(Budget(3, 3))
+        chosen = sequence.positions(begin).tolist()
+        assert chosen == sorted(chosen)
+        assert 16 < len(chosen) <= 24
+        assert chosen[-1] == begin - 1
+        assert held >= set(chosen), "nothing that was dropped"
+        assert drafter.kv_slots == sequence.slots == 256
+        seen.append((begin, chosen))
+        assert list(tree.tokens) == greedy(folder, sequence.text, seen, 3)
+        held = {*chosen, *range(begin, begin + 8)}
+        other = (tree.tokens[kept] + 1) % VOCAB
+        sequence.extend(Update([*tree.tokens[:kept], other, 7]))
+    for _ in range(70):
+        sequence.extend(Update([*sequence.draft(Budget(3, 3)).tokens, 7]))
+        assert drafter.kv_slots == sequence.slots == 256
+    sequence.close()
+    assert drafter.kv_slots == 0
+
+
 @pytest.mark.bits
 def test_a_budget_that_covers_the_text_changes_nothing(folder: Path) -> None:
     text = text_of(60)

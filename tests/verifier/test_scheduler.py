@@ -140,10 +140,11 @@ def drawn(confidences: list[float], costs: CostTable) -> list[int]:
 def test_whether_a_sample_is_checked_says_nothing_about_it(
     confidences: list[float], data: st.DataObject
 ) -> None:
-    """Appendix A: not its confidence, nor any behind it, which depend on what was drawn."""
+    """Appendix A: no confidence behind it counts, which depends on what was drawn; its own does."""
     steps = (1.0, 1.2, 1.4, 1.5, 1.9)
     costs = CostTable((1, 2, 3, 4, 8), steps)
     node = data.draw(st.integers(0, len(confidences) - 1))
     others = data.draw(st.lists(st.floats(0, 1), min_size=6, max_size=6))
-    changed = [*confidences[:node], *others[node : len(confidences)]]
+    changed = [*confidences[: node + 1], *others[node + 1 : len(confidences)]]
     assert (len(drawn(confidences, costs)) > node) == (len(drawn(changed, costs)) > node)
+    assert [len(drawn([each], costs)) for each in (0.1, 0.9)] == [0, 1]

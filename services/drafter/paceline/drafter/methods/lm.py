@@ -40,6 +40,7 @@ from paceline.kernels.caches import span
 from paceline.kv.selection import streaming_positions
 
 POLICIES = ("streaming", "chunk_topk")
+KEPT = ("all", "budget")
 
 OBSERVED = 64
 """Newest rows of a pass over text whose attention is scored. Unit: tokens."""
@@ -77,6 +78,11 @@ class TopChunks:
         scores = self._scores[: chunks * SELECTION_CHUNK].unflatten(0, (chunks, SELECTION_CHUNK))
         best = best_chunks(scores.sum(-1)[None], SELECTION_CHUNK, count)[0]
         return torch.cat([best, newer])
+
+    def drop(self, positions: Tensor) -> None:
+        """Selects chunks with any of these positions, int64 ``[n]``, only if no other is left."""
+        known = positions[positions < self._length]
+        self._scores = self._scores.index_fill(0, known, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,8 @@ class LmSequence(BeamSequence):
 
     Under a KV budget a round uses a second cache with copies of selected positions. The round's
     tokens are fed to it, and the KV of those that are accepted is copied back to the whole cache,
-    so the budget may change between rounds.
+    so the budget may change between rounds. With ``keep=budget`` there is one cache, which a round
+    begins by dropping all but the selected positions.
     """
 
     _drafter: LmDrafter
@@ -136,7 +143,10 @@ class LmSequence(BeamSequence):
         self._cache: LocalCache | None = None
         self._sparse: LocalCache | None = None
         self.selected = torch.empty(0, dtype=torch.int64)
-        """Positions of the text in the first slots of the sparse cache."""
+        """Positions of the text in the first slots of the cache that a round attends to, if they
+        were selected."""
+        self._dropped = 0
+        """Tokens of the text whose KV was computed and dropped."""
         self._scores = TopChunks() if drafter.options.kv_policy == "chunk_topk" else None
         self._given_up = False
 
@@ -158,8 +168,8 @@ class LmSequence(BeamSequence):
 
     @property
     def cached(self) -> int:
-        """Tokens of the text whose KV is in the cache."""
-        return 0 if self._cache is None else len(self._cache)
+        """Tokens of the text whose KV was computed."""
+        return 0 if self._cache is None else len(self._cache) + self._dropped
 
     @property
     def slots(self) -> int:
@@ -184,9 +194,9 @@ class LmSequence(BeamSequence):
         observer = None
         if self._scores is not None and count == self.backlog:
             rows = range(max(0, count - OBSERVED), count)
-            observed = ObservedRows(self._scores, rows, self.cache, torch.arange(end))
+            observed = ObservedRows(self._scores, rows, self.cache, self.positions(end))
             observer = TextScores([observed])
-        block = self.text_block(0, begin, end, begin)
+        block = self.text_block(0, begin, end, len(self.cache))
         self._drafter.forward([block], [self.cache], observer)
         self.cache.commit(range(count))
 
@@ -197,12 +207,15 @@ class LmSequence(BeamSequence):
             return False
         if self.cached == self.length:
             # Nothing is new: the logits after the anchor are needed once more.
-            self.cache.truncate(self.length - 1)
+            self.cache.truncate(len(self.cache) - 1)
+        if self._bounded:
+            self._drop()
+            return self._reserve(self.length - self.cached + self.room)
         return self._reserve(self.length - self.cached + self.room) and self._select()
 
     def begin_ahead(self) -> bool:
-        # A copy of selected positions ends with its round.
-        return self._sparse is None and self.chain_grows()
+        # A copy of selected positions ends with its round, and only a new round drops any.
+        return self._sparse is None and not self._bounded and self.chain_grows()
 
     def keep_ahead(self) -> bool:
         return self._reserve(self.room)
@@ -222,11 +235,14 @@ class LmSequence(BeamSequence):
 
     def observed_rows(self, stop: int) -> list[ObservedRows]:
         """Returns the rows of its block to be scored; the block ends before row ``stop``."""
-        sparse, scores = self._sparse, self._scores
-        if sparse is None or scores is None or self.tree.level > 0:
+        scores = self._scores
+        everything = self._sparse is None and not self._bounded
+        if scores is None or self.tree.level > 0 or everything:
             return []
-        positions = torch.cat([self.selected, torch.arange(self.cached, self.length)])
-        return [ObservedRows(scores, range(stop - 1, stop), sparse, positions)]
+        positions = self.positions(self.length)
+        if self._sparse is not None:
+            positions = torch.cat([self.selected, torch.arange(self.cached, self.length)])
+        return [ObservedRows(scores, range(stop - 1, stop), self.round_cache, positions)]
 
     def close(self) -> None:
         super().close()
@@ -242,6 +258,35 @@ class LmSequence(BeamSequence):
         begin = len(self._sparse)
         self._sparse.commit(nodes)
         self.cache.take(self._sparse, range(begin, begin + len(nodes)))
+
+    @property
+    def _bounded(self) -> bool:
+        return self._drafter.options.keep == "budget"
+
+    def positions(self, stop: int) -> Tensor:
+        """Returns the positions below ``stop`` of the slots of its cache, int64 ``[n]``."""
+        if not self._dropped:
+            return torch.arange(stop)
+        return torch.cat([self.selected, torch.arange(len(self.selected) + self._dropped, stop)])
+
+    def _drop(self) -> None:
+        """Drops the KV of all but selected positions (BudgetDraft, algorithm 2)."""
+        budget = self._drafter.options.context
+        if len(self.cache) <= budget:
+            return
+        held, scores = self.positions(self.cached), self._scores
+        slots = streaming_positions(len(held), budget)
+        if scores is not None:
+            slots = torch.isin(held, scores.select(self.cached, budget)).nonzero()[:, 0]
+            scores.drop(held[~torch.isin(held, held[slots])])
+        before, source = self.slots, self.cache
+        self.selected = held[slots]
+        self._dropped += len(held) - len(slots)
+        if source.capacity > 2 * (budget + CHUNK + self.room):  # that of the whole prompt
+            self._cache = LocalCache(self._drafter.decoder.config, self._drafter.decoder.device)
+        self.cache.truncate(0)
+        self.cache.take(source, slots)
+        self._drafter.kv_slots += self.slots - before
 
     def _select(self) -> bool:
         """Selects what the round attends to. Returns False if there is no memory for it."""
@@ -293,6 +338,10 @@ class LmOptions(BeamOptions):
     """Positions within the budget: streaming (the first and the newest) or chunk_topk (the newest,
     and chunks of 8 by cumulative attention)."""
 
+    keep: str = "all"
+    """KV that is kept: all, so that a round may select any position, or budget: what a round does
+    not select is dropped, and a sequence holds ``context`` positions after its prompt."""
+
     kv_gib: float = 4.0
     """Most memory for the KV of all sequences. A sequence that does not fit drafts no more.
     Unit: GiB."""
@@ -303,6 +352,9 @@ class LmOptions(BeamOptions):
         check_range("kv_gib", self.kv_gib, 0.001, 1 << 20)
         check_context(self.context)
         check_choice("kv_policy", self.kv_policy, POLICIES)
+        check_choice("keep", self.keep, KEPT)
+        if self.keep == "budget" and not self.context:
+            raise ValueError("option keep='budget': expected a KV budget, as in context=512")
 
 
 class LmDrafter(BeamDrafter[LmSequence]):

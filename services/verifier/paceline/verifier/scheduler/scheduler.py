@@ -26,7 +26,7 @@ import torch
 
 from paceline.decoder import Decoder
 from paceline.kernels import cpu_kernels, processor_name
-from paceline.tree import DEFAULT_CONFIDENCE, TokenTree
+from paceline.tree import TokenTree
 from paceline.verifier.scheduler.controller import Drafters, PlainClock, SequenceState
 from paceline.verifier.scheduler.costs import WEIGHT, Costs, CostTable, flat_table, profile
 
@@ -283,13 +283,12 @@ def admit(
 def _survivals(job: Decode, tree: TokenTree, state: SequenceState) -> list[float]:
     """Survivals of a tree's nodes, by which they are admitted.
 
-    Those of a chain of samples are by the confidences of the nodes above each. Appendix A: the
-    admission of a sample may depend on nothing that was drawn for its position or later. A
-    confidence that is the drafter's own probability would depend on the sample.
+    Those of a chain of samples are the drafter's own: they depend on no sample at the node's
+    position or later, as the protocol asks of a drafter, so the admission does not either (DSpark,
+    appendix A). An exponent learnt from accepted tokens would depend on samples before.
     """
     if job.sequence.generation.sampling.rejection:
-        above = [1.0, *tree.survivals[:-1]]
-        return [DEFAULT_CONFIDENCE * survival for survival in above[: len(tree)]]
+        return list(tree.survivals)
     return [survival**state.own.exponent for survival in tree.survivals]
 
 
