@@ -22,9 +22,10 @@ _setup_privateuseone_for_python_backend("other")
 
 DEVICE = torch.device("other", 0)
 TRANSFERS: Counter[str] = Counter()
-"""Copies between both devices so far: to "device" and to "host"; a GPU would be waited for."""
+"""Copies so far to "device" and to "host", and "waits": those and others that wait for a GPU."""
 
 _COPIES = {"aten::to", "aten::_to_copy", "aten::copy_"}
+_WAITING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
 _ANSWERS = {
     "aten::_fused_sdp_choice": 0,  # plain: others are called by a device's own names
     "aten::_has_compatible_shallow_copy_type": False,
@@ -52,6 +53,7 @@ class OnDevice(Tensor):
 
     def tolist(self) -> Any:
         """PyTorch refuses this to subclasses."""
+        TRANSFERS["waits"] += 1
         return self.inner.tolist()
 
 
@@ -76,6 +78,9 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         there = isinstance(args[0], OnDevice)
     if copies and there != bool(ours if name != "aten::copy_" else isinstance(args[1], OnDevice)):
         TRANSFERS["device" if there else "host"] += 1
+        TRANSFERS["waits"] += not _argument(func, args, kwargs, "non_blocking")
+    elif ours and (name in _WAITING or (name == "aten::index" and _masked(args[1]))):
+        TRANSFERS["waits"] += 1
     own = {id(each.inner): each for each in ours}
 
     def outer(each: Any) -> Any:
@@ -88,6 +93,17 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         if copies and there != bool(ours) and name != "aten::copy_":
             out = out.clone()
         return tree_map(outer, out)
+
+
+def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """Argument of an operation; None if it is left out."""
+    at = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(at, args, strict=False)) | kwargs
+    return given.get(name)
+
+
+def _masked(indices: Any) -> bool:
+    return any(each is not None and each.dtype is torch.bool for each in indices)
 
 
 def _inner(each: Any) -> Any:

@@ -167,15 +167,18 @@ def test_weights_in_8_bits_are_rounded_on_the_device() -> None:
     torch.testing.assert_close(found.inner, right)
 
 
-def test_candidates_are_selected_on_the_device() -> None:
-    """So that no whole rows of logits are copied."""
-    params = sampling_params(SAMPLINGS["T=1"])
-    logits = torch.randn(3, 60_000)  # more than get noise for each token on the CPU
-    paths: list[list[int]] = [[], [], []]
+@pytest.mark.parametrize("sampling", ["T=1", "filtered"])
+def test_candidates_are_selected_on_the_device(sampling: str) -> None:
+    """Those of the CPU if it adds noise to all tokens; no whole rows of logits are copied."""
+    params = sampling_params(SAMPLINGS[sampling])
+    logits = torch.randn(3, 600)
+    drafted = torch.arange(600) * 2
 
     def ranked(logits: Tensor) -> Ranked:
-        ranker = Ranker(params, prompt=[1], output=[], vocab_size=60_000, candidates=64)
-        return ranker.rank(logits, 7, paths, 4)
+        ranker = Ranker(
+            params, prompt=[1], output=[], vocab_size=1200, candidates=64, drafted=drafted
+        )
+        return ranker.rank(logits, 7, [[], [], []], 4)
 
     right = ranked(logits)
     with another_device():

@@ -11,24 +11,30 @@ from types import SimpleNamespace
 from typing import Any
 
 import drafters
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from verifier_support import VOCAB, make_model, serving, text
 
 from paceline.decoder import Decoder
-from paceline.kernels import attention
+from paceline.decoder import device as device_module
+from paceline.kernels import SamplingParams, attention
+from paceline.kernels import sampling as sampling_module
 from paceline.kernels.dense import DenseBackend
 from paceline.tree import TokenTree
 from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Decode, Draft, GenerationParams, Prefill, Sequence
-from paceline.verifier.kv import pool as pool_module
+from paceline.verifier.grammar import Guide
 from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
 from paceline.verifier.kv.pool import PagePool
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from another_device import DEVICE, TRANSFERS, OnDevice, another_device, enter_thread
+
+PERTURBED = sampling_module.perturbed_logits
 
 
 @pytest.fixture(scope="module")
@@ -109,35 +115,86 @@ async def test_followed_is_what_was_written(folder: Path, tmp_path: Path, policy
             assert chunk.keys == keys.contiguous().numpy().tobytes()
 
 
-def test_copies_and_waits_of_a_step_do_not_grow_with_its_sequences(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+class EvenTokens(Guide):
+    """A grammar that allows even tokens only, and its guide."""
+
+    def __init__(self) -> None:
+        self._vocab_size = VOCAB
+
+    def begin(self, output: object) -> EvenTokens:
+        return self
+
+    def allowed(self) -> Any:
+        return np.full(-(-VOCAB // 8), 0b01010101, np.uint8)
+
+    def push(self, token: int) -> None:
+        assert token % 2 == 0
+
+    def pop(self, tokens: int) -> None:
+        pass
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"sampling": SamplingParams(temperature=0.0)},
+    "sampled": {"sampling": SamplingParams(temperature=0.9, top_p=0.9, top_k=9, seed=3)},
+    "penalised": {
+        "sampling": SamplingParams(
+            repetition_penalty=1.2, presence_penalty=0.5, logit_bias=((7, 2.0), (8, -1.0)), seed=5
+        ),
+    },
+    "constrained": {"sampling": SamplingParams(temperature=0.0), "grammar": EvenTokens()},
+}
+LOGPROBS = {**KINDS["sampled"], "top_logprobs": 3}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "logprobs"])
+def test_a_step_waits_once_for_any_number_of_sequences(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Of drafted steps that keep nodes behind rejected ones, with hidden states for a drafter."""
+    fields = LOGPROBS if kind == "logprobs" else KINDS[kind]
     waits: list[object] = []
     stream = SimpleNamespace(synchronize=lambda: waits.append(None))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    monkeypatch.setattr(sampling_module, "perturbed_logits", perturbed_there)
+    monkeypatch.setattr(device_module, "ACCELERATORS", ("other",))
+    with torch.inference_mode():
+        decoder = Decoder.load(folder)
+        expected = stepped(decoder, pool_of(decoder), 5, [], 3, waits, fields)
     found = []
     with another_device(), torch.inference_mode():
         decoder = Decoder.load(folder, device=DEVICE)
-        config = decoder.config
-        layout = KvLayout(
-            config.layers, config.kv_heads, config.head_dim, config.dtype, config.hidden
-        )
         for count in (1, 5):
-            pool = PagePool(layout, DEVICE, kv_bytes=1 << 22, max_sequences=10, max_context=512)
-            monkeypatch.setattr(pool_module, "ACCELERATORS", ("other",))
-            plain = stepped(decoder, pool, count, [], 3, waits)
+            pool = pool_of(decoder)
+            plain = stepped(decoder, pool, count, [], 3, waits, fields)
+            assert plain == expected[:count]
             drafts = [
-                TokenTree(((own[1] + 1) % VOCAB, own[1], own[2]), (-1, -1, 1)) for own in plain
+                TokenTree(((own[1] + 2) % VOCAB, own[1], own[1], own[2]), (-1, -1, -1, 1))
+                for own in plain
             ]
-            drafted = stepped(decoder, pool, count, drafts, 1, waits)
+            drafted = stepped(decoder, pool, count, drafts, 1, waits, fields)
             assert [text[:3] for text in drafted] == [text[:3] for text in plain]
             masks = count  # of plain attention, one a sequence; kernels have tables in the plan
+            waits += [None] * (TRANSFERS["waits"] - masks)
             found.append((TRANSFERS["device"] - masks, TRANSFERS["host"], len(waits)))
-            monkeypatch.setattr(pool_module, "ACCELERATORS", ("cuda",))
             pool.check_integrity()
-    # To the device: tokens, positions, slots that are kept. To the host: logits, hidden states.
-    assert found == [(3, 2, 1)] * 2
+    # To the device: tokens, positions, trees; parameters; changes of logits; rows for the host.
+    more = {"greedy": 0, "sampled": 1, "penalised": 4, "constrained": 2, "logprobs": 2}[kind]
+    assert found == [(3 + more, 2 + (kind == "logprobs"), 1)] * 2
+
+
+def perturbed_there(logits: Tensor, *args: Any) -> Tensor:
+    """As the GPU's kernels do it: tensors stay where they are, parameters are sent."""
+    if not isinstance(logits, OnDevice):
+        return PERTURBED(logits, *args)
+    TRANSFERS["device"] += 1
+    return OnDevice(PERTURBED(logits.inner, *args))
+
+
+def pool_of(decoder: Decoder) -> PagePool:
+    config = decoder.config
+    layout = KvLayout(config.layers, config.kv_heads, config.head_dim, config.dtype, config.hidden)
+    return PagePool(layout, decoder.device, kv_bytes=1 << 22, max_sequences=10, max_context=512)
 
 
 def stepped(
@@ -147,12 +204,13 @@ def stepped(
     drafts: list[TokenTree],
     steps: int,
     waits: list[object],
+    fields: dict[str, Any],
 ) -> list[list[int]]:
     """What sequences emit in a prefill and some steps; copies and waits are those of the steps."""
     engine = Engine(decoder)
     sequences = []
     for index in range(count):
-        params = GenerationParams((3, 1, 4 + index), length_limit=40, taps=Taps((0, 1)))
+        params = GenerationParams((3, 1, 4 + index), length_limit=40, taps=Taps((0, 1)), **fields)
         taps = TapLayout.of(Taps((0, 1)), pool.layout, 256)
         sequences.append(Sequence(params, pool.allocate(256, taps)))
     for sequence in sequences:

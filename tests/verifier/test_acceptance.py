@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.tree import TokenTree
-from paceline.verifier.engine.batch import walk
+from paceline.verifier.engine.acceptance import walk
 from paceline.verifier.engine.job import FinishReason, rank
 
 

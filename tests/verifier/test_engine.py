@@ -26,7 +26,7 @@ from verifier_support import (
 from paceline.decoder import BatchInvariance, weights_fingerprint
 from paceline.v1 import verifier_pb2
 from paceline.verifier import build_service
-from paceline.verifier.engine import batch as batches
+from paceline.verifier.engine import acceptance
 
 PROMPT = [3, 1, 4, 1, 5]
 FIELDS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
@@ -39,7 +39,7 @@ async def test_a_sequence_whose_acceptance_fails_fails_alone(
     plain = await client.generate(PROMPT, None, **FIELDS)
     created = await client.create(PROMPT, **FIELDS)
     (cache,) = list(client.service.store)
-    sampler = batches.Sampler
+    sampler = acceptance.Sampler
 
     class Broken(sampler):  # type: ignore[misc, valid-type]
         """Fails for one sequence after its first token of a walk."""
@@ -51,7 +51,7 @@ async def test_a_sequence_whose_acceptance_fails_fails_alone(
 
     name = await client.drafter_service.add(drafters.right(plain, len(PROMPT)))
     with monkeypatch.context() as patch:
-        patch.setattr(batches, "Sampler", Broken)
+        patch.setattr(acceptance, "Sampler", Broken)
         others = asyncio.gather(
             *(client.generate(PROMPT, drafters.random_tree, **FIELDS) for _ in range(3))
         )

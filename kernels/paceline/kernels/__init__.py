@@ -18,6 +18,7 @@ from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox
 from paceline.kernels.program import Context, Heads, Pass, Program, Recorder
 from paceline.kernels.rows import Norm, RowKernels, row_kernels
 from paceline.kernels.sampling import (
+    Edits,
     History,
     Proposal,
     SamplingParams,
@@ -25,7 +26,10 @@ from paceline.kernels.sampling import (
     best_candidates,
     choose_token,
     choose_tokens,
+    edit_rows,
+    edits,
     filter_logits,
+    perturbed_logits,
     raw_logprobs,
 )
 from paceline.kernels.selection import (
@@ -49,6 +53,7 @@ __all__ = [
     "AttentionCall",
     "Context",
     "CpuKernels",
+    "Edits",
     "Executor",
     "GraphProbes",
     "Heads",
@@ -77,10 +82,13 @@ __all__ = [
     "choose_token",
     "choose_tokens",
     "cpu_kernels",
+    "edit_rows",
+    "edits",
     "filter_logits",
     "get_numerics",
     "gumbel_noise",
     "gumbel_noise_at",
+    "perturbed_logits",
     "philox",
     "plan_trees",
     "processor",

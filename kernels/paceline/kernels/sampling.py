@@ -4,7 +4,8 @@ The sampling contract: the token at absolute position t is
 ``argmax_v [filter(logits_t)_v + g(seed, t, v)]``, a function of the logits, the tokens before t,
 the parameters and the seed alone. The filter applies, in this order, repetition penalty (prompt and
 output), presence and frequency penalties (output), logit bias, temperature, then min_p, top_k and
-top_p, each to the tokens that remain. Ties go to the lower token id. All arithmetic is float32.
+top_p, each to the tokens that remain. Ties go to the lower token id. Arithmetic is float32, but for
+the probabilities that top_p adds up: these are integers, whose sum has no rounding.
 
 Speculative rejection sampling of chains, with position-keyed random numbers, is the other mode.
 After Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023, section
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from paceline.kernels._native import address, library
 from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox_words
+from paceline.kernels.trees import send
 
 
 class History:
@@ -49,7 +51,6 @@ class History:
         self._prompt_length = len(prompt)
         self._output: list[int] = []
         self._counts: dict[int, int] = {}
-        self._prompt_ids: Tensor | None = None
         for token in output:
             self.push(token)
 
@@ -91,16 +92,10 @@ class History:
             del self._counts[token]
         return token
 
-    def prompt_ids(self) -> Tensor:
-        """Distinct prompt tokens, int64, made once."""
-        if self._prompt_ids is None:
-            self._prompt_ids = torch.tensor(sorted(self._prompt), dtype=torch.int64)
-        return self._prompt_ids
-
-    def output_counts(self) -> tuple[Tensor, Tensor]:
-        """Distinct output tokens, int64 ``[n]``, and their counts, float32 ``[n]``."""
-        ids = torch.tensor(list(self._counts), dtype=torch.int64)
-        return ids, torch.tensor(list(self._counts.values()), dtype=torch.float32)
+    @cached_property
+    def prompt_ids(self) -> NDArray[np.int64]:
+        """Distinct prompt tokens, int64."""
+        return np.array(list(self._prompt), np.int64)
 
 
 _FIRST_TOP_P_GUESS = 256
@@ -141,12 +136,6 @@ class SamplingParams:
         """Whether the temperature is 0."""
         return self.temperature == 0
 
-    @cached_property
-    def bias_tensors(self) -> tuple[Tensor, Tensor]:
-        """Biased ids, int64 ``[n]``, and their biases, float32 ``[n]``."""
-        ids = torch.tensor([token for token, _ in self.logit_bias], dtype=torch.int64)
-        return ids, torch.tensor([bias for _, bias in self.logit_bias], dtype=torch.float32)
-
     @property
     def penalised(self) -> bool:
         """Whether the history or a bias changes the logits."""
@@ -172,10 +161,14 @@ def filter_logits(logits: Tensor, params: SamplingParams, history: History) -> T
     Raises:
         ValueError: A biased or seen token id is outside the vocabulary.
     """
-    changed = penalise(logits, params, history)
+    return _filtered(penalise(logits, params, history), params)
+
+
+def _filtered(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The filter without penalties and bias, as a new float32 ``[V]``; none at temperature 0."""
     if params.greedy:
-        return changed
-    scaled = changed / params.temperature
+        return logits.float()
+    scaled = logits.float() / params.temperature
     ids = _survivors(scaled, params)
     if ids is None:
         return scaled
@@ -210,54 +203,119 @@ def choose_token(logits: Tensor, params: SamplingParams, position: int, history:
 
 def choose_tokens(
     logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
-) -> list[int]:
+) -> Tensor:
     """The tokens the sampling contract names for many rows at once, where the logits are.
 
-    On a GPU this is one kernel. It takes the same random bits and filters as :func:`choose_token`;
-    only where probabilities reach ``top_p`` within rounding may the border lie elsewhere.
-
     Args:
-        logits: Float ``[R, V]``, rows dense.
-        params: One a row, none of them penalised.
+        logits: Float ``[R, V]``, rows dense; with penalties and biases, as :func:`edit_rows` adds.
+        params: One a row.
         positions: Absolute positions of the tokens to be chosen.
 
     Returns:
-        Token ids.
-
-    Raises:
-        ValueError: A row has penalties or biases, which need its history.
+        int64 ``[R]``, on the device of the logits. A GPU is not waited for.
     """
-    if any(each.penalised for each in params):
-        raise ValueError("choose_tokens has no histories: use choose_token for rows with penalties")
+    if all(each.greedy for each in params):
+        return logits.argmax(1)
+    return perturbed_logits(logits, params, positions).argmax(1)
+
+
+def perturbed_logits(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    ids: Tensor | None = None,
+) -> Tensor:
+    """Filtered logits over temperature and noise, whose largest is the contract's token.
+
+    On a GPU these are Triton kernels, which keep the same tokens as :func:`filter_logits`.
+
+    Args:
+        logits: Float ``[R, V]``, rows dense; with penalties and biases.
+        params: One a row; those at temperature 0 get no noise.
+        positions: Absolute positions of the tokens to be chosen.
+        ids: Token id of each logit, rising, int64 ``[V]`` on the device of the logits; None: its
+            index.
+
+    Returns:
+        float32 ``[R, V]`` on the device of the logits; -inf for tokens that a filter removes.
+    """
     if logits.device.type == "cuda":
         with suppress(ImportError):
-            from paceline.kernels._triton.backend import choose
+            from paceline.kernels._triton.backend import perturbed
 
-            return choose(logits, params, positions)
-    nothing = History([])
-    rows = zip(logits.cpu(), params, positions, strict=True)
-    return [choose_token(row, each, position, nothing) for row, each, position in rows]
+            return perturbed(logits, params, positions, ids)
+    tokens = torch.arange(logits.shape[1]) if ids is None else ids
+    scores = torch.stack([_filtered(*each) for each in zip(logits.cpu(), params, strict=True)])
+    for row, each, position in zip(scores, params, positions, strict=True):
+        if not each.greedy:
+            row += gumbel_noise_at(each.seed, position, tokens)
+    return scores.to(logits.device)
+
+
+Edits = list[tuple[NDArray[np.int64], NDArray[np.float32]]]
+"""Changes of a row, one after the other: different token ids, with what divides their positive
+logits and multiplies negative ones; what is subtracted; what is added."""
+
+
+def edits(params: SamplingParams, history: History) -> Edits:
+    """Penalties and bias of the token after a history."""
+    counts, none = history.counts, np.empty(0, np.int64)
+    seen = output = none
+    if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
+        output = np.fromiter(counts, np.int64, len(counts))
+    if params.repetition_penalty != 1:
+        new = [token for token in counts if token not in history.prompt]
+        seen = np.concatenate([history.prompt_ids, np.array(new, np.int64)])
+    penalty = np.fromiter(counts.values(), np.float32, len(output))
+    penalty *= np.float32(params.frequency_penalty)
+    penalty += np.float32(params.presence_penalty)
+    return [
+        (seen, np.full(len(seen), params.repetition_penalty, np.float32)),
+        (output, penalty),
+        (
+            np.array([token for token, _ in params.logit_bias], np.int64),
+            np.array([bias for _, bias in params.logit_bias], np.float32),
+        ),
+    ]
+
+
+def edit_rows(logits: Tensor, rows: Sequence[int], changes: Sequence[Edits]) -> None:
+    """Apply penalties and biases to rows of logits, in place.
+
+    Args:
+        logits: float32 ``[R, V]``, dense, on any device. A GPU is not waited for.
+        rows: Different rows.
+        changes: Of each of them.
+
+    Raises:
+        ValueError: A biased or seen token id is outside the vocabulary.
+    """
+    flat = logits.view(-1)
+    for kind, parts in enumerate(zip(*changes, strict=True)):
+        ids = np.concatenate([ids for ids, _ in parts])
+        if not len(ids):
+            continue
+        if ids.min() < 0 or ids.max() >= logits.shape[1]:
+            raise ValueError(
+                "a token id of the history or of logit_bias is outside the vocabulary of "
+                f"{logits.shape[1]}: {ids.min()} to {ids.max()}"
+            )
+        places = np.repeat(rows, [len(ids) for ids, _ in parts]) * logits.shape[1] + ids
+        numbers = np.concatenate([values for _, values in parts]).view(np.int32)
+        packed = send(torch.from_numpy(np.stack([places, numbers])), logits.device)
+        at, values = packed[0], packed[1].to(torch.int32).view(torch.float32)
+        old = flat.index_select(0, at)
+        if kind == 0:
+            new = torch.where(old > 0, old / values, old * values)
+        else:
+            new = old - values if kind == 1 else old + values
+        flat.index_copy_(0, at, new)
 
 
 def penalise(logits: Tensor, params: SamplingParams, history: History) -> Tensor:
     """Penalties and bias on raw logits, as a new float32 ``[V]``."""
     changed = logits.float() if logits.dtype != torch.float32 else logits.clone()
-    try:
-        if params.repetition_penalty != 1:
-            ids = torch.cat([history.prompt_ids(), history.output_counts()[0]]).unique()
-            seen = changed[ids]
-            penalty = params.repetition_penalty
-            changed[ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
-        if params.presence_penalty or params.frequency_penalty:
-            ids, counts = history.output_counts()
-            changed[ids] -= params.frequency_penalty * counts + params.presence_penalty
-        if params.logit_bias:
-            changed.index_add_(0, *params.bias_tensors)
-    except (IndexError, RuntimeError) as error:
-        raise ValueError(
-            f"a token id of the history or of logit_bias is outside the vocabulary of "
-            f"{logits.numel()}: {error}"
-        ) from None
+    edit_rows(changed[None], [0], [edits(params, history)])
     return changed
 
 
@@ -314,16 +372,52 @@ def _ranked(values: Tensor, count: int) -> Tensor:
 
 def _nucleus(values: Tensor, mass: float) -> Tensor:
     """Smallest prefix of the ranking whose probability reaches ``mass``; at least one token."""
-    weights, total = _exponentials(values)
+    weights, total = _weights(values)
+    needed = needed_weight(mass, total)
     count = min(_FIRST_TOP_P_GUESS, values.numel())
     while True:
         ids = _ranked(values, count)
-        reached = np.cumsum(weights[ids.numpy()], dtype=np.float64)
-        if count == values.numel() or reached[-1] >= mass * total:
-            break
+        reached = weights[ids.numpy()].cumsum()
+        if reached[-1] >= needed:
+            return ids[: int(np.searchsorted(reached, needed)) + 1]
         count = min(count * 8, values.numel())
-    keep = int((reached < mass * total).sum()) + 1
-    return ids[:keep]
+
+
+def needed_weight(mass: float, total: int) -> int:
+    """Weight that a nucleus must reach: ``mass`` of the total, at least 1 and at most all of it."""
+    return max(1, min(total, math.ceil(mass * float(total))))
+
+
+LOG2_E = 1549082005
+"""log2(e) in units of 2^-30."""
+
+EXP2_TERMS = (123394, 1386885, 10304738, 59591844, 257940802, 744261112, 1 << 30)
+"""2^-f = c0 - f (c1 - f (c2 - ...)) within 2^-26 for f from 0 to 1: c6 to c0 in units of 2^-30."""
+
+
+def _weights(values: Tensor) -> tuple[NDArray[np.int64], int]:
+    """Probabilities in integers, and their sum: of float32 ``[n]`` whose largest is finite.
+
+    The weight of x is 2^40 e^(x - max), by integer arithmetic: sums do not depend on their order,
+    so that every device finds the same nucleus. ``native/sampling.c`` and the Triton kernels
+    compute the same.
+    """
+    native = library()
+    if native is None:
+        below = (values.max() - values).clamp(max=31.0)
+        octaves = (below * 2.0**25).to(torch.int64).numpy() * LOG2_E >> 25
+        fraction, sums = octaves & (1 << 30) - 1, np.zeros_like(octaves)
+        for term in EXP2_TERMS:
+            sums = term - (sums * fraction >> 30)
+        weights = sums << 10 >> (octaves >> 30)
+        return weights, int(weights.sum())
+    dense = values.contiguous()
+    weights = np.empty(dense.numel(), np.int64)
+    function = native.paceline_weights
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+    function.restype = ctypes.c_int64
+    total: int = function(address(dense, "logits"), dense.numel(), weights.ctypes.data)
+    return weights, total
 
 
 def _logsumexp(values: Tensor) -> float:
@@ -336,21 +430,6 @@ def _logsumexp(values: Tensor) -> float:
         address(dense, "logits"), dense.numel(), memory.ctypes.data
     )
     return total
-
-
-def _exponentials(values: Tensor) -> tuple[NDArray[np.float32], float]:
-    """Exponentials of float32 ``[n]`` less their maximum, and their sum."""
-    native = library()
-    if native is None:
-        weights = (values - values.max()).exp().numpy()
-        return weights, float(weights.sum(dtype=np.float64))
-    dense = values.contiguous()
-    out = np.empty(dense.numel(), np.float32)
-    peak = ctypes.c_float()
-    total: float = _exponentials_of(native)(
-        address(dense, "logits"), dense.numel(), ctypes.byref(peak), out.ctypes.data
-    )
-    return out, total
 
 
 @cache
@@ -368,15 +447,6 @@ def _candidates_of(native: ctypes.CDLL) -> Any:
     sizes = (number, number, number, number)
     function.argtypes = (pointer, *sizes, ctypes.c_float, pointer, pointer, pointer)
     function.restype = None
-    return function
-
-
-@cache
-def _exponentials_of(native: ctypes.CDLL) -> Any:
-    function = native.paceline_exponentials
-    pointer = ctypes.c_void_p
-    function.argtypes = (pointer, ctypes.c_int64, pointer, pointer)
-    function.restype = ctypes.c_double
     return function
 
 

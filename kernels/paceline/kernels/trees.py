@@ -158,9 +158,8 @@ class TreePlan:
 
 def send(numbers: Tensor, device: torch.device | str) -> Tensor:
     """A small tensor of the CPU on another device. The copy does not wait for what a GPU runs."""
-    if torch.device(device).type != "cuda":
-        return numbers.to(device)
-    return numbers.pin_memory().to(device, non_blocking=True)
+    pinned = numbers.pin_memory() if torch.device(device).type == "cuda" else numbers
+    return pinned.to(device, non_blocking=True)
 
 
 def plan_trees(

@@ -1,4 +1,4 @@
-"""The fused sampling kernel chooses the tokens that the CPU chooses."""
+"""The sampling kernels choose the tokens that the CPU chooses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_tokens_are_those_of_the_cpu(
     params = [SamplingParams(**KINDS[kind], seed=rng.getrandbits(64)) for _ in range(rows)]  # type: ignore[arg-type]
     positions = [rng.getrandbits(30) for _ in range(rows)]
     empty = History([])
-    assert choose_tokens(logits.to(device), params, positions) == [
+    assert choose_tokens(logits.to(device), params, positions).tolist() == [
         choose_token(row, each, at, empty)
         for row, each, at in zip(logits, params, positions, strict=True)
     ]

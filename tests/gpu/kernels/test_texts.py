@@ -47,7 +47,7 @@ class Text:
                 torch.tensor(tokens, device=device), plan, [self._pages], logit_rows=None
             ).logits
         positions = [start + depth + 1 for depth in segment.depths]
-        return choose_tokens(logits, [self._sampling] * len(tokens), positions)
+        return choose_tokens(logits, [self._sampling] * len(tokens), positions).tolist()
 
     def prefill(self, prompt: list[int]) -> None:
         """Put in a prompt of at most 256 tokens and choose the first token."""

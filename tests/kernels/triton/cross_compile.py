@@ -23,10 +23,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from paceline.kernels._triton import backend
 from paceline.kernels._triton.backend import MERGE_CHUNKS, attend_shape
 from paceline.kernels._triton.jit.attention import attend_items, merge_items
 from paceline.kernels._triton.jit.rows import add_norm_rows, gate_rows, rotate_rows
-from paceline.kernels._triton.jit.sampling import choose_rows
+from paceline.kernels._triton.jit.sampling import (
+    find_best,
+    find_border,
+    find_candidates,
+    perturb,
+)
 from paceline.kernels._triton.plan import choose_tiling
 
 CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
@@ -123,9 +129,16 @@ def compile_rows(kv: str = "bf16", dim: int = 128, page: int = 256, *, norms: bo
 
 def compile_sampling(kind: str) -> None:
     """The sampling contract over logits of a type."""
-    types = {"logits": f"*{kind}", "tokens": "*i64", "integers": "*i64", "floats": "*fp64"}
-    types |= {"vocab": "i32", "stride": "i32"}
-    compile_kernel(choose_rows, types, {"BLOCK": 1024}, num_warps=8)
+    types = {"logits": f"*{kind}", "floats": "*fp64", "out": "*fp32"}
+    keys = ("integers", "best", "candidates", "sums", "borders", "ids")
+    types |= dict.fromkeys(keys, "*i64") | dict.fromkeys(("vocab", "stride", "chunks"), "i32")
+    chunk, sizes = {"CHUNK": backend.CHUNK}, {"CHUNKS": 128, "KEEP": backend.KEEP}
+    compile_kernel(find_best, types, chunk)
+    compile_kernel(find_candidates, types, {**chunk, **sizes}, num_warps=8)
+    compile_kernel(find_border, types, {**sizes, "BLOCK": backend.SEARCH_BLOCK}, num_warps=8)
+    for reduced in (False, True):
+        options = {"FILTERED": True, "REDUCED": reduced, "BLOCK": backend.NOISE_BLOCK}
+        compile_kernel(perturb, types, options)
 
 
 def compile_all() -> None:

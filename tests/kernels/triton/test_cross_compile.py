@@ -31,7 +31,8 @@ def test_kernels_keep_to_the_registers_and_memory_of_a_gpu(capability: int) -> N
     assert done.returncode == 0, done.stderr
     facts = [json.loads(line) for line in done.stdout.splitlines()]
     assert {each["kernel"] for each in facts} == {
-        *("attend_items", "merge_items", "rotate_rows", "add_norm_rows", "gate_rows", "choose_rows")
+        *("attend_items", "merge_items", "rotate_rows", "add_norm_rows", "gate_rows"),
+        *("find_best", "find_candidates", "find_border", "perturb"),
     }
     for each in facts:
         assert each["shared"] <= MAX_SHARED[capability], each

@@ -1,4 +1,4 @@
-"""Time of the fused sampling kernel for 64 rows of a large vocabulary."""
+"""Time of the sampling kernels for 64 rows of a large vocabulary."""
 
 from __future__ import annotations
 

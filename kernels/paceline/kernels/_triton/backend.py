@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.kernels._triton.jit.attention import LOG2E, attend_items, merge_items
 from paceline.kernels._triton.jit.rows import add_norm_rows, gate_rows, rotate_rows
-from paceline.kernels._triton.jit.sampling import choose_rows
+from paceline.kernels._triton.jit.sampling import (
+    ID_BITS,
+    find_best,
+    find_border,
+    find_candidates,
+    perturb,
+)
 from paceline.kernels._triton.plan import (
     MASK_ALIGN,
     MASK_WORDS,
@@ -387,30 +394,55 @@ class TritonRows:
         return q
 
 
-_BLOCK = 1024
+CHUNK, KEEP = 2048, 64
+"""Ids that a program filters, and its candidates for the search for a row's border."""
+SEARCH_BLOCK, NOISE_BLOCK = 4096, 1024
 
 
-def choose(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    """See :func:`paceline.kernels.choose_tokens`; no row may have penalties."""
-    wrapped = [(p.seed - (1 << 64) if p.seed >> 63 else p.seed) for p in params]
-    integers = np.array(
-        [
-            (seed, position, each.top_k)
-            for seed, position, each in zip(wrapped, positions, params, strict=True)
-        ]
-    )
-    floats = np.array(
-        [
-            (each.temperature, math.log(each.min_p) if each.min_p else -math.inf, each.top_p)
-            for each in params
-        ]
-    )
-    both = np.concatenate([integers, floats.view(np.int64)], axis=1)
-    record = send(torch.from_numpy(both), logits.device)
-    tokens = torch.empty(len(params), dtype=torch.int64, device=logits.device)
-    choose_rows[(len(params),)](
-        logits, tokens, record, record.view(torch.float64), logits.shape[1], logits.stride(0),
-        BLOCK=_BLOCK, num_warps=8,
+def perturbed(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    ids: Tensor | None = None,
+) -> Tensor:
+    """See :func:`paceline.kernels.perturbed_logits`."""
+    rows, vocab = logits.shape
+    if vocab > 1 << ID_BITS.value:
+        raise ValueError(f"{vocab} tokens, expected at most {1 << ID_BITS.value}")
+    record = send(torch.from_numpy(_record(params, positions)), logits.device)
+    floats = record.view(torch.float64)
+    chunks = triton.cdiv(vocab, CHUNK)
+    stride = logits.stride(0)
+    borders = record
+    filtered = any(each.top_k or each.top_p < 1 or each.min_p for each in params)
+    if filtered:
+        best = record.new_empty(rows, chunks)
+        candidates, sums = record.new_empty(rows, chunks, KEEP), record.new_empty(rows, 2, chunks)
+        borders = record.new_empty(rows)
+        sizes = {"CHUNKS": triton.next_power_of_2(chunks), "KEEP": KEEP}
+        find_best[(rows, chunks)](logits, floats, best, vocab, stride, CHUNK=CHUNK)
+        find_candidates[(rows, chunks)](
+            logits, record, floats, best, candidates, sums, vocab, stride, CHUNK=CHUNK, **sizes,
+            num_warps=8,
+        )  # fmt: skip
+        find_border[(rows,)](
+            logits, record, floats, best, candidates, sums, borders, vocab, stride, chunks,
+            **sizes, BLOCK=SEARCH_BLOCK, num_warps=8,
+        )  # fmt: skip
+    out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
+    perturb[(rows, triton.cdiv(vocab, NOISE_BLOCK))](
+        logits, out, record if ids is None else ids, record, floats, borders, vocab, stride,
+        FILTERED=filtered, REDUCED=ids is not None, BLOCK=NOISE_BLOCK,
     )  # fmt: skip
-    found: list[int] = tokens.tolist()
-    return found
+    return out
+
+
+def _record(params: Sequence[SamplingParams], positions: Sequence[int]) -> NDArray[np.int64]:
+    """Of each row: seed, position, top_k, and as float64 temperature, log min_p, top_p."""
+    seeds = np.array([each.seed for each in params], np.uint64).view(np.int64)
+    integers = np.stack([seeds, np.array(positions), np.array([each.top_k for each in params])], 1)
+    floats = [
+        (each.temperature, math.log(each.min_p) if each.min_p else -math.inf, each.top_p)
+        for each in params
+    ]
+    return np.concatenate([integers, np.array(floats).view(np.int64)], 1)

@@ -67,29 +67,6 @@ void paceline_gumbel(uint64_t seed, uint64_t position, const int64_t *ids, int64
   }
 }
 
-/* out[i] = e^(x[i] - the largest x); returns the sum in double: WIDTH partial sums, added up in
- * pairs. The largest x, which goes to *peak, must be finite. */
-double paceline_exponentials(const float *x, int64_t count, float *peak, float *out) {
-  double part[WIDTH] = {0};
-  *peak = -INFINITY;
-  for (int64_t i = 0; i < count; i++) *peak = x[i] > *peak ? x[i] : *peak;
-  const vec shift = splat(*peak);
-  int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) store_f32(out + i, exp_(load_f32(x + i) - shift));
-  if (i < count) store_part(out, i, count - i, 0, exp_(load_part(x + i, count - i) - shift));
-  for (i = 0; i < count; i++) part[i % WIDTH] += (double)out[i];
-  for (int half = WIDTH / 2; half; half /= 2)
-    for (int l = 0; l < half; l++) part[l] += part[l + half];
-  return part[0];
-}
-
-/* ln of the sum of e^x; `memory` is of `count` values. The largest x must be finite. */
-double paceline_logsumexp(const float *x, int64_t count, float *memory) {
-  float peak;
-  const double sum = paceline_exponentials(x, count, &peak, memory);
-  return (double)peak + log_(sum);
-}
-
 /* The largest of `count` scores. */
 static float largest(const float *x, int64_t count) {
   float lanes[WIDTH], best = -INFINITY;
@@ -100,6 +77,44 @@ static float largest(const float *x, int64_t count) {
   for (int l = 0; l < LANES; l++) best = lanes[l] > best ? lanes[l] : best;
   for (; i < count; i++) best = x[i] > best ? x[i] : best;
   return best;
+}
+
+/* out[i] = 2^40 e^(x[i] - the largest x) in integers, as kernels/sampling.py defines it; returns
+ * their sum. The largest x must be finite. */
+int64_t paceline_weights(const float *x, int64_t count, int64_t *out) {
+  const uint64_t one = 1u << 30, log2_e = 1549082005;
+  const float peak = largest(x, count);
+  int64_t total = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const float below = peak - x[i];
+    const uint64_t nats = (uint32_t)(int32_t)((below < 31.0f ? below : 31.0f) * 0x1p25f);
+    const uint64_t octaves = nats * log2_e >> 25, f = octaves & (one - 1);
+    uint64_t p = 123394;
+    p = 1386885 - (p * f >> 30);
+    p = 10304738 - (p * f >> 30);
+    p = 59591844 - (p * f >> 30);
+    p = 257940802 - (p * f >> 30);
+    p = 744261112 - (p * f >> 30);
+    p = one - (p * f >> 30);
+    out[i] = (int64_t)(p << 10 >> (octaves >> 30));
+    total += out[i];
+  }
+  return total;
+}
+
+/* ln of the sum of e^x: WIDTH partial sums in double, added up in pairs. `memory` is of `count`
+ * values. The largest x must be finite. */
+double paceline_logsumexp(const float *x, int64_t count, float *memory) {
+  const float peak = largest(x, count);
+  const vec shift = splat(peak);
+  double part[WIDTH] = {0};
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store_f32(memory + i, exp_(load_f32(x + i) - shift));
+  if (i < count) store_part(memory, i, count - i, 0, exp_(load_part(x + i, count - i) - shift));
+  for (i = 0; i < count; i++) part[i % WIDTH] += (double)memory[i];
+  for (int half = WIDTH / 2; half; half /= 2)
+    for (int l = 0; l < half; l++) part[l] += part[l + half];
+  return (double)peak + log_(part[0]);
 }
 
 /* Puts x[i] into its place among the best. */

@@ -2,7 +2,15 @@
 
 from paceline.decoder.cache import LocalCache
 from paceline.decoder.config import WEIGHTS, DecoderConfig, UnsupportedModelError
-from paceline.decoder.device import ACCELERATORS, DeviceLost, device_lost, find_device, use_device
+from paceline.decoder.device import (
+    ACCELERATORS,
+    DeviceLost,
+    device_lost,
+    find_device,
+    receive,
+    use_device,
+    wait_for,
+)
 from paceline.decoder.graphs import GraphRunner
 from paceline.decoder.invariance import BatchInvariance, check_batch_invariance
 from paceline.decoder.model import AttentionObserver, Decoder, ForwardResult
@@ -34,7 +42,9 @@ __all__ = [
     "open_model",
     "plain_folder",
     "publish",
+    "receive",
     "store_int8",
     "use_device",
+    "wait_for",
     "weights_fingerprint",
 ]

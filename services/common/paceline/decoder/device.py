@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 logger = logging.getLogger("paceline.device")
 
@@ -86,6 +88,23 @@ def use_device(device: torch.device | str) -> None:
     device = torch.device(device)
     if device.type in ACCELERATORS:
         torch.get_device_module(device).set_device(device)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done what the calling thread asked it to do."""
+    if device.type in ACCELERATORS:
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def receive(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies on the CPU of tensors of a device, after one wait for all that it was asked to do."""
+    pinned = device.type == "cuda"
+    copies = [
+        torch.empty(each.shape, dtype=each.dtype, pin_memory=pinned).copy_(each, non_blocking=True)
+        for each in tensors
+    ]
+    wait_for(device)
+    return copies
 
 
 class DeviceLost(Exception):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -126,10 +127,18 @@ class Guide:
         Raises:
             GrammarError: The constraint is too complex for the library.
         """
+        allowed = np.unpackbits(self.allowed(), count=self._vocab_size, bitorder="little")
+        return logits.masked_fill(torch.from_numpy(allowed == 0), -torch.inf)
+
+    def allowed(self) -> NDArray[np.uint8]:
+        """Tokens that may come next, 8 a byte, the lowest id in the lowest bit.
+
+        Raises:
+            GrammarError: The constraint is too complex for the library.
+        """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
-        allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
-        return logits.masked_fill(torch.from_numpy(allowed == 0), -torch.inf)
+        return bits
 
     def push(self, token: int) -> None:
         """Append an emitted token.

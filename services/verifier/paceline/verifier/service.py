@@ -244,9 +244,8 @@ class VerifierService:
             task = bar.add_task("CUDA graphs")
             while (found := await self.engine.between_steps(lambda: next(steps, None))) is not None:
                 bar.update(task, completed=found[0], total=found[1])
-        # One kernel has all ways to sample.
         row = torch.zeros(1, self._decoder.config.vocab_size, dtype=self._decoder.config.dtype)
-        params = SamplingParams(temperature=0.0)
+        params = SamplingParams(top_k=1)  # all kernels
         choose = partial(choose_tokens, row.to(self._decoder.device), [params], [0])
         await self.engine.between_steps(choose)
         _log.info("CUDA graphs: %d", len(graphs))

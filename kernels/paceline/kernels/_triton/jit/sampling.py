@@ -1,8 +1,12 @@
-"""The sampling contract (:mod:`paceline.kernels.sampling`) in one kernel, a program for each row.
+"""Filters and noise of the sampling contract (:mod:`paceline.kernels.sampling`).
 
-Filters need no sort: the k-th largest logit and the border of the nucleus are found digit by digit
-in order-preserving integers of the floats, 4 bits per pass over the row. The tokens that remain
-after a filter are given by a least integer and, for ties at it, a last token id.
+Tokens are compared by keys: an order-preserving integer of the float, then the lower token id. No
+two keys are equal, so that what a filter keeps is given by one number, the least key, its border.
+
+``find_best`` and ``find_candidates`` look at chunks of a row: its best key, its best ``KEEP`` keys
+and the sum of its probabilities. ``find_border`` searches for the border among these candidates,
+bit by bit, and in the whole row if it may lie below them. ``perturb`` adds noise to what is kept.
+The ids of a chunk are spread over the row, since frequent tokens have neighbouring ids.
 """
 
 from __future__ import annotations
@@ -10,112 +14,205 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+RUN: tl.constexpr = tl.constexpr(64)
+"""Neighbouring ids of a chunk."""
+ID_BITS: tl.constexpr = tl.constexpr(20)
+LAST_ID: tl.constexpr = tl.constexpr((1 << 20) - 1)
+LOWEST: tl.constexpr = tl.constexpr(-(1 << 51))
+"""At most any key."""
+NONE: tl.constexpr = tl.constexpr(-(1 << 52))
+"""In the place of a key that is missing."""
+
 
 @triton.jit
-def _scaled(logits, at, vocab, divisor):
-    """Logits over temperature, with IEEE rounding; -inf beyond the vocabulary."""
-    value = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+def _keys(logits, at, vocab, divisor):
+    """Keys of the logits over temperature, with IEEE rounding; none beyond the vocabulary."""
+    value = tl.load(logits + at, mask=at < vocab, other=0.0).to(tl.float32)
     value = tl.math.div_rn(value, tl.full(value.shape, 1.0, tl.float32) * divisor)
-    return tl.where(value == 0.0, 0.0, value)  # one zero
+    value = tl.where(value == 0.0, 0.0, value)  # one zero
+    return tl.where(at < vocab, _key(value) | (LAST_ID - at), NONE)
 
 
 @triton.jit
-def _ordered(value):
-    """Integers in the order of the floats, int32."""
+def _key(value):
+    """The lowest key of a float."""
     bits = value.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << ID_BITS
 
 
 @triton.jit
-def _left(order, at, vocab, least, last):
-    """Whether tokens remain after a filter."""
-    return (at < vocab) & ((order > least) | ((order == least) & (at <= last)))
+def _value(key):
+    """The float of a key."""
+    bits = (key >> ID_BITS).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _last_tie(logits, vocab, divisor, least, last, border, count, BLOCK: tl.constexpr):
-    """Id of the ``count``-th remaining token at ``border``, or the vocabulary's size."""
-    found = vocab
-    before = tl.full([], 0, tl.int32)
-    for begin in range(0, vocab, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        order = _ordered(_scaled(logits, at, vocab, divisor))
-        tie = ((order == border) & _left(order, at, vocab, least, last)).to(tl.int32)
-        rank = before + tl.cumsum(tie, 0)
-        found = tl.minimum(found, tl.min(tl.where((tie > 0) & (rank == count), at, vocab), 0))
-        before += tl.sum(tie, 0)
-    return found
+def _weight(key, highest):
+    """Probabilities in integers: see :func:`paceline.kernels.sampling._weights`."""
+    nats = (tl.minimum(highest - _value(key), 31.0) * 33554432.0).to(tl.int64)
+    octaves = (nats * 1549082005) >> 25
+    fraction = octaves & 0x3FFFFFFF
+    power = tl.full(key.shape, 123394, tl.int64)
+    power = 1386885 - ((power * fraction) >> 30)
+    power = 10304738 - ((power * fraction) >> 30)
+    power = 59591844 - ((power * fraction) >> 30)
+    power = 257940802 - ((power * fraction) >> 30)
+    power = 744261112 - ((power * fraction) >> 30)
+    power = 1073741824 - ((power * fraction) >> 30)
+    return (power << 10) >> (octaves >> 30)
 
 
 @triton.jit
-def _narrower(least, last, border, tie):
-    """The next filter's limits; the last one's if the next would keep all that remain."""
-    return tl.maximum(border, least), tl.where(border < least, last, tie)
+def _filter(integers, floats, best, row, chunks, CHUNKS: tl.constexpr):
+    """Of a row: top_k, top_p, temperature, its largest value and the border of min_p."""
+    k = tl.load(integers + row * 6 + 2)
+    temperature = tl.load(floats + row * 6 + 3).to(tl.float32)
+    log_min_p = tl.load(floats + row * 6 + 4).to(tl.float32)
+    mass = tl.load(floats + row * 6 + 5)
+    chunk = tl.arange(0, CHUNKS)
+    top = tl.max(tl.load(best + row * chunks + chunk, mask=chunk < chunks, other=NONE), 0)
+    highest = _value(top)
+    return k, mass, temperature, highest, _key(highest + log_min_p)
 
 
 @triton.jit
-def _best_k(logits, vocab, divisor, least, last, k, BLOCK: tl.constexpr):
-    """Least integer and last id of the ``k`` best remaining tokens."""
-    digits = tl.arange(0, 16)
-    border = tl.full([], -2147483648, tl.int32)
-    for level in range(8):
-        goals = border + (digits << (28 - 4 * level))
-        counts = tl.zeros([16], tl.int32)
-        for begin in range(0, vocab, BLOCK):
-            at = begin + tl.arange(0, BLOCK)
-            order = _ordered(_scaled(logits, at, vocab, divisor))
-            kept = _left(order, at, vocab, least, last)
-            over = (order[:, None] >= goals[None, :]) & kept[:, None]
-            counts += tl.sum(over.to(tl.int32), 0)
-        border = tl.max(tl.where(counts >= k, goals, border), 0)
-    above = tl.full([], 0, tl.int32)
-    for begin in range(0, vocab, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        order = _ordered(_scaled(logits, at, vocab, divisor))
-        above += tl.sum(((order > border) & _left(order, at, vocab, least, last)).to(tl.int32), 0)
-    ties = tl.maximum(k - above, 1)
-    tie = _last_tie(logits, vocab, divisor, least, last, border, ties, BLOCK)
-    return _narrower(least, last, border, tie)
+def _ids_of(chunk, chunks, CHUNK: tl.constexpr):
+    index = tl.arange(0, CHUNK)
+    return ((index // RUN) * chunks + chunk) * RUN + index % RUN
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def find_best(logits, floats, best, vocab, stride, CHUNK: tl.constexpr):
+    """The best key of each chunk, int64 ``[R, chunks]``; arguments as for :func:`perturb`."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunks = tl.num_programs(1)
+    temperature = tl.load(floats + row * 6 + 3).to(tl.float32)
+    divisor = tl.where(temperature == 0.0, 1.0, temperature)
+    key = _keys(logits + row * stride, _ids_of(chunk, chunks, CHUNK), vocab, divisor)
+    tl.store(best + row * chunks + chunk, tl.max(key, 0))
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def find_candidates(
+    logits, integers, floats, best, candidates, sums, vocab, stride,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Keys of each chunk after min_p, ``[R, chunks, KEEP]``: all from a border on, then ``NONE``.
+
+    ``sums`` int64 ``[R, 2, chunks]``: the weight of a chunk and its border. Rows without top_k and
+    top_p are left out.
+    """
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunks = tl.num_programs(1)
+    k, mass, temperature, highest, lowest = _filter(integers, floats, best, row, chunks, CHUNKS)
+    if (temperature > 0.0) & ((k > 0) | (mass < 1.0)):
+        key = _keys(logits + row * stride, _ids_of(chunk, chunks, CHUNK), vocab, temperature)
+        key = tl.where(key >= lowest, key, NONE)
+        weight = tl.where(key > NONE, _weight(key, highest), 0)
+        border = tl.full([], LOWEST, tl.int64)
+        goals = tl.arange(0, 4)
+        for level in range(8):  # the upper half of the float's bits
+            step = tl.full([], 1, tl.int64) << (50 - 2 * level)
+            over = (key[:, None] >= (border + goals * step)[None, :]).to(tl.int32)
+            border += step * tl.sum((tl.sum(over, 0) > KEEP).to(tl.int64) * (goals > 0), 0)
+        fits = tl.sum((key > NONE).to(tl.int32), 0) <= KEEP
+        border = tl.where(fits, LOWEST, border + (1 << 36))
+        kept = (key >= border).to(tl.int32)
+        place = (row * chunks + chunk) * KEEP
+        tl.store(candidates + place + tl.cumsum(kept, 0) - 1, key, mask=kept > 0)
+        count = tl.sum(kept, 0)
+        rest = tl.arange(0, KEEP)
+        tl.store(candidates + place + rest, tl.full([KEEP], NONE, tl.int64), mask=rest >= count)
+        sums += row * 2 * chunks + chunk
+        tl.store(sums, tl.sum(weight, 0))
+        tl.store(sums + chunks, border)
 
 
 @triton.jit
-def _nucleus(logits, vocab, divisor, least, last, highest, mass, BLOCK: tl.constexpr):
-    """Least integer and last id of the smallest set of best tokens with this probability."""
-    total = tl.full([], 0.0, tl.float64)
-    for begin in range(0, vocab, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        value = _scaled(logits, at, vocab, divisor)
-        kept = _left(_ordered(value), at, vocab, least, last)
-        weight = tl.exp(value.to(tl.float64) - highest)
-        total += tl.sum(tl.where(kept, weight, 0.0), 0)
-    normal = (highest + tl.log(total)).to(tl.float32).to(tl.float64)
-    digits = tl.arange(0, 16)
-    border = tl.full([], -2147483648, tl.int32)
-    for level in range(8):
-        goals = border + (digits << (28 - 4 * level))
-        masses = tl.zeros([16], tl.float64)
-        for begin in range(0, vocab, BLOCK):
-            at = begin + tl.arange(0, BLOCK)
-            value = _scaled(logits, at, vocab, divisor)
-            order = _ordered(value)
-            kept = _left(order, at, vocab, least, last)
-            weight = tl.where(kept, tl.exp(value.to(tl.float64) - normal), 0.0)
-            masses += tl.sum(tl.where(order[:, None] >= goals[None, :], weight[:, None], 0.0), 0)
-        border = tl.max(tl.where(masses >= mass, goals, border), 0)
-    above = tl.full([], 0.0, tl.float64)
-    one = tl.full([], 0.0, tl.float64)
-    for begin in range(0, vocab, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        value = _scaled(logits, at, vocab, divisor)
-        order = _ordered(value)
-        kept = _left(order, at, vocab, least, last)
-        weight = tl.where(kept, tl.exp(value.to(tl.float64) - normal), 0.0)
-        above += tl.sum(tl.where(order > border, weight, 0.0), 0)
-        one = tl.maximum(one, tl.max(tl.where(order == border, weight, 0.0), 0))
-    ties = tl.ceil((mass - above) / tl.where(one > 0.0, one, 1.0))
-    ties = tl.maximum(tl.minimum(ties, 2.0e9), 1.0).to(tl.int32)
-    tie = _last_tie(logits, vocab, divisor, least, last, border, ties, BLOCK)
-    return _narrower(least, last, border, tie)
+def _search(
+    logits, candidates, vocab, divisor, highest, lowest, needed, count, whole,
+    BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest border above which keys have the needed number or weight; else ``LOWEST``.
+
+    Keys below ``lowest`` count nothing. ``count`` candidates are searched, or the whole row.
+    """
+    border = tl.full([], LOWEST, tl.int64)
+    for level in range(26):  # two bits each
+        step = tl.full([], 1, tl.int64) << (50 - 2 * level)
+        first, second, third = needed * 0, needed * 0, needed * 0
+        for begin in range(0, count, BLOCK):
+            key = _source(logits, candidates, begin, vocab, divisor, lowest, count, whole, BLOCK)
+            weight = _weight(key, highest) if BY_WEIGHT else tl.full([BLOCK], 1, tl.int64)
+            first += tl.sum(tl.where(key >= border + step, weight, 0), 0)
+            second += tl.sum(tl.where(key >= border + 2 * step, weight, 0), 0)
+            third += tl.sum(tl.where(key >= border + 3 * step, weight, 0), 0)
+        reached = (first >= needed).to(tl.int64) + (second >= needed) + (third >= needed)
+        border += step * reached
+    return border
+
+
+@triton.jit
+def _source(
+    logits, candidates, begin, vocab, divisor, lowest, count, whole, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Keys of the row or of its candidates; those below ``lowest`` are ``NONE``."""
+    at = begin + tl.arange(0, BLOCK)
+    if whole:
+        key = _keys(logits, at, vocab, divisor)
+    else:
+        key = tl.load(candidates + at, mask=at < count, other=NONE)
+    return tl.where(key >= lowest, key, NONE)
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def find_border(
+    logits, integers, floats, best, candidates, sums, borders, vocab, stride, chunks,
+    CHUNKS: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The least key that all filters keep, int64 ``[R]``."""
+    row = tl.program_id(0).to(tl.int64)
+    k, mass, temperature, highest, border = _filter(integers, floats, best, row, chunks, CHUNKS)
+    if (temperature > 0.0) & ((k > 0) | (mass < 1.0)):
+        logits += row * stride
+        candidates += row * chunks * KEEP
+        chunk = tl.arange(0, CHUNKS)
+        sums += row * 2 * chunks
+        worst = tl.load(sums + chunks + chunk, mask=chunk < chunks, other=NONE)
+        weights = tl.load(sums + chunk, mask=chunk < chunks, other=0)
+        complete = tl.max(worst, 0)  # all keys from here on are candidates
+        lowest = border
+        done = 0
+        for whole in range(2):
+            if done == 0:
+                count = vocab if whole else chunks * KEEP
+                border = lowest
+                total = tl.sum(weights, 0)
+                if k > 0:
+                    border = tl.maximum(border, _search(
+                        logits, candidates, vocab, temperature, highest, border, k, count, whole,
+                        False, BLOCK,
+                    ))  # fmt: skip
+                    done = (border >= complete).to(tl.int32)
+                    total = tl.full([], 0, tl.int64)
+                    for begin in range(0, count, BLOCK):
+                        key = _source(
+                            logits, candidates, begin, vocab, temperature, border, count, whole,
+                            BLOCK,
+                        )  # fmt: skip
+                        total += tl.sum(tl.where(key > NONE, _weight(key, highest), 0), 0)
+                if mass < 1.0:
+                    needed = tl.ceil(mass * total.to(tl.float64)).to(tl.int64)
+                    needed = tl.maximum(tl.minimum(needed, total), 1)
+                    found = _search(
+                        logits, candidates, vocab, temperature, highest, border, needed, count,
+                        whole, True, BLOCK,
+                    )  # fmt: skip
+                    border = tl.maximum(border, found)
+                    if k == 0:
+                        done = (border >= complete).to(tl.int32)
+    tl.store(borders + row, border)
 
 
 @triton.jit
@@ -134,47 +231,30 @@ def _gumbel(seed, position, at):
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def choose_rows(logits, tokens, integers, floats, vocab, stride, BLOCK: tl.constexpr):
-    """The token of one row.
+def perturb(
+    logits, out, ids, integers, floats, borders, vocab, stride,
+    FILTERED: tl.constexpr, REDUCED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Scores, whose largest is the token's: float32 ``[R, vocab]``, -inf where a filter removes it.
 
     ``integers`` int64 ``[R, 6]``: seed, position, top_k (0: all), and three floats. ``floats`` is
-    the same memory as float64: temperature, logarithm of min_p, top_p. ``tokens`` int64 ``[R]``.
+    the same memory as float64: temperature, logarithm of min_p, top_p. ``ids``: token of each
+    logit, where ``REDUCED``.
     """
     row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     seed = tl.load(integers + row * 6)
     position = tl.load(integers + row * 6 + 1)
-    k = tl.load(integers + row * 6 + 2)
     temperature = tl.load(floats + row * 6 + 3).to(tl.float32)
-    log_min_p = tl.load(floats + row * 6 + 4).to(tl.float32)
-    mass = tl.load(floats + row * 6 + 5)
-    greedy = temperature == 0.0
-    divisor = tl.where(greedy, 1.0, temperature)
-
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    for begin in range(0, vocab, BLOCK):
-        top = tl.maximum(top, _scaled(logits, begin + tl.arange(0, BLOCK), vocab, divisor))
-    highest = tl.max(top, 0)
-    least = _ordered(tl.where(greedy, float("-inf"), highest + log_min_p))
-    last = vocab
-    if (k > 0) & (greedy == 0):
-        least, last = _best_k(logits, vocab, divisor, least, last, k, BLOCK)
-    if (mass < 1.0) & (greedy == 0):
-        least, last = _nucleus(
-            logits, vocab, divisor, least, last, highest.to(tl.float64), mass, BLOCK
-        )
-
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    ids = tl.full([BLOCK], 0, tl.int32) + vocab
-    for begin in range(0, vocab, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        value = _scaled(logits, at, vocab, divisor)
-        kept = _left(_ordered(value), at, vocab, least, last)
-        if greedy == 0:
-            value += _gumbel(seed, position, at)
-        value = tl.where(kept, value, float("-inf"))
-        better = kept & ((value > best) | (ids == vocab))
-        best = tl.where(better, value, best)
-        ids = tl.where(better, at, ids)
-    winner = tl.max(best, 0)
-    tl.store(tokens + row, tl.min(tl.where(best == winner, ids, vocab), 0).to(tl.int64))
+    divisor = tl.where(temperature == 0.0, 1.0, temperature)
+    key = _keys(logits + row * stride, at, vocab, divisor)
+    score = _value(key)
+    if temperature > 0.0:
+        kept = at < vocab
+        if FILTERED:
+            kept = kept & (key >= tl.load(borders + row))
+        if tl.max(kept.to(tl.int32), 0) > 0:
+            tokens = tl.load(ids + at, mask=at < vocab, other=0) if REDUCED else at
+            score += _gumbel(seed, position, tokens)
+        score = tl.where(kept, score, float("-inf"))
+    tl.store(out + row * vocab + at, score, mask=at < vocab)

@@ -6,10 +6,10 @@ Candidates for the next token are ranked with the verifier's own noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,10 +22,16 @@ from paceline.kernels import (
     Proposal,
     SamplingParams,
     best_candidates,
+    edit_rows,
+    edits,
     filter_logits,
     gumbel_noise_at,
+    perturbed_logits,
+    send,
 )
 from paceline.tree import TokenTree
+
+_T = TypeVar("_T")
 
 _SMALL_VOCAB = 1 << 14
 """Noise for this many tokens a row takes less time than selecting candidates."""
@@ -117,8 +123,7 @@ class Ranker:
 
         Args:
             logits: ``[F, V]`` or, of drafted tokens alone, ``[F, R]``, of any float type and
-                device, of the last token of each path. If possible they are reduced to candidates
-                before they are copied to the CPU.
+                device, of the last token of each path. A GPU reduces them to candidates.
             position: Absolute position of the token to be chosen.
             paths: F paths of drafted tokens after the text.
             width: Most candidates per path.
@@ -127,9 +132,11 @@ class Ranker:
             At most ``width`` candidates per path, on the CPU. Under rejection sampling, which takes
             one path, the token that was drawn.
         """
+        if not logits.is_cpu and not self.params.rejection:
+            return self._rank_there(logits, position, paths, width)
         drafted = self._drafted
         if self._by_row or self.params.rejection:
-            logits, drafted = self._all_tokens(logits.cpu()), None
+            logits, drafted = self._all_tokens(logits.cpu(), drafted), None
         count = self._vocab_size if drafted is None else len(drafted)
         scores, temperature = logits[:, :count].float(), self.params.temperature
         if self._by_row:
@@ -138,28 +145,44 @@ class Ranker:
         if self.params.rejection:
             return self._drawn(scores / temperature, position)
         width, seed = min(width, count), self.params.seed
-        many = _SMALL_VOCAB * (len(scores) if scores.is_cpu else 1)
         if self.params.greedy:
             best, logs = best_candidates(scores, width)
-        elif count <= max(many, self._candidates):
+        elif count <= max(_SMALL_VOCAB * len(scores), self._candidates):
             ids = torch.arange(count) if drafted is None else drafted
             noise = gumbel_noise_at(seed, position, ids)
-            best, logs = best_candidates(scores.cpu(), width, temperature, noise)
+            best, logs = best_candidates(scores, width, temperature, noise)
         else:
             top, best = scores.topk(self._candidates)
-            ids = best.cpu() if drafted is None else drafted[best.cpu()]
+            ids = best if drafted is None else drafted[best]
             noise = gumbel_noise_at(seed, position, ids.flatten()).view_as(ids)
-            best, logs = best_candidates(top.cpu() / temperature + noise, width)
+            best, logs = best_candidates(top / temperature + noise, width)
             return Ranked(ids.gather(1, best), logs)
-        best = best.cpu()
-        return Ranked(best if drafted is None else drafted[best], logs.cpu())
+        return Ranked(best if drafted is None else drafted[best], logs)
 
-    def _all_tokens(self, logits: Tensor) -> Tensor:
+    def _rank_there(
+        self, logits: Tensor, position: int, paths: Sequence[Sequence[int]], width: int
+    ) -> Ranked:
+        """Ranks on the device of the logits, with noise for all tokens."""
+        drafted = None if self._drafted is None else send(self._drafted, logits.device)
+        if self.params.penalised:
+            logits, drafted = self._all_tokens(logits, drafted), None
+        count = self._vocab_size if drafted is None else len(drafted)
+        scores = logits[:, :count]
+        if self.params.penalised:
+            scores = scores.to(torch.float32, copy=True)
+            edit_rows(scores, range(len(paths)), [self._after(path, edits) for path in paths])
+        if not self.params.greedy:
+            rows = len(scores)
+            scores = perturbed_logits(scores, [self.params] * rows, [position] * rows, drafted)
+        best, logs = best_candidates(scores.float(), min(width, count))
+        return Ranked((best if drafted is None else drafted[best]).cpu(), logs.cpu())
+
+    def _all_tokens(self, logits: Tensor, drafted: Tensor | None) -> Tensor:
         """Logits of the whole vocabulary: -inf for tokens that are not drafted."""
-        if self._drafted is None:
+        if drafted is None:
             return logits
         whole = logits.new_full((len(logits), self._vocab_size), -torch.inf)
-        whole[:, self._drafted] = logits[:, : len(self._drafted)]
+        whole[:, drafted] = logits[:, : len(drafted)]
         return whole
 
     def _drawn(self, scores: Tensor, position: int) -> Ranked:
@@ -171,12 +194,16 @@ class Ranker:
         )
 
     def _filtered_row(self, row: Tensor, path: Sequence[int]) -> Tensor:
+        return self._after(path, lambda params, history: filter_logits(row, params, history))
+
+    def _after(self, path: Sequence[int], found: Callable[[SamplingParams, History], _T]) -> _T:
+        """What a function gives for the history after a path of drafted tokens."""
         if not self.params.penalised:
-            return filter_logits(row, self.params, self._history)
+            return found(self.params, self._history)
         for token in path:
             self._history.push(token)
         try:
-            return filter_logits(row, self.params, self._history)
+            return found(self.params, self._history)
         finally:
             for _ in path:
                 self._history.pop()

@@ -19,7 +19,8 @@ import torch
 
 from paceline.decoder import Decoder, GraphRunner, device_lost, use_device
 from paceline.tree import MAX_NODES, TokenTree
-from paceline.verifier.engine.batch import Batch, accept_batch
+from paceline.verifier.engine.acceptance import accept_batch
+from paceline.verifier.engine.batch import Batch
 from paceline.verifier.engine.drafting import Drafting, ReadTree
 from paceline.verifier.engine.job import (
     Decode,

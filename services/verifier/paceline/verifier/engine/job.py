@@ -534,7 +534,9 @@ class Sequence:
         if self.segment.taps is not None:
             self.segment.taps.record(first, states, rows)
 
-    def commit(self, output: StepOutput, states: HiddenStates, row: int) -> None:
+    def commit(
+        self, output: StepOutput, states: HiddenStates, row: int, *, moved: bool = False
+    ) -> None:
         """Append the tokens of a step and make its KV final.
 
         KV of the accepted path moves up behind the anchor's, over that of rejected nodes.
@@ -543,11 +545,12 @@ class Sequence:
             output: The emitted tokens and the accepted nodes of the verified tree.
             states: As for :meth:`record`.
             row: The anchor's row in them; the tree's nodes follow.
+            moved: Whether the KV of the accepted path is where it belongs.
         """
         anchor = len(self.tokens) - 1
         # Node i is row i + 1 of the block. The last token's KV is computed by the next step.
         rows = [node + 1 for node in output.accepted[: len(output.tokens) - 1]]
-        if rows and rows[-1] != len(rows):
+        if not moved and rows and rows[-1] != len(rows):
             self.segment.keep([anchor + each for each in rows], anchor + 1)
         if anchor >= self.committed:  # not after a prefill, which committed the whole text
             self.record(anchor, states, [row, *(row + each for each in rows)])

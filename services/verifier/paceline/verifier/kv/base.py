@@ -7,7 +7,6 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Self
 
@@ -350,10 +349,6 @@ class SequenceKv(ABC):
     def files(self) -> list[int]:
         """Descriptors for readers in other processes: of the segment, and of memory on a GPU."""
         return [self.file]
-
-    def together(self) -> AbstractContextManager[object]:
-        """A context in which what many sequences keep and publish is done at its end, at once."""
-        return nullcontext()
 
     @property
     def closed(self) -> bool:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from paceline.decoder import ACCELERATORS
+from paceline.decoder import ACCELERATORS, wait_for
 from paceline.kernels import PagedPlane, send
 from paceline.kv.cuda import CudaDriver, DriverError, ExportedMemory, cuda_driver
 from paceline.kv.segment import HEADER_BYTES
+from paceline.tree import TokenTree
 from paceline.v1 import kv_pb2
 from paceline.verifier.kv.base import (
     BLOCK_TOKENS,
@@ -27,15 +27,7 @@ from paceline.verifier.kv.base import (
 
 PAGE_TOKENS = BLOCK_TOKENS
 _TABLE_BYTES = 4096
-
-
-@dataclass
-class _Later:
-    """What sequences keep and publish in a step, until its end."""
-
-    old: list[tuple[int, int]]
-    new: list[tuple[int, int]]
-    published: list[tuple[PagedKv, int]]
+_ANCHOR, _NEVER = -1, -2  # in the place of tokens: always accepted, never
 
 
 class PagePool:
@@ -98,7 +90,6 @@ class PagePool:
         # Row 0 belongs to no sequence; all its entries are page 0.
         self.tables = torch.zeros(max_sequences + 1, max_pages, dtype=torch.int32, device=device)
         self._holders = [0] * count  # sequences that hold each page
-        self._later: _Later | None = None
         self._reading = torch.Stream(device) if device.type in ACCELERATORS else None
         self._free_pages = list(range(count))[::-1]
         self._free_rows = list(range(1, max_sequences + 1))[::-1]
@@ -153,45 +144,53 @@ class PagePool:
         """
         return nullcontext() if self._reading is None else self._reading
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """See :class:`SequenceKv`: one move of all slots, and one wait for the GPU."""
-        self._later = later = _Later([], [], [])
-        try:
-            yield
-        finally:
-            self._later = None
-            self._move(later.old, later.new)
-            self._publish(later.published)
+    def keep_accepted(
+        self, blocks: Items[tuple[PagedKv, int, TokenTree, int]], chosen: Tensor
+    ) -> None:
+        """Move the KV of the path that each tree and the chosen tokens share behind its anchor's.
+
+        The device is not waited for, so that what is moved is not known here: each slot of a block
+        is written, with itself or with the accepted node of its depth. Nothing else is read or
+        written later than this by the step.
+
+        Args:
+            blocks: The cache of a sequence, the anchor's slot, the tree whose nodes are behind it,
+                and the anchor's index in ``chosen``, where the nodes follow too.
+            chosen: The token after each row of the blocks, int64 on the device.
+        """
+        columns: list[tuple[int, ...]] = []
+        depth = 0
+        for cache, slot, tree, row in blocks:
+            first = len(columns)
+            columns.append((first, first, row, _ANCHOR, *cache.page_of(slot)))
+            for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True)):
+                token = token if tree.child(parent, token) == node else _NEVER
+                depth = max(depth, tree.depths[node])
+                columns.append(
+                    (
+                        first + 1 + parent, first + tree.depths[node], row + 1 + parent, token,
+                        *cache.page_of(slot + 1 + node),
+                    )
+                )  # fmt: skip
+        table = send(torch.tensor(columns).T.contiguous(), self.device)
+        parents, goals, rows, tokens, pages, slots = table
+        kept = (tokens == _ANCHOR) | (chosen[rows] == tokens)
+        for _ in range(depth.bit_length()):  # after the n-th, of 2^n nodes up the path
+            kept = kept & kept[parents]
+            parents = parents[parents]
+        count = len(columns)
+        sources = torch.arange(count + 1, device=self.device)
+        sources[torch.where(kept, goals, count)] = sources[:count].clone()
+        sources = sources[:count]
+        self.kv[pages, :, :, :, slots] = self.kv[pages[sources], :, :, :, slots[sources]]
 
     def keep(self, old: list[tuple[int, int]], new: list[tuple[int, int]]) -> None:
         """Move slots, given as pages and offsets in them; none to where a later one comes from."""
-        if self._later is None:
-            self._move(old, new)
-        else:
-            self._later.old.extend(old)
-            self._later.new.extend(new)
-
-    def publish(self, cache: PagedKv, committed: int) -> None:
-        """Publish the committed length of a sequence, after all that was asked of the GPU."""
-        if self._later is None:
-            self._publish([(cache, committed)])
-        else:
-            self._later.published.append((cache, committed))
-
-    def _move(self, old: list[tuple[int, int]], new: list[tuple[int, int]]) -> None:
-        if not old:
-            return
         (from_pages, to_pages), (from_slots, to_slots) = send(
             torch.tensor([old, new]).permute(2, 0, 1).contiguous(), self.device
         )
         self.kv[to_pages, :, :, :, to_slots] = self.kv[from_pages, :, :, :, from_slots]
-
-    def _publish(self, published: list[tuple[PagedKv, int]]) -> None:
-        if self.device.type in ACCELERATORS:
-            torch.accelerator.current_stream(self.device).synchronize()
-        for cache, committed in published:
-            cache.show(committed)
+        wait_for(self.device)
 
     def take_row(self) -> int:
         """Take a page table for a sequence; returns its row.
@@ -349,29 +348,18 @@ class PagedKv(SequenceKv):
         if tokens % PAGE_TOKENS:
             last = tokens // PAGE_TOKENS
             self.pool.kv[self._pages[last]].copy_(self.pool.kv[source._pages[last]])
+            wait_for(self.device)
 
     def keep(self, slots: list[int], start: int) -> None:
         """See :class:`SequenceKv`."""
         new = range(start, start + len(slots))
-        self.pool.keep([self._page_of(slot) for slot in slots], [self._page_of(s) for s in new])
+        self.pool.keep([self.page_of(slot) for slot in slots], [self.page_of(s) for s in new])
 
     @property
     def files(self) -> list[int]:
         """See :class:`SequenceKv`."""
         exported = self.pool.exported
         return [self.file] if exported is None or exported.file < 0 else [self.file, exported.file]
-
-    def together(self) -> AbstractContextManager[object]:
-        """See :class:`SequenceKv`; of all sequences of the pool."""
-        return self.pool.together()
-
-    def publish(self, committed: int) -> None:
-        """See :class:`SequenceKv`: what was asked of the GPU is done first."""
-        self.pool.publish(self, committed)
-
-    def show(self, committed: int) -> None:
-        """Publish the committed length now."""
-        super().publish(committed)
 
     def close(self) -> None:
         """See :class:`SequenceKv`. Frees its pages."""
@@ -383,6 +371,6 @@ class PagedKv(SequenceKv):
         self._layers = []
         self._table = torch.empty(0)
 
-    def _page_of(self, slot: int) -> tuple[int, int]:
+    def page_of(self, slot: int) -> tuple[int, int]:
         """Returns page and offset in the page of a slot."""
         return self._pages[slot // PAGE_TOKENS], slot % PAGE_TOKENS

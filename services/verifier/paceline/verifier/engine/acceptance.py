@@ -1,0 +1,382 @@
+"""Acceptance: the tokens that a step emits, and the KV that it keeps.
+
+On the CPU each sequence is walked with its logits. On a GPU the tokens after all rows are chosen at
+once: the history of a row is the text and its path in the tree. The KV of the accepted paths moves
+there too, and then the host waits once for all that it reads, and walks with the tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.decoder import receive
+from paceline.kernels import (
+    Edits,
+    Proposal,
+    SamplingParams,
+    accept_or_resample,
+    choose_token,
+    choose_tokens,
+    edit_rows,
+    edits,
+    raw_logprobs,
+    send,
+)
+from paceline.tree import EMPTY, TokenTree
+from paceline.verifier.engine.batch import BatchEntry
+from paceline.verifier.engine.job import (
+    Decode,
+    FinishReason,
+    HiddenStates,
+    Prefill,
+    Sequence,
+    StepFailed,
+    StepOutput,
+)
+from paceline.verifier.kv.pool import PagedKv
+
+_log = logging.getLogger(__name__)
+
+
+class Sampler:
+    """Chooses the tokens of one walk, and computes their log-probabilities on request.
+
+    Every token it returns is emitted, so it enters the sequence's history at once. With rejection
+    sampling the token after a node that has a child is the child's if it is accepted, else a
+    replacement, so that a walk compares tokens in both modes.
+
+    Attributes:
+        logprobs: Raw log-probability of each token; empty unless requested.
+        top_logprobs: Likeliest (token, log-probability) pairs at each position; empty unless
+            requested.
+    """
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        logits: Tensor,
+        tree: TokenTree = EMPTY,
+        tokens: Items[int] | None = None,
+    ) -> None:
+        """Make a sampler for one step of a sequence.
+
+        Args:
+            sequence: The sequence.
+            logits: Of the anchor and the tree's nodes, ``[1 + nodes, V]`` on the CPU.
+            tree: The tree.
+            tokens: The token after each row, where the device chose them; logits are needed then
+                for log-probabilities only.
+        """
+        self._sequence = sequence
+        self._logits = logits
+        self._tokens = tokens
+        sampling = sequence.generation.sampling
+        self._argmax = sampling.greedy and not sampling.penalised
+        self._chain = tree if sampling.rejection else EMPTY
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[list[tuple[int, float]]] = []
+
+    def __call__(self, node: int) -> int:
+        """The token after ``node`` (-1: the anchor)."""
+        generation, history = self._sequence.generation, self._sequence.history
+        guide = self._sequence.guide
+        token = self._choose(node) if self._tokens is None else self._tokens[node + 1]
+        history.push(token)
+        if guide is not None:
+            guide.push(token)
+        if generation.top_logprobs is not None:
+            row = self._logits[node + 1]
+            logprob, top = raw_logprobs(row, token, generation.top_logprobs)
+            self.logprobs.append(logprob)
+            if generation.top_logprobs:
+                self.top_logprobs.append(top)
+        return token
+
+    def _choose(self, node: int) -> int:
+        sequence, allowed = self._sequence, self._logits[node + 1]
+        if sequence.guide is not None:
+            allowed = sequence.guide.mask(allowed)
+        if self._argmax:
+            # numpy's argmax returns the lowest of equal values too, in a twentieth of torch's time.
+            return int(allowed.float().numpy().argmax())
+        if node + 1 < len(self._chain):
+            return self._accept_or_resample(node + 1, allowed)
+        history = sequence.history
+        return choose_token(allowed, sequence.generation.sampling, len(history), history)
+
+    def _accept_or_resample(self, node: int, logits: Tensor) -> int:
+        """The token at the position of a drafted ``node``, by rejection sampling."""
+        sampling, history = self._sequence.generation.sampling, self._sequence.history
+        drafted, proposals = self._chain.tokens[node], self._chain.proposals
+        proposal = proposals[node] if proposals else Proposal.certain(drafted)
+        return accept_or_resample(logits, sampling, len(history), history, drafted, proposal)
+
+
+def score_prompt(sequence: Sequence, logits: Tensor) -> list[tuple[float, list[tuple[int, float]]]]:
+    """Log-probabilities of the prompt's tokens after the committed ones.
+
+    Args:
+        sequence: A sequence before the commit of these positions.
+        logits: Of consecutive positions from the committed length on, ``[rows, V]``; may be empty.
+
+    Returns:
+        For each row the next token's raw log-probability, and the likeliest tokens with theirs.
+    """
+    first, top = sequence.committed + 1, sequence.generation.prompt_logprobs or 0
+    tokens = sequence.tokens[first : first + len(logits)]
+    return [raw_logprobs(row, token, top) for row, token in zip(logits, tokens, strict=True)]
+
+
+def walk(
+    tree: TokenTree, choose: Callable[[int], int], stop_ids: Collection[int], limit: int
+) -> StepOutput:
+    """Walk down from the anchor while the tree holds the tokens that the model chooses.
+
+    Args:
+        tree: The drafted tree.
+        choose: Returns the token after a node (-1: the anchor). It is called once for each node on
+            the path, from the anchor down, and every token it returns is emitted.
+        stop_ids: Tokens that end the generation.
+        limit: Maximum number of tokens to emit, at least 1.
+
+    Returns:
+        The emitted tokens, the accepted nodes of ``tree`` and the finish reason. Unless ``choose``
+        looks at the tree, the tokens depend on it only in their number.
+    """
+    node = -1
+    output = StepOutput(tokens=[])
+    while True:
+        token = choose(node)
+        output.tokens.append(token)
+        child = tree.child(node, token)
+        if child is not None:
+            output.accepted.append(child)
+        if token in stop_ids:
+            output.finish = FinishReason.STOP
+        elif len(output.tokens) == limit:
+            output.finish = FinishReason.LENGTH
+        if child is None or output.finish is not None:
+            return output
+        node = child
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What the host reads of one entry.
+
+    Attributes:
+        logits: Of its rows, on the CPU; empty if none are needed.
+        scored: Of the rows that give the prompt's log-probabilities, on the CPU.
+        tokens: The token after each of its rows, chosen on the device; None: by the walk.
+    """
+
+    logits: Tensor
+    scored: Tensor
+    tokens: Items[int] | None = None
+
+
+def accept_batch(
+    entries: Items[BatchEntry], logits: Tensor, states: HiddenStates
+) -> list[StepOutput | None]:
+    """Accept the tokens of every entry of a batch. A GPU is waited for once.
+
+    Args:
+        entries: Of the batch.
+        logits: Of the whole batch, ``[rows, V]``.
+        states: Outputs of tapped layers for the whole batch.
+
+    Returns:
+        The output of each entry; None in the middle of a prefill, and for a job that failed.
+
+    Raises:
+        Exception: The device failed. All sequences are as before.
+    """
+    if logits.device.type == "cpu":
+        reads = [_Read(logits[entry.logits], logits[entry.scored]) for entry in entries]
+    else:
+        reads, states = _read(entries, logits, states)
+    return [
+        _accept_or_fail(entry, read, states) for entry, read in zip(entries, reads, strict=True)
+    ]
+
+
+def _accept_or_fail(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput | None:
+    try:
+        return _accept(entry, read, states)
+    except Exception as error:
+        _log.exception("acceptance failed for one sequence")
+        entry.job.fail(StepFailed(f"no token could be chosen: {error}"))
+        return None
+
+
+def _accept(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput | None:
+    """Commit the tokens of one entry to its sequence.
+
+    Returns:
+        What the step emitted; None in the middle of a prefill.
+
+    Raises:
+        Exception: A token could not be chosen. Text and history are as before the step.
+    """
+    job, sequence = entry.job, entry.job.sequence
+    if isinstance(job, Prefill):
+        sequence.record(sequence.committed, states, entry.rows)
+        job.prompt_logprobs += score_prompt(sequence, read.scored)
+        sequence.committed = entry.stop
+        if entry.stop < len(sequence.tokens):
+            return None
+    sampler = Sampler(sequence, read.logits, entry.tree, read.tokens)
+    try:
+        output = walk(entry.tree, sampler, sequence.generation.stop_ids, sequence.room)
+        output.logprobs, output.top_logprobs = sampler.logprobs, sampler.top_logprobs
+        sequence.commit(output, states, entry.rows.start, moved=read.tokens is not None)
+    except Exception:
+        sequence.forget_uncommitted()
+        raise
+    last = 1 + output.accepted[-1] if output.accepted else 0
+    for observer in tuple(sequence.observers):
+        observer.accepted(last)
+    output.committed = sequence.committed
+    output.checked = len(entry.tree)
+    if isinstance(job, Decode):
+        output.accepted = [job.nodes[node] for node in output.accepted]
+    return output
+
+
+def _read(
+    entries: Items[BatchEntry], logits: Tensor, states: HiddenStates
+) -> tuple[list[_Read], HiddenStates]:
+    """Choose tokens and move KV on the device, then wait for what the host needs of it.
+
+    With rejection sampling, and where a grammar fails, the tokens are chosen by the walk.
+    """
+    rows = _Rows()
+    chosen = [rows.add(entry) for entry in entries]
+    needed: list[slice] = []
+    for entry, part in zip(entries, chosen, strict=True):
+        reads = part is None or entry.job.sequence.generation.top_logprobs is not None
+        needed += [entry.logits if reads else slice(0, 0), entry.scored]
+    wanted = [row for each in needed for row in range(each.start, each.stop)]
+    copied = (
+        logits[send(torch.tensor(wanted, dtype=torch.int64), logits.device)] if wanted else None
+    )
+    tokens = rows.choose(logits) if rows.params else None
+    if tokens is not None:
+        _keep(entries, chosen, tokens)
+    found = receive(
+        [each for each in (tokens, copied) if each is not None]
+        + ([torch.stack([*states.values()])] if states else []),
+        logits.device,
+    )
+    if states:
+        states = dict(zip(states, found.pop(), strict=True))
+    if copied is None:
+        parts = [torch.empty(0, logits.shape[1])] * len(needed)
+    else:
+        parts = list(found.pop().split([each.stop - each.start for each in needed]))
+    numbers: list[int] = found.pop().tolist() if found else []
+    return [
+        _Read(parts[2 * index], parts[2 * index + 1], None if part is None else numbers[part])
+        for index, part in enumerate(chosen)
+    ], states
+
+
+def _keep(entries: Items[BatchEntry], chosen: Items[slice | None], tokens: Tensor) -> None:
+    """Move the KV of the accepted paths of all trees behind their anchors'."""
+    blocks = []
+    for entry, part in zip(entries, chosen, strict=True):
+        segment = entry.job.sequence.segment
+        if part is not None and not entry.tree.is_chain and isinstance(segment, PagedKv):
+            anchor = len(entry.job.sequence.tokens) - 1
+            blocks.append((segment, anchor, entry.tree, part.start))
+    if blocks:
+        blocks[0][0].pool.keep_accepted(blocks, tokens)
+
+
+@dataclass
+class _Rows:
+    """Rows whose tokens are chosen on the device."""
+
+    rows: list[int] = field(default_factory=list)
+    params: list[SamplingParams] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    edited: dict[int, Edits] = field(default_factory=dict)
+    masks: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
+
+    def add(self, entry: BatchEntry) -> slice | None:
+        """Add the rows of an entry; returns where they are, or None if the walk must choose."""
+        sequence, first = entry.job.sequence, len(self.rows)
+        sampling = sequence.generation.sampling
+        count = entry.logits.stop - entry.logits.start
+        if sampling.rejection or not count:
+            return None
+        contexts: dict[int, tuple[Edits, NDArray[np.uint8] | None]] = {}
+        if sampling.penalised or sequence.guide is not None:
+            try:
+                _add_contexts(contexts, sequence, entry.tree, -1)
+            except Exception as error:
+                _log.warning("tokens are chosen one by one: %s", error)
+                return None
+        for node, (change, mask) in contexts.items():
+            self.edited[first + 1 + node] = change
+            if mask is not None:
+                self.masks[first + 1 + node] = mask
+        self.rows += range(entry.logits.start, entry.logits.stop)
+        self.params += [sampling] * count
+        depths = (0, *entry.tree.depths)[:count]
+        self.positions += [len(sequence.tokens) + depth for depth in depths]
+        return slice(first, first + count)
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The token after each row, int64 ``[n]`` on the device; logits are of the whole batch."""
+        device = logits.device
+        if len(self.rows) < len(logits):
+            logits = logits[send(torch.tensor(self.rows), device)]
+        if self.edited:
+            logits = logits.to(torch.float32, copy=True)
+        if self.masks:
+            masked = send(torch.tensor([*self.masks]), device)
+            packed = send(torch.from_numpy(np.stack([*self.masks.values()])), device)
+            bits = packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1
+            refused = bits.flatten(1)[:, : logits.shape[1]] == 0
+            logits[masked] = logits[masked].masked_fill(refused, -torch.inf)
+        if self.edited:
+            edit_rows(logits, [*self.edited], [*self.edited.values()])
+        return choose_tokens(logits, self.params, self.positions)
+
+
+def _add_contexts(
+    contexts: dict[int, tuple[Edits, NDArray[np.uint8] | None]],
+    sequence: Sequence,
+    tree: TokenTree,
+    node: int,
+) -> None:
+    """Penalties and grammar mask after a node (-1: the anchor) and those below it.
+
+    Nodes that cannot be accepted, because a stop token or the grammar is above them, are left out.
+    """
+    history, guide, generation = sequence.history, sequence.guide, sequence.generation
+    mask = None if guide is None else guide.allowed()
+    contexts[node] = edits(generation.sampling, history), mask
+    for child in tree.children(node):
+        token = tree.tokens[child]
+        refused = mask is not None and not mask[token >> 3] >> (token & 7) & 1
+        if refused or token in generation.stop_ids:
+            continue
+        if guide is not None:
+            guide.push(token)
+        history.push(token)
+        try:
+            _add_contexts(contexts, sequence, tree, child)
+        finally:
+            history.pop()
+            if guide is not None:
+                guide.pop(1)
