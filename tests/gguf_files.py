@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = {"mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3"}
+"""Architectures that are not called as the model type."""
 
 
 def write_gguf(
@@ -27,7 +29,7 @@ def write_gguf(
         kinds: Formats of some tensors, by their names in the file.
     """
     config = json.loads((folder / "config.json").read_text())
-    architecture = ARCHITECTURES[config["model_type"]]
+    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, architecture)
     _add_config(writer, config)
     if (folder / "tokenizer.json").is_file():
@@ -39,15 +41,21 @@ def write_gguf(
         name = names.get_name(hf_name, (".weight", ".bias"))
         assert name is not None, hf_name
         values = tensor.float().numpy()
+        if architecture.startswith("gemma") and values.ndim == 1:
+            values += 1
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         part = hf_name.split(".")[-2]
-        if architecture == "llama" and part in heads:
+        if architecture in ("llama", "smollm3", "granite") and part in heads:
             values = _interleave(values, config[heads[part]])
         stored = (kinds or {}).get(name, kind if values.ndim == 2 else Kind.F32)
         writer.add_tensor(name, gguf.quants.quantize(values, stored), raw_dtype=stored)
-    rope = config["rope_parameters"]
+    rope = _rope(config)
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(config, rope))
+    if rope["rope_type"] == "longrope":
+        for kind_of in ("long", "short"):
+            factors = np.array(rope[f"{kind_of}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{kind_of}.weight", factors)
     _write(writer)
     return path
 
@@ -59,8 +67,13 @@ def _write(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = config["rope_parameters"]
+    return found.get("full_attention", found)
+
+
 def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    rope = config["rope_parameters"]
+    rope = _rope(config)
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_block_count(config["num_hidden_layers"])
@@ -73,12 +86,33 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_value_length(width)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_dimension_count(width)
+    writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1.0)))
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "longrope":
+        original = rope["original_max_position_embeddings"]
+        ratio = config["max_position_embeddings"] / original
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(ratio) / math.log(original)))
+        writer.add_rope_scaling_orig_ctx_len(original)
+    local = config["rope_parameters"].get("sliding_attention")
+    if local is not None:
+        writer.add_rope_freq_base_swa(local["rope_theta"])
+    own = {
+        "embedding_multiplier": writer.add_embedding_scale,
+        "attention_multiplier": writer.add_attention_scale,
+        "residual_multiplier": writer.add_residual_scale,
+        "logits_scaling": writer.add_logit_scale,
+        "attn_logit_softcapping": writer.add_attn_logit_softcapping,
+        "final_logit_softcapping": writer.add_final_logit_softcapping,
+    }
+    if config["model_type"] in ("olmo3", "phi3", "gemma2", "gemma3_text"):
+        own["sliding_window"] = writer.add_sliding_window
+    for name, add in own.items():
+        if config.get(name) is not None:
+            add(config[name])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
 

@@ -26,6 +26,7 @@ BASE = {
     "max_position_embeddings": 1024,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "pad_token_id": None,
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 _LLAMA3 = {  # as llama.cpp has it for every file
@@ -34,6 +35,18 @@ _LLAMA3 = {  # as llama.cpp has it for every file
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}
+_KINDS = ["sliding_attention", "full_attention"]
+_BY_KIND = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    "full_attention": {"rope_theta": 20000.0, **_YARN},
+}
+_LONG = {
+    "rope_type": "longrope",
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + i / 8 for i in range(6)],
+    "long_factor": [2.0 + i for i in range(6)],
+    "original_max_position_embeddings": 64,
 }
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -51,6 +64,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 300, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 80}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.3125,
+            "residual_multiplier": 0.21875,
+            "logits_scaling": 6.0,
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"sliding_window": 40, "layer_types": _KINDS, "rope_parameters": _BY_KIND}),
+    "phi3": (
+        "Phi3",
+        {
+            "sliding_window": 200,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": _LONG,
+        },
+    ),
+    "phi3-full": ("Phi3", {"max_position_embeddings": 4096}),
+    "gemma2": ("Gemma2", {"sliding_window": 40, "layer_types": _KINDS, "query_pre_attn_scalar": 24}),
+    "gemma3": ("Gemma3", {"sliding_window": 40, "layer_types": _KINDS, "rope_parameters": _BY_KIND}),
+    "glm4": ("Glm4", {"rope_parameters": {"partial_rotary_factor": 0.5}}),
 }
 
 
@@ -58,13 +95,14 @@ def save_model(folder: Path, name: str, *, max_shard_size: str = "50GB", **chang
     """Make the named model with random weights, and other options if they are given; save it."""
     family, change = FAMILIES[name]
     options = BASE | change | changes
-    options["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "default"} | options.get(
-        "rope_parameters", {}
-    )
-    if family == "Qwen2":
+    rope = options.get("rope_parameters", {})
+    if "full_attention" not in rope:
+        options["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "default"} | rope
+    if family in ("Qwen2", "Granite"):
         options.pop("head_dim")
     torch.manual_seed(sum(name.encode()))
-    config = getattr(transformers, f"{family}Config")(**options)
+    made = "Gemma3Text" if family == "Gemma3" else family
+    config = getattr(transformers, f"{made}Config")(**options)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     for parameter in model.parameters():
         if parameter.dim() == 2:

@@ -130,7 +130,7 @@ def _random_weights(model: LongSpecModel | DSparkModel, seed: int) -> dict[str, 
     return model.state_dict()
 
 
-def load(method: str, folder: Path, target: Path | None = None, **options: Any) -> Any:
+def load(method: str, folder: Path | None, target: Path | None = None, **options: Any) -> Any:
     """A method on a folder; drafters of a target are loaded with it."""
     given = {name: str(value) for name, value in options.items()}
     if target is not None:

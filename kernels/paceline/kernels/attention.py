@@ -68,6 +68,7 @@ def tree_attention(
     plan: TreePlan,
     *,
     scale: float,
+    cap: float = 0.0,
     window: int | None = None,
     out: Tensor | None = None,
     probes: Sequence[Probe] = (),
@@ -85,6 +86,7 @@ def tree_attention(
         values: Per sequence, cached values, like ``keys``.
         plan: The packed segments.
         scale: Factor on the scores, usually ``D ** -0.5``.
+        cap: Soft cap of the scores, ``cap * tanh(score / cap)``; 0: none.
         window: Sliding window in tokens, or None.
         out: Output, ``[M, Hq, D]`` of any float dtype; allocated in ``q.dtype`` if None.
         probes: Rows whose scores or weights are recorded.
@@ -104,7 +106,7 @@ def tree_attention(
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     needs_lse = any(probe.weights for probe in probes)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if needs_lse else None
-    call = AttentionCall(q, keys, values, plan, scale, window, out, lse, probes)
+    call = AttentionCall(q, keys, values, plan, scale, window, out, lse, probes, cap)
     backend_for(q.device).attend(call)
     return out
 

@@ -88,6 +88,7 @@ class AttentionCall:
         lse: Log-sum-exp of the scaled scores of every row, float32 ``[M, Hq]``; None if no probe
             needs it.
         probes: Scores to record, without an effect on the result.
+        cap: Soft cap of the scaled scores; 0: none.
     """
 
     q: Tensor
@@ -99,6 +100,12 @@ class AttentionCall:
     out: Tensor
     lse: Tensor | None = None
     probes: Sequence[Probe] = ()
+    cap: float = 0.0
+
+    def scores(self, q: Tensor, key: Tensor) -> Tensor:
+        """Scaled and capped scores of float32 queries ``[..., n, D]`` and keys ``[..., m, D]``."""
+        found = torch.matmul(q, key.transpose(-1, -2)).mul_(self.scale)
+        return found.div_(self.cap).tanh_().mul_(self.cap) if self.cap else found
 
 
 def record_scores(call: AttentionCall, probes: Sequence[Probe]) -> None:
@@ -112,7 +119,7 @@ def record_scores(call: AttentionCall, probes: Sequence[Probe]) -> None:
             index = probe.segment
             key = from_rows(span(call.keys[segment.sequence], 0, segment.start)).float()
         heads = q[row].float().view(key.shape[0], -1, q.shape[2])
-        scores = torch.matmul(heads, key.transpose(1, 2)) * call.scale
+        scores = call.scores(heads, key)
         if call.window is not None:
             first = segment.start + segment.depths[probe.node] - call.window + 1
             scores[..., : max(0, first)] = -torch.inf
@@ -142,7 +149,7 @@ class DenseBackend:
             nodes, heads, dim = call.q[rows].shape
             kv_heads = key.shape[0]
             packed = call.q[rows].float().view(nodes, kv_heads, -1, dim).permute(1, 2, 0, 3)
-            scores = torch.matmul(packed, key.transpose(1, 2).unsqueeze(1)).mul_(call.scale)
+            scores = call.scores(packed, key.unsqueeze(1))
             scores.masked_fill_(_hidden(plan, index, call.window), float("-inf"))
             total = scores.logsumexp(-1, keepdim=True)
             attended = torch.matmul(scores.sub_(total).exp_(), value.unsqueeze(1))

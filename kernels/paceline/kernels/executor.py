@@ -18,7 +18,7 @@ from paceline.kernels.attention import tree_attention
 from paceline.kernels.caches import LayerTable
 from paceline.kernels.dense import Probe
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program
-from paceline.kernels.rows import row_kernels
+from paceline.kernels.rows import gelu_gate, normalised, row_kernels
 from paceline.kernels.trees import (
     MAX_TREE_NODES,
     ContextSegment,
@@ -139,9 +139,10 @@ _OUT_OF_MEMORY = 1
 class _Operation(ctypes.Structure):
     _fields_ = [
         *numbers("kind", "source", "delta", "out", "layer", "window", "q_heads", "kv_heads"),
-        *numbers("bf16"),
+        *numbers("bf16", "rope", "whole", "gelu"),
         *pointers("weight", "second"),
         ("eps", ctypes.c_double),
+        ("factor", ctypes.c_double),
     ]
 
 
@@ -155,6 +156,7 @@ class _Program(ctypes.Structure):
         *(*numbers("buffers"), *pointers("buffer")),
         *numbers("vocabulary", "q_heads", "kv_heads", "dim"),
         ("scale", ctypes.c_double),
+        ("cap", ctypes.c_double),
     ]
 
 
@@ -165,7 +167,8 @@ class _Queries(ctypes.Structure):
 class _Run(ctypes.Structure):
     _fields_ = [
         *(*numbers("rows", "selected", "threads"), *pointers("tokens", "position")),
-        *(*pointers("selection", "table"), *numbers("sequences"), *pointers("caches")),
+        *(*pointers("selection", "table"), *numbers("table_rows", "sequences")),
+        *pointers("caches"),
         *(*numbers("kv_type", "blocks"), *pointers("block", "contexts", "context_block")),
         *(*numbers("context_type"), *pointers("inputs"), *numbers("inputs_bf16")),
         *(*numbers("tiles"), *pointers("tile", "logits", "taps"), *numbers("taps_bf16")),
@@ -224,7 +227,8 @@ class NativeProgram:
             q_heads=program.heads.q_heads,
             kv_heads=program.heads.kv_heads,
             dim=program.heads.dim,
-            scale=program.heads.dim**-0.5,
+            scale=program.heads.factor,
+            cap=program.heads.cap,
         )
         self._kept += [operations, buffers]
         self.address = ctypes.addressof(self._program)
@@ -268,6 +272,7 @@ class NativeProgram:
             position=address(plan.positions, "positions"),
             selection=None if selection is None else address(selection, "selection"),
             table=address(call.table, "table"),
+            table_rows=call.table.shape[-2],
             sequences=len(tables),
             caches=ctypes.addressof(caches),
             kv_type=CACHE_TYPES.index(tables[0].dtype),
@@ -319,9 +324,13 @@ class NativeProgram:
             q_heads=0 if op.heads is None else op.heads.q_heads,
             kv_heads=0 if op.heads is None else op.heads.kv_heads,
             bf16=isinstance(op.table, Tensor) and op.table.dtype == torch.bfloat16,
+            rope=op.rope,
+            whole=_whole(op),
+            gelu=op.gelu,
             weight=weights[0],
             second=weights[1],
             eps=op.norms[0].eps if op.norms else 0.0,
+            factor=op.factor,
         )
 
     def _matrix(self, packed: PackedMatrix) -> int:
@@ -422,6 +431,11 @@ def _vocabulary(op: Operation) -> int:
     return op.table.shape[0] if isinstance(op.table, Tensor) else op.table.outs
 
 
+def _whole(op: Operation) -> bool:
+    """Whether the norms of ROTATE are over all queries and all keys together."""
+    return op.heads is not None and bool(op.norms) and len(op.norms[0].weight) != op.heads.dim
+
+
 def _addresses(tables: Sequence[LayerTable]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(tables))(*(table.address for table in tables))
 
@@ -440,12 +454,12 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
                 assert call.tokens is not None
                 table = op.table
                 found = table[call.tokens] if isinstance(table, Tensor) else table.rows(call.tokens)
-                buffers[op.out] = found.float()
+                buffers[op.out] = found.float() if op.factor == 1 else found.float() * op.factor
             case Kind.INPUT:
                 assert call.inputs is not None
                 buffers[op.out] = call.inputs.to(program.dtype)
             case Kind.ADD_NORM:
-                delta = buffers.get(op.delta)
+                delta = _delta(buffers, op)
                 x = buffers[op.source] = x.float()
                 buffers[op.out] = kernels.add_norm(x, delta, op.norms[0], program.dtype)
             case Kind.MULTIPLY:
@@ -462,9 +476,11 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
             case Kind.ATTEND_CONTEXT:
                 buffers[op.out] = _attend_context(program, op, call, x)
             case Kind.GATE:
-                buffers[op.out] = kernels.gate(x)
+                buffers[op.out] = gelu_gate(x) if op.gelu else kernels.gate(x)
             case Kind.ADD:
-                x += buffers[op.delta]
+                x += _delta(buffers, op)
+            case Kind.CAP:
+                buffers[op.out] = op.factor * (buffers[op.out] / op.factor).tanh()
             case Kind.TAP:
                 if op.layer in call.taps:
                     taps[op.layer] = x.to(program.dtype, copy=True)
@@ -473,18 +489,29 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
     return PassResult(buffers.get(0, torch.empty(0, 0)), taps, queries)
 
 
+def _delta(buffers: Mapping[int, Tensor], op: Operation) -> Tensor | None:
+    found = buffers.get(op.delta)
+    return found if found is None or op.factor == 1.0 else found * op.factor
+
+
 def _rotate(program: Program, op: Operation, call: Pass, x: Tensor) -> Tensor:
     assert op.heads is not None
     dim = op.heads.dim
+    table = call.table[op.rope] if call.table.dim() == 3 else call.table
     if not op.heads.kv_heads:
-        cos, sin = call.table[call.plan.positions].unsqueeze(1).chunk(2, dim=-1)
+        cos, sin = table[call.plan.positions].unsqueeze(1).chunk(2, dim=-1)
         low, high = x.float().unflatten(1, (-1, dim)).chunk(2, dim=-1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
     missing = program.heads.q_heads - op.heads.q_heads  # the kernels rotate all heads together
     norms = (op.norms[0], op.norms[1]) if op.norms else None
     keys, values = zip(*(each.layer(op.layer) for each in call.caches), strict=True)
     heads = pad(x, (missing * dim, 0)) if missing else x
-    return row_kernels(x.device).rotate(heads, norms, call.table, call.plan, keys, values)
+    if norms is not None and _whole(op):
+        widths = [len(norm.weight) for norm in norms]
+        q, k, v = heads.split([*widths, widths[1]], dim=-1)
+        parts = [normalised(part.float(), norm) for part, norm in zip((q, k), norms, strict=True)]
+        heads, norms = torch.cat([*(part.to(v.dtype) for part in parts), v], -1), None
+    return row_kernels(x.device).rotate(heads, norms, table, call.plan, keys, values)
 
 
 def _attend(program: Program, op: Operation, call: Pass, q: Tensor) -> Tensor:
@@ -492,7 +519,7 @@ def _attend(program: Program, op: Operation, call: Pass, q: Tensor) -> Tensor:
     out = torch.empty(q.shape, dtype=program.dtype, device=q.device)
     tree_attention(
         q, keys, values, call.plan,
-        scale=program.heads.dim**-0.5, window=op.window or None, out=out,
+        scale=program.heads.factor, cap=program.heads.cap, window=op.window or None, out=out,
         probes=call.probes.get(op.layer, ()),
     )  # fmt: skip
     return out.flatten(1)
@@ -507,7 +534,7 @@ def _attend_context(program: Program, op: Operation, call: Pass, q: Tensor) -> T
     ]
     attended = tree_attention(
         q, keys, values, plan_trees(blocks, device=call.plan.device),
-        scale=program.heads.dim**-0.5, window=op.window or None,
+        scale=program.heads.factor, cap=program.heads.cap, window=op.window or None,
     )  # fmt: skip
     return attended.flatten(1).to(program.dtype)
 

@@ -49,6 +49,7 @@ class Kind(IntEnum):
     ADD = 8
     TAP = 9
     SELECT = 10
+    CAP = 11
 
 
 class Extent(IntEnum):
@@ -75,11 +76,20 @@ class Heads:
         q_heads: Query heads.
         kv_heads: Key and value heads.
         dim: Width of a head.
+        scale: Factor on attention scores; None: ``dim ** -0.5``.
+        cap: Soft cap of attention scores, ``cap * tanh(score / cap)``; 0: none.
     """
 
     q_heads: int
     kv_heads: int
     dim: int
+    scale: float | None = None
+    cap: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        """Factor on attention scores."""
+        return self.dim**-0.5 if self.scale is None else self.scale
 
 
 @dataclass(frozen=True)
@@ -94,9 +104,13 @@ class Operation:
         layer: Layer of the caches, probes and taps that it uses.
         window: Newest positions that ATTEND or ATTEND_CONTEXT reads; 0: all.
         table: Embedding ``[V, hidden]`` of EMBED, float32 or bfloat16, or packed.
-        norms: The norm of ADD_NORM, or those of query and key heads of ROTATE.
+        norms: The norm of ADD_NORM, or those of ROTATE: of query and key heads, or of all queries
+            and all keys together, by the width of their weights.
         heads: Heads that ROTATE reads; none of one kind: they are not in its source.
         matrix: The linear layer of MULTIPLY.
+        rope: Which table of the run ROTATE uses.
+        factor: Factor on the delta of ADD_NORM and ADD, on the rows of EMBED; the cap of CAP.
+        gelu: Whether the activation of GATE is GELU (its form with tanh), not SiLU.
     """
 
     kind: Kind
@@ -109,6 +123,9 @@ class Operation:
     norms: tuple[Norm, ...] = ()
     heads: Heads | None = None
     matrix: Matrix | None = None
+    rope: int = 0
+    factor: float = 1.0
+    gelu: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,7 +149,8 @@ class Pass:
         tokens: int64 ``[M]``; None for a program that begins with INPUT.
         plan: Query blocks of the M rows.
         caches: KV by sequence.
-        table: Cosines, then sines, float32 ``[positions, D]``.
+        table: Cosines, then sines, float32 ``[positions, D]``; several kinds of tables are
+            ``[kinds, positions, D]``.
         selection: Rows that need logits, int64 ``[R]``; None: all.
         taps: Layers whose outputs are wanted.
         probes: Attention scores to record, by layer.
@@ -205,30 +223,38 @@ class Recorder:
         self._buffers = [Buffer(0, Extent.SELECTED)]
         self._layers = 0
 
-    def embed(self, table: Tensor | PackedMatrix) -> int:
-        """The rows of ``table`` ``[V, hidden]`` for the tokens: the residual stream."""
+    def embed(self, table: Tensor | PackedMatrix, factor: float = 1.0) -> int:
+        """The rows of ``table`` ``[V, hidden]`` for the tokens, times a factor: the residual
+        stream."""
         if isinstance(table, Tensor):
-            return self._add(Kind.EMBED, table.shape[1], Extent.ALL, table=table.contiguous())
-        return self._add(Kind.EMBED, table.ins, Extent.ALL, table=table)
+            width, table = table.shape[1], table.contiguous()
+        else:
+            width = table.ins
+        return self._add(Kind.EMBED, width, Extent.ALL, table=table, factor=factor)
 
     def input(self, width: int) -> int:
         """The run's ``inputs``."""
         return self._add(Kind.INPUT, width, Extent.ALL)
 
-    def add_norm(self, x: int, delta: int, norm: Norm) -> int:
-        """``x += delta`` (0: nothing), then the norm of it."""
+    def add_norm(self, x: int, delta: int, norm: Norm, factor: float = 1.0) -> int:
+        """``x += delta * factor`` (delta 0: nothing), then the norm of it."""
         extent = Extent(max(self._buffers[x].extent, Extent.SLICE))
         width = self._buffers[x].width
-        return self._add(Kind.ADD_NORM, width, extent, source=x, delta=delta, norms=(norm,))
+        return self._add(
+            Kind.ADD_NORM, width, extent, source=x, delta=delta, norms=(norm,), factor=factor
+        )
 
     def multiply(self, x: int, matrix: Matrix) -> int:
         """A linear layer."""
-        extent = self._buffers[x].extent
+        extent = Extent(max(self._buffers[x].extent, Extent.SLICE))
         return self._add(Kind.MULTIPLY, matrix.out_features, extent, source=x, matrix=matrix)
 
-    def rotate(self, heads: int, norms: tuple[Norm, Norm] | None, layer: int) -> int:
-        """Queries, keys and values: queries after RoPE; keys and values go to the caches."""
-        return self._rotate(heads, norms, layer, self._heads)
+    def rotate(
+        self, heads: int, norms: tuple[Norm, Norm] | None, layer: int, rope: int = 0
+    ) -> int:
+        """Queries, keys and values: queries after RoPE by one of the run's tables; keys and values
+        go to the caches."""
+        return self._rotate(heads, norms, layer, self._heads, rope)
 
     def rotate_queries(self, heads: int) -> int:
         """Queries alone."""
@@ -246,13 +272,18 @@ class Recorder:
         """Attention over the contexts; all rows of a sequence attend to the same keys."""
         return self._attend(Kind.ATTEND_CONTEXT, q, layer, window)
 
-    def gate(self, gate_up: int) -> int:
-        """``silu(gate) * up``."""
-        return self._add(Kind.GATE, self._buffers[gate_up].width // 2, Extent.SLICE, source=gate_up)
+    def gate(self, gate_up: int, *, gelu: bool = False) -> int:
+        """``silu(gate) * up``, or ``gelu(gate) * up`` with the form that uses tanh."""
+        width = self._buffers[gate_up].width // 2
+        return self._add(Kind.GATE, width, Extent.SLICE, source=gate_up, gelu=gelu)
 
-    def add(self, x: int, delta: int) -> None:
-        """``x += delta``."""
-        self._operations.append(Operation(Kind.ADD, source=x, delta=delta))
+    def add(self, x: int, delta: int, factor: float = 1.0) -> None:
+        """``x += delta * factor``."""
+        self._operations.append(Operation(Kind.ADD, source=x, delta=delta, factor=factor))
+
+    def cap_logits(self, logits: int, cap: float) -> None:
+        """``logits = cap * tanh(logits / cap)``; the last operation."""
+        self._operations.append(Operation(Kind.CAP, source=logits, out=logits, factor=cap))
 
     def tap(self, x: int, layer: int) -> None:
         """``x`` as the output of a layer, where a run wants it."""
@@ -283,13 +314,13 @@ class Recorder:
         return out
 
     def _rotate(
-        self, source: int, norms: tuple[Norm, Norm] | None, layer: int, heads: Heads
+        self, source: int, norms: tuple[Norm, Norm] | None, layer: int, heads: Heads, rope: int = 0
     ) -> int:
         self._layers = max(self._layers, layer + 1)
         width = heads.q_heads * heads.dim
         return self._add(
             Kind.ROTATE, width, Extent.SLICE, source=source, norms=norms or (), layer=layer,
-            heads=heads,
+            heads=heads, rope=rope,
         )  # fmt: skip
 
     def _attend(self, kind: Kind, q: int, layer: int, window: int | None) -> int:

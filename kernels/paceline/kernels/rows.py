@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from paceline.kernels.caches import Plane, write
 from paceline.kernels.trees import TreePlan
@@ -84,7 +84,7 @@ class TorchRows:
         """See :class:`RowKernels`."""
         if delta is not None:
             x += delta
-        return _normalised(x, norm).to(dtype)
+        return normalised(x, norm).to(dtype)
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """See :class:`RowKernels`."""
@@ -107,12 +107,13 @@ class TorchRows:
         q, k, v = heads.split((q_heads, kv_heads, kv_heads), dim=1)
         q, k = q.float(), k.float()
         if norms is not None:
-            q, k = _normalised(q, norms[0]), _normalised(k, norms[1])
-        factors = plan.prepared.get("factors")
+            q, k = normalised(q, norms[0]), normalised(k, norms[1])
+        key = ("factors", table.data_ptr())
+        factors = plan.prepared.get(key)
         if factors is None:
             cos, sin = table[plan.positions].unsqueeze(1).chunk(2, dim=-1)
             factors = (torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
-            plan.prepared["factors"] = factors
+            plan.prepared[key] = factors
         q, k = _rotated(q, factors), _rotated(k, factors)
         k, v = k.transpose(0, 1), v.transpose(0, 1)
         for segment, row in zip(plan.segments, plan.offsets, strict=False):
@@ -132,7 +133,14 @@ def row_kernels(device: torch.device | str) -> RowKernels:
     return TorchRows()
 
 
-def _normalised(x: Tensor, norm: Norm) -> Tensor:
+def gelu_gate(gate_up: Tensor) -> Tensor:
+    """``gelu(gate) * up`` for ``[M, 2 width]``, gates first, with GELU in its form with tanh."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return gelu(gate, approximate="tanh").mul_(up).to(gate_up.dtype)
+
+
+def normalised(x: Tensor, norm: Norm) -> Tensor:
+    """The norm of float32 ``[..., width]``."""
     # Not mean(): its order of summation depends on the number of rows.
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = length.square_().mul_(1.0 / x.shape[-1]).add_(norm.eps).rsqrt_()

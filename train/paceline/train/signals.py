@@ -29,7 +29,6 @@ class TappedTarget:
         """LM head `[V, hidden]`."""
         self.caches: list[LocalCache] = []
         """Of the texts that were read last."""
-        self._norm = source.tensor("model.norm.weight", torch.float32, device)
         self._taps = tuple(taps)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -69,8 +68,8 @@ class TappedTarget:
                 taps=layers,
             ).taps
             by_layer = dict(zip(layers, outputs, strict=True))
-            norm = self._norm
-            states = F.rms_norm(outputs[-1].float(), norm.shape, norm, config.norm_eps)
+            norm = self.decoder.final_norm
+            states = F.rms_norm(outputs[-1].float(), norm.weight.shape, norm.weight, norm.eps)
         tapped = [by_layer[layer] for layer in self._taps]
         return torch.cat(tapped, dim=-1) if tapped else states[:, :0], states
 

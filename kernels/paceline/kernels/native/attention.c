@@ -229,6 +229,9 @@ static void attend_chunk(const Tile *t, const Buffers *m, int64_t chunk, float *
     }
     const int64_t from = p->window ? max(0, at - p->window + 1 - base) : 0;
     const int64_t to = min(CHUNK, at + 1 - base);
+    if (p->cap != 0.0f)
+      for (int64_t c = from / LANES * LANES; c < to; c += LANES)
+        store_f32(row + c, cap_(load_f32(row + c), p->cap));
     if (t->probes.count) note(t, row, r, base, from, to);
     result[p->dim] = 0.0f;
     result[p->dim + 1] = -INFINITY;

@@ -30,7 +30,7 @@ typedef struct {
   const Block *block;
   int64_t tiles;
   const int64_t *tile; /* [tiles, 3]: block, first node and number of nodes */
-  float scale;
+  float scale, cap; /* of scores; cap 0: none */
 } Plan;
 
 /* Records scores of node `node` of block `block` over its prefix: out [kv head][prefix position], at

@@ -76,7 +76,7 @@ static int64_t lay_out(State *s) {
   for (int64_t i = 0; i < p->operations; i++) {
     const Operation *o = p->operation + i;
     if (o->kind != MULTIPLY) continue;
-    const int64_t bytes = linear_scratch(o->weight, extent(p, r, o->in));
+    const int64_t bytes = linear_scratch(o->weight, extent(p, r, o->out));
     if (bytes > scratch) scratch = bytes;
   }
   return at + scratch;
@@ -186,7 +186,7 @@ static int64_t begin_attention(State *s, const Operation *o) {
   if (r->queries && !context) copy_queries(s, o);
   s->plan = (Plan){.q_heads = p->q_heads, .kv_heads = p->kv_heads, .dim = p->dim,
                    .window = o->window, .kv_type = context ? r->context_type : r->kv_type,
-                   .scale = (float)p->scale, .blocks = r->blocks,
+                   .scale = (float)p->scale, .cap = (float)p->cap, .blocks = r->blocks,
                    .block = context ? r->context_block : r->block, .tiles = s->tiles,
                    .tile = r->tile + 3 * s->tile};
   /* Blocks name rows of the batch, buffers hold those of the slice. */
@@ -219,12 +219,12 @@ static int64_t begin_stage(State *s) {
 static void embed(const State *s, const Operation *o, int64_t row) {
   const int64_t width = s->program->buffer[o->out].width, token = s->run->tokens[s->first + row];
   float *out = rows_of(s, o->out) + row * width;
-  if (o->second) {
-    linear_row(o->second, token, out);
-    return;
+  const vec factor = splat((float)o->factor);
+  if (o->second) linear_row(o->second, token, out);
+  for (int64_t i = 0; i < width; i += LANES) {
+    vec x = o->second ? load_f32(out + i) : load_any(o->weight, token * width + i, (int)o->bf16);
+    store_f32(out + i, x * factor);
   }
-  for (int64_t i = 0; i < width; i += LANES)
-    store_f32(out + i, load_any(o->weight, token * width + i, (int)o->bf16));
 }
 
 static void copy_input(const State *s, const Operation *o, int64_t row) {
@@ -239,9 +239,10 @@ static void rotate_heads(const State *s, const Operation *o, int64_t row) {
   const Run *r = s->run;
   const int64_t at = s->first + row, of = s->sequence[at];
   const Heads heads = {.q_heads = o->q_heads, .kv_heads = o->kv_heads, .dim = p->dim,
-                       .q_weight = o->weight, .k_weight = o->second, .eps = (float)o->eps};
+                       .q_weight = o->weight, .k_weight = o->second, .whole = (int)o->whole,
+                       .eps = (float)o->eps};
   rotate_row(&heads, rows_of(s, o->in) + row * p->buffer[o->in].width,
-             r->table + r->position[at] * p->dim, rows_of(s, o->out) + row * p->buffer[o->out].width,
+             r->table + (o->rope * r->table_rows + r->position[at]) * p->dim, rows_of(s, o->out) + row * p->buffer[o->out].width,
              s->keys + of, s->values + of, s->slot[at], (int)r->kv_type);
 }
 
@@ -253,12 +254,13 @@ static void run_row(const State *s, const Operation *o, int64_t row) {
     case EMBED: embed(s, o, row); break;
     case INPUT: copy_input(s, o, row); break;
     case ADD_NORM:
-      if (o->delta) add_row(in, rows_of(s, o->delta) + row * width, width);
+      if (o->delta) add_row(in, rows_of(s, o->delta) + row * width, (float)o->factor, width);
       normalise(in, o->weight, width, (float)o->eps, rows_of(s, o->out) + row * width);
       break;
     case ROTATE: rotate_heads(s, o, row); break;
-    case GATE: gate_row(in, rows_of(s, o->out) + row * (width / 2), width / 2); break;
-    case ADD: add_row(in, rows_of(s, o->delta) + row * width, width); break;
+    case GATE: gate_row(in, rows_of(s, o->out) + row * (width / 2), (int)o->gelu, width / 2); break;
+    case ADD: add_row(in, rows_of(s, o->delta) + row * width, (float)o->factor, width); break;
+    case CAP: cap_row(in, (float)o->factor, width); break;
     case TAP:
       for (int64_t i = 0; r->taps && r->taps[o->layer] && i < width; i += LANES)
         store_any(r->taps[o->layer], (s->first + row) * width + i, (int)r->taps_bf16,

@@ -7,29 +7,34 @@
 #include "rows.h"
 
 enum {
-  EMBED, INPUT, ADD_NORM, MULTIPLY, ROTATE, ATTEND, ATTEND_CONTEXT, GATE, ADD, TAP, SELECT
+  EMBED, INPUT, ADD_NORM, MULTIPLY, ROTATE, ATTEND, ATTEND_CONTEXT, GATE, ADD, TAP, SELECT, CAP
 };
 
 /* One operation. Of the fields each kind uses some; `in`, `delta` and `out` are buffers.
- * EMBED    out = rows of the table `weight` [vocabulary, width of out], or of the Matrix `second`
+ * EMBED    out = rows of the table `weight` [vocabulary, width of out], or of the Matrix `second`,
+ *          times `factor`
  * INPUT    out = the caller's rows
- * ADD_NORM in += delta (0: nothing); out = norm(in) * weight
+ * ADD_NORM in += delta * factor (delta 0: nothing); out = norm(in) * weight
  * MULTIPLY out = in times the Matrix `weight`
  * ROTATE   out = rotated queries of the heads in `in`; keys and values go to the caches of `layer`;
- *          there may be queries alone, or keys and values alone
+ *          there may be queries alone, or keys and values alone. `rope`: which of the tables;
+ *          `whole`: the norms are over all queries and all keys together
  * ATTEND   out = attention of the queries in `in` over the caches of `layer`
  * ATTEND_CONTEXT  the same over the contexts, where all rows of a block attend to the same keys
- * GATE     out = silu(gate) * up
- * ADD      in += delta
+ * GATE     out = silu(gate) * up, or gelu(gate) * up
+ * ADD      in += delta * factor
  * TAP      copies `in` to the caller's buffer of `layer`, if there is one
- * SELECT   out = the rows of `in` that need logits */
+ * SELECT   out = the rows of `in` that need logits
+ * CAP      in = factor * tanh(in / factor) */
 typedef struct {
   int64_t kind, in, delta, out, layer;
   int64_t window;              /* of attention; 0: none */
   int64_t q_heads, kv_heads;   /* of `in` of ROTATE */
   int64_t bf16;                /* type of the table of EMBED */
+  int64_t rope, whole;         /* of ROTATE */
+  int64_t gelu;                /* of GATE */
   const void *weight, *second; /* second: norm of keys for ROTATE, whose `weight` is that of queries */
-  double eps;
+  double eps, factor;
 } Operation;
 
 /* A buffer is float32 [rows, width]. Buffer 0 is the caller's: the logits. */
@@ -46,7 +51,7 @@ typedef struct {
   int64_t buffers;
   const Buffer *buffer;
   int64_t vocabulary, q_heads, kv_heads, dim;
-  double scale; /* of attention scores */
+  double scale, cap; /* of attention scores; cap 0: none */
 } Program;
 
 /* Request to copy queries of a layer: out [count, Hq, D]. */
@@ -61,7 +66,8 @@ typedef struct {
   int64_t rows, selected, threads;
   const int64_t *tokens, *position; /* [rows]; no tokens without EMBED */
   const int64_t *selection;   /* rows that need logits [selected]; null: all */
-  const float *table;         /* cosines and sines [positions, D] */
+  const float *table;         /* cosines and sines [kinds, table_rows, D] */
+  int64_t table_rows;
   int64_t sequences;
   const Cache *const *caches; /* of every sequence: [layers][keys, values] */
   int64_t kv_type;           /* KV_F32, KV_BF16 or KV_INT8 */

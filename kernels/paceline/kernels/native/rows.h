@@ -27,24 +27,35 @@ INLINE void normalise(const float *x, const float *weight, int64_t width, float 
     store_f32(out + i, load_f32(x + i) * scale * load_f32(weight + i));
 }
 
-/* x [width] += delta. */
-INLINE void add_row(float *x, const float *delta, int64_t width) {
+/* x [width] += delta * factor. */
+INLINE void add_row(float *x, const float *delta, float factor, int64_t width) {
   for (int64_t i = 0; i < width; i += LANES)
-    store_f32(x + i, load_f32(x + i) + load_f32(delta + i));
+    store_f32(x + i, load_f32(x + i) + load_f32(delta + i) * splat(factor));
 }
 
-/* gate_up [2 * width] -> out [width] = silu(gate) * up. */
-INLINE void gate_row(const float *gate_up, float *out, int64_t width) {
+/* x [width] = cap * tanh(x / cap); any width. */
+INLINE void cap_row(float *x, float cap, int64_t width) {
+  for (int64_t i = 0; i < width; i += LANES)
+    store_part(x, i, width - i, 0, cap_(load_part(x + i, width - i), cap));
+}
+
+/* gate_up [2 * width] -> out [width] = silu(gate) * up, or with GELU in its form with tanh, which is
+ * x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)). */
+INLINE void gate_row(const float *gate_up, float *out, int gelu, int64_t width) {
+  const vec one = splat(1.0f), cube = splat(0.044715f), slope = splat(1.5957691216057308f);
   for (int64_t i = 0; i < width; i += LANES) {
-    vec gate = load_f32(gate_up + i), up = load_f32(gate_up + width + i);
-    store_f32(out + i, gate / (splat(1.0f) + exp_(-gate)) * up);
+    vec gate = load_f32(gate_up + i), up = load_f32(gate_up + width + i), inner = gate;
+    if (gelu) inner = slope * gate * fma_(cube, gate * gate, one);
+    store_f32(out + i, gate / (one + exp_(-inner)) * up);
   }
 }
 
-/* Heads of a model, and the norms of single queries and keys (weights null: none). */
+/* Heads of a model, and the norms of single queries and keys, or of all together if `whole` (weights
+ * null: none). */
 typedef struct {
   int64_t q_heads, kv_heads, dim;
   const float *q_weight, *k_weight;
+  int whole;
   float eps;
 } Heads;
 
@@ -65,24 +76,29 @@ INLINE void rotate(const float *from, const float *weight, float eps, const floa
 }
 
 /* heads [(Hq + 2 Hkv) D] -> rotated queries q [Hq, D]; the rotated keys and the values to `slot` of
- * the caches. table: as for rotate(). */
-INLINE void rotate_row(const Heads *p, const float *heads, const float *table, float *q,
-                       const Cache *k, const Cache *v, int64_t slot, int kv_type) {
-  const int64_t dim = p->dim;
+ * the caches. table: as for rotate(). Whole norms are taken in place. */
+INLINE void rotate_row(const Heads *p, float *heads, const float *table, float *q, const Cache *k,
+                       const Cache *v, int64_t slot, int kv_type) {
+  const int64_t dim = p->dim, queries = p->q_heads * dim;
+  const float *q_weight = p->whole ? NULL : p->q_weight, *k_weight = p->whole ? NULL : p->k_weight;
   float x[MAX_DIM];
+  if (p->whole) {
+    normalise(heads, p->q_weight, queries, p->eps, heads);
+    normalise(heads + queries, p->k_weight, p->kv_heads * dim, p->eps, heads + queries);
+  }
   for (int64_t h = 0; h < p->q_heads; h++)
-    rotate(heads + h * dim, p->q_weight, p->eps, table, dim, x, q, h * dim, 0);
+    rotate(heads + h * dim, q_weight, p->eps, table, dim, x, q, h * dim, 0);
   for (int64_t h = 0; h < p->kv_heads; h++) {
     const float *key = heads + (p->q_heads + h) * dim, *value = key + p->kv_heads * dim;
     const int64_t key_at = h * k->head_stride + slot * k->slot_stride;
     const int64_t value_at = h * v->head_stride + slot * v->slot_stride;
     if (kv_type == KV_INT8) {
-      rotate(key, p->k_weight, p->eps, table, dim, x, x, 0, 0);
+      rotate(key, k_weight, p->eps, table, dim, x, x, 0, 0);
       store_i8(k, key_at, x, dim);
       store_i8(v, value_at, value, dim);
       continue;
     }
-    rotate(key, p->k_weight, p->eps, table, dim, x, k->data, key_at, kv_type);
+    rotate(key, k_weight, p->eps, table, dim, x, k->data, key_at, kv_type);
     for (int64_t i = 0; i < dim; i += LANES)
       store_any(v->data, value_at + i, kv_type, load_f32(value + i));
   }

@@ -264,6 +264,12 @@ INLINE vec exp_(vec x) {
   return zero_below(x, lowest, scale_(p, shifted));
 }
 
+/* cap * tanh(x / cap). */
+INLINE vec cap_(vec x, float cap) {
+  const vec one = splat(1.0f), two = splat(2.0f);
+  return splat(cap) * (one - two / (exp_(x * splat(2.0f / cap)) + one));
+}
+
 /* Numerics of bfloat16 weights and caches in this process: 0 portable, the same bits on every
  * machine; 1 amx, products in tiles, which are emulated where the processor has none (for tests). */
 extern int amx_numerics;

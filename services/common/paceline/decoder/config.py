@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from paceline.decoder.families import FAMILIES, Family
 from paceline.kernels.caches import row_width
 
 
@@ -15,7 +16,7 @@ class UnsupportedModelError(ValueError):
     """The model folder needs a feature that this decoder does not support."""
 
 
-SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
+SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHTS = ("auto", *_FLOATS, "int8", "int4")
 """Formats of weights that can be asked for. auto: as they are stored, bfloat16 for float16."""
@@ -24,35 +25,6 @@ _TYPES = ("dtype", "kv_dtype")  # fields that are torch types
 
 KV_CACHE_DTYPES = ("auto", *_FLOATS, "int8")
 """Types of caches that can be asked for. auto: that of hidden states. int8: with a scale a row."""
-
-
-@dataclass(frozen=True)
-class ModelFamily:
-    """Properties of a family's layers that its config.json does not contain.
-
-    Attributes:
-        qkv_bias: Whether the q, k and v projections have a bias; None: the config's
-            ``attention_bias``.
-        o_bias: Whether the attention output projection has a bias; None: the config's
-            ``attention_bias``.
-        qk_norm: Whether q and k heads are RMS-normalised before RoPE.
-        layer_types: Type of every layer; None: the config's ``layer_types``. "sliding" applies
-            where the config has a ``sliding_window``.
-    """
-
-    qkv_bias: bool | None = None
-    o_bias: bool | None = None
-    qk_norm: bool = False
-    layer_types: Literal["full", "sliding"] | None = None
-
-
-FAMILIES = {
-    "llama": ModelFamily(layer_types="full"),
-    "mistral": ModelFamily(layer_types="sliding"),
-    "qwen2": ModelFamily(qkv_bias=True, o_bias=False),
-    "qwen3": ModelFamily(qk_norm=True),
-}
-"""Supported families, by Hugging Face model type."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +42,8 @@ class DecoderConfig:
         vocab_size: Rows of the embedding and of the LM head.
         max_position: Longest context of the model, in tokens.
         norm_eps: Epsilon of every RMS norm.
-        rope_inv_freq: Inverse frequencies after scaling, one per pair of dimensions.
+        rope_inv_freq: Inverse frequencies after scaling, one per pair of dimensions; 0: a pair that
+            is not turned.
         rope_scaling: Factor on cosine and sine (YaRN's attention factor), else 1.
         windows: Per layer, sliding window in tokens or None.
         qkv_bias: Whether the q, k and v projections have a bias.
@@ -84,6 +57,16 @@ class DecoderConfig:
         kv_dtype: Data type of caches; int8 as in :mod:`paceline.kernels.caches`.
         weights: Format of the matrices: float32, bfloat16, int8, int4, or gguf, each as in its
             GGUF file.
+        ropes: Rotary embedding of each layer: 0 as above, 1 that of ``rope_local``; empty: 0.
+        rope_local: Inverse frequencies of the second rotary embedding, or one for all pairs.
+        norm_offset: Added to the weight of every norm.
+        gelu: Whether the feed-forward activation is GELU (in its form with tanh), not SiLU.
+        attention_scale: Factor on attention scores; None: ``head_dim ** -0.5``.
+        attention_cap: Soft cap of attention scores (Gemma 2); 0: none.
+        logit_cap: Soft cap of logits; 0: none.
+        logit_scale: Factor on logits.
+        embedding_scale: Factor on embedded tokens.
+        residual_scale: Factor on what attention and feed-forward block add to the residual stream.
     """
 
     model_type: str
@@ -109,6 +92,16 @@ class DecoderConfig:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     weights: str
+    ropes: tuple[int, ...] = ()
+    rope_local: tuple[float, ...] = ()
+    norm_offset: float = 0.0
+    gelu: bool = False
+    attention_scale: float | None = None
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
+    logit_scale: float = 1.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
 
     @property
     def group(self) -> int:
@@ -173,6 +166,12 @@ def decoder_config(
     _refuse_unsupported(hf)
     family, attention_bias = FAMILIES[hf.model_type], bool(getattr(hf, "attention_bias", False))
     inv_freq, rope_scaling = rope_frequencies(hf)
+    windows = _windows(hf, family)
+    switches = family.switches(hf)
+    if family.local_rope:
+        local, _ = rope_frequencies(hf, "sliding_attention")
+        ropes = tuple(int(window is not None) for window in windows)
+        switches |= {"ropes": ropes, "rope_local": tuple(local.tolist())}
     dtype = _dtype(hf, requested)
     own = stored or str(dtype).removeprefix("torch.")
     return DecoderConfig(
@@ -188,17 +187,20 @@ def decoder_config(
         norm_eps=hf.rms_norm_eps,
         rope_inv_freq=tuple(inv_freq.tolist()),
         rope_scaling=rope_scaling,
-        windows=_windows(hf, family),
+        windows=windows,
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=bool(getattr(hf, "mlp_bias", False)),
-        qk_norm=family.qk_norm,
+        qk_norm=bool(family.qk_norm),
         tied=bool(hf.tie_word_embeddings),
         eos_token_ids=eos_token_ids,
         bos_token_id=hf.bos_token_id,
         dtype=dtype,
         kv_dtype=dtype,
         weights=own if requested == "auto" else requested,
+        norm_offset=family.norm_offset,
+        gelu=_activation(hf) != "silu",
+        **switches,
     )
 
 
@@ -207,9 +209,14 @@ def _refuse_unsupported(hf: Any) -> None:
         raise UnsupportedModelError(
             f"model type {hf.model_type!r} is not supported, expected one of {sorted(FAMILIES)}"
         )
-    if hf.hidden_act != "silu":
-        raise UnsupportedModelError(f"activation {hf.hidden_act!r} is not supported, only 'silu'")
-    check_rope(hf)
+    if _activation(hf) not in ("silu", "gelu_pytorch_tanh"):
+        raise UnsupportedModelError(
+            f"activation {_activation(hf)!r} is not supported, expected 'silu' or "
+            "'gelu_pytorch_tanh'"
+        )
+    if getattr(hf, "use_bidirectional_attention", False):
+        raise UnsupportedModelError("attention in both directions is not supported")
+    check_rope(hf, partial=FAMILIES[hf.model_type].partial_rope)
     if getattr(hf, "quantization_config", None):
         raise UnsupportedModelError(
             "quantised checkpoints are not supported; use a float32 or bfloat16 one, or a GGUF file"
@@ -221,46 +228,93 @@ def _refuse_unsupported(hf: Any) -> None:
         )
 
 
-def check_rope(hf: Any) -> None:
+def _activation(hf: Any) -> str:
+    return str(getattr(hf, "hidden_activation", None) or hf.hidden_act)
+
+
+def rope_parameters(hf: Any, layers: str = "full_attention") -> dict[str, Any]:
+    """``rope_parameters`` of a transformers config, of one kind of layers if there are several."""
+    found = hf.rope_parameters
+    return dict(found.get(layers, found))
+
+
+def check_rope(hf: Any, *, partial: bool = True) -> None:
     """Refuse rotary embeddings that :func:`rope_frequencies` does not support.
+
+    Args:
+        hf: A transformers config.
+        partial: Whether the model may leave dimensions of a head as they are.
 
     Raises:
         UnsupportedModelError: Another type, or a partial one.
     """
-    rope_type = hf.rope_parameters.get("rope_type", "default")
-    if rope_type not in SUPPORTED_ROPE:
+    for layers in ("full_attention", "sliding_attention"):
+        rope_type = rope_parameters(hf, layers).get("rope_type", "default")
+        if rope_type not in SUPPORTED_ROPE:
+            raise UnsupportedModelError(
+                f"rope type {rope_type!r} is not supported, expected one of {SUPPORTED_ROPE}"
+            )
+    if not partial and _rotary_width(hf) != _head_dim(hf):
         raise UnsupportedModelError(
-            f"rope type {rope_type!r} is not supported, expected one of {SUPPORTED_ROPE}"
+            f"partial rotary embeddings are not supported in models of type {hf.model_type!r}"
         )
-    if float(hf.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UnsupportedModelError("partial rotary embeddings are not supported")
 
 
 def _head_dim(hf: Any) -> int:
     return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
 
 
-def rope_frequencies(hf: Any) -> tuple[Tensor, float]:
+def _rotary_width(hf: Any) -> int:
+    """Dimensions of a head that are turned."""
+    return int(_head_dim(hf) * float(rope_parameters(hf).get("partial_rotary_factor", 1.0)))
+
+
+def rope_frequencies(hf: Any, layers: str = "full_attention") -> tuple[Tensor, float]:
     """Inverse frequencies of the rotary embedding after scaling, and the factor on cos and sin.
+
+    Frequencies of "longrope" depend on the length of a text in transformers. Here they must not:
+    those of long texts are used if the model's context is longer than the original one.
 
     Args:
         hf: A transformers config.
+        layers: A kind of layers, where the config has rotary embeddings by kind.
 
     Returns:
-        float32 ``[head_dim / 2]``, and the factor, which is 1 except for YaRN.
+        float32 ``[head_dim / 2]``, with 0 for dimensions that are not turned, and the factor, which
+        is 1 except for YaRN and "longrope".
     """
-    kind = hf.rope_parameters.get("rope_type", "default")
+    found = rope_parameters(hf, layers)
+    kind, width = found.get("rope_type", "default"), _rotary_width(hf)
+    scaling = 1.0
     if kind == "default":
-        dim = _head_dim(hf)
-        exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
-        return (1.0 / hf.rope_parameters["rope_theta"] ** exponents).float(), 1.0
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+        exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
+        inv_freq = (1.0 / found["rope_theta"] ** exponents).float()
+    else:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf)
-    return inv_freq, float(scaling)
+        by_kind = {"layer_type": layers} if layers in hf.rope_parameters else {}
+        if kind == "longrope":
+            by_kind["seq_len"] = hf.max_position_embeddings
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf, **by_kind)
+    return torch.nn.functional.pad(inv_freq, (0, (_head_dim(hf) - width) // 2)), float(scaling)
 
 
-def _windows(hf: Any, family: ModelFamily) -> tuple[int | None, ...]:
+def head_order(config: DecoderConfig) -> Tensor | None:
+    """Dimensions of a head in the order of :class:`Rope`, int64 ``[head_dim]``; None: as they are.
+
+    The table turns dimensions half a head apart. Where a model turns others, the rows of its q and
+    k projections are put in this order, which does not change a score.
+    """
+    turned = 2 * sum(each != 0.0 for each in config.rope_inv_freq)
+    neighbours = FAMILIES[config.model_type].neighbours
+    if turned == config.head_dim and not neighbours:
+        return None
+    dims, rest = torch.arange(turned), torch.arange(turned, config.head_dim)
+    low, high = (dims[::2], dims[1::2]) if neighbours else dims.chunk(2)
+    return torch.cat([low, rest[: len(rest) // 2], high, rest[len(rest) // 2 :]])
+
+
+def _windows(hf: Any, family: Family) -> tuple[int | None, ...]:
     window = getattr(hf, "sliding_window", None)
     kinds = None if family.layer_types else getattr(hf, "layer_types", None)
     if kinds is None:
@@ -309,7 +363,7 @@ class RopeShape(Protocol):
 
 
 class Rope:
-    """The table of a model, extended on demand.
+    """The table of a model, or two tables, extended on demand.
 
     Angles are float32 as in transformers. Their cosines are taken in float64 and then rounded, so
     that processors with different float32 functions have the same table.
@@ -318,13 +372,22 @@ class Rope:
     def __init__(self, config: RopeShape, device: torch.device | str) -> None:
         """Prepare the table of a model."""
         self._inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=device)
-        self._scaling = config.rope_scaling
+        # Dimensions that are not turned are not scaled either.
+        self._scaling = torch.where(self._inv_freq == 0, 1.0, config.rope_scaling).repeat(2)
+        if local := getattr(config, "rope_local", ()):
+            second = torch.tensor(local, dtype=torch.float32, device=device)
+            self._inv_freq = torch.stack([self._inv_freq, second.expand_as(self._inv_freq)])
+            self._scaling = torch.stack([self._scaling, torch.ones_like(self._scaling)])[:, None]
+            self._inv_freq = self._inv_freq[:, None]
         self._max_position = config.max_position
         self._table = self._rows(min(_FIRST_ROWS, config.max_position))
 
     def table(self, longest: int) -> Tensor:
-        """float32 ``[positions, D]`` up to at least position ``longest``: cosines, then sines."""
-        if longest >= self._table.shape[0]:
+        """float32 ``[positions, D]`` up to at least position ``longest``: cosines, then sines.
+
+        Two tables are ``[2, positions, D]``.
+        """
+        if longest >= self._table.shape[-2]:
             doubled = min(1 << (longest + 1).bit_length(), self._max_position)
             self._table = self._rows(max(doubled, longest + 1))
         return self._table

@@ -6,6 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from paceline.decoder.config import (
     decoder_config,
     rope_frequencies,
 )
+from paceline.decoder.families import FAMILIES, GGUF_NAMES
 from paceline.decoder.gguf_file import (
     GgufFile,
     GgufTensor,
@@ -33,13 +35,6 @@ from paceline.decoder.model_source import ModelSource, file_facts, remembered
 from paceline.decoder.weights import Weight, fingerprint_files, plain
 from paceline.kernels.blocks import Blocks
 from paceline.kernels.linear import PackedMatrix, pack_blocks
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""Supported architectures, and the classes of transformers. Mistral files say llama."""
 
 EMBEDDING, NORM = "token_embd.weight", "output_norm.weight"
 """Names of the token embedding and the final norm."""
@@ -58,11 +53,8 @@ class Metadata:
         self._file = file
         self._values = file.metadata
         self.architecture = str(self._values.get("general.architecture"))
-        if self.architecture not in ARCHITECTURES:
-            raise self._error(
-                f"architecture {self.architecture!r} is not supported, expected one of "
-                f"{', '.join(ARCHITECTURES)}"
-            )
+        self.model_type = self._model_type()
+        self.family = FAMILIES[self.model_type]
         if self._values.get("split.count", 1) not in (0, 1):
             raise self._error("one part of a split model; merge the parts to one file")
         if self.get("expert_count", 0):
@@ -76,9 +68,15 @@ class Metadata:
         if self.q_heads % self.kv_heads:
             raise self._error(f"{self.q_heads} heads are no multiple of {self.kv_heads} kv heads")
         self.head_dim = self.count("attention.key_length", max(1, self.hidden // self.q_heads))
-        for name in ("attention.value_length", "rope.dimension_count"):
-            if self.count(name, self.head_dim) != self.head_dim:
+        self.rope_dim = self.count("rope.dimension_count", self.head_dim)
+        widths = {"attention.value_length": self.count("attention.value_length", self.head_dim)}
+        if not self.family.partial_rope:
+            widths["rope.dimension_count"] = self.rope_dim
+        for name, width in widths.items():
+            if width != self.head_dim:
                 raise self._error(f"{name} differs from the width of keys, {self.head_dim}")
+        if self.rope_dim > self.head_dim or self.rope_dim % 2:
+            raise self._error(f"{self.rope_dim} of {self.head_dim} dimensions cannot be rotated")
         if self.head_dim % 2:
             raise self._error(f"heads have an odd width, {self.head_dim}")
         if EMBEDDING not in tensors or len(tensors[EMBEDDING].shape) != 2:
@@ -86,8 +84,21 @@ class Metadata:
         self.vocab_size = tensors[EMBEDDING].shape[0]
         if self.layers > len(tensors):
             raise self._error(f"{self.layers} layers in {len(tensors)} tensors")
-        self.attention_bias = self.architecture == "qwen2" or "blk.0.attn_q.bias" in tensors
+        self.attention_bias = "blk.0.attn_q.bias" in tensors
         self.mlp_bias = "blk.0.ffn_gate.bias" in tensors
+
+    def _model_type(self) -> str:
+        """The family; a file of OLMo 3 has the architecture of OLMo 2."""
+        known = {family.gguf: name for name, family in reversed(FAMILIES.items())}
+        known.pop("", None)
+        if self.architecture not in known:
+            raise self._error(
+                f"architecture {self.architecture!r} is not supported, expected one of "
+                f"{', '.join(sorted(known))}"
+            )
+        found = known[self.architecture]
+        windows = self.get("attention.sliding_window") is not None
+        return "olmo3" if found == "olmo2" and windows else found
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the architecture."""
@@ -122,65 +133,41 @@ class Metadata:
         return UnsupportedModelError(f"{self._file.path}: {what}")
 
 
-def expected_tensors(values: Metadata) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the tensors of a model, without the LM head."""
-    hidden, wide, dim = values.hidden, values.intermediate, values.head_dim
-    q, kv = values.q_heads * dim, values.kv_heads * dim
-    matrices = {
-        "attn_q": (q, hidden),
-        "attn_k": (kv, hidden),
-        "attn_v": (kv, hidden),
-        "attn_output": (hidden, q),
-        "ffn_gate": (wide, hidden),
-        "ffn_up": (wide, hidden),
-        "ffn_down": (hidden, wide),
-    }
-    vectors = {"attn_norm": hidden, "ffn_norm": hidden}
-    if values.architecture == "qwen3":
-        vectors |= {"attn_q_norm": dim, "attn_k_norm": dim}
-    biases: list[str] = []
-    if values.attention_bias:
-        biases += ["attn_q", "attn_k", "attn_v"]
-        if values.architecture != "qwen2":
-            biases.append("attn_output")
-    if values.mlp_bias:
-        biases += ["ffn_gate", "ffn_up", "ffn_down"]
-    yield EMBEDDING, (values.vocab_size, hidden)
-    yield NORM, (hidden,)
-    for layer in range(values.layers):
-        base = f"blk.{layer}."
-        for part, shape in matrices.items():
-            yield f"{base}{part}.weight", shape
-        for part, width in vectors.items():
-            yield f"{base}{part}.weight", (width,)
-        for part in biases:
-            yield f"{base}{part}.bias", (matrices[part][0],)
+def expected_tensors(values: Metadata) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Names in the file, Hugging Face names and shapes of a model's tensors, without the LM head."""
+    family, heads = values.family, (values.q_heads, values.kv_heads)
+    names = {**GGUF_NAMES, **family.gguf_names}
+    biases = (
+        values.attention_bias if family.qkv_bias is None else family.qkv_bias,
+        values.attention_bias if family.o_bias is None else family.o_bias,
+        values.mlp_bias,
+    )
+    yield EMBEDDING, "model.embed_tokens.weight", (values.vocab_size, values.hidden)
+    yield NORM, "model.norm.weight", (values.hidden,)
+    layer = dict(
+        family.layer_tensors(values.hidden, values.intermediate, values.head_dim, heads, biases)
+    )
+    for index in range(values.layers):
+        for name, shape in layer.items():
+            part, kind = name.rsplit(".", 1)
+            yield f"blk.{index}.{names[part]}.{kind}", f"model.layers.{index}.{name}", shape
 
 
 _log = logging.getLogger(__name__)
 
-_PARTS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _HEAD = "output.weight"
 _ROPE_FACTORS = "rope_freqs.weight"
+_LONG_FACTORS = {
+    "long_factor": "rope_factors_long.weight",
+    "short_factor": "rope_factors_short.weight",
+}
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_CONTEXT = 8192  # original context of all Llama 3 models with scaled frequencies
 
 
 class GgufModel(ModelSource):
-    """A GGUF file of architecture llama, qwen2 or qwen3."""
+    """A GGUF file of an architecture in ``FAMILIES``."""
 
     def __init__(self, path: Path) -> None:
         """Open a file, and check that it has all tensors of its configuration and no others.
@@ -204,10 +191,9 @@ class GgufModel(ModelSource):
         from transformers import AutoConfig
 
         values = self._metadata
-        theta = values.real("rope.freq_base", 10000.0)
         config = AutoConfig.for_model(
-            values.architecture,
-            architectures=[ARCHITECTURES[values.architecture]],
+            values.model_type,
+            architectures=list(self.architectures),
             hidden_size=values.hidden,
             intermediate_size=values.intermediate,
             num_hidden_layers=values.layers,
@@ -217,13 +203,15 @@ class GgufModel(ModelSource):
             vocab_size=values.vocab_size,
             max_position_embeddings=values.count("context_length"),
             rms_norm_eps=values.real("attention.layer_norm_rms_epsilon"),
-            rope_parameters={"rope_theta": theta, **self._rope_scaling()},
+            rope_parameters=self._rope_parameters(),
             tie_word_embeddings=_HEAD not in self._file.tensors,
             attention_bias=values.attention_bias,
             mlp_bias=values.mlp_bias,
             bos_token_id=values.token("bos_token_id"),
             eos_token_id=values.token("eos_token_id"),
+            pad_token_id=None,
             dtype=self._dtype(),
+            **values.family.gguf_values(values),
         )
         if _ROPE_FACTORS in self._file.tensors:
             self._check_rope_factors(config)
@@ -231,7 +219,7 @@ class GgufModel(ModelSource):
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        return (ARCHITECTURES[self._metadata.architecture],)
+        return (f"{self._metadata.family.model}ForCausalLM",)
 
     def config_facts(self) -> tuple[object, ...]:
         return file_facts(self.path)
@@ -241,7 +229,8 @@ class GgufModel(ModelSource):
         stored = None if self._formats().keys() <= floats else "gguf"
         found = [self._metadata.token(name) for name in _END_TOKENS]
         ends = tuple(dict.fromkeys(token for token in found if token is not None))
-        return decoder_config(self.hf_config, ends, weights, stored)
+        # The norms of a file contain the offset.
+        return replace(decoder_config(self.hf_config, ends, weights, stored), norm_offset=0.0)
 
     def tensors(self, dtype: torch.dtype, device: torch.device | str) -> Mapping[str, Weight]:
         for kind, count in self._formats().items():
@@ -317,8 +306,9 @@ class GgufModel(ModelSource):
         return "float32" if set(self._formats()) == {GGMLQuantizationType.F32} else "bfloat16"
 
     def _check_tensors(self) -> None:
-        expected = dict(expected_tensors(self._metadata))
-        extra = self._file.tensors.keys() - expected.keys() - {_HEAD, _ROPE_FACTORS}
+        expected = {name: shape for name, _, shape in expected_tensors(self._metadata)}
+        extra = self._file.tensors.keys() - expected.keys()
+        extra -= {_HEAD, _ROPE_FACTORS, *_LONG_FACTORS.values()}
         if extra:
             raise UnsupportedModelError(
                 f"{self.path}: tensor {min(extra)!r} is not part of a supported "
@@ -339,8 +329,38 @@ class GgufModel(ModelSource):
                 )
             check_format(self._file, found)
 
+    def _rope_parameters(self) -> dict[str, Any]:
+        values = self._metadata
+        theta = values.real("rope.freq_base", 10000.0)
+        found = {"rope_theta": theta, **self._rope_scaling()}
+        if values.family.partial_rope:
+            found["partial_rotary_factor"] = values.rope_dim / values.head_dim
+        if not values.family.local_rope:
+            return found
+        # Files of Gemma 3 have no base for sliding layers; OLMo 3 has one base for all.
+        own = theta if values.model_type == "olmo3" else 10000.0
+        base = values.real("rope.freq_base_swa", own)
+        local = {"rope_type": "default", "rope_theta": base}
+        return {"full_attention": found, "sliding_attention": local}
+
+    def _long_factors(self, name: str) -> list[float]:
+        found = self._file.tensors.get(name)
+        shape = (self._metadata.rope_dim // 2,)
+        if found is None or found.shape != shape:
+            raise UnsupportedModelError(f"{self.path} lacks the tensor {name!r} of shape {shape}")
+        factors: list[float] = plain(decode(self._file, found), torch.float32).tolist()
+        return factors
+
     def _rope_scaling(self) -> dict[str, Any]:
         values = self._metadata
+        if any(name in self._file.tensors for name in _LONG_FACTORS.values()):
+            context = values.count("rope.scaling.original_context_length")
+            return {
+                "rope_type": "longrope",
+                "attention_factor": values.real("rope.scaling.attn_factor", 1.0),
+                "original_max_position_embeddings": context,
+                **{key: self._long_factors(name) for key, name in _LONG_FACTORS.items()},
+            }
         if _ROPE_FACTORS in self._file.tensors:
             factor = plain(decode(self._file, self._rope_factors()), torch.float32).max()
             original = {"original_max_position_embeddings": _LLAMA3_CONTEXT}
@@ -390,11 +410,11 @@ class _Tensors(Mapping[str, Weight]):
     ) -> None:
         self._file, self._dtype, self._device = file, dtype, device
         self._heads: dict[str, int] = {}
-        if values.architecture == "llama":
+        if values.family.gguf_rows:
             self._heads = {"attn_q": values.q_heads, "attn_k": values.kv_heads}
-        names = {EMBEDDING: "model.embed_tokens.weight", NORM: "model.norm.weight"}
-        names[_HEAD] = "lm_head.weight"
-        self._names = {_hf_name(name, names): name for name in file.tensors}
+        self._names = {hf_name: name for name, hf_name, _ in expected_tensors(values)}
+        if _HEAD in file.tensors:
+            self._names["lm_head.weight"] = _HEAD
 
     def __getitem__(self, name: str) -> Weight:
         stored = self._names[name]
@@ -416,13 +436,6 @@ class _Tensors(Mapping[str, Weight]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-
-def _hf_name(name: str, others: Mapping[str, str]) -> str:
-    if not name.startswith("blk."):
-        return others.get(name, name)
-    _, layer, part, kind = name.split(".")
-    return f"model.layers.{layer}.{_PARTS[part]}.{kind}"
 
 
 def _hf_rows(rows: int, heads: int) -> Tensor:

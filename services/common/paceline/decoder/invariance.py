@@ -36,7 +36,7 @@ def check_batch_invariance(decoder: Decoder) -> BatchInvariance:
 
     First, every shape of linear layer is run with several numbers of rows: if a product is split
     differently, few values change, and few of those reach a logit. Then a short prompt and one tree
-    run through one layer of each sliding window, packed with another sequence, and every node is
+    run through one layer of each kind, packed with another sequence, and every node is
     compared with its path decoded alone. On the CPU without compiled attention kernels, equal bits
     are not promised and nothing is checked.
     """
@@ -91,8 +91,9 @@ def _rows_that_depend_on_others(layer: Linear, decoder: Decoder) -> int:
 
 
 def _tree_that_differs(decoder: Decoder) -> str:
-    windows = decoder.config.windows
-    decoder = decoder.with_layers([windows.index(window) for window in dict.fromkeys(windows)])
+    config = decoder.config
+    kinds = list(zip(config.windows, config.ropes or (0,) * config.layers, strict=True))
+    decoder = decoder.with_layers([kinds.index(kind) for kind in dict.fromkeys(kinds)])
     generator = torch.Generator().manual_seed(0)
     vocab = decoder.config.vocab_size
     prompt = torch.randint(vocab, (_PREFIX,), generator=generator).to(decoder.device)

@@ -17,11 +17,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.decoder.config import DecoderConfig, Rope
+from paceline.decoder.config import DecoderConfig, Rope, UnsupportedModelError, head_order
+from paceline.decoder.families import FAMILIES
 from paceline.decoder.model_source import ModelSource
 from paceline.decoder.packed import PackedWeights
 from paceline.decoder.sources import open_model
-from paceline.decoder.weights import Linear, Weight, fuse, plain, take
+from paceline.decoder.weights import Linear, Weight, fuse, in_order, plain, take
 from paceline.kernels import (
     Executor,
     Heads,
@@ -52,14 +53,12 @@ class ForwardResult:
 
 @dataclass(frozen=True)
 class _Layer:
-    attention_norm: Norm
+    norms: tuple[Norm | None, ...]  # before and after attention and feed-forward block
     qkv: Linear
-    head_norms: tuple[Norm, Norm] | None  # of a query head, of a key head
+    head_norms: tuple[Norm, Norm] | None  # of queries, of keys
     out: Linear
-    mlp_norm: Norm
     gate_up: Linear
     down: Linear
-    window: int | None
 
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -88,11 +87,16 @@ class AttentionObserver(Protocol):
 
 
 class Decoder:
-    """A Llama, Mistral, Qwen2 or Qwen3 language model over packed query blocks.
+    """A language model of one of ``FAMILIES`` over packed query blocks.
 
     On the CPU, if :func:`check_batch_invariance` holds, the bits of a token's logits depend neither
     on the rest of the batch nor on whether its ancestors are committed or nodes of the tree. Safe
     to call from several threads that use different caches.
+
+    Attributes:
+        config: Its configuration.
+        device: Where it runs.
+        final_norm: The norm before the LM head, with the model's factor on logits.
     """
 
     def __init__(
@@ -111,7 +115,8 @@ class Decoder:
                 return shared.get(name)
             return take(weights, key, (config.vocab_size, config.hidden))
 
-        self._norm = _norm(config, weights, "model.norm", config.hidden)
+        norm = _norm(config, weights, "model.norm", config.hidden)
+        self.final_norm = replace(norm, weight=norm.weight * config.logit_scale)
         self._head = Linear(large("head", _EMBEDDING if config.tied else "lm_head.weight"))
         self._embedding = self._head.weight
         if not config.tied:
@@ -166,6 +171,11 @@ class Decoder:
                 f"{str(device)!r} use auto"
             )
         config = found.config(weights).with_kv(kv_cache_dtype)
+        if config.attention_cap and torch.device(device).type == "cuda":
+            raise UnsupportedModelError(
+                f"{found.path}: its attention scores have a soft cap, which is supported on the "
+                f"CPU; the device is {str(device)!r}"
+            )
         with torch.inference_mode():
             return Decoder(config, found.weights(config, device), device, shared)
 
@@ -180,7 +190,8 @@ class Decoder:
         return found
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embedded tokens, int64 ``[n]``: float32 ``[n, hidden]``."""
+        """Embedded tokens, int64 ``[n]``: float32 ``[n, hidden]``, before the model's factor on
+        them."""
         if isinstance(self._embedding, Tensor):
             return self._embedding[tokens].float()
         return self._embedding.rows(tokens)
@@ -234,9 +245,11 @@ class Decoder:
 
     def with_layers(self, indices: Sequence[int]) -> Decoder:
         """A decoder over some of the layers, with the same weights; its caches have as many."""
-        windows = tuple(self.config.windows[index] for index in indices)
+        config = self.config
+        windows = tuple(config.windows[index] for index in indices)
+        ropes = tuple(config.ropes[index] for index in indices) if config.ropes else ()
         part = copy(self)
-        part.config = replace(self.config, layers=len(windows), windows=windows)
+        part.config = replace(config, layers=len(windows), windows=windows, ropes=ropes)
         part._layers = [self._layers[index] for index in indices]
         part._executor = Executor(part._record())
         return part
@@ -249,44 +262,69 @@ class Decoder:
     def _record(self) -> Program:
         """The operations of a forward pass."""
         config = self.config
-        program = Recorder(Heads(config.q_heads, config.kv_heads, config.head_dim), config.dtype)
-        x, delta = program.embed(self._embedding), 0
+        heads = Heads(
+            config.q_heads, config.kv_heads, config.head_dim, config.attention_scale,
+            config.attention_cap,
+        )  # fmt: skip
+        program, scale = Recorder(heads, config.dtype), config.residual_scale
+        x, delta = program.embed(self._embedding, config.embedding_scale), 0
+
+        def enter(norm: Norm | None) -> int:
+            if norm is not None:
+                return program.add_norm(x, delta, norm, scale)
+            if delta:
+                program.add(x, delta, scale)
+            return x
+
+        def leave(outputs: int, norm: Norm | None) -> int:
+            return outputs if norm is None else program.add_norm(outputs, 0, norm)
+
         for index, layer in enumerate(self._layers):
-            inputs = program.add_norm(x, delta, layer.attention_norm)
+            before, after, before_mlp, after_mlp = layer.norms
+            inputs = enter(before)
             if index:
                 program.tap(x, index - 1)
-            heads = program.multiply(inputs, layer.qkv)
-            q = program.rotate(heads, layer.head_norms, index)
-            attended = program.multiply(program.attend(q, index, layer.window), layer.out)
-            inputs = program.add_norm(x, attended, layer.mlp_norm)
-            delta = program.multiply(
-                program.gate(program.multiply(inputs, layer.gate_up)), layer.down
+            rope = config.ropes[index] if config.ropes else 0
+            q = program.rotate(program.multiply(inputs, layer.qkv), layer.head_norms, index, rope)
+            attended = program.attend(q, index, config.windows[index])
+            delta = leave(program.multiply(attended, layer.out), after)
+            gated = program.gate(
+                program.multiply(enter(before_mlp), layer.gate_up), gelu=config.gelu
             )
-        program.add(x, delta)
+            delta = leave(program.multiply(gated, layer.down), after_mlp)
+        program.add(x, delta, scale)
         program.tap(x, len(self._layers) - 1)
-        program.multiply(program.add_norm(program.select(x), 0, self._norm), self._head)
+        logits = program.multiply(program.add_norm(program.select(x), 0, self.final_norm), self._head)
+        if config.logit_cap:
+            program.cap_logits(logits, config.logit_cap)
         return program.finish()
 
 
 def _norm(config: DecoderConfig, weights: Mapping[str, Weight], name: str, width: int) -> Norm:
-    return Norm(plain(take(weights, f"{name}.weight", (width,)), torch.float32), config.norm_eps)
+    weight = plain(take(weights, f"{name}.weight", (width,)), torch.float32)
+    return Norm(weight + config.norm_offset, config.norm_eps)
 
 
 def _layer(
     config: DecoderConfig, weights: Mapping[str, Weight], shared: PackedWeights | None, index: int
 ) -> _Layer:
-    base = f"model.layers.{index}."
+    base, family = f"model.layers.{index}.", FAMILIES[config.model_type]
     dim = config.head_dim
     q, kv, wide, hidden = (
         config.q_heads * dim, config.kv_heads * dim, config.intermediate, config.hidden
     )  # fmt: skip
 
     def fused(
-        matrix: str, names: Sequence[str], outs: Sequence[int], ins: int, bias: bool
-    ) -> Linear:
+        matrix: str, names: Sequence[str], outs: Sequence[int], ins: int, bias: bool,
+        order: Tensor | None = None,
+    ) -> Linear:  # fmt: skip
+        if len(names) == 1:
+            outs = [sum(outs)]
+
         def parts(kind: str, *tail: int) -> Weight:
             each = zip(names, outs, strict=True)
-            return fuse([take(weights, f"{base}{n}.{kind}", (o, *tail)) for n, o in each])
+            rows = fuse([take(weights, f"{base}{n}.{kind}", (o, *tail)) for n, o in each])
+            return rows if order is None else in_order(rows, order)
 
         name = f"layers.{index}.{matrix}"
         weight = parts("weight", ins) if shared is None else shared.get(name)
@@ -297,17 +335,25 @@ def _layer(
 
     head_norms = None
     if config.qk_norm:
-        head_norms = (norm("self_attn.q_norm", dim), norm("self_attn.k_norm", dim))
-    attention = [f"self_attn.{name}_proj" for name in "qkv"]
+        widths = (q, kv) if family.qk_norm == "rows" else (dim, dim)
+        head_norms = (norm("self_attn.q_norm", widths[0]), norm("self_attn.k_norm", widths[1]))
+    qkv = [f"self_attn.{name}" for name in family.qkv]
+    gate_up = [f"mlp.{name}" for name in family.gate_up]
     return _Layer(
-        attention_norm=norm("input_layernorm", hidden),
-        qkv=fused("qkv", attention, (q, kv, kv), hidden, config.qkv_bias),
+        norms=tuple(norm(name, hidden) if name else None for name in family.norms),
+        qkv=fused("qkv", qkv, (q, kv, kv), hidden, config.qkv_bias, _rows_in_order(config)),
         head_norms=head_norms,
         out=fused("out", ["self_attn.o_proj"], (hidden,), q, config.o_bias),
-        mlp_norm=norm("post_attention_layernorm", hidden),
-        gate_up=fused(
-            "gate_up", ["mlp.gate_proj", "mlp.up_proj"], (wide, wide), hidden, config.mlp_bias
-        ),
+        gate_up=fused("gate_up", gate_up, (wide, wide), hidden, config.mlp_bias),
         down=fused("down", ["mlp.down_proj"], (hidden,), wide, config.mlp_bias),
-        window=config.windows[index],
     )
+
+
+def _rows_in_order(config: DecoderConfig) -> Tensor | None:
+    """The rows of q, k and v with the dimensions of q and k in the order of the rotary table."""
+    order = head_order(config)
+    if order is None:
+        return None
+    turned = (config.q_heads + config.kv_heads) * config.head_dim
+    rows = torch.arange(turned).view(-1, config.head_dim)[:, order].flatten()
+    return torch.cat([rows, torch.arange(turned, turned + config.kv_heads * config.head_dim)])

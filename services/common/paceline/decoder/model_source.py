@@ -25,7 +25,7 @@ from paceline.decoder.weights import Weight, WeightsOf
 from paceline.kernels.linear import PackedMatrix
 
 _log = logging.getLogger(__name__)
-_FORMAT = 1
+_FORMAT = 2
 _MAX_FILES = 256
 
 

@@ -83,6 +83,11 @@ def fuse(parts: Sequence[Weight]) -> Weight:
     return blocks[0] if len(parts) == 1 else concatenate(blocks)
 
 
+def in_order(weight: Weight, rows: Tensor) -> Weight:
+    """The same with its rows in another order, int64 ``[outs]``."""
+    return weight.rows(rows) if isinstance(weight, Blocks) else weight[rows.to(weight.device)]
+
+
 def _quantise(name: str, weight: Tensor, bits: int) -> Blocks:
     try:
         return quantise(weight, bits)

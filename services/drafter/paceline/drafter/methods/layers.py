@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.decoder import UnsupportedModelError, open_model
-from paceline.decoder.config import check_rope, rope_frequencies
+from paceline.decoder.config import check_rope, rope_frequencies, rope_parameters
 from paceline.decoder.model_source import remembered
 from paceline.decoder.weights import Checkpoint, Linear, plain
 from paceline.kernels import Heads, Norm, Recorder
@@ -208,7 +208,7 @@ def target_fields(path: str | Path, fields: Mapping[str, Any]) -> dict[str, Any]
     return {
         **{name: getattr(target, name) for name in LayerShape.HF_FIELDS},
         "norm_eps": target.norm_eps,
-        "rope_parameters": dict(source.hf_config.rope_parameters),
+        "rope_parameters": rope_parameters(source.hf_config),
         "target_layers": target.layers,
         **{name: value for name, value in fields.items() if value is not None},
     }

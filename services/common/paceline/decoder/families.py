@@ -1,0 +1,263 @@
+"""The supported families: what tells one from another, in config.json, tensors and GGUF files.
+
+All run in one decoder. A family is a row of the table: which norms and biases it has, how its tensors
+are called, and which fields of its transformers configuration set the decoder's switches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Values = Callable[[Any], dict[str, Any]]
+
+
+def _none(_: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Properties of a family's layers that its config.json does not contain.
+
+    Attributes:
+        model: Prefix of the family's classes in transformers.
+        qkv_bias: Whether the q, k and v projections have a bias; None: the config's
+            ``attention_bias``.
+        o_bias: Whether the attention output projection has a bias; None: the config's
+            ``attention_bias``.
+        qk_norm: Queries and keys are RMS-normalised before RoPE: each head, or all heads of a row
+            together; "": they are not.
+        layer_types: Type of every layer; None: the config's ``layer_types``. "sliding" applies
+            where the config has a ``sliding_window``.
+        norms: Names of the norms before and after attention, before and after the feed-forward
+            block; "": there is none.
+        qkv: Projections whose rows are queries, keys and values, in this order.
+        gate_up: Projections whose rows are gates and ups, in this order.
+        norm_offset: Added to the weight of every norm.
+        partial_rope: Whether the config's ``partial_rotary_factor`` is followed.
+        neighbours: RoPE turns neighbouring dimensions, not those half a head apart.
+        local_rope: Sliding layers have a rotary embedding of their own.
+        switches: Fields of :class:`paceline.decoder.DecoderConfig` by a transformers config.
+        gguf: Architecture in GGUF files; "": they are not read.
+        gguf_names: Layer parts in GGUF files, where they differ from ``GGUF_NAMES``.
+        gguf_rows: The files have the rows of q and k in llama's order.
+        gguf_values: Fields of the transformers config by a GGUF file's metadata.
+    """
+
+    model: str
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    qk_norm: Literal["", "heads", "rows"] = ""
+    layer_types: Literal["full", "sliding"] | None = None
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    norm_offset: float = 0.0
+    partial_rope: bool = False
+    neighbours: bool = False
+    local_rope: bool = False
+    switches: Values = _none
+    gguf: str = ""
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    gguf_rows: bool = False
+    gguf_values: Values = _none
+
+    def layer_tensors(
+        self, hidden: int, wide: int, dim: int, heads: tuple[int, int], biases: tuple[bool, ...]
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of a layer's tensors, without the prefix of the layer.
+
+        Args:
+            hidden: Width of the residual stream.
+            wide: Width of the feed-forward block.
+            dim: Width of a head.
+            heads: Query heads; key and value heads.
+            biases: Of q, k and v; of the attention output; of the feed-forward block.
+        """
+        q, kv = (count * dim for count in heads)
+        qkv = (q, kv, kv) if len(self.qkv) == 3 else (q + 2 * kv,)
+        gate_up = (wide, wide) if len(self.gate_up) == 2 else (2 * wide,)
+        parts = [
+            (f"self_attn.{name}", outs, hidden, biases[0])
+            for name, outs in zip(self.qkv, qkv, strict=True)
+        ]
+        parts += [("self_attn.o_proj", hidden, q, biases[1])]
+        parts += [
+            (f"mlp.{name}", outs, hidden, biases[2])
+            for name, outs in zip(self.gate_up, gate_up, strict=True)
+        ]
+        parts += [("mlp.down_proj", hidden, wide, biases[2])]
+        for name, outs, ins, bias in parts:
+            yield f"{name}.weight", (outs, ins)
+            if bias:
+                yield f"{name}.bias", (outs,)
+        for name in filter(None, self.norms):
+            yield f"{name}.weight", (hidden,)
+        if self.qk_norm:
+            whole = self.qk_norm == "rows"
+            yield "self_attn.q_norm.weight", (q if whole else dim,)
+            yield "self_attn.k_norm.weight", (kv if whole else dim,)
+
+
+GGUF_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+}
+"""Parts of a layer in GGUF files, by their Hugging Face names."""
+
+_AFTER = {"post_attention_layernorm": "post_attention_norm"}
+
+
+def _without_rope(hf: Any) -> dict[str, Any]:
+    used = hf.no_rope_layers[: hf.num_hidden_layers]
+    if all(used):
+        return {}
+    return {"ropes": tuple(int(not each) for each in used), "rope_local": (0.0,)}
+
+
+def _granite(hf: Any) -> dict[str, Any]:
+    return {
+        "embedding_scale": float(hf.embedding_multiplier),
+        "attention_scale": float(hf.attention_multiplier),
+        "residual_scale": float(hf.residual_multiplier),
+        "logit_scale": 1 / float(hf.logits_scaling),
+    }
+
+
+def _granite_gguf(values: Any) -> dict[str, Any]:
+    return {
+        "embedding_multiplier": values.real("embedding_scale"),
+        "attention_multiplier": values.real("attention.scale"),
+        "residual_multiplier": values.real("residual_scale"),
+        "logits_scaling": values.real("logit_scale"),
+    }
+
+
+def _gemma(hf: Any) -> dict[str, Any]:
+    return {
+        "embedding_scale": hf.hidden_size**0.5,
+        "attention_scale": hf.query_pre_attn_scalar**-0.5,
+        "attention_cap": float(hf.attn_logit_softcapping or 0.0),
+        "logit_cap": float(hf.final_logit_softcapping or 0.0),
+    }
+
+
+def _gemma_gguf(values: Any, largest: int) -> dict[str, Any]:
+    """Files have no scale of scores: that of the largest model, known by its layers, differs."""
+    width = values.hidden // values.q_heads if values.layers == largest else values.head_dim
+    return {
+        "query_pre_attn_scalar": width,
+        "sliding_window": values.count("attention.sliding_window"),
+    }
+
+
+def _gemma2_gguf(values: Any) -> dict[str, Any]:
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    found = {name: values.real(name) for name in caps}
+    return _gemma_gguf(values, 46) | found
+
+
+def _phi3_gguf(values: Any) -> dict[str, Any]:
+    window = values.get("attention.sliding_window")  # 0: none
+    context = values.get("rope.scaling.original_context_length")
+    found = {"sliding_window": values.count("attention.sliding_window") if window else None}
+    return found if context is None else found | {"original_max_position_embeddings": context}
+
+
+_SANDWICH = (
+    "input_layernorm", "post_attention_layernorm",
+    "pre_feedforward_layernorm", "post_feedforward_layernorm",
+)  # fmt: skip
+_OLMO = Family(
+    model="Olmo2",
+    qk_norm="rows",
+    layer_types="full",
+    norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    gguf="olmo2",
+    gguf_names=_AFTER,
+)
+FAMILIES = {
+    "llama": Family(model="Llama", layer_types="full", gguf="llama", gguf_rows=True),
+    "mistral": Family(model="Mistral", layer_types="sliding"),
+    "qwen2": Family(model="Qwen2", qkv_bias=True, o_bias=False, gguf="qwen2"),
+    "qwen3": Family(model="Qwen3", qk_norm="heads", gguf="qwen3"),
+    "smollm3": Family(model="SmolLM3", switches=_without_rope, gguf="smollm3", gguf_rows=True),
+    "granite": Family(
+        model="Granite",
+        layer_types="full",
+        switches=_granite,
+        gguf="granite",
+        gguf_rows=True,
+        gguf_values=_granite_gguf,
+    ),
+    "olmo2": _OLMO,
+    "olmo3": replace(
+        _OLMO,
+        model="Olmo3",
+        layer_types=None,
+        local_rope=True,
+        gguf_values=lambda values: {"sliding_window": values.count("attention.sliding_window")},
+    ),
+    "phi3": Family(
+        model="Phi3",
+        qkv_bias=False,
+        o_bias=False,
+        layer_types="sliding",
+        qkv=("qkv_proj",),
+        gate_up=("gate_up_proj",),
+        partial_rope=True,
+        gguf="phi3",
+        gguf_values=_phi3_gguf,
+    ),
+    "gemma2": Family(
+        model="Gemma2",
+        norms=_SANDWICH,
+        norm_offset=1.0,
+        switches=_gemma,
+        gguf="gemma2",
+        gguf_names=_AFTER,
+        gguf_values=_gemma2_gguf,
+    ),
+    "gemma3_text": Family(
+        model="Gemma3",
+        norms=_SANDWICH,
+        norm_offset=1.0,
+        qk_norm="heads",
+        local_rope=True,
+        switches=_gemma,
+        gguf="gemma3",
+        gguf_names=_AFTER,
+        gguf_values=lambda values: _gemma_gguf(values, 62),
+    ),
+    "glm4": Family(
+        model="Glm4",
+        o_bias=False,
+        layer_types="full",
+        norms=(
+            "input_layernorm", "post_self_attn_layernorm",
+            "post_attention_layernorm", "post_mlp_layernorm",
+        ),
+        gate_up=("gate_up_proj",),
+        partial_rope=True,
+        neighbours=True,
+        gguf="glm4",
+    ),
+}  # fmt: skip
+"""Supported families, by Hugging Face model type."""

@@ -1,0 +1,73 @@
+"""Every family behind the first four: greedy text with drafters, and formats of weights."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "decoder"))
+
+from decoder_cases import FAMILIES, ask_tree, extend, save_model
+
+from paceline.decoder import Decoder, LocalCache
+from paceline.drafter.methods.base import Budget, Update
+
+from . import models
+
+FIRST = ("Llama", "Mistral", "Qwen2", "Qwen3")  # whole services of these are tested
+NAMES = [name for name, (family, _) in FAMILIES.items() if family not in FIRST]
+TOKENS = 24
+DRAFTERS: dict[str, dict[str, int]] = {"ngram": {}, "selfspec": {"context": 48, "min_survival": 0}}
+"""Drafters that need no training, and their options."""
+MAX_ERRORS = {"bfloat16": 0.04, "int8": 0.08, "int4": 0.6}
+"""Of logits, as shares of their spread."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_with_drafters_and_formats(name: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path, name, eos_token_id=None, vocab_size=models.VOCAB)
+    prompt = torch.tensor(models.text_of(70))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        settings = {"max_new_tokens": TOKENS, "do_sample": False}
+        expected = model.generate(prompt[None], **settings)[0].tolist()
+        logits = model(torch.tensor([expected])).logits[0]
+    decoder = Decoder.load(folder)
+    accepted = {method: _accepted(decoder, folder, method, expected) for method in DRAFTERS}
+    assert accepted["selfspec"] > 0
+    for weights, max_error in MAX_ERRORS.items():
+        loaded = Decoder.load(folder, weights)
+        found = extend(loaded, LocalCache(loaded.config), torch.tensor(expected)).float()
+        assert (found - logits).std() / logits.std() < max_error, weights
+
+
+def _accepted(decoder: Decoder, folder: Path, method: str, expected: list[int]) -> int:
+    """Drafted tokens that were right on the way to a text, which is checked."""
+    text = expected[:-TOKENS]
+    reads = method == "selfspec"
+    drafter = models.load(method, folder if reads else None, **DRAFTERS[method])
+    kv = models.recorded_kv(decoder, text, len(text) - 1) if reads else None
+    sequence = models.start(drafter, text, kv)
+    cache, accepted = LocalCache(decoder.config), 0
+    extend(decoder, cache, torch.tensor(text[:-1]))
+    while len(text) < len(expected):
+        tree = sequence.draft(Budget(8, 8))
+        tokens = [text[-1], *tree.tokens]
+        parents = [-1, *(parent + 1 for parent in tree.parents)]
+        found = ask_tree(decoder, cache, torch.tensor(tokens), parents).argmax(-1).tolist()
+        path, emitted = [0], [found[0]]
+        while child := next(
+            (n for n, p in enumerate(parents) if p == path[-1] and tokens[n] == emitted[-1]), 0
+        ):
+            path.append(child)
+            emitted.append(found[child])
+        cache.commit(path)
+        accepted += len(path) - 1
+        text += emitted
+        sequence.extend(Update(emitted))
+    assert text[: len(expected)] == expected, method
+    return accepted
