@@ -85,8 +85,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3-full": ("Phi3", {"max_position_embeddings": 4096}),
-    "gemma2": ("Gemma2", {"sliding_window": 40, "layer_types": _KINDS, "query_pre_attn_scalar": 24}),
-    "gemma3": ("Gemma3", {"sliding_window": 40, "layer_types": _KINDS, "rope_parameters": _BY_KIND}),
+    "gemma2": (
+        "Gemma2",
+        {"sliding_window": 40, "layer_types": _KINDS, "query_pre_attn_scalar": 24},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {"sliding_window": 40, "layer_types": _KINDS, "rope_parameters": _BY_KIND},
+    ),
     "glm4": ("Glm4", {"rope_parameters": {"partial_rotary_factor": 0.5}}),
 }
 

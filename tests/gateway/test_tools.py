@@ -141,7 +141,30 @@ async def test_a_named_function_is_called(serve: Serve) -> None:
         assert call.type == "function"
         assert (call.function.name, call.function.arguments) == ("weather", '{"city":"Rom"}')
         schema = json.loads(served.transport.requests[-1].sampling.json_schema)
-        assert schema == WEATHER["function"]["parameters"]
+        assert schema == WEATHER["function"]["parameters"] | {"additionalProperties": False}
+
+
+def test_objects_of_enforced_calls_are_closed() -> None:
+    named = {"type": "object", "properties": {"a": {"type": "string"}}}
+    closed = named | {"additionalProperties": False}
+    free: Any = {"type": "object"}
+    mixed = named | {"anyOf": [{"required": ["a"]}, {"properties": {"b": {}}}]}
+    cases: list[tuple[Any, Any]] = [
+        (named, closed),
+        (free, free),
+        (mixed, mixed),
+        ({"allOf": [named, free]}, {"allOf": [named, free]}),
+        (named | {"additionalProperties": named}, named | {"additionalProperties": closed}),
+        ({"items": named, "anyOf": [named]}, {"items": closed, "anyOf": [closed]}),
+        (
+            {"properties": {"properties": named}, "$defs": {"x": named}},
+            {"properties": {"properties": closed}, "$defs": {"x": closed}}
+            | {"additionalProperties": False},
+        ),
+    ]
+    for parameters, expected in cases:
+        tool = Tool(function=Function(name="f", parameters=parameters))
+        assert ToolUse([tool], "named", name="f").schema() == expected
 
 
 @pytest.mark.parametrize("template", [PLAIN, KNOWING])

@@ -216,9 +216,9 @@ class ToolUse:
         """JSON schema of a text that is the enforced calls; None: none are.
 
         A named function's text is its arguments, other calls are an array of objects with `name`
-        and `arguments`.
+        and `arguments`. Objects that do not say so have no other properties than those they name.
         """
-        functions = {tool.function.name: tool.function.parameters for tool in self.tools}
+        functions = {tool.function.name: _closed(tool.function.parameters) for tool in self.tools}
         if self.mode == "named":
             return functions[self.name]
         if self.mode != "required":
@@ -245,6 +245,38 @@ class ToolUse:
             **limit,
             "$defs": definitions,
         }
+
+
+_OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties"}
+_MIXED = {"allOf", "anyOf", "oneOf", "$ref"}
+
+
+def _closed(schema: Any) -> Any:
+    """A schema whose objects have no other properties than those they name, as xgrammar has them.
+
+    A model that may invent properties can write on for ever. An object stays as it is if it says
+    which other properties it has, names none, or is combined with other schemas; so do all objects
+    of a schema with `allOf`, where a part must not forbid the properties of another.
+    """
+    return schema if '"allOf"' in json.dumps(schema) else _closed_part(schema)
+
+
+def _closed_part(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for name in ("properties", "$defs", "definitions"):
+        if isinstance(found.get(name), dict):
+            found[name] = {key: _closed_part(value) for key, value in found[name].items()}
+    for name in ("items", "additionalProperties"):
+        if name in found:
+            found[name] = _closed_part(found[name])
+    for name in ("prefixItems", "anyOf", "oneOf"):
+        if isinstance(found.get(name), list) and "properties" not in schema:
+            found[name] = [_closed_part(each) for each in found[name]]
+    if "properties" in schema and not schema.keys() & (_OPEN | _MIXED):
+        found["additionalProperties"] = False
+    return found
 
 
 def _moved(schema: Any, root: str) -> Any:

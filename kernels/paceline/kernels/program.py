@@ -249,9 +249,7 @@ class Recorder:
         extent = Extent(max(self._buffers[x].extent, Extent.SLICE))
         return self._add(Kind.MULTIPLY, matrix.out_features, extent, source=x, matrix=matrix)
 
-    def rotate(
-        self, heads: int, norms: tuple[Norm, Norm] | None, layer: int, rope: int = 0
-    ) -> int:
+    def rotate(self, heads: int, norms: tuple[Norm, Norm] | None, layer: int, rope: int = 0) -> int:
         """Queries, keys and values: queries after RoPE by one of the run's tables; keys and values
         go to the caches."""
         return self._rotate(heads, norms, layer, self._heads, rope)

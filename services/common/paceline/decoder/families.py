@@ -1,7 +1,7 @@
 """The supported families: what tells one from another, in config.json, tensors and GGUF files.
 
-All run in one decoder. A family is a row of the table: which norms and biases it has, how its tensors
-are called, and which fields of its transformers configuration set the decoder's switches.
+All run in one decoder. A family is a row of the table: which norms and biases it has, how its
+tensors are called, and which fields of its transformers configuration set the decoder's switches.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class Metadata:
 
 
 def expected_tensors(values: Metadata) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Names in the file, Hugging Face names and shapes of a model's tensors, without the LM head."""
+    """Names in the file, Hugging Face names and shapes of the tensors, without the LM head."""
     family, heads = values.family, (values.q_heads, values.kv_heads)
     names = {**GGUF_NAMES, **family.gguf_names}
     biases = (

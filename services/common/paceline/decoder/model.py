@@ -294,7 +294,9 @@ class Decoder:
             delta = leave(program.multiply(gated, layer.down), after_mlp)
         program.add(x, delta, scale)
         program.tap(x, len(self._layers) - 1)
-        logits = program.multiply(program.add_norm(program.select(x), 0, self.final_norm), self._head)
+        logits = program.multiply(
+            program.add_norm(program.select(x), 0, self.final_norm), self._head
+        )
         if config.logit_cap:
             program.cap_logits(logits, config.logit_cap)
         return program.finish()
