@@ -65,6 +65,10 @@ def test_the_generation_config_names_the_end_tokens(
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
         ({"num_hidden_layers": 3}, "lacks tensor 'model.layers.2"),
         ({"intermediate_size": 99}, "expected \\(99, 96\\)"),
+        (
+            {"model_type": "phi3"},
+            r"model: .*lacks tensor 'model.layers.0.self_attn.qkv_proj.weight'",
+        ),
     ],
 )
 def test_unsupported_models_are_refused_with_a_reason(
@@ -74,6 +78,16 @@ def test_unsupported_models_are_refused_with_a_reason(
         Decoder.load(changed(models["llama"], tmp_path / "model", **change))
     with pytest.raises(UnsupportedModelError, match="float16"):
         load_config(models["llama"], torch.float16)
+
+
+def test_tensors_that_would_be_left_out_and_devices_without_a_soft_cap_are_refused(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = changed(models["qwen3"], tmp_path / "model", model_type="llama")
+    with pytest.raises(UnsupportedModelError, match=r"model: .*_norm.weight' is not part of a"):
+        Decoder.load(folder)
+    with pytest.raises(UnsupportedModelError, match="soft cap, which is supported on the CPU"):
+        Decoder.load(models["gemma2"], device="cuda")
 
 
 def test_a_folder_without_a_model_is_refused(models: dict[str, Path], tmp_path: Path) -> None:

@@ -71,6 +71,26 @@ def test_sharded_weights_load_like_single_ones(models: dict[str, Path], tmp_path
     )
 
 
+def test_the_text_part_of_gemma_3_for_texts_and_images(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    import transformers
+
+    text = transformers.AutoModelForCausalLM.from_pretrained(models["gemma3"])
+    shape = {"hidden_size": 32, "intermediate_size": 32, "image_size": 28, "patch_size": 14}
+    vision = {**shape, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text.config.to_dict(), vision_config=vision, mm_tokens_per_image=4
+    )
+    both = transformers.Gemma3ForConditionalGeneration(config)
+    both.model.language_model.load_state_dict(text.model.state_dict())
+    both.lm_head.weight = both.model.language_model.embed_tokens.weight
+    both.save_pretrained(tmp_path)
+    whole, part = Decoder.load(tmp_path), Decoder.load(models["gemma3"])
+    found, expected = (extend(d, LocalCache(d.config), random_tokens(60)) for d in (whole, part))
+    assert torch.equal(found, expected)
+
+
 def test_logits_only_of_requested_rows_and_taps_of_requested_layers(
     models: dict[str, Path],
 ) -> None:

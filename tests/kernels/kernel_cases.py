@@ -67,7 +67,8 @@ class ProgramBackend:
     def attend(self, call: AttentionCall) -> None:
         _, q_heads, dim = call.q.shape
         assert call.scale == dim**-0.5
-        program = Recorder(Heads(q_heads, call.keys[0].shape[0], dim), torch.float32)
+        heads = Heads(q_heads, call.keys[0].shape[0], dim, cap=call.cap)
+        program = Recorder(heads, torch.float32)
         q = program.rotate_queries(program.input(q_heads * dim))
         program.tap(program.attend(q, 0, call.window), 0)
         done = NativeProgram(self._library, program.finish()).run(
@@ -106,9 +107,9 @@ class ProgramRows:
         x.copy_(changed[0])
         return changed[1].to(dtype)
 
-    def gate(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor, *, gelu: bool = False) -> Tensor:
         program = Recorder(Heads(1, 1, 16), torch.float32)
-        gated = program.gate(program.input(gate_up.shape[1]))
+        gated = program.gate(program.input(gate_up.shape[1]), gelu=gelu)
         return self._run(program, gated, gate_up, plan_of(len(gate_up)))
 
     def rotate(
@@ -199,12 +200,14 @@ class Case:
         """Attention in float32 of the whole block."""
         return attend([self.segment], self.q, [self.key], [self.value], self.window)
 
-    def run_by(self, backend: AttentionBackend) -> Tensor:
-        """The same by a backend."""
+    def run_by(self, backend: AttentionBackend, cap: float = 0.0) -> Tensor:
+        """The same by a backend, with a soft cap of scores."""
         out = torch.empty(self.q.shape)
         plan = plan_trees([self.segment])
         backend.attend(
-            AttentionCall(self.q, [self.key], [self.value], plan, self.scale, self.window, out)
+            AttentionCall(
+                self.q, [self.key], [self.value], plan, self.scale, self.window, out, cap=cap
+            )
         )
         return out
 

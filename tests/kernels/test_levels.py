@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.kernels import Norm, TreeSegment, plan_trees
 from paceline.kernels._compile import levels_here
 from paceline.kernels.caches import row_width
+from paceline.kernels.dense import DenseBackend
 
 FAST = [level for level in levels_here() if level != "generic"]
 pytestmark = pytest.mark.skipif(not FAST, reason="this processor has no level but plain C")
@@ -23,17 +24,20 @@ def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def attention_at(level: str, case: Case, tiles: bool = False) -> Tensor:
+def attention_at(level: str, case: Case, tiles: bool = False, cap: float = 0.0) -> Tensor:
     library = compiled(level).library
     assert library is not None
     with in_tiles(library) if tiles else nullcontext():
-        return case.run_by(ProgramBackend(library))
+        return case.run_by(ProgramBackend(library), cap)
 
 
 @settings(max_examples=40)
 @given(case=cases())
 def test_attention_has_the_bits_of_plain_c(level: str, case: Case) -> None:
     assert torch.equal(attention_at(level, case), attention_at("generic", case))
+    capped = attention_at(level, case, cap=1.5)
+    assert torch.equal(capped, attention_at("generic", case, cap=1.5))
+    torch.testing.assert_close(capped, case.run_by(DenseBackend(), 1.5), rtol=0, atol=2e-2)
 
 
 @settings(max_examples=20)
@@ -70,7 +74,10 @@ def test_row_operations_have_the_bits_of_plain_c(level: str, dtype: torch.dtype)
         q = rows.rotate(heads, (norm, norm), table, plan, caches[:1], caches[1:2])
         plan.prepared.clear()
         rows.rotate(heads, (norm, norm), table, plan, caches[2:3], caches[3:])
+        plan.prepared.clear()
+        whole = (Norm(weight[0].repeat(3), 1e-5), norm)  # of all queries, of all keys
+        together = rows.rotate(heads, whole, table, plan, caches[:1], caches[1:2])
         normed, gated = rows.add_norm(x.clone(), delta, norm, dtype), rows.gate(gates)
-        results.append((normed, gated, q, *caches))
+        results.append((normed, gated, rows.gate(gates, gelu=True), together, q, *caches))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

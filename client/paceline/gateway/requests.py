@@ -218,7 +218,9 @@ class ToolUse:
         A named function's text is its arguments, other calls are an array of objects with `name`
         and `arguments`. Objects that do not say so have no other properties than those they name.
         """
-        functions = {tool.function.name: _closed(tool.function.parameters) for tool in self.tools}
+        functions: dict[str, dict[str, Any]] = {
+            tool.function.name: _closed(tool.function.parameters) for tool in self.tools
+        }
         if self.mode == "named":
             return functions[self.name]
         if self.mode != "required":

@@ -459,7 +459,9 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
                 assert call.inputs is not None
                 buffers[op.out] = call.inputs.to(program.dtype)
             case Kind.ADD_NORM:
-                delta = _delta(buffers, op)
+                delta = buffers.get(op.delta)
+                if delta is not None and op.factor != 1:
+                    delta = delta * op.factor
                 x = buffers[op.source] = x.float()
                 buffers[op.out] = kernels.add_norm(x, delta, op.norms[0], program.dtype)
             case Kind.MULTIPLY:
@@ -478,7 +480,7 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
             case Kind.GATE:
                 buffers[op.out] = gelu_gate(x) if op.gelu else kernels.gate(x)
             case Kind.ADD:
-                x += _delta(buffers, op)
+                x += buffers[op.delta] * op.factor if op.factor != 1 else buffers[op.delta]
             case Kind.CAP:
                 buffers[op.out] = op.factor * (buffers[op.out] / op.factor).tanh()
             case Kind.TAP:
@@ -487,11 +489,6 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
             case Kind.SELECT:
                 buffers[op.out] = x if call.selection is None else x[call.selection]
     return PassResult(buffers.get(0, torch.empty(0, 0)), taps, queries)
-
-
-def _delta(buffers: Mapping[int, Tensor], op: Operation) -> Tensor | None:
-    found = buffers.get(op.delta)
-    return found if found is None or op.factor == 1.0 else found * op.factor
 
 
 def _rotate(program: Program, op: Operation, call: Pass, x: Tensor) -> Tensor:

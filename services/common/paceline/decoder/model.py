@@ -124,6 +124,7 @@ class Decoder:
             assert not isinstance(embedding, PackedMatrix)
             self._embedding = plain(embedding, config.dtype).contiguous()
         self._layers = self._load_layers(partial(_layer, config, weights, shared))
+        _check_names(config, weights)
         self._rope = Rope(config, device)
         self._executor = Executor(self._record())
 
@@ -176,8 +177,11 @@ class Decoder:
                 f"{found.path}: its attention scores have a soft cap, which is supported on the "
                 f"CPU; the device is {str(device)!r}"
             )
-        with torch.inference_mode():
-            return Decoder(config, found.weights(config, device), device, shared)
+        try:
+            with torch.inference_mode():
+                return Decoder(config, found.weights(config, device), device, shared)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{found.path}: {error}") from error
 
     def large_tensors(self) -> dict[str, Tensor | PackedMatrix]:
         """Embedding and matrices by name, packed as in memory; no norms."""
@@ -300,6 +304,25 @@ class Decoder:
         if config.logit_cap:
             program.cap_logits(logits, config.logit_cap)
         return program.finish()
+
+
+def _check_names(config: DecoderConfig, weights: Mapping[str, Weight]) -> None:
+    """Refuse tensors of layers that would be left out, such as biases or scales."""
+    layer = FAMILIES[config.model_type].layer_tensors(
+        config.hidden,
+        config.intermediate,
+        config.head_dim,
+        (config.q_heads, config.kv_heads),
+        (config.qkv_bias, config.o_bias, config.mlp_bias),
+    )
+    known = {name for name, _ in layer} | {"self_attn.rotary_emb.inv_freq"}
+    for name in weights:
+        *start, index, part = name.split(".", 3)
+        if start == ["model", "layers"] and int(index) < config.layers and part not in known:
+            raise UnsupportedModelError(
+                f"tensor {name!r} is not part of a model of type {config.model_type!r} with this "
+                "configuration"
+            )
 
 
 def _norm(config: DecoderConfig, weights: Mapping[str, Weight], name: str, width: int) -> Norm:

@@ -42,7 +42,9 @@ class ModelFolder(ModelSource):
         from transformers import AutoConfig
 
         try:
-            return AutoConfig.from_pretrained(str(self.path), trust_remote_code=False)
+            found = AutoConfig.from_pretrained(str(self.path), trust_remote_code=False)
+            # Gemma 3 for texts and images has a configuration of each.
+            return found.text_config if found.model_type == "gemma3" else found
         except (ValueError, KeyError) as error:
             raise UnsupportedModelError(f"cannot read {self.path}/config.json: {error}") from error
 

@@ -123,6 +123,8 @@ def weight_files(folder: str | Path) -> list[Path]:
 
 
 _SCALE = ".scale"
+_TEXT_PART = "language_model."
+"""Part of the names in models of texts and images, which is left out."""
 _INT8 = {"format": "paceline-int8"}
 """Metadata of a safetensors file with 8-bit blocks."""
 
@@ -143,7 +145,7 @@ class Checkpoint(Mapping[str, Tensor]):
         """
         from safetensors import safe_open
 
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, tuple[Any, str]] = {}  # and the name in it
         self._scales: dict[str, Any] = {}
         for path in weight_files(folder):
             file: Any = safe_open(str(path), framework="pt")
@@ -152,7 +154,7 @@ class Checkpoint(Mapping[str, Tensor]):
                 scales = {name for name in names if name.endswith(_SCALE)}
                 self._scales.update(dict.fromkeys(scales, file))
                 names -= scales
-            self._files.update(dict.fromkeys(names, file))
+            self._files |= {name.replace(_TEXT_PART, "", 1): (file, name) for name in names}
         self._dtype = dtype
         self._device = device
 
@@ -175,7 +177,8 @@ class Checkpoint(Mapping[str, Tensor]):
         Raises:
             UnsupportedModelError: Blocks of other types or shapes.
         """
-        found: Tensor = self._files[name].get_tensor(name)
+        file, stored = self._files[name]
+        found: Tensor = file.get_tensor(stored)
         scale = name + _SCALE
         if scale not in self._scales:
             return found
