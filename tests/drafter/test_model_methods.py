@@ -129,7 +129,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def blocks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Method]:
+def drafted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Method]:
     folder = tmp_path_factory.mktemp("blocks")
     target = write_model(folder / "target")
     loaded = {}
@@ -143,6 +143,10 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Me
             }
             drafter = models.load("dspark", block, target, **options)
             loaded[name, widths] = Method(drafter, "states")
+    layer = write_longspec(folder / "layer", target, window=16, draft_vocab_size=40)
+    for widths in ("4,4,4,4", "3,1", "1,1,1", "1,2,9,5"):
+        options = {"widths": widths, "max_nodes": 12, "context": 40}
+        loaded["levels", widths] = Method(models.load("longspec", layer, target, **options), "kv")
     return loaded
 
 
@@ -150,9 +154,9 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Me
 @settings(max_examples=60)
 @given(data=st.data())
 def test_drafts_of_one_native_call_are_those_by_levels(
-    blocks: dict[tuple[str, str], Method], data: Any
+    drafted: dict[tuple[str, str], Method], data: Any
 ) -> None:
-    method = blocks[data.draw(st.sampled_from(sorted(blocks)))]
+    method = drafted[data.draw(st.sampled_from(sorted(drafted)))]
     count = data.draw(st.integers(1, 4))
     lengths = data.draw(st.lists(st.integers(2, 400), min_size=count, max_size=count))
     sampling = SAMPLINGS[data.draw(st.sampled_from(["greedy", "T=1"]))]

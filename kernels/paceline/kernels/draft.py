@@ -1,9 +1,10 @@
-"""Drafts of a block model in one native call (``native/draft.c``)."""
+"""Drafts of a model, for several texts in one native call (``native/draft.c``)."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,11 +34,15 @@ class DraftText(ctypes.Structure):
     Attributes:
         context: Address of the context's table; see :class:`~paceline.kernels.LayerTable`.
         base: Position in the context's first slot, a multiple of ``CHUNK``.
-        first: First position whose states are new.
-        length: Positions of the context, and of the text before its anchor.
-        fresh: Address of the new states, ``[length - first, states]``.
-        newest: Address of memory for the states of one position, the newest; kept between calls.
-        anchor: Token at position ``length``.
+        first: First position whose states, or token, are new.
+        length: Position of the anchor, the text's newest token.
+        fresh: Address of a block model's new states, ``[length - first, states]``.
+        tokens: Address of other models' new tokens, int64 ``[length + 1 - first]``.
+        newest: Address of memory for a block model's states of the newest position; kept between
+            calls.
+        target: Address of the table of the target's keys and values, if the model reads them.
+        slots: Number of their slots.
+        anchor: The newest token.
         row: Its row of W1.
         count: Number of logits of which candidates are taken, the first ones.
         temperature: Scores are ``logits / temperature + noise``; 0: the logits.
@@ -54,7 +59,8 @@ class DraftText(ctypes.Structure):
     """
 
     _fields_ = [
-        *(*pointers("context"), *numbers("base", "first", "length"), *pointers("fresh", "newest")),
+        *(*pointers("context"), *numbers("base", "first", "length"), *pointers("fresh", "tokens")),
+        *(*pointers("newest", "target"), *numbers("slots")),
         *(*numbers("anchor", "row", "count"), ("temperature", ctypes.c_double)),
         *(("seed", ctypes.c_uint64), *numbers("nodes", "depth", "levels"), *pointers("width")),
         *(("min_score", ctypes.c_double), *numbers("drafted")),
@@ -64,65 +70,63 @@ class DraftText(ctypes.Structure):
     ]
 
 
-class BlockDraft:
-    """A block model whose drafts are one native call. Used on one thread."""
+@dataclass(frozen=True)
+class BlockModel:
+    """What a model of blocks has beside its program (DSpark, section 3).
+
+    Attributes:
+        context: Program of hidden states ``[n, states]`` to the keys and values of contexts.
+        length: Positions of a block.
+        levels: The last of them, which predict.
+        mask: Token of the positions behind the anchor.
+        state_input: Whether a block's positions read the newest states.
+        head: The sequential head: W1 ``[rows, rank]``, float32, and W2 ``[R, rank]``, packed.
+        confidence: The confidence head: weights of the hidden state ``[hidden]``, and by row of W1
+            the share of the token before; both float32.
+    """
+
+    context: NativeProgram
+    length: int
+    levels: int
+    mask: int
+    state_input: bool
+    head: tuple[Tensor, PackedMatrix] | None
+    confidence: tuple[Tensor, Tensor] | None
+
+
+class NativeDraft:
+    """A model whose drafts are one native call. Used on one thread."""
 
     def __init__(
         self,
-        context: NativeProgram,
-        block: NativeProgram,
-        *,
-        length: int,
-        levels: int,
-        mask: int,
-        state_input: bool,
+        program: NativeProgram,
         dtype: torch.dtype,
         ids: Tensor,
-        head: tuple[Tensor, PackedMatrix] | None,
-        confidence: tuple[Tensor, Tensor] | None,
+        block: BlockModel | None = None,
     ) -> None:
         """Describe a model.
 
         Args:
-            context: Program of hidden states ``[n, states]`` to the keys and values of contexts.
-            block: Program of blocks to logits; tap 0 is what the LM head reads.
-            length: Positions of a block.
-            levels: The last of them, which predict.
-            mask: Token of the positions behind the anchor.
-            state_input: Whether a block's positions read the newest states.
-            dtype: Type of states and contexts, float32 or bfloat16.
+            program: Tokens to logits: of a level, or of a block, whose tap 0 is what the LM head
+                reads.
+            dtype: Type of caches and states, float32 or bfloat16.
             ids: Token id of each logit, int64 ``[R]``, rising.
-            head: The sequential head: W1 ``[rows, rank]``, float32, and W2 ``[R, rank]``, packed.
-            confidence: The confidence head: weights of the hidden state ``[hidden]``, and by row
-                of W1 the share of the token before; both float32.
+            block: The other parts of a model of blocks; None: a tree's levels run through the
+                program one after the other.
         """
         native = library()
         assert native is not None
-        self._kept: list[Any] = [context, block, ids, head, confidence]
-        model = _Model(
-            context=context.address,
-            block=block.address,
-            length=length,
-            levels=levels,
-            hidden=block.width,
-            states=context.width,
-            state_input=state_input,
+        self._kept: list[Any] = [program, ids, block]
+        self._model = _Model(
+            block=program.address,
+            hidden=program.width,
             bf16=dtype == torch.bfloat16,
             kv_type=CACHE_TYPES.index(dtype),
-            mask=mask,
             drafted=len(ids),
             ids=address(ids, "ids of drafted tokens"),
         )
-        if head is not None:
-            w1, w2 = head
-            matrix = w2.matrix()
-            self._kept.append(matrix)
-            model.rank = w1.shape[1]
-            model.w1, model.w2 = address(w1, "W1"), ctypes.addressof(matrix)
-        if confidence is not None:
-            model.confidence = address(confidence[0], "the confidence head")
-            model.offsets = address(confidence[1], "offsets of confidences")
-        self._model = model
+        if block is not None:
+            self._add_block(block)
         self._draft: Callable[..., int] = native.paceline_draft
         native.paceline_draft.argtypes = [
             *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
@@ -139,7 +143,7 @@ class BlockDraft:
 
         Raises:
             MemoryError: Memory ran out.
-            IndexError: An anchor is outside of the vocabulary.
+            IndexError: A token is outside of the vocabulary.
         """
         count = len(texts)
         failed = self._draft(
@@ -152,4 +156,19 @@ class BlockDraft:
         if failed == _OUT_OF_MEMORY:
             raise MemoryError(f"no memory for the drafts of {count} texts: draft for fewer")
         if failed:
-            raise IndexError("an anchor is outside of the vocabulary of the drafter")
+            raise IndexError("a token is outside of the vocabulary of the drafter")
+
+    def _add_block(self, block: BlockModel) -> None:
+        model = self._model
+        model.context, model.states = block.context.address, block.context.width
+        model.length, model.levels = block.length, block.levels
+        model.mask, model.state_input = block.mask, block.state_input
+        if block.head is not None:
+            w1, w2 = block.head
+            matrix = w2.matrix()
+            self._kept.append(matrix)
+            model.rank = w1.shape[1]
+            model.w1, model.w2 = address(w1, "W1"), ctypes.addressof(matrix)
+        if block.confidence is not None:
+            model.confidence = address(block.confidence[0], "the confidence head")
+            model.offsets = address(block.confidence[1], "offsets of confidences")

@@ -1,6 +1,9 @@
-/* Drafts of a block model for several texts in one call (DSpark, section 3): new hidden states go to
- * the contexts, one pass runs over all blocks, and a tree grows from the logits of each block. How a
- * tree grows is said in paceline.drafter.methods.beam, whose trees these are. */
+/* Drafts for several texts in one call.
+ *
+ * A block model (DSpark, section 3): new hidden states go to the contexts, one pass runs over all
+ * blocks, and a tree grows from the logits of each block. A model of levels (LongSpec, section 3): the
+ * newest tokens of the texts, then the nodes of their trees run through it level by level. How a tree
+ * grows is said in paceline.drafter.methods.beam, whose trees these are. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -14,8 +17,8 @@
 enum { OUT_OF_MEMORY = 1 };
 
 typedef struct {
-  const Program *context;   /* hidden states of the target to keys and values */
-  const Program *block;     /* tokens to logits; tap 0 is what the LM head reads */
+  const Program *context;   /* hidden states of the target to keys and values; null: of levels */
+  const Program *block;     /* tokens to logits; of a block, tap 0 is what the LM head reads */
   int64_t length, levels;   /* positions of a block; the last `levels` of them predict */
   int64_t hidden, states;   /* width of tap 0, and of the states of a position */
   int64_t state_input;      /* whether a block's positions read the newest states */
@@ -33,9 +36,12 @@ typedef struct {
 typedef struct {
   const Cache *context;     /* [layers][keys, values] */
   int64_t base;             /* position of their first slot, a multiple of CHUNK */
-  int64_t first, length;    /* positions of the context; the states from `first` on are new */
-  const char *fresh;        /* [length - first, states] */
-  char *newest;             /* [states], of position length - 1; kept between calls */
+  int64_t first, length;    /* `length`: position of the anchor; what is from `first` on is new: */
+  const char *fresh;        /* states [length - first, states] of a block model, ... */
+  const int64_t *tokens;    /* ... tokens [length + 1 - first] of a model of levels */
+  char *newest;             /* states [states] of position length - 1; kept between calls */
+  const Cache *target;      /* keys and values of the target that the model reads, or null */
+  int64_t slots;            /* of `target` */
   int64_t anchor, row;      /* token at position `length`, and its row of W1 */
   int64_t count;            /* logits of which candidates are taken, the first ones */
   double temperature;       /* 0: scores are the logits, without noise */
@@ -165,24 +171,36 @@ static int by_score(const void *a, const void *b) {
   return x->order < y->order ? -1 : 1;
 }
 
-/* Finds `width` children of each of `parents` nodes, which are at depth `level`; returns how many. */
-static int64_t find_children(const Model *m, const Text *t, const Level *l, const Node *nodes,
-                             int64_t first, int64_t parents, int64_t level, int64_t width,
-                             const float *logits, const float *hidden) {
+/* A tree that grows: its nodes, and those of the last level that are expanded. */
+typedef struct {
+  Node *node;
+  int64_t count, level, first, parents;
+  int64_t trunk, fed; /* nodes below `fed` are in the cache; those of the trunk stay there */
+} Tree;
+
+/* Row of W1 of a node that is expanded. */
+static int64_t row_of(const Text *t, const Tree *tree, int64_t parent) {
+  return tree->level ? tree->node[tree->first + parent].row : t->row;
+}
+
+/* Finds `width` children of each expanded node from its logits, `stride` apart; returns how many.
+ * `hidden` is for confidences. */
+static int64_t find_children(const Model *m, const Text *t, const Level *l, const Tree *tree,
+                             int64_t width, const float *logits, int64_t stride,
+                             const float *hidden) {
   const float *scores = logits;
-  int64_t stride = 0;
+  const int64_t parents = tree->parents;
   if (m->rank) {
     Matrix w2 = *m->w2;
     w2.bias = logits;
-    for (int64_t i = 0; i < parents; i++) {
-      const int64_t row = level ? nodes[first + i].row : t->row;
-      memcpy(l->features + i * m->rank, m->w1 + row * m->rank, (size_t)m->rank * sizeof(float));
-    }
+    for (int64_t i = 0; i < parents; i++)
+      memcpy(l->features + i * m->rank, m->w1 + row_of(t, tree, i) * m->rank,
+             (size_t)m->rank * sizeof(float));
     paceline_linear(&w2, l->features, parents, l->scratch, l->scores);
     scores = l->scores, stride = m->drafted;
   }
   float *noise = t->temperature > 0 ? l->noise : NULL;
-  if (noise) paceline_gumbel(t->seed, (uint64_t)(t->length + 1 + level), m->ids, t->count, noise);
+  if (noise) paceline_gumbel(t->seed, (uint64_t)(t->length + 1 + tree->level), m->ids, t->count, noise);
   paceline_candidates(scores, stride, parents, t->count, width, (float)t->temperature, noise, l->ids,
                       l->logs);
   double own = 0;
@@ -191,52 +209,59 @@ static int64_t find_children(const Model *m, const Text *t, const Level *l, cons
   for (int64_t i = 0; i < t->levels; i++) chain &= t->width[i] == 1;
   int64_t found = 0;
   for (int64_t i = 0; i < parents; i++) {
-    const int64_t row = level ? nodes[first + i].row : t->row, *ids = l->ids + i * width;
-    const double above = level ? nodes[first + i].score : 0;
+    const int64_t parent = tree->level ? tree->first + i : -1, *ids = l->ids + i * width;
+    const double above = parent < 0 ? 0 : tree->node[parent].score;
     const float *logs = l->logs + i * width;
     double change = 0;
     if (m->confidence && logs[0] > -INFINITY) {
-      change = log_sigmoid(own + (double)m->offsets[row]) - (double)logs[0];
+      change = log_sigmoid(own + (double)m->offsets[row_of(t, tree, i)]) - (double)logs[0];
       if (!chain) change = fmin(0, change); /* siblings are scaled together */
     }
     for (int64_t w = 0; w < width; w++, found++) {
       const double log = fmin(0, (double)logs[w] + change); /* rounding may leave it above 0 */
-      l->found[found] = (Node){level ? first + i : -1, ids[w], above + log, log, found};
+      l->found[found] = (Node){parent, ids[w], above + log, log, found};
     }
   }
   return found;
 }
 
-/* Grows the tree of a text from the logits and hidden states of its block. */
-static void grow(const Model *m, Text *t, const Level *l, Node *nodes, const float *logits,
-                 const float *hidden) {
-  int64_t count = 0, first = 0, parents = 1;
-  for (int64_t level = 0; level < t->depth && parents; level++) {
-    const int64_t width = t->width[min(level, t->levels - 1)];
-    const int64_t found = find_children(m, t, l, nodes, first, parents, level, min(width, t->count),
-                                        logits + level * m->drafted, hidden + level * m->hidden);
-    qsort(l->found, (size_t)found, sizeof(Node), by_score);
-    first = count;
-    for (int64_t i = 0; i < found && i < width && l->found[i].score > -INFINITY; i++, count++) {
-      nodes[count] = l->found[i];
-      nodes[count].order = count;
-    }
-    /* A child scores at most as much as its parent, and loses ties to nodes added before it. */
-    double worst = -INFINITY;
-    if (count >= t->nodes) {
-      memcpy(l->found, nodes, (size_t)count * sizeof(Node));
-      qsort(l->found, (size_t)count, sizeof(Node), by_score);
-      worst = l->found[t->nodes - 1].score;
-    }
-    for (parents = 0; first + parents < count; parents++) {
-      const double score = nodes[first + parents].score;
-      if (!(worst < score && score >= t->min_score)) break;
-    }
+static int growing(const Text *t, const Tree *tree) {
+  return tree->level < t->depth && tree->parents > 0;
+}
+
+/* Adds a level; arguments as of find_children. */
+static void add_level(const Model *m, const Text *t, const Level *l, Tree *tree, const float *logits,
+                      int64_t stride, const float *hidden) {
+  const int64_t width = t->width[min(tree->level, t->levels - 1)];
+  const int64_t found = find_children(m, t, l, tree, min(width, t->count), logits, stride, hidden);
+  qsort(l->found, (size_t)found, sizeof(Node), by_score);
+  const int64_t first = tree->count;
+  for (int64_t i = 0; i < found && i < width && l->found[i].score > -INFINITY; i++) {
+    tree->node[tree->count] = l->found[i];
+    tree->node[tree->count].order = tree->count;
+    tree->count++;
   }
+  /* A child scores at most as much as its parent, and loses ties to nodes added before it. */
+  double worst = -INFINITY;
+  if (tree->count >= t->nodes) {
+    memcpy(l->found, tree->node, (size_t)tree->count * sizeof(Node));
+    qsort(l->found, (size_t)tree->count, sizeof(Node), by_score);
+    worst = l->found[t->nodes - 1].score;
+  }
+  tree->level++;
+  tree->first = first;
+  for (tree->parents = 0; first + tree->parents < tree->count; tree->parents++) {
+    const double score = tree->node[first + tree->parents].score;
+    if (!(worst < score && score >= t->min_score)) break;
+  }
+}
+
+/* Writes the likeliest nodes as the result. */
+static void finish(const Model *m, Text *t, const Level *l, const Tree *tree) {
   Node *best = l->found;
-  memcpy(best, nodes, (size_t)count * sizeof(Node));
-  qsort(best, (size_t)count, sizeof(Node), by_score);
-  t->drafted = min(count, t->nodes);
+  memcpy(best, tree->node, (size_t)tree->count * sizeof(Node));
+  qsort(best, (size_t)tree->count, sizeof(Node), by_score);
+  t->drafted = min(tree->count, t->nodes);
   for (int64_t i = 0; i < t->drafted; i++) {
     t->token[i] = m->ids[best[i].row];
     t->chance[i] = exp(best[i].log);
@@ -246,43 +271,145 @@ static void grow(const Model *m, Text *t, const Level *l, Node *nodes, const flo
   }
 }
 
-static int64_t grow_all(const Model *m, Text *const *texts, int64_t count, const float *logits,
-                        const float *hidden) {
+/* The nodes of a level that run through a model of levels: the newest tokens of a text, or its nodes
+ * from the trunk to the last one that is expanded. */
+static void add_nodes(const Model *m, const Text *t, const Tree *tree, int64_t sequence, Run *run,
+                      const Chains *chains, int64_t *tokens, int64_t *selection, int32_t *path) {
+  const int64_t from = run->rows;
+  if (!tree->level) {
+    for (int64_t at = t->first, stop; at <= t->length; at = stop) {
+      stop = min(t->length + 1, (at / CHUNK + 1) * CHUNK); /* the same cuts however tokens come */
+      for (int64_t i = at; i < stop; i++) {
+        chains->position[run->rows + i - at] = i;
+        tokens[run->rows + i - at] = t->tokens[i - t->first];
+      }
+      add_chain(run, chains, m->block,
+                (Block){.sequence = sequence, .start = at - t->base, .length = stop - at, .row = run->rows});
+    }
+  } else {
+    const int64_t trunk = tree->trunk, count = tree->first + tree->parents - trunk;
+    int32_t *depths = path, *starts = path + count, *paths = starts + count + 1, at = 0;
+    int chain = 1;
+    for (int64_t n = 0; n < count; n++) {
+      const Node *node = tree->node + trunk + n;
+      const int64_t parent = node->parent - trunk;
+      const int32_t above = parent < 0 ? 0 : starts[parent + 1] - starts[parent];
+      chain &= parent == n - 1 || (parent < 0 && !n);
+      depths[n] = above, starts[n] = at;
+      if (above) memcpy(paths + at, paths + starts[parent], (size_t)above * sizeof(int32_t));
+      paths[at + above] = (int32_t)n;
+      at += above + 1, starts[n + 1] = at;
+      chains->position[from + n] = t->length + 1 + trunk + above;
+      tokens[from + n] = m->ids[node->row];
+    }
+    Block block = {sequence, t->length + 1 + trunk - t->base, count, from, depths, paths, starts};
+    if (chain) block.depths = block.paths = block.path_starts = NULL;
+    add_chain(run, chains, m->block, block);
+  }
+  for (int64_t i = run->rows - tree->parents; i < run->rows; i++) selection[run->selected++] = i;
+}
+
+/* Grows the trees of a model of levels, each level by one pass over those that grow. */
+static int64_t grow_by_levels(const Model *m, Text *const *texts, int64_t count, Tree *trees,
+                              const Level *level, Run run, int64_t wide, int64_t deep) {
+  const int64_t nodes = wide * deep, size = (int64_t)sizeof(int64_t);
+  int64_t rows = 0, longest = nodes;
+  for (int64_t t = 0; t < count; t++) {
+    const int64_t fresh = texts[t]->length + 1 - texts[t]->first;
+    rows += max(nodes, fresh), longest = max(longest, fresh);
+  }
+  const int64_t paths = 2 * nodes + 1 + nodes * deep;
+  int64_t *numbers OWNED = allocate(9 * rows * size);
+  int32_t *path OWNED = allocate(count * paths * (int64_t)sizeof(int32_t));
+  int32_t *slots OWNED = allocate((2 * longest + 1) * (int64_t)sizeof(int32_t));
+  Block *blocks OWNED = allocate(2 * rows * (int64_t)sizeof(Block));
+  const Cache **caches OWNED = allocate(2 * count * (int64_t)sizeof(Cache *));
+  float *logits OWNED = allocate(count * wide * m->drafted * (int64_t)sizeof(float));
+  if (!numbers || !path || !slots || !blocks || !caches || !logits) return OUT_OF_MEMORY;
+  const Chains chains = {numbers, numbers + rows, blocks};
+  int64_t *tokens = numbers + 7 * rows, *selection = numbers + 8 * rows;
+  int32_t *zeros = slots, *starts = slots + longest; /* nodes that all are the first slot */
+  for (int32_t i = 0; i < longest; i++) zeros[i] = 0, starts[i] = i;
+  starts[longest] = (int32_t)longest;
+  Block *contexts = blocks + rows;
+  run.position = chains.position, run.tile = chains.tile, run.block = blocks;
+  run.tokens = tokens, run.selection = selection, run.logits = logits;
+  run.caches = caches, run.contexts = caches + count, run.context_block = contexts;
+  run.context_type = run.kv_type;
+  for (;;) {
+    run.rows = run.blocks = run.tiles = run.selected = run.sequences = 0;
+    for (int64_t t = 0; t < count; t++) {
+      if (!growing(texts[t], trees + t)) continue;
+      const int64_t sequence = run.sequences++, block = run.blocks;
+      caches[sequence] = texts[t]->context, caches[count + sequence] = texts[t]->target;
+      add_nodes(m, texts[t], trees + t, sequence, &run, &chains, tokens, selection, path + t * paths);
+      for (int64_t b = block; b < run.blocks; b++)
+        contexts[b] = (Block){sequence, texts[t]->slots - 1, 1, blocks[b].row, zeros, zeros, starts};
+    }
+    if (!run.sequences) return 0;
+    const int64_t failed = run_program(m->block, &run);
+    if (failed) return failed;
+    const float *at = logits;
+    for (int64_t t = 0; t < count; t++) {
+      Tree *tree = trees + t;
+      if (!growing(texts[t], tree)) continue;
+      const int64_t parents = tree->parents;
+      if (tree->level) {
+        tree->fed = tree->first + parents;
+        if (tree->count == tree->level) tree->trunk = tree->fed; /* one node a level so far */
+      }
+      add_level(m, texts[t], level, tree, at, m->drafted, NULL);
+      at += parents * m->drafted;
+    }
+  }
+}
+
+/* Drafts from blocks, whose trees need no further pass. */
+static int64_t grow_from_blocks(const Model *m, Text *const *texts, int64_t count, Tree *trees,
+                                const Level *level, Run run) {
+  const Cache **caches OWNED = allocate(count * (int64_t)sizeof(Cache *));
+  float *logits OWNED = allocate(count * m->levels * m->drafted * (int64_t)sizeof(float));
+  float *hidden OWNED = allocate(count * m->levels * m->hidden * (int64_t)sizeof(float));
+  if (!caches || !logits || !hidden) return OUT_OF_MEMORY;
+  for (int64_t t = 0; t < count; t++) caches[t] = texts[t]->context;
+  run.sequences = count, run.caches = caches;
+  int64_t failed = add_states(m, texts, run);
+  if (!failed) failed = run_blocks(m, texts, run, logits, hidden);
+  for (int64_t t = 0; !failed && t < count; t++)
+    while (growing(texts[t], trees + t)) {
+      const int64_t row = t * m->levels + trees[t].level;
+      add_level(m, texts[t], level, trees + t, logits + row * m->drafted, 0,
+                hidden + row * m->hidden);
+    }
+  return failed;
+}
+
+/* Drafts a tree for each of `count` texts. `table` has cosines and sines of all positions. Returns 0,
+ * 1 when memory ran out, or 2 for a token outside of the vocabulary. */
+int64_t paceline_draft(const Model *m, Text *const *texts, int64_t count, const float *table,
+                       int64_t threads) {
   int64_t wide = 1, deep = 1;
   for (int64_t t = 0; t < count; t++) {
     deep = max(deep, texts[t]->depth);
     for (int64_t i = 0; i < texts[t]->levels; i++) wide = max(wide, texts[t]->width[i]);
   }
-  const int64_t size = (int64_t)sizeof(float), nodes = wide * max(wide, deep);
+  const int64_t size = (int64_t)sizeof(float), nodes = wide * deep;
   float *features OWNED = allocate(wide * m->rank * size);
   float *scores OWNED = allocate(m->rank ? wide * m->drafted * size : 0);
   float *noise OWNED = allocate(2 * m->drafted * size);
   float *logs OWNED = allocate(wide * wide * size);
   int64_t *ids OWNED = allocate(wide * wide * (int64_t)sizeof(int64_t));
   void *scratch OWNED = allocate(m->rank ? linear_scratch(m->w2, wide) : 0);
-  Node *found OWNED = allocate(nodes * (int64_t)sizeof(Node));
-  Node *tree OWNED = allocate(wide * deep * (int64_t)sizeof(Node));
-  if (!features || !scores || !noise || !logs || !ids || !scratch || !found || !tree)
+  Node *found OWNED = allocate(max(nodes, wide * wide) * (int64_t)sizeof(Node));
+  Node *all OWNED = allocate(count * nodes * (int64_t)sizeof(Node));
+  Tree *trees OWNED = allocate(count * (int64_t)sizeof(Tree));
+  if (!features || !scores || !noise || !logs || !ids || !scratch || !found || !all || !trees)
     return OUT_OF_MEMORY;
   const Level level = {features, scores, noise, logs, ids, scratch, found};
-  for (int64_t t = 0; t < count; t++)
-    grow(m, texts[t], &level, tree, logits + t * m->levels * m->drafted,
-         hidden + t * m->levels * m->hidden);
-  return 0;
-}
-
-/* Drafts a tree for each of `count` texts. `table` has cosines and sines of all positions. Returns 0,
- * 1 when memory ran out, or 2 for an anchor outside of the vocabulary. */
-int64_t paceline_draft(const Model *m, Text *const *texts, int64_t count, const float *table,
-                       int64_t threads) {
-  const Cache **caches OWNED = allocate(count * (int64_t)sizeof(Cache *));
-  float *logits OWNED = allocate(count * m->levels * m->drafted * (int64_t)sizeof(float));
-  float *hidden OWNED = allocate(count * m->levels * m->hidden * (int64_t)sizeof(float));
-  if (!caches || !logits || !hidden) return OUT_OF_MEMORY;
-  for (int64_t t = 0; t < count; t++) caches[t] = texts[t]->context;
-  const Run run = {.threads = threads, .table = table, .sequences = count, .caches = caches,
-                   .kv_type = m->kv_type, .inputs_bf16 = m->bf16};
-  int64_t failed = add_states(m, texts, run);
-  if (!failed) failed = run_blocks(m, texts, run, logits, hidden);
-  return failed ? failed : grow_all(m, texts, count, logits, hidden);
+  const Run run = {.threads = threads, .table = table, .kv_type = m->kv_type, .inputs_bf16 = m->bf16};
+  for (int64_t t = 0; t < count; t++) trees[t] = (Tree){.node = all + t * nodes, .parents = 1};
+  const int64_t failed = m->context ? grow_from_blocks(m, texts, count, trees, &level, run)
+                                    : grow_by_levels(m, texts, count, trees, &level, run, wide, deep);
+  for (int64_t t = 0; !failed && t < count; t++) finish(m, texts[t], &level, trees + t);
+  return failed;
 }

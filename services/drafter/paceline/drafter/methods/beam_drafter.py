@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
 from collections import deque
@@ -13,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
+from paceline.decoder.config import Rope
 from paceline.decoder.sampling import sampling_params
 from paceline.drafter.methods.base import (
     Budget,
@@ -25,6 +27,7 @@ from paceline.drafter.methods.base import (
 from paceline.drafter.methods.beam import Beam, BeamOptions, Chain, Ranked, Ranker
 from paceline.drafter.methods.slots import chain_segments
 from paceline.kernels import MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees, send
+from paceline.kernels.draft import DraftText, NativeDraft
 from paceline.tree import EMPTY, TokenTree
 
 Source = TypeVar("Source")
@@ -87,6 +90,8 @@ class BeamSequence(DraftSequence):
             drafted=drafter.drafted_tokens,
         )
         self._widths = self._ranker.widths(drafter.options.widths)
+        self.draft_text = self._draft_text()
+        """The text for native drafts; None: there are none of its drafter, or of its sampling."""
 
     def extend(self, update: Update) -> None:
         if update.tokens:
@@ -119,6 +124,35 @@ class BeamSequence(DraftSequence):
         depth = min(budget.depth, drafter.max_depth, drafter.shape.max_position - self.length + 1)
         nodes = min(budget.nodes, drafter.max_nodes)
         return Budget(nodes, depth) if nodes > 0 and depth > 0 else None
+
+    def begin_native(self, budget: Budget) -> bool:
+        """Starts the tree of a round that one native call drafts, with all that the call reads in
+        :attr:`draft_text`. Returns False if nothing can be drafted."""
+        text, limits = self.draft_text, self.limits(budget)
+        if text is None or limits is None or not self.prepare():
+            return False
+        late = time.monotonic() >= budget.deadline
+        text.nodes, text.depth = limits.nodes, 1 if late else limits.depth
+        self.fill(text)
+        return True
+
+    def fill(self, text: DraftText) -> None:
+        """Sets the fields of :attr:`draft_text` that differ from round to round."""
+
+    def _draft_text(self) -> DraftText | None:
+        drafter, count = self._drafter, self._ranker.plain_logits()
+        if not count or drafter.native is None:
+            return None
+        params, survival = self._ranker.params, drafter.options.min_survival
+        self._native_widths = torch.tensor(self._widths)
+        return DraftText(
+            count=count,
+            temperature=params.temperature,
+            seed=params.seed,
+            levels=len(self._widths),
+            width=self._native_widths.data_ptr(),
+            min_score=math.log(survival) if survival > 0 else -math.inf,
+        )
 
     def begin_ahead(self) -> bool:
         """Gets ready for a level beyond the tree. Returns False if it cannot be drafted."""
@@ -238,14 +272,21 @@ class BeamDrafter(Drafter, Generic[S]):
         self.weight_bytes = size
         self.drafted_tokens: Tensor | None = None
         """The target's token id of each logit, rising, int64 ``[R]`` on the CPU; None: all ids."""
+        self.native: NativeDraft | None = None
+        """Drafts in one native call; None: by levels."""
+        self.rope: Rope | None = None
+        """Cosines and sines for native drafts."""
 
     def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[TokenTree]:
-        """Grows one tree for each round, level by level.
+        """Grows one tree for each round: in one native call where that is possible, else by levels.
 
         A tree gets no further level that would probably end after its deadline. The estimate for a
-        level is the duration of the one before.
+        level is the duration of the one before. In a native call a tree whose deadline has passed
+        gets one level.
         """
         own = cast(Sequence[tuple[S, Budget]], rounds)
+        if self.native is not None and all(each.draft_text is not None for each, _ in own):
+            return self._draft_natively(self.native, own)
         growing = [
             (sequence, budget)
             for sequence, budget in own
@@ -266,6 +307,24 @@ class BeamDrafter(Drafter, Generic[S]):
             sequence.finish()
         return trees
 
+    def _draft_natively(
+        self, native: NativeDraft, rounds: Sequence[tuple[S, Budget]]
+    ) -> list[TokenTree]:
+        going = [sequence.begin_native(budget) for sequence, budget in rounds]
+        texts = [
+            sequence.draft_text
+            for (sequence, _), begun in zip(rounds, going, strict=True)
+            if begun and sequence.draft_text is not None
+        ]
+        if texts:
+            assert self.rope is not None
+            longest = max(text.length + max(text.depth, self.max_depth) for text in texts)
+            native.draft(texts, self.rope.table(longest))
+        for sequence, _ in rounds:
+            sequence.finish()
+        trees = iter(map(_drafted_tree, texts))
+        return [next(trees) if begun else EMPTY for begun in going]
+
     def draft_ahead(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         going = [each for each in cast(Sequence[S], sequences) if each.begin_ahead()]
         if going:
@@ -275,6 +334,12 @@ class BeamDrafter(Drafter, Generic[S]):
     @abstractmethod
     def grow_level(self, growing: Sequence[S]) -> None:
         """Adds one level to the tree of each sequence, by one forward pass over all frontiers."""
+
+
+def _drafted_tree(text: DraftText) -> TokenTree:
+    count = text.drafted
+    tokens, parents, chances = text.token[:count], text.parent[:count], text.chance[:count]
+    return TokenTree(tuple(tokens), tuple(parents), tuple(chances))
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,10 @@ costs one pass of the heads.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,8 +21,6 @@ from paceline.decoder import load_config
 from paceline.drafter.kv import TRANSPORTS
 from paceline.drafter.kv.reader import StateReader
 from paceline.drafter.methods.base import (
-    Budget,
-    DraftSequence,
     Fit,
     GenerationInfo,
     Needs,
@@ -44,8 +40,7 @@ from paceline.drafter.methods.dspark.backbone import DSparkBackbone
 from paceline.drafter.methods.dspark.config import read_dspark
 from paceline.drafter.methods.dspark.heads import DSparkBlock, DSparkHeads
 from paceline.drafter.methods.dspark.module import DSparkModel
-from paceline.kernels.draft import BlockDraft, DraftText
-from paceline.tree import EMPTY, TokenTree
+from paceline.kernels.draft import BlockModel, DraftText, NativeDraft
 
 
 class DSparkSequence(BeamSequence):
@@ -68,8 +63,8 @@ class DSparkSequence(BeamSequence):
         width = len(backbone.config.taps) * backbone.config.hidden
         self.newest = torch.empty(1, width, dtype=backbone.dtype, device=backbone.device)
         """Hidden states of the newest position in the context, ``[1, taps * hidden]``."""
-        self.draft_text = self._draft_text()
-        """The text for a native draft; None: its candidates are ranked otherwise."""
+        if self.draft_text is not None:
+            self.draft_text.newest = self.newest.data_ptr()
         self._block: DSparkBlock | None = None
         self._state: Tensor | None = None
 
@@ -125,47 +120,19 @@ class DSparkSequence(BeamSequence):
         if output.state is not None:
             self._state = output.state[[beam.parents[n] - parents.start for n in beam.frontier]]
 
-    def begin_native(self, budget: Budget) -> DraftText | None:
-        """Starts the tree of a round that one native call drafts.
-
-        Returns:
-            The text with all that the call reads; None if nothing can be drafted.
-        """
-        text, drafter, context = self.draft_text, self._drafter, self.context
-        limits = self.limits(budget)
-        if text is None or limits is None or not self.prepare():
-            return None
+    def fill(self, text: DraftText) -> None:
+        drafter, context = self._drafter, self.context
         new = self.new_states()
-        first = end = self._readable
+        text.first = text.length = self._readable
         if new is not None:
-            first, states = new
+            text.first, states = new
             self._fresh = states.to(drafter.backbone.dtype).contiguous()
             text.fresh = self._fresh.data_ptr()
-        context.reserve(end)
-        context.length = end
+        context.reserve(text.length)
+        context.length = text.length
         assert context.table is not None
         text.context, text.base = context.table.address, context.base
-        text.first, text.length = first, end
         text.anchor, text.row = self.anchor, drafter.heads.row(self.anchor)
-        late = time.monotonic() >= budget.deadline
-        text.nodes, text.depth = limits.nodes, 1 if late else limits.depth
-        return text
-
-    def _draft_text(self) -> DraftText | None:
-        count = self._ranker.plain_logits()
-        if not count or self._drafter.native is None:
-            return None
-        params, survival = self._ranker.params, self._drafter.options.min_survival
-        self._native_widths = torch.tensor(self._widths)
-        return DraftText(
-            newest=self.newest.data_ptr(),
-            count=count,
-            temperature=params.temperature,
-            seed=params.seed,
-            levels=len(self._widths),
-            width=self._native_widths.data_ptr(),
-            min_score=math.log(survival) if survival > 0 else -math.inf,
-        )
 
     def finish(self) -> None:
         self._clear_block()
@@ -222,8 +189,7 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
         depth = min(options.depth or config.levels, config.levels)
         super().__init__(config, replace(options, depth=depth), fit, size)
         self.backbone, self.heads, self.drafted_tokens = backbone, heads, drafted_tokens
-        self.native = self._native()
-        """Drafts in one native call; None: compiled kernels cannot."""
+        self.native, self.rope = self._native(), backbone.rope
         self.needs = Needs(
             hidden_state_layers=config.taps,
             hidden_state_window=config.window,
@@ -243,38 +209,22 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
         states = required(generation.states, "dspark", "hidden states")
         return DSparkSequence(self, generation, states)
 
-    def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[TokenTree]:
-        """Drafts a tree for each round: in one native call where that is possible, else by levels.
-
-        A round whose deadline has passed gets one level.
-        """
-        own = cast(Sequence[tuple[DSparkSequence, Budget]], rounds)
-        if self.native is None or any(sequence.draft_text is None for sequence, _ in own):
-            return super().draft_many(rounds)
-        texts = [sequence.begin_native(budget) for sequence, budget in own]
-        if drafted := [text for text in texts if text is not None]:
-            longest = max(text.length for text in drafted) + self.backbone.config.block
-            self.native.draft(drafted, self.backbone.rope.table(longest))
-        for sequence, _ in own:
-            sequence.finish()
-        return [EMPTY if text is None else _tree(text) for text in texts]
-
-    def _native(self) -> BlockDraft | None:
+    def _native(self) -> NativeDraft | None:
         programs, heads = self.backbone.native, self.heads.native()
         if programs is None or heads is None:
             return None
         config, tokens = self.backbone.config, self.drafted_tokens
-        return BlockDraft(
-            *programs,
+        block = BlockModel(
+            programs[0],
             length=config.block,
             levels=config.levels,
             mask=config.mask_token,
             state_input=config.state_input,
-            dtype=self.backbone.dtype,
-            ids=torch.arange(config.vocab_size) if tokens is None else tokens.contiguous(),
             head=heads[0],
             confidence=heads[1],
         )
+        ids = torch.arange(config.vocab_size) if tokens is None else tokens
+        return NativeDraft(programs[1], self.backbone.dtype, ids, block)
 
     def grow_level(self, growing: Sequence[DSparkSequence]) -> None:
         if growing[0].tree.level == 0:
@@ -290,12 +240,6 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
         blocks = [(each.context, each.anchor, each.newest) for each in growing]
         for sequence, hidden, logits in zip(growing, *self.backbone.forward(blocks), strict=True):
             sequence.set_block(self.heads.begin(hidden, logits))
-
-
-def _tree(text: DraftText) -> TokenTree:
-    count = text.drafted
-    tokens, parents, chances = text.token[:count], text.parent[:count], text.chance[:count]
-    return TokenTree(tuple(tokens), tuple(parents), tuple(chances))
 
 
 def _read(folder: Path, fit: Fit, options: DSparkOptions, device: str) -> DSparkDrafter:

@@ -173,7 +173,7 @@ class DSparkHeads:
                 self._offsets = (self._w1 @ column + head.proj.bias).tolist()
 
     def native(self) -> tuple[NativeHead | None, tuple[Tensor, Tensor] | None] | None:
-        """Returns the heads as :class:`~paceline.kernels.draft.BlockDraft` takes them: W1, float32,
+        """Returns the heads as :class:`~paceline.kernels.draft.BlockModel` takes them: W1, float32,
         with packed W2, and weights and offsets of confidences; None if it cannot run them."""
         head = None
         if self._markov is not None:

@@ -50,6 +50,7 @@ from paceline.drafter.methods.longspec.config import read_longspec
 from paceline.drafter.methods.longspec.layer import LongSpecLayer, TargetKv
 from paceline.drafter.methods.longspec.module import LongSpecModel
 from paceline.kernels import CHUNK, Context, TreePlan, plan_trees, send
+from paceline.kernels.draft import DraftText, NativeDraft
 
 
 class LongSpecSequence(BeamSequence):
@@ -113,6 +114,19 @@ class LongSpecSequence(BeamSequence):
         if not self.tree.level:
             self.cache.length = self.length
         self.grow(logits)
+
+    def fill(self, text: DraftText) -> None:
+        cache, target = self.cache, self.context
+        text.length = self.length - 1
+        text.first = min(cache.next_position(self.length), text.length)
+        self._fed = torch.tensor([self.text[at] for at in range(text.first - self.length, 0)])
+        text.tokens, text.anchor = self._fed.data_ptr(), self.text[-1]
+        cache.length = self.length
+        assert cache.table is not None
+        assert target is not None
+        assert target.cache.table is not None
+        text.context, text.base = cache.table.address, cache.base
+        text.target, text.slots = target.cache.table.address, target.length
 
     def finish(self) -> None:
         if self.context is not None:
@@ -186,6 +200,11 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
         self.drafted_tokens = layer.drafted_tokens
         budget = DEFAULT_CONTEXT if options.context is None else options.context
         self.needs = Needs((layer.config.target_layer,), options, budget)
+        self.rope, program = layer.rope, layer.native
+        if program is not None:
+            tokens = self.drafted_tokens
+            ids = torch.arange(layer.config.vocab_size) if tokens is None else tokens
+            self.native = NativeDraft(program, layer.dtype, ids)
 
     @classmethod
     def load(

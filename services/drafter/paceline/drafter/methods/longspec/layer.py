@@ -13,6 +13,7 @@ from paceline.drafter.methods.layers import LayerWeights
 from paceline.drafter.methods.longspec.config import LongSpecConfig
 from paceline.drafter.methods.slots import WindowCache
 from paceline.kernels import Context, Executor, LayerTable, Pass, Recorder, TreePlan
+from paceline.kernels.executor import NativeProgram
 
 
 class TargetKv:
@@ -78,7 +79,7 @@ class LongSpecLayer:
         Its matrices get ``bits``, 8 or 4, in blocks of 32, or stay as they came.
         """
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self._rope = Rope(config, device)
+        self.rope = Rope(config, device)
         self.drafted_tokens = embedding.tokens
         """The target's token id of each logit, int64 ``[R]``; None: all ids."""
         tensors = LayerWeights(config, weights, bits)
@@ -106,6 +107,11 @@ class LongSpecLayer:
         program.multiply(last, embedding.head)
         self._drafting = Executor(program.finish())
 
+    @property
+    def native(self) -> NativeProgram | None:
+        """The program of :meth:`forward` for compiled kernels."""
+        return self._drafting.native if self.device.type == "cpu" else None
+
     def new_cache(self, nodes: int) -> WindowCache:
         """Returns a cache for one generation whose trees have at most ``nodes`` nodes.
 
@@ -121,7 +127,7 @@ class LongSpecLayer:
         It depends on token and position alone, because the layer begins with self-attention. So a
         text is prefilled with one small product per token. Arguments as of :meth:`forward`.
         """
-        self._writing.run(Pass(tokens, plan, caches, self._rope.table(plan.longest)))
+        self._writing.run(Pass(tokens, plan, caches, self.rope.table(plan.longest)))
 
     @torch.inference_mode()
     def forward(
@@ -144,6 +150,6 @@ class LongSpecLayer:
         Returns:
             Logits ``[R, V]``, or of the drafted tokens alone.
         """
-        table = self._rope.table(plan.longest)
+        table = self.rope.table(plan.longest)
         call = Pass(tokens, plan, caches, table, logit_rows, contexts=contexts)
         return self._drafting.run(call).logits
