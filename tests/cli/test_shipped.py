@@ -30,6 +30,9 @@ def test_drafters_are_found_by_the_weights_of_their_target(target: Path, tmp_pat
     moved = tmp_path / "elsewhere"
     shutil.copytree(ours, moved)
     assert len(shipped.drafters_for(moved)) == 4
+    shutil.copytree(DEMO / "lm", tmp_path / "lm")
+    assert len(shipped.drafters_for(moved)) == 5, "one beside the target too"
+    shutil.rmtree(tmp_path / "lm")
     weights = bytearray((moved / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (moved / "model.safetensors").write_bytes(weights)
@@ -43,7 +46,7 @@ def test_drafters_are_found_by_the_weights_of_their_target(target: Path, tmp_pat
 
 
 @pytest.mark.skipif(cpu_kernels().library is None, reason="selfspec needs native kernels to pay")
-def test_a_large_target_that_is_not_quantised_drafts_for_itself(
+def test_the_default_of_a_large_target_is_by_its_format(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -56,7 +59,10 @@ def test_a_large_target_that_is_not_quantised_drafts_for_itself(
     assert found() == names
     monkeypatch.setattr(shipped, "_LARGE", 1 << 20)
     assert found() == found(weights="bfloat16") == ["selfspec", *names]
-    assert found(weights="int8") == found(device="cuda:0") == names
+    assert found(device="cuda:0") == names
+    assert found(weights="int8") == ["ngram", *names[:-1]]
+    monkeypatch.setitem(shipped._FIRST, "int8", "dspark")
+    assert found(weights="int8") == ["dspark", "longspec", "lm", "ngram"]
 
 
 def test_without_a_checkout_nothing_ships(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

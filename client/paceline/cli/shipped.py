@@ -17,14 +17,22 @@ of drafters are named after them; variants with other names are loaded explicitl
 _LARGE = 1 << 26
 """Weights from which on a step of a CPU takes as long as reading them. Unit: bytes."""
 
+_FIRST = {"float32": "selfspec", "bfloat16": "selfspec", "int8": "ngram", "int4": "ngram"}
+"""The default drafter of a large target on a CPU, by its format: the fastest in
+docs/benchmarks.md#default-drafters."""
+
+_TREE = "widths=3,1,max_nodes=4"
+_TREES: dict[tuple[str, str], str] = {}
+"""Trees of `dspark` on a CPU, by level of the kernels and format of the target, where another one
+than `_TREE` is faster. Each node costs there, and each level."""
+
 
 def drafters_for(target: Path, device: str = "cpu", weights: str = "auto") -> list[str]:
     """What to load for a target: the drafters trained for it, and `ngram`.
 
     Trained drafters look up earlier text first; native CPU kernels run them in 8 bits. Without any,
     `ngram`, and on a CPU `selfspec` with the target's own weights in 4 bits: on a GPU that is a
-    second copy in the verifier's format. A large target in bfloat16 or float32 on a CPU has
-    `selfspec` first: a step in 4 bits takes a third of the time and usually has the same token.
+    second copy in the verifier's format. The default of a large target on a CPU is by its format.
     Imports torch.
 
     Args:
@@ -37,18 +45,21 @@ def drafters_for(target: Path, device: str = "cpu", weights: str = "auto") -> li
 
     Raises:
         OSError: There is no such model.
-        LoadError: A folder in `models` is damaged.
+        LoadError: A folder in `models` or beside the target is damaged.
     """
+    import torch
+
     from paceline.decoder import open_model
     from paceline.kernels import cpu_kernels
 
     model = open_model(target)
     native = device == "cpu" and cpu_kernels().library is not None
+    format_of = model.config(weights).weights
 
     def described(folder: Path) -> str:
         options = "lookup=true"
         if device == "cpu" and folder.name == "dspark":
-            options += ",widths=3,1,max_nodes=4"  # each node costs there, and each level
+            options += f",{_TREES.get((cpu_kernels().level, format_of), _TREE)}"
         if native:
             options += f",weights={'int4' if folder.name == 'dspark' else 'int8'}"
         if folder.name != "lm":
@@ -58,17 +69,12 @@ def drafters_for(target: Path, device: str = "cpu", weights: str = "auto") -> li
     found = sorted(_fitting(target, model), key=_accepted_length, reverse=True)
     trained = [described(folder) for folder in found]
     own = f"selfspec=selfspec:{target},weights=int4"
-    if native and _is_wide(model, weights):
-        return [f"{own},lookup=true", *trained, "ngram=ngram"]
-    return [*trained, "ngram=ngram"] if trained or device != "cpu" else ["ngram=ngram", own]
-
-
-def _is_wide(model: ModelSource, weights: str) -> bool:
-    """Whether a target on the CPU has many bytes of weights that are not quantised."""
-    import torch
-
-    wide = model.config(weights).weights in ("bfloat16", "float32")
-    return wide and model.weight_bytes >= _LARGE and not torch.cuda.is_available()
+    load = [*trained, "ngram=ngram"] if trained or device != "cpu" else ["ngram=ngram", own]
+    if native and model.weight_bytes >= _LARGE and not torch.cuda.is_available():
+        if (first := _FIRST[format_of]) == "selfspec":
+            return [f"{own},lookup=true", *trained, "ngram=ngram"]
+        load.sort(key=lambda spec: not spec.startswith(f"{first}="))
+    return load
 
 
 def models_folder() -> Path | None:
@@ -86,7 +92,7 @@ def _accepted_length(folder: Path) -> float:
 
 
 def _fitting(target: Path, model: ModelSource) -> Iterator[Path]:
-    """Folders of drafters that fit the target, whatever format it has.
+    """Folders of drafters that fit the target, in `models` and beside it, whatever format it has.
 
     What takes time, digests of weights and tokenizer, is read only if the vocabularies are equal.
     """
@@ -94,16 +100,19 @@ def _fitting(target: Path, model: ModelSource) -> Iterator[Path]:
     from paceline.drafter.methods.checkpoint import check_target, read_fit
 
     models = models_folder()
-    if models is None:
-        return
+    groups = {
+        each.resolve(): each for each in (target.parent, *(models.iterdir() if models else ()))
+    }
     vocab_size = model.config().vocab_size
     for method in _METHODS:
-        for file in sorted(models.glob(f"*/{method}/config.json")):
-            fit = read_fit(file.parent)
+        for folder in sorted(group / method for group in groups):
+            if not (folder / "config.json").is_file():
+                continue
+            fit = read_fit(folder)
             if fit.vocab_size != vocab_size:
                 continue
             try:
-                check_target(file.parent, target, fit)
+                check_target(folder, target, fit)
             except LoadError:
                 continue
-            yield file.parent
+            yield folder

@@ -124,7 +124,8 @@ class PacelineServices:
         self._arguments = target, drafters, weights
         self._options = ALWAYS if always else DraftOptions()
         # A cache with hidden states serves every drafter, one without serves all but DSpark.
-        self._reader = "dspark" if "dspark" in drafters else NONE
+        reading = (name for name, spec in drafters.items() if spec.startswith("dspark"))
+        self._reader = next(reading, NONE)
         self._reuse = reuse
         self._parent: tuple[list[int], Generation] | None = None
 

@@ -45,7 +45,10 @@ def sample(answers: Sequence[Answer], prompts: Sequence[list[int]]) -> Sample:
 
 
 def summarize(cell: Cell) -> None:
-    """Fill in the figures of every contestant."""
+    """Fill in the figures of every contestant.
+
+    ``over_better`` compares a drafter with the better of none and a draft in every round.
+    """
     for name, entry in cell.items():
         samples = entry["samples"]
         figures = {
@@ -63,6 +66,11 @@ def summarize(cell: Cell) -> None:
             figures |= {"over_none": ratio(cell, name, plain), "same_output": sum(same)}
             figures["compared"] = len(same)
         entry["figures"] = figures
+    for name, entry in cell.items():
+        fixed = [each for each in (_plain(name), f"{name} always") if each in cell]
+        if name != _plain(name) and len(fixed) == 2 and all(_rates(cell, each) for each in fixed):
+            better = max(fixed, key=lambda each: _rate(cell, each))
+            entry["figures"]["over_better"] = ratio(cell, name, better)
 
 
 def interval(values: Any) -> list[float] | None:
@@ -133,12 +141,22 @@ def markdown(cells: Mapping[str, Cell]) -> str:
 
 def table(title: str, cell: Cell) -> Table:
     """All contestants of a cell."""
-    columns = ("runs", "tokens/s", "95%", "x none", "first token s", "accepted", "same output")
+    columns = (
+        "runs",
+        "tokens/s",
+        "95%",
+        "x none",
+        "x better",
+        "first token s",
+        "accepted",
+        "same output",
+    )
     found = Table("", *columns, title=title)
     for name, entry in cell.items():
         figures = entry["figures"]
-        rate, over, first = (
-            figures.get(key) or () for key in ("tokens_per_second", "over_none", "first_token_s")
+        rate, over, better, first = (
+            figures.get(key) or ()
+            for key in ("tokens_per_second", "over_none", "over_better", "first_token_s")
         )
         found.add_row(
             name,
@@ -146,6 +164,7 @@ def table(title: str, cell: Cell) -> Table:
             _number(rate, 1, ".1f"),
             f"{_number(rate, 0, '.1f')} to {_number(rate, 2, '.1f')}",
             _number(over, 1, ".2f"),
+            _number(better, 1, ".2f"),
             _number(first, 1, ".2f"),
             f"{figures['accepted_length']:.2f}" if "accepted_length" in figures else "",
             f"{figures['same_output']} of {figures['compared']}" if "compared" in figures else "",

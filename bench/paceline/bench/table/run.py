@@ -213,7 +213,7 @@ def run(args: argparse.Namespace) -> int:
         limits = Limits(
             args.tokens,
             began + share * (end - began),
-            lambda name: not args.contestants or any(word in name for word in args.contestants),
+            partial(_wanted, args),
             known,
         )
         chosen = choose(prompts, phase, args.categories)
@@ -273,34 +273,43 @@ def choose(prompts: Prompts, phase: Phase, wanted: list[str]) -> Prompts:
     return {name: prompts[name] for name in names if name in (wanted or names)}
 
 
+def _wanted(args: argparse.Namespace, name: str) -> bool:
+    """Whether a contestant takes part."""
+    return not args.contestants or any(word in name for word in args.contestants)
+
+
 def _without_lookup(spec: str) -> str:
     """The same drafter without prompt lookup before it."""
     spec = spec.replace(",lookup=true", "").replace(",lookup=false", "")
     return f"{spec},lookup=false"
 
 
+def _drafters(args: argparse.Namespace, target: Path, weights: str) -> Iterator[tuple[str, str]]:
+    """Names and specifications of Paceline's drafters for a target in a format."""
+    own = f"selfspec=selfspec:{target},weights=int4,lookup=true"
+    for given in args.drafter or [*drafters_for(target, "cpu", weights), own]:
+        name, _, spec = given.partition("=")
+        yield name, spec
+        if args.without_lookup and not spec.startswith("ngram"):
+            yield f"{name}-alone", _without_lookup(spec)
+
+
 def contestants(
     args: argparse.Namespace, models: Models, source: ModelSource, phase: Phase
 ) -> Iterator[Contestant]:
     """Engines of a phase that are here. Slow ones answer fewer prompts, and only greedily."""
-    shipped = [
-        *drafters_for(models.target),
-        f"selfspec=selfspec:{models.target},weights=int4,lookup=true",
-    ]
-    drafters = dict(spec.split("=", 1) for spec in args.drafter or shipped)
-    if args.without_lookup:
-        alone = {
-            f"{name}-alone": _without_lookup(spec)
-            for name, spec in drafters.items()
-            if not spec.startswith("ngram")
-        }
-        drafters |= alone
     # Engines of their own for --always: drafters that remember texts have not seen the answers.
     for weights, always in product(args.weights, (False, True) if args.always else (False,)):
+        end = " always" if always else ""
+        loaded = {
+            name: spec
+            for name, spec in _drafters(args, models.target, weights)
+            if _wanted(args, f"paceline {weights} {name}{end}")
+        }
         yield PacelineServices(
             models.target,
             weights,
-            drafters,
+            loaded or {"ngram": "ngram"},  # the service needs one; its mode takes no part
             always=always,
             reuse=phase.users == 1,
             every=1 if weights == args.weights[0] else 2,
