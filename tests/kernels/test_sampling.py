@@ -20,6 +20,7 @@ from paceline.kernels import (
     filter_logits,
     gumbel_noise,
     raw_logprobs,
+    sampling,
 )
 
 EMPTY = History([])
@@ -102,6 +103,20 @@ def test_the_choice_is_the_best_filtered_noisy_logit(params: SamplingParams, pos
     if params.temperature:
         expected = expected + gumbel_noise(params.seed, position, 300)
     assert choose_token(logits, params, position, history) == int(expected.argmax())
+
+
+def test_probabilities_are_the_same_integers_without_compiled_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scaled = 9 * torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    scaled[7] = -math.inf
+    compiled, total = sampling._weights(scaled)
+    exact = (scaled.double() - scaled.max()).exp() * 2.0**40
+    torch.testing.assert_close(torch.from_numpy(compiled).double(), exact, rtol=1e-7, atol=1.0)
+    monkeypatch.setattr(sampling, "library", lambda: None)
+    plain, same = sampling._weights(scaled)
+    assert (plain == compiled).all()
+    assert total == same == compiled.sum()
 
 
 def test_choices_follow_the_softmax() -> None:

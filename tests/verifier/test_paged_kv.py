@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ from verifier_support import LAYOUT, serving, text
 
 from paceline.drafter.kv import KvNotShared
 from paceline.kv.segment import HEADER_BYTES
+from paceline.tree import TokenTree
 from paceline.v1 import kv_pb2, kv_pb2_grpc
+from paceline.verifier.engine.acceptance import walk
 from paceline.verifier.kv.base import OutOfMemory, TapLayout, Taps
 from paceline.verifier.kv.pool import PAGE_TOKENS, PagedKv, PagePool
 from paceline.verifier.kv.segment import Segment
@@ -53,6 +56,40 @@ async def test_followed_is_what_was_written(models: Any, tmp_path: Path, policy:
         assert chunk.keys == keys.contiguous().numpy().tobytes()
         assert chunk.values == values.contiguous().numpy().tobytes()
         stream.cancel()
+
+
+def test_the_kv_of_accepted_nodes_is_kept_without_knowing_them() -> None:
+    """As the walk with the same tokens accepts them; over the border of a page, of two texts."""
+    rng = random.Random(0)
+    pool = make_pool(pages=4)
+    pool.kv.copy_(torch.randn(pool.kv.shape))
+    caches = [PagedKv(pool, 512), PagedKv(pool, 512)]
+    moved = 0
+    for cache in caches:
+        cache.reserve(512)
+    for _ in range(60):
+        blocks, chosen = [], []
+        for cache in caches:
+            tree = TokenTree(
+                tuple(rng.randrange(3) for _ in range(12)),
+                tuple(rng.randrange(-1, min(node, 5)) for node in range(12)),
+            )
+            blocks.append((cache, 250, tree, len(chosen)))
+            chosen += [rng.randrange(3) for _ in range(13)]
+        before = [cache.gather(1, torch.arange(512))[0] for cache in caches]
+        pool.keep_accepted(blocks, torch.tensor(chosen))
+        for (cache, anchor, tree, first), old in zip(blocks, before, strict=True):
+            tokens = chosen[first : first + 13]
+            accepted = walk(tree, lambda node, own=tokens: own[node + 1], (), 99).accepted
+            rows = [*range(anchor + 1), *(anchor + 1 + node for node in accepted)]
+            found = cache.gather(1, torch.arange(512))[0]
+            assert torch.equal(found[:, : len(rows)], old[:, rows])
+            assert torch.equal(found[:, anchor + 13 :], old[:, anchor + 13 :])
+            moved += accepted != list(range(len(accepted)))
+    assert moved > 50
+    for cache in caches:
+        cache.close()
+    pool.check_integrity()
 
 
 def test_pages_are_taken_as_needed_and_freed() -> None:

@@ -8,7 +8,13 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from kernel_cases import sampling_params
 
-from paceline.kernels import History, SamplingParams, choose_token, perturbed_logits
+from paceline.kernels import (
+    History,
+    SamplingParams,
+    choose_token,
+    filter_logits,
+    perturbed_logits,
+)
 
 NONE = History([1])
 ONE = SamplingParams(temperature=0.7, top_k=3, min_p=0.5)  # one token is left of three
@@ -25,6 +31,15 @@ FLAT = SamplingParams(temperature=1.9, top_p=0.999)  # more tokens are left than
     dtype=torch.float32,
     seed=1,
     keep=16,
+)
+@example(  # sums of floats kept 15 tokens here and 16 there
+    params=[SamplingParams(temperature=0.3, top_p=0.999)],
+    position=0,
+    vocab=1023,
+    coarse=False,
+    dtype=torch.float32,
+    seed=314,
+    keep=64,
 )
 @given(
     params=st.lists(sampling_params(), min_size=1, max_size=2),
@@ -58,7 +73,9 @@ def test_any_row_gets_the_token_of_the_contract(
         sizes.setattr(backend, "CHUNK", 32 * keep)
         sizes.setattr(backend, "SEARCH_BLOCK", 32 * keep)
         found = backend.perturbed(logits, params, positions)
-    rows = zip(logits, params, positions, strict=True)
+    rows = list(zip(logits, params, positions, strict=True))
+    kept = [filter_logits(row, each, NONE).isfinite() for row, each, _ in rows]
+    assert torch.equal(found.isfinite(), torch.stack(kept))
     assert found.argmax(1).tolist() == [choose_token(row, each, at, NONE) for row, each, at in rows]
 
 
