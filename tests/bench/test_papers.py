@@ -28,8 +28,8 @@ _OPTIONS = {
     "attention": "--rows 3",
     "dspark": _DSPARK,
     "load": f"{_DSPARK} --users 2",
-    "selection": "--policies streaming verified --ratios 0.3",
-    "budget": "",
+    "selection": "--policies streaming verified --ratios 0.3 --contexts 1100 --texts 1",
+    "budget": "--policies streaming --texts 1",
     "output": _DSPARK,
 }
 

@@ -16,12 +16,12 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,9 +33,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from paceline.bench.acceptance import load_drafters, write_answer
 from paceline.bench.chart import draw
 from paceline.bench.models import Models
+from paceline.bench.prompts import needle_prompts
 from paceline.bench.record import Results, make_console
 from paceline.bench.table.engines import NONE, Answer, AnswerRequest, PacelineServices
 from paceline.bench.table.run import PROMPTS, SHORT, read
+from paceline.cli.command import CommandError
 from paceline.decoder import Decoder, open_model
 from paceline.drafter import Drafter
 from paceline.drafter.methods.base import accepted_tokens
@@ -64,9 +66,11 @@ Pairs = list[tuple[float, float]]
 Samples = dict[str, dict[str, dict[float, Pairs]]]
 """By arm, measure, and place on the x axis."""
 
+Name = TypeVar("Name")
 _RESAMPLES = 1000
 _REPEATS = 5  # times that attention is measured, of which the shortest counts
 _BLOCK = 512  # tokens of output that `output` puts together
+_BUDGETS = (64, 128, 256, 512, 1024, 2048)
 _MIN_DISTINCT = 0.5  # share of different 4-grams in a block; below it, the text is a loop
 
 
@@ -155,22 +159,19 @@ class PolicyKv(RecordedKv):
         segment = TreeSegment(0, start, (-1, *(parent + 1 for parent in tree.parents)), count)
         observers = BatchObserver()
         observers.add(observer, 0, segment, 0)
-        planes = [plane for layer in range(self._target.config.layers) for plane in
-                  self._text.cache.layer(layer)]  # fmt: skip
+        cache = self._text.cache
+        layers = map(cache.layer, range(self._target.config.layers))
+        planes = [plane for both in layers for plane in both]
         # The rows overwrite the recording behind the prefix.
         kept = [plane[:, start : start + count].clone() for plane in planes]
-        self._target.forward(
-            torch.tensor([self._text.tokens[start], *tree.tokens]),
-            plan_trees([segment]),
-            [self._text.cache],
-            logit_rows=torch.tensor([0]),
-            observer=observers,
-        )
+        tokens = torch.tensor([self._text.tokens[start], *tree.tokens])
+        plan, rows = plan_trees([segment]), torch.tensor([0])
+        self._target.forward(tokens, plan, [cache], logit_rows=rows, observer=observers)
         observers.publish(self._target.config.q_heads)
         paths = [[], *(list(tree.path(node)) for node in range(len(tree.tokens)))]
         observer.accepted(paths.index(list(accepted)))
-        for plane, rows in zip(planes, kept, strict=True):
-            plane[:, start : start + count] = rows
+        for plane, before in zip(planes, kept, strict=True):
+            plane[:, start : start + count] = before
 
 
 @dataclass(frozen=True)
@@ -199,12 +200,11 @@ class Bench:
         self.source = open_model(self.models.target)
         [self.weights] = args.weights
         self._drafters: dict[str, Drafter] = {}
-        self.results = self._open("")
+        head = {"target": self.source.fingerprint(), "tokens": args.tokens}
+        self.results = Results(f"papers-{args.experiment}", args.output, **head)
 
-    def run(self, experiment: str) -> None:
-        """Measure and draw one experiment."""
-        self.results = self._open(experiment)
-        EXPERIMENTS[experiment](self)
+    def draw(self) -> None:
+        """Draw all cells of the result file, a panel a measure."""
         panels: dict[str, dict[str, dict[float, list[float]]]] = {}
         for entry in self.results.entries.values():
             for arm, measures in entry["arms"].items():
@@ -216,11 +216,9 @@ class Bench:
         picture.write_text(draw(panels))
         self.console.print(f"written to {self.results.file} and {picture}")
 
-    def _open(self, experiment: str) -> Results:
-        head = {"target": self.source.fingerprint(), "tokens": self.args.tokens}
-        return Results(f"papers-{experiment}", self.args.output, **head)
-
-    def cell(self, title: str, panel: str, measure: Callable[[], Samples]) -> None:
+    def cell(
+        self, title: str, panel: str, measure: Callable[[], Samples | Coroutine[Any, Any, Samples]]
+    ) -> None:
         """Measure a cell, unless the result file has it, and record it.
 
         Args:
@@ -233,6 +231,8 @@ class Bench:
             return
         began = time.monotonic()
         found = measure()
+        if isinstance(found, Coroutine):
+            found = uvloop.run(found)
         measured = figures(found)
         lengths = (
             len(each) for arm in found.values() for line in arm.values() for each in line.values()
@@ -265,23 +265,20 @@ class Bench:
 
     def trained(self, method: str, arms: Mapping[str, str]) -> dict[str, str]:
         """Train a drafter for each arm, by name and more arguments, unless it is there."""
+        minutes = f"{self.args.minutes:g}"
+        if minutes == "0":
+            raise CommandError("--minutes is 0: give the time to train each drafter")
         found = {}
         for name, more in arms.items():
-            folder = self.args.work / f"{method}-{name.replace(' ', '-')}"
+            folder = str(self.args.work / f"{method}-{name.replace(' ', '-')}-{minutes}")
             found[name] = f"{method}:{folder}"
-            if (folder / "config.json").exists():
+            if Path(folder, "config.json").exists():
                 continue
-            command: list[Any] = [
-                sys.executable,
-                "-m",
-                "paceline.train",
-                method,
-                *shlex.split(more),
-            ]
-            command += ["--target", self.models.target, "--minutes", self.args.minutes]
-            command += ["--out", folder, "--work", f"{folder}-work", *shlex.split(self.args.train)]
-            self.console.log(shlex.join(map(str, command[1:])))
-            subprocess.run([str(word) for word in command], check=True)
+            command = [sys.executable, "-m", "paceline.train", method, *shlex.split(more)]
+            command += [f"--target={self.models.target}", "--minutes", minutes, "--out", folder]
+            command += ["--work", f"{folder}-work", *shlex.split(self.args.train)]
+            self.console.log(shlex.join(command[1:]))
+            subprocess.run(command, check=True)
         return found
 
     def prompts(self, *categories: str) -> list[list[int]]:
@@ -310,8 +307,8 @@ class Bench:
 
     @torch.inference_mode()
     def along(
-        self, prompts: Sequence[list[int]], specs: Mapping[str, str]
-    ) -> Iterator[tuple[TargetRecording, str, list[Round]]]:
+        self, prompts: Sequence[list[int]], specs: Mapping[Name, str]
+    ) -> Iterator[tuple[TargetRecording, Name, list[Round]]]:
         """Let the target answer each prompt, and every drafter draft along the answer."""
         drafters = {name: self.drafter(spec) for name, spec in specs.items()}
         layers = {n for each in drafters.values() for n in each.needs.hidden_state_layers}
@@ -336,11 +333,14 @@ class Bench:
                 kv.verify(tree, after[:accepted])
             began = time.perf_counter()
 
-    def lengths(self, prompts: Sequence[list[int]], specs: Mapping[str, str], x: float) -> Samples:
-        """Accepted length at one place of the x axis."""
+    def lengths(
+        self, by: str, prompts: Sequence[list[int]], specs: Mapping[tuple[str, float], str]
+    ) -> Samples:
+        """Accepted length of drafters by arm and place on the x axis, which `by` names."""
         found = samples()
-        for _, name, path in self.along(prompts, specs):
-            found[name][_LENGTH][x].append((sum(each.accepted + 1 for each in path), len(path)))
+        for _, (arm, x), path in self.along(prompts, specs):
+            pair = sum(each.accepted + 1 for each in path), len(path)
+            found[arm][f"{_LENGTH} by {by}"][x].append(pair)
         return found
 
 
@@ -353,12 +353,10 @@ def _words(line: Mapping[str, Sequence[float]]) -> str:
     )
 
 
-def selfspec(bench: Bench, policy: str, ratio: float, more: str = "") -> str:
+def selfspec(bench: Bench, policy: str, ratio: float) -> str:
     """SpecAttn's drafter: chains of 7, never cut short."""
-    options = (
-        f"kv_policy={policy},ratio={ratio:g},context=32,depth=7,min_survival=0,share_weights=never"
-    )
-    return f"selfspec:{bench.models.target},{options},weights={bench.weights}{more}"
+    options = f"kv_policy={policy},ratio={ratio:g},context=32,depth=7,min_survival=0"
+    return f"selfspec:{bench.models.target},{options},weights={bench.weights}"
 
 
 def _context(bench: Bench) -> None:
@@ -372,24 +370,16 @@ def _context(bench: Bench) -> None:
         "ngram": "ngram",
         **{f"selfspec, {each}": selfspec(bench, each, 0.07) for each in kv_policies()},
     }
-    specs = bench.given(default)
+    drafters = bench.given(default)
     for length in bench.contexts():
         texts = bench.documents(length)
-        bench.cell(
-            f"{bench.weights}, {length} tokens", bench.weights,
-            partial(bench.lengths, texts, specs, length),
-        )  # fmt: skip
+        specs = {(name, float(length)): spec for name, spec in drafters.items()}
+        measure = partial(bench.lengths, "tokens of context", texts, specs)
+        bench.cell(f"{bench.weights}, {length} tokens", bench.weights, measure)
         if bench.args.speed:
-            bench.cell(
-                f"{bench.weights}, {length} tokens, services", f"services, {bench.weights}",
-                partial(_served, bench, texts, specs, length),
-            )  # fmt: skip
-
-
-def _served(
-    bench: Bench, prompts: Sequence[list[int]], specs: Mapping[str, str], x: float
-) -> Samples:
-    return uvloop.run(_serve(bench, prompts, specs, x))
+            title = f"{bench.weights}, {length} tokens, services"
+            served = partial(_serve, bench, texts, drafters, length)
+            bench.cell(title, f"services, {bench.weights}", served)
 
 
 async def _serve(
@@ -419,10 +409,11 @@ async def _serve(
 
 def _offset(bench: Bench) -> None:
     """LongSpec's anchor-offset indices, switched off alone."""
-    specs = bench.trained("longspec", {"LongSpec": "", "no offsets": "--no-offset"})
+    trained = bench.trained("longspec", {"LongSpec": "", "no offsets": "--no-offset"})
     for length in bench.contexts():
-        measure = partial(bench.lengths, bench.documents(length), specs, length)
-        bench.cell(f"{length} tokens", "by tokens of context", measure)
+        specs = {(name, float(length)): spec for name, spec in trained.items()}
+        measure = partial(bench.lengths, "tokens of context", bench.documents(length), specs)
+        bench.cell(f"{length} tokens", "", measure)
 
 
 def _noise(bench: Bench) -> None:
@@ -450,7 +441,7 @@ def _dspark(bench: Bench) -> None:
 
 
 def _by_level(bench: Bench, word: str, specs: Mapping[str, str]) -> None:
-    """Acceptance by level of a draft where the level above was accepted, and its cost."""
+    """Acceptance by level of a draft where the level above was accepted; its time; thresholds."""
 
     def measure() -> Samples:
         found = samples()
@@ -464,93 +455,43 @@ def _by_level(bench: Bench, word: str, specs: Mapping[str, str]) -> None:
                 mine[f"acceptance by {word}"][level].append((passed, reached))
             mine["draft ms"][0].append((float(np.median([each.ms for each in path])), 1))
             for threshold in np.arange(0.0, 1.0, 0.1):
-                cut = [_above(each.tree, threshold) for each in path]
-                drafted = sum(len(tree.tokens) for tree in cut)
-                kept = [
-                    min(each.accepted, _depth(tree)) for each, tree in zip(path, cut, strict=True)
-                ]
-                mine["tokens a round by threshold"][threshold].append(
-                    (sum(kept) + len(path), len(path))
-                )
-                mine["accepted share by threshold"][threshold].append((sum(kept), drafted))
+                sent = [int((np.cumprod(e.tree.confidences) >= threshold).sum()) for e in path]
+                kept = sum(min(e.accepted, count) for e, count in zip(path, sent, strict=True))
+                shares = mine["accepted share by threshold"]
+                shares[threshold].append((kept, sum(sent)))
+                mine["tokens a round by threshold"][threshold].append((kept + len(path), len(path)))
         return found
 
     bench.cell(f"short prompts, {bench.weights}", "", measure)
 
 
-def _above(tree: TokenTree, threshold: float) -> TokenTree:
-    """The nodes of a chain before the first whose path is less likely than `threshold`."""
-    survival = np.cumprod(tree.confidences) if tree.confidences else np.zeros(0)
-    count = int((survival >= threshold).cumprod().sum())
-    return TokenTree(tree.tokens[:count], tree.parents[:count], tree.confidences[:count])
-
-
-def _depth(chain: TokenTree) -> int:
-    return len(chain.tokens)
-
-
 def _selection(bench: Bench) -> None:
-    """SpecAttn's rows and its rivals, by share of the KV; a passage far behind, written again."""
-    policies = bench.args.policies or list(kv_policies())
+    """SpecAttn's rows and its rivals, by share of the KV; a table far behind, written again."""
+    specs = {
+        (policy, ratio): selfspec(bench, policy, ratio)
+        for policy in bench.args.policies or kv_policies()
+        for ratio in bench.args.ratios
+    }
     for length in bench.contexts():
-        kinds = {"document": bench.documents(length), "passage": _passages(bench, length)}
-        for kind, texts in kinds.items():
-
-            def measure(texts: list[list[int]] = texts) -> Samples:
-                found = samples()
-                specs = {
-                    (policy, ratio): selfspec(bench, policy, ratio)
-                    for policy in policies
-                    for ratio in bench.args.ratios
-                }
-                names = {f"{policy} {ratio:g}": (policy, ratio) for policy, ratio in specs}
-                drafters = {name: specs[key] for name, key in names.items()}
-                for _, name, path in bench.along(texts, drafters):
-                    policy, ratio = names[name]
-                    pair = sum(each.accepted + 1 for each in path), len(path)
-                    found[policy][f"{_LENGTH} by share of the KV"][ratio].append(pair)
-                return found
-
+        texts = bench.documents(length)
+        kinds = {"document": texts, "needle": needle_prompts(texts, bench.models.target)}
+        for kind, prompts in kinds.items():
+            measure = partial(bench.lengths, "share of the KV", prompts, specs)
             bench.cell(f"{kind}, {length} tokens", f"{kind} of {length}", measure)
-
-
-def _passages(bench: Bench, length: int) -> list[list[int]]:
-    """A passage, other text, and the passage's beginning: only its place says how it goes on."""
-    texts = bench.documents(length)
-    passage = min(256, length // 4)
-    begun = passage // 2
-    found = []
-    for number, text in enumerate(texts):
-        other = texts[number - 1]
-        first = other[length // 2 : length // 2 + passage]
-        found.append(first + text[passage + begun :] + first[:begun])
-    return found
 
 
 def _budget(bench: Bench) -> None:
     """BudgetDraft's question: the accepted length of a small model by its KV budget."""
-    specs = bench.given({"lm": f"lm:{bench.models.folder / 'lm'}"})
+    models = bench.given({"lm": f"lm:{bench.models.folder / 'lm'}"})
     for length in bench.contexts():
-
-        def measure(length: int = length) -> Samples:
-            found = samples()
-            budgets = [each for each in (64, 128, 256, 512, 1024, 2048) if each < length]
-            names = {
-                f"{name} {policy} {budget}": (f"{name}, {policy}", budget, spec, policy)
-                for name, spec in specs.items()
-                for policy in bench.args.policies or ("streaming", "chunk_topk")
-                for budget in (*budgets, length)
-            }
-            drafters = {
-                name: f"{spec},kv_policy={policy},context={0 if budget == length else budget}"
-                for name, (_, budget, spec, policy) in names.items()
-            }
-            for _, name, path in bench.along(bench.documents(length), drafters):
-                arm, budget, _, _ = names[name]
-                pair = sum(each.accepted + 1 for each in path), len(path)
-                found[arm][f"{_LENGTH} by budget"][budget].append(pair)
-            return found
-
+        budgets = {each: each for each in _BUDGETS if each < length} | {length: 0}
+        specs = {
+            (f"{name}, {policy}", float(x)): f"{spec},kv_policy={policy},context={budget}"
+            for name, spec in models.items()
+            for policy in bench.args.policies or ("streaming", "chunk_topk")
+            for x, budget in budgets.items()
+        }
+        measure = partial(bench.lengths, "budget", bench.documents(length), specs)
         bench.cell(f"{length} tokens", f"{length} tokens", measure)
 
 
@@ -597,14 +538,8 @@ def _load(bench: Bench) -> None:
     for users in bench.args.users:
         bench.cell(
             f"{users} users, {bench.weights}", bench.weights,
-            partial(_crowd, bench, texts, specs, users),
+            partial(_ask, bench, texts, specs, users),
         )  # fmt: skip
-
-
-def _crowd(
-    bench: Bench, texts: Sequence[list[int]], specs: Mapping[str, str], users: int
-) -> Samples:
-    return uvloop.run(_ask(bench, texts, specs, users))
 
 
 async def _ask(
@@ -720,8 +655,8 @@ EXPERIMENTS: dict[str, Callable[[Bench], None]] = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run experiments one after the other."""
+    """Measure and draw one experiment."""
     bench = Bench(args)
-    for experiment in args.experiment:
-        bench.run(experiment)
+    EXPERIMENTS[args.experiment](bench)
+    bench.draw()
     return 0
