@@ -48,6 +48,7 @@ def test_every_command_has_options_and_a_module(capsys: pytest.CaptureFixture[st
     required = {
         "widen": ["--target", "models/demo", "--output", "out"],
         "acceptance": ["--drafter", "ngram"],
+        "papers": ["context"],
     }
     for name, module in _MODULES.items():
         args = parser.parse_args([name, *required.get(name, [])])

@@ -145,6 +145,6 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr[-2000:]}")
