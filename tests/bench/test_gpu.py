@@ -86,6 +86,22 @@ def test_results_are_written_and_failures_do_not_stop_the_others(
     assert "took more than 0.05 seconds" in run("backends", "cpu", 0, 0.05)["error"]
 
 
+@pytest.mark.slow
+def test_rounds_are_measured_by_their_parts() -> None:
+    """With a small target on the CPU: its process fails if a text depends on the drafter."""
+    found = run("rounds", "cpu", 0, 400.0)
+    assert "error" not in found, found
+    for sampling in ("T = 0", "top-p"):
+        plain, counted = (found[f"2 x {name}, {sampling}"] for name in ("none", "count"))
+        assert plain["tokens_a_round"] == 1
+        assert counted["tokens_a_round"] > 2, "most drafted tokens are right"
+        for drafter in ("count", "longspec", "dspark"):
+            times = found[f"1 x {drafter}, {sampling}"]
+            assert times["rounds"] > 0
+            assert times["draft_us"] > 0
+    assert found["transformers"]["ms_a_token"] > 0
+
+
 def test_it_needs_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

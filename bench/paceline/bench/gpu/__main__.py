@@ -19,10 +19,11 @@ import torch
 from paceline.bench.record import describe
 
 MEASUREMENTS = {
-    "bandwidth": 120.0,
-    "step": 120.0,
-    "sampling": 60.0,
-    "backends": 60.0,
+    "rounds": 300.0,
+    "step": 90.0,
+    "bandwidth": 90.0,
+    "sampling": 40.0,
+    "backends": 40.0,
 }
 """Modules of this package, and how long each may take. Unit: seconds."""
 

@@ -1,0 +1,331 @@
+"""Rounds of both services as processes, over an 8B target made on this machine, by their parts.
+
+The target's weights are random but for its head: after a token, the next one has by far the largest
+logit. So a text counts, ties are impossible on any device, and the method ``count`` drafts chains
+whose tokens are right with a set probability. LongSpec and DSpark folders of the target's shape
+are random: their drafts take the time of trained ones.
+
+    python -m paceline.bench.gpu.rounds cuda 0      # reports lines of JSON; cpu: a small target
+
+Fails if a text depends on the drafter, or if an 8B target on a GPU misses one of :data:`TARGETS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
+from torch import Tensor
+
+from paceline.bench.gpu.cases import EIGHT_BILLION, SMALL, RandomWeights, arguments, report
+from paceline.bench.gpu.predict import Step
+from paceline.bench.services import ALWAYS
+from paceline.client import Client
+from paceline.decoder import DecoderConfig
+from paceline.drafter import (
+    Budget,
+    Drafter,
+    DraftSequence,
+    GenerationInfo,
+    Resources,
+    TokenTree,
+    Update,
+)
+from paceline.drafter.methods.base import parse_options
+from paceline.harness import ServiceProcess
+
+SEQUENCES = (1, 8, 32)
+SAMPLING = {"T = 0": {"temperature": 0.0}, "top-p": {"temperature": 0.8, "top_p": 0.95}}
+ACCEPTED = 0.8
+"""Probability that a token of ``count`` is right."""
+
+PROMPT, TOKENS = 128, 32
+SECONDS = 200.0
+"""No case begins later, so that some remain within the time of the part."""
+
+TARGETS: dict[tuple[int, str, str], float] = {
+    (1, "none", "round_us"): 6300,
+    (1, "count", "rest_us"): 300,
+    (1, "longspec", "draft_us"): 2500,
+    (1, "dspark", "draft_us"): 1500,
+    (32, "none", "round_us"): 32 / 3800 * 1e6,
+}
+"""Largest medians at T = 0 on an H100, by number of sequences and drafter. Unit: microseconds."""
+
+
+@dataclass(frozen=True)
+class CountOptions:
+    """Options of ``count``: the probability, and the most nodes of a chain."""
+
+    p: float = ACCEPTED
+    max_nodes: int = 8
+
+
+class CountSequence(DraftSequence):
+    """A text that counts."""
+
+    def __init__(self, options: CountOptions, generation: GenerationInfo) -> None:
+        self._options, self._vocab_size = options, generation.vocab_size
+        self._last, self._length = generation.tokens[-1], len(generation.tokens)
+
+    def extend(self, update: Update) -> None:
+        self._length += len(update.tokens)
+        self._last = (self._last, *update.tokens)[-1]
+
+    def draft(self, budget: Budget) -> TokenTree:
+        chain = []
+        for level in range(min(budget.nodes, budget.depth, self._options.max_nodes)):
+            right = random.Random(self._length + level).random() < self._options.p
+            chain.append((self._last + 1 + level + (not right)) % self._vocab_size)
+        return TokenTree.chain(chain)
+
+
+class CountDrafter(Drafter):
+    """Needs no folder."""
+
+    method: ClassVar[str] = "count"
+
+    def __init__(self, options: CountOptions) -> None:
+        self.options = options
+
+    @classmethod
+    def load(
+        cls, folder: Path | None, options: Mapping[str, str], resources: Resources
+    ) -> CountDrafter:
+        return cls(parse_options(CountOptions, options))
+
+    def start(self, generation: GenerationInfo) -> CountSequence:
+        return CountSequence(self.options, generation)
+
+
+def write_target(folder: Path, config: DecoderConfig, device: torch.device, seed: int) -> None:
+    """Write a folder of Hugging Face's form, a file for each layer."""
+    folder.mkdir()
+    weights = RandomWeights(config, device, seed)
+    embedding = torch.randn(config.vocab_size, config.hidden, device=device)
+    ends = {
+        "model.embed_tokens.weight": embedding,
+        "lm_head.weight": embedding.roll(1, 0) * (30 / config.hidden),
+        "model.norm.weight": weights["model.norm.weight"],
+    }
+    parts: dict[str, dict[str, Tensor]] = {"ends": ends}
+    index: dict[str, str] = {}
+    layers: dict[str, list[str]] = {}
+    for name in weights:
+        if ".layers." in name:
+            layers.setdefault(name.split(".")[2], []).append(name)
+    for part in ("ends", *layers):
+        tensors = parts.pop(part, None) or {name: weights[name] for name in layers[part]}
+        for name in tensors:
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensors[name] *= 0.01  # what layers add leaves the embedding recognisable
+        file = f"model-{part}.safetensors"
+        index |= dict.fromkeys(tensors, file)
+        save_file(
+            {name: each.to("cpu", config.dtype).contiguous() for name, each in tensors.items()},
+            folder / file,
+            metadata={"format": "pt"},
+        )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
+    vocabulary = {f"t{token}": token for token in range(config.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "hidden_size": config.hidden,
+        "intermediate_size": config.intermediate,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.q_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": config.rope_inv_freq[1] ** (-config.head_dim / 2),
+        },
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+def write_drafters(folder: Path, target: Path, config: DecoderConfig) -> dict[str, str]:
+    """Write random drafters of the target's shape; returns their specifications by name."""
+    from paceline.drafter.methods.checkpoint import TargetRef
+    from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
+    from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel, save_longspec
+
+    reference = TargetRef.of(target)
+    long = LongSpecConfig.for_target(target)
+    weights = LongSpecModel(long).state_dict()
+    save_longspec(folder / "longspec", long, weights, reference, dtype=config.dtype)
+    last = config.layers - 1
+    taps = sorted({round(share * last / 4) for share in range(5)})
+    block = DSparkConfig.for_target(
+        target, taps=taps, layers=len(taps), block=7, mask_token=0, markov_rank=128
+    )
+    weights = DSparkModel(block).state_dict()
+    save_dspark(folder / "dspark", block, weights, reference, dtype=config.dtype)
+    # The method ``count`` is that of a distribution, found on the path.
+    about = folder / "paceline_count-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: paceline-count\nVersion: 1\n")
+    entry = "[paceline.methods]\ncount = paceline.bench.gpu.rounds:CountDrafter\n"
+    (about / "entry_points.txt").write_text(entry)
+    return {
+        "count": "count",
+        "longspec": f"longspec:{folder / 'longspec'},target={target}",
+        "dspark": f"dspark:{folder / 'dspark'},target={target}",
+    }
+
+
+async def measure(
+    client: Client, drafter: str, sequences: int, vocab_size: int, sampling: Mapping[str, float]
+) -> tuple[list[list[int]], dict[str, float]]:
+    """Texts, and medians over rounds in microseconds; a round without a draft is one step."""
+    firsts = [100 + number * 37 for number in range(sequences)]
+    results = await asyncio.gather(
+        *(
+            client.generate(
+                [token % vocab_size for token in range(first, first + PROMPT)],
+                max_new_tokens=TOKENS, seed=first, drafter=drafter, ignore_eos=True, **sampling,
+            )
+            for first in firsts
+        )
+    )  # fmt: skip
+    rounds = [entry for result in results for entry in result.stats.rounds[1:]]
+    if drafter != "none":
+        rounds = [entry for entry in rounds if entry.drafted]
+    texts = [list(result.token_ids) for result in results]
+    if not rounds:
+        return texts, {"rounds": 0}
+    times = {
+        "round": [entry.round_ms / entry.steps for entry in rounds],
+        "draft": [entry.draft_ms / entry.steps for entry in rounds],
+        "verify": [entry.verify_ms / entry.steps for entry in rounds],
+        "queue": [entry.queue_ms / entry.steps for entry in rounds],
+        "rest": [entry.transport_ms / entry.steps for entry in rounds],
+    }
+    seconds = max(r.stats.total_ms - r.stats.first_token_ms for r in results) / 1e3
+    return texts, {
+        **{f"{part}_us": round(median(each) * 1e3, 1) for part, each in times.items()},
+        "tokens_a_round": round(sum(e.emitted for e in rounds) / sum(e.steps for e in rounds), 2),
+        "tokens_a_second": round(sequences * (TOKENS - 1) / seconds, 1),
+        "rounds": len(rounds),
+    }
+
+
+async def measure_all(
+    address: str, drafter: str, names: list[str], config: DecoderConfig, ends: float
+) -> list[str]:
+    """Report every case; returns the targets that were missed."""
+    missed: list[str] = []
+    async with Client(address, drafter_address=drafter, drafting=ALWAYS) as client:
+        for sequences in SEQUENCES if config is EIGHT_BILLION else (1, 2):
+            for label, sampling in SAMPLING.items():
+                right: list[list[int]] = []
+                for name in ("none", *names):
+                    case = f"{sequences} x {name}, {label}"
+                    if time.monotonic() > ends:
+                        report(case, "left out: no time is left")
+                        continue
+                    await measure(client, name, sequences, config.vocab_size, sampling)
+                    texts, found = await measure(
+                        client, name, sequences, config.vocab_size, sampling
+                    )
+                    right = right or texts
+                    if texts != right:
+                        raise AssertionError(f"{case}: the texts are not those without drafts")
+                    predicted = Step(config, sequences, PROMPT + TOKENS // 2).parts()
+                    report(case, found | {"predicted_step_us": round(sum(predicted.values()), 1)})
+                    for (count, of, part), limit in TARGETS.items():
+                        of_case = (count, of) == (sequences, name) and label == "T = 0"
+                        if of_case and found.get(part, limit + 1) > limit:
+                            missed.append(f"{case}: {part} above {limit:.0f}")
+    return missed
+
+
+def transformers_rate(target: Path, device: torch.device, config: DecoderConfig) -> Any:
+    """Milliseconds a token of `transformers` for one text, whose tokens count too."""
+    if find_spec("transformers") is None:
+        return "skipped: transformers is not installed"
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=config.dtype).to(device)
+    prompt = torch.arange(100, 100 + PROMPT, device=device)[None]
+    times = []
+    for tokens in (TOKENS, 1, TOKENS):
+        began = time.perf_counter()
+        with torch.inference_mode():
+            out = model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
+                min_new_tokens=tokens, max_new_tokens=tokens, pad_token_id=0,
+            )  # fmt: skip
+        times.append(time.perf_counter() - began)
+        assert out[0].tolist() == list(range(100, 100 + PROMPT + tokens)), "the text does not count"
+    return {"ms_a_token": (times[2] - times[1]) * 1e3 / (TOKENS - 1)}
+
+
+def main() -> None:
+    """Make the models, run the services, report."""
+    device, ends = arguments(), time.monotonic() + SECONDS
+    large = device.type == "cuda"
+    config = EIGHT_BILLION if large else replace(SMALL, layers=2, windows=(None, None), tied=False)
+    with tempfile.TemporaryDirectory(prefix="pl") as temporary:
+        folder = Path(temporary)
+        target = folder / "target"
+        began = time.monotonic()
+        write_target(target, config, device, int(sys.argv[2]))
+        specs = write_drafters(folder, target, config)
+        if large:
+            torch.cuda.empty_cache()
+        report("seconds_to_write_models", round(time.monotonic() - began, 1))
+        paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        on = f"--device={device.type}"
+        given = [
+            f"--target={target}", on, f"--kv-bytes={'8GiB' if large else '256MiB'}",
+            "--max-context=4096", "--no-prefix-caching",
+        ]  # fmt: skip
+        load = [argument for name in specs for argument in ("--load", f"{name}={specs[name]}")]
+        began = time.monotonic()
+        with (
+            ServiceProcess("verifier", given, ready_seconds=SECONDS) as verifier,
+            ServiceProcess(
+                "drafter", [on, f"--verifier={verifier.address}", *load],
+                environment=environment, ready_seconds=SECONDS,
+            ) as drafter,
+        ):  # fmt: skip
+            report("seconds_to_start", round(time.monotonic() - began, 1))
+            missed = asyncio.run(
+                measure_all(verifier.address, drafter.address, list(specs), config, ends)
+            )
+        report("transformers", transformers_rate(target, device, config))
+    if large and (late := "; ".join(missed)):
+        sys.exit(f"targets that were missed: {late}")
+
+
+if __name__ == "__main__":
+    main()
