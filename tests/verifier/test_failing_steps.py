@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,40 @@ async def test_a_lost_device_ends_the_verifier(
             with pytest.raises(grpc.aio.AioRpcError):
                 await client.create([3, 1, 4])
             assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_a_step_that_hangs_ends_the_process(
+    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a GPU; on the CPU a step may take any time."""
+    engine: Any = client.service.engine
+    assert engine._max_step == math.inf
+    exits: list[int] = []
+    hanging, forward = threading.Event(), engine._decoder.forward
+
+    def hang(*arguments: Any, **options: Any) -> Any:
+        hanging.wait(60.0)
+        return forward(*arguments, **options)
+
+    def exit_(status: int) -> None:
+        exits.append(status)
+        hanging.set()
+
+    monkeypatch.setattr(engine_module.os, "_exit", exit_)
+    monkeypatch.setattr(engine_module, "_WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(engine_module.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(engine, "_max_step", 0.3)
+    engine._decoder.forward = hang
+    watching = asyncio.create_task(client.service.fault())
+    try:
+        created = await client.create([3, 1, 4])
+    finally:
+        hanging.set()
+        watching.cancel()
+        del engine._decoder.forward
+    await client.release(created.handle)
+    assert set(exits) == {engine_module.EXIT_HUNG}
+    assert "a step on cpu has not ended after 0.3 s: the verifier ends" in caplog.text
 
 
 async def test_a_prefix_that_cannot_be_copied_is_an_answer(

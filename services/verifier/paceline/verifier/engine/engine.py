@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import os
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
@@ -40,6 +42,13 @@ from paceline.verifier.scheduler.scheduler import Scheduler
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+MAX_STEP_SECONDS = 120.0
+"""A step on a GPU that takes longer never ends: the kernel or the driver hangs. Unit: seconds."""
+
+EXIT_HUNG = 70
+"""Exit status of a verifier whose GPU hangs: EX_SOFTWARE of sysexits.h."""
+
+_WATCH_SECONDS = 1.0
 _MESSAGE_GAP = 0.030
 """Minimum time between two messages with tokens of a generation. Unit: seconds.
 
@@ -106,6 +115,8 @@ class Engine:
         self._decided: float | None = None
         self._stopping = False
         self._lost: Future[None] = Future()
+        self._step_began: float | None = None
+        self._max_step = math.inf if self.device.type == "cpu" else MAX_STEP_SECONDS
         self.on_step: Callable[[float, int, float | None], None] | None = None
         """Called on the engine thread after each step, with its time, its tokens, and the time of
         the scheduler's decision on its trees, if it had some. Unit: seconds."""
@@ -126,10 +137,23 @@ class Engine:
     async def lost(self) -> None:
         """Wait until the device is lost.
 
+        If a step hangs on a GPU, nothing can be freed any more: the process ends at once.
+
         Raises:
             DeviceLost: It is.
         """
-        await asyncio.shield(asyncio.wrap_future(self._lost))
+        lost = asyncio.wrap_future(self._lost)
+        while not lost.done():
+            await asyncio.wait([lost], timeout=_WATCH_SECONDS)
+            began = self._step_began
+            if began is not None and perf_counter() - began > self._max_step:
+                _log.critical(
+                    "a step on %s has not ended after %g s: the verifier ends",
+                    self.device, self._max_step,
+                )  # fmt: skip
+                logging.shutdown()
+                os._exit(EXIT_HUNG)
+        lost.result()
 
     def prefill(self, job: Prefill, parent: Sequence | None = None) -> None:
         """Queue a prefill; KV of the longest common prefix with ``parent`` is copied.
@@ -208,11 +232,14 @@ class Engine:
             if not batch.entries:
                 return
             self._steps += 1
+            self._step_began = began
             outputs = self._run_batch(batch)
         except Exception as error:
             _log.exception("step failed", extra={"batch_tokens": len(batch)})
             self._run_one_by_one(batch, error)
             return
+        finally:
+            self._step_began = None
         ended = perf_counter()
         self._learn(batch, outputs, began, ended)
         self._answer(batch, outputs, began, ended)
