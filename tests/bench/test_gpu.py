@@ -114,3 +114,4 @@ def test_it_needs_a_gpu(
 def test_the_predictions_of_the_page_are_those_of_the_program() -> None:
     page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
     assert "\n".join(predict.lines()) in page
+    assert "\n".join(predict.draft_lines()) in page

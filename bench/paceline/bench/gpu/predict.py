@@ -4,7 +4,7 @@ Nothing here was measured on a GPU. Bytes, products, kernels, copies and waits a
 are those of the data sheet with usual shares; times of the host were measured on a CPU. Figures of
 `make gpu-check` belong beside these.
 
-    python -m paceline.bench.gpu.predict        # prints the table of docs/gpu.md
+    python -m paceline.bench.gpu.predict        # prints the tables of docs/gpu.md
 """
 
 from __future__ import annotations
@@ -94,6 +94,71 @@ class Step:
         }
 
 
+LAUNCH_US = 5.0
+"""Of an operation that PyTorch launches by itself, as a drafter's are."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft for a target, by a drafter as :mod:`paceline.bench.gpu.rounds` makes it.
+
+    Attributes:
+        config: Shape of the target.
+        layers: Layers that are read in each pass, with `attentions` blocks of attention in each.
+        attentions: 2 where a layer attends to the target's keys too.
+        passes: Passes through them, each with a head of the whole vocabulary.
+        levels: Levels of the tree.
+        operations: Launched operations of a level.
+        copies: Of a level.
+        waits: Of a level.
+    """
+
+    config: DecoderConfig
+    layers: int
+    attentions: int
+    passes: int
+    levels: int
+    operations: int
+    copies: float
+    waits: float
+
+    def parts(self) -> dict[str, float]:
+        """Time of each part, in microseconds. Launches and reading overlap."""
+        c = self.config
+        attention = c.hidden * c.head_dim * (2 * c.q_heads + 2 * c.kv_heads)
+        layer = self.attentions * attention + 3 * c.hidden * c.intermediate
+        layers = 2 * self.passes * self.layers * layer / BYTES_PER_US
+        head = 2 * self.passes * c.vocab_size * c.hidden / BYTES_PER_US
+        launches = self.levels * self.operations * LAUNCH_US
+        return {
+            "layers": layers,
+            "head": head,
+            "launches beyond": max(0.0, launches - layers - head),
+            "copies, waits": self.levels * (self.copies * COPY_US + self.waits * WAIT_US),
+        }
+
+
+def drafts(config: DecoderConfig) -> dict[str, Draft]:
+    """Drafts of both methods. Operations, copies and waits were counted with two and three levels
+    of small drafters on the tests' made-up device, by PyTorch's plain operations."""
+    return {
+        "longspec": Draft(config, 1, 2, 5, 5, operations=58, copies=5.3, waits=1.3),
+        "dspark": Draft(config, 5, 1, 1, 7, operations=31, copies=2.7, waits=2.0),
+    }
+
+
+def draft_lines() -> Iterator[str]:
+    """The table of drafts in Markdown, in microseconds."""
+    names = list(drafts(EIGHT_BILLION)["longspec"].parts())
+    yield f"| target | draft | {' | '.join(names)} | draft, ms |"
+    yield f"| --- | --- |{' ---: |' * (len(names) + 1)}"
+    for label, config in (("8B", EIGHT_BILLION), ("70B", SEVENTY_BILLION)):
+        for name, draft in drafts(config).items():
+            times = [f"{us:,.0f}" for us in draft.parts().values()]
+            total = f"{sum(draft.parts().values()) / 1000:.1f}"
+            yield f"| {' | '.join([label, name, *times, total])} |"
+
+
 def lines() -> Iterator[str]:
     """The table in Markdown; times in microseconds, and tokens a second without drafts."""
     names = list(Step(EIGHT_BILLION, 1, 1).parts())
@@ -123,4 +188,4 @@ def lines() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(*lines(), sep="\n")
+    print(*lines(), "", *draft_lines(), sep="\n")

@@ -32,7 +32,7 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 
 from paceline.bench.gpu.cases import EIGHT_BILLION, SMALL, RandomWeights, arguments, report
-from paceline.bench.gpu.predict import Step
+from paceline.bench.gpu.predict import Step, drafts
 from paceline.bench.services import ALWAYS
 from paceline.client import Client
 from paceline.decoder import DecoderConfig
@@ -49,7 +49,10 @@ from paceline.drafter.methods.base import parse_options
 from paceline.harness import ServiceProcess
 
 SEQUENCES = (1, 8, 32)
-SAMPLING = {"T = 0": {"temperature": 0.0}, "top-p": {"temperature": 0.8, "top_p": 0.95}}
+SAMPLING: dict[str, dict[str, Any]] = {
+    "T = 0": {"temperature": 0.0},
+    "top-p": {"temperature": 0.8, "top_p": 0.95},
+}
 ACCEPTED = 0.8
 """Probability that a token of ``count`` is right."""
 
@@ -202,7 +205,7 @@ def write_drafters(folder: Path, target: Path, config: DecoderConfig) -> dict[st
 
 
 async def measure(
-    client: Client, drafter: str, sequences: int, vocab_size: int, sampling: Mapping[str, float]
+    client: Client, drafter: str, sequences: int, vocab_size: int, sampling: Mapping[str, Any]
 ) -> tuple[list[list[int]], dict[str, float]]:
     """Texts, and medians over rounds in microseconds; a round without a draft is one step."""
     firsts = [100 + number * 37 for number in range(sequences)]
@@ -258,8 +261,11 @@ async def measure_all(
                     right = right or texts
                     if texts != right:
                         raise AssertionError(f"{case}: the texts are not those without drafts")
-                    predicted = Step(config, sequences, PROMPT + TOKENS // 2).parts()
-                    report(case, found | {"predicted_step_us": round(sum(predicted.values()), 1)})
+                    step = Step(config, sequences, PROMPT + TOKENS // 2).parts()
+                    found["predicted_verify_us"] = round(sum(step.values()), 1)
+                    if (draft := drafts(config).get(name)) is not None:
+                        found["predicted_draft_us"] = round(sum(draft.parts().values()), 1)
+                    report(case, found)
                     for (count, of, part), limit in TARGETS.items():
                         of_case = (count, of) == (sequences, name) and label == "T = 0"
                         if of_case and found.get(part, limit + 1) > limit:
@@ -273,7 +279,8 @@ def transformers_rate(target: Path, device: torch.device, config: DecoderConfig)
         return "skipped: transformers is not installed"
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=config.dtype).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=config.dtype)
+    model.to(device)
     prompt = torch.arange(100, 100 + PROMPT, device=device)[None]
     times = []
     for tokens in (TOKENS, 1, TOKENS):
