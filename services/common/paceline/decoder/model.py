@@ -316,6 +316,8 @@ def _check_names(config: DecoderConfig, weights: Mapping[str, Weight]) -> None:
         (config.qkv_bias, config.o_bias, config.mlp_bias),
     )
     known = {name for name, _ in layer} | {"self_attn.rotary_emb.inv_freq"}
+    if config.qk_norm:
+        known |= {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
     for name in weights:
         *start, index, part = name.split(".", 3)
         if start == ["model", "layers"] and int(index) < config.layers and part not in known:
