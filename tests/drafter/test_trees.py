@@ -124,19 +124,23 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("widths", "context"), [("4,4,4", 0), ("2,5", 1024), ("1,1,1,1", 5), ("1,1,3,2", 20)]
+    ("widths", "context"), [("4,4,4", None), ("2,5", 1024), ("1,1,1,1", 5), ("1,1,3,2", 20)]
 )
 @pytest.mark.parametrize("name", CASES)
-def test_trees_equal_a_dense_beam_search(pairs: Any, name: str, widths: str, context: int) -> None:
+def test_trees_equal_a_dense_beam_search(
+    pairs: Any, name: str, widths: str, context: int | None
+) -> None:
     """With all samplings, for texts shorter and longer than the window.
 
-    Depth 4 is that of the blocks, whose last width repeats; LongSpec reads a budget of target KV.
+    Depth 4 is that of the blocks, whose last width repeats; LongSpec reads a budget of target KV,
+    by default all where it is mapped.
     """
     pair = pairs(name)
     levels = [int(width) for width in widths.split(",")]
     options: dict[str, Any] = {"widths": widths}
     if pair.method == "longspec":
-        options["context"] = pair.dense.context = context
+        pair.dense.context = context or 0
+        options |= {"context": context} if context else {}
     drafter = pair.load(**options)
     if pair.method == "dspark":
         levels = [levels[min(i, len(levels) - 1)] for i in range(4)]

@@ -279,8 +279,8 @@ def parse_options(kind: type[Options], given: Mapping[str, str]) -> Options:
     """Fills the dataclass ``kind`` from text.
 
     Args:
-        kind: A dataclass whose fields have defaults and the types int, float, str, bool
-            (``true`` or ``false``) or tuple[int, ...] (numbers with commas). Its
+        kind: A dataclass whose fields have defaults and the types int, int | None (by default),
+            float, str, bool (``true`` or ``false``) or tuple[int, ...] (numbers with commas). Its
             ``__post_init__`` raises ``ValueError`` for values out of range.
         given: Option name to value.
 
@@ -333,6 +333,7 @@ def _parse_ints(text: str) -> tuple[int, ...]:
 
 _PARSERS: dict[Any, Callable[[str], Any]] = {
     int: int,
+    int | None: int,
     float: float,
     str: str,
     bool: _parse_bool,
@@ -340,6 +341,7 @@ _PARSERS: dict[Any, Callable[[str], Any]] = {
 }
 _NAMES = {
     int: "whole number",
+    int | None: "whole number",
     float: "number",
     str: "text",
     bool: "truth value (true or false)",

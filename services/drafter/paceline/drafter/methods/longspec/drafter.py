@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.drafter.kv import KvOptions
-from paceline.drafter.kv.reader import KvReader
+from paceline.drafter.kv.reader import KvReader, StreamingReader
 from paceline.drafter.methods.base import (
     Fit,
     GenerationInfo,
@@ -67,6 +67,8 @@ class LongSpecSequence(BeamSequence):
         layer = drafter.layer
         super().__init__(drafter, generation, layer.config.window)
         self.kv = kv
+        in_place = isinstance(kv, StreamingReader) and layer.device.type == "cpu"
+        self._default_context = 0 if in_place else DEFAULT_CONTEXT
         self.cache = layer.new_cache(drafter.options.drafted)
         self._target = TargetKv(layer.config, layer.dtype, layer.device)
         self.context: Context | None = None
@@ -94,7 +96,8 @@ class LongSpecSequence(BeamSequence):
             self.warm(CHUNK)
         self.cache.reserve(self.length)
         below = self.length - 1  # the verifier may have committed more than this text
-        self.kv.refresh(below, self._drafter.options.context)
+        context = self._drafter.options.context
+        self.kv.refresh(below, self._default_context if context is None else context)
         parts = self.kv.parts(self._drafter.layer.config.target_layer)
         self.context = self._target.context(parts)
         return True
@@ -147,6 +150,10 @@ CPU_WIDTHS, CPU_NODES = (8, 8), 10
 more of a round's time a deeper tree is better, such as 4,8,8,8 with 16 nodes."""
 
 
+DEFAULT_CONTEXT = 512
+"""Target positions that a round reads of a cache that it copies. Unit: tokens."""
+
+
 @dataclass(frozen=True)
 class LongSpecOptions(TargetOptions, KvOptions):
     """Options of ``longspec``.
@@ -155,8 +162,9 @@ class LongSpecOptions(TargetOptions, KvOptions):
     10 on a CPU if no widths are given.
     """
 
-    context: int = 512
+    context: int | None = None
     """KV budget: most target positions that a round reads, the first 4 and the newest; 0: all.
+    None: all where a mapped cache is read in place, as on a CPU, and 512 of a cache that is copied.
     With a budget, a draft takes as long at 128k tokens as at 1k. Unit: tokens."""
 
     def for_device(self, device: str) -> LongSpecOptions:
@@ -175,7 +183,7 @@ class LongSpecOptions(TargetOptions, KvOptions):
         TargetOptions.__post_init__(self)
         KvOptions.__post_init__(self)
         self.check_drafted()
-        check_context(self.context)
+        check_context(self.context or 0)
 
 
 class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
@@ -190,7 +198,8 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
         super().__init__(layer.config, options, fit, size)
         self.layer = layer
         self.drafted_tokens = layer.drafted_tokens
-        self.needs = Needs((layer.config.target_layer,), options, options.context)
+        budget = DEFAULT_CONTEXT if options.context is None else options.context
+        self.needs = Needs((layer.config.target_layer,), options, budget)
         self.rope, program = layer.rope, layer.native
         if program is not None:
             tokens = self.drafted_tokens
