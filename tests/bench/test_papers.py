@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -58,6 +59,7 @@ def test_an_experiment_has_figures_of_every_arm_and_a_picture(
 ) -> None:
     monkeypatch.setattr(papers, "PacelineServices", Services)
     monkeypatch.setattr(papers.subprocess, "run", _train)
+    monkeypatch.setattr(sys, "argv", ["paceline", "bench", "papers", experiment])
     texts = tmp_path / "mine.jsonl"
     texts.write_text(f"{json.dumps({'text': _CODE})}\n" * 3)
     file = tmp_path / "found.json"
@@ -69,7 +71,7 @@ def test_an_experiment_has_figures_of_every_arm_and_a_picture(
     results = json.loads(file.read_text())["results"]
     assert results
     for entry in results.values():
-        assert entry["command"].startswith("paceline ")
+        assert entry["command"] == f"paceline bench papers {experiment}"
         assert entry["texts"] >= 1
         ends = [
             ends
