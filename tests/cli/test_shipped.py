@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from gguf_files import write_gguf
+from gguf_files import Kind, write_gguf
 
 from paceline.cli import shipped
 from paceline.drafter.methods.checkpoint import TargetRef
@@ -72,14 +72,20 @@ def test_without_a_checkout_nothing_ships(target: Path, monkeypatch: pytest.Monk
     ]
 
 
+def for_gguf(target: Path, folder: Path) -> Path:
+    """A copy of a target with all that a GGUF file needs."""
+    shutil.copytree(target, folder)
+    described = json.loads((folder / "config.json").read_text())
+    ends = {"bos_token_id": 0, "eos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps({**described, **ends}))
+    (folder / "tokenizer.json").unlink()
+    return folder
+
+
 def test_drafters_fit_every_format_of_their_target(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    described = json.loads((target / "config.json").read_text())
-    target = shutil.copytree(target, tmp_path / "target")
-    ends = {"bos_token_id": 0, "eos_token_id": 1}
-    (target / "config.json").write_text(json.dumps({**described, **ends}))
-    (target / "tokenizer.json").unlink()
+    target = for_gguf(target, tmp_path / "target")
     config = DSparkConfig.for_target(target, taps=(0,), block=2, mask_token=0)
     first, better = (tmp_path / "models" / name / "dspark" for name in ("first", "second"))
     for folder, notes in ((first, {}), (better, {"accepted_length": 2.0})):
@@ -92,3 +98,16 @@ def test_drafters_fit_every_format_of_their_target(
             f"dspark=dspark:{first},lookup=true,target={path}",
             "ngram=ngram",
         ]
+
+
+@pytest.mark.skipif(cpu_kernels().library is None, reason="without them the order is another one")
+def test_a_large_gguf_file_in_blocks_has_a_default(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipped, "_LARGE", 1)
+    monkeypatch.setattr(shipped, "models_folder", lambda: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    folder = for_gguf(target, tmp_path / "target")
+    file = write_gguf(tmp_path / "blocks.gguf", folder, Kind.Q8_0)
+    specs = shipped.drafters_for(file)
+    assert specs == ["ngram=ngram", f"selfspec=selfspec:{file},weights=int4"]

@@ -17,9 +17,15 @@ of drafters are named after them; variants with other names are loaded explicitl
 _LARGE = 1 << 26
 """Weights from which on a step of a CPU takes as long as reading them. Unit: bytes."""
 
-_FIRST = {"float32": "selfspec", "bfloat16": "selfspec", "int8": "ngram", "int4": "ngram"}
+_FIRST = {
+    "float32": "selfspec",
+    "bfloat16": "selfspec",
+    "int8": "ngram",
+    "int4": "ngram",
+    "gguf": "ngram",
+}
 """The default drafter of a large target on a CPU, by its format: the fastest in
-docs/benchmarks.md#default-drafters."""
+docs/benchmarks.md#default-drafters. "gguf" is a GGUF file in blocks of 8 bits or fewer."""
 
 _TREE = "widths=3,1,max_nodes=4"
 _TREES: dict[tuple[str, str], str] = {}
