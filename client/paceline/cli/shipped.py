@@ -36,9 +36,9 @@ than `_TREE` is faster. Each node costs there, and each level."""
 def drafters_for(target: Path, device: str = "cpu", weights: str = "auto") -> list[str]:
     """What to load for a target: the drafters trained for it, and `ngram`.
 
-    Trained drafters look up earlier text first; native CPU kernels run them in 8 bits. Without any,
-    `ngram`, and on a CPU `selfspec` with the target's own weights in 4 bits: on a GPU that is a
-    second copy in the verifier's format. The default of a large target on a CPU is by its format.
+    Trained drafters look up earlier text first; native CPU kernels run them in 8 or 4 bits. Without
+    any, `ngram`, and on a CPU `selfspec` with the target's own weights in 4 bits: on a GPU that is
+    a second copy in the verifier's format. The default of a large target on a CPU is by its format.
     Imports torch.
 
     Args:
