@@ -28,9 +28,7 @@ _FIRST = {
 docs/benchmarks.md#default-drafters. "gguf" is a GGUF file in blocks of 8 bits or fewer."""
 
 _TREE = "widths=3,1,max_nodes=4"
-_TREES: dict[tuple[str, str], str] = {}
-"""Trees of `dspark` on a CPU, by level of the kernels and format of the target, where another one
-than `_TREE` is faster. Each node costs there, and each level."""
+"""The tree of `dspark` on a CPU, where each node costs, and each level."""
 
 
 def drafters_for(target: Path, device: str = "cpu", weights: str = "auto") -> list[str]:
@@ -60,12 +58,11 @@ def drafters_for(target: Path, device: str = "cpu", weights: str = "auto") -> li
 
     model = open_model(target)
     native = device == "cpu" and cpu_kernels().library is not None
-    format_of = model.config(weights).weights
 
     def described(folder: Path) -> str:
         options = "lookup=true"
         if device == "cpu" and folder.name == "dspark":
-            options += f",{_TREES.get((cpu_kernels().level, format_of), _TREE)}"
+            options += f",{_TREE}"
         if native:
             options += f",weights={'int4' if folder.name == 'dspark' else 'int8'}"
         if folder.name != "lm":
@@ -77,7 +74,7 @@ def drafters_for(target: Path, device: str = "cpu", weights: str = "auto") -> li
     own = f"selfspec=selfspec:{target},weights=int4"
     load = [*trained, "ngram=ngram"] if trained or device != "cpu" else ["ngram=ngram", own]
     if native and model.weight_bytes >= _LARGE and not torch.cuda.is_available():
-        if (first := _FIRST[format_of]) == "selfspec":
+        if (first := _FIRST[model.config(weights).weights]) == "selfspec":
             return [f"{own},lookup=true", *trained, "ngram=ngram"]
         load.sort(key=lambda spec: not spec.startswith(f"{first}="))
     return load
