@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
+from torch import Tensor
 
-ARCHITECTURES = {"mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3"}
+ARCHITECTURES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "olmo3": "olmo2",
+    "gemma3_text": "gemma3",
+    "qwen3_moe": "qwen3moe",
+}
 """Architectures that are not called as the model type."""
 
 
@@ -37,7 +46,7 @@ def write_gguf(
     names = gguf.get_tensor_name_map(
         gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"]
     )
-    for hf_name, tensor in load_file(folder / "model.safetensors").items():
+    for hf_name, tensor in _stacked(load_file(folder / "model.safetensors")).items():
         name = names.get_name(hf_name, (".weight", ".bias"))
         assert name is not None, hf_name
         values = tensor.float().numpy()
@@ -47,7 +56,8 @@ def write_gguf(
         part = hf_name.split(".")[-2]
         if architecture in ("llama", "smollm3", "granite") and part in heads:
             values = _interleave(values, config[heads[part]])
-        stored = (kinds or {}).get(name, kind if values.ndim == 2 else Kind.F32)
+        plain = values.ndim < 2 or "ffn_gate_inp" in name  # a router
+        stored = (kinds or {}).get(name, Kind.F32 if plain else kind)
         writer.add_tensor(name, gguf.quants.quantize(values, stored), raw_dtype=stored)
     rope = _rope(config)
     if rope["rope_type"] == "llama3":
@@ -58,6 +68,24 @@ def write_gguf(
             writer.add_tensor(f"rope_factors_{kind_of}.weight", factors)
     _write(writer)
     return path
+
+
+def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a folder, with those of all experts of a layer as one."""
+    found: dict[str, Tensor] = {}
+    names = {".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+    for name in tensors:
+        one = re.sub(r"\.experts\.\d+\.", ".experts.", name)
+        if one == name:
+            found[name] = tensors[name]
+            continue
+        ours = one.replace(".block_sparse_moe.", ".mlp.")
+        for part, new in names.items():
+            ours = ours.replace(part, new)
+        count = sum(re.sub(r"\.experts\.\d+\.", ".experts.", each) == one for each in tensors)
+        each = (one.replace(".experts.", f".experts.{e}.") for e in range(count))
+        found[ours] = torch.stack([tensors[key] for key in each])
+    return found
 
 
 def _write(writer: gguf.GGUFWriter) -> None:
@@ -97,6 +125,12 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         ratio = config["max_position_embeddings"] / original
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(ratio) / math.log(original)))
         writer.add_rope_scaling_orig_ctx_len(original)
+    experts = config.get("num_local_experts") or config.get("num_experts")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        if wide := config.get("moe_intermediate_size"):
+            writer.add_expert_feed_forward_length(wide)
     local = config["rope_parameters"].get("sliding_attention")
     if local is not None:
         writer.add_rope_freq_base_swa(local["rope_theta"])

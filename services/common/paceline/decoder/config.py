@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.families import FAMILIES, Family
+from paceline.kernels import MAX_EXPERTS
 from paceline.kernels.caches import row_width
 
 
@@ -67,6 +68,9 @@ class DecoderConfig:
         logit_scale: Factor on logits.
         embedding_scale: Factor on embedded tokens.
         residual_scale: Factor on what attention and feed-forward block add to the residual stream.
+        experts: Experts of a layer, each of width ``intermediate``; 0: one feed-forward block.
+        experts_per_token: Of these, the experts that a row is routed to.
+        norm_topk_prob: Whether their shares are a softmax over their scores, not over all.
     """
 
     model_type: str
@@ -102,6 +106,9 @@ class DecoderConfig:
     logit_scale: float = 1.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
+    experts: int = 0
+    experts_per_token: int = 0
+    norm_topk_prob: bool = False
 
     @property
     def group(self) -> int:
@@ -172,13 +179,15 @@ def decoder_config(
         local, _ = rope_frequencies(hf, "sliding_attention")
         ropes = tuple(int(window is not None) for window in windows)
         switches |= {"ropes": ropes, "rope_local": tuple(local.tolist())}
+    if family.experts:
+        switches |= _experts(hf)
     dtype = _dtype(hf, requested)
     own = stored or str(dtype).removeprefix("torch.")
     return DecoderConfig(
         model_type=hf.model_type,
         layers=hf.num_hidden_layers,
         hidden=hf.hidden_size,
-        intermediate=hf.intermediate_size,
+        intermediate=getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size,
         q_heads=hf.num_attention_heads,
         kv_heads=hf.num_key_value_heads,
         head_dim=_head_dim(hf),
@@ -202,6 +211,27 @@ def decoder_config(
         gelu=_activation(hf) != "silu",
         **switches,
     )
+
+
+def _experts(hf: Any) -> dict[str, Any]:
+    """The fields of a mixture of experts."""
+    experts = getattr(hf, "num_local_experts", None) or hf.num_experts
+    used = hf.num_experts_per_tok
+    if not 1 <= used <= experts <= MAX_EXPERTS:
+        raise UnsupportedModelError(
+            f"num_experts_per_tok is {used} of {experts} experts, expected 1 or more of at most "
+            f"{MAX_EXPERTS}"
+        )
+    if getattr(hf, "mlp_only_layers", None) or getattr(hf, "decoder_sparse_step", 1) != 1:
+        raise UnsupportedModelError(
+            "layers without experts are not supported in a mixture of experts; expected "
+            "mlp_only_layers [] and decoder_sparse_step 1"
+        )
+    return {
+        "experts": experts,
+        "experts_per_token": used,
+        "norm_topk_prob": bool(getattr(hf, "norm_topk_prob", True)),
+    }
 
 
 def _refuse_unsupported(hf: Any) -> None:

@@ -39,6 +39,9 @@ class Family:
         partial_rope: Whether the config's ``partial_rotary_factor`` is followed.
         neighbours: RoPE turns neighbouring dimensions, not those half a head apart.
         local_rope: Sliding layers have a rotary embedding of their own.
+        experts: The feed-forward blocks are routed experts.
+        router_bias: Whether the scores of experts have a bias.
+        interleaved: See :class:`paceline.decoder.experts.ExpertTensors`.
         switches: Fields of :class:`paceline.decoder.DecoderConfig` by a transformers config.
         gguf: Architecture in GGUF files; "": they are not read.
         gguf_names: Layer parts in GGUF files, where they differ from ``GGUF_NAMES``.
@@ -58,6 +61,9 @@ class Family:
     partial_rope: bool = False
     neighbours: bool = False
     local_rope: bool = False
+    experts: bool = False
+    router_bias: bool = False
+    interleaved: bool = False
     switches: Values = _none
     gguf: str = ""
     gguf_names: Mapping[str, str] = field(default_factory=dict)
@@ -65,7 +71,13 @@ class Family:
     gguf_values: Values = _none
 
     def layer_tensors(
-        self, hidden: int, wide: int, dim: int, heads: tuple[int, int], biases: tuple[bool, ...]
+        self,
+        hidden: int,
+        wide: int,
+        dim: int,
+        heads: tuple[int, int],
+        biases: tuple[bool, ...],
+        experts: int,
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of a layer's tensors, without the prefix of the layer.
 
@@ -75,6 +87,8 @@ class Family:
             dim: Width of a head.
             heads: Query heads; key and value heads.
             biases: Of q, k and v; of the attention output; of the feed-forward block.
+            experts: Experts of a layer; 0: one feed-forward block. Their tensors are named and
+                shaped as one of all, ``[experts, ...]``; see :func:`expert_name`.
         """
         q, kv = (count * dim for count in heads)
         qkv = (q, kv, kv) if len(self.qkv) == 3 else (q + 2 * kv,)
@@ -84,21 +98,30 @@ class Family:
             for name, outs in zip(self.qkv, qkv, strict=True)
         ]
         parts += [("self_attn.o_proj", hidden, q, biases[1])]
-        parts += [
-            (f"mlp.{name}", outs, hidden, biases[2])
+        block = "mlp.experts" if experts else "mlp"
+        blocks = [
+            (f"{block}.{name}", outs, hidden, biases[2])
             for name, outs in zip(self.gate_up, gate_up, strict=True)
         ]
-        parts += [("mlp.down_proj", hidden, wide, biases[2])]
-        for name, outs, ins, bias in parts:
-            yield f"{name}.weight", (outs, ins)
+        blocks += [(f"{block}.down_proj", hidden, wide, biases[2])]
+        if experts:
+            parts += [("mlp.router", experts, hidden, self.router_bias)]
+        for name, outs, ins, bias in parts + blocks:
+            many = (experts,) if name.startswith("mlp.experts.") else ()
+            yield f"{name}.weight", (*many, outs, ins)
             if bias:
-                yield f"{name}.bias", (outs,)
+                yield f"{name}.bias", (*many, outs)
         for name in filter(None, self.norms):
             yield f"{name}.weight", (hidden,)
         if self.qk_norm:
             whole = self.qk_norm == "rows"
             yield "self_attn.q_norm.weight", (q if whole else dim,)
             yield "self_attn.k_norm.weight", (kv if whole else dim,)
+
+
+def expert_name(name: str, expert: int) -> str:
+    """Name of an expert's part of a tensor of all experts."""
+    return name.replace(".experts.", f".experts.{expert}.")
 
 
 GGUF_NAMES = {
@@ -117,6 +140,10 @@ GGUF_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
     "post_feedforward_layernorm": "post_ffw_norm",
     "post_mlp_layernorm": "post_ffw_norm",
 }
@@ -181,6 +208,17 @@ def _phi3_gguf(values: Any) -> dict[str, Any]:
     return found if context is None else found | {"original_max_position_embeddings": context}
 
 
+def _experts_gguf(values: Any) -> dict[str, Any]:
+    count = values.count("expert_count")
+    return {
+        "num_experts": count,
+        "num_local_experts": count,
+        "num_experts_per_tok": values.count("expert_used_count"),
+        "norm_topk_prob": True,  # of all models of these families
+        "moe_intermediate_size": values.intermediate,
+    }
+
+
 _SANDWICH = (
     "input_layernorm", "post_attention_layernorm",
     "pre_feedforward_layernorm", "post_feedforward_layernorm",
@@ -198,6 +236,21 @@ FAMILIES = {
     "mistral": Family(model="Mistral", layer_types="sliding"),
     "qwen2": Family(model="Qwen2", qkv_bias=True, o_bias=False, gguf="qwen2"),
     "qwen3": Family(model="Qwen3", qk_norm="heads", gguf="qwen3"),
+    "qwen3_moe": Family(
+        model="Qwen3Moe",
+        qk_norm="heads",
+        layer_types="sliding",
+        experts=True,
+        gguf="qwen3moe",
+        gguf_values=_experts_gguf,
+    ),
+    "mixtral": Family(
+        model="Mixtral",
+        layer_types="sliding",
+        experts=True,
+        gguf_rows=True,
+        gguf_values=_experts_gguf,
+    ),
     "smollm3": Family(model="SmolLM3", switches=_without_rope, gguf="smollm3", gguf_rows=True),
     "granite": Family(
         model="Granite",

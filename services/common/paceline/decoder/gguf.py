@@ -22,7 +22,7 @@ from paceline.decoder.config import (
     decoder_config,
     rope_frequencies,
 )
-from paceline.decoder.families import FAMILIES, GGUF_NAMES
+from paceline.decoder.families import FAMILIES, GGUF_NAMES, expert_name
 from paceline.decoder.gguf_file import (
     GgufFile,
     GgufTensor,
@@ -57,12 +57,13 @@ class Metadata:
         self.family = FAMILIES[self.model_type]
         if self._values.get("split.count", 1) not in (0, 1):
             raise self._error("one part of a split model; merge the parts to one file")
-        if self.get("expert_count", 0):
-            raise self._error("mixtures of experts are not supported")
         tensors = file.tensors
         self.layers = self.count("block_count")
         self.hidden = self.count("embedding_length")
-        self.intermediate = self.count("feed_forward_length")
+        self.experts = self.count("expert_count") if self.family.experts else 0
+        wide = "expert_feed_forward_length"
+        named = self.experts and self.get(wide) is not None
+        self.intermediate = self.count(wide if named else "feed_forward_length")
         self.q_heads = self.count("attention.head_count")
         self.kv_heads = self.count("attention.head_count_kv", self.q_heads)
         if self.q_heads % self.kv_heads:
@@ -88,7 +89,7 @@ class Metadata:
         self.mlp_bias = "blk.0.ffn_gate.bias" in tensors
 
     def _model_type(self) -> str:
-        """The family; a file of OLMo 3 has the architecture of OLMo 2."""
+        """The family; a file of OLMo 3 has the architecture of OLMo 2, Mixtral that of Llama."""
         known = {family.gguf: name for name, family in reversed(FAMILIES.items())}
         known.pop("", None)
         if self.architecture not in known:
@@ -98,6 +99,10 @@ class Metadata:
             )
         found = known[self.architecture]
         windows = self.get("attention.sliding_window") is not None
+        if self.get("expert_count", 0) and not FAMILIES[found].experts:
+            if found != "llama":
+                raise self._error(f"experts are not supported in a model of type {found!r}")
+            return "mixtral"
         return "olmo3" if found == "olmo2" and windows else found
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -145,7 +150,9 @@ def expected_tensors(values: Metadata) -> Iterator[tuple[str, str, tuple[int, ..
     yield EMBEDDING, "model.embed_tokens.weight", (values.vocab_size, values.hidden)
     yield NORM, "model.norm.weight", (values.hidden,)
     layer = dict(
-        family.layer_tensors(values.hidden, values.intermediate, values.head_dim, heads, biases)
+        family.layer_tensors(
+            values.hidden, values.intermediate, values.head_dim, heads, biases, values.experts
+        )
     )
     for index in range(values.layers):
         for name, shape in layer.items():
@@ -300,7 +307,7 @@ class GgufModel(ModelSource):
         return fingerprint_files(b"", self.files())
 
     def _formats(self) -> Counter[GGMLQuantizationType]:
-        return Counter(t.kind for t in self._file.tensors.values() if len(t.shape) == 2)
+        return Counter(t.kind for t in self._file.tensors.values() if len(t.shape) > 1)
 
     def _dtype(self) -> str:
         return "float32" if set(self._formats()) == {GGMLQuantizationType.F32} else "bfloat16"
@@ -412,13 +419,22 @@ class _Tensors(Mapping[str, Weight]):
         self._heads: dict[str, int] = {}
         if values.family.gguf_rows:
             self._heads = {"attn_q": values.q_heads, "attn_k": values.kv_heads}
-        self._names = {hf_name: name for name, hf_name, _ in expected_tensors(values)}
+        self._names: dict[str, tuple[str, int | None]] = {}
+        for stored, name, _ in expected_tensors(values):
+            if ".experts." not in name:
+                self._names[name] = (stored, None)
+                continue
+            for expert in range(values.experts):
+                self._names[expert_name(name, expert)] = (stored, expert)
         if _HEAD in file.tensors:
-            self._names["lm_head.weight"] = _HEAD
+            self._names["lm_head.weight"] = (_HEAD, None)
 
     def __getitem__(self, name: str) -> Weight:
-        stored = self._names[name]
-        found = decode(self._file, self._file.tensors[stored])  # copies
+        stored, expert = self._names[name]
+        tensor = self._file.tensors[stored]
+        if expert is not None:
+            tensor = tensor.part(expert)
+        found = decode(self._file, tensor)  # copies
         self._file.release()
         part = stored.split(".")[-2]
         if part in self._heads:

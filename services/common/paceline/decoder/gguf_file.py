@@ -59,6 +59,12 @@ class GgufTensor:
     kind: GGMLQuantizationType
     data: Bytes
 
+    def part(self, index: int) -> GgufTensor:
+        """The part of the outermost dimension at an index."""
+        size = len(self.data) // self.shape[0]
+        data = self.data[index * size : (index + 1) * size]
+        return GgufTensor(f"{self.name}[{index}]", self.shape[1:], self.kind, data)
+
 
 @dataclass(frozen=True)
 class GgufFile:

@@ -6,19 +6,20 @@ RoPE are float32 for bfloat16 weights too; the compiled kernels keep all activat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig, Rope, UnsupportedModelError, head_order
-from paceline.decoder.families import FAMILIES
+from paceline.decoder.experts import Experts
+from paceline.decoder.families import FAMILIES, expert_name
 from paceline.decoder.model_source import ModelSource
 from paceline.decoder.packed import PackedWeights
 from paceline.decoder.sources import open_model
@@ -32,6 +33,7 @@ from paceline.kernels import (
     Probe,
     Program,
     Recorder,
+    Routing,
     TreePlan,
 )
 from paceline.kernels.linear import PackedMatrix
@@ -57,12 +59,12 @@ class _Layer:
     qkv: Linear
     head_norms: tuple[Norm, Norm] | None  # of queries, of keys
     out: Linear
-    gate_up: Linear
-    down: Linear
+    router: Linear | None  # scores of experts, if there are any
+    gate_up: Linear | Experts
+    down: Linear | Experts
 
 
 _EMBEDDING = "model.embed_tokens.weight"
-_MATRICES = ("qkv", "out", "gate_up", "down")
 
 
 class AttentionObserver(Protocol):
@@ -189,8 +191,7 @@ class Decoder:
         if not self.config.tied:
             found["embedding"] = self._embedding
         for index, layer in enumerate(self._layers):
-            for name in _MATRICES:
-                found[f"layers.{index}.{name}"] = getattr(layer, name).weight
+            found |= {f"layers.{index}.{name}": each.weight for name, each in _linears(layer)}
         return found
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -244,8 +245,10 @@ class Decoder:
 
     def linears(self) -> list[Linear]:
         """One linear layer of every shape: those of the first layer, and the LM head."""
-        first = self._layers[0]
-        return [first.qkv, first.out, first.gate_up, first.down, self._head]
+        shapes: dict[tuple[int, int], Linear] = {}
+        for _, each in _linears(self._layers[0]):
+            shapes.setdefault((each.in_features, each.out_features), each)
+        return [*shapes.values(), self._head]
 
     def with_layers(self, indices: Sequence[int]) -> Decoder:
         """A decoder over some of the layers, with the same weights; its caches have as many."""
@@ -292,10 +295,7 @@ class Decoder:
             q = program.rotate(program.multiply(inputs, layer.qkv), layer.head_norms, index, rope)
             attended = program.attend(q, index, config.windows[index])
             delta = leave(program.multiply(attended, layer.out), after)
-            gated = program.gate(
-                program.multiply(enter(before_mlp), layer.gate_up), gelu=config.gelu
-            )
-            delta = leave(program.multiply(gated, layer.down), after_mlp)
+            delta = leave(_feed_forward(config, program, layer, enter(before_mlp)), after_mlp)
         program.add(x, delta, scale)
         program.tap(x, len(self._layers) - 1)
         logits = program.multiply(
@@ -306,6 +306,31 @@ class Decoder:
         return program.finish()
 
 
+def _linears(layer: _Layer) -> Iterator[tuple[str, Linear]]:
+    """All linear layers of a layer, by name; experts by number."""
+    for name in ("qkv", "out", "router", "gate_up", "down"):
+        found = getattr(layer, name)
+        if isinstance(found, Experts):
+            yield from ((f"{name}.{index}", each) for index, each in enumerate(found.experts))
+        elif found is not None:
+            yield name, found
+
+
+def _feed_forward(config: DecoderConfig, program: Recorder, layer: _Layer, x: int) -> int:
+    if layer.router is None:
+        assert isinstance(layer.gate_up, Linear)
+        assert isinstance(layer.down, Linear)
+        gated = program.gate(program.multiply(x, layer.gate_up), gelu=config.gelu)
+        return program.multiply(gated, layer.down)
+    assert isinstance(layer.gate_up, Experts)
+    assert isinstance(layer.down, Experts)
+    routing = Routing(config.experts, config.experts_per_token, config.norm_topk_prob)
+    routes = program.route(program.multiply(x, layer.router), routing)
+    gate_up = program.multiply_slots(program.spread(x, routes), layer.gate_up)
+    gated = program.gate(gate_up, gelu=config.gelu)
+    return program.combine(program.multiply_slots(gated, layer.down), routes)
+
+
 def _check_names(config: DecoderConfig, weights: Mapping[str, Weight]) -> None:
     """Refuse tensors of layers that would be left out, such as biases or scales."""
     layer = FAMILIES[config.model_type].layer_tensors(
@@ -314,8 +339,11 @@ def _check_names(config: DecoderConfig, weights: Mapping[str, Weight]) -> None:
         config.head_dim,
         (config.q_heads, config.kv_heads),
         (config.qkv_bias, config.o_bias, config.mlp_bias),
+        config.experts,
     )
-    known = {name for name, _ in layer} | {"self_attn.rotary_emb.inv_freq"}
+    known = {"self_attn.rotary_emb.inv_freq"}
+    for name, _ in layer:
+        known |= {expert_name(name, expert) for expert in range(max(1, config.experts))}
     if config.qk_norm:
         known |= {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
     for name in weights:
@@ -364,15 +392,31 @@ def _layer(
     if config.qk_norm:
         widths = (q, kv) if family.qk_norm == "rows" else (dim, dim)
         head_norms = (norm("self_attn.q_norm", widths[0]), norm("self_attn.k_norm", widths[1]))
-    qkv = [f"self_attn.{name}" for name in family.qkv]
-    gate_up = [f"mlp.{name}" for name in family.gate_up]
+
+    def feed_forward(matrix: str, names: Sequence[str], outs: Sequence[int], ins: int) -> Any:
+        bias = config.mlp_bias
+        if not config.experts:
+            return fused(matrix, [f"mlp.{name}" for name in names], outs, ins, bias)
+        return Experts(
+            [
+                fused(
+                    f"{matrix}.{e}", [f"mlp.experts.{e}.{name}" for name in names], outs, ins, bias
+                )
+                for e in range(config.experts)
+            ]
+        )
+
+    qkv, router = [f"self_attn.{name}" for name in family.qkv], None
+    if config.experts:
+        router = fused("router", ["mlp.router"], (config.experts,), hidden, family.router_bias)
     return _Layer(
         norms=tuple(norm(name, hidden) if name else None for name in family.norms),
         qkv=fused("qkv", qkv, (q, kv, kv), hidden, config.qkv_bias, _rows_in_order(config)),
         head_norms=head_norms,
         out=fused("out", ["self_attn.o_proj"], (hidden,), q, config.o_bias),
-        gate_up=fused("gate_up", gate_up, (wide, wide), hidden, config.mlp_bias),
-        down=fused("down", ["mlp.down_proj"], (hidden,), wide, config.mlp_bias),
+        router=router,
+        gate_up=feed_forward("gate_up", family.gate_up, (wide, wide), hidden),
+        down=feed_forward("down", ["down_proj"], (hidden,), wide),
     )
 
 

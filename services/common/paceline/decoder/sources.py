@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError, decoder_config
+from paceline.decoder.experts import ExpertTensors
+from paceline.decoder.families import FAMILIES
 from paceline.decoder.model_source import ModelSource, file_facts
-from paceline.decoder.weights import Checkpoint, Weight, fingerprint_files, weight_files
+from paceline.decoder.weights import Checkpoint, Weight, fingerprint_files, plain, weight_files
 
 _log = logging.getLogger(__name__)
 
@@ -70,13 +72,18 @@ class ModelFolder(ModelSource):
         return (found,) if isinstance(found, int) else tuple(found)
 
     def tensors(self, dtype: torch.dtype, device: torch.device | str) -> Mapping[str, Weight]:
-        return Checkpoint(self.path, dtype, device)
+        return self._tensors(dtype, device)
 
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        weights = Checkpoint(self.path, dtype, device)
+        weights = self._tensors(dtype, device)
         if name not in weights:
             raise UnsupportedModelError(f"{self.path} lacks the tensor {name!r}")
-        return weights.mapped(name)
+        return plain(weights.mapped(name), dtype).to(device)
+
+    def _tensors(self, dtype: torch.dtype, device: torch.device | str) -> ExpertTensors:
+        family = FAMILIES.get(json.loads(self._read("config.json")).get("model_type"))
+        interleaved = family is not None and family.interleaved
+        return ExpertTensors(Checkpoint(self.path, dtype, device), interleaved=interleaved)
 
     @cached_property
     def tokenizer(self) -> bytes:
@@ -133,7 +140,9 @@ class Origin:
         known = json.loads(source.tokenizer or b"{}")
         tokens = dict(known.get("model", {}).get("vocab", {}))
         tokens |= {each["content"]: each["id"] for each in known.get("added_tokens", ())}
-        name = f"model.layers.{source.config().layers - 1}.mlp.down_proj.weight"
+        config = source.config()
+        part = "mlp.experts.0.down_proj" if config.experts else "mlp.down_proj"
+        name = f"model.layers.{config.layers - 1}.{part}.weight"
         matrix = source.tensor(name, torch.float32, "cpu").flatten()
         places = torch.linspace(0, len(matrix) - 1, _VALUES, dtype=torch.float64).long()
         return cls(

@@ -28,14 +28,17 @@ VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 """Matrices that keep 8 bits in a 4-bit model: 4 bits there alone cost as
 much as Q4_1 of everything (on SmolLM2-135M a KL divergence of 0.06)."""
 
+ROUTER = ".mlp.router.weight"
+"""Matrices that are never quantised: a small error there chooses other experts."""
+
 _BITS = {"int8": 8, "int4": 4}
 
 
 class WeightsOf(Mapping[str, Weight]):
     """Tensors by name, each converted to the format of a configuration when it is read.
 
-    int8 and int4 quantise every matrix; blocks of as many bits or fewer stay as they are. Vectors
-    (norms, biases) stay plain tensors.
+    int8 and int4 quantise every matrix but routers; blocks of as many bits or fewer stay as they
+    are. Vectors (norms, biases) stay plain tensors.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class WeightsOf(Mapping[str, Weight]):
 
     def __getitem__(self, name: str) -> Weight:
         found = self._stored[name]
-        bits = _BITS.get(self._weights, 0)
+        bits = 0 if name.endswith(ROUTER) else _BITS.get(self._weights, 0)
         if len(found.shape) != 2:
             return found.to(self._device) if isinstance(found, Tensor) else found
         if bits == 4 and name in VOCABULARY:
@@ -159,8 +162,7 @@ class Checkpoint(Mapping[str, Tensor]):
         self._device = device
 
     def __getitem__(self, name: str) -> Tensor:
-        # A copy outlives the file.
-        return self.stored(name).to(self._device, self._dtype, copy=True)
+        return self.converted(self.stored(name))  # a copy outlives the file
 
     def mapped(self, name: str) -> Tensor:
         """A tensor mapped from the file, whose page cache all processes share.
@@ -170,6 +172,10 @@ class Checkpoint(Mapping[str, Tensor]):
         copy.
         """
         return self.stored(name).to(self._device, self._dtype)
+
+    def converted(self, tensor: Tensor) -> Tensor:
+        """A copy of a part of a stored tensor, as all others come."""
+        return tensor.to(self._device, self._dtype, copy=True)
 
     def stored(self, name: str) -> Tensor:
         """A tensor in the type of the file; bfloat16 if it is in 8-bit blocks.
@@ -197,6 +203,38 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the values of a float of 4 bits (E2M1), without sign."""
+
+
+def mxfp4(values: Tensor, scales: Tensor) -> Blocks:
+    """Matrices of MXFP4 (OCP Microscaling Formats, 2023) as 8-bit blocks of the same values.
+
+    Args:
+        values: uint8 ``[outs, ins / 32, 16]``, two floats of 4 bits each, the low half first.
+        scales: uint8 ``[outs, ins / 32]``, exponents of two, 127 for 1.
+
+    Raises:
+        UnsupportedModelError: Other types or shapes, or a scale that is not a number.
+    """
+    types = (values.dtype, scales.dtype) == (torch.uint8, torch.uint8)
+    if (
+        not types
+        or values.shape != (*scales.shape, 16)
+        or scales.dim() != 2
+        or (scales == 255).any()
+    ):
+        raise UnsupportedModelError(
+            f"MXFP4 values are {values.dtype} {tuple(values.shape)} with scales {scales.dtype} "
+            f"{tuple(scales.shape)}; expected uint8 [outs, ins / 32, 16] with uint8 "
+            "[outs, ins / 32] below 255"
+        )
+    table = torch.tensor([*_DOUBLED, *(-each for each in _DOUBLED)]).add(128).to(torch.uint8)
+    pairs = torch.stack([values & 15, values >> 4], -1)
+    scale = torch.ldexp(torch.tensor(0.5), scales.int() - 127)
+    return Blocks(table[pairs.long()].flatten(1), scale, None, 8, 128)
 
 
 def _values(name: str, values: Tensor, scale: Tensor) -> Tensor:
@@ -326,6 +364,11 @@ class Linear:
         else:
             self._weight = weight
             self._bias = None if bias is None else bias.to(weight.dtype)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """``[out]``, or None."""
+        return self._bias if self.packed is None else self.packed.bias
 
     @property
     def weight(self) -> Tensor | PackedMatrix:

@@ -1,0 +1,141 @@
+"""Routed experts: their tensors in folders, and their linear layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from paceline.decoder.weights import Checkpoint, Linear, Weight, mxfp4
+
+_NAMES = {
+    ".block_sparse_moe.": ".mlp.",
+    ".mlp.gate.": ".mlp.router.",
+    ".w1.": ".gate_proj.",
+    ".w3.": ".up_proj.",
+    ".w2.": ".down_proj.",
+}
+"""Parts of names in folders of mixtures of experts, and what they are here."""
+
+_STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks|_scales)?$")
+"""Tensors of all experts of a layer: weights, biases, or MXFP4 values and scales."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An expert's part of a stacked tensor: all of its outputs, or every second one."""
+
+    stacked: str
+    expert: int
+    half: int | None
+
+
+class ExpertTensors(Mapping[str, Weight]):
+    """The tensors of a folder, those of experts by the same names in all families.
+
+    ``mlp.router`` has the scores of all experts; ``mlp.experts.N`` has ``gate_proj``, ``up_proj``
+    and ``down_proj`` of an expert, whether the folder has a tensor of each or one of all experts.
+    MXFP4 becomes 8-bit blocks of the same values.
+    """
+
+    def __init__(self, folder: Checkpoint, *, interleaved: bool) -> None:
+        """Take a folder's tensors, each read on access.
+
+        Args:
+            folder: The folder.
+            interleaved: Tensors of all experts are ``[experts, ins, outs]`` with gates and ups in
+                turns (gpt-oss), not ``[experts, outs, ins]`` with all gates first.
+        """
+        self._folder, self._interleaved = folder, interleaved
+        self._names: dict[str, str | _Part] = {}
+        for stored in folder:
+            name = stored
+            for part, ours in _NAMES.items():
+                name = name.replace(part, ours)
+            found = _STACKED.match(name)
+            if found is None:
+                self._names[name] = stored
+                continue
+            layer, matrix, kind = found.groups()
+            if kind == "_scales":
+                continue
+            parts = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else ("down_proj",)
+            for expert in range(len(folder.mapped(stored))):
+                for half, each in enumerate(parts):
+                    place = _Part(stored, expert, half if len(parts) > 1 else None)
+                    tail = "bias" if kind == "_bias" else "weight"
+                    self._names[f"{layer}.{expert}.{each}.{tail}"] = place
+
+    def __getitem__(self, name: str) -> Weight:
+        found = self._names[name]
+        return self._folder[found] if isinstance(found, str) else self._read(found)
+
+    def mapped(self, name: str) -> Weight:
+        """A tensor mapped from the file, where possible; see :meth:`Checkpoint.mapped`."""
+        found = self._names[name]
+        return self._folder.mapped(found) if isinstance(found, str) else self._read(found)
+
+    def _read(self, part: _Part) -> Weight:
+        found = self._folder.stored(part.stacked)[part.expert]
+        if part.stacked.endswith("_blocks"):
+            scales = self._folder.stored(part.stacked.removesuffix("blocks") + "scales")
+            return mxfp4(self._half(found, part), self._half(scales[part.expert], part))
+        if self._interleaved and found.dim() == 2:
+            found = found.T
+        return self._folder.converted(self._half(found, part))
+
+    def _half(self, outputs: Tensor, part: _Part) -> Tensor:
+        if part.half is None:
+            return outputs
+        return outputs[part.half :: 2] if self._interleaved else outputs.chunk(2)[part.half]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # without reading it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class Experts:
+    """The linear layers of the experts of a layer, see :class:`paceline.kernels.ExpertMatrices`.
+
+    Attributes:
+        experts: By expert.
+    """
+
+    def __init__(self, experts: Sequence[Linear]) -> None:
+        """Take the layers, which have one shape."""
+        self.experts = experts
+        self._stacked: Tensor | None = None
+        self._bias: Tensor | None = None
+        weight = experts[0].weight
+        if isinstance(weight, Tensor) and weight.device.type != "cpu":
+            self.stack()
+
+    def stack(self) -> None:
+        """Make the layers views of one tensor, for products that run all experts in one call."""
+        weights, biases = zip(*((each.weight, each.bias) for each in self.experts), strict=True)
+        self._stacked = torch.stack(weights)
+        self._bias = None if biases[0] is None else torch.stack(biases)
+        self.experts = [Linear(*each) for each in zip(self._stacked, biases, strict=True)]
+
+    def __call__(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """``[slots, in]`` to ``[slots, out]``, each by its expert: int64 ``[slots]``, rising.
+
+        Off the CPU the shapes of all calculations depend on the number of slots alone.
+        """
+        numbers = torch.arange(len(self.experts), device=x.device)
+        ends = torch.searchsorted(chosen, numbers, right=True)
+        if self._stacked is not None:
+            out = grouped_mm(x, self._stacked.transpose(1, 2), offs=ends.int())
+            return out if self._bias is None else out + self._bias[chosen]
+        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        parts = zip(self.experts, x.split(counts), strict=True)
+        return torch.cat([expert(part) for expert, part in parts if len(part)])
