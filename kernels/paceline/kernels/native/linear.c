@@ -56,7 +56,7 @@ static void multiply(const Matrix *m, const float *x, const void *scratch, int64
   else if (m->format == LINEAR_BF16)
     bf16_rows(block.count, m, x, out, first);
   else
-    quantised_kernels[m->format == LINEAR_Q4][m->scales_f16][m->minima](block.count, m, a, out, first);
+    quantised_kernel(m, rows)(block.count, m, a, out, first);
 }
 
 /* An item is two panels times some blocks of rows. */
