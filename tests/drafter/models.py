@@ -30,6 +30,8 @@ from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import GenerationInfo, Resources
 from paceline.drafter.methods.checkpoint import TargetRef, load_weights
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, read_dspark, save_dspark
+from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model, read_eagle3, save_eagle3
+from paceline.drafter.methods.layers import DraftModel
 from paceline.drafter.methods.longspec import (
     LongSpecConfig,
     LongSpecModel,
@@ -118,14 +120,22 @@ def write_dspark(
     return folder
 
 
-def _random_weights(model: LongSpecModel | DSparkModel, seed: int) -> dict[str, Tensor]:
+def write_eagle3(folder: Path, target: Path, seed: int = 0, **shape: Any) -> Path:
+    """Save a random EAGLE-3 drafter for a target, in fp32."""
+    config = Eagle3Config.for_target(target, **{"taps": (0, 1), **shape})
+    weights = _random_weights(Eagle3Model(config), seed)
+    save_eagle3(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
+    return folder
+
+
+def _random_weights(model: DraftModel, seed: int) -> dict[str, Tensor]:
     torch.manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, 0.0, 0.3)
         else:
             parameter.data += 0.2 * torch.randn_like(parameter)
-    if getattr(model, "d2t", None) is not None:
+    if model.d2t is not None:
         model.d2t.copy_(torch.randperm(VOCAB)[: len(model.d2t)].sort().values)
     return model.state_dict()
 
@@ -250,7 +260,7 @@ def made_up_kv(config: Any, committed: int, seed: int = 0) -> FakeKv:
 
 
 def made_up_states(
-    config: DSparkConfig, committed: int, seed: int = 0, window: int = 0
+    config: DSparkConfig | Eagle3Config, committed: int, seed: int = 0, window: int = 0
 ) -> FakeStates:
     """Random states, which at a position do not depend on ``committed``."""
     draws = torch.Generator().manual_seed(seed)
@@ -510,3 +520,49 @@ class DenseDSpark(_Dense):
         return beam_search(
             text, sampling, widths, lambda path: self.after(hidden, [text[-1], *path])[0], adjust
         )
+
+
+class DenseEagle3(_Dense):
+    """EAGLE-3: each path by itself, one token after the other."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        layers = load_config(target).layers
+        super().__init__(Eagle3Model, *read_eagle3(folder, layers), folder, target)
+
+    def source(self, text: Sequence[int], seed: int) -> FakeStates:
+        """Hidden states for a text."""
+        return made_up_states(self.config, len(text) - 1, seed)
+
+    def after(self, text: Sequence[int], path: Sequence[int], states: FakeStates) -> Tensor:
+        """Logits after a drafted path, ``[V]``."""
+        end, window = len(text) - 1, self.config.window or 1 << 30
+        hidden = self.model.fuse(states.states[None, :end])
+        past, begin = None, 1
+        for stop in range(end + 1, end + 2 + len(path)):
+            tokens, places = torch.tensor([[*text, *path][begin:stop]]), torch.arange(begin, stop)
+            apart = places[:, None] - torch.arange(1, stop)
+            seen = (apart >= 0) & (apart < window)
+            embedded = self.embedding[tokens]
+            out, hidden, new = self.model(embedded, hidden, places[None], seen[None], past)
+            if past is not None:
+                pairs = zip(past, new, strict=True)
+                new = tuple(torch.cat(pair, dim=2) for pair in pairs)
+            past = new
+            hidden, begin = hidden[:, -1:], stop
+        scores: Tensor = self.model.draft_head(self.head) @ out[0, -1]
+        if self.model.d2t is None:
+            return scores
+        whole = torch.full((len(self.head),), -torch.inf)
+        whole[self.model.d2t] = scores
+        return whole
+
+    @torch.inference_mode()
+    def tree(
+        self,
+        text: list[int],
+        states: FakeStates,
+        sampling: sampling_pb2.SamplingParams,
+        widths: Sequence[int],
+    ) -> dict[tuple[int, ...], float]:
+        """See :func:`beam_search`."""
+        return beam_search(text, sampling, widths, lambda path: self.after(text, path, states))

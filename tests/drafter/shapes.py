@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from paceline.drafter.methods.dspark import DSparkConfig
+from paceline.drafter.methods.eagle3 import Eagle3Config
 from paceline.drafter.methods.longspec import LongSpecConfig
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -22,6 +23,11 @@ LONGSPEC = LongSpecConfig(
     hidden=24, intermediate=40, q_heads=6, kv_heads=2, head_dim=8, vocab_size=50, max_position=4096,
     norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, target_layer=2,
     target_layers=3, window=5,
+)  # fmt: skip
+EAGLE3 = Eagle3Config(
+    hidden=24, intermediate=40, q_heads=6, kv_heads=2, head_dim=8, vocab_size=50, max_position=4096,
+    norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, taps=(1, 3, 4),
+    target_layers=8,
 )  # fmt: skip
 
 

@@ -24,11 +24,12 @@ from .models import (
     made_up_states,
     text_of,
     write_dspark,
+    write_eagle3,
     write_longspec,
     write_model,
 )
 
-METHODS = ("lm", "longspec", "dspark", "selfspec")
+METHODS = ("lm", "longspec", "dspark", "eagle3", "selfspec")
 READERS = METHODS[1:]
 BUDGETS = ("lm, streaming", "lm, chunk_topk")
 """``lm`` under a KV budget, by policy."""
@@ -67,6 +68,9 @@ def load(
     if name == "longspec":
         layer = write_longspec(folder / name, target, window=16)
         return Method(models.load(name, layer, target, **options), "kv")
+    if name == "eagle3":
+        layer = write_eagle3(folder / name, target, norm_output=True, window=300)
+        return Method(models.load(name, layer, target, **options), "states")
     block = write_dspark(folder / name, target, markov_rank=32, window=16, layers=2)
     return Method(models.load(name, block, target, **options), "states")
 
@@ -147,6 +151,10 @@ def drafted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], M
     for widths in ("4,4,4,4", "3,1", "1,1,1", "1,2,9,5"):
         options = {"widths": widths, "max_nodes": 12, "context": 40}
         loaded["levels", widths] = Method(models.load("longspec", layer, target, **options), "kv")
+    states = write_eagle3(folder / "states", target, window=30, draft_vocab_size=40, fc_norm=True)
+    for widths in ("4,4,4,4", "1,1,1", "1,2,9,5"):
+        drafter = models.load("eagle3", states, target, widths=widths, max_nodes=12)
+        loaded["levels with states", widths] = Method(drafter, "states")
     return loaded
 
 

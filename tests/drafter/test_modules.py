@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.drafter.methods.dspark import MARKOV_HEADS, ConfidenceHead, DSparkModel, MarkovHead
+from paceline.drafter.methods.eagle3 import Eagle3Model
 from paceline.drafter.methods.longspec import LongSpecModel, lag_mask, window_mask
 from paceline.kernels import streaming
 
-from .shapes import DSPARK, LONGSPEC, randomised
+from .shapes import DSPARK, EAGLE3, LONGSPEC, randomised
 
 
 @pytest.fixture
@@ -239,3 +240,63 @@ def test_a_lag_below_one_is_refused() -> None:
         [False, True, True, False],
         [False, False, True, True],
     ]
+
+
+EAGLE3_NORMS = {
+    "3": {},
+    "3.1": {"fc_norm": True, "norm_output": True},
+    "others": {"norm_before_fc": True, "norm_before_residual": True, "qk_norm": True},
+}
+
+
+@pytest.mark.parametrize("norms", EAGLE3_NORMS)
+def test_an_eagle3_layer_by_hand(norms: str) -> None:
+    """EAGLE-3, section 3.1: three tokens with states of the target, two with its own outputs."""
+    model = randomised(Eagle3Model(replace(EAGLE3, **EAGLE3_NORMS[norms])))
+    config, weights = model.config, model.state_dict()
+    layer = {n.removeprefix("layers.0.")[:-7]: w for n, w in weights.items()}
+    embedded, taps = torch.randn(5, 24), torch.randn(3, 72)
+    states = []
+    for row in taps:
+        parts = row.split(24)
+        if config.fc_norm:
+            parts = tuple(normed(p, weights[f"fc_norm.{i}.weight"]) for i, p in enumerate(parts))
+        whole = torch.cat(parts)
+        if config.norm_before_fc:
+            whole = normed(whole, weights["input_norm.weight"])
+        states.append(weights["fc.weight"] @ whole)
+    keys, values, finals = [], [], []
+    for place in range(5):
+        hidden = normed(states[place], layer["hidden_norm"])
+        inputs = torch.cat([normed(embedded[place], layer["input_layernorm"]), hidden])
+        q, k, v = ((layer[f"self_attn.{n}_proj"] @ inputs).split(8) for n in "qkv")
+        if config.qk_norm:
+            q = [normed(head, layer["self_attn.q_norm"]) for head in q]
+            k = [normed(head, layer["self_attn.k_norm"]) for head in k]
+        keys.append([turned(head, place + 1) for head in k])
+        values.append(v)
+        heads = []
+        for number, head in enumerate(q):
+            scores = torch.stack([turned(head, place + 1) @ key[number // 3] for key in keys])
+            seen = zip((scores / 8**0.5).softmax(0), values, strict=True)
+            heads.append(sum(share * value[number // 3] for share, value in seen))
+        x = hidden if config.norm_before_residual else states[place]
+        x = x + layer["self_attn.o_proj"] @ torch.cat(heads)
+        inner = normed(x, layer["post_attention_layernorm"])
+        gated = F.silu(layer["mlp.gate_proj"] @ inner) * (layer["mlp.up_proj"] @ inner)
+        x = x + layer["mlp.down_proj"] @ gated
+        finals.append(normed(x, weights["norm.weight"]))
+        if place >= 2:
+            states.append(finals[-1] if config.norm_output else x)
+    with torch.no_grad():
+        causal = torch.ones(1, 3, 3, dtype=torch.bool).tril()
+        fused = model.fuse(taps[None])
+        found, again, past = model(embedded[None, :3], fused, torch.tensor([[1, 2, 3]]), causal)
+        outputs = [found[0]]
+        for place in (3, 4):
+            seen = torch.ones(1, 1, place + 1, dtype=torch.bool)
+            inputs = embedded[None, place : place + 1], again[:, -1:], torch.tensor([[place + 1]])
+            found, again, new = model(*inputs, seen, past)
+            past = tuple(torch.cat(pair, dim=2) for pair in zip(past, new, strict=True))
+            outputs.append(found[0])
+    torch.testing.assert_close(torch.cat(outputs), torch.stack(finals), rtol=1e-4, atol=1e-4)

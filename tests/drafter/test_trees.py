@@ -1,4 +1,4 @@
-"""Trees of ``lm``, ``longspec`` and ``dspark`` against dense beam searches."""
+"""Trees of ``lm``, ``longspec``, ``dspark`` and ``eagle3`` against dense beam searches."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .models import (
     GREEDY,
     SAMPLINGS,
     DenseDSpark,
+    DenseEagle3,
     DenseLm,
     DenseLongSpec,
     check_tree,
@@ -23,6 +24,7 @@ from .models import (
     target_kv,
     text_of,
     write_dspark,
+    write_eagle3,
     write_longspec,
     write_model,
 )
@@ -80,6 +82,18 @@ CASES = {
         "dspark", drafter={"markov_rank": 6, "window": 16, "state_input": True}
     ),
     "dspark, confidence alone": Case("dspark", drafter={"window": 30}),
+    "eagle3": Case("eagle3"),
+    "eagle3, window, reduced vocabulary": Case(
+        "eagle3", drafter={"window": 16, "draft_vocab_size": 40, "taps": (0,)}
+    ),
+    "eagle3, 3.1, tied": Case(
+        "eagle3", "llama", {"tie_word_embeddings": True}, {"fc_norm": True, "norm_output": True}
+    ),
+    "eagle3, normed residual, heads": Case(
+        "eagle3", "qwen3", drafter={
+            "norm_before_residual": True, "norm_before_fc": True, "qk_norm": True,
+        },
+    ),
     "dflash, yarn": Case(
         "dspark", "qwen3", {"rope_parameters": {"rope_theta": 1e4, **_YARN}},
         {"confidence": False, "from_anchor": False, "block": 5},
@@ -102,6 +116,9 @@ class Pair:
         elif case.method == "dspark":
             write_dspark(self.folder, self.target, 1, **case.drafter)
             self.dense = DenseDSpark(self.folder, self.target)
+        elif case.method == "eagle3":
+            write_eagle3(self.folder, self.target, 1, **case.drafter)
+            self.dense = DenseEagle3(self.folder, self.target)
         else:
             self.folder, self.target = self.target, None
             self.dense = DenseLm(self.folder)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from paceline.bench.services import kv_segments
 from paceline.client import Client, DraftOptions, GenerationResult
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
+from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model, save_eagle3
 from paceline.drafter.methods.longspec import (
     LongSpecConfig,
     LongSpecModel,
@@ -57,6 +58,15 @@ def write_block(target: Path, folder: Path, **fields: Any) -> Path:
     torch.nn.init.normal_(model.markov_head.markov_w2.weight)  # it begins with zeros
     weights = model.state_dict()
     save_dspark(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
+    return folder
+
+
+def write_states(target: Path, folder: Path) -> Path:
+    """An EAGLE-3 layer of random weights."""
+    torch.manual_seed(0)
+    config = Eagle3Config.for_target(target, taps=(0, 1))
+    weights = Eagle3Model(config).state_dict()
+    save_eagle3(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
     return folder
 
 

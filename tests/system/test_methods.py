@@ -14,6 +14,7 @@ from system_support import (
     reference,
     write_block,
     write_layer,
+    write_states,
 )
 from tiny_models import FAMILIES
 
@@ -27,6 +28,7 @@ METHODS = {
     "dspark-tree": "dspark:{block},target={target}",
     "dspark-chain": "dspark:{block},target={target},widths=1",
     "dspark-followed": "dspark:{block},target={target},states=follow",
+    "eagle3": "eagle3:{states},target={target}",
     "selfspec-mapped": "selfspec:{target},context=48,kv=map",
     "selfspec-chosen": "selfspec:{target},context=48,kv=map,kv_policy=verified",
     "selfspec-pages": "selfspec:{target},context=48,kv=map,kv_policy=quest,widths=2,1",
@@ -35,7 +37,14 @@ METHODS = {
     "selfspec-chunk": "selfspec:{target},context=48,kv=follow,kv_policy=chunk_topk,kv_wire=float8",
     "selfspec-quest": "selfspec:{target},context=48,kv=follow,kv_policy=quest",
 }
-SHAPES = ("longspec", "dspark-tree", "dspark-followed", "selfspec-mapped", "selfspec-quest")
+SHAPES = (
+    "longspec",
+    "dspark-tree",
+    "dspark-followed",
+    "eagle3",
+    "selfspec-mapped",
+    "selfspec-quest",
+)
 """Methods that are tested with every family's shapes."""
 
 POSITION_BYTES = {"auto": 256, "int8": 80}
@@ -62,6 +71,7 @@ def methods(
             "target": target,
             "layer": write_layer(target, folder / "layer"),
             "block": write_block(target, folder / "block"),
+            "states": write_states(target, folder / "states"),
         }
         loads += [f"--load={family}-{n}={spec.format(**paths)}" for n, spec in METHODS.items()]
         if family == "llama":

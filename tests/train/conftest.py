@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
+from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model, save_eagle3
 from paceline.drafter.methods.longspec import (
     LongSpecConfig,
     LongSpecModel,
@@ -92,7 +93,7 @@ def target(corpus: Corpus, preset: Preset, tmp_path: Path) -> Path:
 def drafters(target: Path, preset: Preset, tmp_path: Path) -> dict[str, Path]:
     """A folder of each method, of random weights."""
     torch.manual_seed(1)
-    folders = {method: tmp_path / method for method in ("longspec", "dspark", "lm")}
+    folders = {method: tmp_path / method for method in ("longspec", "dspark", "eagle3", "lm")}
     ref = TargetRef.of(target)
     layer = LongSpecConfig.for_target(target, window=32)
     save_longspec(folders["longspec"], layer, LongSpecModel(layer).state_dict(), ref, levels=3)
@@ -100,6 +101,8 @@ def drafters(target: Path, preset: Preset, tmp_path: Path) -> dict[str, Path]:
         target, taps=(0, -1), block=3, mask_token=0, layers=1, window=16, markov_rank=8
     )
     save_dspark(folders["dspark"], block, DSparkModel(block).state_dict(), ref)
+    states = Eagle3Config.for_target(target, taps=(0, -1), window=16)
+    save_eagle3(folders["eagle3"], states, Eagle3Model(states).state_dict(), ref, levels=3)
     tokenizer = load_tokenizer(target)
     small = replace(preset, context=512, width=32, ff=48)
     save_model(folders["lm"], build_model(small, tokenizer.eos_token_id, seed=1), tokenizer)

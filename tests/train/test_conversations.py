@@ -13,10 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline.decoder import Decoder
 from paceline.drafter import Resources
+from paceline.drafter.methods import method_class
 from paceline.drafter.methods.dspark import read_dspark
 from paceline.drafter.methods.dspark.drafter import DSparkDrafter
-from paceline.drafter.methods.longspec import read_longspec
-from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
 from paceline.kernels import processor_name
 from paceline.kernels.sampling import SamplingParams
 from paceline.train import conversations as own
@@ -25,9 +24,16 @@ from paceline.train.batches import PADDING, Prefixes
 from paceline.train.conversations import read_conversations, write_conversations
 from paceline.train.corpus import Corpus, load_tokenizer
 from paceline.train.dspark import DSparkRecipe
+from paceline.train.eagle3 import Eagle3Recipe
 from paceline.train.longspec import LongSpecRecipe
 from paceline.train.own_text import Task, write_texts
-from paceline.train.presets import LONGSPEC_PRESETS, DSparkPreset, LongSpecPreset, Stage
+from paceline.train.presets import (
+    LONGSPEC_PRESETS,
+    DSparkPreset,
+    Eagle3Preset,
+    LongSpecPreset,
+    Stage,
+)
 from paceline.train.run import Run
 from paceline.train.signals import signals_of
 
@@ -150,21 +156,32 @@ def test_rows_are_texts_from_their_beginning_each_once_an_epoch() -> None:
     assert torch.equal(other.next(2, 64), batches.next(2, 64))
 
 
+@pytest.mark.parametrize("method", ["longspec", "eagle3"])
 def test_a_run_from_nothing_to_a_drafter(
-    instruct: Path, corpus: Corpus, make_run: Callable[..., Run], tmp_path: Path
+    method: str, instruct: Path, corpus: Corpus, make_run: Callable[..., Run], tmp_path: Path
 ) -> None:
-    preset = LongSpecPreset(
-        (Stage("texts", 1.0, rows=2, length=64, offset=True),), minutes=60, steps=12,
-        adamw_rate=1e-3, levels=2, window=32, conversations=40, draft_vocab_size=100,
-    )  # fmt: skip
+    recipes = {
+        "longspec": LongSpecRecipe(
+            instruct,
+            LongSpecPreset(
+                (Stage("texts", 1.0, rows=2, length=64, offset=True),), minutes=60, steps=12,
+                adamw_rate=1e-3, levels=2, window=32, conversations=40, draft_vocab_size=100,
+            ),
+        ),
+        "eagle3": Eagle3Recipe(
+            instruct,
+            Eagle3Preset(
+                taps=(0, 1), levels=2, window=16, minutes=60, steps=12, rows=4, length=12,
+                adamw_rate=3e-3, conversations=40, draft_vocab_size=100, norm_output=True,
+            ),
+        ),
+    }  # fmt: skip
     run = make_run("work", 12)
-    LongSpecRecipe(instruct, preset).train(corpus, run, tmp_path / "out")
-    config, _ = read_longspec(tmp_path / "out")
-    assert config.draft_vocab_size == 100
+    recipes[method].train(corpus, run, tmp_path / "out")
     assert "conversations" in (tmp_path / "out" / "README.md").read_text()
     given = {"target": str(instruct)}
-    drafter = LongSpecDrafter.load(tmp_path / "out", given, Resources())
-    assert len(drafter.drafted_tokens) == 100
+    drafter = method_class(method).load(tmp_path / "out", given, Resources())
+    assert len(drafter.drafted_tokens) == drafter.shape.draft_vocab_size == 100  # type: ignore[attr-defined]
     log = torch.load(run.work / "run.pt", weights_only=True)["progress"]["log"]
     losses = [row["loss"] for row in log if "loss" in row]
     assert losses[-1] < losses[0]

@@ -26,13 +26,16 @@ from paceline.train import drafters as training
 from paceline.train import target as target_training
 from paceline.train.corpus import Corpus
 from paceline.train.dspark import DSparkRecipe
+from paceline.train.eagle3 import Eagle3Recipe
 from paceline.train.lm import train_lm
 from paceline.train.longspec import LongSpecRecipe
 from paceline.train.online import first_tokens, train_online
 from paceline.train.presets import (
     DSPARK_PRESETS,
+    EAGLE3_PRESETS,
     LONGSPEC_PRESETS,
     DSparkPreset,
+    Eagle3Preset,
     LongSpecPreset,
     OnlinePreset,
     Preset,
@@ -57,13 +60,20 @@ DSPARK = DSparkPreset(
     taps=(0, -1), layers=1, block=3, markov_rank=8, minutes=60, steps=40, rows=2, length=48,
     anchors=12, muon_rate=0.02, adamw_rate=1e-2, window=16, own_texts=4, own_from=0.5, files=4,
 )  # fmt: skip
-METHODS = ("dspark", "longspec", "lm")
+METHODS = ("dspark", "eagle3", "longspec", "lm")
 ONLINE = OnlinePreset(
     minutes=60, steps=20, length=48, rows=dict.fromkeys(METHODS, 2),
     muon_rate=dict.fromkeys(METHODS, 0.02), adamw_rate=dict.fromkeys(METHODS, 6e-3),
     old_texts=2, warm_up=2,
 )  # fmt: skip
-KINDS = ("longspec", "dspark", "lm", "online-longspec", "online-dspark", "online-lm")
+EAGLE3 = Eagle3Preset(
+    taps=(0, -1), levels=3, minutes=60, steps=40, rows=4, length=48, muon_rate=0.02,
+    adamw_rate=1e-2, window=16, own_texts=4, own_from=0.5, files=4,
+)  # fmt: skip
+KINDS = (
+    *("longspec", "dspark", "eagle3", "lm"),
+    *("online-longspec", "online-dspark", "online-eagle3", "online-lm"),
+)
 
 
 @pytest.fixture
@@ -89,6 +99,7 @@ def trainers(
         "target": lambda run, out: train_target(corpus, preset, run, out),
         "longspec": lambda run, out: LongSpecRecipe(target, LONGSPEC).train(corpus, run, out),
         "dspark": lambda run, out: DSparkRecipe(target, DSPARK).train(corpus, run, out),
+        "eagle3": lambda run, out: Eagle3Recipe(target, EAGLE3).train(corpus, run, out),
         "lm": lambda run, out: train_lm(target, corpus, lm, run, out),
     }
     for method in METHODS:
@@ -119,6 +130,7 @@ def test_the_loss_falls_and_the_folder_is_a_drafter(
     expected = {
         "longspec": "lags 1 to 5, 3 of them in each step",
         "dspark": "| texts | rounds | accepted length | position 1 |",
+        "eagle3": "at 3 depths, each weighted",
         "online": "| recorded |",
         "lm": "| held out, prompts of 300, temperature 1 |",
     }
@@ -180,7 +192,7 @@ def test_the_command_line_varies_a_preset(
 ) -> None:
     presets: list[Any] = []
     monkeypatch.setattr(cli, "_corpus", lambda args: corpus)
-    for recipe in (DSparkRecipe, LongSpecRecipe):
+    for recipe in (DSparkRecipe, Eagle3Recipe, LongSpecRecipe):
         monkeypatch.setattr(recipe, "train", lambda self, *_: presets.append(self.preset))
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
@@ -189,6 +201,7 @@ def test_the_command_line_varies_a_preset(
         "dspark --layers 2 --block 5 --head rnn --losses 0.1,0.9,1 --vocabulary 99 --rate 0.5",
         "dspark --head none",
         "longspec --levels 3 --no-offset",
+        "eagle3 --levels 4 --norms",
     ):
         assert cli.run(parser.parse_args([*options.split(), *common])) == 0
     shipped = DSPARK_PRESETS["smollm2"]
@@ -199,6 +212,7 @@ def test_the_command_line_varies_a_preset(
         ),
         shipped.without_heads(),
         replace(LONGSPEC_PRESETS["smollm2"], levels=3, offset=False),
+        replace(EAGLE3_PRESETS["smollm2"], levels=4, fc_norm=True, norm_output=True),
     ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ _OUT_OF_MEMORY = 1
 class _Model(ctypes.Structure):
     _fields_ = [
         *(*pointers("context", "block"), *numbers("length", "levels", "hidden", "states")),
-        *numbers("state_input", "bf16", "kv_type", "mask", "drafted"),
+        *(*pointers("text"), *numbers("state_input", "bf16", "kv_type", "mask", "drafted")),
         *(*pointers("ids"), *numbers("rank"), *pointers("w1", "w2", "confidence", "offsets")),
     ]
 
@@ -35,8 +35,10 @@ class DraftText(ctypes.Structure):
         context: Address of the context's table; see :class:`~paceline.kernels.LayerTable`.
         base: Position in the context's first slot, a multiple of ``CHUNK``.
         first: First position whose states, or token, are new.
-        length: Position of the anchor, the text's newest token.
-        fresh: Address of a block model's new states, ``[length - first, states]``.
+        length: Position of the anchor, the text's newest token; with a :class:`StateText` its slot,
+            which is that of the position before.
+        fresh: Address of the new states, ``[length - first, states]`` of a block model,
+            ``[length + 1 - first, states]`` of a :class:`StateText`.
         tokens: Address of other models' new tokens, int64 ``[length + 1 - first]``.
         newest: Address of memory for a block model's states of the newest position; kept between
             calls.
@@ -94,6 +96,21 @@ class BlockModel:
     confidence: tuple[Tensor, Tensor] | None
 
 
+@dataclass(frozen=True)
+class StateText:
+    """How a model of levels reads a text whose tokens come with states (EAGLE-3, section 3).
+
+    Its program for levels reads its own tap 0 at the parents of the nodes.
+
+    Attributes:
+        program: Tokens and states to logits and tap 0.
+        states: Width of the states of a position.
+    """
+
+    program: NativeProgram
+    states: int
+
+
 class NativeDraft:
     """A model whose drafts are one native call. Used on one thread."""
 
@@ -103,6 +120,7 @@ class NativeDraft:
         dtype: torch.dtype,
         ids: Tensor,
         block: BlockModel | None = None,
+        text: StateText | None = None,
     ) -> None:
         """Describe a model.
 
@@ -113,10 +131,11 @@ class NativeDraft:
             ids: Token id of each logit, int64 ``[R]``, rising.
             block: The other parts of a model of blocks; None: a tree's levels run through the
                 program one after the other.
+            text: How a model of levels reads texts with states; None: it reads tokens alone.
         """
         native = library()
         assert native is not None
-        self._kept: list[Any] = [program, ids, block]
+        self._kept: list[Any] = [program, ids, block, text]
         self._model = _Model(
             block=program.address,
             hidden=program.width,
@@ -125,6 +144,8 @@ class NativeDraft:
             drafted=len(ids),
             ids=address(ids, "ids of drafted tokens"),
         )
+        if text is not None:
+            self._model.text, self._model.states = text.program.address, text.states
         if block is not None:
             self._add_block(block)
         self._draft: Callable[..., int] = native.paceline_draft

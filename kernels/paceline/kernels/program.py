@@ -356,6 +356,11 @@ class Recorder:
         """``x`` as the output of a layer, where a run wants it."""
         self._operations.append(Operation(Kind.TAP, source=x, layer=layer))
 
+    def keep(self, x: int) -> int:
+        """``x``, of which rows will be selected: its buffer holds those of all slices."""
+        self._buffers[x] = replace(self._buffers[x], extent=Extent.ALL)
+        return x
+
     def select(self, x: int) -> int:
         """The rows that need logits; all operations after it work on these."""
         return self._add(Kind.SELECT, self._buffers[x].width, Extent.SELECTED, source=x)

@@ -1,4 +1,4 @@
-"""`paceline train target`, `lm`, `longspec`, `dspark`, `online` and `own-text`."""
+"""`paceline train target`, `lm`, `longspec`, `dspark`, `eagle3`, `online` and `own-text`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.train.presets import (
     DSPARK_PRESETS,
+    EAGLE3_PRESETS,
     LM_PRESETS,
     LONGSPEC_PRESETS,
     ONLINE_PRESETS,
     DSparkPreset,
+    Eagle3Preset,
     LongSpecPreset,
 )
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from paceline.train.presets import Preset
     from paceline.train.run import Run
 
-P = TypeVar("P", LongSpecPreset, DSparkPreset)
+P = TypeVar("P", LongSpecPreset, DSparkPreset, Eagle3Preset)
 _DEMO = Path("models/demo")
 _HELDOUT_FILES = 12  # as in every preset: drafters are measured on files that no target trained on
 _ALL_FILES = 1_000_000
@@ -61,12 +63,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dspark.add_argument(
         "--losses", type=_losses, metavar="CE,DISTANCE,CONFIDENCE", help="weights of the losses"
     )
+    eagle3 = commands.add_parser("eagle3", help="train an EAGLE-3 layer for a target")
+    _add_common(eagle3, sorted(EAGLE3_PRESETS), preset="cpu", out=_DEMO / "eagle3")
+    _add_target(eagle3)
+    _add_written(eagle3)
+    eagle3.add_argument("--levels", type=int, metavar="N", help="depths of the training-time test")
+    eagle3.add_argument(
+        "--norms", action="store_true", help="EAGLE-3.1: norms of the target's states and outputs"
+    )
     online = commands.add_parser("online", help="train a drafter further on recorded texts")
     _add_common(online, sorted(ONLINE_PRESETS), preset="cpu")
     _add_target(online)
     online.add_argument(
         "--from", dest="start", type=Path, required=True, metavar="DIR",
-        help="trained drafter to begin with: longspec, dspark or lm",
+        help="trained drafter to begin with: longspec, dspark, eagle3 or lm",
     )  # fmt: skip
     online.add_argument(
         "--from-recordings", dest="recordings", type=Path, required=True, metavar="DIR",
@@ -157,6 +167,20 @@ def _dspark(args: argparse.Namespace) -> None:
     recipe.train(_corpus(args), _run(args, preset), args.out, args.own_text, args.start)
 
 
+def _eagle3(args: argparse.Namespace) -> None:
+    from paceline.train.eagle3 import Eagle3Recipe
+
+    preset = EAGLE3_PRESETS[args.preset]
+    preset = replace(
+        preset,
+        **_given(levels=args.levels, draft_vocab_size=args.vocabulary),
+        fc_norm=preset.fc_norm or args.norms,
+        norm_output=preset.norm_output or args.norms,
+    )
+    recipe = Eagle3Recipe(args.target, _scaled(preset, args.rate))
+    recipe.train(_corpus(args), _run(args, preset), args.out, args.own_text, args.start)
+
+
 def _scaled(preset: P, factor: float) -> P:
     """A preset with other learning rates."""
     muon, adamw = preset.muon_rate, preset.adamw_rate
@@ -193,8 +217,8 @@ def _own_text(args: argparse.Namespace) -> None:
 
 
 _COMMANDS = {
-    "target": _target, "lm": _lm, "longspec": _longspec, "dspark": _dspark, "online": _online,
-    "own-text": _own_text,
+    "target": _target, "lm": _lm, "longspec": _longspec, "dspark": _dspark, "eagle3": _eagle3,
+    "online": _online, "own-text": _own_text,
 }  # fmt: skip
 
 

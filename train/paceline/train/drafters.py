@@ -32,6 +32,12 @@ from paceline.drafter.methods.dspark import (
     read_dspark,
     save_dspark,
 )
+from paceline.drafter.methods.eagle3 import (
+    Eagle3Config,
+    Eagle3Model,
+    read_eagle3,
+    save_eagle3,
+)
 from paceline.drafter.methods.longspec import (
     LongSpecConfig,
     LongSpecModel,
@@ -113,9 +119,7 @@ class LongSpecDrafterModel(DrafterModel):
         config, _ = read_longspec(folder)
         model = LongSpecModel(config)
         model.load_state_dict(dict(Checkpoint(folder, torch.float32)))
-        proposal = json.loads((folder / _CONFIG).read_text())["speculators_config"]
-        levels = int(proposal["proposal_methods"][0]["speculative_tokens"])
-        return cls(target, model.to(device), levels)
+        return cls(target, model.to(device), _levels(folder))
 
     def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
         weights, levels = self.model.state_dict(), self.levels
@@ -158,6 +162,42 @@ class DSparkDrafterModel(DrafterModel):
 
 
 @dataclass
+class Eagle3DrafterModel(DrafterModel):
+    """An EAGLE-3 layer; `levels` is the depth it drafts to, in tokens."""
+
+    method = "eagle3"
+    model: Eagle3Model
+    levels: int
+
+    @property
+    def config(self) -> Eagle3Config:
+        """Shape of the layer."""
+        return self.model.config
+
+    @property
+    def hidden_state_layers(self) -> Sequence[int]:
+        return self.config.taps
+
+    @classmethod
+    def read(cls, folder: Path, target: Path, device: str) -> Self:
+        config, _ = read_eagle3(folder)
+        model = Eagle3Model(config)
+        model.load_state_dict(load_weights(folder, config, Eagle3Model, torch.float32))
+        return cls(target, model.to(device), _levels(folder))
+
+    def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
+        weights, levels = self.model.state_dict(), self.levels
+        save_eagle3(folder, self.config, weights, self._reference, levels=levels, notes=notes)
+        store_int8(folder)
+
+
+def _levels(folder: Path) -> int:
+    """Depth that the drafter in a folder was trained to draft to."""
+    proposal = json.loads((folder / _CONFIG).read_text())["speculators_config"]
+    return int(proposal["proposal_methods"][0]["speculative_tokens"])
+
+
+@dataclass
 class LmDrafterModel(DrafterModel):
     """A small language model with the target's tokenizer, read from `folder`."""
 
@@ -193,7 +233,8 @@ def read_drafter(folder: Path, target: Path, device: str) -> DrafterModel:
     section = json.loads((folder / _CONFIG).read_text()).get("paceline", {})
     method = section.get("method", LmDrafterModel.method)
     kinds: dict[str, type[DrafterModel]] = {
-        kind.method: kind for kind in (LongSpecDrafterModel, DSparkDrafterModel, LmDrafterModel)
+        kind.method: kind
+        for kind in (LongSpecDrafterModel, DSparkDrafterModel, Eagle3DrafterModel, LmDrafterModel)
     }
     if method not in kinds:
         expected = " or ".join(kinds)

@@ -21,6 +21,7 @@ from paceline.train.corpus import Corpus
 from paceline.train.drafters import (
     DrafterModel,
     DSparkDrafterModel,
+    Eagle3DrafterModel,
     Heldout,
     LongSpecDrafterModel,
     Objective,
@@ -31,9 +32,17 @@ from paceline.train.drafters import (
     write_after,
 )
 from paceline.train.dspark import DSparkRecipe
+from paceline.train.eagle3 import Eagle3Recipe
 from paceline.train.longspec import FrozenTarget, LongSpecRecipe
 from paceline.train.loop import Loss
-from paceline.train.presets import DSPARK_PRESETS, LONGSPEC_PRESETS, OnlinePreset, Plan, Stage
+from paceline.train.presets import (
+    DSPARK_PRESETS,
+    EAGLE3_PRESETS,
+    LONGSPEC_PRESETS,
+    OnlinePreset,
+    Plan,
+    Stage,
+)
 from paceline.train.run import Run, begin_run
 
 TRAINED_FILE, HELDOUT_FILE = "recorded.jsonl", "heldout.jsonl"
@@ -123,10 +132,10 @@ def train_online(
 ) -> None:
     """Train the drafter in `start` further on recorded texts; write its folder and card to `out`.
 
-    `start` is a LongSpec layer, a DSpark drafter or a small language model, made for the target in
-    `target_folder`; `recordings` is the folder of a drafter service's `--record`. Besides the
-    recorded texts, texts that the target writes and files of `corpus` are read, against forgetting.
-    Copies of the recorded texts are kept in `run.work`.
+    `start` is a LongSpec or EAGLE-3 layer, a DSpark drafter or a small language model, made for the
+    target in `target_folder`; `recordings` is the folder of a drafter service's `--record`. Besides
+    the recorded texts, texts that the target writes and files of `corpus` are read, against
+    forgetting. Copies of the recorded texts are kept in `run.work`.
 
     Raises ValueError if the drafter does not fit the target or there are too few texts, and what
     `begin_run` raises.
@@ -217,6 +226,10 @@ def _module_and_loss(
         preset = replace(LONGSPEC_PRESETS["cpu"], levels=drafter.levels)
         layer = LongSpecRecipe(drafter.target, preset)
         return layer.text_loss(drafter, batches, plan, separator, device)
+    if isinstance(drafter, Eagle3DrafterModel):
+        unrolled = replace(EAGLE3_PRESETS["cpu"], levels=drafter.levels)
+        recipe = Eagle3Recipe(drafter.target, unrolled)
+        return recipe.text_loss(drafter, batches, plan, separator, device)
     return drafter.model, _distillation(FrozenTarget(drafter.target, device, 0), batches)
 
 

@@ -245,6 +245,15 @@ _WARM_UP = 0.04  # share of the run in which the learning rates rise, as in the 
 _FINAL_RATE = 0.03
 
 
+def _mixed(own_from: float, rows: int, length: int) -> tuple[Stage, ...]:
+    """All texts until a share of the run, the target's own texts from there on."""
+    both = (
+        Stage("mixed", own_from, rows, length),
+        Stage("own", 1 - own_from, rows, length, focus=True),
+    )
+    return tuple(stage for stage in both if stage.share > 0)
+
+
 @dataclass(frozen=True)
 class DSparkPreset:
     """A drafter's shape and how it is trained. Lengths are in tokens, shares of the run 0 to 1."""
@@ -296,12 +305,8 @@ class DSparkPreset:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """All texts until `own_from`, the target's own texts from there on."""
-        both = (
-            Stage("mixed", self.own_from, self.rows, self.length),
-            Stage("own", 1 - self.own_from, self.rows, self.length, focus=True),
-        )
-        return tuple(stage for stage in both if stage.share > 0)
+        """See :func:`_mixed`."""
+        return _mixed(self.own_from, self.rows, self.length)
 
     def without_heads(self) -> DSparkPreset:
         """The same backbone with neither head: DFlash's shape."""
@@ -340,6 +345,63 @@ DSPARK_PRESETS: dict[str, DSparkPreset] = {
 
 
 @dataclass(frozen=True)
+class Eagle3Preset:
+    """A layer's shape and how it is trained. Lengths are in tokens, shares of the run 0 to 1."""
+
+    taps: tuple[int, ...]
+    """Target layers whose outputs are fused; negative ones count from the last; none: the usual."""
+    minutes: float
+    steps: int
+    rows: int
+    length: int
+    adamw_rate: float
+    muon_rate: float | None = None
+    """Learning rate of the matrices; None: AdamW for all."""
+    levels: int = 5
+    """Depths of the training-time test."""
+    depth_decay: float = 0.8
+    """Weight of a depth relative to the one before: deeper nodes are reached less often."""
+    window: int = 0
+    fc_norm: bool = False
+    """Both norms are EAGLE-3.1's."""
+    norm_output: bool = False
+    own_from: float = 1.0
+    """From this share of the run on, only texts that the target wrote are read."""
+    own_texts: int = 0
+    files: int = 1_000_000
+    conversations: int = 0
+    """Conversations that an instruct model writes; the run then reads nothing else, and `length` is
+    of answers."""
+    draft_vocab_size: int = 0
+    """Tokens that can be drafted, the most frequent ones; 0: all."""
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """See :func:`_mixed`."""
+        return _mixed(self.own_from, self.rows, self.length)
+
+
+EAGLE3_PRESETS: dict[str, Eagle3Preset] = {
+    # For the demo target on one CPU core.
+    "cpu": Eagle3Preset(
+        taps=(1, 4, 6), window=128, levels=4, minutes=40, steps=20_000, rows=4, length=256,
+        muon_rate=0.02, adamw_rate=3e-3, files=400, own_texts=1536, own_from=0.4,
+    ),
+    # For SmolLM2-135M-Instruct on two CPU cores: answers of the target alone. The signals are those
+    # of the preset of DSpark.
+    "smollm2": Eagle3Preset(
+        taps=(2, 15, 27, 29), window=256, levels=3, minutes=60, steps=100_000, rows=4, length=320,
+        muon_rate=0.02, adamw_rate=2e-3, conversations=4096, draft_vocab_size=6144,
+    ),
+    # The paper's: outputs of three layers, the whole context, AdamW (section 4).
+    "paper": Eagle3Preset(
+        taps=(), minutes=72 * 60, steps=200_000, rows=16, length=2048, adamw_rate=5e-5, levels=7,
+        own_texts=500_000, own_from=0.0,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
 class OnlinePreset:
     """How a trained drafter is trained further. Lengths are in tokens."""
 
@@ -370,8 +432,8 @@ ONLINE_PRESETS: dict[str, OnlinePreset] = {
     # For the demo drafters on one CPU core.
     "cpu": OnlinePreset(
         minutes=5, steps=5000, length=512,
-        rows={"dspark": 2, "longspec": 4, "lm": 4},
-        muon_rate={"dspark": 0.01, "longspec": 0.008, "lm": 0.015},
-        adamw_rate={"dspark": 1.5e-3, "longspec": 1.2e-3, "lm": 2.5e-3},
+        rows={"dspark": 2, "eagle3": 2, "longspec": 4, "lm": 4},
+        muon_rate={"dspark": 0.01, "eagle3": 0.01, "longspec": 0.008, "lm": 0.015},
+        adamw_rate={"dspark": 1.5e-3, "eagle3": 1.5e-3, "longspec": 1.2e-3, "lm": 2.5e-3},
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The recipe of a LongSpec layer and of a DSpark drafter: runs on texts, and on conversations.
+"""The recipe of drafters that read a target: runs on texts, and on conversations.
 
 A run on texts reads files and texts that the target writes after pieces of them; the target runs in
 every step. A run for an instruct model reads nothing but conversations that it wrote; the target
@@ -25,6 +25,7 @@ from paceline.train.conversations import OwnTexts
 from paceline.train.corpus import Corpus, load_tokenizer
 from paceline.train.drafters import (
     DSparkDrafterModel,
+    Eagle3DrafterModel,
     Heldout,
     LongSpecDrafterModel,
     Objective,
@@ -37,15 +38,15 @@ from paceline.train.drafters import (
     write_groups,
 )
 from paceline.train.loop import Loss
-from paceline.train.presets import DSparkPreset, LongSpecPreset, Plan
+from paceline.train.presets import DSparkPreset, Eagle3Preset, LongSpecPreset, Plan
 from paceline.train.run import Run, begin_run
 from paceline.train.signals import Signals, signals_of
 
 _PROMPT = 300  # tokens of the prompts that are measured while training
 _MEASURED_FILES = 12
 _LOGGED_TEXTS, _MEASURED_TEXTS = 2, 12  # conversations of each kind and temperature
-P = TypeVar("P", LongSpecPreset, DSparkPreset)
-D = TypeVar("D", LongSpecDrafterModel, DSparkDrafterModel)
+P = TypeVar("P", LongSpecPreset, DSparkPreset, Eagle3Preset)
+D = TypeVar("D", LongSpecDrafterModel, DSparkDrafterModel, Eagle3DrafterModel)
 
 
 @dataclass

@@ -2,8 +2,11 @@
  *
  * A block model (DSpark, section 3): new hidden states go to the contexts, one pass runs over all
  * blocks, and a tree grows from the logits of each block. A model of levels (LongSpec, section 3): the
- * newest tokens of the texts, then the nodes of their trees run through it level by level. How a tree
- * grows is said in paceline.drafter.methods.beam, whose trees these are. */
+ * newest tokens of the texts, then the nodes of their trees run through it level by level. With states
+ * (EAGLE-3, section 3) a token is read with the state of the position before it: the target's, or the
+ * model's own output. Its slot is that position.
+ *
+ * How a tree grows is said in paceline.drafter.methods.beam, whose trees these are. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -21,6 +24,7 @@ typedef struct {
   const Program *block;     /* tokens to logits; of a block, tap 0 is what the LM head reads */
   int64_t length, levels;   /* positions of a block; the last `levels` of them predict */
   int64_t hidden, states;   /* width of tap 0, and of the states of a position */
+  const Program *text;      /* tokens and states of a text to logits, of a model of levels, or null */
   int64_t state_input;      /* whether a block's positions read the newest states */
   int64_t bf16, kv_type;    /* type of states, and of contexts */
   int64_t mask;             /* token of the positions behind the anchor */
@@ -37,7 +41,7 @@ typedef struct {
   const Cache *context;     /* [layers][keys, values] */
   int64_t base;             /* position of their first slot, a multiple of CHUNK */
   int64_t first, length;    /* `length`: position of the anchor; what is from `first` on is new: */
-  const char *fresh;        /* states [length - first, states] of a block model, ... */
+  const char *fresh;        /* states [length - first, states], or with `text` one row more, ... */
   const int64_t *tokens;    /* ... tokens [length + 1 - first] of a model of levels */
   char *newest;             /* states [states] of position length - 1; kept between calls */
   const Cache *target;      /* keys and values of the target that the model reads, or null */
@@ -174,6 +178,7 @@ static int by_score(const void *a, const void *b) {
 /* A tree that grows: its nodes, and those of the last level that are expanded. */
 typedef struct {
   Node *node;
+  float *output; /* tap 0 at the anchor and the nodes that were fed */
   int64_t count, level, first, parents;
   int64_t trunk, fed; /* nodes below `fed` are in the cache; those of the trunk stay there */
 } Tree;
@@ -200,7 +205,8 @@ static int64_t find_children(const Model *m, const Text *t, const Level *l, cons
     scores = l->scores, stride = m->drafted;
   }
   float *noise = t->temperature > 0 ? l->noise : NULL;
-  if (noise) paceline_gumbel(t->seed, (uint64_t)(t->length + 1 + tree->level), m->ids, t->count, noise);
+  const int64_t position = t->length + (m->text ? 2 : 1) + tree->level;
+  if (noise) paceline_gumbel(t->seed, (uint64_t)position, m->ids, t->count, noise);
   paceline_candidates(scores, stride, parents, t->count, width, (float)t->temperature, noise, l->ids,
                       l->logs);
   double own = 0;
@@ -274,13 +280,16 @@ static void finish(const Model *m, Text *t, const Level *l, const Tree *tree) {
 /* The nodes of a level that run through a model of levels: the newest tokens of a text, or its nodes
  * from the trunk to the last one that is expanded. */
 static void add_nodes(const Model *m, const Text *t, const Tree *tree, int64_t sequence, Run *run,
-                      const Chains *chains, int64_t *tokens, int64_t *selection, int32_t *path) {
-  const int64_t from = run->rows;
+                      const Chains *chains, int64_t *tokens, int64_t *selection, int32_t *path,
+                      char *inputs) {
+  const int64_t from = run->rows, lead = m->text ? 1 : 0; /* of positions over slots */
+  const int64_t bytes = tree->level ? m->hidden * 4 : m->states * (m->bf16 ? 2 : 4);
   if (!tree->level) {
+    if (m->text) memcpy(inputs + from * bytes, t->fresh, (size_t)((t->length + 1 - t->first) * bytes));
     for (int64_t at = t->first, stop; at <= t->length; at = stop) {
       stop = min(t->length + 1, (at / CHUNK + 1) * CHUNK); /* the same cuts however tokens come */
       for (int64_t i = at; i < stop; i++) {
-        chains->position[run->rows + i - at] = i;
+        chains->position[run->rows + i - at] = i + lead;
         tokens[run->rows + i - at] = t->tokens[i - t->first];
       }
       add_chain(run, chains, m->block,
@@ -299,8 +308,10 @@ static void add_nodes(const Model *m, const Text *t, const Tree *tree, int64_t s
       if (above) memcpy(paths + at, paths + starts[parent], (size_t)above * sizeof(int32_t));
       paths[at + above] = (int32_t)n;
       at += above + 1, starts[n + 1] = at;
-      chains->position[from + n] = t->length + 1 + trunk + above;
+      chains->position[from + n] = t->length + 1 + lead + trunk + above;
       tokens[from + n] = m->ids[node->row];
+      if (m->text)
+        memcpy(inputs + (from + n) * bytes, tree->output + (node->parent + 1) * m->hidden, (size_t)bytes);
     }
     Block block = {sequence, t->length + 1 + trunk - t->base, count, from, depths, paths, starts};
     if (chain) block.depths = block.paths = block.path_starts = NULL;
@@ -325,7 +336,15 @@ static int64_t grow_by_levels(const Model *m, Text *const *texts, int64_t count,
   Block *blocks OWNED = allocate(2 * rows * (int64_t)sizeof(Block));
   const Cache **caches OWNED = allocate(2 * count * (int64_t)sizeof(Cache *));
   float *logits OWNED = allocate(count * wide * m->drafted * (int64_t)sizeof(float));
-  if (!numbers || !path || !slots || !blocks || !caches || !logits) return OUT_OF_MEMORY;
+  const int64_t width = m->text ? m->hidden : 0;
+  float *hidden OWNED = allocate(count * wide * width * (int64_t)sizeof(float));
+  float *outputs OWNED = allocate(count * (nodes + 1) * width * (int64_t)sizeof(float));
+  char *inputs OWNED = allocate(m->text ? rows * max(m->states, width) * (int64_t)sizeof(float) : 0);
+  if (!numbers || !path || !slots || !blocks || !caches || !logits || !hidden || !outputs || !inputs)
+    return OUT_OF_MEMORY;
+  for (int64_t t = 0; t < count; t++) trees[t].output = outputs + t * (nodes + 1) * width;
+  void *taps[] = {hidden};
+  if (m->text) run.inputs = inputs, run.taps = taps;
   const Chains chains = {numbers, numbers + rows, blocks};
   int64_t *tokens = numbers + 7 * rows, *selection = numbers + 8 * rows;
   int32_t *zeros = slots, *starts = slots + longest; /* nodes that all are the first slot */
@@ -336,30 +355,34 @@ static int64_t grow_by_levels(const Model *m, Text *const *texts, int64_t count,
   run.tokens = tokens, run.selection = selection, run.logits = logits;
   run.caches = caches, run.contexts = caches + count, run.context_block = contexts;
   run.context_type = run.kv_type;
-  for (;;) {
+  for (int64_t reading = 1;; reading = 0) {
     run.rows = run.blocks = run.tiles = run.selected = run.sequences = 0;
     for (int64_t t = 0; t < count; t++) {
       if (!growing(texts[t], trees + t)) continue;
       const int64_t sequence = run.sequences++, block = run.blocks;
       caches[sequence] = texts[t]->context, caches[count + sequence] = texts[t]->target;
-      add_nodes(m, texts[t], trees + t, sequence, &run, &chains, tokens, selection, path + t * paths);
+      add_nodes(m, texts[t], trees + t, sequence, &run, &chains, tokens, selection, path + t * paths,
+                inputs);
       for (int64_t b = block; b < run.blocks; b++)
         contexts[b] = (Block){sequence, texts[t]->slots - 1, 1, blocks[b].row, zeros, zeros, starts};
     }
     if (!run.sequences) return 0;
-    const int64_t failed = run_program(m->block, &run);
+    run.inputs_bf16 = reading && m->bf16;
+    const int64_t failed = run_program(reading && m->text ? m->text : m->block, &run);
     if (failed) return failed;
-    const float *at = logits;
+    const float *at = logits, *out = hidden;
     for (int64_t t = 0; t < count; t++) {
       Tree *tree = trees + t;
       if (!growing(texts[t], tree)) continue;
-      const int64_t parents = tree->parents;
+      const int64_t parents = tree->parents, first = tree->level ? tree->first + 1 : 0;
+      if (m->text)
+        memcpy(tree->output + first * width, out, (size_t)(parents * width) * sizeof(float));
       if (tree->level) {
         tree->fed = tree->first + parents;
         if (tree->count == tree->level) tree->trunk = tree->fed; /* one node a level so far */
       }
       add_level(m, texts[t], level, tree, at, m->drafted, NULL);
-      at += parents * m->drafted;
+      at += parents * m->drafted, out += parents * width;
     }
   }
 }

@@ -20,6 +20,7 @@ _BUILT_IN = {
     "lm": "paceline.drafter.methods.lm:LmDrafter",
     "longspec": "paceline.drafter.methods.longspec.drafter:LongSpecDrafter",
     "dspark": "paceline.drafter.methods.dspark.drafter:DSparkDrafter",
+    "eagle3": "paceline.drafter.methods.eagle3.drafter:Eagle3Drafter",
     "selfspec": "paceline.drafter.methods.selfspec:SelfSpecDrafter",
 }
 

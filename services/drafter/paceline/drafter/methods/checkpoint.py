@@ -12,13 +12,16 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.decoder import ModelSource, UnsupportedModelError, open_model, use_device
-from paceline.decoder.sources import ModelFolder, Origin
+from paceline.decoder import UnsupportedModelError, open_model, use_device
+from paceline.decoder.sources import Origin
 from paceline.decoder.weights import Checkpoint, take
 from paceline.drafter.methods.base import Fit, LoadError, Resources
 from paceline.drafter.methods.beam import BeamOptions
 from paceline.drafter.methods.layers import (
     DRAFT_TOKENS,
+    DRAFTED,
+    SECTION,
+    DrafterWeights,
     DraftModel,
     LayerShape,
     drafted_tokens,
@@ -36,9 +39,6 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "config.json"
 
 WEIGHTS_FILE = "model.safetensors"
-
-SECTION = "paceline"
-"""Section of config.json with what other projects have no fields for."""
 
 FORMAT = 1
 """Format of the section. Folders of another format are refused."""
@@ -318,8 +318,33 @@ def read_config_file(folder: str | Path, method: str) -> dict[str, Any]:
     return config
 
 
-_OTHER_TENSORS = frozenset({EMBEDDING, HEAD, "t2d", DRAFT_TOKENS})
+_OTHER_TENSORS = frozenset({EMBEDDING, HEAD, DRAFTED, DRAFT_TOKENS})
 """Tensors that a folder may also hold: the target's own, and maps between vocabularies."""
+
+
+_DTYPES = {
+    torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch.float16: torch.bfloat16
+}  # fmt: skip
+"""Type of a drafter by that of its tensors."""
+
+
+def stored_dtype(folder: str | Path, name: str) -> torch.dtype:
+    """Returns the type for the tensors of a folder, by that of one of them.
+
+    Raises:
+        UnsupportedModelError: There is no such tensor, or it has a type that is not supported.
+    """
+    weights = DrafterWeights(folder, torch.float32)
+    if name not in weights:
+        raise UnsupportedModelError(
+            f"{folder} has no tensor {name!r}, expected the names of the drafter of its config.json"
+        )
+    stored = weights.stored(name).dtype
+    if stored not in _DTYPES:
+        raise UnsupportedModelError(
+            f"tensor {name!r} of {folder} has the type {stored}, expected one of {list(_DTYPES)}"
+        )
+    return _DTYPES[stored]
 
 
 def load_weights(
@@ -337,7 +362,7 @@ def load_weights(
         UnsupportedModelError: A tensor is missing, has another shape, or is not known, which means
             that the drafter has a part that its config.json does not describe.
     """
-    found = Checkpoint(folder, dtype, device)
+    found = DrafterWeights(folder, dtype, device)
     with torch.device("meta"):
         shapes = {name: tuple(t.shape) for name, t in model(config).state_dict().items()}
     if unknown := sorted(set(found) - set(shapes) - _OTHER_TENSORS):
@@ -373,14 +398,15 @@ class TargetEmbedding:
         tokens: Tensor | None = None,
         bits: int = 0,
     ) -> None:
-        """Takes both matrices, ``[V, hidden]``; a plain one is of ``dtype``.
+        """Takes both matrices; a plain one is of ``dtype``.
 
-        With ``tokens``, the head keeps their rows alone; ``bits`` as for :func:`linear`.
+        With ``tokens``, the head keeps their rows alone, unless it has no others; ``bits`` as for
+        :func:`linear`.
         """
         if isinstance(head, PackedMatrix):
             rows = torch.arange(head.outs) if tokens is None else tokens
             head = head.rows(rows).to(dtype)
-        elif tokens is not None:
+        elif tokens is not None and len(tokens) != len(head):
             head = head[tokens.to(head.device)]
         self.embedding, self.tokens = embedding, tokens
         self.head = linear([head], bits)
@@ -398,35 +424,44 @@ class TargetEmbedding:
         device: torch.device | str,
         bits: int = 0,
     ) -> TargetEmbedding:
-        """Reads both from the drafter's folder if it holds them, otherwise from the target's.
+        """Reads each from the drafter's folder if it holds it, otherwise from the target's.
 
-        The head gets ``bits``, 8 or 4 in blocks of 32, or stays as it came.
+        A head in the drafter's folder may have the rows of the drafted tokens alone. The head gets
+        ``bits``, 8 or 4 in blocks of 32, or stays as it came.
 
         Raises:
             UnsupportedModelError: Neither folder has them, or they have another shape; the ids of
                 the drafted tokens are missing or invalid.
         """
-        tokens = drafted_tokens(folder, shape)
-        names = (EMBEDDING, HEAD)
-        source: ModelSource = ModelFolder(folder)
-        if EMBEDDING not in Checkpoint(folder, dtype, device):
-            if target is None:
+        tokens, own = drafted_tokens(folder, shape), DrafterWeights(folder, dtype, device)
+        source = None if target is None else open_model(target)
+        tied = source is not None and source.config().tied
+        tables: dict[str, Tensor | PackedMatrix] = {}  # of the target; tied ones are one tensor
+
+        def read(name: str, other: str) -> Tensor | PackedMatrix:
+            path, rows = folder, {shape.vocab_size}
+            if name in own:
+                found: Tensor | PackedMatrix = own.mapped(name)
+                rows |= {shape.drafted} if name == HEAD else set()
+            elif source is None:
                 raise UnsupportedModelError(
-                    f"{folder} has no {EMBEDDING}: it shares the target's; give the target's "
+                    f"{folder} has no {name}: it shares the target's; give the target's "
                     "folder or GGUF file as the option target=PATH"
                 )
-            source = open_model(target)
-            tied = source.config().tied
-            names = (_TARGET_EMBEDDING, _TARGET_EMBEDDING if tied else HEAD)
-        found: dict[str, Tensor | PackedMatrix] = {}
-        for name in dict.fromkeys(names):  # tied ones are one tensor
-            table = found[name] = source.table(name, dtype, device)
-            if table.shape != (shape.vocab_size, shape.hidden):
+            else:
+                path, name = source.path, other
+                if name not in tables:
+                    tables[name] = source.table(name, dtype, device)
+                found = tables[name]
+            if found.shape[0] not in rows or tuple(found.shape[1:]) != (shape.hidden,):
                 raise UnsupportedModelError(
-                    f"{name!r} of {source.path} has shape {tuple(table.shape)}, expected "
-                    f"{(shape.vocab_size, shape.hidden)}"
+                    f"{name!r} of {path} has shape {tuple(found.shape)}, expected "
+                    f"{(max(rows), shape.hidden)}"
                 )
-        embedding, head = (found[name] for name in names)
+            return found
+
+        embedding = read(EMBEDDING, _TARGET_EMBEDDING)
+        head = read(HEAD, _TARGET_EMBEDDING if tied else HEAD)
         return cls(embedding, head, dtype, tokens, bits)
 
 

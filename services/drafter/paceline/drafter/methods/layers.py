@@ -6,10 +6,12 @@ A drafter may have a reduced vocabulary: only the most frequent tokens are draft
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -24,26 +26,55 @@ from paceline.decoder.weights import Checkpoint, Linear, plain
 from paceline.kernels import Heads, Norm, Recorder
 from paceline.kernels.blocks import BLOCK, quantise
 
-DRAFT_TOKENS = "d2t"
-"""Name of the tensor with the target's token id of each drafted token, rising; int64 ``[R]``."""
+SECTION = "paceline"
+"""Section of config.json with what other projects have no fields for."""
+
+DRAFT_TOKENS, DRAFTED = "d2t", "t2d"
+"""Names of the tensor with the target's token id of each drafted token, int64 ``[R]``, and of the
+one that tells which tokens are drafted, bool ``[V]``. Published ``d2t`` hold the difference of both
+ids, those of this project's folders the target's, and they have no ``t2d``."""
+
+
+class DrafterWeights(Checkpoint):
+    """Tensors of a drafter's folder, by the names of this project.
+
+    Published folders may have a prefix ``model.``, and call an only layer ``midlayer``.
+    """
+
+    def __init__(
+        self, folder: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__(folder, dtype, device)
+        self._files = {_own_name(name): file for name, file in self._files.items()}
+
+
+def _own_name(name: str) -> str:
+    return name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
 
 
 def drafted_tokens(folder: Path, config: LayerShape) -> Tensor | None:
     """Reads the target's id of each token that is drafted, int64 ``[R]``; None: all tokens.
 
     Raises:
-        UnsupportedModelError: They are missing, or are not that many rising ids.
+        UnsupportedModelError: They are missing, are not that many rising ids, or ``t2d`` tells of
+            others.
     """
     if not config.draft_vocab_size:
         return None
-    weights = Checkpoint(folder, torch.float32)
+    weights = DrafterWeights(folder, torch.float32)
     found = weights.stored(DRAFT_TOKENS) if DRAFT_TOKENS in weights else torch.empty(0)
     count, vocab = config.draft_vocab_size, config.vocab_size
     valid = found.dtype == torch.int64 and found.shape == (count,)
+    if valid and SECTION not in json.loads((folder / "config.json").read_text(encoding="utf-8")):
+        found = found + torch.arange(count)
     if not valid or found[0] < 0 or found[-1] >= vocab or (found.diff() <= 0).any():
         raise UnsupportedModelError(
             f"{folder} has no valid tensor {DRAFT_TOKENS!r}, expected {count} rising token ids "
             f"below {vocab}"
+        )
+    if DRAFTED in weights and not torch.equal(weights.stored(DRAFTED).nonzero()[:, 0], found):
+        raise UnsupportedModelError(
+            f"tensors {DRAFTED!r} and {DRAFT_TOKENS!r} of {folder} tell of different drafted tokens"
         )
     return found
 
@@ -189,6 +220,50 @@ class LayerShape:
         return tuple(frequencies), scaling
 
 
+def check_taps(taps: Sequence[int], target_layers: int) -> None:
+    """Raises ``UnsupportedModelError`` unless taps are strictly rising layers of a target.
+
+    ``target_layers`` is their number, 0 if it is not known.
+    """
+    ends = (-1, *taps, *((target_layers,) if target_layers else ()))
+    if not taps or any(high <= low for low, high in pairwise(ends)):
+        raise UnsupportedModelError(
+            f"the drafter reads target layers {list(taps)}, expected strictly increasing numbers "
+            f"from 0: the target has {target_layers or 'an unknown number of'} layers"
+        )
+
+
+def whole_config(layer: Mapping[str, Any], kinds: Sequence[str]) -> Mapping[str, Any]:
+    """Returns a transformers configuration of layers with all its fields.
+
+    Args:
+        layer: The configuration as it is in a file.
+        kinds: Supported model types, of ``llama`` and ``qwen3``.
+
+    Raises:
+        UnsupportedModelError: It is of another type, or of one with biases or another activation.
+    """
+    kind = str(layer.get("model_type"))
+
+    def complete() -> dict[str, Any]:
+        from transformers import LlamaConfig, Qwen3Config
+
+        made = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]
+        filled: dict[str, Any] = made(**dict(layer)).to_dict()
+        return filled
+
+    hf: Mapping[str, Any] = {"hidden_act": layer.get("hidden_act"), "attention_bias": False}
+    if kind in kinds:
+        hf = remembered((kind, json.dumps(layer, sort_keys=True)), complete)
+    biases = hf["attention_bias"] or hf.get("mlp_bias", False)
+    if kind not in kinds or hf["hidden_act"] != "silu" or biases:
+        raise UnsupportedModelError(
+            f"layers of model type {kind!r}, activation {hf['hidden_act']!r}, attention_bias or "
+            f"mlp_bias {biases} are not supported, expected {' or '.join(kinds)}, silu, False"
+        )
+    return hf
+
+
 def target_fields(path: str | Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a drafter's configuration that follow from its target.
 
@@ -260,7 +335,7 @@ class DraftModel(nn.Module):
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A drafter's tensors by name, as the parts of programs.
+    """A drafter's tensors by name, as the parts of programs, which share them.
 
     Attributes:
         config: Shape of the drafter.
@@ -271,6 +346,7 @@ class LayerWeights:
     config: LayerShape
     tensors: Mapping[str, Tensor]
     bits: int = 0
+    _made: dict[tuple[str, ...], Linear] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def heads(self) -> Heads:
@@ -283,7 +359,14 @@ class LayerWeights:
 
     def matrix(self, *names: str) -> Linear:
         """Returns linear layers of one input as one layer."""
-        return linear([self.tensors[f"{name}.weight"] for name in names], self.bits)
+        if names not in self._made:
+            parts = [self.tensors[f"{name}.weight"] for name in names]
+            self._made[names] = linear(parts, self.bits)
+        return self._made[names]
+
+    def head_norms(self, base: str) -> tuple[Norm, Norm]:
+        """Returns the norms of query and key heads of the layer ``base``."""
+        return self.norm(f"{base}self_attn.q_norm"), self.norm(f"{base}self_attn.k_norm")
 
     def feed_forward(self, program: Recorder, x: int, delta: int, base: str) -> int:
         """Records ``x += delta`` and the feed-forward block of a layer; returns its output."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.config import Rope
-from paceline.decoder.weights import Linear
 from paceline.drafter.methods.checkpoint import TargetEmbedding
 from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.layers import LayerWeights
@@ -16,7 +15,6 @@ from paceline.drafter.methods.slots import WindowCache, chain_segments
 from paceline.kernels import (
     Context,
     Executor,
-    Norm,
     Pass,
     Program,
     Recorder,
@@ -49,9 +47,8 @@ class DSparkBackbone:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.rope = Rope(config, device)
         tensors = LayerWeights(config, weights, bits)
-        fc = tensors.matrix("fc")
-        self._writing = Executor(_record_context(config, tensors, fc, dtype))
-        self._drafting = Executor(_record_block(config, tensors, fc, embedding, dtype))
+        self._writing = Executor(_record_context(config, tensors, dtype))
+        self._drafting = Executor(_record_block(config, tensors, embedding, dtype))
 
     @property
     def native(self) -> tuple[NativeProgram, NativeProgram] | None:
@@ -140,43 +137,35 @@ class DSparkBackbone:
         return result.taps[0].view(shape), result.logits.view(shape)
 
 
-def _head_norms(tensors: LayerWeights, base: str) -> tuple[Norm, Norm]:
-    return tensors.norm(f"{base}q_norm"), tensors.norm(f"{base}k_norm")
-
-
-def _record_context(
-    config: DSparkConfig, tensors: LayerWeights, fc: Linear, dtype: torch.dtype
-) -> Program:
+def _record_context(config: DSparkConfig, tensors: LayerWeights, dtype: torch.dtype) -> Program:
     """Hidden states to the keys and values of all layers."""
     program = Recorder(tensors.heads, dtype)
     states = program.input(len(config.taps) * config.hidden)
-    projected = program.multiply(states, fc)
+    projected = program.multiply(states, tensors.matrix("fc"))
     inputs = program.add_norm(projected, 0, tensors.norm("hidden_norm"))
     for index in range(config.layers):
-        base = f"layers.{index}.self_attn."
-        pair = program.multiply(inputs, tensors.matrix(f"{base}k_proj", f"{base}v_proj"))
-        program.write(pair, _head_norms(tensors, base), index)
+        base = f"layers.{index}."
+        names = (f"{base}self_attn.{name}_proj" for name in "kv")
+        pair = program.multiply(inputs, tensors.matrix(*names))
+        program.write(pair, tensors.head_norms(base), index)
     return program.finish()
 
 
 def _record_block(
-    config: DSparkConfig,
-    tensors: LayerWeights,
-    fc: Linear,
-    embedding: TargetEmbedding,
-    dtype: torch.dtype,
+    config: DSparkConfig, tensors: LayerWeights, embedding: TargetEmbedding, dtype: torch.dtype
 ) -> Program:
     """Tokens of blocks to logits; the tap is the hidden state that the LM head reads."""
     window = config.window + config.block if config.window else None
     program = Recorder(tensors.heads, dtype)
     x, delta = program.embed(embedding.embedding), 0
     if config.state_input:
-        delta = program.multiply(program.input(len(config.taps) * config.hidden), fc)
+        states = program.input(len(config.taps) * config.hidden)
+        delta = program.multiply(states, tensors.matrix("fc"))
     for index in range(config.layers):
         base, attention = f"layers.{index}.", f"layers.{index}.self_attn."
         inputs = program.add_norm(x, delta, tensors.norm(f"{base}input_layernorm"))
         heads = program.multiply(inputs, tensors.matrix(*(f"{attention}{n}_proj" for n in "qkv")))
-        q = program.rotate(heads, _head_norms(tensors, attention), index)
+        q = program.rotate(heads, tensors.head_norms(base), index)
         attended = program.attend_context(q, index, window)
         delta = program.multiply(attended, tensors.matrix(f"{attention}o_proj"))
         delta = tensors.feed_forward(program, x, delta, base)

@@ -7,11 +7,9 @@ error, so none of these fields has a default: a config.json without them is refu
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,19 +17,24 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import UnsupportedModelError
-from paceline.decoder.model_source import remembered
-from paceline.decoder.weights import Checkpoint
 from paceline.drafter.methods.checkpoint import (
     CONFIG_FILE,
     EMBEDDING,
     HEAD,
-    SECTION,
     TargetRef,
     read_config_file,
     speculators_fields,
+    stored_dtype,
     write_checkpoint,
 )
-from paceline.drafter.methods.layers import LayerShape, config_errors, target_fields
+from paceline.drafter.methods.layers import (
+    SECTION,
+    LayerShape,
+    check_taps,
+    config_errors,
+    target_fields,
+    whole_config,
+)
 
 METHOD = "dspark"
 
@@ -40,11 +43,6 @@ MARKOV_HEADS = ("vanilla", "gated", "rnn")
 _DEEPSPEC_MODEL = "Qwen3DSparkModel"
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-
-_DTYPES = {
-    torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch.float16: torch.bfloat16
-}  # fmt: skip
-"""Type of a drafter by that of its tensors."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +96,7 @@ class DSparkConfig(LayerShape):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise UnsupportedModelError(f"{name} is {value!r}, expected 0 or more")
-        ends = (-1, *self.taps, *((self.target_layers,) if self.target_layers else ()))
-        if not self.taps or any(high <= low for low, high in pairwise(ends)):
-            count = self.target_layers or "an unknown number of"
-            raise UnsupportedModelError(
-                f"the drafter reads target layers {list(self.taps)}, expected strictly increasing "
-                f"numbers from 0: the target has {count} layers"
-            )
+        check_taps(self.taps, self.target_layers)
         if not 0 <= self.mask_token < self.vocab_size:
             raise UnsupportedModelError(
                 f"the mask token is {self.mask_token}, expected 0 to {self.vocab_size - 1}"
@@ -300,19 +292,7 @@ def _read_speculators(described: Json) -> DSparkConfig:
 
 
 def _build(described: Json, layer: Json, *, taps: list[int], **rest: Any) -> DSparkConfig:
-    def complete() -> Json:
-        from transformers import Qwen3Config
-
-        filled: Json = Qwen3Config(**dict(layer)).to_dict()
-        return filled
-
-    hf = remembered(("qwen3", json.dumps(layer, sort_keys=True)), complete)
-    if layer.get("model_type") != "qwen3" or hf["hidden_act"] != "silu" or hf["attention_bias"]:
-        raise UnsupportedModelError(
-            f"a backbone of model type {layer.get('model_type')!r}, activation "
-            f"{hf['hidden_act']!r}, attention_bias {hf['attention_bias']} is not supported, "
-            "expected qwen3, silu, False"
-        )
+    hf = whole_config(layer, ("qwen3",))
     if _SLIDING in (hf.get("layer_types") or ()) and not rest.get("window"):
         raise UnsupportedModelError(
             "layers with sliding attention are not supported: engines differ in the positions of "
@@ -414,15 +394,4 @@ def read_dspark(folder: str | Path, target_layers: int = 0) -> tuple[DSparkConfi
         config = _read_config(described, target_layers)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{path}: {error}") from error
-    weights = Checkpoint(folder, torch.float32)
-    if "fc.weight" not in weights:
-        raise UnsupportedModelError(
-            f"{folder} has no tensor 'fc.weight', expected the names of a "
-            f"{_layout_of(described).value} drafter"
-        )
-    stored = weights.stored("fc.weight").dtype
-    if stored not in _DTYPES:
-        raise UnsupportedModelError(
-            f"{folder} holds tensors of the type {stored}, expected one of {list(_DTYPES)}"
-        )
-    return config, _DTYPES[stored]
+    return config, stored_dtype(folder, "fc.weight")

@@ -13,13 +13,12 @@ from torch import Tensor
 from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods.checkpoint import (
     CONFIG_FILE,
-    SECTION,
     TargetRef,
     read_config_file,
     speculators_fields,
     write_checkpoint,
 )
-from paceline.drafter.methods.layers import LayerShape, config_errors, target_fields
+from paceline.drafter.methods.layers import SECTION, LayerShape, config_errors, target_fields
 
 METHOD = "longspec"
 

@@ -1,0 +1,242 @@
+"""An EAGLE-3 drafter's shape and folder, in the layouts of EAGLE and SpecForge or of speculators.
+
+Projects differ in how they count target layers: the first two name outputs (0 is that of the first
+layer), speculators names inputs (1 is the same). Without numbers all read the inputs of layers 2,
+n / 2 and n - 3 of a target with n layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.decoder import UnsupportedModelError
+from paceline.drafter.methods.checkpoint import (
+    CONFIG_FILE,
+    TargetRef,
+    read_config_file,
+    speculators_fields,
+    stored_dtype,
+    write_checkpoint,
+)
+from paceline.drafter.methods.layers import (
+    SECTION,
+    LayerShape,
+    check_taps,
+    config_errors,
+    target_fields,
+    whole_config,
+)
+
+METHOD = "eagle3"
+
+_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Fields of the configuration that all layouts have under the same names."""
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Eagle3Config(LayerShape):
+    """Shape of an EAGLE-3 layer, and the target layers that it reads.
+
+    A position's input is the embedding of the token there, and a hidden state of the position
+    before: of the target, fused, or the layer's own output.
+
+    Attributes:
+        taps: Target layers whose outputs are fused, 0 for the first, strictly increasing.
+        target_layers: Number of layers of the target; 0: not known.
+        target_hidden: Width of the target's hidden states; 0: that of the layer.
+        window: Positions that attention reads, the token's own included; 0: all. Unit: tokens.
+        qk_norm: Whether heads of queries and keys are normalised.
+        norm_before_residual: Whether the residual stream begins with the normalised hidden state.
+        norm_before_fc: Whether the target's states are normalised, side by side.
+        fc_norm: Whether each of the target's states is normalised (EAGLE-3.1).
+        norm_output: Whether the layer's output is normalised before it is an input again
+            (EAGLE-3.1).
+
+    Raises:
+        UnsupportedModelError: A field is out of range.
+    """
+
+    taps: tuple[int, ...]
+    target_layers: int = 0
+    target_hidden: int = 0
+    window: int = 0
+    qk_norm: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("window", "target_layers", "target_hidden"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise UnsupportedModelError(f"{name} is {value!r}, expected 0 or more")
+        check_taps(self.taps, self.target_layers)
+        if self.norm_before_fc and self.fc_norm:
+            raise UnsupportedModelError(
+                "norm_before_fc and fc_norm are both true, expected one norm of the target's states"
+            )
+
+    @property
+    def states(self) -> int:
+        """Width of the target's states of a position, side by side."""
+        return len(self.taps) * (self.target_hidden or self.hidden)
+
+    @classmethod
+    def for_target(
+        cls, folder: str | Path, *, taps: Sequence[int] = (), **fields: Any
+    ) -> Eagle3Config:
+        """Returns the configuration of a layer for a target.
+
+        Args:
+            folder: The target's Hugging Face folder.
+            taps: See the class; negative ones count from the last layer; none: the usual ones.
+            fields: Other fields, such as ``window``; None: the target's.
+
+        Raises:
+            UnsupportedModelError: The decoder does not support the target, or it lacks a layer.
+            FileNotFoundError: The folder has no config.json.
+        """
+        found = target_fields(folder, fields)
+        count = found["target_layers"]
+        taps = tuple(tap + count if tap < 0 else tap for tap in taps) or _usual_taps(count)
+        return cls(**found, taps=tuple(taps))
+
+
+def _usual_taps(layers: int) -> tuple[int, ...]:
+    return 1, layers // 2 - 1, layers - 4
+
+
+def is_eagle3(described: Json) -> bool:
+    """Returns whether a config.json is of an EAGLE-3 drafter."""
+    if SECTION in described:
+        return bool(described[SECTION].get("method") == METHOD)
+    kind = described.get("speculators_model_type")
+    names = " ".join(described.get("architectures") or ())
+    plain = names == "LlamaForCausalLM" and "draft_vocab_size" in described  # EAGLE's own
+    return kind == METHOD or (kind is None and ("eagle3" in names.lower() or plain))
+
+
+def _read_config(described: Json, target_layers: int) -> Eagle3Config:
+    if not is_eagle3(described):
+        raise UnsupportedModelError(
+            "this config.json is not of an EAGLE-3 drafter: expected speculators_model_type "
+            f"'eagle3' or an architecture like LlamaForCausalLMEagle3, found "
+            f"{described.get('speculators_model_type')!r} and {described.get('architectures')!r}"
+        )
+    speculators = described.get("speculators_model_type") == METHOD
+    layer = described["transformer_layer_config"] if speculators else described
+    if speculators and "norm_before_residual" not in described:
+        raise UnsupportedModelError(
+            "config.json does not specify whether the residual stream is normalised; add "
+            '"norm_before_residual": true or false'
+        )
+    hf = whole_config({"model_type": "llama", **layer}, ("llama", "qwen3"))
+    if hf["num_hidden_layers"] != 1:
+        raise UnsupportedModelError(
+            f"num_hidden_layers is {hf['num_hidden_layers']}, expected 1: an EAGLE-3 drafter with "
+            "more layers is not supported"
+        )
+    section = described.get(SECTION) or {}
+    layers = int(section.get("target_layers", 0))
+    if layers and target_layers and layers != target_layers:
+        raise UnsupportedModelError(
+            f"this drafter is for a target of {layers} layers, this one has {target_layers}"
+        )
+    layers = layers or target_layers
+    sliding = hf.get("use_sliding_window", False) and hf.get("sliding_window")
+    drafted = int(described.get("draft_vocab_size") or hf["vocab_size"])
+    return Eagle3Config.from_hf(
+        hf,
+        taps=_read_taps(described, speculators, layers),
+        target_layers=layers,
+        target_hidden=int(described.get("target_hidden_size") or 0),
+        window=int(section.get("window", sliding or 0)),
+        qk_norm=hf["model_type"] == "qwen3",
+        draft_vocab_size=drafted if drafted != hf["vocab_size"] else 0,
+        **{name: bool(described.get(name) or False) for name in _NORMS},
+    )
+
+
+def _read_taps(described: Json, speculators: bool, layers: int) -> tuple[int, ...]:
+    own: Json = described if speculators else described.get("eagle_config") or {}
+    numbers = own.get("eagle_aux_hidden_state_layer_ids")
+    if numbers:
+        return tuple(int(number) - speculators for number in numbers)
+    if not layers:
+        raise UnsupportedModelError(
+            "config.json does not specify which target layers are read, and the usual ones depend "
+            "on the target: give it as the option target=PATH"
+        )
+    return _usual_taps(layers)
+
+
+def read_eagle3(folder: str | Path, target_layers: int = 0) -> tuple[Eagle3Config, torch.dtype]:
+    """Reads the shape of a drafter from its config.json, and the type for its tensors.
+
+    Args:
+        folder: The drafter's.
+        target_layers: Number of layers of its target; 0: not known.
+
+    Raises:
+        UnsupportedModelError: It is no EAGLE-3 drafter, needs an unsupported feature, lacks a
+            field, or is for a target of another depth.
+        FileNotFoundError: There is no config.json.
+    """
+    path = Path(folder) / CONFIG_FILE
+    described = read_config_file(folder, METHOD)
+    try:
+        with config_errors(METHOD):
+            config = _read_config(described, target_layers)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{path}: {error}") from error
+    if config.target_hidden == config.hidden:
+        config = replace(config, target_hidden=0)
+    return config, stored_dtype(folder, "fc.weight")
+
+
+def save_eagle3(
+    folder: str | Path,
+    config: Eagle3Config,
+    weights: Mapping[str, Tensor],
+    target: TargetRef,
+    *,
+    levels: int = 5,
+    dtype: torch.dtype = torch.bfloat16,
+    notes: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a drafter's folder in the layout of speculators.
+
+    ``weights`` are those of a :class:`~paceline.drafter.methods.eagle3.Eagle3Model`, ``levels`` the
+    depth that it was trained to draft to. ``notes`` say how it was trained.
+    """
+    layer = {
+        **config.to_hf(),
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "sliding_window": config.window or None,
+        "use_sliding_window": bool(config.window),
+    }
+    described = {
+        **speculators_fields("Eagle3DraftModel", METHOD, "greedy", levels, target),
+        "transformer_layer_config": layer,
+        "draft_vocab_size": config.drafted,
+        "target_hidden_size": config.target_hidden or None,
+        "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in config.taps],
+        **{name: getattr(config, name) for name in _NORMS},
+    }
+    section = {name: getattr(config, name) for name in ("target_layers", "window")}
+    write_checkpoint(
+        folder, METHOD, described, weights, target, dtype=dtype, section=section, notes=notes
+    )

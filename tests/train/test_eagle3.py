@@ -1,0 +1,106 @@
+"""Training of an EAGLE-3 layer: depths of the training-time test, and its loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model
+from paceline.train.batches import Answers
+from paceline.train.eagle3 import SignalUnrolledLoss, TrainingRows, Unrolled, depth_weights
+from paceline.train.presets import Eagle3Preset
+from paceline.train.signals import Signals
+
+CONFIG = Eagle3Config(
+    hidden=16, intermediate=24, q_heads=2, kv_heads=1, head_dim=8, vocab_size=90, max_position=512,
+    norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, taps=(0, 1, 2),
+    target_layers=3, draft_vocab_size=60,
+)  # fmt: skip
+PRESET = Eagle3Preset(
+    taps=CONFIG.taps, minutes=60, steps=9, rows=2, length=12, adamw_rate=1e-3, levels=3,
+    depth_decay=0.5,
+)  # fmt: skip
+
+
+def made(**change: object) -> Eagle3Model:
+    torch.manual_seed(0)
+    model = Eagle3Model(replace(CONFIG, **change))  # type: ignore[arg-type]
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.5 if parameter.dim() == 1 else 0.0, 0.3)
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [{}, {"norm_output": True}, {"window": 4}])
+def test_a_depth_is_what_a_draft_of_this_length_reads(change: dict[str, object]) -> None:
+    model, depths = made(**change), 3
+    embedded, states = torch.randn(2, 9, 16), torch.randn(2, 9, 48)
+    positions = torch.arange(1, 10).expand(2, -1) + torch.tensor([[0], [5]])
+    real = torch.ones(2, 9, dtype=torch.bool)
+    real[1, :2] = False
+    found = Unrolled(model)(TrainingRows(embedded, states, positions, real, 6), depths)
+    window = model.config.window or 99
+    for text in range(2):
+        start = int((~real[text]).sum())
+        for row in range(3, 9):
+            for depth in range(min(depths, row - 2)):
+                root = row + 1 - depth  # tokens that are read with states of the target
+                span = slice(start, root)
+                hidden, past = model.fuse(states[text : text + 1, span]), None
+                for stop in range(root, row + 2):
+                    places = torch.arange(span.start, stop)
+                    apart = places[:, None] - torch.arange(start, stop)
+                    seen = (apart >= 0) & (apart < window)
+                    out, hidden, new = model(
+                        embedded[text : text + 1, span], hidden, positions[text : text + 1, span],
+                        seen[None], past,
+                    )  # fmt: skip
+                    pairs = zip(past or (), new, strict=bool(past))
+                    past = tuple(torch.cat(pair, dim=2) for pair in pairs) or new
+                    hidden, span = hidden[:, -1:], slice(stop, stop + 1)
+                torch.testing.assert_close(found[depth, text, row - 3], out[0, -1])
+
+
+def test_the_weights_of_depths() -> None:
+    counted = torch.tensor([[True, True, False, True], [True, False, False, False]])
+    weights = depth_weights(counted, PRESET).view(3, 2, 4)
+    expected = torch.tensor(
+        [
+            [[1, 1, 0, 1], [1, 0, 0, 0]],
+            [[0, 0.5, 0, 0.5], [0, 0, 0, 0]],
+            [[0, 0, 0, 0.25], [0, 0, 0, 0]],
+        ]
+    )
+    torch.testing.assert_close(weights, expected / expected.sum())
+
+
+def test_answers_are_read_behind_their_window() -> None:
+    tokens = torch.arange(1, 41)
+    signals = Signals(tokens, [0, 25, 40], torch.randn(40, 16), None, torch.randn(40, 48))
+    model, answers, drawn = made(window=8), [20, 30], list[TrainingRows]()
+    vocabulary = torch.randn(90, 16)
+
+    def forward(rows: TrainingRows, depths: int) -> Tensor:
+        drawn.append(rows)
+        # What the target knows: the divergence is 0 where a prediction has its label's states.
+        places = rows.states[:, -rows.count :] @ torch.linalg.pinv(signals.taps)
+        return signals.hidden[places.argmax(-1) + 1].expand(depths, -1, -1, -1)
+
+    loss = SignalUnrolledLoss(model, vocabulary, vocabulary, signals, answers, PRESET)
+    indices = torch.full((2, 9), -1)
+    indices[0, :5], indices[1] = torch.arange(20, 25), torch.arange(30, 39)
+    assert float(loss(forward, indices, 0.0)) == pytest.approx(0, abs=1e-5)  # type: ignore[arg-type]
+    (rows,) = drawn
+    assert rows.count == 8
+    texts = [tokens[:25], tokens[25:]]
+    for row, (text, last) in enumerate(zip(texts, (24, 13), strict=True)):
+        real = rows.real[row]
+        positions = rows.positions[row][real].tolist()
+        first = max(1, (20, 5)[row] - 8)
+        assert positions == list(range(first, min(last, first + 16)))
+        assert torch.equal(rows.embedded[row][real], vocabulary[text[positions]])
+    batches = Answers(signals.starts, answers, 0)
+    assert loss(Unrolled(model), batches.next(3, 6), 0.0).item() > 0
