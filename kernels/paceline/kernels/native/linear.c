@@ -42,9 +42,10 @@ void linear_prepare(const Matrix *m, const float *x, int64_t rows, void *scratch
     quantise_row(m, x, rows, scratch, item);
 }
 
-/* Outputs from `first` on of a block of rows: UNIT of floats without tiles, else PAIR. */
+/* Outputs from `first` on of a block of rows: UNIT of floats without tiles, else PAIR. `later`: an
+ * earlier block of rows used the same weights. */
 static void multiply(const Matrix *m, const float *x, const void *scratch, int64_t rows,
-                     RowBlock block, float *out, int64_t first) {
+                     RowBlock block, float *out, int64_t first, int later) {
   const Activations *a = (const Activations *)scratch + block.first * (m->ins / BLOCK_INS);
   x += block.first * m->ins, out += block.first * m->outs;
   if (in_tiles(m)) {
@@ -56,7 +57,7 @@ static void multiply(const Matrix *m, const float *x, const void *scratch, int64
   else if (m->format == LINEAR_BF16)
     bf16_rows(block.count, m, x, out, first);
   else
-    quantised_kernel(m, rows)(block.count, m, a, out, first);
+    quantised_kernel(m, rows)(block.count, m, a, out, first, later);
 }
 
 /* An item is two panels times some blocks of rows. */
@@ -72,7 +73,7 @@ void linear_item(const Matrix *m, const float *x, const void *scratch, int64_t r
   for (int64_t o = first; o < first + PAIR && o < m->outs; o += unit)
     for (int64_t r = start; r < start + chunk && r < rows;) {
       const RowBlock block = row_block(rows, limit, r);
-      multiply(m, x, scratch, rows, block, out, o);
+      multiply(m, x, scratch, rows, block, out, o, r > start);
       r += block.count;
     }
 }

@@ -122,9 +122,9 @@ INLINE void add_products(const int rows, const int four, const char *values, int
   }
 }
 
-/* PAIR outputs, from `first` on, of `rows` rows. */
+/* PAIR outputs, from `first` on, of `rows` rows. `later`: rows before them used the same weights. */
 INLINE void quantised_block(const int rows, const BlockFormat f, const Matrix *m,
-                            const Activations *a, float *out, int64_t first) {
+                            const Activations *a, float *out, int64_t first, int later) {
   const int four = f.four, factor = f.f16 ? 2 : 4;
   const int64_t panel = BLOCK_INS * PANEL / (four ? 2 : 1);
   const int64_t bytes = 2 * panel + PAIR * factor * (f.minima ? 2 : 1), blocks = m->ins / BLOCK_INS;
@@ -139,8 +139,13 @@ INLINE void quantised_block(const int rows, const BlockFormat f, const Matrix *m
       for (int v = 0; v < VECTORS; v++) total[u][r][v] = splat(0.0f);
 #pragma GCC unroll 1
   for (int64_t b = 0; b < blocks; b++, a += rows, block += bytes) {
+    if (LANES == PANEL && rows > 1 && later) { /* these weights are cached: fetch the next item */
 #pragma GCC unroll 32
-    for (int64_t p = 0; p < bytes; p += 64) __builtin_prefetch(block + AHEAD_BYTES + p, 0, 3);
+      for (int64_t p = 0; p < bytes; p += 64) __builtin_prefetch(block + blocks * bytes + p, 0, 2);
+    } else {
+#pragma GCC unroll 32
+      for (int64_t p = 0; p < bytes; p += 64) __builtin_prefetch(block + AHEAD_BYTES + p, 0, 3);
+    }
 #pragma GCC unroll 1
     for (int u = 0; u < PAIR / UNIT; u++) { /* outputs whose sums fit the registers */
       const char *scales = block + 2 * panel + u * UNIT * factor, *minima = scales + PAIR * factor;
@@ -181,10 +186,10 @@ INLINE void quantised_block(const int rows, const BlockFormat f, const Matrix *m
 }
 
 #define QUANTISED_CASE(n) \
-  case n: quantised_block(n, f, m, a, out, first); break;
+  case n: quantised_block(n, f, m, a, out, first, later); break;
 
 INLINE void quantised_rows(int64_t rows, const BlockFormat f, const Matrix *m, const Activations *a,
-                           float *out, int64_t first) {
+                           float *out, int64_t first, int later) {
   switch (rows) {
     QUANTISED_CASE(1) QUANTISED_CASE(2) QUANTISED_CASE(3)
 #if BLOCK_ROWS >= 4
@@ -197,8 +202,9 @@ INLINE void quantised_rows(int64_t rows, const BlockFormat f, const Matrix *m, c
 }
 
 #define FORMAT_ROWS(name, four, f16, minima, few)                                                \
-  static void name(int64_t rows, const Matrix *m, const Activations *a, float *out, int64_t first) { \
-    quantised_rows(rows, (BlockFormat){four, f16, minima, few}, m, a, out, first);               \
+  static void name(int64_t rows, const Matrix *m, const Activations *a, float *out, int64_t first, \
+                   int later) {                                                                  \
+    quantised_rows(rows, (BlockFormat){four, f16, minima, few}, m, a, out, first, later);        \
   }
 #if LANES == PANEL
 #define FORMAT_KERNELS(name, four, f16, minima) \
@@ -215,7 +221,7 @@ FORMAT_KERNELS(q4_f32_rows, 1, 0, 0)
 FORMAT_KERNELS(q4_minima_rows, 1, 1, 1)
 FORMAT_KERNELS(q4_f32_minima_rows, 1, 0, 1)
 
-typedef void (*QuantisedRows)(int64_t, const Matrix *, const Activations *, float *, int64_t);
+typedef void (*QuantisedRows)(int64_t, const Matrix *, const Activations *, float *, int64_t, int);
 
 /* The kernel for a block in a product of `rows` rows. */
 INLINE QuantisedRows quantised_kernel(const Matrix *m, int64_t rows) {
