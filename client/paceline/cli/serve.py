@@ -41,6 +41,7 @@ from paceline.harness import (
 from paceline.harness.models import MODEL, drafter_spec, local_model
 from paceline.service import ServerOptions, check_address, configure_logging
 from paceline.service.options import OptionsError, read_token, to_words, words_of
+from paceline.service.runtime import trim
 from paceline.verifier import VerifierOptions
 
 logger = logging.getLogger("paceline.cli")
@@ -235,6 +236,7 @@ def _import_once() -> None:
     for module in _SHARED_MODULES:
         importlib.import_module(module)
     gc.freeze()  # a collection would write to all objects, and so copy their pages
+    trim()
 
 
 def _drafter_arguments(args: argparse.Namespace, model: Path) -> list[str]:

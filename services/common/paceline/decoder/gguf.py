@@ -31,7 +31,7 @@ from paceline.decoder.gguf_file import (
     decode,
     read_gguf,
 )
-from paceline.decoder.model_source import ModelSource, file_facts, remembered
+from paceline.decoder.model_source import ModelSource, file_facts, remembered_by_transformers
 from paceline.decoder.weights import Weight, fingerprint_files, plain
 from paceline.kernels.blocks import Blocks
 from paceline.kernels.linear import PackedMatrix, pack_blocks
@@ -279,8 +279,8 @@ class GgufModel(ModelSource):
         """
         if "tokenizer.ggml.tokens" not in self._file.metadata:
             return b""
-        text: str = remembered(("tokenizer", *file_facts(self.path)), self._build_tokenizer)
-        return text.encode()
+        facts = ("tokenizer", *file_facts(self.path))
+        return str(remembered_by_transformers(facts, self._build_tokenizer)).encode()
 
     def _build_tokenizer(self) -> str:
         from transformers import PreTrainedTokenizerFast

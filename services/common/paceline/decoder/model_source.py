@@ -10,23 +10,28 @@ import hashlib
 import json
 import logging
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import fields
 from importlib.metadata import version
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.decoder.config import DecoderConfig
+from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 from paceline.decoder.weights import Weight, WeightsOf
 from paceline.kernels.linear import PackedMatrix
 
 _log = logging.getLogger(__name__)
 _FORMAT = 2
 _MAX_FILES = 256
+_CHILD_SECONDS = 60.0
 
 
 def remembered(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
@@ -53,6 +58,37 @@ def remembered(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
     except OSError as error:
         _log.warning("%s could not be stored: %s", file, error)
     return value
+
+
+def remembered_by_transformers(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
+    """The same, where ``make`` imports transformers, which takes 130 MiB: a child process makes the
+    value and ends, unless transformers is imported anyway."""
+    return remembered(facts, lambda: _in_child(make))
+
+
+def _in_child(make: Callable[[], Any]) -> Any:
+    if "transformers" in sys.modules or sys.platform != "linux":
+        return make()
+    receiver, sender = get_context("fork").Pipe(duplex=False)
+    child = get_context("fork").Process(target=_send, args=(sender, make))
+    child.start()
+    sender.close()
+    try:
+        if receiver.poll(_CHILD_SECONDS):
+            return receiver.recv()
+    except EOFError:  # it failed: here is where to raise the error
+        pass
+    finally:
+        receiver.close()
+        child.kill()
+        child.join()
+    return make()
+
+
+def _send(sender: Connection, make: Callable[[], Any]) -> None:
+    torch.set_num_threads(1)  # a fork has no other threads
+    with suppress(Exception):
+        sender.send(make())
 
 
 def file_facts(path: Path) -> tuple[object, ...]:
@@ -96,10 +132,16 @@ class ModelSource(ABC):
         Raises:
             UnsupportedModelError: Architecture, feature or format that is not supported.
         """
-        facts = ("config", str(weights), *self.config_facts())
-        return DecoderConfig.from_json(
-            remembered(facts, lambda: self.read_config(weights).to_json())
-        )
+
+        def read() -> Any:
+            found = self.read_config(weights).to_json()
+            with suppress(UnsupportedModelError):
+                _ = self.tokenizer  # a file's is made by transformers too
+            return found
+
+        names = [field.name for field in fields(DecoderConfig)]  # other versions have others
+        facts = ("config", names, str(weights), *self.config_facts())
+        return DecoderConfig.from_json(remembered_by_transformers(facts, read))
 
     @abstractmethod
     def read_config(self, weights: torch.dtype | str) -> DecoderConfig:

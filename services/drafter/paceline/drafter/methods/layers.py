@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 
 from paceline.decoder import UnsupportedModelError, open_model
 from paceline.decoder.config import check_rope, rope_frequencies, rope_parameters
-from paceline.decoder.model_source import remembered
+from paceline.decoder.model_source import remembered_by_transformers
 from paceline.decoder.weights import Checkpoint, Linear, plain
 from paceline.kernels import Heads, Norm, Recorder
 from paceline.kernels.blocks import BLOCK, quantise
@@ -200,9 +201,7 @@ class LayerShape:
     @cached_property
     def _rope(self) -> tuple[tuple[float, ...], float]:
         def compute() -> tuple[list[float], float]:
-            from transformers import LlamaConfig
-
-            hf = LlamaConfig(
+            hf: Any = SimpleNamespace(
                 hidden_size=self.hidden,
                 num_attention_heads=self.q_heads,
                 head_dim=self.head_dim,
@@ -210,13 +209,17 @@ class LayerShape:
                 rope_parameters=dict(self.rope_parameters),
             )
             check_rope(hf)
+            if self.rope_parameters.get("rope_type", "default") != "default":
+                from transformers import LlamaConfig
+
+                hf = LlamaConfig(**vars(hf))
             with torch.device("cpu"):  # even if the model is created on the meta device
                 frequencies, scaling = rope_frequencies(hf)
             return frequencies.tolist(), scaling
 
         shape = (self.hidden, self.q_heads, self.head_dim, self.max_position)
         facts = ("rope", *shape, sorted(self.rope_parameters.items()))
-        frequencies, scaling = remembered(facts, compute)
+        frequencies, scaling = remembered_by_transformers(facts, compute)
         return tuple(frequencies), scaling
 
 
@@ -254,7 +257,7 @@ def whole_config(layer: Mapping[str, Any], kinds: Sequence[str]) -> Mapping[str,
 
     hf: Mapping[str, Any] = {"hidden_act": layer.get("hidden_act"), "attention_bias": False}
     if kind in kinds:
-        hf = remembered((kind, json.dumps(layer, sort_keys=True)), complete)
+        hf = remembered_by_transformers((kind, json.dumps(layer, sort_keys=True)), complete)
     biases = hf["attention_bias"] or hf.get("mlp_bias", False)
     if kind not in kinds or hf["hidden_act"] != "silu" or biases:
         raise UnsupportedModelError(

@@ -1,0 +1,33 @@
+"""Values that transformers makes are made in a process that ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.decoder.model_source import remembered_by_transformers
+
+
+@pytest.fixture(autouse=True)
+def new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No value is stored, and transformers is not imported."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere this process makes it")
+def test_a_child_makes_the_value_once() -> None:
+    made = remembered_by_transformers(("pid",), os.getpid)
+    assert made != os.getpid()
+    assert remembered_by_transformers(("pid",), os.getpid) == made
+
+
+def test_the_error_of_a_value_that_cannot_be_made_is_raised() -> None:
+    def fail() -> None:
+        raise ValueError("a field is missing")
+
+    with pytest.raises(ValueError, match="a field is missing"):
+        remembered_by_transformers(("failure",), fail)
