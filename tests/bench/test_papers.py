@@ -22,15 +22,16 @@ _DEMO = Path("models/demo")
 _CODE = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\n"
 _LIMITS = "--weights bfloat16 --texts 2 --tokens 16 --contexts 96"
 _DSPARK = f"--drafter dspark=dspark:{_DEMO}/dspark,target={_DEMO}/target"
+_TRAINED = "--minutes 1 --own-text own.jsonl"
 _OPTIONS = {
     "context": f"{_DSPARK} --drafter n=ngram --speed",
-    "offset": "--minutes 1",
-    "noise": "--minutes 1",
+    "offset": _TRAINED,
+    "noise": _TRAINED,
     "attention": "--rows 3",
     "dspark": _DSPARK,
     "load": f"{_DSPARK} --users 2",
     "selection": "--policies streaming verified --ratios 0.3 --contexts 1100 --texts 1",
-    "budget": "--policies streaming --texts 1",
+    "budget": f"--policies streaming --texts 1 --drafter lm=lm:{_DEMO}/lm {_TRAINED}",
     "output": _DSPARK,
 }
 

@@ -125,8 +125,20 @@ def test_signals_are_the_target_s_and_are_computed_once(target: Path, tmp_path: 
     whole = replay(decoder, texts[1][:1], texts[1][1:], layers=[0, 1])
     assert torch.equal(signals.taps[30:89], torch.cat([whole.states[0], whole.states[1]], dim=1))
     kept = signals.kv.clone()
-    again = signals_of(decoder, target, texts, tmp_path, kv_layer=0)
-    assert torch.equal(again.kv, kept)  # not those of layer 0
+    kept[40] = signals.kv[40] = 1  # a value that no run computes
+    assert torch.equal(signals_of(decoder, target, texts, tmp_path, kv_layer=1).kv, kept)
+    with pytest.raises(ValueError, match="signals of other kv_layer"):
+        signals_of(decoder, target, texts, tmp_path, kv_layer=0)
+    with pytest.raises(ValueError, match="signals of other texts"):
+        signals_of(decoder, target, texts[:2], tmp_path)
+
+
+def test_signals_of_other_kinds_are_added_to_a_folder(target: Path, tmp_path: Path) -> None:
+    decoder, texts = Decoder.load(target), [list(range(30))]
+    signals_of(decoder, target, texts, tmp_path, kv_layer=1)
+    taps = signals_of(decoder, target, texts, tmp_path, taps=[0]).taps
+    assert taps.any(1).all()
+    assert signals_of(decoder, target, texts, tmp_path, kv_layer=1).kv.any()
 
 
 def test_rows_are_texts_from_their_beginning_each_once_an_epoch() -> None:
@@ -151,6 +163,10 @@ def test_rows_are_texts_from_their_beginning_each_once_an_epoch() -> None:
     expected = Counter({n: 1 + length // 40 for n, length in enumerate(lengths.tolist())})
     assert not seen - expected
     assert (expected - seen).total() <= 5  # an odd one of each group is left out
+    short = Prefixes(starts, tail=20, max_length=30)
+    assert all(short.next(2, 64).shape[1] <= 32 for _ in range(20))
+    with pytest.raises(ValueError, match="no conversation"):
+        Prefixes([0, 9], tail=20, max_length=8)
     other = Prefixes(starts, tail=20)
     other.seek(replace(batches.position))
     assert torch.equal(other.next(2, 64), batches.next(2, 64))

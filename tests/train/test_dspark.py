@@ -161,6 +161,8 @@ def test_the_fused_loss_is_that_of_all_logits_and_so_is_its_gradient(markov: boo
     counted[0] = True
     given = (features, w2) if markov else (None, None)
     fused = weighted_loss(hidden, *given, None, states, head, labels, counted, SMALL)
+    rounded = weighted_loss(hidden, *given, None, states, head.bfloat16(), labels, counted, SMALL)
+    torch.testing.assert_close(rounded, fused, rtol=0.05, atol=0)
     weights, known = label_weights(labels, counted, 9)
     logits = hidden @ head.T + (features @ w2.T if markov else 0)
     draft, target = logits.log_softmax(-1), (states @ head.T).softmax(-1)

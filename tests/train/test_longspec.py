@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,9 +13,10 @@ from torch.nn import functional as F
 
 from paceline.drafter.methods.layers import apply_rope
 from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel, lag_mask, window_mask
+from paceline.kernels import SINKS, streaming
 from paceline.train import longspec as training
 from paceline.train.batches import PADDING
-from paceline.train.longspec import CHUNK, SINKS, LaggedLayer, divergence, offset_positions
+from paceline.train.longspec import CHUNK, LaggedLayer, divergence, offset_positions
 from paceline.train.presets import LONGSPEC_PRESETS, Plan, Stage
 from paceline.train.signals import Signals
 
@@ -130,6 +132,43 @@ def test_the_end_of_a_text_reads_the_whole_of_it(
     log_p = (states[rows[:, -16:-1]] @ head.T).log_softmax(-1)
     log_q = (whole[:, :-1] @ head.T).log_softmax(-1)  # the last has no next token
     torch.testing.assert_close(value, (log_p.exp() * (log_p - log_q)).sum(-1).mean())
+
+
+def test_a_budget_shows_what_a_drafter_reads_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token sees the positions before its anchor that `streaming` selects."""
+    monkeypatch.setattr(training, "TAIL", 16)
+    torch.manual_seed(0)
+    model, length, budget = _model(), 40, 9
+    tokens, kv = torch.randint(0, 50, (length,)), torch.randn(length, 2, 2, 16)
+    signals = Signals(tokens, [0, length], torch.randn(length, 32), kv, torch.empty(length, 0))
+    preset = replace(LONGSPEC_PRESETS["smollm2"], noise=False, budgets=(0, budget))
+    plan = Plan((Stage("", 1.0, 2, 20),), minutes=1, steps=1)
+    loss = training.SignalLoss(
+        model, torch.randn(50, 32), torch.randn(50, 32), signals, preset, plan
+    )
+    seen = list[torch.Tensor]()
+
+    def forward(*inputs: torch.Tensor) -> torch.Tensor:
+        seen.append(inputs[-1][0])
+        return torch.zeros(1, 16, 32, requires_grad=True)
+
+    for _ in range(9):
+        loss(forward, torch.arange(length)[None], 0.0)  # type: ignore[arg-type]
+    counts = Counter[int]()
+    for row, mask in enumerate(torch.stack(seen, 1), length - 16):
+        for each in mask:
+            found = each.nonzero().flatten().tolist()
+            limit = 0 if len(found) == row else budget
+            assert found == [at for part in streaming(row, limit) for at in part]
+            counts[limit] += 1
+    assert counts[0] > counts[budget] > 0  # two of three
+    assert replace(preset, budgets=(64, 128)).budget_weights == pytest.approx(
+        {64: 1 / 3, 128: 1 / 6}
+    )
+    with pytest.raises(ValueError, match="trains no KV budgets"):
+        replace(LONGSPEC_PRESETS["cpu"], budgets=(64,))
+    with pytest.raises(ValueError, match="expected 0 or 8"):
+        replace(preset, budgets=(4,))
 
 
 @pytest.mark.parametrize("rows", [7, CHUNK, 2 * CHUNK + 3])

@@ -200,7 +200,7 @@ def test_the_command_line_varies_a_preset(
     for options in (
         "dspark --layers 2 --block 5 --head rnn --losses 0.1,0.9,1 --vocabulary 99 --rate 0.5",
         "dspark --head none",
-        "longspec --levels 3 --no-offset",
+        "longspec --levels 3 --no-offset --budgets 0,64 --max-length 99",
         "eagle3 --levels 4 --norms",
     ):
         assert cli.run(parser.parse_args([*options.split(), *common])) == 0
@@ -211,7 +211,9 @@ def test_the_command_line_varies_a_preset(
             draft_vocab_size=99, muon_rate=0.01, adamw_rate=shipped.adamw_rate / 2,
         ),
         shipped.without_heads(),
-        replace(LONGSPEC_PRESETS["smollm2"], levels=3, offset=False),
+        replace(
+            LONGSPEC_PRESETS["smollm2"], levels=3, offset=False, budgets=(0, 64), max_length=99
+        ),
         replace(EAGLE3_PRESETS["smollm2"], levels=4, fc_norm=True, norm_output=True),
     ]  # fmt: skip
 

@@ -172,7 +172,15 @@ def _add_papers(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     option("--rows", type=_numbers, default="8,33,64", help="`attention`: rows of a step")
     option("--users", type=_numbers, default="1,2,4,8,16", help="`load`: users at a time")
-    option("--minutes", type=float, default=0.0, help="`offset`, `noise`, `dspark`: of training")
+    option(
+        "--minutes", type=float, default=0.0,
+        help="`offset`, `noise`, `budget`, `dspark`: of training, for each arm",
+    )  # fmt: skip
+    option(
+        "--own-text", type=Path, nargs="+", default=[], metavar="FILE",
+        help="conversations of `paceline train own-text`, on which all arms are trained",
+    )  # fmt: skip
+    option("--signals", type=Path, metavar="DIR", help="what the target computed for these before")
     option("--train", default="", metavar="ARGUMENTS", help="more, of each `paceline train`")
     option("--work", type=Path, default=Path(".papers"), help="folder of what is trained")
 

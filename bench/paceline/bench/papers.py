@@ -71,6 +71,9 @@ _RESAMPLES = 1000
 _REPEATS = 5  # times that attention is measured, of which the shortest counts
 _BLOCK = 512  # tokens of output that `output` puts together
 _BUDGETS = (64, 128, 256, 512, 1024, 2048)
+_TRAINED_BUDGETS = (64, 128, 256, 512)  # a quarter of the paper's, as are texts and contexts
+_SHORT = 512  # tokens of the longest text that `offset` trains on
+_LONGSPEC = Path("models/smollm2/longspec")
 _MIN_DISTINCT = 0.5  # share of different 4-grams in a block; below it, the text is a loop
 
 
@@ -264,19 +267,28 @@ class Bench:
         return dict(each.split("=", 1) for each in self.args.drafter) or dict(default)
 
     def trained(self, method: str, arms: Mapping[str, str]) -> dict[str, str]:
-        """Train a drafter for each arm, by name and more arguments, unless it is there."""
-        minutes = f"{self.args.minutes:g}"
-        if minutes == "0":
-            raise CommandError("--minutes is 0: give the time to train each drafter")
+        """Train a drafter for each arm, by name and more arguments, unless it is there.
+
+        All arms have the same conversations, what the target computed for them, seed and minutes.
+        """
+        args, minutes = self.args, f"{self.args.minutes:g}"
+        if minutes == "0" or not args.own_text:
+            raise CommandError(
+                "give --minutes to train each drafter, and --own-text with conversations of "
+                "`paceline train own-text`"
+            )
+        shared = ["--preset", "smollm2", "--no-card", f"--target={self.models.target}"]
+        shared += ["--signals", str(args.signals or args.work / f"{method}-signals")]
+        shared += ["--own-text", *map(str, args.own_text), *shlex.split(args.train)]
         found = {}
         for name, more in arms.items():
-            folder = str(self.args.work / f"{method}-{name.replace(' ', '-')}-{minutes}")
+            folder = str(args.work / f"{method}-{name.replace(' ', '-')}-{minutes}")
             found[name] = f"{method}:{folder}"
             if Path(folder, "config.json").exists():
                 continue
-            command = [sys.executable, "-m", "paceline.train", method, *shlex.split(more)]
-            command += [f"--target={self.models.target}", "--minutes", minutes, "--out", folder]
-            command += ["--work", f"{folder}-work", *shlex.split(self.args.train)]
+            command = [sys.executable, "-m", "paceline.train", method, *shared]
+            command += ["--minutes", minutes, "--out", folder, "--work", f"{folder}-work"]
+            command += shlex.split(more)
             self.console.log(shlex.join(command[1:]))
             subprocess.run(command, check=True)
         return found
@@ -364,8 +376,8 @@ def _context(bench: Bench) -> None:
     target = bench.models.target
     shipped = Path("models/smollm2")
     default = {
-        "longspec, 512 positions": f"longspec:{shipped}/longspec,target={target},context=512",
-        "longspec, all": f"longspec:{shipped}/longspec,target={target},context=0",
+        "longspec, 512 positions": f"longspec:{_LONGSPEC},target={target},context=512",
+        "longspec, all": f"longspec:{_LONGSPEC},target={target},context=0",
         "dspark": f"dspark:{shipped}/dspark,target={target},widths=4,4,2,max_nodes=8",
         "ngram": "ngram",
         **{f"selfspec, {each}": selfspec(bench, each, 0.07) for each in kv_policies()},
@@ -408,8 +420,10 @@ async def _serve(
 
 
 def _offset(bench: Bench) -> None:
-    """LongSpec's anchor-offset indices, switched off alone."""
-    trained = bench.trained("longspec", {"LongSpec": "", "no offsets": "--no-offset"})
+    """LongSpec's anchor-offset indices, switched off alone, trained on short texts."""
+    arms = {"LongSpec": "", "no offsets": "--no-offset"}
+    short = {name: f"--max-length {_SHORT} {more}" for name, more in arms.items()}
+    trained = bench.trained("longspec", short)
     for length in bench.contexts():
         specs = {(name, float(length)): spec for name, spec in trained.items()}
         measure = partial(bench.lengths, "tokens of context", bench.documents(length), specs)
@@ -418,8 +432,8 @@ def _offset(bench: Bench) -> None:
 
 def _noise(bench: Bench) -> None:
     """LongSpec's flash noisy training, switched off alone."""
-    specs = bench.trained("longspec", {"LongSpec": "", "lag 1 only": "--no-noise"})
-    _by_level(bench, "level", specs)
+    trained = bench.trained("longspec", {"LongSpec": "", "lag 1 only": "--no-noise"})
+    _by_level(bench, "level", {name: f"{spec},depth=4" for name, spec in trained.items()})
 
 
 def _dspark(bench: Bench) -> None:
@@ -434,14 +448,12 @@ def _dspark(bench: Bench) -> None:
             "Markov, block 6": "--head vanilla --block 6",
         }
         shipped = bench.trained("dspark", arms)
-    chains = {
-        name: f"{spec},widths=1,min_survival=0" for name, spec in bench.given(shipped).items()
-    }
-    _by_level(bench, "position", chains)
+    _by_level(bench, "position", bench.given(shipped))
 
 
 def _by_level(bench: Bench, word: str, specs: Mapping[str, str]) -> None:
-    """Acceptance by level of a draft where the level above was accepted; its time; thresholds."""
+    """Acceptance by level of a chain where the level above was accepted; its time; thresholds."""
+    specs = {name: f"{spec},widths=1,min_survival=0" for name, spec in specs.items()}
 
     def measure() -> Samples:
         found = samples()
@@ -481,8 +493,18 @@ def _selection(bench: Bench) -> None:
 
 
 def _budget(bench: Bench) -> None:
-    """BudgetDraft's question: the accepted length of a small model by its KV budget."""
-    models = bench.given({"lm": f"lm:{bench.models.folder / 'lm'}"})
+    """BudgetDraft: a LongSpec layer trained further with and without budgets, by its KV budget."""
+    models = bench.given({"shipped": f"longspec:{_LONGSPEC}"})
+    if bench.args.minutes:
+        several = ",".join(map(str, _TRAINED_BUDGETS))
+        arms = {
+            "full cache": "",
+            "one budget": f"--budgets 0,{_TRAINED_BUDGETS[-2]}",
+            "several budgets": f"--budgets 0,{several}",
+            "sparse only": f"--budgets {several}",
+        }
+        further = {name: f"--from {_LONGSPEC} {more}" for name, more in arms.items()}
+        models = {**bench.trained("longspec", further), **models}
     for length in bench.contexts():
         budgets = {each: each for each in _BUDGETS if each < length} | {length: 0}
         specs = {
@@ -499,7 +521,7 @@ def _output(bench: Bench) -> None:
     """Accepted length by tokens of output; what follows the begin of a loop is left out."""
     target = bench.models.target
     specs = bench.given({
-        "longspec": f"longspec:models/smollm2/longspec,target={target}",
+        "longspec": f"longspec:{_LONGSPEC},target={target}",
         "dspark": f"dspark:models/smollm2/dspark,target={target},widths=4,4,2,max_nodes=8",
         "ngram": "ngram",
     })  # fmt: skip

@@ -134,16 +134,28 @@ class Prefixes:
     random places: all parts of long texts are learnt. The order is a function of (seed, epoch).
     """
 
-    def __init__(self, starts: Sequence[int], tail: int, seed: int = 0) -> None:
+    def __init__(
+        self, starts: Sequence[int], tail: int, seed: int = 0, max_length: int = 0
+    ) -> None:
         """Texts that lie one after the other.
 
         Args:
             starts: The first index of each text, and the end.
             tail: Tokens at the end of a row that are learnt.
             seed: Of the order.
+            max_length: Longer texts are left out; 0: none. Unit: tokens.
+
+        Raises:
+            ValueError: All texts are longer.
         """
         self.position = Position()
-        self._texts = list(pairwise(starts))
+        self._texts = [
+            (start, end)
+            for start, end in pairwise(starts)
+            if not max_length or end - start <= max_length
+        ]
+        if not self._texts:
+            raise ValueError(f"no conversation has at most {max_length} tokens: raise --max-length")
         self._tail, self._seed = tail, seed
         self._epoch: list[list[tuple[int, int]]] | None = None
 

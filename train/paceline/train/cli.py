@@ -50,6 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     longspec.add_argument(
         "--no-noise", action="store_true", help="ablation: without flash noisy training"
     )
+    longspec.add_argument(
+        "--budgets", type=_numbers, metavar="N[,N...]",
+        help="KV budgets that are trained, 0: all positions; for the preset smollm2",
+    )  # fmt: skip
+    longspec.add_argument(
+        "--max-length", type=int, metavar="N",
+        help="leave out conversations of more tokens, for the preset smollm2",
+    )  # fmt: skip
     dspark = commands.add_parser("dspark", help="train a DSpark drafter for a target")
     _add_common(dspark, sorted(DSPARK_PRESETS), preset="cpu", out=_DEMO / "dspark")
     _add_target(dspark)
@@ -143,6 +151,7 @@ def _longspec(args: argparse.Namespace) -> None:
     preset = replace(
         preset,
         **_given(levels=args.levels, draft_vocab_size=args.vocabulary),
+        **_given(budgets=args.budgets, max_length=args.max_length),
         offset=preset.offset and not args.no_offset,
         noise=preset.noise and not args.no_noise,
     )
@@ -248,6 +257,8 @@ def _run(args: argparse.Namespace, preset: Any) -> Run:
         compile=args.compile,
         accumulate=args.accumulate,
         force=args.force,
+        card=args.card,
+        signals=getattr(args, "signals", None),
     )
 
 
@@ -262,6 +273,10 @@ def _add_common(
         "--out", type=Path, default=out, required=out is None, help="model folder to write"
     )
     parser.add_argument("--force", action="store_true", help="replace a model that is in --out")
+    parser.add_argument(
+        "--no-card", dest="card", action="store_false",
+        help="for the preset smollm2: no README.md, and none of its measurements",
+    )  # fmt: skip
     parser.add_argument(
         "--work", type=Path, help="folder of checkpoints; a run that it holds is resumed"
     )
@@ -289,12 +304,21 @@ def _add_written(parser: argparse.ArgumentParser) -> None:
         help="drafter to train further, for the preset smollm2; default: a new one",
     )  # fmt: skip
     parser.add_argument(
+        "--signals", type=Path, metavar="DIR",
+        help="folder of what the target computes for --own-text, which runs may share; "
+        "default: --work",
+    )  # fmt: skip
+    parser.add_argument(
         "--rate", type=float, default=1.0, metavar="F", help="factor on the learning rates"
     )
     parser.add_argument(
         "--vocabulary", type=int, metavar="N",
         help="tokens that can be drafted, for the preset smollm2",
     )  # fmt: skip
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def _losses(text: str) -> tuple[float, float, float]:

@@ -135,7 +135,7 @@ class ChunkedBlockLoss(torch.autograd.Function):
             The weighted sum, and the distance of each position `[P]`, which has no gradient.
         """
         if features is None or markov is None:  # a head of rank 0
-            features, markov = hidden[:, :0], head[:, :0]
+            features, markov = hidden[:, :0], head[:, :0].float()
         to_hidden, to_features = torch.empty_like(hidden), torch.empty_like(features)
         to_markov, distances = torch.zeros_like(markov), torch.empty_like(weights)
         total = weights.new_zeros(())

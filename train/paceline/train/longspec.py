@@ -15,6 +15,7 @@ from paceline.decoder import Decoder, ModelSource
 from paceline.drafter.methods.layers import apply_rope
 from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel
 from paceline.drafter.methods.longspec.module import DenseLongSpecLayer, split_heads
+from paceline.kernels import SINKS
 from paceline.train.batches import PADDING, Batches, Prefixes, Rows
 from paceline.train.conversations import OwnTexts
 from paceline.train.corpus import Corpus, encode_all, load_tokenizer
@@ -119,9 +120,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
 
-
-SINKS = 4
-"""Positions that anchor-offset indices do not move: attention sinks."""
 
 CHUNK = 256
 """Text positions whose logits exist at once, for every lag."""
@@ -248,6 +246,10 @@ class SignalLoss:
     own, drawn by the weights of the lags (flash noisy training, algorithm 2). A position counts if
     its next token is a drafted one (EAGLE-3 trains likewise).
 
+    With budgets, each token has a KV budget of its own too: it sees the positions before its anchor
+    that `streaming` selects. In the mean this is the loss with all positions plus lambda times the
+    one under budgets (BudgetDraft, equations 4 to 7), for the price of one.
+
     With anchor-offset indices, the keys behind the first ones are rotated to the new positions. The
     target's distributions stay those of the text without an offset.
     """
@@ -260,6 +262,9 @@ class SignalLoss:
         self._model, self._embedding, self._head = model, vocabulary, model.draft_head(head)
         self._signals, self._preset, self._plan = signals, preset, plan
         self._lags = torch.tensor([preset.lag_decay ** (lag - 1) for lag in preset.trained_lags])
+        budgets = preset.budget_weights
+        self._budgets = torch.tensor([each or model.config.max_position for each in budgets])
+        self._budget_weights = torch.tensor([*budgets.values()])
         drafted = torch.zeros(len(vocabulary), dtype=torch.bool)
         drafted[slice(None) if model.d2t is None else model.d2t] = True
         self._counts = drafted[signals.tokens].roll(-1)
@@ -290,7 +295,12 @@ class SignalLoss:
         near_mask = (apart >= 0) & (apart < config.window) & usable[:, None, near]
         drawn = torch.multinomial(self._lags, rows * len(apart), replacement=True)
         lags = 1 + drawn.view(rows, -1, 1)
-        far_mask = (columns <= columns[last, None] - lags) & real[:, None]
+        newest = columns[last, None] - lags
+        far_mask = (columns <= newest) & real[:, None]
+        if self._preset.budgets:
+            drawn = torch.multinomial(self._budget_weights, lags.numel(), replacement=True)
+            budgets = self._budgets[drawn].view_as(lags)
+            far_mask &= (columns > newest - budgets + SINKS) | (places < SINKS)[:, None]
         found = forward(
             self._embedding[signals.tokens[indices[:, near]]].float(), positions[:, near],
             near_mask, keys, values, far_mask,
@@ -428,7 +438,11 @@ class LongSpecRecipe(Recipe[LongSpecPreset, LongSpecDrafterModel]):
         plan: Plan,
     ) -> tuple[nn.Module, Loss, Rows]:
         loss = SignalLoss(drafter.model, embedding, head, signals, self.preset, plan)
-        return drafter.model, loss, Prefixes(signals.starts, TAIL)
+        return (
+            drafter.model,
+            loss,
+            Prefixes(signals.starts, TAIL, max_length=self.preset.max_length),
+        )
 
     def long_rounds(
         self, drafter: LongSpecDrafterModel, decoder: Decoder, corpus: Corpus, out: Path
@@ -464,6 +478,8 @@ class LongSpecRecipe(Recipe[LongSpecPreset, LongSpecDrafterModel]):
             else "Without flash noisy training: lag 1 alone."
         )
         start = "The layer begins as a copy of the target's first and last layer.\n"
+        budgets = ", ".join(f"{each:,}" if each else "all" for each in preset.budgets)
+        noise += f"\nKV budgets of {budgets} positions." if budgets else ""
         stages = "\n".join(
             f"| {s.name} | {s.share:.0%} | {s.rows} x {s.length} | {s.rate:g} | "
             f"{'anchor-offset' if s.offset and preset.offset else 'plain'} | "

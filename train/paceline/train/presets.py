@@ -170,6 +170,9 @@ LM_PRESETS: dict[str, Preset] = {
 }  # fmt: skip
 
 
+_MIN_BUDGET = 8  # a chunk; the first four positions are always read
+
+
 @dataclass(frozen=True)
 class LongSpecPreset:
     """How a layer is trained. Ends when `minutes` or `steps` are used up, whichever is first."""
@@ -199,8 +202,20 @@ class LongSpecPreset:
     """Conversations that an instruct model writes; the run then reads nothing else."""
     draft_vocab_size: int = 0
     """Tokens that can be drafted, the most frequent ones; 0: all."""
+    max_length: int = 0
+    """Longer conversations are left out; 0: none. Unit: tokens."""
+    budgets: tuple[int, ...] = ()
+    """KV budgets of the cross-attention in a run on conversations; 0, or none given: all
+    positions."""
+    sparse_weight: float = 0.5
+    """Weight of the loss under budgets relative to that with all positions (BudgetDraft's
+    lambda)."""
 
     def __post_init__(self) -> None:
+        if self.budgets and not self.conversations:
+            raise ValueError("this preset trains no KV budgets: give --preset smollm2")
+        if any(0 < each < _MIN_BUDGET for each in self.budgets):
+            raise ValueError(f"budgets are {self.budgets}, expected 0 or {_MIN_BUDGET} and more")
         if not math.isclose(sum(stage.share for stage in self.stages), 1):
             raise ValueError("the shares of the stages must add up to 1")
         if not 1 <= self.lags <= self.levels:
@@ -210,6 +225,14 @@ class LongSpecPreset:
     def trained_lags(self) -> tuple[int, ...]:
         """The lags that training draws from."""
         return tuple(range(1, self.levels + 1)) if self.noise else (1,)
+
+    @property
+    def budget_weights(self) -> dict[int, float]:
+        """How often each budget is drawn; smaller ones more often (BudgetDraft, section 3.4)."""
+        sparse = sorted({each for each in self.budgets if each}, reverse=True)
+        total = sum(range(1, len(sparse) + 1))
+        weights = {each: self.sparse_weight * rank / total for rank, each in enumerate(sparse, 1)}
+        return weights if sparse and 0 not in self.budgets else {**weights, 0: 1.0}
 
 
 LONGSPEC_PRESETS: dict[str, LongSpecPreset] = {

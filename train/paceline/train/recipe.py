@@ -220,7 +220,7 @@ fingerprint.
         drafter.model.to(run.device)
         tokens = [each.tokens for each in texts.trained]
         needed = self.needed_signals(drafter)
-        signals = signals_of(decoder, self.target, tokens, run.work, **needed)
+        signals = signals_of(decoder, self.target, tokens, run.signals or run.work, **needed)
         embedding, head = source.vocabulary(torch.bfloat16)
         head = head.to(torch.bfloat16 if run.bf16 else torch.float32)
         plan = self.plan(run)
@@ -233,7 +233,7 @@ fingerprint.
 
         logged, notes = heldout(_LOGGED_TEXTS), {"conversations": len(texts.trained)}
         progress = train_drafter(drafter, objective, batches, plan, run, logged, notes, out)
-        if progress is None:
+        if progress is None or not run.card:
             return
         rounds = heldout(_MEASURED_TEXTS).measure(out)
         rounds |= self.long_rounds(drafter, decoder, corpus, out)

@@ -27,7 +27,8 @@ class Run:
     `work` holds the checkpoints, written every `every` seconds; `minutes` counts stepping only,
     not pauses. `device` is "cpu" or a CUDA device; with `bf16` the forward pass runs in bf16
     autocast there. Gradients of a batch are accumulated over `accumulate` parts. `force` lets the
-    run replace a model in its output folder.
+    run replace a model in its output folder. Without `card` no model card is written or measured.
+    Stored signals of a target are in `signals`, by default in `work`.
     """
 
     work: Path
@@ -40,6 +41,8 @@ class Run:
     log_steps: int = 20
     accumulate: int = 1
     force: bool = False
+    card: bool = True
+    signals: Path | None = None
 
 
 _FILE = "run.json"

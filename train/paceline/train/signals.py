@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +17,7 @@ from rich.progress import track
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.decoder import Decoder, LocalCache, ModelSource, open_model
+from paceline.decoder import Decoder, LocalCache, ModelSource, open_model, weights_fingerprint
 from paceline.kernels import CHUNK, TreeSegment, plan_trees
 
 
@@ -104,7 +107,8 @@ def signals_of(
 ) -> Signals:
     """Run `texts` through a target, and keep the results in files in `work`.
 
-    Texts that an earlier call has run are not run again: its files must be about the same texts.
+    Texts that an earlier call has run are not run again. `signals.json` there names target, texts
+    and layers.
 
     Started by `accelerate launch` or `torchrun`, the processes share the texts. A token takes
     `2 hidden` bytes on disk for the hidden states and for each tap, and `4 Hkv D` for keys and
@@ -117,6 +121,9 @@ def signals_of(
         work: Folder of the files.
         kv_layer: Layer whose keys and values are kept.
         taps: Layers whose outputs are kept, rising.
+
+    Raises:
+        ValueError: The files are about other texts, another target or other layers.
     """
     config, state = decoder.config, PartialState(cpu=True)
     starts = [0, *np.cumsum([len(text) for text in texts]).tolist()]
@@ -128,11 +135,17 @@ def signals_of(
     kv = None
     if kv_layer is not None:
         kv = _mapped(work / "kv.bin", (count, 2, config.kv_heads, config.head_dim))
+    if state.is_main_process:
+        digest = hashlib.sha256(json.dumps([*map(list, texts)]).encode()).hexdigest()
+        kept: dict[str, Any] = {} if kv is None else {"kv_layer": kv_layer}
+        kept |= {"taps": list(taps)} if taps else {}
+        _claim(work, {"target": weights_fingerprint(target), "texts": digest, **kept})
+    kinds = [each for each in (kv, tapped, hidden) if each is not None and each.numel()]
     reader = TappedTarget(decoder, open_model(target), taps)
     own = range(state.process_index, len(texts), state.num_processes)
     for index in track(own, "running the target", disable=not state.is_main_process):
         part = slice(starts[index], starts[index + 1])
-        if hidden[part.stop - 1].any():  # written last, by an earlier call
+        if all(kind[part.stop - 1].any() for kind in kinds):  # by an earlier call
             continue
         outputs, states = reader.read(torch.tensor(texts[index])[None])
         if kv is not None and kv_layer is not None:
@@ -143,6 +156,17 @@ def signals_of(
     state.wait_for_everyone()
     tokens = torch.tensor([token for text in texts for token in text])
     return Signals(tokens, starts, hidden, kv, tapped)
+
+
+def _claim(work: Path, contents: dict[str, Any]) -> None:
+    """Write what the files in `work` are about, or check it; an earlier call may have kept others
+    of its layers."""
+    path = work / "signals.json"
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    for name, value in contents.items():
+        if found.get(name, value) != value:
+            raise ValueError(f"{work} has signals of other {name}: give another --signals")
+    path.write_text(json.dumps(found | contents) + "\n")
 
 
 def _mapped(path: Path, shape: tuple[int, ...]) -> Tensor:
