@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "olmo3": "olmo2",
     "gemma3_text": "gemma3",
     "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
 }
 """Architectures that are not called as the model type."""
 
@@ -44,7 +45,7 @@ def write_gguf(
     if (folder / "tokenizer.json").is_file():
         _add_tokenizer(writer, folder)
     names = gguf.get_tensor_name_map(
-        gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"]
+        gguf.MODEL_ARCH[architecture.upper().replace("-", "_")], config["num_hidden_layers"]
     )
     for hf_name, tensor in _stacked(load_file(folder / "model.safetensors")).items():
         name = names.get_name(hf_name, (".weight", ".bias"))
@@ -56,7 +57,7 @@ def write_gguf(
         part = hf_name.split(".")[-2]
         if architecture in ("llama", "smollm3", "granite") and part in heads:
             values = _interleave(values, config[heads[part]])
-        plain = values.ndim < 2 or "ffn_gate_inp" in name  # a router
+        plain = values.ndim < 2 or name.endswith(".bias") or "ffn_gate_inp" in name  # a router
         stored = (kinds or {}).get(name, Kind.F32 if plain else kind)
         writer.add_tensor(name, gguf.quants.quantize(values, stored), raw_dtype=stored)
     rope = _rope(config)
@@ -76,8 +77,13 @@ def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     names = {".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
     for name in tensors:
         one = re.sub(r"\.experts\.\d+\.", ".experts.", name)
+        if ".experts.gate_up_proj" in name:  # gpt-oss: in turns
+            for half, part in enumerate(("gate_proj", "up_proj")):
+                ours = name.replace("gate_up_proj", part)
+                found |= _transposed(ours, tensors[name][..., half::2])
+            continue
         if one == name:
-            found[name] = tensors[name]
+            found |= _transposed(name, tensors[name])
             continue
         ours = one.replace(".block_sparse_moe.", ".mlp.")
         for part, new in names.items():
@@ -86,6 +92,15 @@ def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         each = (one.replace(".experts.", f".experts.{e}.") for e in range(count))
         found[ours] = torch.stack([tensors[key] for key in each])
     return found
+
+
+def _transposed(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A tensor under its name with an ending; those of all experts ``[experts, outs, ins]``."""
+    if name.endswith("_bias"):
+        return {name.replace("_bias", ".bias"): tensor}
+    if ".experts." in name:
+        return {f"{name}.weight": tensor.transpose(1, 2).contiguous()}
+    return {f"{name}.weight" if name.endswith("sinks") else name: tensor}
 
 
 def _write(writer: gguf.GGUFWriter) -> None:
@@ -142,7 +157,7 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         "attn_logit_softcapping": writer.add_attn_logit_softcapping,
         "final_logit_softcapping": writer.add_final_logit_softcapping,
     }
-    if config["model_type"] in ("olmo3", "phi3", "gemma2", "gemma3_text"):
+    if config["model_type"] in ("gpt_oss", "olmo3", "phi3", "gemma2", "gemma3_text"):
         own["sliding_window"] = writer.add_sliding_window
     for name, add in own.items():
         if config.get(name) is not None:

@@ -74,6 +74,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 64,
+            "sliding_window": 30,
+            "swiglu_limit": 1.5,
+            "rope_parameters": _YARN | {"truncate": False},
+        },
+    ),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
     "granite": (
         "Granite",

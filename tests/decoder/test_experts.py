@@ -134,3 +134,66 @@ def test_mixtures_that_are_not_supported(
     (tmp_path / "model/config.json").write_text(json.dumps(config | change))
     with pytest.raises(UnsupportedModelError, match=message):
         Decoder.load(tmp_path / "model")
+
+
+NIBBLES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+
+
+def in_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and scales as folders of gpt-oss have them, of weights ``[experts, ins, outs]``."""
+    blocks = weight.transpose(1, 2).unflatten(2, (-1, 32))
+    scales = blocks.abs().amax(-1).clamp(min=1e-9).log2().floor().int() - 2 + 127
+    table = torch.tensor([*NIBBLES, *(-each for each in NIBBLES)])
+    scaled = blocks / (scales - 127).exp2()[..., None]
+    nibbles = (scaled[..., None] - table).abs().argmin(-1).to(torch.uint8)
+    return nibbles[..., ::2] | nibbles[..., 1::2] << 4, scales.to(torch.uint8)
+
+
+def test_mxfp4_of_gpt_oss_keeps_its_values(models: dict[str, Path], tmp_path: Path) -> None:
+    """Against the folder of the values in float32, which transformers reads."""
+    values: dict[str, Tensor] = {}
+
+    def quantise(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            blocks, scales = in_mxfp4(tensors.pop(name))
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            both = torch.stack([blocks & 15, blocks >> 4], -1).flatten(3).long()
+            table = torch.tensor([*NIBBLES, *(-each for each in NIBBLES)])
+            plain = table[both] * (scales.float() - 127).exp2()[..., None]
+            values[name] = plain.flatten(2).transpose(1, 2).contiguous()
+
+    folder = changed(models["gpt-oss"], tmp_path / "model", quantise)
+    config = json.loads((folder / "config.json").read_text())
+    quantised = {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config | quantised))
+    plain = changed(models["gpt-oss"], tmp_path / "plain", lambda tensors: tensors.update(values))
+    tokens = random_tokens(40)
+    expected = expected_logits(plain, tokens)
+    for weights in ("float32", "auto", "int8"):
+        decoder = Decoder.load(folder, weights)
+        assert decoder.config.weights == {"auto": "mxfp4"}.get(weights, weights)
+        found = extend(decoder, LocalCache(decoder.config), tokens)
+        errors = (found - expected).std(-1) / expected.std(-1)
+        assert errors.median() < (1e-4 if weights == "float32" else 0.08), weights
+    assert logits(folder).shape == expected.shape
+
+    def damage(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 0, 0] = 255
+
+    with pytest.raises(UnsupportedModelError, match=r"1\.mlp\.experts\.down_proj_scales' is dam"):
+        Decoder.load(changed(folder, tmp_path / "damaged", damage))
+
+
+def test_other_quantised_checkpoints_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(models["gpt-oss"], tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    for change, message in (
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantised by 'gptq' are not supported",
+        ),
+        ({"swiglu_alpha": 2.0}, "swiglu_alpha is 2.0, expected 1.702"),
+    ):
+        (tmp_path / "model/config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UnsupportedModelError, match=message):
+            Decoder.load(tmp_path / "model")

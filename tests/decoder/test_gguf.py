@@ -33,10 +33,11 @@ from paceline.kernels.blocks import Blocks, quantise
 
 NAMES = (
     "llama", "llama-tied", "llama-bias", "llama-linear", "llama3", "mistral-full", "qwen2", "qwen3",
-    "yarn", "qwen3-moe", "mixtral", "smollm3", "granite", "olmo2", "olmo3", "phi3", "phi3-full",
-    "gemma2", "gemma3", "glm4",
+    "yarn", "qwen3-moe", "mixtral", "gpt-oss", "smollm3", "granite", "olmo2", "olmo3", "phi3",
+    "phi3-full", "gemma2", "gemma3", "glm4",
 )  # fmt: skip
 UNKNOWN: dict[str, dict[str, Any]] = {
+    "gpt-oss": {"swiglu_limit": 7.0},
     "smollm3": {"no_rope_layer_interval": 4},
     "olmo3": {"layer_types": None},
     "gemma2": {"query_pre_attn_scalar": 16},
@@ -221,12 +222,12 @@ def test_a_file_without_a_tokenizer(models: dict[str, Path], tmp_path: Path) -> 
     assert (source.tokenizer, source.tokenizer_digest) == (b"", "")
 
 
-EXACT = {Kind.Q8_0: 8, Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q4_K: 4}
+EXACT = {Kind.Q8_0: 8, Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q4_K: 4, Kind.MXFP4: 8}
 CONVERTED = [Kind.Q5_0, Kind.Q5_1, Kind.Q2_K, Kind.Q3_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL]
 HALVES = {
     Kind.Q8_0: [0], Kind.Q4_0: [0], Kind.Q4_1: [0, 2], Kind.Q4_K: [0, 2], Kind.Q5_0: [0],
     Kind.Q5_1: [0, 2], Kind.Q2_K: [80, 82], Kind.Q3_K: [108], Kind.Q5_K: [0, 2], Kind.Q6_K: [208],
-    Kind.IQ4_NL: [0],
+    Kind.IQ4_NL: [0], Kind.MXFP4: [],
 }  # fmt: skip
 """Offsets of float16 numbers in a stored block."""
 FILE = GgufFile(Path("model.gguf"), {}, {})
@@ -240,6 +241,8 @@ def stored(kind: Kind, outs: int, blocks: int, seed: int) -> GgufTensor:
     for at in HALVES[kind]:
         scales = rng.normal(0, 0.1, (len(raw), 1)).astype(np.float16)
         raw[:, at : at + 2] = scales.view(np.uint8)
+    if kind == Kind.MXFP4:
+        raw[:, 0] = np.minimum(raw[:, 0], 200)  # an exponent
     return GgufTensor("blk.0.ffn_up.weight", (outs, blocks * values), kind, raw.reshape(-1))
 
 

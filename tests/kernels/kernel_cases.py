@@ -70,7 +70,7 @@ class ProgramBackend:
         heads = Heads(q_heads, call.keys[0].shape[0], dim, cap=call.cap)
         program = Recorder(heads, torch.float32)
         q = program.rotate_queries(program.input(q_heads * dim))
-        program.tap(program.attend(q, 0, call.window), 0)
+        program.tap(program.attend(q, 0, call.window, call.sinks), 0)
         done = NativeProgram(self._library, program.finish()).run(
             Pass(
                 None,
@@ -200,13 +200,23 @@ class Case:
         """Attention in float32 of the whole block."""
         return attend([self.segment], self.q, [self.key], [self.value], self.window)
 
-    def run_by(self, backend: AttentionBackend, cap: float = 0.0) -> Tensor:
-        """The same by a backend, with a soft cap of scores."""
+    def run_by(
+        self, backend: AttentionBackend, cap: float = 0.0, sinks: Tensor | None = None
+    ) -> Tensor:
+        """The same by a backend, with a soft cap of scores and sinks."""
         out = torch.empty(self.q.shape)
         plan = plan_trees([self.segment])
         backend.attend(
             AttentionCall(
-                self.q, [self.key], [self.value], plan, self.scale, self.window, out, cap=cap
+                self.q,
+                [self.key],
+                [self.value],
+                plan,
+                self.scale,
+                self.window,
+                out,
+                cap=cap,
+                sinks=sinks,
             )
         )
         return out

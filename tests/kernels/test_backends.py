@@ -40,6 +40,11 @@ def test_the_plain_one_gives_the_log_sum_exp(start: int, window: int | None) -> 
         AttentionCall(case.q, [case.key], [case.value], plan, case.scale, window, out, lse)
     )
     torch.testing.assert_close(lse.double(), case.expected()[1], atol=2e-5, rtol=1e-5)
+    sinks = torch.linspace(-2, 8, case.q.shape[1])
+    attended, total = case.expected()
+    shares = (total - sinks).sigmoid()[..., None]  # what the sinks leave
+    found = case.run_by(DenseBackend(), sinks=sinks)
+    torch.testing.assert_close(found.double(), attended * shares, atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture

@@ -24,11 +24,13 @@ def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def attention_at(level: str, case: Case, tiles: bool = False, cap: float = 0.0) -> Tensor:
+def attention_at(
+    level: str, case: Case, tiles: bool = False, cap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
     library = compiled(level).library
     assert library is not None
     with in_tiles(library) if tiles else nullcontext():
-        return case.run_by(ProgramBackend(library), cap)
+        return case.run_by(ProgramBackend(library), cap, sinks)
 
 
 @settings(max_examples=40)
@@ -38,6 +40,11 @@ def test_attention_has_the_bits_of_plain_c(level: str, case: Case) -> None:
     capped = attention_at(level, case, cap=1.5)
     assert torch.equal(capped, attention_at("generic", case, cap=1.5))
     torch.testing.assert_close(capped, case.run_by(DenseBackend(), 1.5), rtol=0, atol=2e-2)
+    sinks = torch.linspace(-3, 9, case.q.shape[1])
+    found = attention_at(level, case, sinks=sinks)
+    assert torch.equal(found, attention_at("generic", case, sinks=sinks))
+    expected = case.run_by(DenseBackend(), sinks=sinks)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
 
 
 @settings(max_examples=20)

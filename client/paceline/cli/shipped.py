@@ -23,9 +23,11 @@ _FIRST = {
     "int8": "ngram",
     "int4": "ngram",
     "gguf": "ngram",
+    "mxfp4": "ngram",
 }
 """The default drafter of a large target on a CPU, by its format: the fastest in
-docs/benchmarks.md#default-drafters. "gguf" is a GGUF file in blocks of 8 bits or fewer."""
+docs/benchmarks.md#default-drafters. "gguf" is a GGUF file in blocks of 8 bits or fewer,
+"mxfp4" a folder with such experts, which is not measured."""
 
 _TREE = "widths=3,1,max_nodes=4"
 """The tree of `dspark` on a CPU, where each node costs, and each level."""

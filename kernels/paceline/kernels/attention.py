@@ -72,6 +72,7 @@ def tree_attention(
     window: int | None = None,
     out: Tensor | None = None,
     probes: Sequence[Probe] = (),
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of packed tree nodes over their own paths.
 
@@ -90,6 +91,8 @@ def tree_attention(
         window: Sliding window in tokens, or None.
         out: Output, ``[M, Hq, D]`` of any float dtype; allocated in ``q.dtype`` if None.
         probes: Rows whose scores or weights are recorded.
+        sinks: float32 ``[Hq]``: a score more in the sum of each head's weights, without a value
+            (gpt-oss); None: none.
 
     Returns:
         The attention, ``[M, Hq, D]``. Every row attends at least to itself.
@@ -106,7 +109,7 @@ def tree_attention(
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     needs_lse = any(probe.weights for probe in probes)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if needs_lse else None
-    call = AttentionCall(q, keys, values, plan, scale, window, out, lse, probes, cap)
+    call = AttentionCall(q, keys, values, plan, scale, window, out, lse, probes, cap, sinks)
     backend_for(q.device).attend(call)
     return out
 

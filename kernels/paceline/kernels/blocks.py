@@ -117,6 +117,23 @@ def quantise(weight: Tensor, bits: int) -> Blocks:
     return Blocks(values, scale, minimum, bits, 128 if bits == 8 else 0)
 
 
+_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the values of a float of 4 bits (E2M1), without its sign."""
+
+
+def mxfp4(values: Tensor, exponents: Tensor) -> Blocks:
+    """A matrix of MXFP4 (OCP Microscaling Formats 1.0, 2023) as 8-bit blocks of the same values.
+
+    Args:
+        values: uint8 ``[outs, ins]``, floats of 4 bits.
+        exponents: uint8 ``[outs, ins / 32]``, of powers of two; 127 for 1, 255 for NaN.
+    """
+    table = torch.tensor([*_DOUBLED, *(-each for each in _DOUBLED)]).add(128).to(torch.uint8)
+    scale = torch.ldexp(torch.full(exponents.shape, 0.5), exponents.int() - 127)
+    scale = torch.where(exponents == 255, torch.nan, scale)
+    return Blocks(table[values.long()], scale, None, 8, 128)
+
+
 def check_finite(scale: Tensor, minimum: Tensor | None) -> None:
     """Refuse scales and minima that are not finite.
 

@@ -89,6 +89,7 @@ class AttentionCall:
             needs it.
         probes: Scores to record, without an effect on the result.
         cap: Soft cap of the scaled scores; 0: none.
+        sinks: float32 ``[Hq]``, a score more in the sum of each head's weights; None: none.
     """
 
     q: Tensor
@@ -101,6 +102,7 @@ class AttentionCall:
     lse: Tensor | None = None
     probes: Sequence[Probe] = ()
     cap: float = 0.0
+    sinks: Tensor | None = None
 
     def scores(self, q: Tensor, key: Tensor) -> Tensor:
         """Scaled and capped scores of float32 queries ``[..., n, D]`` and keys ``[..., m, D]``."""
@@ -152,6 +154,8 @@ class DenseBackend:
             scores = call.scores(packed, key.unsqueeze(1))
             scores.masked_fill_(_hidden(plan, index, call.window), float("-inf"))
             total = scores.logsumexp(-1, keepdim=True)
+            if call.sinks is not None:
+                total = torch.logaddexp(total, call.sinks.view(kv_heads, -1, 1, 1))
             attended = torch.matmul(scores.sub_(total).exp_(), value.unsqueeze(1))
             call.out[rows] = attended.permute(2, 0, 1, 3).reshape(nodes, heads, dim)
             if call.lse is not None:

@@ -19,7 +19,7 @@ from paceline.kernels.caches import LayerTable
 from paceline.kernels.dense import Probe
 from paceline.kernels.linear import CMatrix
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program, Routing
-from paceline.kernels.rows import gelu_gate, normalised, row_kernels
+from paceline.kernels.rows import clamped_gate, gelu_gate, normalised, row_kernels
 from paceline.kernels.trees import (
     MAX_TREE_NODES,
     ContextSegment,
@@ -144,6 +144,7 @@ class _Operation(ctypes.Structure):
         *pointers("weight", "second"),
         ("eps", ctypes.c_double),
         ("factor", ctypes.c_double),
+        ("limit", ctypes.c_double),
     ]
 
 
@@ -316,6 +317,8 @@ class NativeProgram:
             weights[1] = self._matrices([op.table])
         if op.matrices:
             weights[0] = self._matrices([matrix.packed for matrix in op.matrices])
+        if op.sinks is not None:
+            weights[0] = address(op.sinks, "sinks")
         for index, norm in enumerate(op.norms):
             weights[index] = address(norm.weight, "a norm")
         return _Operation(
@@ -341,6 +344,7 @@ class NativeProgram:
             second=weights[1],
             eps=op.norms[0].eps if op.norms else 0.0,
             factor=op.factor,
+            limit=op.limit,
         )
 
     def _matrices(self, packed: Sequence[PackedMatrix | None]) -> int:
@@ -492,7 +496,10 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
             case Kind.ATTEND_CONTEXT:
                 buffers[op.out] = _attend_context(program, op, call, x)
             case Kind.GATE:
-                buffers[op.out] = gelu_gate(x) if op.gelu else kernels.gate(x)
+                if op.limit:
+                    buffers[op.out] = clamped_gate(x, op.limit)
+                else:
+                    buffers[op.out] = gelu_gate(x) if op.gelu else kernels.gate(x)
             case Kind.ADD:
                 x += buffers[op.delta] * op.factor if op.factor != 1 else buffers[op.delta]
             case Kind.CAP:
@@ -552,7 +559,7 @@ def _attend(program: Program, op: Operation, call: Pass, q: Tensor) -> Tensor:
     tree_attention(
         q, keys, values, call.plan,
         scale=program.heads.factor, cap=program.heads.cap, window=op.window or None, out=out,
-        probes=call.probes.get(op.layer, ()),
+        probes=call.probes.get(op.layer, ()), sinks=op.sinks,
     )  # fmt: skip
     return out.flatten(1)
 

@@ -148,6 +148,8 @@ class Operation:
         rope: Which table of the run ROTATE uses.
         factor: Factor on the delta of ADD_NORM and ADD, on the rows of EMBED; the cap of CAP.
         gelu: Whether the activation of GATE is GELU (its form with tanh), not SiLU.
+        limit: Of the gates and ups of GATE, in the form of gpt-oss; 0: none.
+        sinks: Of ATTEND, float32 ``[Hq]``: a score more in the sum of each head's weights.
         routing: Of ROUTE.
         experts: The linear layers of MULTIPLY over slots, instead of ``matrix``.
     """
@@ -165,6 +167,8 @@ class Operation:
     rope: int = 0
     factor: float = 1.0
     gelu: bool = False
+    limit: float = 0.0
+    sinks: Tensor | None = None
     routing: Routing | None = None
     experts: ExpertMatrices | None = None
 
@@ -313,18 +317,21 @@ class Recorder:
         """Keys and values alone: they go to the caches."""
         self._rotate(heads, norms, layer, replace(self._heads, q_heads=0))
 
-    def attend(self, q: int, layer: int, window: int | None) -> int:
-        """Tree attention over the caches of a layer."""
-        return self._attend(Kind.ATTEND, q, layer, window)
+    def attend(self, q: int, layer: int, window: int | None, sinks: Tensor | None = None) -> int:
+        """Tree attention over the caches of a layer; ``sinks`` as in :class:`Operation`."""
+        return self._attend(Kind.ATTEND, q, layer, window, sinks)
 
     def attend_context(self, q: int, layer: int, window: int | None) -> int:
         """Attention over the contexts; all rows of a sequence attend to the same keys."""
         return self._attend(Kind.ATTEND_CONTEXT, q, layer, window)
 
-    def gate(self, gate_up: int, *, gelu: bool = False) -> int:
-        """``silu(gate) * up``, or ``gelu(gate) * up`` with the form that uses tanh."""
+    def gate(self, gate_up: int, *, gelu: bool = False, limit: float = 0.0) -> int:
+        """``silu(gate) * up``, or ``gelu(gate) * up`` with the form that uses tanh, or the form of
+        gpt-oss with a limit."""
         of = self._buffers[gate_up]
-        return self._add(Kind.GATE, of.width // 2, of.extent, source=gate_up, gelu=gelu)
+        return self._add(
+            Kind.GATE, of.width // 2, of.extent, source=gate_up, gelu=gelu, limit=limit
+        )
 
     def route(self, scores: int, routing: Routing) -> int:
         """The experts of each row by the scores of all, and their shares: the routes."""
@@ -396,9 +403,13 @@ class Recorder:
             heads=heads, rope=rope,
         )  # fmt: skip
 
-    def _attend(self, kind: Kind, q: int, layer: int, window: int | None) -> int:
+    def _attend(
+        self, kind: Kind, q: int, layer: int, window: int | None, sinks: Tensor | None = None
+    ) -> int:
         width = self._buffers[q].width
-        return self._add(kind, width, Extent.SLICE, source=q, layer=layer, window=window or 0)
+        return self._add(
+            kind, width, Extent.SLICE, source=q, layer=layer, window=window or 0, sinks=sinks
+        )
 
     def _share_buffers(self, logits: bool) -> tuple[list[Operation], list[Buffer]]:
         """The operations with the fewest buffers, and these; what the last one writes is 0."""

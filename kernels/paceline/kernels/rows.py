@@ -139,6 +139,14 @@ def gelu_gate(gate_up: Tensor) -> Tensor:
     return gelu(gate, approximate="tanh").mul_(up).to(gate_up.dtype)
 
 
+def clamped_gate(gate_up: Tensor, limit: float) -> Tensor:
+    """``gate * sigmoid(1.702 gate) * (up + 1)`` for ``[M, 2 width]``, gates first, where gates are
+    at most ``limit`` and ups within it (gpt-oss)."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * (1.702 * gate).sigmoid() * (up + 1)).to(gate_up.dtype)
+
+
 def normalised(x: Tensor, norm: Norm) -> Tensor:
     """The norm of float32 ``[..., width]``."""
     # Not mean(): its order of summation depends on the number of rows.

@@ -98,7 +98,7 @@ def compile_attention(
     """What the backend would launch for blocks of so many nodes."""
     pointers = ("keys", "values")
     types = dict.fromkeys(pointers, f"*{kv}")
-    types |= dict.fromkeys(("q", "part", "part_lse", "probed", "lse"), "*fp32")
+    types |= dict.fromkeys(("q", "part", "part_lse", "probed", "lse", "sinks"), "*fp32")
     integers = ("items", "blocks", "rows", "masks", "tables", "tiles", "bases")
     types |= dict.fromkeys(integers, "*i32")
     types |= {"places": "*i64", "probes": "*i64", "layer": "i32", "scale": "fp32", "out": f"*{kv}"}
@@ -108,7 +108,7 @@ def compile_attention(
     shape, options = attend_shape(tiling, dim, page, probes)
     compile_kernel(attend_items, types, {**shape, "ALIGN": 16}, **options)
     merged = {name: shape[name] for name in ("GROUP", "DIM", "WIDE", "BLOCK_M", "USED")}
-    merged |= {"CHUNKS": MERGE_CHUNKS, "HAS_LSE": bool(window)}
+    merged |= {"CHUNKS": MERGE_CHUNKS, "HAS_LSE": bool(window), "HAS_SINKS": bool(window)}
     compile_kernel(merge_items, types, merged, num_warps=2)
 
 

@@ -77,6 +77,17 @@ def test_the_largest_tree_over_many_chunks() -> None:
     check(run(segments, q, keys, values, None), expected, torch.float16)
 
 
+def test_sinks_are_scores_without_values() -> None:
+    torch.manual_seed(0)
+    segments = [TreeSegment(0, 600, (-1, 0, 0), 3), TreeSegment(1, 0, None, 2)]
+    q, keys, values = draw_caches(segments, (6, 2, 64), torch.float16)
+    sinks = torch.tensor([-50.0, 0.0, 1.0, 3.0, 8.0, 60.0])
+    found = run(segments, q, keys, values, None, sinks=sinks)
+    attended, lse = reference_attention(q, keys, values, plan_trees(segments), scale=0.125)
+    expected = attended * (lse - sinks).sigmoid()[..., None], lse.logaddexp(sinks.double())
+    check(found, expected, torch.float16)
+
+
 def test_a_call_repeated_gives_the_same_bits() -> None:
     torch.manual_seed(0)
     segments = [TreeSegment(0, 700, (-1, 0, 0), 3)]

@@ -62,6 +62,7 @@ def run(
     window: int | None,
     probes: Sequence[Probe] = (),
     backend: AttentionBackend | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention and log-sum-exp by a backend; None: the Triton one."""
     from paceline.kernels._triton.backend import TritonBackend
@@ -70,7 +71,9 @@ def run(
     lse = torch.full(q.shape[:2], torch.nan)
     scale = q.shape[2] ** -0.5
     (backend or TritonBackend()).attend(
-        AttentionCall(q, keys, values, plan_trees(segments), scale, window, out, lse, probes)
+        AttentionCall(
+            q, keys, values, plan_trees(segments), scale, window, out, lse, probes, sinks=sinks
+        )
     )
     return out, lse
 

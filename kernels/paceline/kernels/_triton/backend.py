@@ -158,7 +158,7 @@ class TritonBackend:
         probed = ProbeTable.of(call.probes, call.plan, tiling)
         target = call.out if call.out.is_contiguous() else torch.empty_like(call.out)
         attend(call.q.contiguous(), caches, tables.rows, tables.work(tiling), tiling, probed,
-               call.scale, target, call.lse)  # fmt: skip
+               call.scale, target, call.lse, call.sinks)  # fmt: skip
         if target is not call.out:
             call.out.copy_(target)
         record_scores(call, probed.others)
@@ -185,6 +185,7 @@ def attend(
     scale: float,
     out: Tensor,
     lse: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Run both kernels. All tensors but the caches are dense.
 
@@ -198,6 +199,7 @@ def attend(
         scale: Factor on the scores.
         out: ``[M, Hq, D]``.
         lse: float32 ``[M, Hq]`` or None.
+        sinks: float32 ``[Hq]`` or None.
     """
     kv_heads, dim, items = caches.kv_heads, caches.dim, work.items.shape[0]
     shape, options = attend_shape(tiling, dim, caches.page_size, probed.count)
@@ -211,8 +213,9 @@ def attend(
     )  # fmt: skip
     merge_items[(rows.rows.shape[0], q.shape[1])](
         part, part_lse, out, part_lse if lse is None else lse, rows.rows, work.tiles, work.bases,
+        part_lse if sinks is None else sinks,
         **{name: shape[name] for name in ("GROUP", "DIM", "WIDE", "BLOCK_M", "USED")},
-        CHUNKS=MERGE_CHUNKS, HAS_LSE=lse is not None, num_warps=2,
+        CHUNKS=MERGE_CHUNKS, HAS_LSE=lse is not None, HAS_SINKS=sinks is not None, num_warps=2,
     )  # fmt: skip
 
 
@@ -245,8 +248,8 @@ _PAGE_MULTIPLE = 256  # of flash-attn's paged caches
 class FlashBackend(TritonBackend):
     """``flash_attn_with_kvcache`` over whole tiles of the prefix, merged by log-sum-exp.
 
-    It serves paged caches in half precision. Windows, probes, contiguous caches and plans of CUDA
-    graphs are left to :class:`TritonBackend`.
+    It serves paged caches in half precision. Windows, sinks, probes, contiguous caches and plans of
+    CUDA graphs are left to :class:`TritonBackend`.
     """
 
     name = "flash_attn"
@@ -267,7 +270,7 @@ class FlashBackend(TritonBackend):
         """See :class:`paceline.kernels.AttentionBackend`."""
         caches, tables, tiling = _read(call)
         q, plan, lse = call.q, call.plan, call.lse
-        if not self._can(caches, plan, tiling, call.probes):
+        if call.sinks is not None or not self._can(caches, plan, tiling, call.probes):
             super().attend(call)
             return
         prefix, prefix_lse, seen = self._prefix(q, caches, plan, tiling, call.scale)

@@ -275,10 +275,11 @@ static void merge(const Tile *t, float *total, const float *part, int first) {
 }
 
 /* Writes the rows' results, and what is left of their probes. */
-static void finish(const Tile *t, const float *total, float *out) {
+static void finish(const Tile *t, float *total, float *out) {
   const Plan *p = t->plan;
   for (int64_t r = 0; r < t->rows; r++) {
-    const float *row = total + r * t->width;
+    float *row = total + r * t->width;
+    if (p->sinks) row[p->dim] += exp_one(p->sinks[t->head * t->group + r % t->group] - row[p->dim + 1]);
     float *to = out + packed_row(t, r) * p->dim;
     for (int64_t d = 0; d < p->dim; d += LANES)
       store_f32(to + d, load_f32(row + d) / splat(row[p->dim]));

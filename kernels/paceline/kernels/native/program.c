@@ -205,7 +205,7 @@ static int64_t begin_attention(State *s, const Operation *o) {
   if (r->queries && !context) copy_queries(s, o);
   s->plan = (Plan){.q_heads = p->q_heads, .kv_heads = p->kv_heads, .dim = p->dim,
                    .window = o->window, .kv_type = context ? r->context_type : r->kv_type,
-                   .scale = (float)p->scale, .cap = (float)p->cap, .blocks = r->blocks,
+                   .scale = (float)p->scale, .cap = (float)p->cap, .sinks = o->weight, .blocks = r->blocks,
                    .block = context ? r->context_block : r->block, .tiles = s->tiles,
                    .tile = r->tile + 3 * s->tile};
   /* Blocks name rows of the batch, buffers hold those of the slice. */
@@ -286,7 +286,7 @@ static void run_row(const State *s, const Operation *o, int64_t row) {
       normalise(in, o->weight, width, (float)o->eps, rows_of(s, o->out) + row * width);
       break;
     case ROTATE: rotate_heads(s, o, row); break;
-    case GATE: gate_row(in, rows_of(s, o->out) + row * (width / 2), (int)o->gelu, width / 2); break;
+    case GATE: gate_row(in, rows_of(s, o->out) + row * (width / 2), (int)o->gelu, (float)o->limit, width / 2); break;
     case ADD: add_row(in, rows_of(s, o->delta) + row * width, (float)o->factor, width); break;
     case CAP: cap_row(in, (float)o->factor, width); break;
     case ROUTE:

@@ -22,9 +22,10 @@ enum {
  * ROTATE   out = rotated queries of the heads in `in`; keys and values go to the caches of `layer`;
  *          there may be queries alone, or keys and values alone. `rope`: which of the tables;
  *          `whole`: the norms are over all queries and all keys together
- * ATTEND   out = attention of the queries in `in` over the caches of `layer`
+ * ATTEND   out = attention of the queries in `in` over the caches of `layer`, with the sinks `weight`
+ *          or without
  * ATTEND_CONTEXT  the same over the contexts, where all rows of a block attend to the same keys
- * GATE     out = silu(gate) * up, or gelu(gate) * up
+ * GATE     out = silu(gate) * up, or gelu(gate) * up, or its form with a limit
  * ADD      in += delta * factor
  * TAP      copies `in` to the caller's buffer of `layer`, if there is one
  * SELECT   out = the rows of `in` that need logits
@@ -41,7 +42,7 @@ typedef struct {
   int64_t gelu;                /* of GATE */
   int64_t experts, among;      /* of ROUTE; matrices of MULTIPLY over slots, else 0 */
   const void *weight, *second; /* second: norm of keys for ROTATE, whose `weight` is that of queries */
-  double eps, factor;
+  double eps, factor, limit;   /* limit: of GATE; 0: none */
 } Operation;
 
 /* A buffer is float32 [rows, width]. Buffer 0 is the caller's: the logits. */

@@ -40,12 +40,19 @@ INLINE void cap_row(float *x, float cap, int64_t width) {
 }
 
 /* gate_up [2 * width] -> out [width] = silu(gate) * up, or with GELU in its form with tanh, which is
- * x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)). */
-INLINE void gate_row(const float *gate_up, float *out, int gelu, int64_t width) {
+ * x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)). With a limit: gate * sigmoid(1.702 gate) * (up + 1)
+ * of clamped gates and ups (gpt-oss). */
+INLINE void gate_row(const float *gate_up, float *out, int gelu, float limit, int64_t width) {
   const vec one = splat(1.0f), cube = splat(0.044715f), slope = splat(1.5957691216057308f);
+  const vec high = splat(limit), sharp = splat(1.702f);
   for (int64_t i = 0; i < width; i += LANES) {
     vec gate = load_f32(gate_up + i), up = load_f32(gate_up + width + i), inner = gate;
     if (gelu) inner = slope * gate * fma_(cube, gate * gate, one);
+    if (limit != 0.0f) {
+      gate = min_(gate, high);
+      up = min_(max_(up, -high), high) + one;
+      inner = sharp * gate;
+    }
     store_f32(out + i, gate / (one + exp_(-inner)) * up);
   }
 }

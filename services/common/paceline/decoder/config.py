@@ -22,6 +22,9 @@ _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHTS = ("auto", *_FLOATS, "int8", "int4")
 """Formats of weights that can be asked for. auto: as they are stored, bfloat16 for float16."""
 
+MXFP4 = "mxfp4"
+"""A format of stored weights: experts in 8-bit blocks of the same values, the rest in ``dtype``."""
+
 _TYPES = ("dtype", "kv_dtype")  # fields that are torch types
 
 KV_CACHE_DTYPES = ("auto", *_FLOATS, "int8")
@@ -56,8 +59,8 @@ class DecoderConfig:
         bos_token_id: Token that starts a text, or None.
         dtype: Data type of hidden states, and of weights that are not quantised.
         kv_dtype: Data type of caches; int8 as in :mod:`paceline.kernels.caches`.
-        weights: Format of the matrices: float32, bfloat16, int8, int4, or gguf, each as in its
-            GGUF file.
+        weights: Format of the matrices: float32, bfloat16, int8, int4, ``MXFP4``, or gguf, each as
+            in its GGUF file.
         ropes: Rotary embedding of each layer: 0 as above, 1 that of ``rope_local``; empty: 0.
         rope_local: Inverse frequencies of the second rotary embedding, or one for all pairs.
         norm_offset: Added to the weight of every norm.
@@ -70,6 +73,7 @@ class DecoderConfig:
         residual_scale: Factor on what attention and feed-forward block add to the residual stream.
         experts: Experts of a layer, each of width ``intermediate``; 0: one feed-forward block.
         experts_per_token: Of these, the experts that a row is routed to.
+        swiglu_limit: Of gates and ups in the feed-forward activation of gpt-oss; 0: another one.
         norm_topk_prob: Whether their shares are a softmax over their scores, not over all.
     """
 
@@ -109,6 +113,7 @@ class DecoderConfig:
     experts: int = 0
     experts_per_token: int = 0
     norm_topk_prob: bool = False
+    swiglu_limit: float = 0.0
 
     @property
     def group(self) -> int:
@@ -182,7 +187,7 @@ def decoder_config(
     if family.experts:
         switches |= _experts(hf)
     dtype = _dtype(hf, requested)
-    own = stored or str(dtype).removeprefix("torch.")
+    own = stored or _quantisation(hf) or str(dtype).removeprefix("torch.")
     return DecoderConfig(
         model_type=hf.model_type,
         layers=hf.num_hidden_layers,
@@ -199,7 +204,9 @@ def decoder_config(
         windows=windows,
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
-        mlp_bias=bool(getattr(hf, "mlp_bias", False)),
+        mlp_bias=bool(getattr(hf, "mlp_bias", False))
+        if family.mlp_bias is None
+        else family.mlp_bias,
         qk_norm=bool(family.qk_norm),
         tied=bool(hf.tie_word_embeddings),
         eos_token_ids=eos_token_ids,
@@ -244,18 +251,27 @@ def _refuse_unsupported(hf: Any) -> None:
             f"activation {_activation(hf)!r} is not supported, expected 'silu' or "
             "'gelu_pytorch_tanh'"
         )
+    if getattr(hf, "swiglu_alpha", 1.702) != 1.702:
+        raise UnsupportedModelError(f"swiglu_alpha is {hf.swiglu_alpha}, expected 1.702")
     if getattr(hf, "use_bidirectional_attention", False):
         raise UnsupportedModelError("attention in both directions is not supported")
     check_rope(hf, partial=FAMILIES[hf.model_type].partial_rope)
-    if getattr(hf, "quantization_config", None):
+    if _quantisation(hf) not in ("", MXFP4):
         raise UnsupportedModelError(
-            "quantised checkpoints are not supported; use a float32 or bfloat16 one, or a GGUF file"
+            f"checkpoints quantised by {_quantisation(hf)!r} are not supported; use a float32 or "
+            f"bfloat16 one, one in {MXFP4}, or a GGUF file"
         )
     if hf.num_attention_heads % hf.num_key_value_heads:
         raise UnsupportedModelError(
             f"{hf.num_attention_heads} query heads are not a multiple of "
             f"{hf.num_key_value_heads} kv heads"
         )
+
+
+def _quantisation(hf: Any) -> str:
+    """The method by which a checkpoint is quantised, "" if it is not."""
+    found = getattr(hf, "quantization_config", None) or {}
+    return str(found.get("quant_method", "unknown")) if found else ""
 
 
 def _activation(hf: Any) -> str:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from paceline.decoder.weights import Checkpoint, Linear, Weight, mxfp4
+from paceline.decoder.config import UnsupportedModelError
+from paceline.decoder.weights import Checkpoint, Linear, Weight
+from paceline.kernels.blocks import check_finite, mxfp4
 
 _NAMES = {
     ".block_sparse_moe.": ".mlp.",
@@ -56,6 +58,8 @@ class ExpertTensors(Mapping[str, Weight]):
             name = stored
             for part, ours in _NAMES.items():
                 name = name.replace(part, ours)
+            if name.endswith(".sinks"):
+                name += ".weight"
             found = _STACKED.match(name)
             if found is None:
                 self._names[name] = stored
@@ -82,11 +86,31 @@ class ExpertTensors(Mapping[str, Weight]):
     def _read(self, part: _Part) -> Weight:
         found = self._folder.stored(part.stacked)[part.expert]
         if part.stacked.endswith("_blocks"):
-            scales = self._folder.stored(part.stacked.removesuffix("blocks") + "scales")
-            return mxfp4(self._half(found, part), self._half(scales[part.expert], part))
+            return self._read_mxfp4(found, part)
         if self._interleaved and found.dim() == 2:
             found = found.T
         return self._folder.converted(self._half(found, part))
+
+    def _read_mxfp4(self, pairs: Tensor, part: _Part) -> Weight:
+        """Of uint8 ``[outs, ins / 32, 16]``, the low half of a byte first, and their scales."""
+        name = part.stacked.removesuffix("blocks") + "scales"
+        if name not in self._folder:
+            raise UnsupportedModelError(f"the checkpoint lacks tensor {name!r}")
+        scales = self._folder.stored(name)[part.expert : part.expert + 1].flatten(0, 1)
+        types = (pairs.dtype, scales.dtype) == (torch.uint8, torch.uint8)
+        if not types or pairs.shape != (*scales.shape, 16):
+            raise UnsupportedModelError(
+                f"an expert of tensor {part.stacked!r} is {pairs.dtype} {tuple(pairs.shape)} with "
+                f"scales {scales.dtype} {tuple(scales.shape)}; expected uint8 [outs, ins / 32, 16] "
+                "and uint8 [outs, ins / 32]"
+            )
+        pairs, scales = self._half(pairs, part), self._half(scales, part)
+        found = mxfp4(torch.stack([pairs & 15, pairs >> 4], -1).flatten(1), scales)
+        try:
+            check_finite(found.scale, None)
+        except ValueError as error:
+            raise UnsupportedModelError(f"tensor {name!r} is damaged: {error}") from error
+        return found
 
     def _half(self, outputs: Tensor, part: _Part) -> Tensor:
         if part.half is None:

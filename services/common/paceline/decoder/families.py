@@ -39,6 +39,8 @@ class Family:
         partial_rope: Whether the config's ``partial_rotary_factor`` is followed.
         neighbours: RoPE turns neighbouring dimensions, not those half a head apart.
         local_rope: Sliding layers have a rotary embedding of their own.
+        mlp_bias: Whether the feed-forward projections have a bias; None: the config's ``mlp_bias``.
+        sinks: Each query head has a sink: a score more in the sum of its weights.
         experts: The feed-forward blocks are routed experts.
         router_bias: Whether the scores of experts have a bias.
         interleaved: See :class:`paceline.decoder.experts.ExpertTensors`.
@@ -61,6 +63,8 @@ class Family:
     partial_rope: bool = False
     neighbours: bool = False
     local_rope: bool = False
+    mlp_bias: bool | None = None
+    sinks: bool = False
     experts: bool = False
     router_bias: bool = False
     interleaved: bool = False
@@ -117,6 +121,8 @@ class Family:
             whole = self.qk_norm == "rows"
             yield "self_attn.q_norm.weight", (q if whole else dim,)
             yield "self_attn.k_norm.weight", (kv if whole else dim,)
+        if self.sinks:
+            yield "self_attn.sinks.weight", heads[:1]
 
 
 def expert_name(name: str, expert: int) -> str:
@@ -140,6 +146,7 @@ GGUF_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.sinks": "attn_sinks",
     "mlp.router": "ffn_gate_inp",
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
@@ -250,6 +257,21 @@ FAMILIES = {
         experts=True,
         gguf_rows=True,
         gguf_values=_experts_gguf,
+    ),
+    "gpt_oss": Family(
+        model="GptOss",
+        mlp_bias=True,
+        sinks=True,
+        experts=True,
+        router_bias=True,
+        interleaved=True,
+        switches=lambda hf: {"swiglu_limit": float(hf.swiglu_limit)},
+        gguf="gpt-oss",
+        gguf_names=_AFTER,
+        gguf_values=lambda values: {
+            "sliding_window": values.count("attention.sliding_window"),
+            **_experts_gguf(values),
+        },
     ),
     "smollm3": Family(model="SmolLM3", switches=_without_rope, gguf="smollm3", gguf_rows=True),
     "granite": Family(

@@ -145,7 +145,7 @@ def expected_tensors(values: Metadata) -> Iterator[tuple[str, str, tuple[int, ..
     biases = (
         values.attention_bias if family.qkv_bias is None else family.qkv_bias,
         values.attention_bias if family.o_bias is None else family.o_bias,
-        values.mlp_bias,
+        values.mlp_bias if family.mlp_bias is None else family.mlp_bias,
     )
     yield EMBEDDING, "model.embed_tokens.weight", (values.vocab_size, values.hidden)
     yield NORM, "model.norm.weight", (values.hidden,)
@@ -383,6 +383,8 @@ class GgufModel(ModelSource):
         if kind == "yarn":
             context = values.count("rope.scaling.original_context_length")
             found["original_max_position_embeddings"] = context
+            if values.model_type == "gpt_oss":
+                found["truncate"] = False  # as in all models of this type
         return found
 
     def _rope_factors(self) -> GgufTensor:

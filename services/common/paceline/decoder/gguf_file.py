@@ -21,7 +21,7 @@ from gguf.quants import Q4_K, dequantize
 from torch import Tensor
 
 from paceline.decoder.config import UnsupportedModelError
-from paceline.kernels.blocks import BLOCK, Blocks, check_finite, concatenate, quantise
+from paceline.kernels.blocks import BLOCK, Blocks, check_finite, concatenate, mxfp4, quantise
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -244,8 +244,8 @@ _FLOATS = {
 def decode(file: GgufFile, tensor: GgufTensor) -> Tensor | Blocks:
     """The values of a tensor: a matrix of a supported format as it is, others converted.
 
-    F32, F16 and BF16 become tensors of that type. A matrix of Q8_0, Q4_0, Q4_1 or Q4_K becomes
-    blocks with exactly its values, any other format 8-bit blocks. A vector becomes float32.
+    F32, F16 and BF16 become tensors of that type. A matrix of Q8_0, Q4_0, Q4_1, Q4_K or MXFP4
+    becomes blocks with exactly its values, any other format 8-bit blocks. A vector becomes float32.
 
     Raises:
         UnsupportedModelError: The ``gguf`` package cannot decode the format, or a scale is not
@@ -347,10 +347,17 @@ def _split_q4_k(raw: Bytes) -> Parts:
     return _nibbles(raw[:, 16:].reshape(-1, 4, BLOCK)), scales, minima
 
 
+def _split_mxfp4(raw: Bytes) -> Parts:
+    exponents = np.ascontiguousarray(raw[:, :1])
+    found = mxfp4(torch.from_numpy(_nibbles(raw[:, 1:])), torch.from_numpy(exponents))
+    return found.values.numpy(), found.scale.numpy(), None
+
+
 _EXACT: dict[GGMLQuantizationType, tuple[Callable[[Bytes], Parts], Literal[8, 4], int]] = {
     GGMLQuantizationType.Q8_0: (_split_q8_0, 8, 128),
     GGMLQuantizationType.Q4_0: (_split_q4_0, 4, 8),
     GGMLQuantizationType.Q4_1: (_split_q4_1, 4, 0),
     GGMLQuantizationType.Q4_K: (_split_q4_k, 4, 0),
+    GGMLQuantizationType.MXFP4: (_split_mxfp4, 8, 128),
 }
 """Formats that are blocks as they are: how to split their bytes, bits, and offset."""

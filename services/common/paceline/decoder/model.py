@@ -58,6 +58,7 @@ class _Layer:
     norms: tuple[Norm | None, ...]  # before and after attention and feed-forward block
     qkv: Linear
     head_norms: tuple[Norm, Norm] | None  # of queries, of keys
+    sinks: Tensor | None
     out: Linear
     router: Linear | None  # scores of experts, if there are any
     gate_up: Linear | Experts
@@ -293,7 +294,7 @@ class Decoder:
                 program.tap(x, index - 1)
             rope = config.ropes[index] if config.ropes else 0
             q = program.rotate(program.multiply(inputs, layer.qkv), layer.head_norms, index, rope)
-            attended = program.attend(q, index, config.windows[index])
+            attended = program.attend(q, index, config.windows[index], layer.sinks)
             delta = leave(program.multiply(attended, layer.out), after)
             delta = leave(_feed_forward(config, program, layer, enter(before_mlp)), after_mlp)
         program.add(x, delta, scale)
@@ -317,18 +318,18 @@ def _linears(layer: _Layer) -> Iterator[tuple[str, Linear]]:
 
 
 def _feed_forward(config: DecoderConfig, program: Recorder, layer: _Layer, x: int) -> int:
+    gate = partial(program.gate, gelu=config.gelu, limit=config.swiglu_limit)
     if layer.router is None:
         assert isinstance(layer.gate_up, Linear)
         assert isinstance(layer.down, Linear)
-        gated = program.gate(program.multiply(x, layer.gate_up), gelu=config.gelu)
+        gated = gate(program.multiply(x, layer.gate_up))
         return program.multiply(gated, layer.down)
     assert isinstance(layer.gate_up, Experts)
     assert isinstance(layer.down, Experts)
     routing = Routing(config.experts, config.experts_per_token, config.norm_topk_prob)
     routes = program.route(program.multiply(x, layer.router), routing)
     gate_up = program.multiply_slots(program.spread(x, routes), layer.gate_up)
-    gated = program.gate(gate_up, gelu=config.gelu)
-    return program.combine(program.multiply_slots(gated, layer.down), routes)
+    return program.combine(program.multiply_slots(gate(gate_up), layer.down), routes)
 
 
 def _check_names(config: DecoderConfig, weights: Mapping[str, Weight]) -> None:
@@ -406,6 +407,10 @@ def _layer(
             ]
         )
 
+    sinks = None
+    if family.sinks:
+        found = take(weights, f"{base}self_attn.sinks.weight", (config.q_heads,))
+        sinks = plain(found, torch.float32)
     qkv, router = [f"self_attn.{name}" for name in family.qkv], None
     if config.experts:
         router = fused("router", ["mlp.router"], (config.experts,), hidden, family.router_bias)
@@ -413,6 +418,7 @@ def _layer(
         norms=tuple(norm(name, hidden) if name else None for name in family.norms),
         qkv=fused("qkv", qkv, (q, kv, kv), hidden, config.qkv_bias, _rows_in_order(config)),
         head_norms=head_norms,
+        sinks=sinks,
         out=fused("out", ["self_attn.o_proj"], (hidden,), q, config.o_bias),
         router=router,
         gate_up=feed_forward("gate_up", family.gate_up, (wide, wide), hidden),

@@ -205,38 +205,6 @@ class Checkpoint(Mapping[str, Tensor]):
         return len(self._files)
 
 
-_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
-"""Twice the values of a float of 4 bits (E2M1), without sign."""
-
-
-def mxfp4(values: Tensor, scales: Tensor) -> Blocks:
-    """Matrices of MXFP4 (OCP Microscaling Formats, 2023) as 8-bit blocks of the same values.
-
-    Args:
-        values: uint8 ``[outs, ins / 32, 16]``, two floats of 4 bits each, the low half first.
-        scales: uint8 ``[outs, ins / 32]``, exponents of two, 127 for 1.
-
-    Raises:
-        UnsupportedModelError: Other types or shapes, or a scale that is not a number.
-    """
-    types = (values.dtype, scales.dtype) == (torch.uint8, torch.uint8)
-    if (
-        not types
-        or values.shape != (*scales.shape, 16)
-        or scales.dim() != 2
-        or (scales == 255).any()
-    ):
-        raise UnsupportedModelError(
-            f"MXFP4 values are {values.dtype} {tuple(values.shape)} with scales {scales.dtype} "
-            f"{tuple(scales.shape)}; expected uint8 [outs, ins / 32, 16] with uint8 "
-            "[outs, ins / 32] below 255"
-        )
-    table = torch.tensor([*_DOUBLED, *(-each for each in _DOUBLED)]).add(128).to(torch.uint8)
-    pairs = torch.stack([values & 15, values >> 4], -1)
-    scale = torch.ldexp(torch.tensor(0.5), scales.int() - 127)
-    return Blocks(table[pairs.long()].flatten(1), scale, None, 8, 128)
-
-
 def _values(name: str, values: Tensor, scale: Tensor) -> Tensor:
     """bfloat16 ``[outs, ins]`` of 8-bit blocks: int8 ``[outs, ins]``, float16 ``[outs, ins / 32]``.
 

@@ -206,11 +206,12 @@ def attend_items(
 
 @triton.jit
 def merge_items(
-    part, part_lse, out, lse, rows, tiles, bases,
+    part, part_lse, out, lse, rows, tiles, bases, sinks,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    USED: tl.constexpr, CHUNKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    USED: tl.constexpr, CHUNKS: tl.constexpr, HAS_LSE: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One packed row and query head: all chunks of it, merged by log-sum-exp in their order."""
+    """One packed row and query head: all chunks of it, merged by log-sum-exp in their order, and
+    the sink of the head."""
     row = tl.program_id(0)
     q_head = tl.program_id(1)
     block = tl.load(rows + row * 3)
@@ -243,6 +244,9 @@ def merge_items(
             mixed = mixed * shrink + tl.sum(attended * weights[:, None], 0)
             total = total * shrink + tl.sum(weights, 0)
             top = highest
+        if HAS_SINKS:
+            # More than 2^127 times the other weights is infinite: nothing is left of them.
+            total += tl.exp2(tl.load(sinks + q_head) * 1.4426950408889634 - top)
         empty = total == 0.0
         mixed = mixed / tl.where(empty, 1.0, total)
         if HAS_LSE:
