@@ -117,7 +117,7 @@ def test_logits_only_of_requested_rows_and_taps_of_requested_layers(
 
 def test_positions_beyond_the_first_table_are_made(models: dict[str, Path]) -> None:
     decoder = Decoder.load(models["llama"])
-    decoder._rope._table = decoder._rope._table[:8]
+    decoder.rope._table = decoder.rope._table[:8]
     tokens = random_tokens(40)
     found = extend(decoder, LocalCache(decoder.config), tokens)
     assert_agrees(found, expected_logits(models["llama"], tokens))

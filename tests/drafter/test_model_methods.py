@@ -155,6 +155,8 @@ def drafted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], M
     for widths in ("4,4,4,4", "1,1,1", "1,2,9,5"):
         drafter = models.load("eagle3", states, target, widths=widths, max_nodes=12)
         loaded["levels with states", widths] = Method(drafter, "states")
+    for widths in ("4,4,4,4", "1,2,9,5"):
+        loaded["lm", widths] = Method(models.load("lm", target, widths=widths, max_nodes=12))
     return loaded
 
 
@@ -174,7 +176,8 @@ def test_drafts_of_one_native_call_are_those_by_levels(
     def drafts(native: Any) -> list[TokenTree]:
         method.drafter.native = native
         found = []
-        sources = [method.source(length + 4, seed) for seed, length in enumerate(lengths)]
+        read = [method.source(length + 4, i) for i, length in enumerate(lengths) if method.field]
+        sources = read or [None] * count
         texts = [text_of(length, length) for length in lengths]
         going = [method.start(t, sampling, s) for t, s in zip(texts, sources, strict=True)]
         for more in (0, 1, 3):

@@ -51,8 +51,8 @@ class DraftText(ctypes.Structure):
         seed: Of the noise.
         nodes: Maximum number of nodes.
         depth: Maximum length of a path.
-        levels: Length of ``width``.
-        width: Address of the numbers of nodes of the levels, int64.
+        levels: Numbers in ``width``; see :meth:`set_widths`.
+        width: Numbers of nodes of the levels.
         min_score: Nodes with a lower log of the survival are not expanded.
         drafted: Number of nodes of the tree, which are sorted by falling survival.
         token: Token ids of the nodes.
@@ -64,12 +64,18 @@ class DraftText(ctypes.Structure):
         *(*pointers("context"), *numbers("base", "first", "length"), *pointers("fresh", "tokens")),
         *(*pointers("newest", "target"), *numbers("slots")),
         *(*numbers("anchor", "row", "count"), ("temperature", ctypes.c_double)),
-        *(("seed", ctypes.c_uint64), *numbers("nodes", "depth", "levels"), *pointers("width")),
+        *(("seed", ctypes.c_uint64), *numbers("nodes", "depth", "levels")),
+        ("width", ctypes.c_int64 * _MAX_NODES),
         *(("min_score", ctypes.c_double), *numbers("drafted")),
         ("token", ctypes.c_int64 * _MAX_NODES),
         ("parent", ctypes.c_int64 * _MAX_NODES),
         ("chance", ctypes.c_double * _MAX_NODES),
     ]
+
+    def set_widths(self, widths: Sequence[int]) -> None:
+        """Set the numbers of nodes of the levels; the last one is of all deeper levels."""
+        self.levels = min(len(widths), _MAX_NODES)
+        self.width[: self.levels] = widths[: self.levels]
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,7 @@ class NativeDraft:
         self._draft: Callable[..., int] = native.paceline_draft
         native.paceline_draft.argtypes = [
             *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
-            *(ctypes.c_void_p, ctypes.c_int64),
+            *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
         ]
         native.paceline_draft.restype = ctypes.c_int64
 
@@ -160,7 +166,8 @@ class NativeDraft:
 
         Args:
             texts: Their contexts have room for the new states and a block.
-            table: Cosines, then sines, float32 ``[positions, D]``, of all positions.
+            table: Cosines, then sines, float32 ``[kinds, positions, D]``, or of one kind
+                ``[positions, D]``, of all positions.
 
         Raises:
             MemoryError: Memory ran out.
@@ -172,6 +179,7 @@ class NativeDraft:
             (ctypes.c_void_p * count)(*map(ctypes.addressof, texts)),
             count,
             address(table, "table"),
+            table.shape[-2],
             torch.get_num_threads(),
         )
         if failed == _OUT_OF_MEMORY:

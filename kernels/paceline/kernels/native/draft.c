@@ -52,7 +52,7 @@ typedef struct {
   uint64_t seed;
   int64_t nodes, depth;     /* at most */
   int64_t levels;
-  const int64_t *width;     /* [levels]: nodes of a level; the last is of all deeper levels */
+  int64_t width[MAX_NODES]; /* [levels]: nodes of a level; the last is of all deeper levels */
   double min_score;         /* nodes below it are not expanded */
   int64_t drafted;          /* the tree: its nodes, by falling survival */
   int64_t token[MAX_NODES], parent[MAX_NODES];
@@ -407,10 +407,10 @@ static int64_t grow_from_blocks(const Model *m, Text *const *texts, int64_t coun
   return failed;
 }
 
-/* Drafts a tree for each of `count` texts. `table` has cosines and sines of all positions. Returns 0,
- * 1 when memory ran out, or 2 for a token outside of the vocabulary. */
+/* Drafts a tree for each of `count` texts. `table` has cosines and sines of all positions, as of Run.
+ * Returns 0, 1 when memory ran out, or 2 for a token outside of the vocabulary. */
 int64_t paceline_draft(const Model *m, Text *const *texts, int64_t count, const float *table,
-                       int64_t threads) {
+                       int64_t table_rows, int64_t threads) {
   int64_t wide = 1, deep = 1;
   for (int64_t t = 0; t < count; t++) {
     deep = max(deep, texts[t]->depth);
@@ -429,7 +429,7 @@ int64_t paceline_draft(const Model *m, Text *const *texts, int64_t count, const 
   if (!features || !scores || !noise || !logs || !ids || !scratch || !found || !all || !trees)
     return OUT_OF_MEMORY;
   const Level level = {features, scores, noise, logs, ids, scratch, found};
-  const Run run = {.threads = threads, .table = table, .kv_type = m->kv_type, .inputs_bf16 = m->bf16};
+  const Run run = {.threads = threads, .table = table, .table_rows = table_rows, .kv_type = m->kv_type, .inputs_bf16 = m->bf16};
   for (int64_t t = 0; t < count; t++) trees[t] = (Tree){.node = all + t * nodes, .parents = 1};
   const int64_t failed = m->context ? grow_from_blocks(m, texts, count, trees, &level, run)
                                     : grow_by_levels(m, texts, count, trees, &level, run, wide, deep);

@@ -57,7 +57,7 @@ def _plain_attention(decoder: Decoder) -> str:
             f"attention runs on torch operations: {kernels.origin}; install gcc, or a wheel for "
             "x86-64 Linux, which brings the compiled kernels"
         )
-    if not decoder.compiled:
+    if decoder.native is None:
         return (
             "layers run on torch operations: the compiled kernels need widths that are multiples "
             "of 16, and heads of at most 512"

@@ -36,6 +36,7 @@ from paceline.kernels import (
     Routing,
     TreePlan,
 )
+from paceline.kernels.executor import NativeProgram
 from paceline.kernels.linear import PackedMatrix
 
 
@@ -99,6 +100,7 @@ class Decoder:
     Attributes:
         config: Its configuration.
         device: Where it runs.
+        rope: Cosines and sines of positions.
         final_norm: The norm before the LM head, with the model's factor on logits.
     """
 
@@ -128,7 +130,7 @@ class Decoder:
             self._embedding = plain(embedding, config.dtype).contiguous()
         self._layers = self._load_layers(partial(_layer, config, weights, shared))
         _check_names(config, weights)
-        self._rope = Rope(config, device)
+        self.rope = Rope(config, device)
         self._executor = Executor(self._record())
 
     def _load_layers(self, load: Callable[[int], _Layer]) -> list[_Layer]:
@@ -231,7 +233,7 @@ class Decoder:
         """
         if tokens.shape != (plan.rows,):
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}, plan has {plan.rows} rows")
-        table = self._rope.table(plan.longest)
+        table = self.rope.table(plan.longest)
         call = Pass(tokens, plan, caches, table, logit_rows, taps)
         if observer is not None:
             layers = range(self.config.layers)
@@ -263,9 +265,9 @@ class Decoder:
         return part
 
     @property
-    def compiled(self) -> bool:
-        """Whether compiled kernels run it."""
-        return self._executor.native is not None
+    def native(self) -> NativeProgram | None:
+        """The program of :meth:`forward` for compiled kernels, on a CPU that has them."""
+        return self._executor.native if self.device.type == "cpu" else None
 
     def _record(self) -> Program:
         """The operations of a forward pass."""

@@ -104,37 +104,36 @@ class BeamSequence(DraftSequence):
     def draft(self, budget: Budget) -> TokenTree:
         return self._drafter.draft_many([(self, budget)])[0]
 
-    def begin(self, budget: Budget) -> bool:
-        """Starts the tree of a round. Returns False if nothing can be drafted."""
+    def begin(self, budget: Budget, text: DraftText | None = None) -> bool:
+        """Starts the tree of a round. Returns False if nothing can be drafted.
+
+        Args:
+            budget: Its limits.
+            text: :attr:`draft_text`, if one native call drafts the tree: gets all that it reads.
+        """
         self.beam = None
-        limits = self.limits(budget)
+        limits = self._limits(budget)
         if limits is None:
             return False
         ahead, self._ahead = self._ahead, None
-        if ahead is None or not self.keep_ahead():
+        if text is not None or ahead is None or not self.keep_ahead():
             ahead = None
             if not self.prepare():
                 return False
-        self.beam = Beam(limits, self._widths, self._drafter.options.min_survival, ahead)
+        if text is not None:
+            late = time.monotonic() >= budget.deadline
+            text.nodes, text.depth = limits.nodes, 1 if late else limits.depth
+            self.fill(text)
+        else:
+            self.beam = Beam(limits, self._widths, self._drafter.options.min_survival, ahead)
         return True
 
-    def limits(self, budget: Budget) -> Budget | None:
+    def _limits(self, budget: Budget) -> Budget | None:
         """Returns the limits of a round's tree; None if nothing can be drafted."""
         drafter = self._drafter
         depth = min(budget.depth, drafter.max_depth, drafter.shape.max_position - self.length + 1)
         nodes = min(budget.nodes, drafter.max_nodes)
         return Budget(nodes, depth) if nodes > 0 and depth > 0 else None
-
-    def begin_native(self, budget: Budget) -> bool:
-        """Starts the tree of a round that one native call drafts, with all that the call reads in
-        :attr:`draft_text`. Returns False if nothing can be drafted."""
-        text, limits = self.draft_text, self.limits(budget)
-        if text is None or limits is None or not self.prepare():
-            return False
-        late = time.monotonic() >= budget.deadline
-        text.nodes, text.depth = limits.nodes, 1 if late else limits.depth
-        self.fill(text)
-        return True
 
     def fill(self, text: DraftText) -> None:
         """Sets the fields of :attr:`draft_text` that differ from round to round."""
@@ -144,15 +143,14 @@ class BeamSequence(DraftSequence):
         if not count or drafter.native is None:
             return None
         params, survival = self._ranker.params, drafter.options.min_survival
-        self._native_widths = torch.tensor(self._widths)
-        return DraftText(
+        text = DraftText(
             count=count,
             temperature=params.temperature,
             seed=params.seed,
-            levels=len(self._widths),
-            width=self._native_widths.data_ptr(),
             min_score=math.log(survival) if survival > 0 else -math.inf,
         )
+        text.set_widths(self._widths)
+        return text
 
     def begin_ahead(self) -> bool:
         """Gets ready for a level beyond the tree. Returns False if it cannot be drafted."""
@@ -285,11 +283,14 @@ class BeamDrafter(Drafter, Generic[S]):
         gets one level.
         """
         own = cast(Sequence[tuple[S, Budget]], rounds)
-        if self.native is not None and all(each.draft_text is not None for each, _ in own):
-            return self._draft_natively(self.native, own)
+        trees = self._draft_natively([each for each in own if each[0].draft_text is not None])
+        trees |= self._draft_by_levels([each for each in own if each[0].draft_text is None])
+        return [trees[sequence] for sequence, _ in own]
+
+    def _draft_by_levels(self, rounds: Sequence[tuple[S, Budget]]) -> dict[S, TokenTree]:
         growing = [
             (sequence, budget)
-            for sequence, budget in own
+            for sequence, budget in rounds
             if sequence.begin(budget) and sequence.tree.grows
         ]
         while growing:
@@ -302,28 +303,26 @@ class BeamDrafter(Drafter, Generic[S]):
                 for sequence, budget in growing
                 if sequence.tree.grows and next_end < budget.deadline
             ]
-        trees = [s.beam.tree() if s.beam is not None else EMPTY for s, _ in own]
-        for sequence, _ in own:
+        trees = {s: s.beam.tree() if s.beam is not None else EMPTY for s, _ in rounds}
+        for sequence in trees:
             sequence.finish()
         return trees
 
-    def _draft_natively(
-        self, native: NativeDraft, rounds: Sequence[tuple[S, Budget]]
-    ) -> list[TokenTree]:
-        going = [sequence.begin_native(budget) for sequence, budget in rounds]
-        texts = [
-            sequence.draft_text
-            for (sequence, _), begun in zip(rounds, going, strict=True)
-            if begun and sequence.draft_text is not None
-        ]
+    def _draft_natively(self, rounds: Sequence[tuple[S, Budget]]) -> dict[S, TokenTree]:
+        texts = {
+            sequence: sequence.draft_text
+            for sequence, budget in rounds
+            if sequence.draft_text is not None and sequence.begin(budget, sequence.draft_text)
+        }
         if texts:
+            assert self.native is not None
             assert self.rope is not None
-            longest = max(text.length + max(text.depth, self.max_depth) for text in texts)
-            native.draft(texts, self.rope.table(longest))
+            longest = max(t.length + max(t.depth, self.max_depth) for t in texts.values())
+            self.native.draft(list(texts.values()), self.rope.table(longest))
         for sequence, _ in rounds:
             sequence.finish()
-        trees = iter(map(_drafted_tree, texts))
-        return [next(trees) if begun else EMPTY for begun in going]
+        empty = dict.fromkeys((sequence for sequence, _ in rounds), EMPTY)
+        return empty | {sequence: _drafted_tree(text) for sequence, text in texts.items()}
 
     def draft_ahead(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         going = [each for each in cast(Sequence[S], sequences) if each.begin_ahead()]

@@ -1,9 +1,12 @@
 """A small language model with the target's tokenizer as a tree drafter.
 
 Trees grow level by level (:mod:`paceline.drafter.methods.beam`), ranked with the verifier's own
-noise. The drafter keeps its own KV: accepted nodes stay in the slots where a round computed them,
-up to compaction, and rejected ones are overwritten. Rounds that wait together share every forward
-pass. Under a KV budget (option ``context``) a round attends to a copy of selected positions.
+noise. The drafter keeps its own KV. Rounds that wait together share every forward pass.
+
+On a CPU trees with siblings are drafted in one native call, and accepted nodes are fed again as
+text. Chains, which may grow on while the verifier works, grow by levels: accepted nodes stay in the
+slots where a round computed them, up to compaction, and rejected ones are overwritten. So do trees
+under a KV budget (option ``context``): a round attends to a copy of selected positions.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from paceline.drafter.methods.beam_drafter import (
 from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
 from paceline.kernels import CHUNK, SELECTION_CHUNK, Probe, TreePlan, attention_weights, best_chunks
 from paceline.kernels.caches import span
+from paceline.kernels.draft import DraftText, NativeDraft
 from paceline.kv.selection import streaming_positions
 
 POLICIES = ("streaming", "chunk_topk")
@@ -233,6 +237,15 @@ class LmSequence(BeamSequence):
             self._commit(range(self.length - self.cached))
         self.grow(logits)
 
+    def fill(self, text: DraftText) -> None:
+        cache = self.cache
+        text.first, text.length = self.cached, self.length - 1
+        self._fed = torch.tensor([self.text[at] for at in range(text.first, self.length)])
+        text.tokens = self._fed.data_ptr()
+        assert cache.table is not None
+        text.context = cache.table.address
+        cache.commit(range(self.length - self.cached))
+
     def observed_rows(self, stop: int) -> list[ObservedRows]:
         """Returns the rows of its block to be scored; the block ends before row ``stop``."""
         scores = self._scores
@@ -370,6 +383,11 @@ class LmDrafter(BeamDrafter[LmSequence]):
         """Most KV slots of all sequences."""
         self.kv_slots = 0
         """KV slots that they occupy."""
+        siblings = max(options.widths, default=1) > 1
+        if decoder.native is not None and siblings and not options.context:
+            tokens = torch.arange(decoder.config.vocab_size)
+            self.native = NativeDraft(decoder.native, decoder.config.kv_dtype, tokens)
+            self.rope = decoder.rope
 
     @classmethod
     def load(
