@@ -73,6 +73,7 @@ class _Generation:
         began: When it began.
         got: Tokens so far.
         ready_at: When its next step may begin.
+        asked_at: When its tree was requested.
         opened: Whether one was requested before.
     """
 
@@ -82,6 +83,7 @@ class _Generation:
     began: float
     got: int = 0
     ready_at: float = 0.0
+    asked_at: float = 0.0
     opened: bool = False
 
 
@@ -113,7 +115,7 @@ class Simulation:
         tokens = 512
         longest = STEP * (1 + self.costs.token * (tokens - 1))
         self._random = random.Random(0)
-        self._now = self._drafter_free = self._requested_at = 0.0
+        self._now = self._drafter_free = self._requested_at = self._latency = 0.0
         self._requested: list[_Generation] = []
         with self._clock():
             self.scheduler = Scheduler(CostTable((1, tokens), (STEP, longest)), 255)
@@ -143,11 +145,14 @@ class Simulation:
             while self._now < end:
                 self._draft()
                 here = [each for each in self._running if each.ready_at <= self._now]
-                if here:
-                    self._step(here)
+                away = [each for each in self._running if each not in here]
+                arrivals = [STEP * (each.asked_at + 1.3 * self._latency) for each in away]
+                held = self.scheduler.hold(len(here), arrivals) / STEP if here else inf
+                if held:
+                    free = self._drafter_free if self._requested else inf
+                    self._now = min(free, self._now + held, *(each.ready_at for each in away))
                 else:
-                    times = [each.ready_at for each in self._running]
-                    self._now = min(min(times), self._drafter_free if self._requested else inf)
+                    self._step(here)
         for each in self._running:
             self._seconds[each.number % self.kinds] += self._now - each.began
         return {kind: self._tokens[kind] / self._seconds[kind] for kind in sorted(self._seconds)}
@@ -173,7 +178,7 @@ class Simulation:
             self.scheduler.budget_sent(sequence, budget)
             each.job.tree, each.ready_at = EMPTY, self._now
             if budget:
-                each.ready_at = inf
+                each.ready_at, each.asked_at = inf, self._now
                 self._requested.append(each)
         self._requested_at = self._now
 
@@ -189,6 +194,7 @@ class Simulation:
         ready = self._drafter_free + self._duration(self.costs.beside)
         for each in requested:
             each.opened, each.ready_at = True, ready
+            self._latency += 0.1 * (ready - each.asked_at - self._latency)
             if self.accepted(each.number, each.got, self._random) is not None:
                 each.job.tree = TokenTree.chain([1] * self.nodes, [0.8] * self.nodes)
 

@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 _FIRST_TIMEOUT = 0.02
 """Wait for the first tree of a sequence, which its drafter has to open. Unit: seconds."""
 
+_USUAL = 1.3  # times the mean latency
 _TIMEOUT_FACTOR = 8.0
 """Default timeout of a tree, as a multiple of the drafter's mean latency."""
 
@@ -280,6 +281,16 @@ class Drafting:
         sequence.sent = len(text)
         self.waiting[job] = now + timeout
         return True
+
+    def arrivals(self) -> list[float]:
+        """When the trees that jobs wait for are there at the latest, if their drafters take little
+        longer than usual (time.perf_counter)."""
+        asked = [job.sequence_at_drafter for job in self.waiting]
+        return [
+            each.asked_at + _USUAL * each.link.latency[each.name]
+            for each in asked
+            if each is not None and each.name in each.link.latency
+        ]
 
     def read(self, descriptors: Iterable[int]) -> None:
         """Take what sockets have."""

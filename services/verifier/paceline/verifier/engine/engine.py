@@ -219,11 +219,20 @@ class Engine:
     def _wait_seconds(self) -> float | None:
         """Time for which there is nothing to do; None: until a command or a tree comes."""
         if self._queue:
-            return 0.0
+            return self._hold()
         times = [*self._drafting.waiting.values(), *self._unsent.values()]
         return max(0.0, min(times) - perf_counter()) if times else None
 
+    def _hold(self) -> float:
+        """Time for which the queued generations wait for trees that come soon. Unit: seconds."""
+        ready = self._queue.decodes
+        if self._scheduler is None or not ready or not self._drafting.waiting:
+            return 0.0
+        return self._scheduler.hold(ready, self._drafting.arrivals())
+
     def _step(self) -> None:
+        if self._hold():
+            return
         began = perf_counter()
         batch = Batch()
         self._decided = None

@@ -152,6 +152,11 @@ class JobQueue:
         self._prefills: deque[Prefill] = deque()
         self.updated: list[EngineJob] = []
 
+    @property
+    def decodes(self) -> int:
+        """Generations that wait for a step; 0 beside prompts, whose steps do not wait."""
+        return 0 if self._prefills else len(self._decodes)
+
     def __len__(self) -> int:
         """Number of waiting jobs."""
         return len(self._decodes) + len(self._prefills)

@@ -37,6 +37,8 @@ _MIN = -400.0  # minimum balance: the next attempt comes after 400 / 0.015 token
 # The same after a round of a drafter that was paying: a stall of the machine must not end drafting
 # for long. Unit: plain tokens.
 _MIN_IF_PAYING = -1.0
+# A sequence beside others goes on down to this loss while its drafter pays. Unit: plain tokens
+_SLACK = 3.0
 _MAX_RESUMED = 4.0  # the record of attempts after suspensions lies within. Unit: plain tokens
 _NAMES = 64  # drafter names that are remembered; clients choose names
 _STALE = 1000  # steps beside drafting at a load after which plain decoding is measured again
@@ -118,13 +120,15 @@ class SequenceState:
 
         Args:
             load: Sequences that decode. They share what a trial may cost: if each stopped at its
-                own first loss, the others would wait for its steps.
+                own first loss, the others would wait for its steps. For the same reason one that
+                is a little behind goes on while the drafter pays in all.
         """
         if self.own.trials != self._drafter.trials:
             self.own.trials = self._drafter.trials
             given = min(_START * load, self._drafter.balance)
             self.own.balance = max(self.own.balance, given)
-        return self.own.balance > 0
+        paying = load > 1 and self._drafter.balance > _START
+        return self.own.balance > (-_SLACK if paying else 0.0)
 
     def requested(self, now: float, budget: int) -> None:
         """A tree was requested with this budget; 0: the next step is plain."""

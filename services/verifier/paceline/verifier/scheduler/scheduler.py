@@ -83,6 +83,7 @@ class Scheduler:
         self._plan: _Plan | None = None
         self._before: Items[Decode] = ()
         self._idle = 0.0
+        self._context = 1.0  # KV tokens that a batch token attended to lately
         self._ended = perf_counter()
         self._load = 1  # sequences that the newest step would serve in plain decoding
 
@@ -105,7 +106,7 @@ class Scheduler:
         """
         began = perf_counter()
         states = [self._state(job.sequence) for job in jobs]
-        context = attended / tokens
+        context = self._context = attended / tokens
         self._load = len(jobs) + away
         plain_seconds = self.costs.plain_seconds(self._load, tokens + away, context)
         survivals = [
@@ -137,6 +138,24 @@ class Scheduler:
             context,
         )
         return [tree.first(count) for tree, count in zip(trees, counts, strict=True)]
+
+    def hold(self, ready: int, arrivals: Items[float]) -> float:
+        """Time for which a step had better wait for trees; 0: it begins now. Unit: seconds.
+
+        Generations whose trees come during a step wait for its end. If the step waits, those that
+        are ready wait for the trees. Whichever costs less in all is chosen, so generations that
+        draft and others share steps.
+
+        Args:
+            ready: Generations that are ready, at least one.
+            arrivals: When the trees of the others are expected (time.perf_counter).
+        """
+        now = perf_counter()
+        step = self.costs.seconds(ready, ready, self._context)[0]
+        times = [time - now for time in arrivals if 0 < time - now < step]
+        if not times or ready * max(times) >= sum(step - time for time in times):
+            return 0.0
+        return max(times)
 
     def stepped(self, began: float, ended: float, outputs: Items[StepOutput | None] = ()) -> None:
         """A step ran without an error.
