@@ -167,6 +167,7 @@ export class Race {
         element("p", headline, "headline"),
         element("p", `✓ All ${plain.tokens.length} tokens are the same.`, "same"),
         element("p", `${plain.ended.toFixed(2)} s without, ${drafted.ended.toFixed(2)} s with. ${how}`),
+        ...(drafted.ended > plain.ended / (1 + ALIKE) ? [element("p", explain(plain, drafted))] : []),
       );
       return;
     }
@@ -236,6 +237,18 @@ function compareTimes(plain, drafted, drafter) {
   if (Math.abs(ratio - 1) < ALIKE) return `As fast with ${drafter} as without`;
   if (ratio > 1) return `${ratio.toFixed(2)}× as fast with ${drafter}`;
   return `Slower with ${drafter}: ${(1 / ratio).toFixed(2)}× the time`;
+}
+
+/** Why drafting brought nothing: what drafted steps gave and took, in plain steps. */
+function explain(plain, drafted) {
+  const steps = drafted.steps.filter((step) => step.tree);
+  if (!steps.length) return "No step was drafted: the scheduler expected no gain.";
+  const tokens = steps.reduce((sum, step) => sum + step.tokens, 0) / steps.length;
+  const plainStep = plain.ended / plain.steps.length;
+  const others = drafted.steps.length - steps.length;
+  const took = (drafted.ended / plainStep - others) / steps.length;
+  return `${steps.length} of ${drafted.steps.length} steps were drafted. One brought ${tokens.toFixed(1)} tokens`
+    + ` and took as long as ${took.toFixed(1)} plain steps.`;
 }
 
 /** Index of the first token that differs; null if all are the same. */
