@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter import DrafterSpec, LoadError
+from paceline.drafter.kv import KvOptions
 from paceline.drafter.loading import Loader
-from paceline.drafter.methods.base import Drafter, Resources
+from paceline.drafter.methods.base import Drafter, Needs, Resources
 from paceline.drafter.registry import Registry
 from paceline.drafter.spec import Roots
 from paceline.service import ServiceError
@@ -184,6 +185,22 @@ async def test_a_version_that_is_taken_out_gives_its_share_to_the_others(
     assert registry.successor(old) is None
     registry.unload("x", "1")
     assert (shares(registry, "x"), new.failing) == ({"2": 1.0}, "")
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget"), [("verified", 64), ("verified", 0), ("streaming", 64)]
+)
+async def test_a_policy_that_scores_positions_is_announced(
+    registry: Registry, policy: str, budget: int
+) -> None:
+    version = await registry.load(spec("x=fake"))
+    options = KvOptions(kv_policy=policy)
+    version.drafter.needs = Needs(kv_layers=(0, -1), kv_options=options, kv_budget=budget)
+    scored = policy == "verified" and budget > 0
+    info = version.info()
+    assert (info.kv_policy, list(info.scored_layers)) == (
+        ("verified", [0, -1]) if scored else ("", [])
+    )
 
 
 async def test_unloading_waits_for_streams(registry: Registry, disposed: Disposed) -> None:

@@ -181,7 +181,7 @@ async def test_a_draining_version_gets_no_new_sequence(client: Client) -> None:
         assert bool(response.tree.tokens) == drafted
 
 
-async def test_hidden_states_of_all_versions_are_kept(client: Client) -> None:
+async def test_hidden_states_and_scores_of_all_versions_are_kept(client: Client) -> None:
     """Of those with traffic, or of the one that is named; not those of another target."""
 
     def info(version: str, layers: list[int], share: float, window: int) -> drafter_pb2.DrafterInfo:
@@ -191,6 +191,8 @@ async def test_hidden_states_of_all_versions_are_kept(client: Client) -> None:
             traffic_share=share,
             hidden_state_layers=layers,
             hidden_state_window=window,
+            scored_layers=[-1] if version == "2" else [],
+            kv_policy="verified" if version == "2" else "",
         )
 
     await client.drafter_service.join()
@@ -209,6 +211,8 @@ async def test_hidden_states_of_all_versions_are_kept(client: Client) -> None:
         (cache,) = client.service.store
         taps = cache.sequence.generation.taps
         assert (((), 0) if taps is None else (taps.layers, taps.window)) == (layers, window)
+        scored = {("verified", (1,))} if drafter is None else set()
+        assert cache.policies.keys() == scored
         await client.release(created.handle)
 
 

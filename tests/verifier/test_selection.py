@@ -283,3 +283,30 @@ async def test_drafters_get_the_selected_positions(
         await exchange.close()
         await other_exchange.close()
         await client.release(created.handle)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_scores_begin_with_the_prompt(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """Before any round, a drafter that announced its policy gets positions by attention."""
+    prompt = [random.Random(1).randrange(1, 61) for _ in range(600)]
+    async with serving(models["Llama"], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        plain = await client.create(prompt, max_new_tokens=9)
+        scored = {(policy, (0, -1)), (policy, (99,)), ("unknown", (0,))}
+        monkeypatch.setattr(client.service._exchange, "scored", lambda drafter: scored)
+        created = await client.create(prompt, max_new_tokens=9)
+        assert created.first.tokens == plain.first.tokens
+        cache = client.service.store.find_granted(created.read_grant)
+        [(_, chosen)] = cache.policies.items()
+        chunk = chosen.observer.chunk
+        if policy != "last_token":  # which row that is, a round tells
+            assert chosen.observer.scores.shape == (2, (len(prompt) - SELECTION_CHUNK) // chunk)
+        exchange, kv = await following(client, created, budget=64, kv_policy=policy)
+        await caught_up(kv, len(prompt))
+        first, _ = kv.cache.positions(0).sort()
+        expected = chosen.choose(len(prompt), 64)[0]
+        assert first.equal(expected)
+        assert not cache.policies
+        kv.close()
+        await exchange.close()

@@ -17,6 +17,7 @@ from paceline.drafter.methods.base import Drafter, LoadError
 from paceline.drafter.session import DraftStatistics
 from paceline.drafter.spec import DrafterSpec
 from paceline.drafter.state import RegistryState, StateFile
+from paceline.kv.policies import STREAMING
 from paceline.service import ServiceError
 from paceline.telemetry.names import Attribute
 from paceline.telemetry.tracing import Attributes
@@ -90,6 +91,8 @@ class Version:
     def info(self) -> drafter_pb2.DrafterInfo:
         """The version as listed."""
         drafter, statistics = self.drafter, self.statistics
+        needs, policy = drafter.needs, drafter.needs.kv_options.kv_policy
+        scored = needs.kv_layers if needs.kv_budget and policy != STREAMING else ()
         return drafter_pb2.DrafterInfo(
             name=self.spec.name,
             version=self.version,
@@ -100,8 +103,10 @@ class Version:
             target_fingerprint=drafter.fit.target_fingerprint,
             tokenizer_digest=drafter.fit.tokenizer_digest,
             weight_bytes=drafter.weight_bytes,
-            hidden_state_layers=drafter.needs.hidden_state_layers,
-            hidden_state_window=drafter.needs.hidden_state_window,
+            hidden_state_layers=needs.hidden_state_layers,
+            hidden_state_window=needs.hidden_state_window,
+            scored_layers=scored,
+            kv_policy=policy if scored else "",
             draining=self.draining,
             failing=self.failing,
             check=self.check,

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
+from paceline.kv.selection import SelectionPolicy
 from paceline.verifier.engine.job import EngineJob, GenerationParams, Sequence
 from paceline.verifier.engine.queue import PrefixCache
 from paceline.verifier.kv.base import KvLayout, SequenceKv, TapLayout, open_segments, round_up
@@ -41,6 +42,8 @@ class Cache:
         job: Its newest job; None before the first.
         stream: The task that serves its Generate stream; a newer stream replaces it.
         released: Whether its capabilities are invalid.
+        policies: Selection policies whose scores begin with the prompt, by name and layers, until
+            they are followed.
         request: Its times, if metrics are kept.
         rounds: Rounds that were traced.
     """
@@ -55,6 +58,7 @@ class Cache:
         self.job: EngineJob | None = None
         self.stream: object | None = None
         self.released = False
+        self.policies: dict[tuple[str, tuple[int, ...]], SelectionPolicy] = {}
         self.request: RequestTimes | None = None
         self.rounds = 0
         sequence.read_grant = self.read_grant

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from paceline.decoder import Decoder, ForwardResult, GraphRunner
 from paceline.decoder.graphs import table_row
 from paceline.kernels import (
     MAX_TREE_NODES,
+    SELECTION_CHUNK,
     Probe,
     ProbedBlock,
     TreeSegment,
@@ -209,8 +211,17 @@ class Batch:
             self._logit_rows.append(len(self) + stop - start - 1)
         logits, prompt = slice(chosen, chosen + ends), slice(first, chosen)
         self._add_entry(prefill, EMPTY, stop, logits, prompt)
-        for start in range(sequence.committed, stop, MAX_TREE_NODES):
-            self._add_block(start, sequence.tokens[start : min(start + MAX_TREE_NODES, stop)])
+        starts = [*range(start, stop, MAX_TREE_NODES)]
+        observers = sequence.prompt_observers if ends else []
+        if observers and starts[-1] < stop - SELECTION_CHUNK:  # all before a few rows is scored
+            starts.append(stop - SELECTION_CHUNK)
+        for begin, end in pairwise([*starts, stop]):
+            self._add_block(begin, sequence.tokens[begin:end])
+        block = self._blocks[-1]
+        if block.start:
+            for observer in observers:
+                index, row = len(self._blocks) - 1, len(self.tokens) - block.length
+                self._observer.add(observer, index, block, row)
 
     def forward(
         self, decoder: Decoder, graphs: GraphRunner | None = None

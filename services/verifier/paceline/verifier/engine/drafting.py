@@ -503,31 +503,37 @@ class Drafting:
         link.end(error)
 
 
-def hidden_states(
+def eligible(
     links: Iterable[exchange_pb2.DrafterList], drafter: str
-) -> tuple[tuple[int, ...], int]:
-    """Hidden states that a drafter reads, over all versions that a generation may be given.
+) -> list[drafter_pb2.DrafterInfo]:
+    """All versions of a drafter that a generation may be given.
 
     Args:
         links: The drafters of each service that has joined.
         drafter: NAME or NAME@VERSION; empty: the default.
-
-    Returns:
-        Layers, counted from 0 and rising, and the number of newest positions that are read; 0: all.
     """
     lists = list(links)
     name, _, version = drafter.partition("@")
     if not drafter:
         lists = [each for each in lists if each.default_drafter][:1]
         name = lists[0].default_drafter if lists else ""
-    reading: list[drafter_pb2.DrafterInfo] = [
+    return [
         each
         for listed in lists
         for each in listed.drafters
-        if each.name == name
-        and (each.version == version if version else each.traffic_share > 0)
-        and each.hidden_state_layers
+        if each.name == name and (each.version == version if version else each.traffic_share > 0)
     ]
+
+
+def hidden_states(
+    links: Iterable[exchange_pb2.DrafterList], drafter: str
+) -> tuple[tuple[int, ...], int]:
+    """Hidden states that a drafter reads, over all its versions that are :func:`eligible`.
+
+    Returns:
+        Layers, counted from 0 and rising, and the number of newest positions that are read; 0: all.
+    """
+    reading = [each for each in eligible(links, drafter) if each.hidden_state_layers]
     windows = [each.hidden_state_window for each in reading]
     layers = {layer for each in reading for layer in each.hidden_state_layers}
     return tuple(sorted(layers)), max(windows) if windows and all(windows) else 0

@@ -458,6 +458,7 @@ class Sequence:
         logprobs: Of the tokens that it emitted, and the likeliest pairs, if the request has them.
         observers: Score committed positions while its rounds are verified. The event loop adds and
             removes them, the engine thread copies the list for each step.
+        prompt_observers: Score committed positions at the end of its prefill.
         listeners: Called on the event loop, which owns them, after steps and at the release.
     """
 
@@ -477,6 +478,7 @@ class Sequence:
         self.logprobs: list[float] = []
         self.top_logprobs: list[list[tuple[int, float]]] = []
         self.observers: list[ScoreObserver] = []
+        self.prompt_observers: list[ScoreObserver] = []
         self.listeners: set[Callable[[], None]] = set()
 
     def notify_listeners(self) -> None:

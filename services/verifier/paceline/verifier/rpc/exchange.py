@@ -17,7 +17,7 @@ import grpc
 from paceline.service import OptionsError, ServiceError
 from paceline.service.exchange import FramedSocket, socket_address
 from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc, verifier_pb2
-from paceline.verifier.engine.drafting import MAX_NAME, Link, hidden_states
+from paceline.verifier.engine.drafting import MAX_NAME, Link, eligible, hidden_states
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.kv.base import Taps
 from paceline.verifier.store import CacheNotFound, CacheStore
@@ -96,6 +96,16 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             return None  # made for another target: the drafter refuses the sequence
         # A window as long as the context is the same as none.
         return Taps(layers, window if window < self._model.max_context else 0)
+
+    def scored(self, drafter: str | None) -> set[tuple[str, tuple[int, ...]]]:
+        """Selection policies of a drafter that score positions, each with its layers.
+
+        Args:
+            drafter: As of :meth:`taps`.
+        """
+        links = (link.drafters for link in self._links)
+        found = eligible(links, drafter) if drafter is not None else ()
+        return {(each.kv_policy, tuple(each.scored_layers)) for each in found if each.kv_policy}
 
     async def start(self) -> None:
         """Open the socket.

@@ -329,10 +329,11 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
             raise ServiceError.invalid_argument(
                 "BAD_WIRE_DTYPE", f"there is no KV type {wire}, expected one of {[*WIRE_TYPES]}"
             )
+        scored = cache.policies.pop((request.policy, tuple(layers)), None)
         stream = FollowStream(
             cache,
             layers,
-            _policy(request.policy, segment, layers),
+            scored or _policy(request.policy, segment, layers),
             request.budget,
             None if request.positions_only else wire,
             _state_feed(cache, request),
@@ -351,6 +352,24 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
             return self._store.find_granted(read_grant)
         except CacheNotFound as error:
             raise grant_not_found() from error
+
+
+def score_prompt(cache: Cache, scored: Iterable[tuple[str, Sequence[int]]]) -> None:
+    """Let the prompt's prefill score positions for the policies and layers that may follow it.
+
+    Those that no stream could follow are left out: its drafter is told why.
+    """
+    segment = cache.sequence.segment
+    count = segment.layout.layers
+    for name, requested in scored:
+        try:
+            layers = _layers((n + count if n < 0 else n for n in requested), count)
+            policy = _policy(name, segment, layers)
+        except ServiceError:
+            continue
+        cache.policies[name, tuple(layers)] = policy
+        if policy.observer is not None:
+            cache.sequence.prompt_observers.append(policy.observer)
 
 
 def _layers(requested: Iterable[int], count: int) -> list[int]:

@@ -24,6 +24,7 @@ from paceline.verifier.engine.job import (
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.model import ModelInfo
 from paceline.verifier.rpc.exchange import DraftExchangeServicer
+from paceline.verifier.rpc.kv_exchange import score_prompt
 from paceline.verifier.rpc.messages import (
     as_service_errors,
     cache_not_found,
@@ -259,7 +260,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     async def CreateCache(self, request: verifier_pb2.CreateCacheRequest, context: Any) -> None:
         """Prefill a prompt; stream progress, then the capabilities and the first token."""
         with self._gate.enter(), as_service_errors():
-            taps = self._exchange.taps(None if request.drafter == "none" else request.drafter)
+            drafter = None if request.drafter == "none" else request.drafter
+            taps = self._exchange.taps(drafter)
             model = self._model.message
             generation = await read_generation(request, model, self._grammars, taps)
             owner = owner_of(context)
@@ -267,6 +269,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             if request.parent_handle:
                 parent = self._find(request.parent_handle, owner).sequence
             cache = await self._store.admit(generation, owner)
+            score_prompt(cache, self._exchange.scored(drafter))
             self._telemetry.admitted(cache)
             try:
                 prefill = Prefill(cache.sequence)
