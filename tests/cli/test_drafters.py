@@ -146,3 +146,50 @@ def test_an_option_needs_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["drafters", "load", "x", "ngram", "--option", "nodes"])
     assert "is not KEY=VALUE" in capsys.readouterr().err
+
+
+EAGLE3 = {
+    "architectures": ["LlamaForCausalLMEagle3"], "hidden_act": "silu", "hidden_size": 64,
+    "intermediate_size": 96, "max_position_embeddings": 512, "model_type": "llama",
+    "num_attention_heads": 4, "num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 16,
+    "rms_norm_eps": 1e-6, "vocab_size": 200, "draft_vocab_size": 50,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+}  # fmt: skip
+
+
+def test_a_folder_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it is, which tensor does not fit, and whether it fits a target."""
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    from paceline.drafter.methods.eagle3 import Eagle3Model
+    from paceline.drafter.methods.eagle3.config import eagle3_config
+
+    (tmp_path / "config.json").write_text(json.dumps(EAGLE3))
+    weights = Eagle3Model(eagle3_config(EAGLE3)).state_dict()
+    weights = {name.replace("layers.0.", "midlayer."): each for name, each in weights.items()}
+    weights["d2t"] = torch.arange(50) * 2
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert main(["drafters", "inspect", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["method"], found["layout"], found["problems"]) == ("eagle3", "EAGLE", [])
+    assert found["reads"] == "outputs of target layers 1, 3, 4 at all positions"
+    assert found["vocabulary"] == "drafts 50 of 200 tokens"
+    target = Path("models/demo/target")
+    assert main(["drafters", "inspect", str(tmp_path), "--target", str(target)]) == 1
+    assert "vocab_size 200, but the target has 4096" in capsys.readouterr().out
+    weights["midlayer.self_attn.q_proj.weight"] = torch.zeros(64, 64)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert main(["drafters", "inspect", str(tmp_path)]) == 1
+    assert "q_proj.weight' of" in capsys.readouterr().out
+    assert main(["drafters", "inspect", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.parametrize("method", ["dspark", "longspec"])
+def test_the_demo_drafters_fit_their_target(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = ["--target", "models/demo/target"]
+    assert main(["drafters", "inspect", f"models/demo/{method}", *target, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["method"], found["fits"]) == (method, "models/demo/target")

@@ -104,7 +104,7 @@ def change_config(folder: Path, **fields: Any) -> None:
 def write_longspec(folder: Path, target: Path, seed: int = 0, **shape: Any) -> Path:
     """Save a random LongSpec drafter for a target, in fp32."""
     config = LongSpecConfig.for_target(target, **shape)
-    weights = _random_weights(LongSpecModel(config), seed)
+    weights = random_weights(LongSpecModel(config), seed)
     save_longspec(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
     return folder
 
@@ -115,7 +115,7 @@ def write_dspark(
     """Save a random DSpark drafter for a target, in fp32."""
     shape = {"taps": (0, 1), "block": 4, "mask_token": 3, **shape}
     config = replace(DSparkConfig.for_target(target, **shape), from_anchor=from_anchor)
-    weights = _random_weights(DSparkModel(config), seed)
+    weights = random_weights(DSparkModel(config), seed)
     save_dspark(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
     return folder
 
@@ -123,12 +123,12 @@ def write_dspark(
 def write_eagle3(folder: Path, target: Path, seed: int = 0, **shape: Any) -> Path:
     """Save a random EAGLE-3 drafter for a target, in fp32."""
     config = Eagle3Config.for_target(target, **{"taps": (0, 1), **shape})
-    weights = _random_weights(Eagle3Model(config), seed)
+    weights = random_weights(Eagle3Model(config), seed)
     save_eagle3(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
     return folder
 
 
-def _random_weights(model: DraftModel, seed: int) -> dict[str, Tensor]:
+def random_weights(model: DraftModel, seed: int) -> dict[str, Tensor]:
     torch.manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() == 2:
@@ -482,12 +482,15 @@ class DenseDSpark(_Dense):
     def after(self, hidden: Tensor, tokens: Sequence[int]) -> tuple[Tensor, float]:
         """Logits after the anchor and a path, and the log confidence of that position."""
         levels, drafted = len(tokens), self.model.d2t
-        scores, confidence = self.model.draft_head(self.head) @ hidden[levels - 1], 0.0
-        rows = None
+        own = self.model.draft_logits(hidden[levels - 1], self.model.draft_head(self.head))
+        scores, confidence, rows = own, 0.0, None
         if self.model.markov_head is not None:
-            before = self.model.draft_rows(torch.tensor(tokens))[None]
+            before = self.model.markov_rows(torch.tensor(tokens))[None]
             features, rows = self.model.markov_head(before, hidden[None, :levels])
             scores = scores + self.model.markov_head.markov_w2(features)[0, -1]
+            if self.config.markov_best:
+                best = own.topk(self.config.markov_best).indices
+                scores = torch.full_like(scores, -torch.inf).scatter(0, best, scores[best])
         if self.model.confidence_head is not None:
             logit = self.model.confidence_head(
                 hidden[levels - 1], None if rows is None else rows[0, -1]

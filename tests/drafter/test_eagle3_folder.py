@@ -189,7 +189,7 @@ def test_usual_layers_need_the_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("midlayer.self_attn.q_proj.weight", torch.zeros(48, D), r"q_proj.weight' has shape"),
+        ("midlayer.self_attn.q_proj.weight", torch.zeros(48, D), r"q_proj.weight' of "),
         ("midlayer.self_attn.k_proj.bias", torch.zeros(16), "k_proj.bias"),
         ("midlayer.hidden_norm.weight", None, "hidden_norm"),
         ("fc.weight", torch.zeros(D, 2 * D), "fc.weight"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,26 @@ def turned(x: Tensor, position: float) -> Tensor:
     return out
 
 
+def convolved(
+    model: DSparkModel, name: str, rows: list[Tensor], source: list[Tensor], which: int
+) -> list[Tensor]:
+    """The convolution of DFlash 2: a weight of a channel is a fixed one and one of its group."""
+    if model.config.conv is None:
+        return rows
+    weights, (size, group) = model.state_dict(), model.config.conv
+    base, projection = weights[f"{name}.base_kernel"], weights[f"{name}.kernel_projection.weight"]
+    found = []
+    for place in range(len(rows)):
+        own = (projection @ source[place]).view(2, size, -1)[which]
+        row = torch.zeros(24)
+        for back in range(min(size, place + 1)):
+            for channel in range(24):
+                weight = base[which, back, channel] + own[back, channel // group]
+                row[channel] += weight * rows[place - back][channel]
+        found.append(row)
+    return found
+
+
 def by_hand(model: DSparkModel, embedded: Tensor, anchor: int, taps: Tensor) -> Tensor:
     """Equations 2 and 3 for one block that sees ``taps``, those of positions 0 to anchor - 1."""
     weights = model.state_dict()
@@ -61,7 +82,9 @@ def by_hand(model: DSparkModel, embedded: Tensor, anchor: int, taps: Tensor) -> 
             "self_attn.v_proj", "self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm",
             "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
         )}  # fmt: skip
-        inputs = [normed(row, w["input_layernorm"]) for row in x]
+        first = [normed(row, w["input_layernorm"]) for row in x]
+        inputs = convolved(model, f"layers.{number}.attention_conv", first, first, 0)
+        window, causal = model.config.attention[number]
         places = [*enumerate(context), *enumerate(inputs, start=anchor)]
         keys = [
             [turned(normed(head, w["self_attn.k_norm"]), place)
@@ -69,24 +92,44 @@ def by_hand(model: DSparkModel, embedded: Tensor, anchor: int, taps: Tensor) -> 
             for place, row in places
         ]  # fmt: skip
         values = [(w["self_attn.v_proj"] @ row).split(8) for _, row in places]
+        attended = []
         for place, row in enumerate(inputs):
-            heads = []
+            heads, own = [], anchor + place
+            oldest = (own if causal else anchor) - (window or 99)
+            newest = own if causal else 99
+            seen = [n for n, (at, _) in enumerate(places) if oldest <= at <= newest]
             for head, part in enumerate((w["self_attn.q_proj"] @ row).split(8)):
                 q = turned(normed(part, w["self_attn.q_norm"]), anchor + place)
-                scores = torch.stack([q @ key[head // 3] for key in keys]) / 8**0.5
-                seen = zip(scores.softmax(0), values, strict=True)
-                heads.append(sum(share * value[head // 3] for share, value in seen))
-            x[place] = x[place] + w["self_attn.o_proj"] @ torch.cat(heads)
-            inner = normed(x[place], w["post_attention_layernorm"])
+                scores = torch.stack([q @ keys[n][head // 3] for n in seen]) / 8**0.5
+                shares = zip(scores.softmax(0), seen, strict=True)
+                heads.append(sum(share * values[n][head // 3] for share, n in shares))
+            attended.append(w["self_attn.o_proj"] @ torch.cat(heads))
+        after = convolved(model, f"layers.{number}.attention_conv", attended, first, 1)
+        x = [row + more for row, more in zip(x, after, strict=True)]
+        first = [normed(row, w["post_attention_layernorm"]) for row in x]
+        gated = []
+        for inner in convolved(model, f"layers.{number}.mlp_conv", first, first, 0):
             gate = torch.nn.functional.silu(w["mlp.gate_proj"] @ inner)
-            x[place] = x[place] + w["mlp.down_proj"] @ (gate * (w["mlp.up_proj"] @ inner))
+            gated.append(w["mlp.down_proj"] @ (gate * (w["mlp.up_proj"] @ inner)))
+        after = convolved(model, f"layers.{number}.mlp_conv", gated, first, 1)
+        x = [row + more for row, more in zip(x, after, strict=True)]
     return torch.stack([normed(row, weights["norm.weight"]) for row in x])
 
 
-@pytest.mark.parametrize("state_input", [False, True])
+PARTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "state input": {"state_input": True},
+    "windows": {"window": 3},
+    "a causal layer with a window": {"windows": (0, 3), "causal": (False, True)},
+    "causal": {"causal": (True, True)},
+    "DFlash 2": {"conv": (2, 8), "window": 3},
+}
+
+
+@pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("anchor", [0, 1, 9])
-def test_a_block_by_hand(anchor: int, state_input: bool) -> None:
-    model = randomised(DSparkModel(replace(DSPARK, state_input=state_input)))
+def test_a_block_by_hand(anchor: int, parts: str) -> None:
+    model = randomised(DSparkModel(replace(DSPARK, **PARTS[parts])))
     embedded, taps = torch.randn(4, 24), torch.randn(anchor, 48)
     with torch.no_grad():
         found = model(
@@ -152,6 +195,8 @@ def test_the_sequential_head_by_hand(kind: str) -> None:
             if kind == "gated":
                 wide = torch.cat([hidden[0, place], features])
                 features = features * torch.sigmoid(head.gate_proj(wide))
+            elif kind == "product":
+                features = features * head.gate_proj(hidden[0, place])
             elif kind == "rnn":
                 z = torch.cat([state, features, hidden[0, place]])
                 gate, candidate, output = head.joint_proj(z).split(6)

@@ -1,4 +1,4 @@
-"""`paceline drafters`: manages the drafters of a running drafter service."""
+"""`paceline drafters`: manages the drafters of a running drafter service, inspects folders."""
 
 from __future__ import annotations
 
@@ -92,9 +92,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     unload.add_argument("version", nargs="?", default="", help="default: all of them")
     unload.add_argument("--force", action="store_true", help="do not wait for its generations")
 
+    help = "tell what a drafter's folder is, and whether it fits a target; needs no service"
+    inspect = commands.add_parser("inspect", help=help, description=help)
+    inspect.add_argument("folder", type=Path, metavar="FOLDER")
+    inspect.add_argument("--target", metavar="MODEL", help="path or name of a target")
+    inspect.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    inspect.set_defaults(action=None)
+
 
 def run(args: argparse.Namespace) -> int:
     """Call every registry; fails with code 1 if one refuses, 2 for bad arguments."""
+    if args.action is None:
+        return _inspect(args)
     with exit_with(2, OptionsError, PacelineError):
         services = asyncio.run(_services(args.address))
         failures = []
@@ -108,6 +117,25 @@ def run(args: argparse.Namespace) -> int:
         if failures:
             raise CommandError("\n".join(map(str, failures)), failures[0].code)
     return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    """Prints facts about a folder, and what is wrong with it; returns 1 if anything is."""
+    from paceline.drafter.inspection import inspect_drafter
+    from paceline.harness.models import model_path
+
+    with exit_with(2, OSError, ValueError):
+        found = inspect_drafter(args.folder, model_path(args.target) if args.target else None)
+    if args.json:
+        print(json.dumps({**found.facts, "problems": found.problems}, indent=2))
+        return int(bool(found.problems))
+    table = Table(show_header=False, box=None)
+    for name, value in found.facts.items():
+        table.add_row(name, value)
+    Console().print(table)
+    for problem in found.problems:
+        print(f"does not fit: {problem}")
+    return int(bool(found.problems))
 
 
 async def _services(text: str) -> dict[str, str]:

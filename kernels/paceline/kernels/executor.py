@@ -19,7 +19,13 @@ from paceline.kernels.caches import LayerTable
 from paceline.kernels.dense import Probe
 from paceline.kernels.linear import CMatrix
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program, Routing
-from paceline.kernels.rows import clamped_gate, gelu_gate, normalised, row_kernels
+from paceline.kernels.rows import (
+    clamped_gate,
+    convolve_blocks,
+    gelu_gate,
+    normalised,
+    row_kernels,
+)
 from paceline.kernels.trees import (
     MAX_TREE_NODES,
     ContextSegment,
@@ -185,10 +191,13 @@ _NODES = tuple(map(ctypes.addressof, (_ZEROS, _ZEROS, _RISING)))
 
 
 def supported(program: Program) -> bool:
-    """Whether the compiled code can run a program: packed weights, and whole vectors."""
+    """Whether the compiled code can run a program: its operations, packed weights, whole
+    vectors."""
     matrices = [matrix for op in program.operations for matrix in op.matrices]
     dim, any_width = program.heads.dim, {0}  # logits, and scores and routes of experts
     for op in program.operations:
+        if op.kind == Kind.CONVOLVE:
+            return False
         if op.kind == Kind.ROUTE:
             any_width |= {op.source, op.out}
     widths = [b.width for index, b in enumerate(program.buffers) if index not in any_width]
@@ -502,6 +511,13 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
                     buffers[op.out] = gelu_gate(x) if op.gelu else kernels.gate(x)
             case Kind.ADD:
                 x += buffers[op.delta] * op.factor if op.factor != 1 else buffers[op.delta]
+            case Kind.CONVOLVE:
+                assert isinstance(op.table, Tensor)
+                length = call.plan.segments[0].length
+                source, weights = (
+                    each.unflatten(0, (-1, length)) for each in (x, buffers[op.delta])
+                )
+                buffers[op.out] = convolve_blocks(source, op.table, weights, op.layer).flatten(0, 1)
             case Kind.CAP:
                 buffers[op.out] = op.factor * (buffers[op.out] / op.factor).tanh()
             case Kind.ROUTE:

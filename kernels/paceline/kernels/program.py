@@ -69,7 +69,7 @@ MAX_EXPERTS = 1024
 
 
 class Kind(IntEnum):
-    """Kinds of operations, as in ``native/program.h``."""
+    """Kinds of operations, as in ``native/program.h``; CONVOLVE runs in PyTorch only."""
 
     EMBED = 0
     INPUT = 1
@@ -86,6 +86,7 @@ class Kind(IntEnum):
     ROUTE = 12
     SPREAD = 13
     COMBINE = 14
+    CONVOLVE = 15
 
 
 class Extent(IntEnum):
@@ -140,7 +141,8 @@ class Operation:
         out: Buffer it writes.
         layer: Layer of the caches, probes and taps that it uses.
         window: Newest positions that ATTEND or ATTEND_CONTEXT reads; 0: all.
-        table: Embedding ``[V, hidden]`` of EMBED, float32 or bfloat16, or packed.
+        table: Embedding ``[V, hidden]`` of EMBED, float32 or bfloat16, or packed; weights of the
+            channels of CONVOLVE.
         norms: The norm of ADD_NORM, or those of ROTATE: of query and key heads, or of all queries
             and all keys together, by the width of their weights.
         heads: Heads that ROTATE reads; none of one kind: they are not in its source.
@@ -350,6 +352,13 @@ class Recorder:
     def combine(self, x: int, routes: int) -> int:
         """The sum of a row's slots times the shares of their experts."""
         return self._add(Kind.COMBINE, self._buffers[x].width, Extent.SLICE, source=x, delta=routes)
+
+    def convolve(self, x: int, weights: int, base: Tensor, which: int) -> int:
+        """:func:`~paceline.kernels.rows.convolve_blocks` of the plan's blocks, all as long."""
+        return self._add(
+            Kind.CONVOLVE, self._buffers[x].width, Extent.SLICE, source=x, delta=weights,
+            table=base, layer=which,
+        )  # fmt: skip
 
     def add(self, x: int, delta: int, factor: float = 1.0) -> None:
         """``x += delta * factor``."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, pad, silu
 
 from paceline.kernels.caches import Plane, write
 from paceline.kernels.trees import TreePlan
@@ -160,3 +160,27 @@ def _rotated(heads: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = factors
     swapped = heads.roll(heads.shape[-1] // 2, -1)
     return (heads * cos).addcmul_(swapped, sin)
+
+
+def convolve_blocks(x: Tensor, base: Tensor, own: Tensor, which: int) -> Tensor:
+    """Causal convolution over blocks, with weights of channels and of positions (DFlash 2).
+
+    Args:
+        x: ``[..., Q, width]``.
+        base: Weights of the channels, the newest position's first, ``[size, width]``.
+        own: Weights of the groups of channels at each position, of two convolutions,
+            ``[..., Q, 2 size groups]``.
+        which: Which of the two.
+
+    Returns:
+        Like ``x``.
+    """
+    size, width = base.shape
+    weights = own.float().unflatten(-1, (2, size, -1))[..., which, :, :]
+    groups = weights.shape[-1]
+    wide, out = x.float(), torch.zeros(x.shape, device=x.device)
+    for back in range(size):
+        moved = wide if not back else pad(wide[..., :-back, :], (0, 0, back, 0))
+        channels = weights[..., back, :].repeat_interleave(width // groups, dim=-1)
+        out = out + (base[back].float() + channels) * moved
+    return out.to(x.dtype)

@@ -199,7 +199,7 @@ class BlockDrafter(nn.Module):
         features = rows = confidence = None
         if model.markov_head is not None:
             features, rows = model.markov_head(
-                model.draft_rows(blocks.before).flatten(0, 1), hidden
+                model.markov_rows(blocks.before).flatten(0, 1), hidden
             )
         if model.confidence_head is not None:
             confidence = model.confidence_head(hidden, rows)

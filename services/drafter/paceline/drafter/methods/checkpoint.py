@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.decoder import UnsupportedModelError, open_model, use_device
 from paceline.decoder.sources import Origin
-from paceline.decoder.weights import Checkpoint, take
+from paceline.decoder.weights import Checkpoint
 from paceline.drafter.methods.base import Fit, LoadError, Resources
 from paceline.drafter.methods.beam import BeamOptions
 from paceline.drafter.methods.layers import (
@@ -347,6 +347,35 @@ def stored_dtype(folder: str | Path, name: str) -> torch.dtype:
     return _DTYPES[stored]
 
 
+def check_tensors(
+    folder: str | Path, config: LayerShape, model: Callable[[Any], DraftModel]
+) -> dict[str, tuple[int, ...]]:
+    """Checks names and shapes of all tensors of a drafter except the target's, without reading.
+
+    Returns:
+        Shapes by name.
+
+    Raises:
+        UnsupportedModelError: See :func:`load_weights`.
+    """
+    found = DrafterWeights(folder, torch.float32)
+    with torch.device("meta"):
+        shapes = {name: tuple(t.shape) for name, t in model(config).state_dict().items()}
+    if unknown := sorted(set(found) - set(shapes) - _OTHER_TENSORS):
+        raise UnsupportedModelError(
+            f"{folder} holds the tensors {unknown[:5]}, which no drafter of its config.json has"
+        )
+    shapes.pop(DRAFT_TOKENS, None)
+    for name, shape in shapes.items():
+        if name not in found:
+            raise UnsupportedModelError(f"{folder} lacks the tensor {name!r}")
+        if (stored := found.shape(name)) != shape:
+            raise UnsupportedModelError(
+                f"tensor {name!r} of {folder} has shape {stored}, expected {shape} by config.json"
+            )
+    return shapes
+
+
 def load_weights(
     folder: str | Path,
     config: LayerShape,
@@ -362,17 +391,9 @@ def load_weights(
         UnsupportedModelError: A tensor is missing, has another shape, or is not known, which means
             that the drafter has a part that its config.json does not describe.
     """
-    found = DrafterWeights(folder, dtype, device)
-    with torch.device("meta"):
-        shapes = {name: tuple(t.shape) for name, t in model(config).state_dict().items()}
-    if unknown := sorted(set(found) - set(shapes) - _OTHER_TENSORS):
-        raise UnsupportedModelError(
-            f"{folder} holds the tensors {unknown[:5]}, which no drafter of its config.json has"
-        )
+    shapes, found = check_tensors(folder, config, model), DrafterWeights(folder, dtype, device)
     drafted = drafted_tokens(Path(folder), config)
-    if drafted is not None:
-        del shapes[DRAFT_TOKENS]
-    weights = {name: take(found, name, shape) for name, shape in shapes.items()}
+    weights = {name: found[name] for name in shapes}
     return weights if drafted is None else {**weights, DRAFT_TOKENS: drafted.to(device)}
 
 

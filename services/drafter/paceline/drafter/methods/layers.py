@@ -39,7 +39,8 @@ ids, those of this project's folders the target's, and they have no ``t2d``."""
 class DrafterWeights(Checkpoint):
     """Tensors of a drafter's folder, by the names of this project.
 
-    Published folders may have a prefix ``model.``, and call an only layer ``midlayer``.
+    Published folders may have a prefix ``model.``, call an only layer ``midlayer``, and the
+    sequential head of DFlash 2 a ``candidate_selector``.
     """
 
     def __init__(
@@ -48,9 +49,22 @@ class DrafterWeights(Checkpoint):
         super().__init__(folder, dtype, device)
         self._files = {_own_name(name): file for name, file in self._files.items()}
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the file's header."""
+        file, stored = self._files[name]
+        return tuple(file.get_slice(stored).get_shape())
+
+
+_RENAMED = {
+    "candidate_selector.predecessor_codebook": "markov_head.markov_w1.weight",
+    "candidate_selector.successor_codebook": "markov_head.markov_w2.weight",
+    "candidate_selector.hidden_projection.weight": "markov_head.gate_proj.weight",
+}
+
 
 def _own_name(name: str) -> str:
-    return name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+    own = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+    return _RENAMED.get(own, own)
 
 
 def drafted_tokens(folder: Path, config: LayerShape) -> Tensor | None:
@@ -374,6 +388,10 @@ class LayerWeights:
     def feed_forward(self, program: Recorder, x: int, delta: int, base: str) -> int:
         """Records ``x += delta`` and the feed-forward block of a layer; returns its output."""
         inputs = program.add_norm(x, delta, self.norm(f"{base}post_attention_layernorm"))
+        return self.gated(program, inputs, base)
+
+    def gated(self, program: Recorder, inputs: int, base: str) -> int:
+        """Records the feed-forward block of a layer without its norm; returns its output."""
         gate_up = self.matrix(f"{base}mlp.gate_proj", f"{base}mlp.up_proj")
         gated = program.gate(program.multiply(inputs, gate_up))
         return program.multiply(gated, self.matrix(f"{base}mlp.down_proj"))

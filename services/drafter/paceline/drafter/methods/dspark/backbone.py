@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -155,22 +156,47 @@ def _record_block(
     config: DSparkConfig, tensors: LayerWeights, embedding: TargetEmbedding, dtype: torch.dtype
 ) -> Program:
     """Tokens of blocks to logits; the tap is the hidden state that the LM head reads."""
-    window = config.window + config.block if config.window else None
     program = Recorder(tensors.heads, dtype)
-    x, delta = program.embed(embedding.embedding), 0
+    x, delta = program.embed(embedding.embedding, config.embedding_factor), 0
     if config.state_input:
         states = program.input(len(config.taps) * config.hidden)
         delta = program.multiply(states, tensors.matrix("fc"))
-    for index in range(config.layers):
+
+    def convolve(inputs: int, kernel: int, name: str, which: int) -> int:
+        base = tensors.tensors[f"{name}.base_kernel"][which].float()
+        return program.convolve(inputs, kernel, base, which)
+
+    for index, (window, causal) in enumerate(config.attention):
         base, attention = f"layers.{index}.", f"layers.{index}.self_attn."
-        inputs = program.add_norm(x, delta, tensors.norm(f"{base}input_layernorm"))
+        inputs, conv = program.add_norm(x, delta, tensors.norm(f"{base}input_layernorm")), 0
+        if config.conv is not None:
+            conv = program.multiply(
+                inputs, tensors.matrix(f"{base}attention_conv.kernel_projection")
+            )
+            inputs = convolve(inputs, conv, f"{base}attention_conv", 0)
         heads = program.multiply(inputs, tensors.matrix(*(f"{attention}{n}_proj" for n in "qkv")))
         q = program.rotate(heads, tensors.head_norms(base), index)
-        attended = program.attend_context(q, index, window)
+        if causal:
+            attended = program.attend(q, index, window + 1 if window else None)
+        else:
+            attended = program.attend_context(q, index, window + config.block if window else None)
         delta = program.multiply(attended, tensors.matrix(f"{attention}o_proj"))
-        delta = tensors.feed_forward(program, x, delta, base)
+        if config.conv is None:
+            delta = tensors.feed_forward(program, x, delta, base)
+            continue
+        delta = convolve(delta, conv, f"{base}attention_conv", 1)
+        inputs = program.add_norm(x, delta, tensors.norm(f"{base}post_attention_layernorm"))
+        conv = program.multiply(inputs, tensors.matrix(f"{base}mlp_conv.kernel_projection"))
+        delta = tensors.gated(program, convolve(inputs, conv, f"{base}mlp_conv", 0), base)
+        delta = convolve(delta, conv, f"{base}mlp_conv", 1)
     program.add(x, delta)
-    hidden = program.add_norm(program.select(x), 0, tensors.norm("norm"))
+    x = program.select(x)
+    norm = tensors.norm("norm")
+    hidden = program.add_norm(x, 0, norm)
     program.tap(hidden, 0)
-    program.multiply(hidden, embedding.head)
+    if config.logit_factor != 1:
+        hidden = program.add_norm(x, 0, replace(norm, weight=norm.weight * config.logit_factor))
+    logits = program.multiply(hidden, embedding.head)
+    if config.logit_cap:
+        program.cap_logits(logits, config.logit_cap)
     return program.finish()

@@ -38,9 +38,10 @@ from paceline.drafter.methods.layers import (
 
 METHOD = "dspark"
 
-MARKOV_HEADS = ("vanilla", "gated", "rnn")
+MARKOV_HEADS = ("vanilla", "gated", "rnn", "product")
 
 _DEEPSPEC_MODEL = "Qwen3DSparkModel"
+_DFLASH_MODELS = ("DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel")
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -61,15 +62,27 @@ class DSparkConfig(LayerShape):
             first one (DSpark). If false, a mask's position predicts its own token, and the anchor's
             predicts nothing (DFlash).
         window: Positions before the anchor that the backbone attends to; 0: all. Unit: tokens.
+        windows: The same of each layer; none: ``window``, which is the largest, for all layers.
+        causal: Of each layer, whether a position of the block attends only to those up to itself;
+            none: all attend to the whole block. The window of a causal layer moves with the
+            position, that of others is the anchor's.
         state_input: Whether the projected hidden states of the position before the anchor are added
             to every embedding of the block, as in EAGLE. If false, they are read by attention
             alone, as in DSpark.
         markov_rank: Rank of the sequential head (equation 5); 0: there is none.
-        markov_head: ``vanilla`` (equation 5), ``gated`` by the hidden state, or ``rnn``
-            (equation 6).
+        markov_head: ``vanilla`` (equation 5), ``gated`` by the hidden state, ``rnn``
+            (equation 6), or ``product`` with a projection of the hidden state (DFlash 2).
+        markov_all: Whether W1 has a row for every token although the vocabulary is reduced.
+        markov_best: The sequential head chooses among this many best tokens of the backbone; 0:
+            all.
         confidence: Whether there is a confidence head (equation 7).
         confidence_markov: Whether its input includes the previous token's Markov embedding; needs
             a ``markov_rank``.
+        conv: Kernel size and group size of the convolutions around attention and feed-forward
+            blocks (DFlash 2); None: there are none.
+        embedding_factor: Factor on embeddings.
+        logit_factor: Factor on the backbone's logits.
+        logit_cap: Soft cap of the backbone's logits; 0: none.
 
     Raises:
         UnsupportedModelError: A field is out of range.
@@ -84,11 +97,19 @@ class DSparkConfig(LayerShape):
     mask_token: int
     from_anchor: bool = True
     window: int = 0
+    windows: tuple[int, ...] = ()
+    causal: tuple[bool, ...] = ()
     state_input: bool = False
     markov_rank: int = 0
     markov_head: str = "vanilla"
+    markov_all: bool = False
+    markov_best: int = 0
     confidence: bool = False
     confidence_markov: bool = False
+    conv: tuple[int, int] | None = None
+    embedding_factor: float = 1.0
+    logit_factor: float = 1.0
+    logit_cap: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,6 +121,16 @@ class DSparkConfig(LayerShape):
         if not 0 <= self.mask_token < self.vocab_size:
             raise UnsupportedModelError(
                 f"the mask token is {self.mask_token}, expected 0 to {self.vocab_size - 1}"
+            )
+        for name in ("windows", "causal"):
+            if len(getattr(self, name)) not in (0, self.layers):
+                raise UnsupportedModelError(
+                    f"{name} is {getattr(self, name)}, expected a value for {self.layers} layers"
+                )
+        if self.conv is not None and (self.conv[0] < 1 or self.hidden % self.conv[1]):
+            raise UnsupportedModelError(
+                f"convolutions have size and groups {self.conv}, expected a size of 1 or more and "
+                f"groups that divide {self.hidden}"
             )
         if self.levels < 1:
             raise UnsupportedModelError("a block of 1 that does not begin at the anchor is empty")
@@ -116,6 +147,19 @@ class DSparkConfig(LayerShape):
     def levels(self) -> int:
         """Tokens drafted in one pass: the depth of a draft. Unit: tokens."""
         return self.block if self.from_anchor else self.block - 1
+
+    @property
+    def attention(self) -> list[tuple[int, bool]]:
+        """Window of each layer, and whether it is causal."""
+        windows = self.windows or (self.window,) * self.layers
+        return list(zip(windows, self.causal or (False,) * self.layers, strict=True))
+
+    @property
+    def markov_rows(self) -> int:
+        """Rows of W1: one for each drafted token and one for all others, or one for each token."""
+        if self.markov_all:
+            return self.vocab_size
+        return self.drafted + (1 if self.draft_vocab_size else 0)
 
     @classmethod
     def for_target(
@@ -152,26 +196,31 @@ class Layout(Enum):
 
     DEEPSPEC = "deepspec"
     SPECULATORS = "speculators"
+    DFLASH = "dflash"
+    """Of DFlash and SpecForge, with fields in a ``dflash_config``."""
 
 
-def _layout_of(described: Json) -> Layout:
+def layout_of(described: Json) -> Layout:
     """Returns the project whose config.json it is.
 
     Raises:
-        UnsupportedModelError: Neither's.
+        UnsupportedModelError: No known one's.
     """
     if described.get("speculators_model_type") in ("dspark", "dflash"):
         return Layout.SPECULATORS
-    if list(described.get("architectures") or ()) == [_DEEPSPEC_MODEL]:
+    names = list(described.get("architectures") or ())
+    if names == [_DEEPSPEC_MODEL]:
         return Layout.DEEPSPEC
+    if "speculators_model_type" not in described and len(names) == 1 and names[0] in _DFLASH_MODELS:
+        return Layout.DFLASH
     raise UnsupportedModelError(
         "this config.json is of an unknown drafter: expected speculators_model_type 'dspark' or "
-        f"'dflash', or the architecture {_DEEPSPEC_MODEL}; found "
-        f"{described.get('speculators_model_type')!r} and {described.get('architectures')!r}"
+        f"'dflash', or an architecture of {_DEEPSPEC_MODEL}, {', '.join(_DFLASH_MODELS)}; found "
+        f"{described.get('speculators_model_type')!r} and {names}"
     )
 
 
-def _read_config(described: Json, target_layers: int = 0) -> DSparkConfig:
+def dspark_config(described: Json, target_layers: int = 0) -> DSparkConfig:
     """Reads the shape of a drafter from a config.json of either layout.
 
     Args:
@@ -182,9 +231,9 @@ def _read_config(described: Json, target_layers: int = 0) -> DSparkConfig:
         UnsupportedModelError: It needs an unsupported feature, lacks a field, or is for a target of
             another depth.
     """
-    layout = _layout_of(described)
+    layout = layout_of(described)
     with config_errors(layout.value):
-        config = (_read_deepspec if layout is Layout.DEEPSPEC else _read_speculators)(described)
+        config = _READERS[layout](described)
     if target_layers and config.target_layers not in (0, target_layers):
         raise UnsupportedModelError(
             f"this drafter is for a target of {config.target_layers} layers, this one has "
@@ -201,7 +250,7 @@ def _read_config(described: Json, target_layers: int = 0) -> DSparkConfig:
 
 
 def _write_config(config: DSparkConfig, layout: Layout, target: TargetRef) -> dict[str, Any]:
-    """Inverse of :func:`_read_config`, without the ``paceline`` section.
+    """Inverse of :func:`dspark_config`, without the ``paceline`` section.
 
     Raises:
         UnsupportedModelError: The layout has no field for a part of ``config``.
@@ -214,6 +263,9 @@ def _write_config(config: DSparkConfig, layout: Layout, target: TargetRef) -> di
         "enable_confidence_head": config.confidence,
         "confidence_head_with_markov": config.confidence_markov,
     }
+    published = ("windows", "causal", "markov_all", "markov_best", "conv")
+    if layout is Layout.DFLASH or any(getattr(config, name) for name in published):
+        raise UnsupportedModelError("published drafters with parts of DFlash are read, not written")
     if layout is Layout.SPECULATORS:
         return _speculators(config, target) | heads
     if not config.from_anchor or config.window or config.draft_vocab_size or config.state_input:
@@ -242,6 +294,43 @@ def _read_deepspec(described: Json) -> DSparkConfig:
     )
 
 
+def _read_dflash(described: Json) -> DSparkConfig:
+    fields: dict[str, Any] = {**described, **described["dflash_config"]}
+    second = described["architectures"] == ["DFlash2DraftModel"]
+    kind = fields.get("projector_type", "dflash")
+    if kind not in ("dflash", "dspark") or fields.get("attention_mode", "gqa") != "gqa":
+        raise UnsupportedModelError(
+            f"projector type {kind!r}, attention mode {fields.get('attention_mode')!r} are not "
+            "supported, expected 'dflash' or 'dspark', 'gqa'"
+        )
+    heads = _read_heads(fields) if kind == "dspark" else {}
+    if second:
+        heads = {
+            "markov_rank": int(fields["selector_rank"]),
+            "markov_head": "product",
+            "markov_best": int(fields["selector_top_k"]),
+            "conv": (int(fields["conv_kernel_size"]), int(fields["conv_group_size"])),
+        }
+    return _build(
+        fields,
+        described,
+        taps=[int(layer) for layer in fields["target_layer_ids"]],
+        target_layers=int(fields["num_target_layers"]),
+        from_anchor=kind == "dspark",
+        draft_vocab_size=_reduced(fields, fields),
+        embedding_factor=float(fields.get("input_embedding_scale") or 1),
+        logit_factor=float(fields.get("output_multiplier") or 1),
+        logit_cap=float(fields.get("final_logit_softcapping") or 0),
+        **heads,
+    )
+
+
+def _reduced(described: Json, layer: Json) -> int:
+    """Number of drafted tokens; 0: all."""
+    drafted = int(described.get("draft_vocab_size") or layer["vocab_size"])
+    return drafted if drafted != layer["vocab_size"] else 0
+
+
 def _read_heads(described: Json) -> dict[str, Any]:
     markov_rank = int(described["markov_rank"])
     confidence = bool(described["enable_confidence_head"])
@@ -264,13 +353,6 @@ def _read_speculators(described: Json) -> DSparkConfig:
         raise UnsupportedModelError(
             f"projector type {described['projector_type']!r} is not supported, only 'dflash'"
         )
-    drafted = described.get("draft_vocab_size") or layer["vocab_size"]
-    reduced = int(drafted) if drafted != layer["vocab_size"] else 0
-    if reduced and SECTION not in described:  # its d2t has differences of ids
-        raise UnsupportedModelError(
-            f"a vocabulary reduced to {reduced} of {layer['vocab_size']} tokens is supported only "
-            "in folders of this project; use a drafter with the target's whole vocabulary"
-        )
     if described.get("target_hidden_size") not in (None, layer["hidden_size"]):
         raise UnsupportedModelError(
             f"target_hidden_size is {described['target_hidden_size']} and hidden_size "
@@ -286,22 +368,24 @@ def _read_speculators(described: Json) -> DSparkConfig:
         from_anchor=bool(described["sample_from_anchor"]),
         window=int(section.get("window", 0)),
         state_input=bool(section.get("state_input", False)),
-        draft_vocab_size=reduced,
+        draft_vocab_size=_reduced(described, layer),
         **(_read_heads(described) if described["speculators_model_type"] == "dspark" else {}),
     )
 
 
 def _build(described: Json, layer: Json, *, taps: list[int], **rest: Any) -> DSparkConfig:
     hf = whole_config(layer, ("qwen3",))
-    if _SLIDING in (hf.get("layer_types") or ()) and not rest.get("window"):
-        raise UnsupportedModelError(
-            "layers with sliding attention are not supported: engines differ in the positions of "
-            "context and block that they attend to"
-        )
+    types = hf.get("layer_types") or ()
+    if _SLIDING in types and not rest.get("window"):
+        rest |= _sliding(described, [kind == _SLIDING for kind in types], hf["sliding_window"])
+    elif described.get("is_causal"):
+        rest["causal"] = (True,) * int(hf["num_hidden_layers"])
     if min(taps, default=0) < 0:
         raise UnsupportedModelError(
             "this drafter reads the target's embeddings beside its layers, which is not supported"
         )
+    if SECTION not in described and rest.get("markov_rank"):
+        rest["markov_all"] = bool(rest.get("draft_vocab_size"))
     return DSparkConfig.from_hf(
         hf,
         taps=tuple(taps),
@@ -309,6 +393,41 @@ def _build(described: Json, layer: Json, *, taps: list[int], **rest: Any) -> DSp
         mask_token=int(described["mask_token_id"]),
         **rest,
     )
+
+
+def _sliding(described: Json, slides: list[bool], window: int) -> dict[str, Any]:
+    """Windows of a published drafter, and which layers are causal.
+
+    In DFlash a position attends to the ``window`` positions up to its own, in speculators to the
+    ``window`` before the anchor.
+    """
+    layout = layout_of(described)
+    causal = slides
+    if layout is Layout.DFLASH:
+        window -= 1
+        if described.get("is_causal") is not None:
+            causal = [bool(described["is_causal"])] * len(slides)
+    elif "sliding_window_non_causal" in described and layout is Layout.SPECULATORS:
+        causal = [each and not described["sliding_window_non_causal"] for each in slides]
+    else:
+        raise UnsupportedModelError(
+            "layers with sliding attention are supported only where config.json has "
+            "sliding_window_non_causal (speculators) or a dflash_config: engines differ in the "
+            "positions of context and block that they attend to"
+        )
+    windows = tuple(window if each else 0 for each in slides)
+    return {
+        "window": window if all(slides) else 0,
+        "windows": () if all(slides) else windows,
+        "causal": tuple(causal) if any(causal) else (),
+    }
+
+
+_READERS = {
+    Layout.DEEPSPEC: _read_deepspec,
+    Layout.SPECULATORS: _read_speculators,
+    Layout.DFLASH: _read_dflash,
+}
 
 
 def _backbone(config: DSparkConfig) -> dict[str, Any]:
@@ -391,7 +510,7 @@ def read_dspark(folder: str | Path, target_layers: int = 0) -> tuple[DSparkConfi
     path = Path(folder) / CONFIG_FILE
     described = read_config_file(folder, METHOD)
     try:
-        config = _read_config(described, target_layers)
+        config = dspark_config(described, target_layers)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{path}: {error}") from error
     return config, stored_dtype(folder, "fc.weight")

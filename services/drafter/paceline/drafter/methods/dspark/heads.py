@@ -23,8 +23,9 @@ class MarkovHead(nn.Module):
     The bias is W2 of features, which :meth:`step` computes from the previous token, the backbone's
     hidden state of the position and, for ``rnn``, the recurrent state (DSpark, section 3.1,
     equations 5 and 6). For ``gated``, W1's features are weighted by the sigmoid of a linear layer
-    over hidden state and features. With a reduced vocabulary W1 has rows for the drafted tokens and
-    one for all others, since only an anchor can be another token.
+    over hidden state and features, for ``product`` by a linear layer of the hidden state. With a
+    reduced vocabulary W1 has rows for the drafted tokens and one for all others, since only an
+    anchor can be another token, or rows for all tokens.
     """
 
     def __init__(self, config: DSparkConfig) -> None:
@@ -32,12 +33,13 @@ class MarkovHead(nn.Module):
         super().__init__()
         rank, hidden = config.markov_rank, config.hidden
         self.kind = config.markov_head
-        others = 1 if config.draft_vocab_size else 0  # a row for all tokens that are not drafted
-        rows = torch.empty(config.drafted + others, rank)
+        rows = torch.empty(config.markov_rows, rank)
         self.markov_w1 = nn.Embedding.from_pretrained(rows, freeze=False)
         self.markov_w2 = nn.Linear(rank, config.drafted, bias=False)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(hidden + rank, rank)
+        elif self.kind == "product":
+            self.gate_proj = nn.Linear(hidden, rank, bias=False)
         elif self.kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
         if not rows.is_meta:  # there, random numbers import torch's compiler: 1 s and 150 MiB
@@ -62,6 +64,8 @@ class MarkovHead(nn.Module):
         if self.kind == "gated":
             gate = torch.sigmoid(self.gate_proj(torch.cat([hidden, before], dim=-1)))
             return state, gate * before
+        if self.kind == "product":
+            return state, self.gate_proj(hidden) * before
         if self.kind == "rnn":
             joint = self.joint_proj(torch.cat([state, before, hidden], dim=-1))
             gate, candidate, output = joint.chunk(3, dim=-1)
@@ -73,8 +77,7 @@ class MarkovHead(nn.Module):
         """Computes all positions of blocks whose tokens are known.
 
         Args:
-            before: Row among the drafted tokens of the token before each position, int64
-                ``[N, S]``.
+            before: W1's row of the token before each position, int64 ``[N, S]``.
             hidden: The backbone's hidden states, ``[N, S, hidden]``.
 
         Returns:
@@ -154,13 +157,19 @@ class DSparkHeads:
             dtype = torch.float32
         self._dtype = dtype
         self._rows: Sequence[int] = range(config.vocab_size)
-        if DRAFT_TOKENS in weights:
-            tokens = torch.arange(config.vocab_size)
-            self._rows = draft_rows(weights[DRAFT_TOKENS].cpu(), tokens).tolist()
+        self._best = config.markov_best
+        drafted = weights[DRAFT_TOKENS].cpu() if DRAFT_TOKENS in weights else None
+        if config.markov_all and drafted is not None:
+            # The first rows are those of the logits, as in other drafters, then come all tokens.
+            self._rows = range(len(drafted), len(drafted) + config.vocab_size)
+        elif drafted is not None:
+            self._rows = draft_rows(drafted, torch.arange(config.vocab_size)).tolist()
         self._markov: MarkovHead | None = None
         if config.markov_rank:
             self._markov = _loaded(MarkovHead(config), "markov_head.", weights).to(device, dtype)
             self._w1 = self._markov.markov_w1.weight
+            if config.markov_all and drafted is not None:
+                self._w1 = torch.cat([self._w1[drafted.to(device)], self._w1]).detach()
             self._w2 = linear([self._markov.markov_w2.weight], bits)
         self._confidence: Tensor | None = None
         if config.confidence:
@@ -224,6 +233,9 @@ class DSparkHeads:
                 begin = self._markov.begin(wide) if state is None else state
                 after, features = self._markov.step(begin, features, wide)
             scores = self._w2(features, logits)
+            if 0 < self._best < len(logits):
+                worst = logits.topk(self._best).values[-1]
+                scores = scores.masked_fill(logits < worst, -torch.inf)
         logs = None
         if block.confidences is not None:
             own = block.confidences[level]

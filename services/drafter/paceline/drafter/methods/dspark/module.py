@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.dspark.heads import ConfidenceHead, MarkovHead
 from paceline.drafter.methods.layers import DraftModel, Mlp, RmsNorm, apply_rope
+from paceline.kernels.rows import convolve_blocks
 
 
 class DSparkAttention(nn.Module):
@@ -52,11 +55,41 @@ class DSparkAttention(nn.Module):
         return attended
 
 
+class BlockConv(nn.Module):
+    """Causal convolutions over a block, before and after a part of a layer (DFlash 2).
+
+    A weight of a channel is the sum of a fixed one and of one for its group, which depends on the
+    input of the part.
+    """
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        assert config.conv is not None
+        size, self._group = config.conv
+        self.base_kernel = nn.Parameter(torch.zeros(2, size, config.hidden))
+        groups = config.hidden // self._group
+        self.kernel_projection = nn.Linear(config.hidden, 2 * size * groups, bias=False)
+
+    def forward(self, x: Tensor, source: Tensor, which: int) -> Tensor:
+        """Convolves blocks ``[..., Q, hidden]``.
+
+        Args:
+            x: What is convolved: before the part its input, after it its output.
+            source: The part's input.
+            which: 0 before the part, 1 after it.
+        """
+        own = self.kernel_projection(source)
+        return convolve_blocks(x, self.base_kernel[which], own, which)
+
+
 class DSparkLayer(nn.Module):
     """Attention and feed-forward block, each with a norm before it."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
+        conv = config.conv is not None
+        self.attention_conv = BlockConv(config) if conv else None
+        self.mlp_conv = BlockConv(config) if conv else None
         self.input_layernorm = RmsNorm(config.hidden, config.norm_eps)
         self.self_attn = DSparkAttention(config)
         self.post_attention_layernorm = RmsNorm(config.hidden, config.norm_eps)
@@ -105,27 +138,61 @@ class DSparkModel(DraftModel):
             places = tap_positions[:, None]
             before = (places >= 0) & (places == anchors[:, :, None] - 1)
             embedded = embedded + (before.to(projected) @ projected)[:, :, None]
-        x = embedded.flatten(1, 2)
-        for layer in self.layers:
+        x = embedded.flatten(1, 2) * config.embedding_factor
+        for layer, mask in zip(self.layers, seen, strict=True):
             assert isinstance(layer, DSparkLayer)
             attention = layer.self_attn
             context_kv = attention.keys_values(context, context_factors)
-            x = x + attention(layer.input_layernorm(x), factors, context_kv, seen)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            inputs = layer.input_layernorm(x)
+            x = x + self._around(layer.attention_conv, attention, inputs, factors, context_kv, mask)
+            x = x + self._around(layer.mlp_conv, layer.mlp, layer.post_attention_layernorm(x))
         hidden: Tensor = self.norm(x.view(shape)[:, :, config.block - config.levels :])
         return hidden
 
-    def _seen(self, anchors: Tensor, tap_positions: Tensor) -> Tensor:
-        """The mask of the attention: the window before an anchor, and the block itself."""
+    def markov_rows(self, tokens: Tensor) -> Tensor:
+        """Rows of W1 of tokens."""
+        return tokens if self.config.markov_all else self.draft_rows(tokens)
+
+    def draft_logits(self, hidden: Tensor, head: Tensor) -> Tensor:
+        """The backbone's logits of hidden states, by the rows of the drafted tokens of a head."""
+        config = self.config
+        logits = F.linear(hidden, head) * config.logit_factor
+        return config.logit_cap * (logits / config.logit_cap).tanh() if config.logit_cap else logits
+
+    def _around(
+        self, conv: nn.Module | None, part: nn.Module, inputs: Tensor, *more: Any
+    ) -> Tensor:
+        """A part of a layer, between the convolutions that it has."""
+        if conv is None:
+            plain: Tensor = part(inputs, *more)
+            return plain
+        shape = (*inputs.shape[:-2], -1, self.config.block, inputs.shape[-1])
+        source = inputs.view(shape)
+        out = part(conv(source, source, 0).view_as(inputs), *more)
+        convolved: Tensor = conv(out.view(shape), source, 1)
+        return convolved.view_as(inputs)
+
+    def _seen(self, anchors: Tensor, tap_positions: Tensor) -> list[Tensor]:
+        """The mask of the attention of each layer: the window before an anchor, and the block."""
         texts, count = anchors.shape
-        block, window = self.config.block, self.config.window
-        ends, places = anchors[:, :, None], tap_positions[:, None]
-        before = (places >= 0) & (places < ends)
-        if window:
-            before &= places >= ends - window
-        number = torch.arange(count * block, device=anchors.device) // block
-        own = (number[:, None] == number).expand(texts, -1, -1)
-        return torch.cat([before.repeat_interleave(block, dim=1), own], dim=-1)[:, None]
+        block = self.config.block
+        number = torch.arange(count * block, device=anchors.device)
+        same = number[:, None] // block == number // block
+        offsets = number % block
+        ends = anchors.repeat_interleave(block, dim=1)[:, :, None]
+        places, masks = tap_positions[:, None], dict[tuple[int, bool], Tensor]()
+        for window, causal in self.config.attention:
+            before = (places >= 0) & (places < ends)
+            own = same & (number[:, None] >= number) if causal else same
+            if window:
+                first = ends - window
+                if causal:
+                    first = first + offsets[:, None]
+                    own = own & (number[:, None] - number <= window)
+                before &= places >= first
+            mask = torch.cat([before, own.expand(texts, -1, -1)], dim=-1)[:, None]
+            masks[window, causal] = mask
+        return [masks[each] for each in self.config.attention]
 
     def _factors(self, positions: Tensor) -> Factors:
         angles = positions[..., None, None].float() * self.rope_inv_freq

@@ -126,7 +126,17 @@ def is_eagle3(described: Json) -> bool:
     return kind == METHOD or (kind is None and ("eagle3" in names.lower() or plain))
 
 
-def _read_config(described: Json, target_layers: int) -> Eagle3Config:
+@config_errors(METHOD)
+def eagle3_config(described: Json, target_layers: int = 0) -> Eagle3Config:
+    """Reads the shape of a drafter from a config.json of any layout.
+
+    Args:
+        described: All of config.json.
+        target_layers: Number of layers of the target; 0: not known.
+
+    Raises:
+        UnsupportedModelError: See :func:`read_eagle3`.
+    """
     if not is_eagle3(described):
         raise UnsupportedModelError(
             "this config.json is not of an EAGLE-3 drafter: expected speculators_model_type "
@@ -195,8 +205,7 @@ def read_eagle3(folder: str | Path, target_layers: int = 0) -> tuple[Eagle3Confi
     path = Path(folder) / CONFIG_FILE
     described = read_config_file(folder, METHOD)
     try:
-        with config_errors(METHOD):
-            config = _read_config(described, target_layers)
+        config = eagle3_config(described, target_layers)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{path}: {error}") from error
     if config.target_hidden == config.hidden:

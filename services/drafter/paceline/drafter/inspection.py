@@ -1,0 +1,168 @@
+"""Tells what a drafter's folder is, for which target, and whether it fits one; reads no weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.decoder import DecoderConfig, UnsupportedModelError, load_config
+from paceline.drafter.methods.base import LoadError
+from paceline.drafter.methods.checkpoint import (
+    CONFIG_FILE,
+    EMBEDDING,
+    HEAD,
+    check_target,
+    check_tensors,
+    read_fit,
+)
+from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
+from paceline.drafter.methods.dspark.config import dspark_config, layout_of
+from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model
+from paceline.drafter.methods.eagle3.config import eagle3_config, is_eagle3
+from paceline.drafter.methods.layers import (
+    SECTION,
+    DrafterWeights,
+    LayerShape,
+    drafted_tokens,
+)
+from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel, read_longspec
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Facts about a folder, by name, and what prevents its use; none: it can be loaded."""
+
+    facts: dict[str, str]
+    problems: list[str]
+
+
+def inspect_drafter(folder: Path, target: Path | None = None) -> Inspection:
+    """Inspects a folder.
+
+    Args:
+        folder: The drafter's.
+        target: Folder or file of a target that it is to fit; None: any.
+
+    Raises:
+        OSError: There is no config.json, or no target.
+        ValueError: config.json is not JSON, or the target is not supported.
+    """
+    described = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    if not isinstance(described, dict):
+        raise ValueError(f"{folder / CONFIG_FILE} is not an object")
+    model = load_config(target) if target is not None else None
+    facts = {"method": "", "layout": ""}
+    problems: list[str] = []
+    try:
+        facts["method"], facts["layout"], read, module = _kind(described)
+        if made_for := _made_for(described):
+            facts["made for"] = made_for
+        if module is None:
+            facts |= {"vocabulary": f"{load_config(folder).vocab_size:,} tokens"}
+        else:
+            config = read(folder, described, model.layers if model else 0)
+            facts |= _shape(config) | _tensors(folder)
+            check_tensors(folder, config, module)
+            drafted_tokens(folder, config)
+            if model is not None:
+                _check_shape(folder, config, model)
+        if target is not None:
+            check_target(folder, target, read_fit(folder))
+            facts["fits"] = str(target)
+    except (UnsupportedModelError, LoadError) as error:
+        problems.append(str(error))
+    return Inspection(facts, problems)
+
+
+Kind = tuple[str, str, Callable[[Path, Json, int], Any], Callable[[Any], Any] | None]
+
+
+def _kind(described: Json) -> Kind:
+    """Method, layout, how the shape is read, and the module with the tensors; None: any model."""
+    own = SECTION in described
+    method = described[SECTION].get("method") if own else None
+    if method == "longspec":
+        return method, "paceline", lambda folder, _, layers: read_longspec(folder)[0], LongSpecModel
+    if is_eagle3(described):
+        speculators = "speculators" if "speculators_model_type" in described else "EAGLE"
+        layout = "paceline" if own else speculators
+        return "eagle3", layout, lambda _, found, n: eagle3_config(found, n), Eagle3Model
+    published = described.get("speculators_model_type") or "dflash_config" in described
+    if method == "dspark" or published or "markov_rank" in described:
+        layout = "paceline" if own else layout_of(described).value
+        return "dspark", layout, lambda _, found, n: dspark_config(found, n), DSparkModel
+    return "lm", "transformers", lambda folder, *_: load_config(folder), None
+
+
+def _made_for(described: Json) -> str:
+    verifier = (described.get("speculators_config") or {}).get("verifier") or {}
+    fingerprint = (described.get(SECTION) or {}).get("target_fingerprint", "")
+    named = str(verifier.get("name_or_path") or "")
+    return f"{named} ({fingerprint[:12]})" if fingerprint else named
+
+
+def _shape(config: LayerShape) -> dict[str, str]:
+    layers = getattr(config, "layers", 1)
+    facts = {
+        "layers": f"{layers} of width {config.hidden}, {config.q_heads} heads over "
+        f"{config.kv_heads} KV heads of {config.head_dim}, feed-forward {config.intermediate}",
+        "vocabulary": f"drafts {config.drafted:,} of {config.vocab_size:,} tokens",
+    }
+    window = getattr(config, "window", 0)
+    context = f"the last {window} positions" if window else "all positions"
+    if isinstance(config, LongSpecConfig):
+        facts["reads"] = f"keys and values of target layer {config.target_layer}"
+    elif isinstance(config, DSparkConfig | Eagle3Config):
+        taps = ", ".join(map(str, config.taps))
+        of = f" of {config.target_layers}" if config.target_layers else ""
+        facts["reads"] = f"outputs of target layers {taps}{of} at {context}"
+    if isinstance(config, DSparkConfig):
+        heads = f"a {config.markov_head} head of rank {config.markov_rank}"
+        facts["block"] = f"{config.block} tokens, {config.levels} of them drafted"
+        facts["heads"] = heads if config.markov_rank else "no sequential head"
+        facts["heads"] += ", a confidence head" if config.confidence else ""
+    elif isinstance(config, Eagle3Config):
+        norms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        facts["norms"] = ", ".join(name for name in norms if getattr(config, name)) or "EAGLE-3's"
+    return facts
+
+
+def _tensors(folder: Path) -> dict[str, str]:
+    weights = DrafterWeights(folder, torch.float32)
+    own = [name for name in (EMBEDDING, HEAD) if name in weights]
+    stored = next((weights.stored(name).dtype for name in weights if "norm" in name), "")
+    kind = "8-bit blocks" if weights.int8 else str(stored).removeprefix("torch.")
+    return {
+        "tensors": f"{len(weights)}, {kind}",
+        "its own": ", ".join(own) or "neither embedding nor LM head: they are the target's",
+    }
+
+
+def _check_shape(folder: Path, config: LayerShape, target: DecoderConfig) -> None:
+    """Raises ``UnsupportedModelError`` if a drafter cannot read a target of this shape."""
+    weights = DrafterWeights(folder, target.dtype)
+    states = getattr(config, "target_hidden", 0) or config.hidden
+    pairs = [("vocab_size", config.vocab_size, target.vocab_size)]
+    if EMBEDDING not in weights or HEAD not in weights:
+        pairs.append(("hidden_size", config.hidden, target.hidden))
+    elif not isinstance(config, LongSpecConfig):
+        pairs.append(("hidden_size of the target", states, target.hidden))
+    if isinstance(config, LongSpecConfig):
+        pairs += [
+            ("num_key_value_heads", config.kv_heads, target.kv_heads),
+            ("head_dim", config.head_dim, target.head_dim),
+            ("num_hidden_layers of the target", config.target_layers, target.layers),
+        ]
+    for name, own, other in pairs:
+        if own != other:
+            raise UnsupportedModelError(
+                f"{folder} has the {name} {own}, but the target has {other}; give the target it "
+                "was trained for"
+            )
