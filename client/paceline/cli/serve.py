@@ -243,7 +243,7 @@ def _drafter_arguments(args: argparse.Namespace, model: Path) -> list[str]:
     device = args.drafter_device
     if device is None:
         device = "cpu" if args.share_weights or args.device == "cpu" else "auto"
-    loads = load_arguments(args.drafter or (), model, args.weights or "auto")
+    loads = load_arguments(args.drafter or (), model, args.weights or "auto", args.lora)
     arguments = [*loads, f"--device={device}", *words_of(args, ["record"]), *_common(args, 1)]
     if args.tls_cert is not None:
         # Both serve with this certificate: the drafter trusts it when it joins the verifier.

@@ -129,6 +129,12 @@ def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
         help="--weights of the verifier, which the choice for --target depends on",
     )
     add(
+        "--target-lora",
+        type=Path,
+        metavar="DIR",
+        help="--lora of the verifier, for the drafters that --target chooses",
+    )
+    add(
         "--root",
         action="append",
         default=[],
@@ -155,16 +161,20 @@ def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
     add_process_arguments(parser, DRAFTER_ADDRESS)
 
 
-def load_arguments(specs: Iterable[str], model: Path, weights: str) -> list[str]:
+def load_arguments(
+    specs: Iterable[str], model: Path, weights: str, lora: Path | None = None
+) -> list[str]:
     """Arguments of `paceline drafter` that load `specs`; if empty, what suits the target.
 
     Args:
         specs: Drafters, as of `--load`.
         model: The target of the verifier beside it.
         weights: `--weights` of that verifier.
+        lora: `--lora` of that verifier.
     """
     loads = [f"--load={spec}" for spec in specs]
-    return loads or [f"--target={model}", f"--target-weights={weights}"]
+    adapter = [f"--target-lora={lora}"] if lora else []
+    return loads or [f"--target={model}", f"--target-weights={weights}", *adapter]
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, help: str) -> None:
@@ -222,7 +232,7 @@ def _build_drafter(args: argparse.Namespace, metrics: CollectorRegistry | None) 
     load = args.load
     if not load and args.target is not None:
         device = drafting_device(options.device)
-        load = drafters_for(args.target, device, args.target_weights)
+        load = drafters_for(args.target, device, args.target_weights, args.target_lora)
 
     verifiers = os.environ.get("PACELINE_VERIFIER_ADDRESS") or VERIFIER_ADDRESS
     access = VerifierAccess(

@@ -33,7 +33,9 @@ _TREE = "widths=3,1,max_nodes=4"
 """The tree of `dspark` on a CPU, where each node costs, and each level."""
 
 
-def drafters_for(target: Path, device: str = "cpu", weights: str = "auto") -> list[str]:
+def drafters_for(
+    target: Path, device: str = "cpu", weights: str = "auto", lora: Path | None = None
+) -> list[str]:
     """What to load for a target: the drafters trained for it, and `ngram`.
 
     Trained drafters look up earlier text first; native CPU kernels run them in 8 or 4 bits. Without
@@ -45,6 +47,7 @@ def drafters_for(target: Path, device: str = "cpu", weights: str = "auto") -> li
         target: Hugging Face folder or GGUF file.
         device: torch name of the drafters' device.
         weights: Format in which the verifier has the target, as of `paceline verifier --weights`.
+        lora: Adapter that the verifier merges into the target.
 
     Returns:
         Drafters in the form of `paceline drafter --load`, the default one first.
@@ -58,7 +61,7 @@ def drafters_for(target: Path, device: str = "cpu", weights: str = "auto") -> li
     from paceline.decoder import open_model
     from paceline.kernels import cpu_kernels
 
-    model = open_model(target)
+    model, adapter = open_model(target, lora), f",lora={lora}" if lora else ""
     native = device == "cpu" and cpu_kernels().library is not None
 
     def described(folder: Path) -> str:
@@ -68,12 +71,12 @@ def drafters_for(target: Path, device: str = "cpu", weights: str = "auto") -> li
         if native:
             options += f",weights={'int4' if folder.name == 'dspark' else 'int8'}"
         if folder.name != "lm":
-            options += f",target={target}"
+            options += f",target={target}{adapter}"
         return f"{folder.name}={folder.name}:{folder},{options}"
 
     found = sorted(_fitting(target, model), key=_accepted_length, reverse=True)
     trained = [described(folder) for folder in found]
-    own = f"selfspec=selfspec:{target},weights=int4"
+    own = f"selfspec=selfspec:{target},weights=int4{adapter}"
     load = [*trained, "ngram=ngram"] if trained or device != "cpu" else ["ngram=ngram", own]
     if native and model.weight_bytes >= _LARGE and not torch.cuda.is_available():
         if (first := _FIRST[model.config(weights).weights]) == "selfspec":
@@ -117,7 +120,7 @@ def _fitting(target: Path, model: ModelSource) -> Iterator[Path]:
             if fit.vocab_size != vocab_size:
                 continue
             try:
-                check_target(folder, target, fit)
+                check_target(folder, model, fit)
             except LoadError:
                 continue
             yield folder

@@ -23,6 +23,14 @@ _NAMES = {
 }
 """Parts of names in folders of mixtures of experts, and what they are here."""
 
+
+def shared_name(stored: str) -> str:
+    """The name of a folder's tensor in all families."""
+    for part, ours in _NAMES.items():
+        stored = stored.replace(part, ours)
+    return f"{stored}.weight" if stored.endswith(".sinks") else stored
+
+
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks|_scales)?$")
 """Tensors of all experts of a layer: weights, biases, or MXFP4 values and scales."""
 
@@ -55,11 +63,7 @@ class ExpertTensors(Mapping[str, Weight]):
         self._folder, self._interleaved = folder, interleaved
         self._names: dict[str, str | _Part] = {}
         for stored in folder:
-            name = stored
-            for part, ours in _NAMES.items():
-                name = name.replace(part, ours)
-            if name.endswith(".sinks"):
-                name += ".weight"
+            name = shared_name(stored)
             found = _STACKED.match(name)
             if found is None:
                 self._names[name] = stored

@@ -170,7 +170,7 @@ class Decoder:
                 a file is damaged.
             FileNotFoundError: There is no such file, or the folder has no config.json.
         """
-        found = source if isinstance(source, ModelSource) else open_model(source)
+        found = open_model(source)
         if kv_cache_dtype != "auto" and torch.device(device).type != "cpu":
             raise ValueError(
                 f"kv_cache_dtype is {kv_cache_dtype!r}, which is supported on the CPU; with device "

@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError, decoder_config
 from paceline.decoder.experts import ExpertTensors
 from paceline.decoder.families import FAMILIES
+from paceline.decoder.lora import LoraModel
 from paceline.decoder.model_source import ModelSource, file_facts
 from paceline.decoder.weights import Checkpoint, Weight, fingerprint_files, plain, weight_files
 
@@ -167,13 +168,22 @@ class Origin:
         return sum(a * b for a, b in pairs) > _MIN_COSINE * norms
 
 
-def open_model(path: str | Path) -> ModelSource:
+def open_model(path: str | Path | ModelSource, lora: str | Path | None = None) -> ModelSource:
     """A model folder, or a GGUF file, whose structure is checked.
 
+    Args:
+        path: The folder or file, or what is returned for it.
+        lora: Folder of an adapter that is merged into it; see :class:`LoraModel`.
+
     Raises:
-        UnsupportedModelError: The file is damaged or of a kind that is not supported.
+        UnsupportedModelError: The file is damaged or of a kind that is not supported, or the
+            adapter is.
         FileNotFoundError: There is no such file, or the folder has no config.json.
     """
+    if lora:
+        return LoraModel(open_model(path), Path(lora))
+    if isinstance(path, ModelSource):
+        return path
     found = Path(path)
     if found.is_file() or found.suffix == ".gguf":
         return _gguf_model(found, file_facts(found) if found.is_file() else ())
@@ -188,16 +198,19 @@ def _gguf_model(path: Path, facts: tuple[object, ...]) -> ModelSource:
     return GgufModel(path)
 
 
-def load_config(path: str | Path, weights: torch.dtype | str = "auto") -> DecoderConfig:
+def load_config(
+    path: str | Path | ModelSource, weights: torch.dtype | str = "auto"
+) -> DecoderConfig:
     """The configuration of a model; see :func:`open_model` and :meth:`ModelSource.config`."""
     return open_model(path).config(weights)
 
 
-def weights_fingerprint(path: str | Path) -> str:
+def weights_fingerprint(path: str | Path | ModelSource) -> str:
     """SHA-256 (hex) of a model.
 
     Of a folder: its config.json and the bytes of its weight files, in order. The config is hashed
     as canonical JSON without fields that tools rewrite. So copying or reformatting a folder does
-    not change the fingerprint; any change of a weight does. Of a GGUF file: all its bytes.
+    not change the fingerprint; any change of a weight does. Of a GGUF file: all its bytes. Of a
+    model with an adapter: that of the model, and the bytes of the adapter's files.
     """
     return open_model(path).fingerprint()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.service.options import byte_count, option
 from paceline.tree import MAX_NODES
@@ -53,6 +54,11 @@ class VerifierOptions:
         "auto: as stored; int8 and int4: quantised when loaded, in blocks of 32; float32 and "
         "bfloat16 are also the type of hidden states",
         choices=WEIGHTS,
+    )
+    lora: Path | None = option(
+        None,
+        "PEFT folder of a LoRA adapter for the target, merged into its weights when it is loaded",
+        metavar="DIR",
     )
     numerics: str = option(
         "auto",

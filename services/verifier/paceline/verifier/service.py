@@ -155,7 +155,7 @@ class VerifierService:
         self, target: Path, options: VerifierOptions, device: torch.device
     ) -> tuple[Decoder, ModelInfo]:
         """Load the model, publish its weights if they are shared, and profile its steps."""
-        source = open_model(target)
+        source = open_model(target, options.lora)
         load = partial(Decoder.load, kv_cache_dtype=options.kv_cache_dtype)
         decoder = load(source, options.weights, device)
         # Other formats have one set of bits on all processors; tiles would change their caches.

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.decoder import UnsupportedModelError, open_model, use_device
+from paceline.decoder import ModelSource, UnsupportedModelError, open_model, use_device
 from paceline.decoder.sources import Origin
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.methods.base import Fit, LoadError, Resources
@@ -142,7 +142,7 @@ def _read_gguf_fit(file: Path) -> Fit:
         raise LoadError("UNSUPPORTED_MODEL", str(error)) from error
 
 
-def check_target(folder: Path, target: Path, fit: Fit) -> Fit:
+def check_target(folder: Path, target: Path | ModelSource, fit: Fit) -> Fit:
     """Check that the drafter in ``folder`` was trained for the target in ``target``.
 
     Another format of that target fits too.
@@ -168,7 +168,7 @@ def check_target(folder: Path, target: Path, fit: Fit) -> Fit:
         if expected and expected != found:
             raise LoadError(
                 reason,
-                f"{folder} was made for a target with {what} {expected}, but {target} has "
+                f"{folder} was made for a target with {what} {expected}, but {source.path} has "
                 f"{found or 'none'}; give the target it was trained for",
             )
     return fit
@@ -439,7 +439,7 @@ class TargetEmbedding:
     def read(
         cls,
         folder: Path,
-        target: Path | None,
+        target: Path | ModelSource | None,
         shape: LayerShape,
         dtype: torch.dtype,
         device: torch.device | str,
@@ -494,11 +494,12 @@ class TargetOptions(BeamOptions):
 
     target: str = ""
     """Folder of the target, for its embedding and LM head; empty: the drafter's folder has them."""
+    lora: str = ""
+    """Folder of the target's LoRA adapter; empty: it has none."""
 
-    @property
-    def target_folder(self) -> Path | None:
-        """Folder of the target, if given."""
-        return Path(self.target) if self.target else None
+    def open_target(self) -> ModelSource | None:
+        """The target, if given."""
+        return open_model(self.target, self.lora) if self.target else None
 
     def bits(self, folder: Path) -> int:
         """Bits of the matrices, 8 or 4 in blocks of 32; by default 8 where the folder stores them
@@ -529,8 +530,8 @@ class TargetOptions(BeamOptions):
             LoadError: The drafter in ``folder`` was made for another target.
             UnsupportedModelError: See :meth:`TargetEmbedding.read`.
         """
-        if self.target_folder is not None:
-            fit = check_target(folder, self.target_folder, fit)
-        target = self.target_folder
+        target = self.open_target()
+        if target is not None:
+            fit = check_target(folder, target, fit)
         bits = self.bits(folder)
         return TargetEmbedding.read(folder, target, shape, dtype, device, bits), fit

@@ -25,9 +25,9 @@ from torch import Tensor
 from paceline.decoder import (
     WEIGHTS,
     Decoder,
+    ModelSource,
     PackedWeights,
     open_model,
-    weights_fingerprint,
 )
 from paceline.drafter.kv import KvOptions
 from paceline.drafter.kv.reader import KvReader
@@ -200,6 +200,9 @@ class SelfSpecOptions(BeamOptions, KvOptions):
     """Whether to use the weights of a verifier on this host with --share-weights: always (the
     drafter waits for them), never, or auto: if they are available at once."""
 
+    lora: str = ""
+    """Folder of the target's LoRA adapter; empty: it has none."""
+
     def __post_init__(self) -> None:
         BeamOptions.__post_init__(self)
         KvOptions.__post_init__(self)
@@ -228,9 +231,10 @@ class SelfSpecDrafter(BeamDrafter[SelfSpecSequence]):
     ) -> SelfSpecDrafter:
         folder = required_folder(cls.method, folder)
         parsed = parse_options(SelfSpecOptions, options)
-        fit = replace(read_fit(folder), target_fingerprint=weights_fingerprint(folder))
+        source = load_model(folder, resources, open_model, folder, parsed.lora)
+        fit = replace(read_fit(folder), target_fingerprint=source.fingerprint())
         decoder, shared = load_model(
-            folder, resources, _load_decoder, folder, fit.target_fingerprint, parsed, resources
+            folder, resources, _load_decoder, source, fit.target_fingerprint, parsed, resources
         )
         return cls(decoder, parsed, fit, 0 if shared else weight_bytes(folder))
 
@@ -248,10 +252,9 @@ class SelfSpecDrafter(BeamDrafter[SelfSpecSequence]):
 
 
 def _load_decoder(
-    folder: Path, fingerprint: str, options: SelfSpecOptions, resources: Resources
+    source: ModelSource, fingerprint: str, options: SelfSpecOptions, resources: Resources
 ) -> tuple[Decoder, bool]:
     """Returns the model, and whether its weights are the verifier's own."""
-    source = open_model(folder)
     config = source.config(options.weights)
     shared = _shared_weights(fingerprint, config.weights, options, resources)
     decoder = Decoder.load(source, options.weights, resources.device, shared=shared)

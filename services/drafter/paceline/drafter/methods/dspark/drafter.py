@@ -243,7 +243,7 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
 
 
 def _read(folder: Path, fit: Fit, options: DSparkOptions, device: str) -> DSparkDrafter:
-    target = options.target_folder
+    target = options.open_target()
     config, dtype = read_dspark(folder, load_config(target).layers if target else 0)
     dtype = options.torch_dtype(dtype)
     embedding, fit = options.read_embedding(folder, fit, config, dtype, device)

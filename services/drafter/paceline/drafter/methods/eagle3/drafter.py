@@ -399,7 +399,8 @@ class Eagle3Drafter(BeamDrafter[Eagle3Sequence]):
 
 
 def _read(folder: Path, fit: Fit, options: Eagle3Options, device: str) -> Eagle3Drafter:
-    target = load_config(options.target_folder) if options.target_folder else None
+    source = options.open_target()
+    target = load_config(source) if source else None
     config, dtype = read_eagle3(folder, target.layers if target else 0)
     longrope = config.rope_parameters.get("rope_type") == "longrope"  # depends on the length
     if target is not None and not longrope:  # published ones have the length of their training

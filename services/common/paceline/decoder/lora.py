@@ -1,0 +1,221 @@
+"""LoRA adapters (Hu et al. 2021) in PEFT folders, merged into the weights of a model at load."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.decoder.config import DecoderConfig, UnsupportedModelError
+from paceline.decoder.experts import shared_name
+from paceline.decoder.model_source import ModelSource, file_facts
+from paceline.decoder.weights import Weight, fingerprint_files
+from paceline.kernels.linear import PackedMatrix
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+_REFUSED = (
+    "use_dora", "use_qalora", "lora_bias", "fan_in_fan_out", "modules_to_save", "target_parameters",
+    "trainable_token_indices", "alora_invocation_tokens", "layer_replication",
+)  # fmt: skip
+"""Fields of a configuration that change what an adapter is; they must be absent, false or empty."""
+_OTHER_BASES = ("pissa", "olora", "corda", "loftq")
+"""Ways to begin a training that change the weights of the model too."""
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What is added to a matrix: ``scale * b @ a``."""
+
+    a: str
+    b: str
+    rank: int
+    scale: float
+
+
+class LoraModel(ModelSource):
+    """A model with an adapter: that of the model but for its weights and fingerprint."""
+
+    def __init__(self, base: ModelSource, folder: Path) -> None:
+        """Open an adapter, and check that it is one that can be merged into the model.
+
+        Args:
+            base: The model.
+            folder: A PEFT folder: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+        Raises:
+            UnsupportedModelError: The folder has no such adapter, or it does not fit the model.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        self.path, self._base, self._folder = base.path, base, folder
+        for name in (_CONFIG, _WEIGHTS):
+            if not (folder / name).is_file():
+                raise UnsupportedModelError(f"{folder} has no {name}; expected a PEFT folder")
+        config = self._read_config()
+        try:
+            self._file: Any = safe_open(str(folder / _WEIGHTS), framework="pt")
+        except SafetensorError as error:
+            raise UnsupportedModelError(f"cannot read {folder / _WEIGHTS}: {error}") from error
+        self._changes = dict(self._read_changes(config))
+
+    def _error(self, what: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"adapter {self._folder}: {what}")
+
+    def _read_config(self) -> dict[str, Any]:
+        try:
+            config: dict[str, Any] = json.loads(
+                (self._folder / _CONFIG).read_text(encoding="utf-8")
+            )
+        except ValueError as error:
+            raise self._error(f"cannot read {_CONFIG}: {error}") from error
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        if kind != "LORA":
+            raise self._error(f"peft_type is {kind!r}, expected 'LORA'")
+        refused = [name for name in _REFUSED if config.get(name)]
+        if config.get("bias", "none") != "none":
+            refused.append("bias")
+        if str(config.get("init_lora_weights")).startswith(_OTHER_BASES):
+            refused.append("init_lora_weights")
+        if refused:
+            shown = ", ".join(f"{name} {config[name]!r}" for name in refused)
+            raise self._error(f"{shown} is not supported; merge the adapter with PEFT")
+        for name in ("r", "lora_alpha"):
+            if not isinstance(config.get(name), int | float) or config[name] <= 0:
+                raise self._error(f"{name} is {config.get(name)!r}, expected a number above 0")
+        return config
+
+    def _read_changes(self, config: dict[str, Any]) -> Iterator[tuple[str, _Change]]:
+        """The changes by name of the tensor."""
+        names = set(self._file.keys())
+        for name in sorted(names):
+            module = name.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)
+            pair = _PREFIX + module + _A, _PREFIX + module + _B
+            if name not in pair:
+                raise self._error(
+                    f"tensor {name!r} is not supported, expected names {_PREFIX}MODULE{_A} or {_B}"
+                )
+            if not names.issuperset(pair):
+                raise self._error(f"of tensors {pair[0]!r} and {pair[1]!r} one is missing")
+            try:
+                rank = int(_by_pattern(config.get("rank_pattern"), module, config["r"]))
+                alpha = _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
+                scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+            except (re.error, AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+                raise self._error(f"rank_pattern or alpha_pattern is invalid: {error}") from error
+            yield shared_name(f"{module}.weight"), _Change(*pair, rank, scale)
+
+    @property
+    def name(self) -> str:
+        return f"{self._base.name}+{self._folder.resolve().name}"
+
+    @property
+    def hf_config(self) -> Any:
+        return self._base.hf_config
+
+    def read_config(self, weights: torch.dtype | str) -> DecoderConfig:
+        return self._base.read_config(weights)
+
+    def config_facts(self) -> tuple[object, ...]:
+        adapter = (self._folder / _CONFIG).read_bytes(), file_facts(self._folder / _WEIGHTS)
+        return *self._base.config_facts(), *adapter
+
+    def tensors(self, dtype: torch.dtype, device: torch.device | str) -> Mapping[str, Weight]:
+        return _Merged(self._base.tensors(dtype, device), self)
+
+    def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        found = self._base.tensor(name, dtype, device)
+        return self.merge(name, found) if name in self._changes else found
+
+    def table(
+        self, name: str, dtype: torch.dtype, device: torch.device | str
+    ) -> Tensor | PackedMatrix:
+        found = name in self._changes
+        return self.tensor(name, dtype, device) if found else self._base.table(name, dtype, device)
+
+    def merge(self, name: str, weight: Tensor) -> Tensor:
+        """The weight of a tensor with what the adapter adds, summed in float32.
+
+        Raises:
+            UnsupportedModelError: Shapes of the adapter do not fit.
+        """
+        change = self._changes[name]
+        a, b = (self._file.get_tensor(each).float() for each in (change.a, change.b))
+        if (
+            weight.dim() != 2
+            or a.shape != (change.rank, weight.shape[1])
+            or (b.shape != (weight.shape[0], change.rank))
+        ):
+            raise self._error(
+                f"{change.a!r} has shape {tuple(a.shape)} and lora_B {tuple(b.shape)}, expected "
+                f"rank {change.rank} for {name!r} of shape {tuple(weight.shape)}"
+            )
+        found: Tensor = weight.float() + (b @ a).mul_(change.scale).to(weight.device)
+        return found.to(weight.dtype)
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """Names of the tensors that the adapter changes."""
+        return frozenset(self._changes)
+
+    def missing(self, name: str) -> UnsupportedModelError:
+        """The error for a tensor that the model lacks."""
+        return self._error(f"it changes {name!r}, which {self.path} does not have")
+
+    @property
+    def tokenizer(self) -> bytes:
+        return self._base.tokenizer
+
+    @property
+    def chat_template(self) -> str:
+        return self._base.chat_template
+
+    def files(self) -> list[Path]:
+        return [*self._base.files(), self._folder / _WEIGHTS]
+
+    def read_fingerprint(self) -> str:
+        files = [self._folder / _CONFIG, self._folder / _WEIGHTS]
+        return fingerprint_files(self._base.fingerprint().encode(), files)
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        return self._base.architectures
+
+
+class _Merged(Mapping[str, Weight]):
+    """Tensors of a model, those that an adapter changes with its changes."""
+
+    def __init__(self, base: Mapping[str, Weight], model: LoraModel) -> None:
+        self._base, self._model = base, model
+        for name in sorted(model.changed):
+            if name not in base:
+                raise model.missing(name)
+
+    def __getitem__(self, name: str) -> Weight:
+        found = self._base[name]
+        if name not in self._model.changed:
+            return found
+        return self._model.merge(name, found if isinstance(found, Tensor) else found.dequantise())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._base
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base)
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+
+def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """The value of the first pattern that matches the end of a module's name, as in PEFT."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
