@@ -44,6 +44,7 @@ from .models import (
     recorded_kv,
     text_of,
     write_dspark,
+    write_eagle3,
     write_longspec,
     write_model,
 )
@@ -53,6 +54,7 @@ METHODS = {
     "lm, budget": {"widths": "2,2", "context": "20", "kv_policy": "chunk_topk"},
     "longspec": {"widths": "3,2", "context": "16", "min_survival": "0"},
     "dspark": {"widths": "3,2", "min_survival": "0"},
+    "eagle3": {"widths": "3,2", "min_survival": "0"},
     "selfspec": {"depth": "3", "context": "20", "min_survival": "0"},
 }
 
@@ -66,6 +68,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "selfspec": target,
         "longspec": write_longspec(base / "longspec", target, window=16),
         "dspark": write_dspark(base / "dspark", target, window=24, markov_rank=4),
+        "eagle3": write_eagle3(base / "eagle3", target, fc_norm=True, draft_vocab_size=50),
     }
 
 
@@ -79,7 +82,7 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the plain PyTorch backend on both devices, in this thread."""
     for kind in ("cpu", "other"):
         monkeypatch.setitem(attention._LOADED, kind, DenseBackend())
-    for module in ("lm", "longspec.drafter", "dspark.drafter", "selfspec"):
+    for module in ("lm", "longspec.drafter", "dspark.drafter", "eagle3.drafter", "selfspec"):
         monkeypatch.setattr(f"paceline.drafter.methods.{module}.load_model", _here)
 
 
@@ -90,7 +93,7 @@ def _here(folder: Path, resources: Resources, load: Callable[..., Any], *args: A
 def drafter_of(name: str, folders: dict[str, Path], device: str, **more: str) -> Drafter:
     method = name.partition(",")[0]
     options = {**METHODS[name], **more}
-    if method in ("longspec", "dspark"):
+    if method in ("longspec", "dspark", "eagle3"):
         options["target"] = str(folders["lm"])
     return method_class(method).load(folders[method], options, Resources(device=device))
 
@@ -119,8 +122,8 @@ def trees(drafter: Drafter, target: Decoder, sampling: str, kv_device: str) -> l
     sequences = []
     for text, length in zip(texts, lengths, strict=True):
         generation = GenerationInfo(text[:length], length, VOCAB, SAMPLINGS[sampling])
-        if drafter.method == "dspark":
-            states = made_up_states(drafter.backbone.config, length + 8)
+        if drafter.needs.hidden_state_layers:
+            states = made_up_states(drafter.shape, length + 8)
             generation = replace(generation, states=states)
         elif drafter.needs.kv_layers:
             kv = Moved(recorded_kv(target, text, length + 8), kv_device)

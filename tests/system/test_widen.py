@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from system_support import EAGER, THREADS, make_prompts, write_block, write_layer
+from system_support import EAGER, THREADS, make_prompts, write_block, write_layer, write_states
 from transformers import AutoModelForCausalLM
 
 from paceline.cli.main import main
@@ -46,6 +46,7 @@ async def outputs(folders: dict[str, Path]) -> dict[str, list[tuple[object, ...]
     loads = [
         f"--load=lm=lm:{folders['lm']}",
         f"--load=layer=longspec:{folders['layer']},target={target}",
+        f"--load=states=eagle3:{folders['states']},target={target}",
         *(f"--load={n}=dspark:{folders[n]},target={target}" for n in ("vanilla", "gated", "rnn")),
     ]
     found: dict[str, list[tuple[object, ...]]] = {}
@@ -68,6 +69,7 @@ async def test_wide_models_have_the_same_tokens_and_drafts(
     target = models["qwen3"]
     folders = {"target": target, "lm": models["small"]}
     folders["layer"] = write_layer(target, tmp_path / "layer")
+    folders["states"] = write_states(target, tmp_path / "states")
     for head in ("vanilla", "gated", "rnn"):
         folders[head] = write_block(
             target, tmp_path / head, markov_head=head, state_input=head == "rnn"

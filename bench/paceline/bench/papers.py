@@ -437,7 +437,8 @@ def _noise(bench: Bench) -> None:
 
 
 def _dspark(bench: Bench) -> None:
-    """Heads, layers and block of DSpark; chains, cut at thresholds of the confidence."""
+    """Heads, layers and block of DSpark, EAGLE-3 and LongSpec at equal minutes; chains, cut at
+    thresholds of the confidence."""
     shipped = {"shipped": f"dspark:models/smollm2/dspark,target={bench.models.target}"}
     if bench.args.minutes:
         arms = {
@@ -448,6 +449,8 @@ def _dspark(bench: Bench) -> None:
             "Markov, block 6": "--head vanilla --block 6",
         }
         shipped = bench.trained("dspark", arms)
+        shipped |= bench.trained("eagle3", {"EAGLE-3": "", "EAGLE-3.1": "--norms"})
+        shipped |= bench.trained("longspec", {"LongSpec": ""})
     _by_level(bench, "position", bench.given(shipped))
 
 

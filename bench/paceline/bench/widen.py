@@ -136,6 +136,8 @@ def _axes(name: str, shape: torch.Size, hidden: int, factor: int) -> list[Axis]:
     of_head = name.startswith(("markov_head.", "confidence_head."))
     if part in _KEPT or (of_head and len(shape) == 1):
         return [same(size) for size in shape]
+    if part in ("q_proj", "k_proj", "v_proj") and columns == 2 * hidden:  # EAGLE-3
+        return [wide(rows), wide(hidden) * 2]
     if part == "fc":
         return [wide(rows), wide(hidden) * (columns // hidden)]
     if part in ("embed_tokens", "lm_head"):

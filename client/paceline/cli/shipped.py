@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from paceline.decoder import ModelSource
 
-_METHODS = ("longspec", "dspark", "lm")
+_METHODS = ("longspec", "dspark", "eagle3", "lm")
 """Methods with trained weights, the preferred one first where no accepted length is noted. Folders
 of drafters are named after them; variants with other names are loaded explicitly."""
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from paceline.decoder import Decoder, ModelSource
-from paceline.drafter.methods.layers import apply_rope
+from paceline.drafter.methods.layers import apply_rope, split_heads
 from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel
-from paceline.drafter.methods.longspec.module import DenseLongSpecLayer, split_heads
+from paceline.drafter.methods.longspec.module import DenseLongSpecLayer
 from paceline.kernels import SINKS
 from paceline.train.batches import PADDING, Batches, Prefixes, Rows
 from paceline.train.conversations import OwnTexts

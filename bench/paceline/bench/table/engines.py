@@ -123,8 +123,8 @@ class PacelineServices:
         self.modes = tuple(f"{name} always" for name in drafters) if always else (NONE, *drafters)
         self._arguments = target, drafters, weights
         self._options = ALWAYS if always else DraftOptions()
-        # A cache with hidden states serves every drafter, one without serves all but DSpark.
-        reading = (name for name, spec in drafters.items() if spec.startswith("dspark"))
+        # A cache with hidden states serves every drafter, one without serves those that read none.
+        reading = (name for name, spec in drafters.items() if spec.startswith(("dspark", "eagle3")))
         self._reader = next(reading, NONE)
         self._reuse = reuse
         self._parent: tuple[list[int], Generation] | None = None

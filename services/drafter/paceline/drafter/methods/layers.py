@@ -445,3 +445,8 @@ def apply_rope(x: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = factors
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+
+
+def split_heads(x: Tensor, dim: int) -> Tensor:
+    """Reshapes ``[B, S, H D]`` to ``[B, H, S, D]``."""
+    return x.view(*x.shape[:2], -1, dim).transpose(1, 2)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.drafter.methods.eagle3.config import Eagle3Config
-from paceline.drafter.methods.layers import DraftModel, Mlp, RmsNorm, apply_rope
+from paceline.drafter.methods.layers import DraftModel, Mlp, RmsNorm, apply_rope, split_heads
 
 KeysValues = tuple[Tensor, Tensor]
 """Keys after RoPE and values, each ``[B, Hkv, S, D]``."""
@@ -95,10 +95,10 @@ class Eagle3Model(DraftModel):
         x = (normed if config.norm_before_residual else hidden)[:, last]
         angles = positions[:, None, :, None].float() * self.rope_inv_freq
         cos, sin = angles.cos() * config.rope_scaling, angles.sin() * config.rope_scaling
-        q = attention.q_norm(_heads(attention.q_proj(inputs[:, last]), config.head_dim))
-        k = attention.k_norm(_heads(attention.k_proj(inputs), config.head_dim))
+        q = attention.q_norm(split_heads(attention.q_proj(inputs[:, last]), config.head_dim))
+        k = attention.k_norm(split_heads(attention.k_proj(inputs), config.head_dim))
         q, k = apply_rope(q, (cos[:, :, last], sin[:, :, last])), apply_rope(k, (cos, sin))
-        own = k, _heads(attention.v_proj(inputs), config.head_dim)
+        own = k, split_heads(attention.v_proj(inputs), config.head_dim)
         parts = [own] if past is None else [past, own]
         keys, values = (
             torch.cat(each, dim=2).repeat_interleave(config.group, dim=1)
@@ -109,8 +109,3 @@ class Eagle3Model(DraftModel):
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         final: Tensor = self.norm(x)
         return final, final if config.norm_output else x, own
-
-
-def _heads(x: Tensor, dim: int) -> Tensor:
-    """``[B, S, H D]`` to ``[B, H, S, D]``."""
-    return x.view(*x.shape[:2], -1, dim).transpose(1, 2)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.drafter.methods.layers import DraftModel, Mlp, RmsNorm, apply_rope
+from paceline.drafter.methods.layers import DraftModel, Mlp, RmsNorm, apply_rope, split_heads
 from paceline.drafter.methods.longspec.config import LongSpecConfig
 from paceline.kernels import SINKS
 
@@ -102,11 +102,6 @@ class LongSpecModel(DraftModel):
             angles = angles[None]
         scaling = self.config.rope_scaling
         return (angles.cos() * scaling)[:, None], (angles.sin() * scaling)[:, None]
-
-
-def split_heads(x: Tensor, dim: int) -> Tensor:
-    """Reshapes ``[B, S, H D]`` to ``[B, H, S, D]``."""
-    return x.view(*x.shape[:2], -1, dim).transpose(1, 2)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
