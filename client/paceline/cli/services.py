@@ -16,10 +16,11 @@ from paceline.cli.service_process import (
     add_process_arguments,
     refuse,
     run_service,
+    set_torch_environment,
 )
 from paceline.harness import local_services
 from paceline.harness.models import MODEL, WEIGHTS, drafter_spec, local_model, model_path, name_of
-from paceline.service import Service
+from paceline.service import Service, configure_logging
 from paceline.service.options import add_options, byte_count, given_options, option, read_token
 from paceline.verifier import VerifierOptions
 
@@ -45,8 +46,23 @@ def add_verifier_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verifier(args: argparse.Namespace) -> int:
-    """Serve until a signal; returns the exit code."""
+    """Serve until a signal; returns the exit code. Another rank than 0 follows rank 0's steps."""
+    if args.tensor_parallel and args.tensor_parallel > 1 and os.environ.get("RANK", "0") != "0":
+        return _follow(args)
     return run_service("verifier", args, lambda metrics: _build_verifier(args, metrics))
+
+
+def _follow(args: argparse.Namespace) -> int:
+    configure_logging(args.log_format, args.log_level)
+    try:
+        set_torch_environment(args.threads)
+        from paceline.verifier.ranks import follow_rank_0
+
+        options = VerifierOptions(**given_options(args, VerifierOptions), threads=args.threads)
+        follow_rank_0(args.target, options)
+    except Exception as error:
+        return refuse(error)
+    return 0
 
 
 def _build_verifier(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Service:

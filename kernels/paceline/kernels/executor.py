@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from paceline.kernels._native import LANES, address, library
 from paceline.kernels.attention import tree_attention
-from paceline.kernels.caches import LayerTable
+from paceline.kernels.caches import LayerTable, Plane, first_heads
 from paceline.kernels.dense import Probe
 from paceline.kernels.linear import CMatrix
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program, Routing
@@ -141,6 +141,10 @@ def _fill_tree(block: CBlock, segment: TreeSegment) -> ctypes.Array[ctypes.c_int
 
 _WIDEST_HEAD = 512
 _OUT_OF_MEMORY = 1
+_NOT_GATHERED = 3
+_GATHER = ctypes.CFUNCTYPE(
+    ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
+)
 
 
 class _Operation(ctypes.Structure):
@@ -165,6 +169,7 @@ class _Program(ctypes.Structure):
         *numbers("vocabulary", "q_heads", "kv_heads", "dim", "top"),
         ("scale", ctypes.c_double),
         ("cap", ctypes.c_double),
+        ("gather", _GATHER),
     ]
 
 
@@ -200,6 +205,8 @@ def supported(program: Program) -> bool:
             return False
         if op.kind == Kind.ROUTE:
             any_width |= {op.source, op.out}
+    gathered = {op.source for op in program.operations if op.kind == Kind.GATHER}
+    any_width |= gathered - {op.out for op in program.operations if op.kind == Kind.GATE}
     widths = [b.width for index, b in enumerate(program.buffers) if index not in any_width]
     return (
         all(matrix.packed is not None for matrix in matrices)
@@ -219,6 +226,8 @@ class NativeProgram:
     def __init__(self, library: ctypes.CDLL, program: Program) -> None:
         """Translate a program that is :func:`supported`."""
         self._heads, self._layers, self._dtype = program.heads, program.layers, program.dtype
+        self._ranks, self._gather_rows = program.ranks, program.gather
+        self._gather_error: BaseException | None = None
         self._kept: list[Any] = [program]
         self.width = program.buffers[program.operations[0].out].width
         self._vocabulary = program.buffers[0].width
@@ -244,6 +253,7 @@ class NativeProgram:
             top=program.top,
             scale=program.heads.factor,
             cap=program.heads.cap,
+            gather=_GATHER() if program.gather is None else _GATHER(self._gather),
         )
         self._kept += [operations, buffers]
         self.address = ctypes.addressof(self._program)
@@ -309,6 +319,9 @@ class NativeProgram:
         memory = self._reserve(self._bytes(self.address, at))
         run.memory = memory.data_ptr()
         failed = self._run(self.address, at)
+        if failed == _NOT_GATHERED:
+            assert self._gather_error is not None
+            raise self._gather_error
         if failed == _OUT_OF_MEMORY:
             raise MemoryError(f"no memory for the scores of {plan.rows} rows: send smaller batches")
         if failed:
@@ -317,6 +330,17 @@ class NativeProgram:
                 f"selected row outside of the batch of {plan.rows} rows"
             )
         return PassResult(logits, taps, queries)
+
+    def _gather(self, rows: int, width: int, source: int, out: int) -> int:
+        """Run GATHER for the compiled code, on one of its threads; an error waits for its end."""
+        try:
+            assert self._gather_rows is not None
+            found = self._gather_rows(_floats(source, rows, width))
+            _floats(out, rows, found.shape[1]).copy_(found)
+        except BaseException as error:
+            self._gather_error = error
+            return 1
+        return 0
 
     def _translate(self, op: Operation) -> _Operation:
         weights: list[int | None] = [None, None]
@@ -388,7 +412,9 @@ class NativeProgram:
         kv_heads, dim = self._heads.kv_heads, self._heads.dim
         found = [table for table in tables if table is not None]
         for index, table in enumerate(found):
-            if (table.heads, table.dim, table.dtype) != (kv_heads, dim, found[0].dtype) or (
+            every = kv_heads * self._ranks  # or of all ranks, those of rank 0 first
+            heads = kv_heads if table.heads == every else table.heads
+            if (heads, table.dim, table.dtype) != (kv_heads, dim, found[0].dtype) or (
                 table.layers < layers or table.dtype not in CACHE_TYPES
             ):
                 raise ValueError(
@@ -446,6 +472,12 @@ class NativeProgram:
         if memory is None or memory.numel() < size:
             memory = self._memory.bytes = torch.empty(size, dtype=torch.uint8)
         return memory
+
+
+def _floats(at: int, rows: int, width: int) -> Tensor:
+    """float32 ``[rows, width]`` at an address."""
+    memory = (ctypes.c_float * (rows * width)).from_address(at)
+    return torch.frombuffer(memory, dtype=torch.float32).view(rows, width)
 
 
 def _vocabulary(op: Operation) -> int:
@@ -518,6 +550,9 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
                     each.unflatten(0, (-1, length)) for each in (x, buffers[op.delta])
                 )
                 buffers[op.out] = convolve_blocks(source, op.table, weights, op.layer).flatten(0, 1)
+            case Kind.GATHER:
+                assert program.gather is not None
+                buffers[op.out] = program.gather(x)
             case Kind.CAP:
                 buffers[op.out] = op.factor * (buffers[op.out] / op.factor).tanh()
             case Kind.ROUTE:
@@ -559,7 +594,7 @@ def _rotate(program: Program, op: Operation, call: Pass, x: Tensor) -> Tensor:
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
     missing = program.heads.q_heads - op.heads.q_heads  # the kernels rotate all heads together
     norms = (op.norms[0], op.norms[1]) if op.norms else None
-    keys, values = zip(*(each.layer(op.layer) for each in call.caches), strict=True)
+    keys, values = _planes(program, op, call)
     heads = pad(x, (missing * dim, 0)) if missing else x
     if norms is not None and _whole(op):
         widths = [len(norm.weight) for norm in norms]
@@ -569,8 +604,17 @@ def _rotate(program: Program, op: Operation, call: Pass, x: Tensor) -> Tensor:
     return row_kernels(x.device).rotate(heads, norms, table, call.plan, keys, values)
 
 
+def _planes(program: Program, op: Operation, call: Pass) -> tuple[list[Plane], list[Plane]]:
+    """Keys and values of each sequence in a layer, of this rank's heads."""
+    planes = [each.layer(op.layer) for each in call.caches]
+    if program.ranks > 1:
+        count = program.heads.kv_heads
+        planes = [(first_heads(k, count), first_heads(v, count)) for k, v in planes]
+    return [k for k, _ in planes], [v for _, v in planes]
+
+
 def _attend(program: Program, op: Operation, call: Pass, q: Tensor) -> Tensor:
-    keys, values = zip(*(each.layer(op.layer) for each in call.caches), strict=True)
+    keys, values = _planes(program, op, call)
     out = torch.empty(q.shape, dtype=program.dtype, device=q.device)
     tree_attention(
         q, keys, values, call.plan,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
@@ -87,6 +87,7 @@ class Kind(IntEnum):
     SPREAD = 13
     COMBINE = 14
     CONVOLVE = 15
+    GATHER = 16
 
 
 class Extent(IntEnum):
@@ -182,6 +183,11 @@ class Operation:
         return () if self.matrix is None else (self.matrix,)
 
 
+Gather = Callable[[Tensor], Tensor]
+"""Columns of all ranks of a tensor-parallel model: ``[rows, width]`` of each to ``[rows, ranks *
+width]`` in all, by rank. Every rank calls it at the same operations, with as many rows."""
+
+
 @dataclass(frozen=True)
 class Context:
     """Keys and values that all rows of a sequence attend to.
@@ -254,6 +260,9 @@ class Program:
         layers: Layers that the caches must have.
         dtype: The model's type.
         top: Experts of a row, which are its slots; 0 without experts.
+        ranks: Processes that share the model. A cache may have the heads of all, those of this
+            rank first.
+        gather: Runs GATHER; None: there is none.
     """
 
     operations: tuple[Operation, ...]
@@ -263,6 +272,8 @@ class Program:
     layers: int
     dtype: torch.dtype
     top: int = 0
+    ranks: int = 1
+    gather: Gather | None = None
 
 
 class Recorder:
@@ -271,10 +282,20 @@ class Recorder:
     A buffer's memory is used again for others once nothing reads it any more.
     """
 
-    def __init__(self, heads: Heads, dtype: torch.dtype) -> None:
-        """Begin a program of a model with these heads and this type."""
+    def __init__(
+        self, heads: Heads, dtype: torch.dtype, ranks: int = 1, gather: Gather | None = None
+    ) -> None:
+        """Begin a program of a model with these heads and this type.
+
+        Args:
+            heads: Heads of this rank.
+            dtype: The model's type.
+            ranks: Processes that share the model.
+            gather: Gathers the columns of several ranks.
+        """
         self._heads = heads
         self._dtype = dtype
+        self._ranks, self._gather = ranks, gather
         self._operations: list[Operation] = []
         self._buffers = [Buffer(0, Extent.SELECTED)]
         self._layers = 0
@@ -360,6 +381,13 @@ class Recorder:
             table=base, layer=which,
         )  # fmt: skip
 
+    def gather(self, x: int) -> int:
+        """The columns of all ranks; those of a single rank are all."""
+        if self._ranks == 1:
+            return x
+        buffer = self._buffers[x]
+        return self._add(Kind.GATHER, self._ranks * buffer.width, buffer.extent, source=x)
+
     def add(self, x: int, delta: int, factor: float = 1.0) -> None:
         """``x += delta * factor``."""
         self._operations.append(Operation(Kind.ADD, source=x, delta=delta, factor=factor))
@@ -394,6 +422,8 @@ class Recorder:
             layers=self._layers,
             dtype=self._dtype,
             top=self._top,
+            ranks=self._ranks,
+            gather=self._gather,
         )
 
     def _add(self, kind: Kind, width: int, extent: Extent, **fields: object) -> int:

@@ -145,7 +145,8 @@ static void show_caches(State *s, const Cache *const *caches, int64_t layer) {
 
 static int row_wise(const State *s) {
   const int64_t kind = s->program->operation[s->at].kind;
-  return kind != ATTEND && kind != ATTEND_CONTEXT && (kind != MULTIPLY || s->part == 0);
+  return kind != ATTEND && kind != ATTEND_CONTEXT && kind != GATHER &&
+         (kind != MULTIPLY || s->part == 0);
 }
 
 /* Moves to the next stage. Returns whether there is one. */
@@ -157,7 +158,8 @@ static int next_stage(State *s) {
     s->at = s->stop;
     s->part = s->prepares;
   } else {
-    s->part = p->operation[s->at].kind != MULTIPLY && !s->part; /* an attention is merged */
+    const int64_t kind = p->operation[s->at].kind;
+    s->part = (kind == ATTEND || kind == ATTEND_CONTEXT) && !s->part; /* an attention is merged */
     s->at += !s->part;
   }
   if (s->part) return 1;
@@ -177,7 +179,7 @@ static void chain_rows(State *s) {
       s->prepares = 1;
       return;
     }
-    if (o->kind == ATTEND || o->kind == ATTEND_CONTEXT) return;
+    if (o->kind == ATTEND || o->kind == ATTEND_CONTEXT || o->kind == GATHER) return;
     if (o->kind == ROTATE) {
       if (layer >= 0) return; /* the state shows the caches of one layer */
       show_caches(s, s->run->caches, layer = o->layer);
@@ -240,6 +242,7 @@ static int64_t begin_stage(State *s) {
   }
   if (o->kind == MULTIPLY)
     return o->experts ? divide_product(&s->slots, o->weight) : linear_items(o->weight, s->rows);
+  if (o->kind == GATHER) return 1;
   return s->part == 0 ? begin_attention(s, o) : attention_merge_items(&s->attention);
 }
 
@@ -349,6 +352,10 @@ static void work(void *state, int64_t item) {
     }
   } else if (o->kind == MULTIPLY) {
     multiply_item(s, o, item);
+  } else if (o->kind == GATHER) {
+    if (s->program->gather(s->rows, s->program->buffer[o->in].width, rows_of(s, o->in),
+                           rows_of(s, o->out)))
+      s->failed = 3;
   } else if (s->part) {
     attention_merge_item(&s->attention, item);
   } else if (attention_item(&s->attention, item)) {
@@ -395,7 +402,7 @@ static int64_t threads_of(const Program *p, const Run *r) {
 }
 
 /* Runs a program. Returns 0; 1 when memory ran out; 2 for a token or selected row that does not
- * exist. */
+ * exist; 3 when a gather failed. */
 int64_t paceline_run_program(const Program *p, const Run *r) {
   if (r->tokens && outside(r->tokens, r->rows, p->vocabulary)) return 2;
   if (r->selection && outside(r->selection, r->selected, r->rows)) return 2;

@@ -9,7 +9,7 @@
 
 enum {
   EMBED, INPUT, ADD_NORM, MULTIPLY, ROTATE, ATTEND, ATTEND_CONTEXT, GATE, ADD, TAP, SELECT, CAP,
-  ROUTE, SPREAD, COMBINE
+  ROUTE, SPREAD, COMBINE, GATHER = 16
 };
 
 /* One operation. Of the fields each kind uses some; `in`, `delta` and `out` are buffers.
@@ -32,7 +32,8 @@ enum {
  * CAP      in = factor * tanh(in / factor)
  * ROUTE    out = the experts of a row and their shares by the scores in `in`; see experts.h
  * SPREAD   out = the rows of `in` in slots by the routes `delta`
- * COMBINE  out = the sum of a row's slots in `in` by the routes `delta` */
+ * COMBINE  out = the sum of a row's slots in `in` by the routes `delta`
+ * GATHER   out = the columns of `in` of all ranks, by the caller's function */
 typedef struct {
   int64_t kind, in, delta, out, layer;
   int64_t window;              /* of attention; 0: none */
@@ -61,6 +62,8 @@ typedef struct {
   int64_t vocabulary, q_heads, kv_heads, dim;
   int64_t top; /* experts of a row */
   double scale, cap; /* of attention scores; cap 0: none */
+  /* Gathers `in` [rows, width] of all ranks to `out`, on any thread. Returns 0, or 1: it failed. */
+  int64_t (*gather)(int64_t rows, int64_t width, const float *in, float *out);
 } Program;
 
 /* Request to copy queries of a layer: out [count, Hq, D]. */

@@ -16,6 +16,8 @@ from paceline.decoder.invariance import BatchInvariance, check_batch_invariance
 from paceline.decoder.model import AttentionObserver, Decoder, ForwardResult
 from paceline.decoder.model_source import ModelSource
 from paceline.decoder.packed import PackedWeights, publish
+from paceline.decoder.parallel import Followers, ParallelDecoder, follow
+from paceline.decoder.ranks import Ranks, RanksDiffer, RanksLost, check_split, end_all
 from paceline.decoder.sources import load_config, open_model, weights_fingerprint
 from paceline.decoder.weights import plain_folder, store_int8
 from paceline.kernels import KVCacheView
@@ -28,16 +30,24 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "DeviceLost",
+    "Followers",
     "ForwardResult",
     "GraphRunner",
     "KVCacheView",
     "LocalCache",
     "ModelSource",
     "PackedWeights",
+    "ParallelDecoder",
+    "Ranks",
+    "RanksDiffer",
+    "RanksLost",
     "UnsupportedModelError",
     "check_batch_invariance",
+    "check_split",
     "device_lost",
+    "end_all",
     "find_device",
+    "follow",
     "load_config",
     "open_model",
     "plain_folder",

@@ -12,16 +12,18 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig, Rope, UnsupportedModelError, head_order
+from paceline.decoder.device import DeviceLost
 from paceline.decoder.experts import Experts
 from paceline.decoder.families import FAMILIES, expert_name
 from paceline.decoder.model_source import ModelSource
 from paceline.decoder.packed import PackedWeights
+from paceline.decoder.ranks import Ranks
 from paceline.decoder.sources import open_model
 from paceline.decoder.weights import Linear, Weight, fuse, in_order, plain, take
 from paceline.kernels import (
@@ -110,10 +112,12 @@ class Decoder:
         weights: Mapping[str, Weight],
         device: torch.device | str,
         shared: PackedWeights | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Build from tensors by their Hugging Face names; see :meth:`load`."""
         self.config = config
         self.device = torch.device(device)
+        self._ranks = ranks
 
         def large(name: str, key: str) -> Weight | PackedMatrix:
             if shared is not None:
@@ -122,13 +126,19 @@ class Decoder:
 
         norm = _norm(config, weights, "model.norm", config.hidden)
         self.final_norm = replace(norm, weight=norm.weight * config.logit_scale)
-        self._head = Linear(large("head", _EMBEDDING if config.tied else "lm_head.weight"))
-        self._embedding = self._head.weight
+        head = large("head", _EMBEDDING if config.tied else "lm_head.weight")
+        if ranks is None:
+            self._head = Linear(head)
+            self._embedding = self._head.weight
+        else:
+            assert not isinstance(head, PackedMatrix)
+            self._head = Linear(in_order(head, ranks.rows(config.vocab_size)))
+            self._embedding = Linear(head).weight  # whole at every rank
         if not config.tied:
             embedding = large("embedding", _EMBEDDING)
             assert not isinstance(embedding, PackedMatrix)
             self._embedding = plain(embedding, config.dtype).contiguous()
-        self._layers = self._load_layers(partial(_layer, config, weights, shared))
+        self._layers = self._load_layers(partial(_layer, config, weights, shared, ranks))
         _check_names(config, weights)
         self.rope = Rope(config, device)
         self._executor = Executor(self._record())
@@ -144,14 +154,16 @@ class Decoder:
         torch.set_num_threads(threads)  # later threads begin with the newest setting of any
         return layers
 
-    @staticmethod
+    @classmethod
     def load(
+        cls,
         source: str | Path | ModelSource,
         weights: torch.dtype | str = "auto",
         device: torch.device | str = "cpu",
         shared: PackedWeights | None = None,
         kv_cache_dtype: str = "auto",
-    ) -> Decoder:
+        ranks: Ranks | None = None,
+    ) -> Self:
         """Load a Hugging Face folder with safetensors weights, or a GGUF file.
 
         Args:
@@ -163,6 +175,7 @@ class Decoder:
                 mapped instead of loaded. None: all tensors are loaded.
             kv_cache_dtype: Type of its caches: float32, bfloat16, int8, or "auto" for that of
                 hidden states. Others than "auto" are supported on the CPU.
+            ranks: The processes that share the model, of which each loads its part; None: one.
 
         Raises:
             ValueError: ``kv_cache_dtype`` is none of these, or not supported on the device.
@@ -184,7 +197,7 @@ class Decoder:
             )
         try:
             with torch.inference_mode():
-                return Decoder(config, found.weights(config, device), device, shared)
+                return cls(config, found.weights(config, device), device, shared, ranks)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{found.path}: {error}") from error
 
@@ -253,7 +266,7 @@ class Decoder:
             shapes.setdefault((each.in_features, each.out_features), each)
         return [*shapes.values(), self._head]
 
-    def with_layers(self, indices: Sequence[int]) -> Decoder:
+    def with_layers(self, indices: Sequence[int]) -> Self:
         """A decoder over some of the layers, with the same weights; its caches have as many."""
         config = self.config
         windows = tuple(config.windows[index] for index in indices)
@@ -265,6 +278,15 @@ class Decoder:
         return part
 
     @property
+    def ranks(self) -> int:
+        """Processes that share the model."""
+        return 1 if self._ranks is None else self._ranks.size
+
+    def lost(self) -> DeviceLost | None:
+        """Why no step can run any more, if it is known without a call of the device."""
+        return None
+
+    @property
     def native(self) -> NativeProgram | None:
         """The program of :meth:`forward` for compiled kernels, on a CPU that has them."""
         return self._executor.native if self.device.type == "cpu" else None
@@ -272,11 +294,13 @@ class Decoder:
     def _record(self) -> Program:
         """The operations of a forward pass."""
         config = self.config
+        ranks, size = self._ranks, self.ranks
         heads = Heads(
-            config.q_heads, config.kv_heads, config.head_dim, config.attention_scale,
-            config.attention_cap,
+            config.q_heads // size, config.kv_heads // size, config.head_dim,
+            config.attention_scale, config.attention_cap,
         )  # fmt: skip
-        program, scale = Recorder(heads, config.dtype), config.residual_scale
+        gather = None if ranks is None else ranks.gather
+        program, scale = Recorder(heads, config.dtype, size, gather), config.residual_scale
         x, delta = program.embed(self._embedding, config.embedding_scale), 0
 
         def enter(norm: Norm | None) -> int:
@@ -286,7 +310,8 @@ class Decoder:
                 program.add(x, delta, scale)
             return x
 
-        def leave(outputs: int, norm: Norm | None) -> int:
+        def leave(columns: int, norm: Norm | None) -> int:
+            outputs = program.gather(columns)
             return outputs if norm is None else program.add_norm(outputs, 0, norm)
 
         for index, layer in enumerate(self._layers):
@@ -297,12 +322,12 @@ class Decoder:
             rope = config.ropes[index] if config.ropes else 0
             q = program.rotate(program.multiply(inputs, layer.qkv), layer.head_norms, index, rope)
             attended = program.attend(q, index, config.windows[index], layer.sinks)
-            delta = leave(program.multiply(attended, layer.out), after)
+            delta = leave(program.multiply(program.gather(attended), layer.out), after)
             delta = leave(_feed_forward(config, program, layer, enter(before_mlp)), after_mlp)
         program.add(x, delta, scale)
         program.tap(x, len(self._layers) - 1)
-        logits = program.multiply(
-            program.add_norm(program.select(x), 0, self.final_norm), self._head
+        logits = program.gather(
+            program.multiply(program.add_norm(program.select(x), 0, self.final_norm), self._head)
         )
         if config.logit_cap:
             program.cap_logits(logits, config.logit_cap)
@@ -324,7 +349,7 @@ def _feed_forward(config: DecoderConfig, program: Recorder, layer: _Layer, x: in
     if layer.router is None:
         assert isinstance(layer.gate_up, Linear)
         assert isinstance(layer.down, Linear)
-        gated = gate(program.multiply(x, layer.gate_up))
+        gated = program.gather(gate(program.multiply(x, layer.gate_up)))
         return program.multiply(gated, layer.down)
     assert isinstance(layer.gate_up, Experts)
     assert isinstance(layer.down, Experts)
@@ -364,7 +389,11 @@ def _norm(config: DecoderConfig, weights: Mapping[str, Weight], name: str, width
 
 
 def _layer(
-    config: DecoderConfig, weights: Mapping[str, Weight], shared: PackedWeights | None, index: int
+    config: DecoderConfig,
+    weights: Mapping[str, Weight],
+    shared: PackedWeights | None,
+    ranks: Ranks | None,
+    index: int,
 ) -> _Layer:
     base, family = f"model.layers.{index}.", FAMILIES[config.model_type]
     dim = config.head_dim
@@ -376,6 +405,9 @@ def _layer(
         matrix: str, names: Sequence[str], outs: Sequence[int], ins: int, bias: bool,
         order: Tensor | None = None,
     ) -> Linear:  # fmt: skip
+        if ranks is not None:
+            own = ranks.rows(*outs)
+            order = own if order is None else order[own]
         if len(names) == 1:
             outs = [sum(outs)]
 

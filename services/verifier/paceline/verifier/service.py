@@ -23,12 +23,12 @@ from paceline.decoder import (
     Decoder,
     GraphRunner,
     PackedWeights,
-    find_device,
+    ParallelDecoder,
     open_model,
     publish,
     use_device,
 )
-from paceline.kernels import SamplingParams, choose_tokens, set_numerics
+from paceline.kernels import SamplingParams, choose_tokens
 from paceline.service import Gate
 from paceline.service.runtime import available_memory, trim
 from paceline.telemetry.tracing import tracer
@@ -39,6 +39,7 @@ from paceline.verifier.kv.pool import PagePool, PoolView
 from paceline.verifier.kv.segment import SegmentMemory
 from paceline.verifier.model import ModelInfo, read_model_info
 from paceline.verifier.options import VerifierOptions
+from paceline.verifier.ranks import load_target, meet_ranks, rank_device
 from paceline.verifier.rpc.exchange import DraftExchangeServicer
 from paceline.verifier.rpc.kv_exchange import FollowCounts, KvExchangeServicer
 from paceline.verifier.rpc.messages import read_tree
@@ -78,16 +79,25 @@ class VerifierService:
     ) -> None:
         """Load the model; see :func:`build_service`."""
         threads = options.threads or torch.get_num_threads()
+        if not options.threads and "RANK" not in os.environ:
+            threads = max(1, threads // options.tensor_parallel)
         # OpenMP keeps a team of workers for each thread that computes. A second team would
         # outnumber the cores, and its workers then sleep and wake at every operation, which doubles
         # the time of a step. So this thread gets none, and the loading thread ends with its own.
         torch.set_num_threads(1)
-        device = find_device("cpu" if options.share_weights else options.device)
+        device = rank_device(options)
+        self._ranks = meet_ranks(target, options, device, threads)
         self._weights: int | None = None
         self._scheduler: Scheduler | None = None
-        with ThreadPoolExecutor(1, initializer=_use, initargs=(threads, device)) as pool:
-            decoder, model = pool.submit(self._load, target, options, device).result()
+        try:
+            with ThreadPoolExecutor(1, initializer=_use, initargs=(threads, device)) as pool:
+                decoder, model = pool.submit(self._load, target, options, device).result()
+        except BaseException:
+            if self._ranks is not None:
+                self._ranks.kill()
+            raise
         self._decoder = decoder
+        followers = decoder.followers if isinstance(decoder, ParallelDecoder) else None
         self._model, self._threads = model.message, threads
         config = decoder.config
         layout = KvLayout(
@@ -116,11 +126,13 @@ class VerifierService:
                 kv_bytes=kv_bytes,
                 max_sequences=max_sequences + max_prefixes,
                 max_context=model.message.max_context,
+                followers=followers,
             )
-            if decoder.device.type == "cuda" and find_spec("triton") is not None:
+            graphs = decoder.device.type == "cuda" and find_spec("triton") is not None
+            if graphs and followers is None:
                 self._graphs = GraphRunner(decoder, PoolView(self._pool))
         else:
-            memory = SegmentMemory(layout, kv_bytes)
+            memory = SegmentMemory(layout, kv_bytes, followers)
         self.engine = Engine(
             decoder,
             step_tokens=options.step_token_limit,
@@ -156,10 +168,7 @@ class VerifierService:
     ) -> tuple[Decoder, ModelInfo]:
         """Load the model, publish its weights if they are shared, and profile its steps."""
         source = open_model(target, options.lora)
-        load = partial(Decoder.load, kv_cache_dtype=options.kv_cache_dtype)
-        decoder = load(source, options.weights, device)
-        # Other formats have one set of bits on all processors; tiles would change their caches.
-        set_numerics(options.numerics if decoder.config.weights == "bfloat16" else "portable")
+        decoder = load_target(source, options, device, self._ranks)
         model = read_model_info(
             source,
             decoder,
@@ -170,7 +179,7 @@ class VerifierService:
         if options.share_weights:
             self._weights = publish(decoder.large_tensors())
             packed = PackedWeights(self._weights)
-            decoder = load(source, options.weights, device, shared=packed)
+            decoder = load_target(source, options, device, shared=packed)
         if options.schedule != "off":
             again = options.schedule == "profile"
             self._scheduler = load_scheduler(
@@ -281,6 +290,8 @@ class VerifierService:
                 await self._sweeper
         await self._exchange.stop()
         await self.engine.stop()
+        if self._ranks is not None:
+            await asyncio.to_thread(self._ranks.stop)
         if self._scheduler is not None:
             save_scheduler(self._scheduler, self._decoder)
         if self._weights is not None:

@@ -145,6 +145,8 @@ class Engine:
         lost = asyncio.wrap_future(self._lost)
         while not lost.done():
             await asyncio.wait([lost], timeout=_WATCH_SECONDS)
+            if (found := self._decoder.lost()) is not None:
+                raise found
             began = self._step_began
             if began is not None and perf_counter() - began > self._max_step:
                 _log.critical(
@@ -495,7 +497,8 @@ class Engine:
             self._thread.call_loop(partial(_notify_all, jobs))
 
     def _check_device(self) -> None:
-        if not self._lost.done() and (lost := device_lost(self.device)):
+        lost = self._decoder.lost() or device_lost(self.device)
+        if lost is not None and not self._lost.done():
             _log.critical("%s: the verifier ends", lost)
             self._lost.set_exception(lost)
 

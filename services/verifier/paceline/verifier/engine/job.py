@@ -552,8 +552,8 @@ class Sequence:
         anchor = len(self.tokens) - 1
         # Node i is row i + 1 of the block. The last token's KV is computed by the next step.
         rows = [node + 1 for node in output.accepted[: len(output.tokens) - 1]]
-        if not moved and rows and rows[-1] != len(rows):
-            self.segment.keep([anchor + each for each in rows], anchor + 1)
+        if rows and rows[-1] != len(rows):
+            self.segment.keep([anchor + each for each in rows], anchor + 1, moved=moved)
         if anchor >= self.committed:  # not after a prefill, which committed the whole text
             self.record(anchor, states, [row, *(row + each for each in rows)])
         output.position = self.output_tokens

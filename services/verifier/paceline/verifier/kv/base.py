@@ -13,9 +13,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from paceline.decoder import Followers
 from paceline.kernels import LayerTable, Plane
-from paceline.kernels.caches import row_width
+from paceline.kernels.caches import first_heads, row_width
 from paceline.kv.segment import HEADER_BYTES, TAP_MARGIN, SegmentHeader, new_segment
+from paceline.kv.selection import ObservedCache
 from paceline.kv.wire import cache_dtype
 from paceline.v1 import kv_pb2
 
@@ -247,10 +249,13 @@ class SequenceKv(ABC):
         taps: Hidden states that are kept; None: none.
         header: The segment's header, for readers in other processes; unusable once closed.
         table: Addresses of all layers for compiled programs; None: KV in pages.
+        followers: Ranks of a tensor-parallel model that keep heads of this cache; None: there are
+            none.
     """
 
     device = torch.device("cpu")
     table: LayerTable | None = None
+    followers: Followers | None = None
 
     def __init__(
         self,
@@ -334,6 +339,8 @@ class SequenceKv(ABC):
         """
         self.reserve(tokens)
         self._copy_kv(source, tokens)
+        if self.followers is not None:
+            self.followers.copy_prefix(self, source, tokens)
         if tokens and self.taps is not None and source.taps is not None:
             self.taps.copy_prefix(source.taps, tokens)
 
@@ -341,9 +348,31 @@ class SequenceKv(ABC):
     def _copy_kv(self, source: Self, tokens: int) -> None:
         """Copy keys and values."""
 
+    def keep(self, slots: list[int], start: int, *, moved: bool = False) -> None:
+        """Move the KV at ``slots`` to ``start``, ``start + 1``, ...; none moves to a later slot.
+
+        Args:
+            slots: Where it is.
+            start: Where it goes.
+            moved: Whether it has moved in this process.
+        """
+        if self.followers is not None:
+            self.followers.keep(self, slots, start)
+        if not moved:
+            self._keep(slots, start)
+
     @abstractmethod
-    def keep(self, slots: list[int], start: int) -> None:
-        """Move the KV at ``slots`` to ``start``, ``start + 1``, ...; none moves to a later slot."""
+    def _keep(self, slots: list[int], start: int) -> None:
+        """Move keys and values."""
+
+    @abstractmethod
+    def put(self, head: int, start: int, rows: Tensor) -> None:
+        """See :class:`paceline.decoder.parallel.WholeCache`."""
+
+    @property
+    def observed(self) -> ObservedCache:
+        """The heads that scores of positions are computed from: those of this process."""
+        return self if self.followers is None else _OwnHeads(self, self.followers.ranks)
 
     @property
     def files(self) -> list[int]:
@@ -391,6 +420,8 @@ class SequenceKv(ABC):
         """
         if self.closed:
             return
+        if self.followers is not None:
+            self.followers.drop(self)
         self.header.close()
         self.header.release()
         _open_files.remove(self.file)
@@ -425,6 +456,18 @@ class SequenceKv(ABC):
         for plane in range(len(layout.taps.layers) if done < goal else 0):
             start = self._taps_offset + plane * layout.plane_bytes + done * layout.row_bytes
             self._fill(start, (goal - done) * layout.row_bytes, goal - done)
+
+
+class _OwnHeads:
+    """The heads of rank 0 of a cache; an ``ObservedCache``."""
+
+    def __init__(self, cache: SequenceKv, ranks: int) -> None:
+        self.capacity, self.device = cache.capacity, cache.device
+        self._layer, self._count = cache.layer, cache.layout.kv_heads // ranks
+
+    def layer(self, index: int) -> tuple[Plane, Plane]:
+        keys, values = self._layer(index)
+        return first_heads(keys, self._count), first_heads(values, self._count)
 
 
 def open_segments() -> set[int]:

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from paceline.decoder import ACCELERATORS, wait_for
+from paceline.decoder import ACCELERATORS, Followers, wait_for
 from paceline.kernels import PagedPlane, send
 from paceline.kv.cuda import CudaDriver, DriverError, ExportedMemory, cuda_driver
 from paceline.kv.segment import HEADER_BYTES
@@ -54,6 +54,7 @@ class PagePool:
         max_sequences: int,
         max_context: int,
         driver: CudaDriver | None = None,
+        followers: Followers | None = None,
     ) -> None:
         """Allocate all of it.
 
@@ -64,12 +65,14 @@ class PagePool:
             max_sequences: Maximum number of sequences at once.
             max_context: Longest text. Unit: tokens.
             driver: Driver that allocates; None: libcuda for a GPU, PyTorch on the CPU.
+            followers: See :class:`SequenceKv`.
 
         Raises:
             OutOfMemory: The device has too little memory, or the size is less than a page.
         """
         self.layout = layout
         self.device = device
+        self.followers = followers
         self.page_bytes = PAGE_TOKENS * layout.token_bytes
         count = kv_bytes // self.page_bytes
         if count < 1:
@@ -115,7 +118,9 @@ class PagePool:
 
     def allocate(self, capacity: int, taps: TapLayout | None) -> PagedKv:
         """Take a page table for a sequence; see :class:`PagedKv`."""
-        return PagedKv(self, capacity, taps)
+        paged = PagedKv(self, capacity, taps)
+        paged.followers = self.followers
+        return paged
 
     @property
     def free_pages(self) -> int:
@@ -350,8 +355,16 @@ class PagedKv(SequenceKv):
             self.pool.kv[self._pages[last]].copy_(self.pool.kv[source._pages[last]])
             wait_for(self.device)
 
-    def keep(self, slots: list[int], start: int) -> None:
+    def put(self, head: int, start: int, rows: Tensor) -> None:
         """See :class:`SequenceKv`."""
+        pages, slots = send(
+            torch.tensor([self.page_of(start + n) for n in range(rows.shape[3])]).T.contiguous(),
+            self.device,
+        )
+        # Tensor indices apart from each other put their dimension first.
+        self.pool.kv[pages, :, :, head : head + rows.shape[2], slots] = rows.movedim(3, 0)
+
+    def _keep(self, slots: list[int], start: int) -> None:
         new = range(start, start + len(slots))
         self.pool.keep([self.page_of(slot) for slot in slots], [self.page_of(s) for s in new])
 

@@ -7,6 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from paceline.decoder import Followers
 from paceline.kernels import LayerTable
 from paceline.verifier.kv.base import KvLayout, OutOfMemory, SequenceKv, TapLayout, round_up
 
@@ -19,18 +20,24 @@ class SegmentMemory:
 
     Attributes:
         layout: Shape of the model's KV.
+        followers: See :class:`SequenceKv`.
         limit_bytes: Maximum memory of all segments together. Unit: bytes.
         used_bytes: Memory taken. Unit: bytes.
     """
 
-    def __init__(self, layout: KvLayout, limit_bytes: int) -> None:
+    def __init__(
+        self, layout: KvLayout, limit_bytes: int, followers: Followers | None = None
+    ) -> None:
         self.layout = layout
+        self.followers = followers
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
 
     def allocate(self, capacity: int, taps: TapLayout | None) -> Segment:
         """Make a segment, which has no memory yet; see :class:`Segment`."""
-        return Segment(self.layout, capacity, taps, self)
+        segment = Segment(self.layout, capacity, taps, self)
+        segment.followers = self.followers
+        return segment
 
     def take(self, byte_size: int) -> None:
         """Take memory.
@@ -137,8 +144,11 @@ class Segment(SequenceKv):
     def _copy_kv(self, source: Self, tokens: int) -> None:
         self.kv[..., :tokens, :].copy_(source.kv[..., :tokens, :])
 
-    def keep(self, slots: list[int], start: int) -> None:
+    def put(self, head: int, start: int, rows: Tensor) -> None:
         """See :class:`SequenceKv`."""
+        self.kv[:, :, head : head + rows.shape[2], start : start + rows.shape[3]] = rows
+
+    def _keep(self, slots: list[int], start: int) -> None:
         moved = self.kv.index_select(3, torch.tensor(slots))
         self.kv[..., start : start + len(slots), :] = moved
 

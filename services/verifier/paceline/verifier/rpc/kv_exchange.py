@@ -392,7 +392,7 @@ def _policy(name: str, segment: SequenceKv, layers: Sequence[int]) -> SelectionP
         factory = load_policy(name)
     except ValueError as error:
         raise ServiceError.invalid_argument("BAD_POLICY", str(error)) from error
-    return factory(segment, layers)
+    return factory(segment.observed, layers)
 
 
 def _state_feed(cache: Cache, request: kv_pb2.FollowSubscribe) -> StateFeed | None:

@@ -1,0 +1,195 @@
+"""The processes of a tensor-parallel verifier: rank 0 starts the others, or torchrun starts all."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch._C._distributed_c10d import FileStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from paceline.decoder import (
+    Decoder,
+    ModelSource,
+    PackedWeights,
+    ParallelDecoder,
+    Ranks,
+    check_split,
+    end_all,
+    find_device,
+    follow,
+    open_model,
+    use_device,
+)
+from paceline.kernels import set_numerics
+from paceline.service import configure_logging
+from paceline.verifier.options import VerifierOptions
+
+_log = logging.getLogger(__name__)
+
+_STORE = "PACELINE_RANKS"
+"""Variable with the file where the ranks of one machine meet."""
+
+
+def rank_device(options: VerifierOptions) -> torch.device:
+    """Device of this rank: each rank of a machine has its own GPU.
+
+    Raises:
+        ValueError: There is no such device.
+    """
+    name = "cpu" if options.share_weights else options.device
+    if options.tensor_parallel > 1 and (
+        name == "cuda" or (name == "auto" and find_device(name).type == "cuda")
+    ):
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    return find_device(name)
+
+
+def meet_ranks(
+    target: Path, options: VerifierOptions, device: torch.device, threads: int
+) -> Ranks | None:
+    """Meet the other ranks of a verifier; rank 0 starts them, unless torchrun has.
+
+    Args:
+        target: The model.
+        options: The verifier's.
+        device: Device of this rank.
+        threads: Threads of each other rank.
+
+    Returns:
+        The ranks; None: there is one.
+
+    Raises:
+        RanksDiffer: Their weights or options differ.
+        RanksLost: One did not come.
+        UnsupportedModelError: The model cannot be shared by so many.
+        ValueError: torchrun has started another number of processes.
+    """
+    size = options.tensor_parallel
+    if size == 1:
+        return None
+    source = open_model(target, options.lora)
+    check_split(source.config(options.weights), size)
+    facts = _facts(source, options)
+    file = os.environ.get(_STORE)
+    if file is not None:
+        store: Store = FileStore(file, size)
+        return Ranks(store, int(os.environ["RANK"]), size, device, facts, local=True)
+    if "RANK" in os.environ:
+        store, rank, started = next(rendezvous("env://"))
+        if started != size:
+            raise ValueError(
+                f"tensor_parallel is {size}, and torchrun has started {started} processes: give "
+                "both the same number"
+            )
+        return Ranks(store, rank, size, device, facts)
+    folder = TemporaryDirectory(prefix="paceline-ranks-")
+    file = str(Path(folder.name, "store"))
+    others = [_start(target, options, file, rank, threads) for rank in range(1, size)]
+    atexit.register(end_all, others, seconds=0)  # before multiprocessing waits for them
+    store = FileStore(file, size)
+    try:
+        return Ranks(store, 0, size, device, facts, local=True, children=others, folder=folder)
+    except BaseException:
+        end_all(others, seconds=0)
+        raise
+
+
+def load_target(
+    source: ModelSource,
+    options: VerifierOptions,
+    device: torch.device,
+    ranks: Ranks | None = None,
+    shared: PackedWeights | None = None,
+) -> Decoder:
+    """Load the model, or this rank's part of it.
+
+    Raises:
+        ValueError: The model or an option is not supported.
+        RanksLost: Another rank could not load its part.
+    """
+    _choose_numerics(source, options)
+    weights, kv_cache_dtype = options.weights, options.kv_cache_dtype
+    if ranks is None:
+        return Decoder.load(source, weights, device, shared, kv_cache_dtype)
+    decoder = ParallelDecoder.load(source, weights, device, shared, kv_cache_dtype, ranks)
+    ranks.wait()
+    return decoder
+
+
+def follow_rank_0(target: Path, options: VerifierOptions) -> None:
+    """Be another rank than 0, until rank 0 ends.
+
+    Raises:
+        ValueError: The model or an option is not supported.
+        RanksDiffer: Weights or options of the ranks differ.
+        RanksLost: Another rank has ended.
+    """
+    for each in (signal.SIGTERM, signal.SIGINT):  # rank 0 drains, then it ends this one
+        signal.signal(each, signal.SIG_IGN)
+    device = rank_device(options)
+    threads = options.threads or torch.get_num_threads()
+    torch.set_num_threads(threads)
+    use_device(device)
+    ranks = meet_ranks(target, options, device, threads)
+    assert ranks is not None
+    decoder = load_target(open_model(target, options.lora), options, device, ranks)
+    assert isinstance(decoder, ParallelDecoder)
+    _log.info("following", extra={"rank": ranks.rank, "ranks": ranks.size, "device": str(device)})
+    follow(decoder, ranks)
+
+
+def _choose_numerics(source: ModelSource, options: VerifierOptions) -> str:
+    # Other formats have one set of bits on all processors; tiles would change their caches.
+    bfloat16 = source.config(options.weights).weights == "bfloat16"
+    return set_numerics(options.numerics if bfloat16 else "portable")
+
+
+def _facts(source: ModelSource, options: VerifierOptions) -> dict[str, str]:
+    """What must be equal in all ranks."""
+    config = source.config(options.weights)
+    return {
+        "target": source.fingerprint(),
+        "weights": config.weights,
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "numerics": _choose_numerics(source, options),
+        "device": options.device,
+        "tensor_parallel": str(options.tensor_parallel),
+    }
+
+
+def _start(
+    target: Path, options: VerifierOptions, store: str, rank: int, threads: int
+) -> BaseProcess:
+    """Another rank, as a process of this machine. All are forked from one that has imported torch,
+    and that has no threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    variables = {_STORE: store, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
+    given = replace(options, threads=threads)
+    process = context.Process(target=_run, args=(target, given, variables, level), daemon=True)
+    process.start()
+    return process
+
+
+def _run(target: Path, options: VerifierOptions, variables: dict[str, str], level: str) -> None:
+    """Be a rank that rank 0 has started."""
+    os.setsid()  # Ctrl-C is for rank 0
+    os.environ.update(variables)
+    configure_logging("auto", level)
+    try:
+        follow_rank_0(target, options)
+    except Exception as error:
+        _log.error("rank %s ends: %s", variables["RANK"], error)
+        sys.exit(1)
