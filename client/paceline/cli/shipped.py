@@ -29,8 +29,8 @@ _FIRST = {
 docs/benchmarks.md#default-drafters. "gguf" is a GGUF file in blocks of 8 bits or fewer,
 "mxfp4" a folder with such experts, which is not measured."""
 
-_TREE = "widths=3,1,max_nodes=4"
-"""The tree of `dspark` on a CPU, where each node costs, and each level."""
+_TREES = {"dspark": "widths=3,1,max_nodes=4", "eagle3": "widths=3,3,3,max_nodes=5"}
+"""Trees on a CPU, where each node costs, and each level."""
 
 
 def drafters_for(
@@ -66,8 +66,8 @@ def drafters_for(
 
     def described(folder: Path) -> str:
         options = "lookup=true"
-        if device == "cpu" and folder.name == "dspark":
-            options += f",{_TREE}"
+        if device == "cpu" and folder.name in _TREES:
+            options += f",{_TREES[folder.name]}"
         if native:
             options += f",weights={'int4' if folder.name == 'dspark' else 'int8'}"
         if folder.name != "lm":

@@ -211,13 +211,13 @@ class ChunkedDivergence(torch.autograd.Function):
             mean = target_log.exp().to(head) @ head
             entropy = -(target_log.exp() * target_log).sum(-1)
             rows = hidden[:, part].to(head)
-            logits = F.linear(rows, head).float()
+            logits = F.linear(rows.flatten(0, 1), head).float()  # one product for all lags
             draft_log = logits.log_softmax(-1)
-            log_sum_exp = logits[..., 0] - draft_log[..., 0]
+            log_sum_exp = (logits[:, 0] - draft_log[:, 0]).view(rows.shape[:2])
             expected_logit = (rows.float() * mean.float()).sum(-1)
             weight = weights[:, part]
             total += ((log_sum_exp - expected_logit - entropy) * weight).sum()
-            slope = draft_log.exp_().to(head) @ head - mean
+            slope = (draft_log.exp_().to(head) @ head).view_as(rows) - mean
             gradient[:, part] = (slope * weight[..., None]).to(gradient)
         ctx.save_for_backward(gradient)
         return total
