@@ -60,6 +60,15 @@ def test_bfloat16_is_as_close_as_transformers_bfloat16(models: dict[str, Path], 
     assert (found - exact).abs().mean() <= 1.1 * (rounded - exact).abs().mean()
 
 
+def test_longrope_of_short_contexts_is_that_of_transformers(models: dict[str, Path]) -> None:
+    tokens = random_tokens(64)  # the original context
+    decoder = Decoder.load(models["phi3"], max_context=64)
+    found = extend(decoder, LocalCache(decoder.config), tokens)
+    assert_agrees(found, expected_logits(models["phi3"], tokens))
+    longer = Decoder.load(models["phi3"], max_context=65)
+    assert longer.config == Decoder.load(models["phi3"]).config
+
+
 def test_sharded_weights_load_like_single_ones(models: dict[str, Path], tmp_path: Path) -> None:
     save_model(tmp_path, "llama", max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1

@@ -63,6 +63,8 @@ class DecoderConfig:
             in its GGUF file.
         ropes: Rotary embedding of each layer: 0 as above, 1 that of ``rope_local``; empty: 0.
         rope_local: Inverse frequencies of the second rotary embedding, or one for all pairs.
+        rope_short: Inverse frequencies of "longrope" for contexts up to ``rope_short_context``.
+        rope_short_context: See there; 0: there are none.
         norm_offset: Added to the weight of every norm.
         gelu: Whether the feed-forward activation is GELU (in its form with tanh), not SiLU.
         attention_scale: Factor on attention scores; None: ``head_dim ** -0.5``.
@@ -102,6 +104,8 @@ class DecoderConfig:
     weights: str
     ropes: tuple[int, ...] = ()
     rope_local: tuple[float, ...] = ()
+    rope_short: tuple[float, ...] = ()
+    rope_short_context: int = 0
     norm_offset: float = 0.0
     gelu: bool = False
     attention_scale: float | None = None
@@ -152,6 +156,12 @@ class DecoderConfig:
         dtype = self.dtype if kv_cache_dtype == "auto" else getattr(torch, kv_cache_dtype)
         return replace(self, kv_dtype=dtype)
 
+    def with_context(self, max_context: int | None) -> DecoderConfig:
+        """The same for texts of at most so many tokens, which may change the rotary embedding."""
+        if max_context is None or max_context > self.rope_short_context:
+            return self
+        return replace(self, rope_inv_freq=self.rope_short)
+
 
 def decoder_config(
     hf: Any,
@@ -186,6 +196,14 @@ def decoder_config(
         switches |= {"ropes": ropes, "rope_local": tuple(local.tolist())}
     if family.experts:
         switches |= _experts(hf)
+    if rope_parameters(hf).get("rope_type") == "longrope":
+        original = rope_parameters(hf).get("original_max_position_embeddings")
+        if not isinstance(original, int):
+            raise UnsupportedModelError(
+                f"original_max_position_embeddings of longrope is {original!r}, expected a number"
+            )
+        short, _ = rope_frequencies(hf, context=original)
+        switches |= {"rope_short": tuple(short.tolist()), "rope_short_context": original}
     dtype = _dtype(hf, requested)
     own = stored or _quantisation(hf) or str(dtype).removeprefix("torch.")
     return DecoderConfig(
@@ -315,15 +333,18 @@ def _rotary_width(hf: Any) -> int:
     return int(_head_dim(hf) * float(rope_parameters(hf).get("partial_rotary_factor", 1.0)))
 
 
-def rope_frequencies(hf: Any, layers: str = "full_attention") -> tuple[Tensor, float]:
+def rope_frequencies(
+    hf: Any, layers: str = "full_attention", context: int | None = None
+) -> tuple[Tensor, float]:
     """Inverse frequencies of the rotary embedding after scaling, and the factor on cos and sin.
 
     Frequencies of "longrope" depend on the length of a text in transformers. Here they must not:
-    those of long texts are used if the model's context is longer than the original one.
+    those of long texts are used if the context is longer than the original one.
 
     Args:
         hf: A transformers config.
         layers: A kind of layers, where the config has rotary embeddings by kind.
+        context: Maximum length of texts; None: that of the model.
 
     Returns:
         float32 ``[head_dim / 2]``, with 0 for dimensions that are not turned, and the factor, which
@@ -338,9 +359,9 @@ def rope_frequencies(hf: Any, layers: str = "full_attention") -> tuple[Tensor, f
     else:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        by_kind = {"layer_type": layers} if layers in hf.rope_parameters else {}
+        by_kind: dict[str, Any] = {"layer_type": layers} if layers in hf.rope_parameters else {}
         if kind == "longrope":
-            by_kind["seq_len"] = hf.max_position_embeddings
+            by_kind["seq_len"] = context or hf.max_position_embeddings
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf, **by_kind)
     return torch.nn.functional.pad(inv_freq, (0, (_head_dim(hf) - width) // 2)), float(scaling)
 

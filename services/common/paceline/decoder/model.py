@@ -163,6 +163,7 @@ class Decoder:
         shared: PackedWeights | None = None,
         kv_cache_dtype: str = "auto",
         ranks: Ranks | None = None,
+        max_context: int | None = None,
     ) -> Self:
         """Load a Hugging Face folder with safetensors weights, or a GGUF file.
 
@@ -176,6 +177,7 @@ class Decoder:
             kv_cache_dtype: Type of its caches: float32, bfloat16, int8, or "auto" for that of
                 hidden states. Others than "auto" are supported on the CPU.
             ranks: The processes that share the model, of which each loads its part; None: one.
+            max_context: Maximum length of texts; None: that of the model.
 
         Raises:
             ValueError: ``kv_cache_dtype`` is none of these, or not supported on the device.
@@ -189,7 +191,7 @@ class Decoder:
                 f"kv_cache_dtype is {kv_cache_dtype!r}, which is supported on the CPU; with device "
                 f"{str(device)!r} use auto"
             )
-        config = found.config(weights).with_kv(kv_cache_dtype)
+        config = found.config(weights).with_kv(kv_cache_dtype).with_context(max_context)
         if config.attention_cap and torch.device(device).type == "cuda":
             raise UnsupportedModelError(
                 f"{found.path}: its attention scores have a soft cap, which is supported on the "

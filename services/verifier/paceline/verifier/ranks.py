@@ -118,10 +118,18 @@ def load_target(
         RanksLost: Another rank could not load its part.
     """
     _choose_numerics(source, options)
-    weights, kv_cache_dtype = options.weights, options.kv_cache_dtype
+    kind = Decoder if ranks is None else ParallelDecoder
+    decoder = kind.load(
+        source,
+        options.weights,
+        device,
+        shared,
+        options.kv_cache_dtype,
+        ranks,
+        options.max_context,
+    )
     if ranks is None:
-        return Decoder.load(source, weights, device, shared, kv_cache_dtype)
-    decoder = ParallelDecoder.load(source, weights, device, shared, kv_cache_dtype, ranks)
+        return decoder
     ranks.wait()
     return decoder
 
@@ -162,6 +170,7 @@ def _facts(source: ModelSource, options: VerifierOptions) -> dict[str, str]:
         "weights": config.weights,
         "dtype": str(config.dtype).removeprefix("torch."),
         "kv_cache_dtype": options.kv_cache_dtype,
+        "max_context": str(options.max_context),
         "numerics": _choose_numerics(source, options),
         "device": options.device,
         "tensor_parallel": str(options.tensor_parallel),
