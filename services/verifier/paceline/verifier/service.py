@@ -175,6 +175,7 @@ class VerifierService:
             max_context=options.max_context,
             lease_seconds=options.lease_seconds,
         )
+        trim()  # what is allocated next would keep what the checks have freed from being returned
         model.message.name = options.model_name or model.message.name
         if options.share_weights:
             self._weights = publish(decoder.large_tensors())
