@@ -29,7 +29,6 @@ _OPTIONS = {
     "noise": _TRAINED,
     "attention": "--rows 3",
     "dspark": _DSPARK,
-    "load": f"{_DSPARK} --users 2",
     "selection": "--policies streaming verified --ratios 0.3 --contexts 1100 --texts 1",
     "budget": f"--policies streaming --texts 1 --drafter lm=lm:{_DEMO}/lm {_TRAINED}",
     "output": _DSPARK,

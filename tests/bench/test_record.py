@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,17 @@ def test_a_run_keeps_other_entries_of_the_same_machine_and_models(tmp_path: Path
     assert json.loads(file.read_text().replace("\n", "")) == written
     assert '"one": {"command": ' in file.read_text(), "an entry without lists is on one line"
     assert Results("load").file.name.endswith("-load.json")
+
+
+def test_a_command_has_no_folders_of_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--target", "/home/me/T", "--drafter", "a=m:/x/y/D,target=/x/T,rate=1/2", "--server"]
+    monkeypatch.setattr(sys, "argv", ["", *words, "s=http://h/v1", "models/smollm2"])
+    results = Results("load", tmp_path / "found.json")
+    results.add("one", {})
+    found = "--target T --drafter a=m:D,target=T,rate=1/2 --server s=http://h/v1 models/smollm2"
+    assert results.entries["one"]["command"] == f"paceline {found}"
 
 
 def test_every_command_has_options_and_a_module(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,6 @@ result file has are kept, so the same command goes on where an earlier one stopp
 from __future__ import annotations
 
 import argparse
-import asyncio
 import shlex
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from paceline.bench.chart import draw
 from paceline.bench.models import Models
 from paceline.bench.prompts import needle_prompts
 from paceline.bench.record import Results, make_console
-from paceline.bench.table.engines import NONE, Answer, AnswerRequest, PacelineServices
+from paceline.bench.table.engines import NONE, AnswerRequest, PacelineServices
 from paceline.bench.table.run import PROMPTS, SHORT, read
 from paceline.cli.command import CommandError
 from paceline.decoder import Decoder, open_model
@@ -43,6 +42,7 @@ from paceline.drafter import Drafter
 from paceline.drafter.methods.base import accepted_tokens
 from paceline.kernels import (
     MAX_TREE_NODES,
+    SELECTION_CHUNK,
     Heads,
     LayerTable,
     Pass,
@@ -137,6 +137,10 @@ class PolicyKv(RecordedKv):
         self._layers = [each % target.config.layers for each in drafter.needs.kv_layers]
         self._policy = load_policy(drafter.needs.kv_options.kv_policy)(self, self._layers)
         self._chosen: list[Tensor] = []
+        end = text.prompt_length
+        if self._policy.observer is not None and end > SELECTION_CHUNK:  # as in a prefill
+            start = end - SELECTION_CHUNK
+            self._observe(TreeSegment(0, start, None, SELECTION_CHUNK), text.tokens[start:end])
 
     def refresh(self, below: int, budget: int) -> int:
         length = min(self.committed, below)
@@ -155,11 +159,18 @@ class PolicyKv(RecordedKv):
             tree: The drafted tokens.
             accepted: Those on the path that equals the text.
         """
-        observer = self._policy.observer
-        if observer is None:
+        if self._policy.observer is None:
             return
-        start, count = self.committed, 1 + len(tree.tokens)
-        segment = TreeSegment(0, start, (-1, *(parent + 1 for parent in tree.parents)), count)
+        start, parents = self.committed, (-1, *(parent + 1 for parent in tree.parents))
+        tokens = [self._text.tokens[start], *tree.tokens]
+        self._observe(TreeSegment(0, start, parents, len(tokens)), tokens)
+        paths = [[], *(list(tree.path(node)) for node in range(len(tree.tokens)))]
+        self._policy.observer.accepted(paths.index(list(accepted)))
+
+    def _observe(self, segment: TreeSegment, tokens: Sequence[int]) -> None:
+        observer = self._policy.observer
+        assert observer is not None
+        start, count = segment.start, segment.length
         observers = BatchObserver()
         observers.add(observer, 0, segment, 0)
         cache = self._text.cache
@@ -167,12 +178,11 @@ class PolicyKv(RecordedKv):
         planes = [plane for both in layers for plane in both]
         # The rows overwrite the recording behind the prefix.
         kept = [plane[:, start : start + count].clone() for plane in planes]
-        tokens = torch.tensor([self._text.tokens[start], *tree.tokens])
         plan, rows = plan_trees([segment]), torch.tensor([0])
-        self._target.forward(tokens, plan, [cache], logit_rows=rows, observer=observers)
+        self._target.forward(
+            torch.tensor(tokens), plan, [cache], logit_rows=rows, observer=observers
+        )
         observers.publish(self._target.config.q_heads)
-        paths = [[], *(list(tree.path(node)) for node in range(len(tree.tokens)))]
-        observer.accepted(paths.index(list(accepted)))
         for plane, before in zip(planes, kept, strict=True):
             plane[:, start : start + count] = before
 
@@ -229,6 +239,8 @@ class Bench:
             panel: Of the picture, beside the name of the measure; cells may share one.
             measure: Does so.
         """
+        if self.args.minutes:
+            title += f", trained for {self.args.minutes:g} minutes"
         if title in self.results.entries:
             self.console.log(f"{title}: already in {self.results.file}")
             return
@@ -278,11 +290,12 @@ class Bench:
                 "`paceline train own-text`"
             )
         shared = ["--preset", "smollm2", "--no-card", f"--target={self.models.target}"]
-        shared += ["--signals", str(args.signals or args.work / f"{method}-signals")]
+        shared += ["--signals", str(args.signals or args.work / "signals")]
         shared += ["--own-text", *map(str, args.own_text), *shlex.split(args.train)]
         found = {}
         for name, more in arms.items():
-            folder = str(args.work / f"{method}-{name.replace(' ', '-')}-{minutes}")
+            title = f"{args.experiment} {name} {minutes}".replace(",", "").replace(" ", "-")
+            folder = str(args.work / title)
             found[name] = f"{method}:{folder}"
             if Path(folder, "config.json").exists():
                 continue
@@ -449,8 +462,9 @@ def _dspark(bench: Bench) -> None:
             "Markov, block 6": "--head vanilla --block 6",
         }
         shipped = bench.trained("dspark", arms)
-        shipped |= bench.trained("eagle3", {"EAGLE-3": "", "EAGLE-3.1": "--norms"})
-        shipped |= bench.trained("longspec", {"LongSpec": ""})
+        beams = bench.trained("eagle3", {"EAGLE-3": "", "EAGLE-3.1": "--norms"})
+        beams |= bench.trained("longspec", {"LongSpec": ""})
+        shipped |= {name: f"{spec},depth=3" for name, spec in beams.items()}
     _by_level(bench, "position", bench.given(shipped))
 
 
@@ -554,48 +568,6 @@ def _begin_of_loop(tokens: Sequence[int]) -> int:
     return len(tokens)
 
 
-def _load(bench: Bench) -> None:
-    """Users at a time: speed of each and of all together, drafting never, always, or controlled."""
-    target = bench.models.target
-    default = {"dspark": f"dspark:models/smollm2/dspark,target={target},widths=3,1,max_nodes=4"}
-    specs = bench.given(default)
-    texts = bench.prompts(*SHORT)
-    for users in bench.args.users:
-        bench.cell(
-            f"{users} users, {bench.weights}", bench.weights,
-            partial(_ask, bench, texts, specs, users),
-        )  # fmt: skip
-
-
-async def _ask(
-    bench: Bench, texts: Sequence[list[int]], specs: Mapping[str, str], users: int
-) -> Samples:
-    found = samples()
-    groups = [texts[at : at + users] for at in range(0, len(texts) - users + 1, users)]
-    for always in (False, True):
-        engine = PacelineServices(bench.models.target, bench.weights, specs, always=always)
-        arms = list(specs) if always else [NONE, *specs]
-        async with engine:
-            for number, group in enumerate(groups):
-                for arm in arms:
-                    answers: list[Answer] = await asyncio.gather(*(
-                        engine.answer(arm, AnswerRequest(text, bench.args.tokens, 0.0, number))
-                        for text in group
-                    ))  # fmt: skip
-                    mine = found[f"{arm}, always" if always else arm]
-                    spent = [max(1e-9, each.ended - each.first) for each in answers]
-                    total = sum(each.tokens - 1 for each in answers)
-                    whole = max(e.ended for e in answers) - min(e.first for e in answers)
-                    rates = [(e.tokens - 1) / each for e, each in zip(answers, spent, strict=True)]
-                    mine["tokens/s of all, by users"][users].append((total, whole))
-                    mine["tokens/s of one, by users"][users].append((sum(rates), len(rates)))
-                    mine["checked tokens a step, by users"][users].append(
-                        (sum(e.checked for e in answers), sum(e.steps for e in answers))
-                    )
-                bench.console.log(f"{users} users: group {number + 1} of {len(groups)}")
-    return found
-
-
 def _attention(bench: Bench) -> None:
     """Tree attention in two parts beside one masked attention, in PyTorch and in SDPA."""
     config = bench.source.config()
@@ -674,7 +646,7 @@ def _milliseconds(action: Callable[[], object]) -> float:
 
 EXPERIMENTS: dict[str, Callable[[Bench], None]] = {
     "context": _context, "offset": _offset, "noise": _noise, "attention": _attention,
-    "dspark": _dspark, "load": _load, "selection": _selection, "budget": _budget,
+    "dspark": _dspark, "selection": _selection, "budget": _budget,
     "output": _output,
 }  # fmt: skip
 

@@ -49,6 +49,9 @@ def _installed(name: str) -> str | None:
 
 
 RESULTS = Path("bench/results")
+_FOLDERS = re.compile(r"(^|[=:,])/(?!/)(?:[^/=,]+/)*")
+"""Of an absolute path, or of one behind `key=` or `method:`; not of a URL."""
+
 _WIDTH = 170  # columns, where there is no terminal
 
 
@@ -75,7 +78,7 @@ class Results:
     def add(self, name: str, entry: dict[str, Any]) -> None:
         """Add or replace an entry, with the command that measured it, and write the file."""
         # Of absolute paths only the name: the rest is about one machine.
-        words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+        words = [_FOLDERS.sub(r"\1", word) for word in sys.argv[1:]]
         self.entries[name] = {"command": shlex.join(["paceline", *words]), **entry}
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.write_text(_lines({**self._head, "results": self.entries}) + "\n")

@@ -40,6 +40,8 @@ def sample(answers: Sequence[Answer], prompts: Sequence[list[int]]) -> Sample:
         "first_s": round(median(answer.first_seconds for answer in answers), 4),
         "rounds": sum(answer.drafted_rounds for answer in answers),
         "drafted": sum(answer.drafted_tokens for answer in answers),
+        "checked": sum(answer.checked for answer in answers),
+        "steps": sum(answer.steps for answer in answers),
         "output": digest("\n".join(answer.output for answer in answers)),
     }
 
@@ -59,6 +61,9 @@ def summarize(cell: Cell) -> None:
         }
         if rounds := sum(each["rounds"] for each in samples.values()):
             figures["accepted_length"] = sum(s["drafted"] for s in samples.values()) / rounds
+        if steps := sum(each.get("steps", 0) for each in samples.values()):
+            checked = sum(each.get("checked", 0) for each in samples.values())
+            figures["checked_a_step"] = round(checked / steps, 3)
         plain = _plain(name)
         if plain in cell and plain != name:
             shared = samples.keys() & cell[plain]["samples"].keys()
