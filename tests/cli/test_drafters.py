@@ -177,7 +177,7 @@ def test_a_folder_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert found["vocabulary"] == "drafts 50 of 200 tokens"
     target = Path("models/demo/target")
     assert main(["drafters", "inspect", str(tmp_path), "--target", str(target)]) == 1
-    assert "vocab_size 200, but the target has 4096" in capsys.readouterr().out
+    assert "with vocab_size 200, but models/demo/target has 4096" in capsys.readouterr().out
     weights["midlayer.self_attn.q_proj.weight"] = torch.zeros(64, 64)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert main(["drafters", "inspect", str(tmp_path)]) == 1

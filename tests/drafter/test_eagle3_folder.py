@@ -17,6 +17,7 @@ from paceline.decoder.weights import Checkpoint
 from paceline.drafter.methods.base import Budget, LoadError
 from paceline.drafter.methods.checkpoint import TargetRef, load_weights
 from paceline.drafter.methods.eagle3 import Eagle3Model, read_eagle3, save_eagle3
+from paceline.drafter.methods.eagle3.config import eagle3_config
 
 from .models import VOCAB, load, made_up_states, start, text_of, write_eagle3, write_model
 from .shapes import EAGLE3, randomised
@@ -98,6 +99,63 @@ PUBLISHED = {
         tensors("layers.0", **{"input_norm.weight": (3 * D,)}), {"norm_before_fc": True},
     ),
 }  # fmt: skip
+
+
+# Dimensions of published configurations, and shapes of the tensors that follow from them.
+REAL: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    "SafeAILab/EAGLE, Llama-3.1-8B": (
+        {
+            "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 128256, "draft_vocab_size": 32000,
+            "max_position_embeddings": 2048, "rms_norm_eps": 1e-05, "head_dim": None,
+        },
+        {
+            "fc": (4096, 12288), "layers.0.self_attn.q_proj": (4096, 8192),
+            "layers.0.self_attn.k_proj": (1024, 8192), "layers.0.mlp.down_proj": (4096, 14336),
+        },
+    ),
+    "SpecForge, Qwen3-4B": (
+        SPECFORGE | {
+            "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 151936, "draft_vocab_size": 32000,
+            "max_position_embeddings": 40960, "head_dim": 80, "rope_theta": 1000000,
+            "tie_word_embeddings": True, "max_window_layers": 36,
+        },
+        {"fc": (2560, 7680), "layers.0.self_attn.q_proj": (2560, 5120)},
+    ),
+    "SpecForge, Qwen3-30B-A3B, 3.1": (
+        SPECFORGE | {
+            "hidden_size": 2048, "intermediate_size": 12288, "num_attention_heads": 32,
+            "num_key_value_heads": 4, "vocab_size": 151936, "draft_vocab_size": 32000,
+            "max_position_embeddings": 2048, "head_dim": 128, "rope_theta": 1000000.0,
+            "fc_norm": True, "norm_output": True,
+        },
+        {
+            "fc": (2048, 6144), "fc_norm.2": (2048,), "layers.0.self_attn.q_proj": (4096, 4096),
+            "layers.0.self_attn.v_proj": (512, 4096), "layers.0.self_attn.o_proj": (2048, 4096),
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_configurations(name: str) -> None:
+    change, expected = REAL[name]
+    described = {key: value for key, value in (EAGLE | change).items() if value is not None}
+    config = eagle3_config(described, target_layers=32)
+    assert (config.taps, config.drafted) == ((1, 15, 28), 32000)
+    with torch.device("meta"):
+        tensors = Eagle3Model(config).state_dict()
+    assert {key: tuple(tensors[f"{key}.weight"].shape) for key in expected} == expected
+
+
+def test_a_target_of_another_width_is_refused(tmp_path: Path) -> None:
+    """Even where embedding and head are the drafter's own."""
+    whole = {"embed_tokens.weight": (V, D)}
+    folder = write(tmp_path / "raw", SPECFORGE, tensors("midlayer", **whole))
+    target = write_model(tmp_path / "target", vocab_size=V, num_hidden_layers=8)
+    with pytest.raises(LoadError, match="is for a target with hidden 24"):
+        load("eagle3", folder, target)
 
 
 @pytest.mark.parametrize("layout", PUBLISHED)

@@ -90,7 +90,7 @@ def test_needs_fit_and_limits(folder: Path, target: Path) -> None:
         ("paceline", {"target_layer": None}, "target_layer"),
         ("paceline", {"target_layer": 3}, "0 to 2"),
         ("transformer_layer_config", {"num_key_value_heads": 3}, "multiple"),
-        ("transformer_layer_config", {"hidden_size": 48}, "expected"),
+        ("transformer_layer_config", {"hidden_size": 48}, "with hidden 48"),
         ("transformer_layer_config", {"sliding_window": None}, "sliding_window"),
         ("transformer_layer_config", {"hidden_act": "gelu"}, "only 'silu'"),
         ("transformer_layer_config", {"rope_parameters": {"rope_type": "new"}}, "cannot load"),

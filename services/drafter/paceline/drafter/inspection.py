@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from paceline.decoder import DecoderConfig, UnsupportedModelError, load_config
+from paceline.decoder import UnsupportedModelError, load_config, open_model
 from paceline.drafter.methods.base import LoadError
 from paceline.drafter.methods.checkpoint import (
     CONFIG_FILE,
     EMBEDDING,
     HEAD,
+    check_shape,
     check_target,
     check_tensors,
     read_fit,
@@ -57,7 +58,8 @@ def inspect_drafter(folder: Path, target: Path | None = None) -> Inspection:
     described = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     if not isinstance(described, dict):
         raise ValueError(f"{folder / CONFIG_FILE} is not an object")
-    model = load_config(target) if target is not None else None
+    source = open_model(target) if target is not None else None
+    layers = source.config().layers if source is not None else 0
     facts = {"method": "", "layout": ""}
     problems: list[str] = []
     try:
@@ -67,14 +69,14 @@ def inspect_drafter(folder: Path, target: Path | None = None) -> Inspection:
         if module is None:
             facts |= {"vocabulary": f"{load_config(folder).vocab_size:,} tokens"}
         else:
-            config = read(folder, described, model.layers if model else 0)
+            config = read(folder, described, layers)
             facts |= _shape(config) | _tensors(folder)
             check_tensors(folder, config, module)
             drafted_tokens(folder, config)
-            if model is not None:
-                _check_shape(folder, config, model)
-        if target is not None:
-            check_target(folder, target, read_fit(folder))
+            if source is not None:
+                check_shape(folder, config, source)
+        if source is not None:
+            check_target(folder, source, read_fit(folder))
             facts["fits"] = str(target)
     except (UnsupportedModelError, LoadError) as error:
         problems.append(str(error))
@@ -143,26 +145,3 @@ def _tensors(folder: Path) -> dict[str, str]:
         "tensors": f"{len(weights)}, {kind}",
         "its own": ", ".join(own) or "neither embedding nor LM head: they are the target's",
     }
-
-
-def _check_shape(folder: Path, config: LayerShape, target: DecoderConfig) -> None:
-    """Raises ``UnsupportedModelError`` if a drafter cannot read a target of this shape."""
-    weights = DrafterWeights(folder, target.dtype)
-    states = getattr(config, "target_hidden", 0) or config.hidden
-    pairs = [("vocab_size", config.vocab_size, target.vocab_size)]
-    if EMBEDDING not in weights or HEAD not in weights:
-        pairs.append(("hidden_size", config.hidden, target.hidden))
-    elif not isinstance(config, LongSpecConfig):
-        pairs.append(("hidden_size of the target", states, target.hidden))
-    if isinstance(config, LongSpecConfig):
-        pairs += [
-            ("num_key_value_heads", config.kv_heads, target.kv_heads),
-            ("head_dim", config.head_dim, target.head_dim),
-            ("num_hidden_layers of the target", config.target_layers, target.layers),
-        ]
-    for name, own, other in pairs:
-        if own != other:
-            raise UnsupportedModelError(
-                f"{folder} has the {name} {own}, but the target has {other}; give the target it "
-                "was trained for"
-            )

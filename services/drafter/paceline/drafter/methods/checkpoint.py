@@ -174,6 +174,17 @@ def check_target(folder: Path, target: Path | ModelSource, fit: Fit) -> Fit:
     return fit
 
 
+def check_shape(folder: Path, shape: LayerShape, target: ModelSource) -> None:
+    """Raises ``UnsupportedModelError`` if the drafter in ``folder`` cannot read a target."""
+    config = target.config()
+    for name, value in shape.of_target.items():
+        if getattr(config, name) != value:
+            raise UnsupportedModelError(
+                f"{folder} is for a target with {name} {value}, but {target.path} has "
+                f"{getattr(config, name)}; give the target it was trained for"
+            )
+
+
 def _vocab_size(config: dict[str, Any], folder: Path) -> int:
     layer = config.get("transformer_layer_config")  # where the speculators format has it
     size = config.get("vocab_size", layer.get("vocab_size") if isinstance(layer, dict) else None)
@@ -533,5 +544,6 @@ class TargetOptions(BeamOptions):
         target = self.open_target()
         if target is not None:
             fit = check_target(folder, target, fit)
+            check_shape(folder, shape, target)
         bits = self.bits(folder)
         return TargetEmbedding.read(folder, target, shape, dtype, device, bits), fit

@@ -198,6 +198,11 @@ class LayerShape:
         return self.draft_vocab_size or self.vocab_size
 
     @property
+    def of_target(self) -> dict[str, int]:
+        """What a target must have: values by fields of its configuration."""
+        return {"vocab_size": self.vocab_size, "hidden": self.hidden}
+
+    @property
     def group(self) -> int:
         """Query heads per kv head."""
         return self.q_heads // self.kv_heads

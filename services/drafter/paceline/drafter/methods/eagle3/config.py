@@ -87,6 +87,10 @@ class Eagle3Config(LayerShape):
             )
 
     @property
+    def of_target(self) -> dict[str, int]:
+        return {**super().of_target, "hidden": self.target_hidden or self.hidden}
+
+    @property
     def states(self) -> int:
         """Width of the target's states of a position, side by side."""
         return len(self.taps) * (self.target_hidden or self.hidden)

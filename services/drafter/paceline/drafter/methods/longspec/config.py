@@ -61,6 +61,11 @@ class LongSpecConfig(LayerShape):
                 f"target has {self.target_layers} layers"
             )
 
+    @property
+    def of_target(self) -> dict[str, int]:
+        read = {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "layers": self.target_layers}
+        return {**super().of_target, **read}
+
     @classmethod
     def for_target(cls, folder: str | Path, *, layer: int = -1, **fields: Any) -> LongSpecConfig:
         """Returns the configuration of a layer for a target.
