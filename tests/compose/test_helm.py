@@ -36,6 +36,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "scaled verifiers": {"coLocated": True, "verifier": {"count": 2, **SCALED}},
     "scaled drafters": {"drafters": [{**DRAFTERS[0], **SCALED}]},
     "own secret, no GPU": {"existingSecret": "mine", "verifier": {"gpu": ""}},
+    "ranks of a machine": {"verifier": {"tensorParallel": 2}},
+    "ranks of machines": {"verifier": {"tensorParallel": 8, "machines": 2}},
     "state": {"drafters": [{**DRAFTERS[0], **SCALED, "state": {"size": "64Mi"}}]},
     "co-located state": {
         "coLocated": True,
@@ -142,7 +144,8 @@ def test_selectors_and_services_meet_their_pods(objects: list[dict[str, Any]]) -
         if found["kind"] not in ("Service", "PodDisruptionBudget"):
             continue
         selector = found["spec"]["selector"]
-        wanted = selector.get("matchLabels", selector)
+        wanted = dict(selector.get("matchLabels", selector))
+        wanted.pop("apps.kubernetes.io/pod-index", None)  # which Kubernetes adds
         met = [pod for pod in pods if wanted.items() <= pod["metadata"]["labels"].items()]
         assert met, found["metadata"]["name"]
         for port in found["spec"].get("ports", []):
@@ -176,6 +179,22 @@ def test_each_gpu_has_a_deployment_of_its_own() -> None:
         limits = containers(deployment)["verifier"]["resources"]["limits"]
         assert limits == {"nvidia.com/gpu": 1}
         assert "--device=cuda" in containers(deployment)["verifier"]["args"]
+
+
+def test_ranks_of_several_machines_are_one_stateful_set() -> None:
+    objects = render(SETTINGS["ranks of machines"])
+    (found,) = of_kind(objects, "StatefulSet").values()
+    container = containers(found)["verifier"]
+    assert found["spec"]["replicas"] == 2
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
+    assert "--tensor-parallel=8" in container["args"]
+    assert "--nnodes=2 --nproc-per-node=4" in container["command"][2]
+    (ranks,) = of_kind(objects, "Service", "-ranks").values()
+    assert found["spec"]["serviceName"] == ranks["metadata"]["name"]
+    serving = of_kind(objects, "Service", "-verifier")
+    for name, service in serving.items():
+        first = service["spec"]["selector"].get("apps.kubernetes.io/pod-index")
+        assert first == (None if name.endswith("-ranks") else "0")
 
 
 def test_calls_of_a_client_stay_together() -> None:
@@ -327,6 +346,8 @@ def test_the_monitor_reads_every_service_with_metrics() -> None:
     "values",
     [
         {"verifier": {"count": 0}},
+        {"verifier": {"tensorParallel": 3, "machines": 2}},
+        {"coLocated": True, "verifier": {"tensorParallel": 2, "machines": 2}},
         {"gateway": {"ingress": {"enabled": True}}},
         {"drafters": [{**DRAFTERS[0], "state": {"storageClass": "fast"}}]},
         {"nonsense": 1},
