@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,8 @@ def inspect_drafter(folder: Path, target: Path | None = None) -> Inspection:
         ValueError: config.json is not JSON, or the target is not supported.
     """
     described = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    if not isinstance(described, dict):
-        raise ValueError(f"{folder / CONFIG_FILE} is not an object")
+    if not isinstance(described, dict) or not isinstance(described.get(SECTION, {}), dict):
+        raise ValueError(f"{folder / CONFIG_FILE} is not an object, or its '{SECTION}' is not")
     source = open_model(target) if target is not None else None
     layers = source.config().layers if source is not None else 0
     facts = {"method": "", "layout": ""}
@@ -70,13 +71,14 @@ def inspect_drafter(folder: Path, target: Path | None = None) -> Inspection:
             facts |= {"vocabulary": f"{load_config(folder).vocab_size:,} tokens"}
         else:
             config = read(folder, described, layers)
-            facts |= _shape(config) | _tensors(folder)
+            facts |= _shape(config) | _tensors(folder, config)
             check_tensors(folder, config, module)
             drafted_tokens(folder, config)
             if source is not None:
                 check_shape(folder, config, source)
+        fit = read_fit(folder)
         if source is not None:
-            check_target(folder, source, read_fit(folder))
+            check_target(folder, source, fit)
             facts["fits"] = str(target)
     except (UnsupportedModelError, LoadError) as error:
         problems.append(str(error))
@@ -96,11 +98,16 @@ def _kind(described: Json) -> Kind:
         speculators = "speculators" if "speculators_model_type" in described else "EAGLE"
         layout = "paceline" if own else speculators
         return "eagle3", layout, lambda _, found, n: eagle3_config(found, n), Eagle3Model
-    published = described.get("speculators_model_type") or "dflash_config" in described
-    if method == "dspark" or published or "markov_rank" in described:
+    if method == "dspark" or described.get("speculators_model_type") or _is_block(described):
         layout = "paceline" if own else layout_of(described).value
         return "dspark", layout, lambda _, found, n: dspark_config(found, n), DSparkModel
     return "lm", "transformers", lambda folder, *_: load_config(folder), None
+
+
+def _is_block(described: Json) -> bool:
+    with suppress(UnsupportedModelError):
+        return bool(layout_of(described))
+    return False
 
 
 def _made_for(described: Json) -> str:
@@ -136,9 +143,16 @@ def _shape(config: LayerShape) -> dict[str, str]:
     return facts
 
 
-def _tensors(folder: Path) -> dict[str, str]:
+def _tensors(folder: Path, config: LayerShape) -> dict[str, str]:
     weights = DrafterWeights(folder, torch.float32)
     own = [name for name in (EMBEDDING, HEAD) if name in weights]
+    for name in own:
+        rows = {config.vocab_size, config.drafted if name == HEAD else config.vocab_size}
+        if (found := weights.shape(name)) not in {(count, config.hidden) for count in rows}:
+            raise UnsupportedModelError(
+                f"tensor {name!r} of {folder} has shape {found}, expected "
+                f"{(max(rows), config.hidden)}"
+            )
     stored = next((weights.stored(name).dtype for name in weights if "norm" in name), "")
     kind = "8-bit blocks" if weights.int8 else str(stored).removeprefix("torch.")
     return {
