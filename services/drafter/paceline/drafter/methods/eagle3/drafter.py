@@ -27,7 +27,6 @@ from paceline.drafter.kv.reader import StateReader
 from paceline.drafter.methods.base import (
     Fit,
     GenerationInfo,
-    LoadError,
     Needs,
     Resources,
     check_choice,
@@ -369,10 +368,7 @@ class Eagle3Drafter(BeamDrafter[Eagle3Sequence]):
         cls, folder: Path | None, options: Mapping[str, str], resources: Resources
     ) -> Eagle3Drafter:
         folder = required_folder(cls.method, folder)
-        try:
-            parsed = parse_options(Eagle3Options, options)
-        except ValueError as error:
-            raise LoadError("INVALID_OPTION", str(error)) from error
+        parsed = parse_options(Eagle3Options, options)
         fit = read_fit(folder)
         return load_model(folder, resources, _read, folder, fit, parsed, resources.device)
 
