@@ -120,7 +120,10 @@ def test_missing_wrong_and_extra_experts_are_named(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_experts_per_tok": 8}, "num_experts_per_tok is 8 of 7 experts, expected 1 or more"),
+        (
+            {"num_experts_per_tok": 8},
+            "model: num_experts_per_tok is 8 of 7 experts, expected 1 or more",
+        ),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
         ({"mlp_only_layers": [0]}, r"layers without experts .* expected mlp_only_layers \[\]"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step 1"),

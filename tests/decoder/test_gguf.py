@@ -1,6 +1,7 @@
 """GGUF files: the models of their folders, the values of their blocks, and damage."""
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -430,3 +431,30 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(UnsupportedModelError, match="one part of a split model"):
         open_model(tmp_path / "split.gguf")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9 of 7 experts"),
+        (
+            {"num_local_experts": 6},
+            r"'blk\.0\.ffn_gate_inp\.weight' has shape \(7, 96\), expected \(6,",
+        ),
+        ({"moe_intermediate_size": 32}, r"ffn_gate_exps\.weight' .* expected \(7, 32, 96\)"),
+        (
+            {"num_local_experts": 0, "num_experts": 0},
+            "qwen3moe.expert_count is None, expected a number from 1",
+        ),
+    ],
+)
+def test_experts_of_a_file_that_do_not_fit_are_named(
+    models: dict[str, Path], tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(models["qwen3-moe"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    file = write_gguf(tmp_path / "model.gguf", folder)
+    with pytest.raises(UnsupportedModelError, match=rf"model\.gguf: .*{message}"):
+        load_config(file)

@@ -242,7 +242,8 @@ def _experts(hf: Any) -> dict[str, Any]:
     """The fields of a mixture of experts."""
     experts = getattr(hf, "num_local_experts", None) or hf.num_experts
     used = hf.num_experts_per_tok
-    if not 1 <= used <= experts <= MAX_EXPERTS:
+    numbers = isinstance(used, int) and isinstance(experts, int)
+    if not numbers or not 1 <= used <= experts <= MAX_EXPERTS:
         raise UnsupportedModelError(
             f"num_experts_per_tok is {used} of {experts} experts, expected 1 or more of at most "
             f"{MAX_EXPERTS}"

@@ -141,7 +141,12 @@ class ModelSource(ABC):
 
         names = [field.name for field in fields(DecoderConfig)]  # other versions have others
         facts = ("config", names, str(weights), *self.config_facts())
-        return DecoderConfig.from_json(remembered_by_transformers(facts, read))
+        try:
+            found = remembered_by_transformers(facts, read)
+        except UnsupportedModelError as error:
+            named = str(self.path) in str(error)
+            raise error if named else UnsupportedModelError(f"{self.path}: {error}") from error
+        return DecoderConfig.from_json(found)
 
     @abstractmethod
     def read_config(self, weights: torch.dtype | str) -> DecoderConfig:
