@@ -114,6 +114,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {"sliding_window": 40, "layer_types": _KINDS, "rope_parameters": _BY_KIND},
     ),
+    "qwen3-5": (
+        "Qwen3_5",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 96,
+            "rope_parameters": {"partial_rotary_factor": 0.25},
+        },
+    ),
     "glm4": ("Glm4", {"rope_parameters": {"partial_rotary_factor": 0.5}}),
 }
 
@@ -128,7 +141,7 @@ def save_model(folder: Path, name: str, *, max_shard_size: str = "50GB", **chang
     if family in ("Qwen2", "Granite"):
         options.pop("head_dim")
     torch.manual_seed(sum(name.encode()))
-    made = "Gemma3Text" if family == "Gemma3" else family
+    made = f"{family}Text" if family in ("Gemma3", "Qwen3_5") else family
     config = getattr(transformers, f"{made}Config")(**options)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     for parameter in model.parameters():

@@ -14,12 +14,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "decoder"))
 from decoder_cases import FAMILIES, ask_tree, extend, save_model
 
 from paceline.decoder import Decoder, LocalCache
-from paceline.drafter.methods.base import Budget, Update
+from paceline.drafter.methods.base import Budget, LoadError, Update
 
 from . import models
 
 FIRST = ("Llama", "Mistral", "Qwen2", "Qwen3")  # whole services of these are tested
-NAMES = [name for name, (family, _) in FAMILIES.items() if family not in FIRST]
+RECURRENT = ("Qwen3_5",)  # served in tests/verifier/test_recurrent.py
+NAMES = [name for name, (family, _) in FAMILIES.items() if family not in (*FIRST, *RECURRENT)]
 TOKENS = 24
 DRAFTERS: dict[str, dict[str, int]] = {"ngram": {}, "selfspec": {"context": 48, "min_survival": 0}}
 """Drafters that need no training, and their options."""
@@ -45,6 +46,15 @@ def test_a_family_with_drafters_and_formats(name: str, tmp_path: Path) -> None:
         found = extend(loaded, LocalCache(loaded.config), torch.tensor(expected)).float()
         errors = (found - logits).std(-1) / logits.std(-1)
         assert errors.median() < max_error, weights
+
+
+@pytest.mark.parametrize("method", ["lm", "selfspec"])
+def test_methods_whose_caches_have_no_states_refuse_a_recurrent_model(
+    method: str, tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path, "qwen3-5")
+    with pytest.raises(LoadError, match=f"{method} does not draft with a model of type 'qwen3_5"):
+        models.load(method, folder)
 
 
 def _accepted(decoder: Decoder, folder: Path, method: str, expected: list[int]) -> int:

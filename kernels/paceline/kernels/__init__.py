@@ -12,6 +12,7 @@ from paceline.kernels.attention import (
     tree_attention,
 )
 from paceline.kernels.caches import KVCacheView, LayerTable, PagedPlane, Plane
+from paceline.kernels.delta import MAX_TAPS, Delta, DeltaShape, RecurrentStates
 from paceline.kernels.dense import MAX_PROBES, AttentionCall, GraphProbes, Probe, ProbedBlock
 from paceline.kernels.executor import Executor
 from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox
@@ -46,6 +47,7 @@ __all__ = [
     "CHUNK",
     "MAX_EXPERTS",
     "MAX_PROBES",
+    "MAX_TAPS",
     "MAX_TREE_NODES",
     "NUMERICS",
     "SELECTION_CHUNK",
@@ -54,6 +56,8 @@ __all__ = [
     "AttentionCall",
     "Context",
     "CpuKernels",
+    "Delta",
+    "DeltaShape",
     "Edits",
     "Executor",
     "GraphProbes",
@@ -71,6 +75,7 @@ __all__ = [
     "Program",
     "Proposal",
     "Recorder",
+    "RecurrentStates",
     "Routing",
     "RowKernels",
     "SamplingParams",

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from paceline.kernels._native import LANES, address, library
 from paceline.kernels.attention import tree_attention
 from paceline.kernels.caches import LayerTable, Plane, first_heads
+from paceline.kernels.delta import DeltaPass
 from paceline.kernels.dense import Probe
 from paceline.kernels.linear import CMatrix
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program, Routing
@@ -185,7 +186,7 @@ class _Run(ctypes.Structure):
         *(*numbers("kv_type", "blocks"), *pointers("block", "contexts", "context_block")),
         *(*numbers("context_type"), *pointers("inputs"), *numbers("inputs_bf16")),
         *(*numbers("tiles"), *pointers("tile", "logits", "taps"), *numbers("taps_bf16")),
-        *pointers("probes", "queries", "memory"),
+        *pointers("probes", "queries", "states", "committed", "memory"),
     ]
 
 
@@ -205,6 +206,13 @@ def supported(program: Program) -> bool:
             return False
         if op.kind == Kind.ROUTE:
             any_width |= {op.source, op.out}
+        if op.rule is not None:
+            any_width.add(op.source)
+            shape = op.rule.shape
+            if any(
+                each % LANES or each > _WIDEST_HEAD for each in (shape.key_dim, shape.value_dim)
+            ):
+                return False
     gathered = {op.source for op in program.operations if op.kind == Kind.GATHER}
     any_width |= gathered - {op.out for op in program.operations if op.kind == Kind.GATE}
     widths = [b.width for index, b in enumerate(program.buffers) if index not in any_width]
@@ -237,9 +245,12 @@ class NativeProgram:
         buffers = (_Buffer * len(program.buffers))(
             *(_Buffer(b.width, b.extent) for b in program.buffers)
         )
+        self._recurrent = program.recurrent
         first, selected = program.operations[0], program.operations[program.selecting :]
         self._selected_taps = {op.layer for op in selected if op.kind == Kind.TAP}
         self._selects = bool(selected)
+        tapped = [op.layer for op in program.operations if op.kind == Kind.TAP]
+        self._tapped = max(tapped, default=-1) + 1  # of all layers, with KV or without
         self._program = _Program(
             operations=len(operations),
             selecting=program.selecting,
@@ -267,6 +278,7 @@ class NativeProgram:
     def run(self, call: Pass) -> PassResult:
         """See :meth:`paceline.kernels.Executor.run`."""
         plan = call.plan
+        states = DeltaPass(call) if self._recurrent else None
         tables = self._check_caches([cache.table for cache in call.caches], self._layers)
         self._check_segments(plan, tables)
         blocks = BlockTables.of(plan, self._heads.q_heads // self._heads.kv_heads)
@@ -315,6 +327,10 @@ class NativeProgram:
             run.inputs, run.inputs_bf16 = address(inputs, "inputs"), inputs.dtype == torch.bfloat16
         if call.contexts:
             self._add_contexts(run, call, kept)
+        if states is not None:
+            own, committed = states.to_c()
+            run.states, run.committed = ctypes.addressof(own), ctypes.addressof(committed)
+            kept += [own, committed]
         at = ctypes.addressof(run)
         memory = self._reserve(self._bytes(self.address, at))
         run.memory = memory.data_ptr()
@@ -329,6 +345,8 @@ class NativeProgram:
                 f"a token is outside of the vocabulary of {self._program.vocabulary}, or a "
                 f"selected row outside of the batch of {plan.rows} rows"
             )
+        if states is not None:
+            states.finish()
         return PassResult(logits, taps, queries)
 
     def _gather(self, rows: int, width: int, source: int, out: int) -> int:
@@ -352,6 +370,10 @@ class NativeProgram:
             weights[0] = self._matrices([matrix.packed for matrix in op.matrices])
         if op.sinks is not None:
             weights[0] = address(op.sinks, "sinks")
+        if op.rule is not None:
+            rule = op.rule.to_c()
+            self._kept.append(rule)
+            weights[0] = ctypes.addressof(rule)
         for index, norm in enumerate(op.norms):
             weights[index] = address(norm.weight, "a norm")
         return _Operation(
@@ -436,7 +458,7 @@ class NativeProgram:
     def _tap_table(self, taps: Mapping[int, Tensor], kept: list[Any]) -> int | None:
         if not taps:
             return None
-        table = (ctypes.c_void_p * self._layers)()
+        table = (ctypes.c_void_p * self._tapped)()
         for layer, tap in taps.items():
             table[layer] = tap.data_ptr()
         kept.append(table)
@@ -499,6 +521,7 @@ def _addresses(tables: Sequence[LayerTable]) -> ctypes.Array[ctypes.c_void_p]:
 def run_one_by_one(program: Program, call: Pass) -> PassResult:
     """See :meth:`paceline.kernels.Executor.run`."""
     kernels = row_kernels(call.plan.device)
+    states = DeltaPass(call) if program.recurrent else None
     buffers: dict[int, Tensor] = {}
     taps: dict[int, Tensor] = {}
     queries: dict[int, Tensor] = {}
@@ -541,6 +564,13 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
                     buffers[op.out] = clamped_gate(x, op.limit)
                 else:
                     buffers[op.out] = gelu_gate(x) if op.gelu else kernels.gate(x)
+            case Kind.DELTA:
+                assert op.rule is not None
+                assert states is not None
+                buffers[op.out] = states.run(op.rule, op.layer, call, x).to(program.dtype)
+            case Kind.OPEN:
+                gates = buffers[op.delta][:, -x.shape[1] :].float().sigmoid()
+                buffers[op.source] = (x.float() * gates).to(x.dtype)
             case Kind.ADD:
                 x += buffers[op.delta] * op.factor if op.factor != 1 else buffers[op.delta]
             case Kind.CONVOLVE:
@@ -573,6 +603,8 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
                     taps[op.layer] = x.to(program.dtype, copy=True)
             case Kind.SELECT:
                 buffers[op.out] = x if call.selection is None else x[call.selection]
+    if states is not None:
+        states.finish()
     return PassResult(buffers.get(0, torch.empty(0, 0)), taps, queries)
 
 
@@ -595,7 +627,8 @@ def _rotate(program: Program, op: Operation, call: Pass, x: Tensor) -> Tensor:
     missing = program.heads.q_heads - op.heads.q_heads  # the kernels rotate all heads together
     norms = (op.norms[0], op.norms[1]) if op.norms else None
     keys, values = _planes(program, op, call)
-    heads = pad(x, (missing * dim, 0)) if missing else x
+    x = x[:, : (op.heads.q_heads + 2 * op.heads.kv_heads) * dim]  # without gates of outputs
+    heads = pad(x, (missing * dim, 0)) if missing else x.contiguous()
     if norms is not None and _whole(op):
         widths = [len(norm.weight) for norm in norms]
         q, k, v = heads.split([*widths, widths[1]], dim=-1)

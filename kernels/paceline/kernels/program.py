@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.caches import KVCacheView
+from paceline.kernels.delta import Delta
 from paceline.kernels.dense import Probe
 from paceline.kernels.rows import Norm
 from paceline.kernels.trees import TreePlan
@@ -88,6 +89,8 @@ class Kind(IntEnum):
     COMBINE = 14
     CONVOLVE = 15
     GATHER = 16
+    DELTA = 17
+    OPEN = 18
 
 
 class Extent(IntEnum):
@@ -155,6 +158,7 @@ class Operation:
         sinks: Of ATTEND, float32 ``[Hq]``: a score more in the sum of each head's weights.
         routing: Of ROUTE.
         experts: The linear layers of MULTIPLY over slots, instead of ``matrix``.
+        rule: Of DELTA, whose ``layer`` counts such layers.
     """
 
     kind: Kind
@@ -174,6 +178,7 @@ class Operation:
     sinks: Tensor | None = None
     routing: Routing | None = None
     experts: ExpertMatrices | None = None
+    rule: Delta | None = None
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -275,6 +280,11 @@ class Program:
     ranks: int = 1
     gather: Gather | None = None
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether caches need recurrent states."""
+        return any(op.kind == Kind.DELTA for op in self.operations)
+
 
 class Recorder:
     """Records a program: each method adds an operation and returns the buffer it writes.
@@ -347,6 +357,15 @@ class Recorder:
     def attend_context(self, q: int, layer: int, window: int | None) -> int:
         """Attention over the contexts; all rows of a sequence attend to the same keys."""
         return self._attend(Kind.ATTEND_CONTEXT, q, layer, window)
+
+    def delta(self, x: int, rule: Delta, layer: int) -> int:
+        """The gated delta rule over the states of a layer; ``x`` as in :class:`Delta`."""
+        width = rule.shape.value_heads * rule.shape.value_dim
+        return self._add(Kind.DELTA, width, Extent.SLICE, source=x, rule=rule, layer=layer)
+
+    def open(self, x: int, gates: int) -> None:
+        """``x *= sigmoid`` of the last columns of ``gates``."""
+        self._operations.append(Operation(Kind.OPEN, source=x, delta=gates))
 
     def gate(self, gate_up: int, *, gelu: bool = False, limit: float = 0.0) -> int:
         """``silu(gate) * up``, or ``gelu(gate) * up`` with the form that uses tanh, or the form of

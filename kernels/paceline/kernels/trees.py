@@ -35,12 +35,14 @@ class TreeSegment:
         parents: None for a chain; otherwise ``parents[i] < i`` is the parent of node i inside the
             block, -1 for a child of the last committed token.
         length: Number of nodes, 1 to ``MAX_TREE_NODES``.
+        final: A chain of which every node will be committed if the pass succeeds.
     """
 
     sequence: int
     start: int
     parents: tuple[int, ...] | None
     length: int
+    final: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.length <= MAX_TREE_NODES:

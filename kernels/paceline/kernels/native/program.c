@@ -20,7 +20,8 @@ typedef struct {
   int64_t stop;              /* row-wise stage: the first operation behind it, */
   int64_t prepares;          /* which is a product that the stage prepares */
   int64_t first, rows;       /* rows of the slice, or selected rows */
-  int64_t block, tile, tiles; /* first block after the slice; its tiles */
+  int64_t begins, block;      /* first block of the slice, and the one after it */
+  int64_t tile, tiles;        /* its tiles */
   int64_t piece;              /* rows of an item */
   Attention attention;
   Plan plan;
@@ -29,6 +30,7 @@ typedef struct {
   Slots slots;              /* of the experts of a layer */
   float **buffers;
   void *scratch;
+  int64_t states; /* floats of a thread in scratch, for DELTA */
   _Atomic int failed;
 } State;
 
@@ -62,6 +64,17 @@ static int64_t scratch_bytes(const Program *p, const Run *r, const Operation *o)
   return o->experts ? experts_scratch(o->weight, o->experts, rows) : linear_scratch(o->weight, rows);
 }
 
+static int64_t team_size(const Run *r) { return r->threads < MAX_THREADS ? r->threads : MAX_THREADS; }
+
+/* Floats of a thread for the states of drafted rows of DELTA. */
+static int64_t states_of(const Program *p, const Run *r) {
+  int64_t most = 0;
+  for (int64_t i = 0; i < p->operations && !most; i++) /* all layers have one shape */
+    for (int64_t j = 0; p->operation[i].kind == DELTA && j < r->blocks; j++)
+      most = max(most, delta_scratch(p->operation[i].weight, r->block + j, r->committed[j]));
+  return most;
+}
+
 /* Lays out the memory of a run from s->run->memory on; returns its bytes. */
 static int64_t lay_out(State *s) {
   const Program *p = s->program;
@@ -92,7 +105,8 @@ static int64_t lay_out(State *s) {
     const int64_t bytes = scratch_bytes(p, r, o);
     if (bytes > scratch) scratch = bytes;
   }
-  return at + scratch;
+  s->states = states_of(p, r);
+  return at + max(scratch, aligned(team_size(r) * s->states * (int64_t)sizeof(float)));
 }
 
 /* Bytes of memory that a run needs. */
@@ -131,6 +145,7 @@ static int next_slice(State *s) {
     return s->rows > 0;
   }
   s->at = 0;
+  s->begins = s->block;
   while (s->block < r->blocks && s->rows < SLICE) s->rows += r->block[s->block++].length;
   while (s->tile + s->tiles < r->tiles && r->tile[3 * (s->tile + s->tiles)] < s->block) s->tiles++;
   return 1;
@@ -145,7 +160,7 @@ static void show_caches(State *s, const Cache *const *caches, int64_t layer) {
 
 static int row_wise(const State *s) {
   const int64_t kind = s->program->operation[s->at].kind;
-  return kind != ATTEND && kind != ATTEND_CONTEXT && kind != GATHER &&
+  return kind != ATTEND && kind != ATTEND_CONTEXT && kind != GATHER && kind != DELTA &&
          (kind != MULTIPLY || s->part == 0);
 }
 
@@ -179,7 +194,7 @@ static void chain_rows(State *s) {
       s->prepares = 1;
       return;
     }
-    if (o->kind == ATTEND || o->kind == ATTEND_CONTEXT || o->kind == GATHER) return;
+    if (o->kind == ATTEND || o->kind == ATTEND_CONTEXT || o->kind == GATHER || o->kind == DELTA) return;
     if (o->kind == ROTATE) {
       if (layer >= 0) return; /* the state shows the caches of one layer */
       show_caches(s, s->run->caches, layer = o->layer);
@@ -243,6 +258,7 @@ static int64_t begin_stage(State *s) {
   if (o->kind == MULTIPLY)
     return o->experts ? divide_product(&s->slots, o->weight) : linear_items(o->weight, s->rows);
   if (o->kind == GATHER) return 1;
+  if (o->kind == DELTA) return s->run->sequences * ((const Delta *)o->weight)->key_heads;
   return s->part == 0 ? begin_attention(s, o) : attention_merge_items(&s->attention);
 }
 
@@ -291,6 +307,11 @@ static void run_row(const State *s, const Operation *o, int64_t row) {
     case ROTATE: rotate_heads(s, o, row); break;
     case GATE: gate_row(in, rows_of(s, o->out) + row * (width / 2), (int)o->gelu, (float)o->limit, width / 2); break;
     case ADD: add_row(in, rows_of(s, o->delta) + row * width, (float)o->factor, width); break;
+    case OPEN: {
+      const int64_t wide = s->program->buffer[o->delta].width;
+      open_row(in, rows_of(s, o->delta) + (row + 1) * wide - width, width);
+      break;
+    }
     case CAP: cap_row(in, (float)o->factor, width); break;
     case ROUTE:
       route_row(in, o->experts, top, (int)o->among, rows_of(s, o->out) + row * 2 * top);
@@ -340,6 +361,20 @@ static void multiply_item(const State *s, const Operation *o, int64_t item) {
               out + g->first * m->outs, item - g->item);
 }
 
+/* All blocks of a sequence in the slice, by one key head. */
+static void delta_item(const State *s, const Operation *o, int64_t item) {
+  const Program *p = s->program;
+  const Delta *d = o->weight;
+  const int64_t sequence = item / d->key_heads;
+  const float *in = rows_of(s, o->in) - s->first * p->buffer[o->in].width;
+  float *out = rows_of(s, o->out) - s->first * p->buffer[o->out].width;
+  float *scratch = (float *)s->scratch + omp_get_thread_num() * s->states;
+  for (int64_t i = s->begins; i < s->block; i++)
+    if (s->run->block[i].sequence == sequence)
+      delta_block(d, s->run->states + sequence, o->layer, s->run->block + i, s->run->committed[i],
+                  item % d->key_heads, in, out, scratch);
+}
+
 static void work(void *state, int64_t item) {
   State *s = state;
   const Operation *o = s->program->operation + s->at;
@@ -356,6 +391,8 @@ static void work(void *state, int64_t item) {
     if (s->program->gather(s->rows, s->program->buffer[o->in].width, rows_of(s, o->in),
                            rows_of(s, o->out)))
       s->failed = 3;
+  } else if (o->kind == DELTA) {
+    delta_item(s, o, item);
   } else if (s->part) {
     attention_merge_item(&s->attention, item);
   } else if (attention_item(&s->attention, item)) {

@@ -3,13 +3,14 @@
 #define PACELINE_PROGRAM_H
 
 #include "attention.h"
+#include "delta.h"
 #include "experts.h"
 #include "linear.h"
 #include "rows.h"
 
 enum {
   EMBED, INPUT, ADD_NORM, MULTIPLY, ROTATE, ATTEND, ATTEND_CONTEXT, GATE, ADD, TAP, SELECT, CAP,
-  ROUTE, SPREAD, COMBINE, GATHER = 16
+  ROUTE, SPREAD, COMBINE, GATHER = 16, DELTA, OPEN
 };
 
 /* One operation. Of the fields each kind uses some; `in`, `delta` and `out` are buffers.
@@ -33,7 +34,9 @@ enum {
  * ROUTE    out = the experts of a row and their shares by the scores in `in`; see experts.h
  * SPREAD   out = the rows of `in` in slots by the routes `delta`
  * COMBINE  out = the sum of a row's slots in `in` by the routes `delta`
- * GATHER   out = the columns of `in` of all ranks, by the caller's function */
+ * GATHER   out = the columns of `in` of all ranks, by the caller's function
+ * DELTA    out = the outputs of the Delta `weight` over the states of `layer`; see delta.h
+ * OPEN     in *= sigmoid of the last columns of `delta` */
 typedef struct {
   int64_t kind, in, delta, out, layer;
   int64_t window;              /* of attention; 0: none */
@@ -97,6 +100,8 @@ typedef struct {
   int64_t taps_bf16;
   const Probes *probes;   /* by layer; null: none */
   const Queries *queries; /* by layer; null: none */
+  const States *states;   /* of every sequence, for DELTA */
+  const int64_t *committed; /* [blocks]: rows that DELTA stores the state of */
   char *memory;           /* paceline_program_bytes() bytes, aligned to 64 */
 } Run;
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig
-from paceline.kernels import LayerTable
+from paceline.kernels import LayerTable, RecurrentStates
 from paceline.kernels.caches import row_width
 
 _GROWTH = 256
@@ -23,11 +23,12 @@ class LocalCache:
 
     def __init__(self, config: DecoderConfig, device: torch.device | str = "cpu") -> None:
         """Make an empty cache for a model."""
-        self._shape = (config.layers, 2, config.kv_heads)
+        self._shape = (config.kv_layers, 2, config.kv_heads)
         self._width = row_width(config.head_dim, config.kv_dtype)
         self._dtype = config.kv_dtype
         self._device = device
         self._length = 0
+        self.states = None if config.delta is None else RecurrentStates(config.delta)
         self._keep(self._allocate(_GROWTH))
 
     def __len__(self) -> int:
@@ -74,12 +75,15 @@ class LocalCache:
         if nodes != list(range(count)):
             slots = torch.tensor(nodes, device=self._store.device) + start
             self._store[..., start : start + count, :] = self._store[..., slots, :]
+            if self.states is not None:
+                self.states.keep([start + node for node in nodes], start)
         self._length = start + count
 
     def take(self, other: LocalCache, slots: Sequence[int] | Tensor) -> None:
         """Commit copies of slots of another cache of the same model, in that order.
 
-        Keys are stored after RoPE, so a slot's position does not change.
+        Keys are stored after RoPE, so a slot's position does not change. Recurrent states are not
+        taken.
         """
         count = len(slots)
         self.reserve(count)
@@ -88,7 +92,8 @@ class LocalCache:
         self._length += count
 
     def truncate(self, length: int) -> None:
-        """Drop all positions from ``length`` on.
+        """Drop all positions from ``length`` on. Recurrent states are kept for few lengths: the
+        next pass fails where they are not.
 
         Raises:
             ValueError: ``length`` is above the committed length.

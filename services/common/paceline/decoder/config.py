@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.families import FAMILIES, Family
-from paceline.kernels import MAX_EXPERTS
+from paceline.kernels import MAX_EXPERTS, DeltaShape
 from paceline.kernels.caches import row_width
 
 
@@ -77,6 +77,9 @@ class DecoderConfig:
         experts_per_token: Of these, the experts that a row is routed to.
         swiglu_limit: Of gates and ups in the feed-forward activation of gpt-oss; 0: another one.
         norm_topk_prob: Whether their shares are a softmax over their scores, not over all.
+        delta_layers: Layers with the gated delta rule instead of attention, rising.
+        delta_heads: Key heads, value heads, their widths, and taps of the convolution of these
+            layers; see :class:`paceline.kernels.DeltaShape`.
     """
 
     model_type: str
@@ -118,6 +121,20 @@ class DecoderConfig:
     experts_per_token: int = 0
     norm_topk_prob: bool = False
     swiglu_limit: float = 0.0
+    delta_layers: tuple[int, ...] = ()
+    delta_heads: tuple[int, ...] = ()
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers with keys and values. Caches, and readers of caches, count these alone."""
+        return self.layers - len(self.delta_layers)
+
+    @property
+    def delta(self) -> DeltaShape | None:
+        """Shape of the layers with the gated delta rule, if there are any."""
+        if not self.delta_layers:
+            return None
+        return DeltaShape(len(self.delta_layers), *self.delta_heads)
 
     @property
     def group(self) -> int:
@@ -126,9 +143,9 @@ class DecoderConfig:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token over all layers."""
+        """Bytes of keys and values of one token over all layers that have them."""
         row = row_width(self.head_dim, self.kv_dtype) * self.kv_dtype.itemsize
-        return 2 * self.layers * self.kv_heads * row
+        return 2 * self.kv_layers * self.kv_heads * row
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON can store them."""
@@ -189,7 +206,10 @@ def decoder_config(
     family, attention_bias = FAMILIES[hf.model_type], bool(getattr(hf, "attention_bias", False))
     inv_freq, rope_scaling = rope_frequencies(hf)
     windows = _windows(hf, family)
-    switches = family.switches(hf)
+    try:
+        switches = family.switches(hf)
+    except ValueError as error:
+        raise UnsupportedModelError(str(error)) from error
     if family.local_rope:
         local, _ = rope_frequencies(hf, "sliding_attention")
         ropes = tuple(int(window is not None) for window in windows)
@@ -388,7 +408,8 @@ def _windows(hf: Any, family: Family) -> tuple[int | None, ...]:
     if kinds is None:
         sliding = family.layer_types == "sliding" and window
         kinds = ["sliding_attention" if sliding else "full_attention"] * hf.num_hidden_layers
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    known = {"full_attention", "sliding_attention", *(["linear_attention"] if family.gated else [])}
+    unknown = set(kinds) - known
     if unknown or len(kinds) != hf.num_hidden_layers:
         raise UnsupportedModelError(
             f"layer types {sorted(set(kinds))} for {hf.num_hidden_layers} layers are not "

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from paceline.kernels import MAX_TAPS, DeltaShape
+
 Values = Callable[[Any], dict[str, Any]]
 
 
@@ -43,6 +45,8 @@ class Family:
         sinks: Each query head has a sink: a score more in the sum of its weights.
         experts: The feed-forward blocks are routed experts.
         router_bias: Whether the scores of experts have a bias.
+        gated: Outputs of attention are multiplied by gates, which the q projection has behind the
+            queries of each head.
         interleaved: See :class:`paceline.decoder.experts.ExpertTensors`.
         switches: Fields of :class:`paceline.decoder.DecoderConfig` by a transformers config.
         gguf: Architecture in GGUF files; "": they are not read.
@@ -67,6 +71,7 @@ class Family:
     sinks: bool = False
     experts: bool = False
     router_bias: bool = False
+    gated: bool = False
     interleaved: bool = False
     switches: Values = _none
     gguf: str = ""
@@ -95,7 +100,7 @@ class Family:
                 shaped as one of all, ``[experts, ...]``; see :func:`expert_name`.
         """
         q, kv = (count * dim for count in heads)
-        qkv = (q, kv, kv) if len(self.qkv) == 3 else (q + 2 * kv,)
+        qkv = (q * (1 + self.gated), kv, kv) if len(self.qkv) == 3 else (q + 2 * kv,)
         gate_up = (wide, wide) if len(self.gate_up) == 2 else (2 * wide,)
         parts = [
             (f"self_attn.{name}", outs, hidden, biases[0])
@@ -123,6 +128,28 @@ class Family:
             yield "self_attn.k_norm.weight", (kv if whole else dim,)
         if self.sinks:
             yield "self_attn.sinks.weight", heads[:1]
+
+
+def delta_tensors(hidden: int, shape: DeltaShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The same for what a layer with the gated delta rule has instead of attention."""
+    values = shape.value_heads * shape.value_dim
+    for name, outs in zip(DELTA_INPUTS, delta_outs(shape), strict=True):
+        yield f"linear_attn.{name}.weight", (outs, hidden)
+    yield "linear_attn.out_proj.weight", (hidden, values)
+    yield "linear_attn.conv1d.weight", (shape.channels, 1, shape.taps)
+    yield "linear_attn.A_log", (shape.value_heads,)
+    yield "linear_attn.dt_bias", (shape.value_heads,)
+    yield "linear_attn.norm.weight", (shape.value_dim,)
+
+
+DELTA_INPUTS = ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z")
+"""Projections of such a layer, in the order of :class:`paceline.kernels.Delta`."""
+
+
+def delta_outs(shape: DeltaShape) -> tuple[int, ...]:
+    """Their outputs."""
+    heads = shape.value_heads
+    return shape.channels, heads, heads, heads * shape.value_dim
 
 
 def expert_name(name: str, expert: int) -> str:
@@ -226,6 +253,21 @@ def _experts_gguf(values: Any) -> dict[str, Any]:
     }
 
 
+def _delta(hf: Any) -> dict[str, Any]:
+    layers = tuple(i for i, kind in enumerate(hf.layer_types) if kind == "linear_attention")
+    heads = hf.linear_num_key_heads, hf.linear_num_value_heads
+    if heads[1] % heads[0] or not 2 <= hf.linear_conv_kernel_dim <= MAX_TAPS:
+        raise ValueError(
+            f"linear_num_value_heads is {heads[1]} with {heads[0]} key heads and "
+            f"linear_conv_kernel_dim {hf.linear_conv_kernel_dim}, expected a multiple, and 2 to "
+            f"{MAX_TAPS}"
+        )
+    if len(layers) == hf.num_hidden_layers:
+        raise ValueError("layer_types are all linear_attention, expected some full_attention")
+    shape = (*heads, hf.linear_key_head_dim, hf.linear_value_head_dim, hf.linear_conv_kernel_dim)
+    return {"delta_layers": layers, "delta_heads": shape}
+
+
 _SANDWICH = (
     "input_layernorm", "post_attention_layernorm",
     "pre_feedforward_layernorm", "post_feedforward_layernorm",
@@ -272,6 +314,14 @@ FAMILIES = {
             "sliding_window": values.count("attention.sliding_window"),
             **_experts_gguf(values),
         },
+    ),
+    "qwen3_5_text": Family(
+        model="Qwen3_5",
+        qk_norm="heads",
+        norm_offset=1.0,
+        partial_rope=True,
+        gated=True,
+        switches=_delta,
     ),
     "smollm3": Family(model="SmolLM3", switches=_without_rope, gguf="smollm3", gguf_rows=True),
     "granite": Family(

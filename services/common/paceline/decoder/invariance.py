@@ -92,7 +92,9 @@ def _rows_that_depend_on_others(layer: Linear, decoder: Decoder) -> int:
 
 def _tree_that_differs(decoder: Decoder) -> str:
     config = decoder.config
-    kinds = list(zip(config.windows, config.ropes or (0,) * config.layers, strict=True))
+    delta = [index in config.delta_layers for index in range(config.layers)]
+    ropes = config.ropes or (0,) * config.layers
+    kinds = list(zip(config.windows, ropes, delta, strict=True))
     decoder = decoder.with_layers([kinds.index(kind) for kind in dict.fromkeys(kinds)])
     generator = torch.Generator().manual_seed(0)
     vocab = decoder.config.vocab_size
@@ -101,6 +103,8 @@ def _tree_that_differs(decoder: Decoder) -> str:
 
     packed, other, alone = (LocalCache(decoder.config, decoder.device) for _ in range(3))
     _append(decoder, alone, prompt)
+    if alone.states is not None:
+        alone.states.take_snapshot(_PREFIX)
     _append(decoder, packed, prompt[:100])
     _append(decoder, packed, prompt[100:])
     segments = [TreeSegment(1, 0, None, 5), TreeSegment(0, _PREFIX, _PARENTS, len(_PARENTS))]
@@ -131,7 +135,7 @@ def _append(decoder: Decoder, cache: LocalCache, tokens: torch.Tensor) -> torch.
     """Append a chain of tokens and return the logits of the last."""
     count = tokens.numel()
     cache.reserve(count)
-    plan = plan_trees([TreeSegment(0, len(cache), None, count)], device=decoder.device)
+    plan = plan_trees([TreeSegment(0, len(cache), None, count, final=True)], device=decoder.device)
     last = torch.tensor([count - 1], device=decoder.device)
     logits = decoder.forward(tokens, plan, [cache], logit_rows=last).logits
     cache.commit(range(count))

@@ -20,13 +20,20 @@ from torch import Tensor
 from paceline.decoder.config import DecoderConfig, Rope, UnsupportedModelError, head_order
 from paceline.decoder.device import DeviceLost
 from paceline.decoder.experts import Experts
-from paceline.decoder.families import FAMILIES, expert_name
+from paceline.decoder.families import (
+    DELTA_INPUTS,
+    FAMILIES,
+    delta_outs,
+    delta_tensors,
+    expert_name,
+)
 from paceline.decoder.model_source import ModelSource
 from paceline.decoder.packed import PackedWeights
 from paceline.decoder.ranks import Ranks
 from paceline.decoder.sources import open_model
 from paceline.decoder.weights import Linear, Weight, fuse, in_order, plain, take
 from paceline.kernels import (
+    Delta,
     Executor,
     Heads,
     KVCacheView,
@@ -59,7 +66,8 @@ class ForwardResult:
 @dataclass(frozen=True)
 class _Layer:
     norms: tuple[Norm | None, ...]  # before and after attention and feed-forward block
-    qkv: Linear
+    qkv: Linear  # with gates of attention, if there are any; or the inputs of `delta`
+    delta: Delta | None
     head_norms: tuple[Norm, Norm] | None  # of queries, of keys
     sinks: Tensor | None
     out: Linear
@@ -192,6 +200,11 @@ class Decoder:
                 f"{str(device)!r} use auto"
             )
         config = found.config(weights).with_kv(kv_cache_dtype).with_context(max_context)
+        if config.delta_layers and torch.device(device).type != "cpu":
+            raise UnsupportedModelError(
+                f"{found.path}: layers of the gated delta rule are supported on the CPU; the "
+                f"device is {str(device)!r}"
+            )
         if config.attention_cap and torch.device(device).type == "cuda":
             raise UnsupportedModelError(
                 f"{found.path}: its attention scores have a soft cap, which is supported on the "
@@ -251,7 +264,7 @@ class Decoder:
         table = self.rope.table(plan.longest)
         call = Pass(tokens, plan, caches, table, logit_rows, taps)
         if observer is not None:
-            layers = range(self.config.layers)
+            layers = range(self.config.kv_layers)
             probes = {layer: found for layer in layers if (found := observer.probes(layer))}
             rows = {layer: wanted for layer in layers if (wanted := observer.rows(layer))}
             call = replace(call, probes=probes, queries=rows)
@@ -262,10 +275,11 @@ class Decoder:
         return ForwardResult(done.logits, tuple(done.taps[i] for i in taps))
 
     def linears(self) -> list[Linear]:
-        """One linear layer of every shape: those of the first layer, and the LM head."""
+        """One linear layer of every shape, in the order of layers, and the LM head."""
         shapes: dict[tuple[int, int], Linear] = {}
-        for _, each in _linears(self._layers[0]):
-            shapes.setdefault((each.in_features, each.out_features), each)
+        for layer in self._layers:
+            for _, each in _linears(layer):
+                shapes.setdefault((each.in_features, each.out_features), each)
         return [*shapes.values(), self._head]
 
     def with_layers(self, indices: Sequence[int]) -> Self:
@@ -274,7 +288,10 @@ class Decoder:
         windows = tuple(config.windows[index] for index in indices)
         ropes = tuple(config.ropes[index] for index in indices) if config.ropes else ()
         part = copy(self)
-        part.config = replace(config, layers=len(windows), windows=windows, ropes=ropes)
+        delta = tuple(at for at, index in enumerate(indices) if index in config.delta_layers)
+        part.config = replace(
+            config, layers=len(windows), windows=windows, ropes=ropes, delta_layers=delta
+        )
         part._layers = [self._layers[index] for index in indices]
         part._executor = Executor(part._record())
         return part
@@ -316,14 +333,22 @@ class Decoder:
             outputs = program.gather(columns)
             return outputs if norm is None else program.add_norm(outputs, 0, norm)
 
+        recurrent = 0
         for index, layer in enumerate(self._layers):
             before, after, before_mlp, after_mlp = layer.norms
             inputs = enter(before)
             if index:
                 program.tap(x, index - 1)
-            rope = config.ropes[index] if config.ropes else 0
-            q = program.rotate(program.multiply(inputs, layer.qkv), layer.head_norms, index, rope)
-            attended = program.attend(q, index, config.windows[index], layer.sinks)
+            mixed = program.multiply(inputs, layer.qkv)
+            if layer.delta is not None:
+                attended = program.delta(mixed, layer.delta, recurrent)
+                recurrent += 1
+            else:
+                at, rope = index - recurrent, config.ropes[index] if config.ropes else 0
+                q = program.rotate(mixed, layer.head_norms, at, rope)
+                attended = program.attend(q, at, config.windows[index], layer.sinks)
+                if FAMILIES[config.model_type].gated:
+                    program.open(attended, mixed)
             delta = leave(program.multiply(program.gather(attended), layer.out), after)
             delta = leave(_feed_forward(config, program, layer, enter(before_mlp)), after_mlp)
         program.add(x, delta, scale)
@@ -372,6 +397,8 @@ def _check_names(config: DecoderConfig, weights: Mapping[str, Weight]) -> None:
         config.experts,
     )
     known = {"self_attn.rotary_emb.inv_freq"}
+    if config.delta is not None:
+        known |= {name for name, _ in delta_tensors(config.hidden, config.delta)}
     for name, _ in layer:
         known |= {expert_name(name, expert) for expert in range(max(1, config.experts))}
     if config.qk_norm:
@@ -425,10 +452,17 @@ def _layer(
     def norm(name: str, width: int) -> Norm:
         return _norm(config, weights, base + name, width)
 
+    delta = None
+    if index in config.delta_layers:
+        delta = _delta(config, partial(take, weights), f"{base}linear_attn.")
     head_norms = None
-    if config.qk_norm:
+    if config.qk_norm and delta is None:
         widths = (q, kv) if family.qk_norm == "rows" else (dim, dim)
-        head_norms = (norm("self_attn.q_norm", widths[0]), norm("self_attn.k_norm", widths[1]))
+        q_norm, k_norm = norm("self_attn.q_norm", widths[0]), norm("self_attn.k_norm", widths[1])
+        order = head_order(config)
+        if order is not None:
+            q_norm, k_norm = (replace(n, weight=n.weight[order]) for n in (q_norm, k_norm))
+        head_norms = (q_norm, k_norm)
 
     def feed_forward(matrix: str, names: Sequence[str], outs: Sequence[int], ins: int) -> Any:
         bias = config.mlp_bias
@@ -450,23 +484,56 @@ def _layer(
     qkv, router = [f"self_attn.{name}" for name in family.qkv], None
     if config.experts:
         router = fused("router", ["mlp.router"], (config.experts,), hidden, family.router_bias)
+    if delta is not None:
+        names = [f"linear_attn.{name}" for name in DELTA_INPUTS]
+        mixed = fused("qkv", names, delta_outs(delta.shape), hidden, False)
+        heads = delta.shape.value_heads * delta.shape.value_dim
+        out = fused("out", ["linear_attn.out_proj"], (hidden,), heads, False)
+    else:
+        outs = (q * (1 + family.gated), kv, kv)
+        mixed = fused("qkv", qkv, outs, hidden, config.qkv_bias, _rows_in_order(config))
+        out = fused("out", ["self_attn.o_proj"], (hidden,), q, config.o_bias)
     return _Layer(
         norms=tuple(norm(name, hidden) if name else None for name in family.norms),
-        qkv=fused("qkv", qkv, (q, kv, kv), hidden, config.qkv_bias, _rows_in_order(config)),
+        qkv=mixed,
+        delta=delta,
         head_norms=head_norms,
         sinks=sinks,
-        out=fused("out", ["self_attn.o_proj"], (hidden,), q, config.o_bias),
+        out=out,
         router=router,
         gate_up=feed_forward("gate_up", family.gate_up, (wide, wide), hidden),
         down=feed_forward("down", ["down_proj"], (hidden,), wide),
     )
 
 
+def _delta(config: DecoderConfig, read: Callable[..., Weight], base: str) -> Delta:
+    """What a layer with the gated delta rule has besides its projections."""
+    shape = config.delta
+    assert shape is not None
+
+    def vector(name: str, *size: int) -> Tensor:
+        return plain(read(base + name, size), torch.float32)
+
+    return Delta(
+        shape,
+        convolution=vector("conv1d.weight", shape.channels, 1, shape.taps)[:, 0].T.contiguous(),
+        rates=vector("A_log", shape.value_heads).exp(),
+        bias=vector("dt_bias", shape.value_heads).contiguous(),
+        norm=Norm(vector("norm.weight", shape.value_dim).contiguous(), config.norm_eps),
+    )
+
+
 def _rows_in_order(config: DecoderConfig) -> Tensor | None:
-    """The rows of q, k and v with the dimensions of q and k in the order of the rotary table."""
-    order = head_order(config)
-    if order is None:
+    """The rows of q, k and v with the dimensions of q and k in the order of the rotary table, and
+    gates behind all of them."""
+    order, dim = head_order(config), config.head_dim
+    gated = FAMILIES[config.model_type].gated
+    if order is None and not gated:
         return None
-    turned = (config.q_heads + config.kv_heads) * config.head_dim
-    rows = torch.arange(turned).view(-1, config.head_dim)[:, order].flatten()
-    return torch.cat([rows, torch.arange(turned, turned + config.kv_heads * config.head_dim)])
+    order = torch.arange(dim) if order is None else order
+    wide = (1 + gated) * config.q_heads * dim
+    queries = torch.arange(wide).view(config.q_heads, -1, dim)
+    keys = torch.arange(config.kv_heads * dim).view(-1, dim) + wide
+    values = keys + config.kv_heads * dim
+    parts = [queries[:, 0, order], keys[:, order], values, queries[:, 1:]]
+    return torch.cat([part.flatten() for part in parts])

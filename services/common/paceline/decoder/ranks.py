@@ -244,10 +244,10 @@ def check_split(config: DecoderConfig, ranks: int) -> None:
         raise UnsupportedModelError(
             f"tensor_parallel is {ranks}, which does not divide the model's {', '.join(odd)}"
         )
-    if FAMILIES[config.model_type].qk_norm == "rows" or config.experts:
+    if FAMILIES[config.model_type].qk_norm == "rows" or config.experts or config.delta_layers:
         raise UnsupportedModelError(
             f"tensor_parallel is {ranks}, which models of type {config.model_type!r} do not support"
-            ": norms over all heads of a row and experts are not split"
+            ": norms over all heads of a row, experts and recurrent states are not split"
         )
 
 

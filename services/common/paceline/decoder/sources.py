@@ -46,8 +46,8 @@ class ModelFolder(ModelSource):
 
         try:
             found = AutoConfig.from_pretrained(str(self.path), trust_remote_code=False)
-            # Gemma 3 for texts and images has a configuration of each.
-            return found.text_config if found.model_type == "gemma3" else found
+            # Models for texts and images have a configuration of each.
+            return found.text_config if found.model_type in ("gemma3", "qwen3_5") else found
         except (ValueError, KeyError) as error:
             raise UnsupportedModelError(f"cannot read {self.path}/config.json: {error}") from error
 

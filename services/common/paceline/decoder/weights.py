@@ -31,6 +31,9 @@ much as Q4_1 of everything (on SmolLM2-135M a KL divergence of 0.06)."""
 ROUTER = ".mlp.router.weight"
 """Matrices that are never quantised: a small error there chooses other experts."""
 
+_DECAYS = (".linear_attn.in_proj_a.weight", ".linear_attn.in_proj_b.weight")
+"""Small matrices that keep 8 bits in a 4-bit model: their errors add up in states."""
+
 _BITS = {"int8": 8, "int4": 4}
 
 
@@ -53,7 +56,7 @@ class WeightsOf(Mapping[str, Weight]):
         bits = 0 if name.endswith(ROUTER) else _BITS.get(self._weights, 0)
         if len(found.shape) != 2:
             return found.to(self._device) if isinstance(found, Tensor) else found
-        if bits == 4 and name in VOCABULARY:
+        if bits == 4 and (name in VOCABULARY or name.endswith(_DECAYS)):
             bits = 8
         if bits and not (isinstance(found, Blocks) and found.bits <= bits):
             found = _quantise(name, plain(found, torch.float32), bits)

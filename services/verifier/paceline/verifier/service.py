@@ -100,13 +100,19 @@ class VerifierService:
         followers = decoder.followers if isinstance(decoder, ParallelDecoder) else None
         self._model, self._threads = model.message, threads
         config = decoder.config
+        if config.delta_layers and options.paged_kv:
+            raise ValueError(
+                f"paged_kv is not supported for {config.model_type!r}, whose recurrent states lie "
+                "beside segments"
+            )
         layout = KvLayout(
-            config.layers,
+            config.kv_layers,
             config.kv_heads,
             config.head_dim,
             config.kv_dtype,
             config.hidden,
             config.dtype,
+            config.delta,
         )
         kv_bytes = options.kv_bytes
         if kv_bytes is None:
@@ -354,9 +360,10 @@ def _longest_text(layout: KvLayout, kv_bytes: int) -> int:
     Raises:
         ValueError: None does.
     """
-    tokens = kv_bytes // layout.token_bytes // BLOCK_TOKENS * BLOCK_TOKENS - TREE_TOKENS
+    slots = (kv_bytes - layout.state_bytes) // layout.token_bytes
+    tokens = slots // BLOCK_TOKENS * BLOCK_TOKENS - TREE_TOKENS
     if tokens <= 0:
-        min_bytes = layout.capacity(1) * layout.token_bytes
+        min_bytes = layout.capacity(1) * layout.token_bytes + layout.state_bytes
         raise ValueError(f"kv_bytes is {kv_bytes}, expected at least {min_bytes} for this model")
     return tokens
 

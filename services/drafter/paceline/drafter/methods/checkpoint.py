@@ -12,7 +12,13 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.decoder import ModelSource, UnsupportedModelError, open_model, use_device
+from paceline.decoder import (
+    DecoderConfig,
+    ModelSource,
+    UnsupportedModelError,
+    open_model,
+    use_device,
+)
 from paceline.decoder.sources import Origin
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.methods.base import Fit, LoadError, Resources
@@ -89,6 +95,20 @@ def load_model(
         raise
     except Exception as error:  # damaged files make the libraries raise anything
         raise LoadError("UNSUPPORTED_MODEL", f"cannot load {folder}: {error}") from error
+
+
+def refuse_recurrent(method: str, config: DecoderConfig) -> None:
+    """Refuse a model with recurrent states in a method whose caches have none.
+
+    Raises:
+        LoadError: It has them.
+    """
+    if config.delta_layers:
+        raise LoadError(
+            "UNSUPPORTED_MODEL",
+            f"{method} does not draft with a model of type {config.model_type!r}, which has "
+            "recurrent states; expected one with attention in all layers",
+        )
 
 
 def weight_bytes(path: Path) -> int:

@@ -37,7 +37,13 @@ from paceline.drafter.methods.beam_drafter import (
     Block,
     forward_blocks,
 )
-from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
+from paceline.drafter.methods.checkpoint import (
+    load_model,
+    read_fit,
+    refuse_recurrent,
+    required_folder,
+    weight_bytes,
+)
 from paceline.kernels import CHUNK, SELECTION_CHUNK, Probe, TreePlan, attention_weights, best_chunks
 from paceline.kernels.caches import span
 from paceline.kernels.draft import DraftText, NativeDraft
@@ -399,6 +405,7 @@ class LmDrafter(BeamDrafter[LmSequence]):
         decoder = load_model(
             folder, resources, Decoder.load, folder, parsed.weights, resources.device
         )
+        refuse_recurrent(cls.method, decoder.config)
         return cls(decoder, parsed, fit, weight_bytes(folder))
 
     def start(self, generation: GenerationInfo) -> LmSequence:

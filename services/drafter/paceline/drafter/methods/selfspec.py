@@ -50,7 +50,13 @@ from paceline.drafter.methods.beam_drafter import (
     forward_blocks,
     required,
 )
-from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
+from paceline.drafter.methods.checkpoint import (
+    load_model,
+    read_fit,
+    refuse_recurrent,
+    required_folder,
+    weight_bytes,
+)
 from paceline.kernels import LayerTable, TreePlan
 
 MAX_NEW_TOKENS = 128
@@ -236,6 +242,7 @@ class SelfSpecDrafter(BeamDrafter[SelfSpecSequence]):
         decoder, shared = load_model(
             folder, resources, _load_decoder, source, fit.target_fingerprint, parsed, resources
         )
+        refuse_recurrent(cls.method, decoder.config)
         return cls(decoder, parsed, fit, 0 if shared else weight_bytes(folder))
 
     def start(self, generation: GenerationInfo) -> SelfSpecSequence:

@@ -216,7 +216,7 @@ class Batch:
         if observers and starts[-1] < stop - SELECTION_CHUNK:  # all before a few rows is scored
             starts.append(stop - SELECTION_CHUNK)
         for begin, end in pairwise([*starts, stop]):
-            self._add_block(begin, sequence.tokens[begin:end])
+            self._add_block(begin, sequence.tokens[begin:end], final=True)
         block = self._blocks[-1]
         if block.start:
             for observer in observers:
@@ -287,8 +287,13 @@ class Batch:
             self._taps.update(sequence.generation.taps.layers)
 
     def _add_block(
-        self, start: int, tokens: list[int], parents: tuple[int, ...] | None = None
+        self,
+        start: int,
+        tokens: list[int],
+        parents: tuple[int, ...] | None = None,
+        *,
+        final: bool = False,
     ) -> None:
         """Add a block of the newest entry."""
-        self._blocks.append(TreeSegment(len(self._caches) - 1, start, parents, len(tokens)))
+        self._blocks.append(TreeSegment(len(self._caches) - 1, start, parents, len(tokens), final))
         self.tokens += tokens

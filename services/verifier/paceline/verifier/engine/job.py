@@ -515,15 +515,22 @@ class Sequence:
         """Positions whose KV can be copied from another sequence. Unit: tokens.
 
         The last token is left out, since its logits are needed. So are positions whose hidden
-        states must be kept but are missing in the other sequence.
+        states must be kept but are missing in the other sequence, and those behind the last one
+        whose recurrent states it has.
         """
         longest = min(other.committed, len(self.tokens) - 1)
         pairs = zip(self.tokens[:longest], other.tokens, strict=False)
         shared = next((at for at, (own, theirs) in enumerate(pairs) if own != theirs), longest)
-        taps = self.segment.taps
-        if taps is None:
+        taps, states = self.segment.taps, other.segment.states
+        if taps is not None:
+            shared = taps.reusable(other.segment.taps, other.committed, shared)
+        if states is None:
             return shared
-        return taps.reusable(other.segment.taps, other.committed, shared)
+        kept = states.reusable(shared)
+        if taps is None or kept == shared:
+            return kept
+        known = taps.reusable(other.segment.taps, other.committed, kept)
+        return kept if known == kept else 0
 
     def record(self, first: int, states: HiddenStates, rows: slice | list[int]) -> None:
         """Keep hidden states of positions about to be committed, if the request has taps.

@@ -212,6 +212,13 @@ class JobQueue:
             start, end = job.sequence.committed, len(job.sequence.tokens)
             share = max(CHUNK, left // (len(self._prefills) + 1))
             stop = min(end, start + min(share, left))
+            states = job.sequence.segment.states
+            if states is not None:  # other texts continue from the last border of chunks
+                border = (end - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+                if start < border < stop:
+                    stop = border
+                elif start == border:
+                    states.take_snapshot(border)
             if self._reserve(job, stop):
                 batch.add_prefill(job, stop)
                 left -= stop - start

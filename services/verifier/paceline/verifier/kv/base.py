@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import Followers
-from paceline.kernels import LayerTable, Plane
+from paceline.kernels import DeltaShape, LayerTable, Plane, RecurrentStates
 from paceline.kernels.caches import first_heads, row_width
 from paceline.kv.segment import HEADER_BYTES, TAP_MARGIN, SegmentHeader, new_segment
 from paceline.kv.selection import ObservedCache
@@ -170,12 +170,13 @@ class KvLayout:
     contiguous in tokens and one gather moves a path of all layers. The header precedes the first.
 
     Attributes:
-        layers: Decoder layers.
+        layers: Decoder layers that have keys and values.
         kv_heads: Key/value heads per layer.
         head_dim: Elements per head.
         dtype: Type of keys and values; int8 as in :mod:`paceline.kernels.caches`.
         hidden: Elements of a hidden state.
         hidden_dtype: Type of hidden states.
+        delta: Layers that have recurrent states instead; None: there are none.
     """
 
     layers: int
@@ -184,6 +185,12 @@ class KvLayout:
     dtype: torch.dtype
     hidden: int = 0
     hidden_dtype: torch.dtype = torch.float32
+    delta: DeltaShape | None = None
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of a sequence: before a step, behind it, a snapshot."""
+        return 0 if self.delta is None else 3 * self.delta.byte_size
 
     @property
     def planes(self) -> int:
@@ -249,6 +256,7 @@ class SequenceKv(ABC):
         taps: Hidden states that are kept; None: none.
         header: The segment's header, for readers in other processes; unusable once closed.
         table: Addresses of all layers for compiled programs; None: KV in pages.
+        states: Recurrent states, in memory that only this process has; None: the model has none.
         followers: Ranks of a tensor-parallel model that keep heads of this cache; None: there are
             none.
     """
@@ -281,6 +289,7 @@ class SequenceKv(ABC):
         self.layout = layout
         self.capacity = capacity
         self.reserved = 0
+        self.states = None if layout.delta is None else RecurrentStates(layout.delta)
         self._taps_offset = HEADER_BYTES + body_bytes
         self.file_bytes = self._taps_offset + (0 if taps is None else taps.byte_size)
         try:
@@ -327,9 +336,10 @@ class SequenceKv(ABC):
         return self._bytes_of(self.reserved)
 
     def _bytes_of(self, slots: int) -> int:
-        """Memory of so many slots and their hidden states. Unit: bytes."""
+        """Memory of so many slots, their hidden and recurrent states. Unit: bytes."""
         taps = 0 if self.taps is None else self.taps.layout.bytes_of(slots)
-        return slots * self.layout.token_bytes + taps
+        states = self.layout.state_bytes if slots else 0
+        return slots * self.layout.token_bytes + taps + states
 
     def copy_prefix(self, source: Self, tokens: int) -> None:
         """Take over the first ``tokens`` positions of another cache of the same class and layout.
@@ -341,6 +351,8 @@ class SequenceKv(ABC):
         self._copy_kv(source, tokens)
         if self.followers is not None:
             self.followers.copy_prefix(self, source, tokens)
+        if self.states is not None and source.states is not None:
+            self.states.copy_prefix(source.states, tokens)
         if tokens and self.taps is not None and source.taps is not None:
             self.taps.copy_prefix(source.taps, tokens)
 
@@ -429,7 +441,7 @@ class SequenceKv(ABC):
         self.file = -1
         self.reserved = 0
         self._body = torch.empty(0)
-        self.taps = None
+        self.taps = self.states = None
 
     def _fill(self, start: int, byte_size: int, tokens: int) -> None:
         """Give memory to a part of the segment; ``tokens`` is for the error message.

@@ -151,6 +151,8 @@ class Segment(SequenceKv):
     def _keep(self, slots: list[int], start: int) -> None:
         moved = self.kv.index_select(3, torch.tensor(slots))
         self.kv[..., start : start + len(slots), :] = moved
+        if self.states is not None:
+            self.states.keep(slots, start)
 
     def close(self) -> None:
         """See :class:`SequenceKv`. Gives its memory back."""

@@ -245,7 +245,7 @@ def _runner(decoder: Decoder, max_context: int) -> Run:
     caches = [LocalCache(config, decoder.device) for _ in range(count)]
     for cache in caches:
         cache.reserve(slots)
-        for layer in range(config.layers):
+        for layer in range(config.kv_layers):
             for plane in cache.layer(layer):
                 plane.fill_(0.1)
 
@@ -257,6 +257,9 @@ def _runner(decoder: Decoder, max_context: int) -> Run:
             for index, start in enumerate(starts)
         ]
         plan = plan_trees(segments, device=decoder.device)
+        for cache in caches:
+            if cache.states is not None:
+                cache.states.assume(context)
         zeros = torch.zeros(plan.rows, dtype=torch.int64, device=decoder.device)
         decoder.forward(zeros, plan, caches, logit_rows=None).logits.cpu()
         return perf_counter() - begun

@@ -1,0 +1,394 @@
+"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464) over token trees, and its states.
+
+A layer keeps a state of fixed size for each sequence instead of keys and values. ``native/delta.h``
+has the operations; their order for a token is the same in prefill, decoding and trees.
+
+A pass never changes the states it begins with: it stores those behind its rows beside them. So a
+failed step can be run again. Rows that may be rejected are not in the stored states. Their inputs
+are logged; the next pass runs those that were accepted again, without outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from paceline.kernels._native import address
+from paceline.kernels.rows import Norm, normalised
+from paceline.kernels.trees import TreeSegment
+
+if TYPE_CHECKING:
+    from paceline.kernels.program import Pass
+
+MAX_TAPS = 8
+"""Longest convolution, in tokens; as in ``native/delta.h``."""
+
+_UNIT_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """Shape of all layers with the gated delta rule.
+
+    Attributes:
+        layers: Their number.
+        key_heads: Heads of queries and keys, Hk.
+        value_heads: Heads of values, Hv, a multiple of Hk; each has a state.
+        key_dim: Width of a query and a key, Dk.
+        value_dim: Width of a value, Dv.
+        taps: Tokens that the convolution reads, 2 to ``MAX_TAPS``.
+    """
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values of a row."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def logged(self) -> int:
+        """Values that change a state: channels, betas and decays of a row."""
+        return self.channels + 2 * self.value_heads
+
+    @property
+    def byte_size(self) -> int:
+        """Bytes of the states of one sequence at one position."""
+        state = self.value_heads * self.key_dim * self.value_dim
+        return 4 * self.layers * (state + (self.taps - 1) * self.channels)
+
+
+class _CDelta(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("key_heads", "value_heads", "key_dim", "value_dim")),
+        ("taps", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("convolution", "rates", "bias", "norm")),
+        ("eps", ctypes.c_double),
+    ]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A layer. A row of its input has queries, keys and values (the channels), then betas and
+    decays before their activations ``[Hv]``, then gates ``[Hv Dv]``.
+
+    Attributes:
+        shape: Shape of all such layers.
+        convolution: Weights of the channels, the newest token's last, float32 ``[taps, channels]``.
+        rates: Of ``exp(-rate softplus(x + bias))``, float32 ``[Hv]``.
+        bias: float32 ``[Hv]``.
+        norm: The norm of the outputs of a head.
+    """
+
+    shape: DeltaShape
+    convolution: Tensor
+    rates: Tensor
+    bias: Tensor
+    norm: Norm
+
+    def to_c(self) -> ctypes.Structure:
+        """``Delta`` of ``native/delta.h``; the layer must outlive it."""
+        s = self.shape
+        return _CDelta(
+            s.key_heads, s.value_heads, s.key_dim, s.value_dim, s.taps,
+            address(self.convolution, "a convolution"), address(self.rates, "rates"),
+            address(self.bias, "a bias"), address(self.norm.weight, "a norm"), self.norm.eps,
+        )  # fmt: skip
+
+
+class _Slot:
+    """States at one position, and the logged rows behind them."""
+
+    def __init__(self, shape: DeltaShape) -> None:
+        state = (shape.layers, shape.value_heads, shape.key_dim, shape.value_dim)
+        self.position: int | None = None  # None: nothing is stored
+        self.rows = 0
+        self.state = torch.zeros(state)
+        self.window = torch.zeros(shape.layers, shape.taps - 1, shape.channels)
+        self.log = torch.zeros(shape.layers, 0, shape.logged)
+
+    def covers(self, position: int) -> bool:
+        """Whether the state at a position follows from it."""
+        return self.position is not None and 0 <= position - self.position <= self.rows
+
+    def copy(self, other: _Slot, rows: int) -> None:
+        """Store what another slot has, with as many logged rows."""
+        self.state.copy_(other.state)
+        self.window.copy_(other.window)
+        self.log = other.log[:, :rows].clone()
+        self.position, self.rows = other.position, rows
+
+
+class RecurrentStates:
+    """States of one sequence: those that the next pass begins with, those that it writes, and a
+    snapshot for other texts that begin alike."""
+
+    def __init__(self, shape: DeltaShape) -> None:
+        """Make those of an empty text."""
+        self.shape = shape
+        with torch.inference_mode(False):  # tensors of inference mode are read-only outside of it
+            self._slots = [_Slot(shape), _Slot(shape)]
+        self._slots[0].position = 0
+        self._snapshot: _Slot | None = None
+
+    def _covering(self, position: int) -> _Slot | None:
+        slots = [*self._slots, *([self._snapshot] if self._snapshot is not None else [])]
+        found = [slot for slot in slots if slot.covers(position)]
+        return max(found, key=lambda slot: slot.position or 0, default=None)
+
+    def begin(self, start: int, drafted: int) -> tuple[_Slot, _Slot]:
+        """The slots of a pass: what it begins with, and what it writes.
+
+        Args:
+            start: Position of its first row.
+            drafted: Rows at its end that will be logged.
+
+        Raises:
+            ValueError: The states at this position are not kept.
+        """
+        source = self._covering(start)
+        if source is None and start:
+            kept = [(slot.position, slot.rows) for slot in self._slots]
+            raise ValueError(
+                f"no recurrent states of position {start} are kept, but those of (position, rows "
+                f"behind it) {kept}: compute the text again"
+            )
+        newest, other = sorted(self._slots, key=lambda slot: -(slot.position or 0))
+        target = other if source is not other else newest
+        target.position = None
+        if target.log.shape[1] < drafted:
+            with torch.inference_mode(False):
+                target.log = torch.zeros(self.shape.layers, drafted, self.shape.logged)
+        if source is None:
+            target.state.zero_()
+            target.window.zero_()
+            source = target
+        return source, target
+
+    def keep(self, slots: Sequence[int], start: int) -> None:
+        """Move logged rows as the KV of accepted nodes: from ``slots`` to ``start`` on."""
+        newest = max(self._slots, key=lambda slot: slot.position or 0)
+        base = newest.position or 0
+        moved = [
+            (slot - base, to - base) for to, slot in enumerate(slots, start) if slot - base >= 0
+        ]
+        if moved:
+            sources, targets = map(list, zip(*moved, strict=True))
+            newest.log[:, targets] = newest.log[:, sources]
+
+    def take_snapshot(self, position: int) -> None:
+        """Keep the states at a position, where they are stored without logged rows."""
+        found = self._covering(position)
+        if found is not None and found.position == position:
+            with torch.inference_mode(False):
+                self._snapshot = self._snapshot or _Slot(self.shape)
+            self._snapshot.copy(found, 0)
+
+    def reusable(self, tokens: int) -> int:
+        """The longest prefix of at most so many committed tokens whose states are kept."""
+        slots = [*self._slots, *([self._snapshot] if self._snapshot is not None else [])]
+        return max(
+            (
+                min(tokens, slot.position + slot.rows)
+                for slot in slots
+                if slot.position is not None and slot.position <= tokens
+            ),
+            default=0,
+        )
+
+    def copy_prefix(self, source: RecurrentStates, tokens: int) -> None:
+        """Take over the states behind so many tokens of another sequence.
+
+        Raises:
+            ValueError: They are not kept; see :meth:`reusable`.
+        """
+        found = source._covering(tokens)
+        if found is None or found.position is None:
+            if tokens:
+                raise ValueError(f"no recurrent states of position {tokens} are kept")
+            return
+        self._slots[0].copy(found, tokens - found.position)
+        self._slots[1].position = self._snapshot = None
+
+    def assume(self, position: int) -> None:
+        """Pretend that what is stored belongs to a position, for measurements."""
+        self._slots[0].position, self._slots[1].position = position, None
+        self._slots[0].rows = 0
+
+
+class _CStates(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("start", "replayed", "from_rows", "to_rows")),
+        *((name, ctypes.c_void_p) for name in ("from_", "from_window", "from_log")),
+        *((name, ctypes.c_void_p) for name in ("to", "to_window", "to_log")),
+    ]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The states of a sequence in a pass."""
+
+    start: int
+    stop: int
+    drafted: int
+    source: _Slot
+    target: _Slot
+
+    @property
+    def replayed(self) -> int:
+        """Logged rows between the states and the first row."""
+        return 0 if self.source.position is None else self.start - self.source.position
+
+
+class DeltaPass:
+    """The states of all sequences in one pass.
+
+    Attributes:
+        committed: Rows of each block that the stored states will include.
+        steps: By sequence; None: it has no block.
+    """
+
+    def __init__(self, call: Pass) -> None:
+        """Begin it.
+
+        Raises:
+            ValueError: States that it needs are not kept, or a cache has none.
+        """
+        segments = call.plan.segments
+        last = {segment.sequence: index for index, segment in enumerate(segments)}
+        self.committed = [
+            segment.length if last[segment.sequence] != index else _committed(segment)
+            for index, segment in enumerate(segments)
+        ]
+        starts: dict[int, int] = {}
+        for segment in segments:
+            starts.setdefault(segment.sequence, segment.start)
+        self.steps: list[_Step | None] = []
+        for index, cache in enumerate(call.caches):
+            if index not in starts:
+                self.steps.append(None)
+                continue
+            states: RecurrentStates | None = getattr(cache, "states", None)
+            if states is None:
+                raise ValueError(
+                    f"cache {index} has no recurrent states, which this model needs; make it from "
+                    "the model's configuration"
+                )
+            final = segments[last[index]]
+            drafted = final.length - self.committed[last[index]]
+            slots = states.begin(starts[index], drafted)
+            self.steps.append(_Step(starts[index], final.stop, drafted, *slots))
+
+    def finish(self) -> None:
+        """The pass has succeeded: what it wrote is stored."""
+        for step in self.steps:
+            if step is not None:
+                step.target.position, step.target.rows = step.stop - step.drafted, step.drafted
+
+    def to_c(self) -> tuple[ctypes.Array[Any], ctypes.Array[ctypes.c_int64]]:
+        """``States`` of each sequence, and the committed rows of each block."""
+        states = (_CStates * len(self.steps))()
+        for row, step in zip(states, self.steps, strict=True):
+            if step is None:
+                continue
+            row.start, row.replayed = step.start, step.replayed
+            for slot, name in ((step.source, "from"), (step.target, "to")):
+                setattr(row, f"{name}_rows", slot.log.shape[1])
+                setattr(row, "from_" if name == "from" else "to", slot.state.data_ptr())
+                setattr(row, f"{name}_window", slot.window.data_ptr())
+                setattr(row, f"{name}_log", slot.log.data_ptr())
+        return states, (ctypes.c_int64 * len(self.committed))(*self.committed)
+
+    def run(self, delta: Delta, layer: int, call: Pass, x: Tensor) -> Tensor:
+        """The outputs of a layer in torch operations, row by row.
+
+        Args:
+            delta: The layer.
+            layer: Its number among such layers.
+            call: The pass.
+            x: ``[M, width]`` of its input.
+
+        Returns:
+            float32 ``[M, Hv Dv]``.
+        """
+        out = torch.empty(len(x), delta.shape.value_heads * delta.shape.value_dim)
+        rows = zip(call.plan.segments, call.plan.offsets, self.committed, strict=False)
+        for segment, row, committed in rows:
+            step = self.steps[segment.sequence]
+            assert step is not None
+            part = slice(row, row + segment.length)
+            out[part] = _run_block(delta, layer, step, segment, committed, x[part].float())
+        return out
+
+
+def _committed(last: TreeSegment) -> int:
+    """Rows of a sequence's last block that are stored: all of a text, the root of a tree."""
+    if last.final:
+        return last.length
+    roots = 1 if last.parents is None else last.parents.count(-1)
+    return 1 if roots == 1 else 0
+
+
+def _run_block(
+    delta: Delta, layer: int, step: _Step, segment: TreeSegment, committed: int, x: Tensor
+) -> Tensor:
+    shape, taps = delta.shape, delta.shape.taps
+    begins = segment.start == step.start
+    source, replayed = (step.source, step.replayed) if begins else (step.target, 0)
+    logged = x[:, : shape.logged]
+    before = source.log[layer, :replayed]
+    channels = torch.cat(
+        [source.window[layer], before[:, : shape.channels], logged[:, : shape.channels]]
+    )
+    scalars = torch.cat([before[:, shape.channels :], logged[:, shape.channels :]])
+    state, states, outs = source.state[layer], dict[int, Tensor](), []
+    for n in range(-replayed, segment.length):
+        path, at = [], n
+        for _ in range(taps):
+            path.append(taps - 1 + replayed + at)
+            at = segment.parents[at] if segment.parents is not None and at > 0 else at - 1
+        mixed = silu((channels[path[::-1]] * delta.convolution).sum(0))
+        if n >= committed:
+            parent = n - 1 if segment.parents is None else segment.parents[n]
+            found, read = _token(delta, states.get(parent, state), mixed, scalars[replayed + n])
+            states[n] = found
+        else:
+            state, read = _token(delta, state, mixed, scalars[replayed + n])
+        if n >= 0:
+            outs.append(read)
+    end = replayed + committed
+    step.target.state[layer] = state
+    step.target.window[layer] = channels[end : end + taps - 1].clone()
+    step.target.log[layer, : segment.length - committed] = logged[committed:]
+    gates = silu(x[:, shape.logged :].unflatten(1, (shape.value_heads, -1)))
+    return (normalised(torch.stack(outs), delta.norm) * gates).flatten(1)
+
+
+def _token(delta: Delta, state: Tensor, mixed: Tensor, scalars: Tensor) -> tuple[Tensor, Tensor]:
+    """The state ``[Hv, Dk, Dv]`` behind a token, and its output ``[Hv, Dv]``."""
+    shape = delta.shape
+    keys = shape.key_heads * shape.key_dim
+    q, k, v = mixed.split([keys, keys, shape.value_heads * shape.value_dim])
+    group = shape.value_heads // shape.key_heads
+    q, k = (_unit(each.view(shape.key_heads, -1)).repeat_interleave(group, 0) for each in (q, k))
+    beta, decay = scalars.chunk(2)
+    decay = torch.exp(-delta.rates * softplus(decay + delta.bias))[:, None, None]
+    state = state * decay
+    wrong = v.view(shape.value_heads, -1) - (state * k[:, :, None]).sum(1)
+    state = state + k[:, :, None] * (wrong * beta.sigmoid()[:, None])[:, None, :]
+    return state, (state * (q * shape.key_dim**-0.5)[:, :, None]).sum(1)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + _UNIT_EPS).rsqrt()

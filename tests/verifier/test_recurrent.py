@@ -1,0 +1,166 @@
+"""A target with recurrent states: tokens, prefix reuse and failing steps."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import drafters
+import pytest
+import torch
+import transformers
+from verifier_support import CONTEXT, VOCAB, serving, text
+
+from paceline.decoder import Decoder, LocalCache
+from paceline.kernels import TreeSegment, plan_trees
+from paceline.v1 import sampling_pb2
+
+pytestmark = pytest.mark.bits
+
+SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "T=0.7": {"temperature": 0.7, "seed": 3}}
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers of the gated delta rule beside attention."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    torch.manual_seed(0)
+    config = transformers.Qwen3_5TextConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+        linear_value_head_dim=16, max_position_embeddings=CONTEXT, initializer_range=0.3,
+        eos_token_id=0, bos_token_id=1, pad_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    )  # fmt: skip
+    transformers.Qwen3_5ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def fields(name: str, tokens: int) -> dict[str, Any]:
+    sampling = sampling_pb2.SamplingParams(**SAMPLINGS[name])
+    return {"sampling": sampling, "max_new_tokens": tokens, "ignore_eos": True}
+
+
+@pytest.mark.parametrize(
+    ("weights", "name"),
+    [("float32", "greedy"), ("float32", "T=0.7"), ("bfloat16", "T=0.7"), ("int8", "greedy"),
+     ("int4", "greedy")],
+)  # fmt: skip
+async def test_same_tokens_with_every_drafter_and_in_any_chunks(
+    weights: str, name: str, hybrid: Path, tmp_path: Path
+) -> None:
+    prompt, wanted = text(3, 300), fields(name, 40)
+    options: dict[str, Any] = {"weights": weights, "kv_bytes": 1 << 26}
+    async with serving(hybrid, tmp_path / "v.sock", **options) as client:
+        plain = await client.generate(prompt, None, **wanted)
+        for drafter, draw in drafters.all_of(plain, len(prompt)).items():
+            assert await client.generate(prompt, draw, seed=5, **wanted) == plain, drafter
+    async with serving(hybrid, tmp_path / "c.sock", prefill_token_limit=16, **options) as client:
+        assert await client.generate(prompt, None, **wanted) == plain
+
+
+async def test_greedy_tokens_are_those_of_transformers(hybrid: Path, tmp_path: Path) -> None:
+    prompt = text(4, 100)
+    model = transformers.AutoModelForCausalLM.from_pretrained(hybrid, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = model.generate(
+            torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None
+        )[0, 100:].tolist()
+    async with serving(hybrid, tmp_path / "v.sock", kv_bytes=1 << 26) as client:
+        assert await client.generate(prompt, None, **fields("greedy", 30)) == expected
+
+
+async def test_prefixes_are_reused_where_their_states_are_kept(
+    hybrid: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"kv_bytes": 1 << 26, "prefix_caching": True}
+    wanted, prompt = fields("greedy", 30), text(9, 300)
+    async with serving(hybrid, tmp_path / "v.sock", **options) as client:
+
+        async def run(tokens: list[int]) -> tuple[int, list[int]]:
+            created = await client.create(tokens, **wanted)
+            output = [*created.first.tokens, *await client.rest(created.handle)]
+            await client.release(created.handle)
+            return created.reused_tokens, output
+
+        reused, output = await run(prompt)
+        assert reused == 0
+        turn = [*prompt, *output, *text(10, 20)]
+        assert await run(prompt) == (256, output), "the snapshot at the last border of the prompt"
+        reused, continued = await run(turn)
+        assert reused == len(prompt) + len(output) - 1
+        assert (await run(prompt[:200]))[0] == 0, "no states are kept there"
+        await client.service.check_integrity()
+    async with serving(hybrid, tmp_path / "f.sock", kv_bytes=1 << 26) as client:
+        assert await client.generate(turn, None, **wanted) == continued
+
+
+async def test_a_failed_step_leaves_the_states_as_they_were(
+    hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second step of two texts fails after the model has run; each text then runs alone."""
+    async with serving(hybrid, tmp_path / "v.sock", kv_bytes=1 << 26) as client:
+        prompt, wanted = text(5, 90), fields("T=0.7", 40)
+        plain = await client.generate(prompt, None, **wanted)
+        decoder: Any = client.service.engine._decoder
+        forward, failed = decoder.forward, list[int]()
+
+        def failing(tokens: torch.Tensor, plan: Any, caches: Any, **options: Any) -> Any:
+            output = forward(tokens, plan, caches, **options)
+            if len(caches) > 1:
+                failed.append(len(caches))
+                raise RuntimeError("a step of several texts")
+            return output
+
+        monkeypatch.setattr(decoder, "forward", failing)
+        draw = drafters.scattered(plain, len(prompt))
+        name = await client.drafter_service.add(draw)
+        created = [await client.create(prompt, **wanted) for _ in range(2)]
+        calls = [client.rest(each.handle, drafter=name) for each in created]
+        rest = await asyncio.gather(*calls)
+        assert [[*c.first.tokens, *r] for c, r in zip(created, rest, strict=True)] == [plain] * 2
+
+
+async def test_pages_are_refused(hybrid: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="paged_kv is not supported for 'qwen3_5_text'"):
+        async with serving(hybrid, tmp_path / "v.sock", paged_kv=True, kv_bytes=1 << 26):
+            pass
+
+
+def test_a_pass_that_is_not_committed_changes_nothing(hybrid: Path) -> None:
+    """A tree and a prompt run, as if the step failed behind them; then the text goes on."""
+    decoder, prompt = Decoder.load(hybrid), torch.tensor(text(1, 40))
+    alone, cache = LocalCache(decoder.config), LocalCache(decoder.config)
+    expected = append(decoder, alone, prompt)
+    append(decoder, cache, prompt[:20])
+    for parents, final in (((-1, 0, 0, 2), False), ((-1, -1, 1), False), (None, True)):
+        length = len(parents or range(9))
+        cache.reserve(length)
+        segment = TreeSegment(0, 20, parents, length, final=final)
+        decoder.forward(prompt[:length], plan_trees([segment]), [cache], logit_rows=None)
+        if final:
+            found = append(decoder, cache, prompt[20:])
+            assert torch.equal(found, expected[20:])
+
+
+def append(decoder: Decoder, cache: LocalCache, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits of a chain that is committed."""
+    count = len(tokens)
+    cache.reserve(count)
+    plan = plan_trees([TreeSegment(0, len(cache), None, count)])
+    logits = decoder.forward(tokens, plan, [cache], logit_rows=None).logits
+    cache.commit(range(count))
+    return logits
+
+
+def test_states_that_are_not_kept_are_named(hybrid: Path) -> None:
+    decoder = Decoder.load(hybrid)
+    cache = LocalCache(decoder.config)
+    for _ in range(3):
+        append(decoder, cache, torch.arange(9))
+    cache.truncate(4)
+    with pytest.raises(ValueError, match="no recurrent states of position 4 are kept"):
+        append(decoder, cache, torch.arange(1))
