@@ -100,6 +100,25 @@ def test_the_text_part_of_gemma_3_for_texts_and_images(
     assert torch.equal(found, expected)
 
 
+def test_the_text_part_of_qwen_3_5_for_texts_and_images(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    import transformers
+
+    text = transformers.AutoModelForCausalLM.from_pretrained(models["qwen3-5"])
+    shape = {"hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 96, "patch_size": 14}
+    config = transformers.Qwen3_5Config(
+        text_config=text.config.to_dict(), vision_config={**shape, "depth": 1, "num_heads": 2}
+    )
+    both = transformers.Qwen3_5ForConditionalGeneration(config)
+    both.model.language_model.load_state_dict(text.model.state_dict())
+    both.lm_head.load_state_dict(text.lm_head.state_dict())
+    both.save_pretrained(tmp_path)
+    whole, part = Decoder.load(tmp_path), Decoder.load(models["qwen3-5"])
+    found, expected = (extend(d, LocalCache(d.config), random_tokens(60)) for d in (whole, part))
+    assert torch.equal(found, expected)
+
+
 def test_logits_only_of_requested_rows_and_taps_of_requested_layers(
     models: dict[str, Path],
 ) -> None:

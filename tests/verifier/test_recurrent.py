@@ -146,6 +146,37 @@ def test_a_pass_that_is_not_committed_changes_nothing(hybrid: Path) -> None:
             assert torch.equal(found, expected[20:])
 
 
+def test_slices_and_threads_do_not_change_bits(hybrid: Path) -> None:
+    """A prompt longer than a slice beside a tree behind another text, on several threads."""
+    decoder, prompt = Decoder.load(hybrid), torch.tensor(text(2, 700))
+    parents = (-1, 0, 0, 1, 2, 2, 3)
+    alone = LocalCache(decoder.config)
+    expected = torch.cat([append(decoder, alone, prompt[at : at + 70]) for at in range(0, 700, 70)])
+    before = torch.get_num_threads()
+    trees, after = [], [append(decoder, alone, prompt[:5])]
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        caches = [LocalCache(decoder.config) for _ in range(2)]
+        append(decoder, caches[0], prompt[:30])
+        for cache in caches:
+            cache.reserve(700)
+        blocks = [
+            TreeSegment(1, 0, None, 256, final=True),
+            TreeSegment(1, 256, None, 256, final=True),
+            TreeSegment(0, 30, parents, 7),
+            TreeSegment(1, 512, None, 188, final=True),
+        ]
+        rows = torch.cat([prompt[:512], prompt[:7], prompt[512:]])
+        found = decoder.forward(rows, plan_trees(blocks), caches, logit_rows=None).logits
+        caches[1].commit(range(700))
+        assert torch.equal(torch.cat([found[:512], found[519:]]), expected)
+        trees.append(found[512:519])
+        after.append(append(decoder, caches[1], prompt[:5]))
+    torch.set_num_threads(before)
+    for same in (trees, after):
+        assert all(torch.equal(each, same[0]) for each in same)
+
+
 def append(decoder: Decoder, cache: LocalCache, tokens: torch.Tensor) -> torch.Tensor:
     """Logits of a chain that is committed."""
     count = len(tokens)
