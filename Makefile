@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
-.PHONY: setup demo smollm2 test test-slow levels resolve chart containers up down lint imports types proto \
+.PHONY: setup demo smollm2 test test-slow families levels resolve chart containers up down lint imports types proto \
 	proto-check browser clients docs bench drills fuzz audit gpu-check gpu-kernels gpu-services \
 	gpu-speed gpu-wheels gpu-packages gpu-train clean
 
@@ -36,6 +36,10 @@ smollm2: setup
 test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
 	    --ignore tests/clients
+
+# A table of all families and formats.
+families: setup
+	PYTHONPATH=tests:tests/decoder:tests/verifier $(BIN)/python tests/families.py
 
 # What `make test` leaves out because it takes long by nature.
 test-slow: setup

@@ -39,7 +39,7 @@ def test_a_family_with_drafters_and_formats(name: str, tmp_path: Path) -> None:
         expected = model.generate(prompt[None], **settings)[0].tolist()
         logits = model(torch.tensor([expected])).logits[0]
     decoder = Decoder.load(folder)
-    accepted = {method: _accepted(decoder, folder, method, expected) for method in DRAFTERS}
+    accepted = {method: accepted_tokens(decoder, folder, method, expected) for method in DRAFTERS}
     assert accepted["selfspec"] > 0
     for weights, max_error in MAX_ERRORS.items():
         loaded = Decoder.load(folder, weights)
@@ -57,7 +57,7 @@ def test_methods_whose_caches_have_no_states_refuse_a_recurrent_model(
         models.load(method, folder)
 
 
-def _accepted(decoder: Decoder, folder: Path, method: str, expected: list[int]) -> int:
+def accepted_tokens(decoder: Decoder, folder: Path, method: str, expected: list[int]) -> int:
     """Drafted tokens that were right on the way to a text, which is checked."""
     text = expected[:-TOKENS]
     reads = method == "selfspec"

@@ -1,0 +1,127 @@
+"""`make families`: a table of every family and format, beside transformers and with drafters.
+
+Random small models. Float32 logits are compared with transformers' class; greedy texts with
+`ngram` and `selfspec` have its tokens; formats of weights are compared by the median error of their
+logits, as a share of the logits' spread; a GGUF file by its float32 logits; two ranks by the tokens
+and log-probabilities of one device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from decoder_cases import FAMILIES, extend, save_model
+from drafter import models
+from drafter.test_families import DRAFTERS, MAX_ERRORS, TOKENS, accepted_tokens
+from gguf_files import write_gguf
+from rich.table import Table
+from test_gguf import NAMES as GGUF_NAMES
+from test_gguf import UNKNOWN
+from verifier_support import serving
+
+from paceline.bench.record import make_console
+from paceline.decoder import Decoder, LocalCache
+from paceline.v1 import sampling_pb2
+
+MAX_FLOAT_ERROR = 2e-4
+
+
+def run(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
+    return extend(decoder, LocalCache(decoder.config), torch.tensor(tokens)).float()
+
+
+def milliseconds(decoder: Decoder, tokens: list[int]) -> float:
+    """Of a step of one row behind a text: minimum of 20."""
+    cache, found = LocalCache(decoder.config), []
+    extend(decoder, cache, torch.tensor(tokens))
+    for _ in range(20):
+        began = time.perf_counter()
+        extend(decoder, cache, torch.tensor([tokens[0]]))
+        found.append((time.perf_counter() - began) * 1e3)
+    return min(found)
+
+
+async def answer(folder: Path, ranks: int) -> list[Any]:
+    """Tokens and log-probabilities of a generation at a verifier of so many ranks."""
+    options = {"kv_bytes": 1 << 26, "threads": 1, "tensor_parallel": ranks}
+    with tempfile.TemporaryDirectory() as sockets:
+        async with serving(folder, Path(sockets, "v.sock"), **options) as client:
+            sampling = sampling_pb2.SamplingParams(temperature=0.7, seed=3)
+            created = await client.create(
+                models.text_of(70), sampling=sampling, max_new_tokens=12, ignore_eos=True,
+                top_logprobs=1,
+            )  # fmt: skip
+            rest = [each.result for each in await client.responses(created.handle)]
+            results = [created.first, *rest]
+            logprobs = [each for result in results for each in result.logprobs]
+            return [token for each in results for token in each.tokens] + logprobs
+
+
+def gguf_error(name: str, folder: Path, tokens: list[int]) -> str:
+    """Of a GGUF file's logits beside those of its folder, in float32."""
+    if name not in GGUF_NAMES:
+        return "not as a file"
+    known = UNKNOWN.get(name, {})  # fields that a file does not contain have one value
+    stored = save_model(folder / "stored", name, vocab_size=models.VOCAB, **known)
+    expected = run(Decoder.load(stored), tokens)
+    found = run(Decoder.load(write_gguf(folder / "model.gguf", stored)), tokens)
+    error = float((found - expected).abs().max() / expected.std())
+    assert error < MAX_FLOAT_ERROR, f"{name}: logits of the GGUF file differ by {error}"
+    return f"{error:.0e}"
+
+
+def row(name: str, folder: Path) -> list[str]:
+    """The cells of a family; raises AssertionError where something differs."""
+    save_model(folder, name, eos_token_id=None, vocab_size=models.VOCAB)
+    prompt = torch.tensor(models.text_of(70))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        settings: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False}
+        expected = model.generate(prompt[None], **settings)[0].tolist()
+        logits = model(torch.tensor([expected])).logits[0]
+    decoder = Decoder.load(folder)
+    error = float((run(decoder, expected) - logits).abs().max() / logits.std())
+    assert error < MAX_FLOAT_ERROR, f"{name}: float32 logits differ by {error}"
+    accepted = [str(accepted_tokens(decoder, folder, method, expected)) for method in DRAFTERS]
+    cells = [name, type(model).__name__, f"{error:.0e}", " / ".join(accepted)]
+    for weights, max_error in MAX_ERRORS.items():
+        loaded = Decoder.load(folder, weights)
+        errors = (run(loaded, expected) - logits).std(-1) / logits.std(-1)
+        assert errors.median() < max_error, f"{name}: {weights} differs by {errors.median()}"
+        cells.append(f"{errors.median():.3f}, {milliseconds(loaded, expected):.2f} ms")
+    cells.append(gguf_error(name, folder, expected))
+    try:
+        same = asyncio.run(answer(folder, 1)) == asyncio.run(answer(folder, 2))
+        assert same, f"{name}: two ranks differ from one device"
+        cells.append("same")
+    except (ValueError, NotImplementedError) as why:
+        cells.append(f"refused: {str(why)[:60]}")
+    return cells
+
+
+def main() -> int:
+    console, failed = make_console(), []
+    columns = ["family", "class", "float32", "accepted ngram / selfspec", *MAX_ERRORS, "GGUF"]
+    table = Table(*columns, "two ranks", title=f"all families, {TOKENS} greedy tokens")
+    for name in sys.argv[1:] or FAMILIES:
+        console.log(name)
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                table.add_row(*row(name, Path(folder)))
+            except AssertionError as why:
+                failed.append(str(why))
+    console.print(table)
+    for why in failed:
+        console.print(why, style="red")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
