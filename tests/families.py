@@ -19,7 +19,7 @@ import torch
 import transformers
 from decoder_cases import FAMILIES, extend, save_model
 from drafter import models
-from drafter.test_families import DRAFTERS, MAX_ERRORS, TOKENS, accepted_tokens
+from drafter.test_families import DRAFTERS, MAX_ERRORS, RECURRENT, TOKENS, accepted_tokens
 from gguf_files import write_gguf
 from rich.table import Table
 from test_gguf import NAMES as GGUF_NAMES
@@ -89,8 +89,11 @@ def row(name: str, folder: Path) -> list[str]:
     decoder = Decoder.load(folder)
     error = float((run(decoder, expected) - logits).abs().max() / logits.std())
     assert error < MAX_FLOAT_ERROR, f"{name}: float32 logits differ by {error}"
-    accepted = [str(accepted_tokens(decoder, folder, method, expected)) for method in DRAFTERS]
-    cells = [name, type(model).__name__, f"{error:.0e}", " / ".join(accepted)]
+    accepted = "in tests/verifier/test_recurrent.py"
+    if FAMILIES[name][0] not in RECURRENT:
+        counts = [accepted_tokens(decoder, folder, method, expected) for method in DRAFTERS]
+        accepted = " / ".join(map(str, counts))
+    cells = [name, type(model).__name__, f"{error:.0e}", accepted]
     for weights, max_error in MAX_ERRORS.items():
         loaded = Decoder.load(folder, weights)
         errors = (run(loaded, expected) - logits).std(-1) / logits.std(-1)
