@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import drafters
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from verifier_support import CONTEXT, VOCAB, serving, text
 
-from paceline.decoder import Decoder, LocalCache
+from paceline.decoder import Decoder, LocalCache, UnsupportedModelError
 from paceline.kernels import TreeSegment, plan_trees
 from paceline.v1 import sampling_pb2
 
@@ -98,6 +100,21 @@ async def test_prefixes_are_reused_where_their_states_are_kept(
         assert await client.generate(turn, None, **wanted) == continued
 
 
+async def test_prefixes_with_hidden_states_are_reused_where_both_are_kept(
+    hybrid: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"kv_bytes": 1 << 26, "prefix_caching": True}
+    wanted, prompt = fields("greedy", 20), text(9, 300)
+    async with serving(hybrid, tmp_path / "v.sock", **options) as client:
+        plain = await client.generate(prompt, None, **wanted)
+        taps = {"drafter": await client.reader(0, 2), **wanted}
+        for reused in (0, 256):
+            created = await client.create(prompt, **taps)
+            output = [*created.first.tokens, *await client.rest(created.handle)]
+            assert (created.reused_tokens, output) == (reused, plain)
+            await client.release(created.handle)
+
+
 async def test_a_failed_step_leaves_the_states_as_they_were(
     hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +139,22 @@ async def test_a_failed_step_leaves_the_states_as_they_were(
         calls = [client.rest(each.handle, drafter=name) for each in created]
         rest = await asyncio.gather(*calls)
         assert [[*c.first.tokens, *r] for c, r in zip(created, rest, strict=True)] == [plain] * 2
+
+
+def test_tensors_of_attention_in_a_layer_of_the_delta_rule_are_refused(
+    hybrid: Path, tmp_path: Path
+) -> None:
+    config = json.loads((hybrid / "config.json").read_text())
+    weights = load_file(hybrid / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stray = "model.layers.0.self_attn.q_proj.weight"
+    save_file(weights | {stray: torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=f"tensor '{stray}' is not part of"):
+        Decoder.load(tmp_path)
+    del weights["model.layers.2.linear_attn.dt_bias"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"lacks tensor 'model.layers.2.*dt_bias"):
+        Decoder.load(tmp_path)
 
 
 async def test_pages_are_refused(hybrid: Path, tmp_path: Path) -> None:

@@ -130,20 +130,16 @@ class Family:
             yield "self_attn.sinks.weight", heads[:1]
 
 
-def delta_tensors(hidden: int, shape: DeltaShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The same for what a layer with the gated delta rule has instead of attention."""
-    values = shape.value_heads * shape.value_dim
-    for name, outs in zip(DELTA_INPUTS, delta_outs(shape), strict=True):
-        yield f"linear_attn.{name}.weight", (outs, hidden)
-    yield "linear_attn.out_proj.weight", (hidden, values)
-    yield "linear_attn.conv1d.weight", (shape.channels, 1, shape.taps)
-    yield "linear_attn.A_log", (shape.value_heads,)
-    yield "linear_attn.dt_bias", (shape.value_heads,)
-    yield "linear_attn.norm.weight", (shape.value_dim,)
-
-
 DELTA_INPUTS = ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z")
-"""Projections of such a layer, in the order of :class:`paceline.kernels.Delta`."""
+"""Projections of a layer with the gated delta rule, as :class:`paceline.kernels.Delta` has them."""
+
+
+DELTA_TENSORS = (
+    *(f"linear_attn.{name}.weight" for name in (*DELTA_INPUTS, "out_proj", "conv1d", "norm")),
+    "linear_attn.A_log",
+    "linear_attn.dt_bias",
+)
+"""What such a layer has instead of attention."""
 
 
 def delta_outs(shape: DeltaShape) -> tuple[int, ...]:

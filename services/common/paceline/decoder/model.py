@@ -22,9 +22,9 @@ from paceline.decoder.device import DeviceLost
 from paceline.decoder.experts import Experts
 from paceline.decoder.families import (
     DELTA_INPUTS,
+    DELTA_TENSORS,
     FAMILIES,
     delta_outs,
-    delta_tensors,
     expert_name,
 )
 from paceline.decoder.model_source import ModelSource
@@ -397,15 +397,18 @@ def _check_names(config: DecoderConfig, weights: Mapping[str, Weight]) -> None:
         config.experts,
     )
     known = {"self_attn.rotary_emb.inv_freq"}
-    if config.delta is not None:
-        known |= {name for name, _ in delta_tensors(config.hidden, config.delta)}
     for name, _ in layer:
         known |= {expert_name(name, expert) for expert in range(max(1, config.experts))}
     if config.qk_norm:
         known |= {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
     for name in weights:
         *start, index, part = name.split(".", 3)
-        if start == ["model", "layers"] and int(index) < config.layers and part not in known:
+        if start != ["model", "layers"] or int(index) >= config.layers:
+            continue
+        own = known
+        if int(index) in config.delta_layers:
+            own = {each for each in known if not each.startswith("self_attn.")} | {*DELTA_TENSORS}
+        if part not in own:
             raise UnsupportedModelError(
                 f"tensor {name!r} is not part of a model of type {config.model_type!r} with this "
                 "configuration"
