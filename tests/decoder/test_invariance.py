@@ -77,7 +77,7 @@ def test_without_compiled_kernels_the_self_check_says_so(
 @settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(
     name=st.sampled_from(
-        ["llama", "mistral", "qwen2-window", "qwen3", "qwen3-moe", "olmo3", "gemma2", "glm4"]
+        ["llama", "mistral", "qwen2-window", "qwen3", "qwen3-moe", "qwen3-5", "olmo3", "gemma2"]
     ),
     dtype=st.sampled_from(DTYPES),
     start=st.sampled_from([1, 40, 250, 256, 300, 505]),
@@ -106,7 +106,7 @@ def test_a_tree_has_the_bits_of_decoding_each_path(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "qwen3-5"])
 def test_prefill_in_any_chunks_has_the_bits_of_decoding(
     models: dict[str, Path], name: str, dtype: torch.dtype
 ) -> None:
@@ -119,10 +119,11 @@ def test_prefill_in_any_chunks_has_the_bits_of_decoding(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "qwen3-5"])
 def test_committed_paths_continue_as_if_decoded(
-    models: dict[str, Path], dtype: torch.dtype
+    models: dict[str, Path], name: str, dtype: torch.dtype
 ) -> None:
-    decoder = load(models, "llama", dtype)
+    decoder = load(models, name, dtype)
     parents = (-1, 0, 0, 2, 1, 3, 5, 4)
     prompt, tree, rest = (random_tokens(n, n) for n in (252, 8, 6))
     cache, alone = LocalCache(decoder.config), LocalCache(decoder.config)
