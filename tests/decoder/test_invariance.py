@@ -77,7 +77,17 @@ def test_without_compiled_kernels_the_self_check_says_so(
 @settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(
     name=st.sampled_from(
-        ["llama", "mistral", "qwen2-window", "qwen3", "qwen3-moe", "qwen3-5", "olmo3", "gemma2"]
+        [
+            "llama",
+            "mistral",
+            "qwen2-window",
+            "qwen3",
+            "qwen3-moe",
+            "qwen3-5",
+            "olmo3",
+            "gemma2",
+            "glm4",
+        ]
     ),
     dtype=st.sampled_from(DTYPES),
     start=st.sampled_from([1, 40, 250, 256, 300, 505]),
