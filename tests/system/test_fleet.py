@@ -101,13 +101,14 @@ async def test_a_text_survives_the_death_of_a_rank(
     ranks[1].spawn()
     try:
         with ranks[0]:
-            both = Client(f"{ranks[0].address},{spare.address}", unread_chunks=2)
-            async with Client(spare.address) as one, both as client:
+            first = Client(ranks[0].address, unread_chunks=2)
+            async with Client(spare.address) as one, first as client:
                 expected = await generate_and(one, prompt, "none", TOKENS)
                 generation = client.generate(
                     prompt, max_new_tokens=TOKENS, temperature=1.0, seed=3, ignore_eos=True
                 )
                 async for _ in generation:
+                    client.set_verifiers(f"{ranks[0].address},{spare.address}")
                     await asyncio.to_thread(ranks[1].kill)
                 result = await generation
             assert result.token_ids == expected.token_ids
