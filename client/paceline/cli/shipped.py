@@ -20,7 +20,7 @@ _LARGE = 1 << 26
 _FIRST = {
     "float32": "selfspec",
     "bfloat16": "selfspec",
-    "int8": "ngram",
+    "int8": "dspark",
     "int4": "ngram",
     "gguf": "ngram",
     "mxfp4": "ngram",
