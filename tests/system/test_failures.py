@@ -264,7 +264,7 @@ async def test_two_containers_need_one_shared_folder(
                     verifier.start()
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("carrier", ["socket", pytest.param("stream", marks=pytest.mark.slow)])
 async def test_connections_dropped_and_delayed(
     carrier: str,
     services: tuple[ServiceProcess, ServiceProcess],
