@@ -21,7 +21,8 @@ from paceline.decoder import (
 )
 from paceline.decoder.sources import Origin
 from paceline.decoder.weights import Checkpoint
-from paceline.drafter.methods.base import Fit, LoadError, Resources
+from paceline.drafter.kv import TRANSPORTS
+from paceline.drafter.methods.base import Fit, LoadError, Resources, check_choice
 from paceline.drafter.methods.beam import BeamOptions
 from paceline.drafter.methods.layers import (
     DRAFT_TOKENS,
@@ -567,3 +568,18 @@ class TargetOptions(BeamOptions):
             check_shape(folder, shape, target)
         bits = self.bits(folder)
         return TargetEmbedding.read(folder, target, shape, dtype, device, bits), fit
+
+
+@dataclass(frozen=True)
+class StateOptions(TargetOptions):
+    """Options of methods that read the target's hidden states."""
+
+    states: str = "auto"
+    """Transport of hidden states: map (the verifier's memory), follow (copies over gRPC), or auto:
+    map where the drafter service can open the verifier's Unix socket, else follow."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.widths:
+            raise ValueError("option widths is empty, expected at least one number")
+        check_choice("states", self.states, TRANSPORTS)

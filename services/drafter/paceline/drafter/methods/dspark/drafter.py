@@ -18,19 +18,17 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import load_config
-from paceline.drafter.kv import TRANSPORTS
 from paceline.drafter.kv.reader import StateReader
 from paceline.drafter.methods.base import (
     Fit,
     GenerationInfo,
     Needs,
     Resources,
-    check_choice,
     parse_options,
 )
 from paceline.drafter.methods.beam_drafter import BeamDrafter, BeamSequence, required
 from paceline.drafter.methods.checkpoint import (
-    TargetOptions,
+    StateOptions,
     load_model,
     load_weights,
     read_fit,
@@ -152,21 +150,11 @@ class DSparkSequence(BeamSequence):
 
 
 @dataclass(frozen=True)
-class DSparkOptions(TargetOptions):
+class DSparkOptions(StateOptions):
     """Options of ``dspark``. By default ``depth`` is the length of the drafter's block."""
 
     widths: tuple[int, ...] = (4, 8)
     max_nodes: int = 16
-
-    states: str = "auto"
-    """Transport of hidden states: map (the verifier's memory), follow (copies over gRPC), or auto:
-    map where the drafter service can open the verifier's Unix socket, else follow."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.widths:
-            raise ValueError("option widths is empty, expected at least one number")
-        check_choice("states", self.states, TRANSPORTS)
 
 
 class DSparkDrafter(BeamDrafter[DSparkSequence]):

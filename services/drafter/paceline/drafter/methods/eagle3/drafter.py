@@ -22,14 +22,12 @@ from torch import Tensor
 from paceline.decoder import load_config
 from paceline.decoder.config import Rope
 from paceline.decoder.weights import Linear
-from paceline.drafter.kv import TRANSPORTS
 from paceline.drafter.kv.reader import StateReader
 from paceline.drafter.methods.base import (
     Fit,
     GenerationInfo,
     Needs,
     Resources,
-    check_choice,
     parse_options,
 )
 from paceline.drafter.methods.beam_drafter import (
@@ -40,8 +38,8 @@ from paceline.drafter.methods.beam_drafter import (
     required,
 )
 from paceline.drafter.methods.checkpoint import (
+    StateOptions,
     TargetEmbedding,
-    TargetOptions,
     load_model,
     load_weights,
     read_fit,
@@ -314,22 +312,15 @@ but the newest get keys and values alone."""
 
 
 @dataclass(frozen=True)
-class Eagle3Options(TargetOptions):
+class Eagle3Options(StateOptions):
     """Options of ``eagle3``."""
 
     widths: tuple[int, ...] = (4, 8, 8, 8)
     max_nodes: int = 16
 
-    states: str = "auto"
-    """Transport of hidden states: map (the verifier's memory), follow (copies over gRPC), or auto:
-    map where the drafter service can open the verifier's Unix socket, else follow."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.widths:
-            raise ValueError("option widths is empty, expected at least one number")
         self.check_drafted()
-        check_choice("states", self.states, TRANSPORTS)
 
 
 class Eagle3Drafter(BeamDrafter[Eagle3Sequence]):
