@@ -49,7 +49,9 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(attention._LOADED, kind, DenseBackend())
     service, engine = "paceline.verifier.service", "paceline.verifier.engine.engine"
     real = torch.device("cpu")
-    monkeypatch.setattr(f"{service}.find_device", lambda name: DEVICE if name == "cuda" else real)
+    monkeypatch.setattr(
+        f"{service}.rank_device", lambda options: DEVICE if options.device == "cuda" else real
+    )
     for module in (service, engine):
         monkeypatch.setattr(
             f"{module}.use_device", lambda device: device == DEVICE and enter_thread()
