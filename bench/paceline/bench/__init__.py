@@ -8,8 +8,6 @@
 - ``paceline bench step``: a decoder step by rows and context, prefill and plain decoding, beside
   their roofline and, with ``--rivals``, beside transformers, llama.cpp and OpenVINO.
 - ``paceline bench quality``: what quantised weights change in a model's predictions.
-- ``paceline bench chats``, ``soak``: users of the gateway, memory over time.
-- ``paceline bench lm-eval``: scores of lm-evaluation-harness with the gateway and transformers.
 - ``paceline bench drills``: fault injection under load; what must hold, and whether it did.
 - ``make gpu-check``: the tests of ``tests/gpu``, then ``python -m paceline.bench.gpu``: speed of
   kernels, of a decoder step, and of what else attends on a GPU.

@@ -18,9 +18,6 @@ _MODULES = {
     "step": "paceline.bench.step.run",
     "quality": "paceline.bench.quality",
     "drills": "paceline.bench.drills.run",
-    "soak": "paceline.bench.soak",
-    "chats": "paceline.bench.chats",
-    "lm-eval": "paceline.bench.lm_eval",
     "widen": "paceline.bench.widen",
 }
 _EXPERIMENTS = (
@@ -84,22 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--llama-model", type=Path, nargs="*", default=[], metavar="GGUF",
             help="for llama.cpp; `quality` compares with the first",
         )  # fmt: skip
-    soak = add("soak", "mixed chats over HTTP for a long time: memory and texts")
-    soak.add_argument("--minutes", type=float, default=60.0, help="default: %(default)g")
-    soak.add_argument("--users", type=int, default=16, help="conversations at a time")
-    soak.add_argument("--kv-bytes", default="512MiB", metavar="SIZE", help="of the verifier")
-    soak.add_argument("--seed", type=int, default=1, help="of the conversations")
-    chats = add("chats", "first tokens of turns, users and memory beside llama.cpp", repeats=3)
-    _add_weights(chats, "int8")
-    chats.add_argument("--llama-server", metavar="PROGRAM", help="default: from PATH")
-    chats.add_argument("--llama-model", type=Path, nargs="*", default=[], metavar="GGUF")
-    for sub in (step, quality, soak):
         sub.add_argument("--label", help="the entry of the result file; default: the target's name")
-    harness = add("lm-eval", "lm-evaluation-harness with the gateway and with transformers")
-    harness.add_argument(
-        "--lm-eval", default="lm_eval", metavar="PROGRAM", help="default: from PATH"
-    )
-    harness.add_argument("--limit", type=int, help="requests of a task; default: all")
     drills = add("drills", "inject faults under load and check what must hold")
     drills.add_argument("drill", nargs="*", metavar="DRILL", help="name, in quotes; default: all")
     drills.add_argument("--short", action="store_true", help="fewer and smaller: minutes")

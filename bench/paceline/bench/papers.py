@@ -559,12 +559,14 @@ def _output(bench: Bench) -> None:
 
 
 def _begin_of_loop(tokens: Sequence[int]) -> int:
-    """Where the first block with few different 4-grams begins."""
+    """Where the first block with few 4-grams that are new in the text begins."""
+    seen: set[tuple[int, ...]] = set()
     for begin in range(0, len(tokens), _BLOCK // 4):
-        part = tokens[begin : begin + _BLOCK // 4]
-        grams = [tuple(part[place : place + 4]) for place in range(len(part) - 3)]
-        if grams and len(set(grams)) < _MIN_DISTINCT * len(grams):
+        end = min(begin + _BLOCK // 4, len(tokens))
+        grams = {tuple(tokens[place - 4 : place]) for place in range(max(4, begin), end)}
+        if len(grams - seen) < _MIN_DISTINCT * (end - begin - 4):
             return begin
+        seen |= grams
     return len(tokens)
 
 

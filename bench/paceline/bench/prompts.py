@@ -30,12 +30,6 @@ def encode(prompts: Sequence[str | list[int]], target: Path) -> list[list[int]]:
     return [each if isinstance(each, list) else encoder.encode(each).ids for each in prompts]
 
 
-def texts_of(*categories: str) -> list[str]:
-    """The prompts of the table, of some categories."""
-    files = (Path("bench/prompts") / f"{name}.jsonl" for name in categories)
-    return [str(each) for file in files for each in read_prompts(file)]
-
-
 def demo_prompts(folder: Path, target: Path) -> list[list[int]]:
     """Beginnings of files that the demo target was not trained on, then of some that it was."""
     files = (folder / f"{name}.jsonl" for name in ("heldout", "trained"))

@@ -1,13 +1,12 @@
-"""Verifier, drafter and gateway as processes."""
+"""Verifier and drafter as processes."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from paceline.client import Client, DraftOptions
 from paceline.harness import ServiceProcess
@@ -15,8 +14,6 @@ from paceline.kv.segment import NAME
 
 ALWAYS = DraftOptions(timeout=20.0, adaptive=False)
 """Drafts in every round."""
-
-_READY_SECONDS = 600.0  # a new profile of the model's steps takes minutes on a busy machine
 
 
 @dataclass(frozen=True)
@@ -57,33 +54,6 @@ def services(
         ServiceProcess("drafter", ["--device=cpu", f"--verifier={first.address}", *load]) as second,
     ):
         yield Services(first, second)
-
-
-@contextmanager
-def gateway(
-    target: Path, *, verifier: Sequence[str] = (), drafter: Sequence[str] = ()
-) -> Iterator[tuple[str, list[ServiceProcess]]]:
-    """Start both services and a gateway for the body, as `paceline serve` does.
-
-    Args:
-        target: A Hugging Face folder or a GGUF file.
-        verifier: More arguments of the verifier.
-        drafter: More arguments of the drafter; without ``--load``, the target's own drafters.
-
-    Yields:
-        The gateway's URL, and the processes.
-    """
-    with ExitStack() as stack:
-
-        def start(kind: Literal["verifier", "drafter", "gateway"], *given: str) -> ServiceProcess:
-            process = ServiceProcess(kind, given, ready_seconds=_READY_SECONDS)
-            return stack.enter_context(process)
-
-        first = start("verifier", f"--target={target}", *verifier)
-        second = start("drafter", f"--target={target}", *drafter)
-        addresses = f"--verifier-address={first.address}", f"--drafter-address={second.address}"
-        third = start("gateway", *addresses)
-        yield f"http://{third.address}/v1", [first, second, third]
 
 
 def kv_segments(*pids: int) -> list[str]:

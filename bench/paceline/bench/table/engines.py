@@ -242,11 +242,10 @@ class Server:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A server that is ready: a client, the name of its first model, its process if it has one."""
+    """A server that is ready: a client, and the name of its first model."""
 
     api: AsyncOpenAI
     model: str
-    pid: int | None = None
 
 
 async def connect(given: str | Sequence[str], stack: AsyncExitStack) -> ServedModel:
@@ -276,7 +275,7 @@ async def connect(given: str | Sequence[str], stack: AsyncExitStack) -> ServedMo
         try:
             model = (await api.models.list()).data[0].id
             await api.completions.create(model=model, prompt="1", max_tokens=1)
-            return ServedModel(api, model, process.pid if process else None)
+            return ServedModel(api, model)
         except (APIConnectionError, InternalServerError):
             if process is None or process.returncode is not None or time.monotonic() > deadline:
                 raise
