@@ -264,7 +264,8 @@ async def test_two_containers_need_one_shared_folder(
                     verifier.start()
 
 
-@pytest.mark.parametrize("carrier", ["socket", pytest.param("stream", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("carrier", ["socket", "stream"])
 async def test_connections_dropped_and_delayed(
     carrier: str,
     services: tuple[ServiceProcess, ServiceProcess],

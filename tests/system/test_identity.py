@@ -38,7 +38,7 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_greedy_equals_transformers(
     family: str,
