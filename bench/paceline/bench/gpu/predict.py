@@ -98,6 +98,10 @@ LAUNCH_US = 5.0
 """Of an operation that PyTorch launches by itself, as a drafter's are."""
 
 
+DRAFTED = 32_000
+"""Tokens that LongSpec drafts: the reduced vocabulary of EAGLE-3's published heads."""
+
+
 @dataclass(frozen=True)
 class Draft:
     """A draft for a target, by a drafter as :mod:`paceline.bench.gpu.rounds` makes it.
@@ -106,7 +110,8 @@ class Draft:
         config: Shape of the target.
         layers: Layers that are read in each pass, with `attentions` blocks of attention in each.
         attentions: 2 where a layer attends to the target's keys too.
-        passes: Passes through them, each with a head of the whole vocabulary.
+        passes: Passes through them, each with a head of all drafted tokens.
+        drafted: Tokens that can be drafted.
         levels: Levels of the tree.
         operations: Launched operations of a level.
         copies: Of a level.
@@ -117,6 +122,7 @@ class Draft:
     layers: int
     attentions: int
     passes: int
+    drafted: int
     levels: int
     operations: int
     copies: float
@@ -128,7 +134,7 @@ class Draft:
         attention = c.hidden * c.head_dim * (2 * c.q_heads + 2 * c.kv_heads)
         layer = self.attentions * attention + 3 * c.hidden * c.intermediate
         layers = 2 * self.passes * self.layers * layer / BYTES_PER_US
-        head = 2 * self.passes * c.vocab_size * c.hidden / BYTES_PER_US
+        head = 2 * self.passes * self.drafted * c.hidden / BYTES_PER_US
         launches = self.levels * self.operations * LAUNCH_US
         return {
             "layers": layers,
@@ -141,9 +147,10 @@ class Draft:
 def drafts(config: DecoderConfig) -> dict[str, Draft]:
     """Drafts of both methods. Operations, copies and waits were counted with two and three levels
     of small drafters on the tests' made-up device, by PyTorch's plain operations."""
+    few, all_ = DRAFTED, config.vocab_size
     return {
-        "longspec": Draft(config, 1, 2, 5, 5, operations=58, copies=5.3, waits=1.3),
-        "dspark": Draft(config, 5, 1, 1, 7, operations=31, copies=2.7, waits=2.0),
+        "longspec": Draft(config, 1, 2, 5, few, 5, operations=58, copies=5.3, waits=1.3),
+        "dspark": Draft(config, 5, 1, 1, all_, 7, operations=31, copies=2.7, waits=2.0),
     }
 
 

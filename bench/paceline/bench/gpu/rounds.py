@@ -32,7 +32,7 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 
 from paceline.bench.gpu.cases import EIGHT_BILLION, SMALL, RandomWeights, arguments, report
-from paceline.bench.gpu.predict import Step, drafts
+from paceline.bench.gpu.predict import DRAFTED, Step, drafts
 from paceline.bench.services import ALWAYS
 from paceline.client import Client
 from paceline.decoder import DecoderConfig
@@ -178,11 +178,13 @@ def write_drafters(folder: Path, target: Path, config: DecoderConfig) -> dict[st
     """Write random drafters of the target's shape; returns their specifications by name."""
     from paceline.drafter.methods.checkpoint import TargetRef
     from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
+    from paceline.drafter.methods.layers import DRAFT_TOKENS
     from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel, save_longspec
 
     reference = TargetRef.of(target)
-    long = LongSpecConfig.for_target(target)
-    weights = LongSpecModel(long).state_dict()
+    count = min(DRAFTED, config.vocab_size // 2)
+    long = LongSpecConfig.for_target(target, draft_vocab_size=count)
+    weights = LongSpecModel(long).state_dict() | {DRAFT_TOKENS: torch.arange(count)}
     save_longspec(folder / "longspec", long, weights, reference, dtype=config.dtype)
     last = config.layers - 1
     taps = sorted({round(share * last / 4) for share in range(5)})
