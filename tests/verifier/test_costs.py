@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.decoder import Decoder
+from paceline.decoder.graphs import SHAPES
 from paceline.verifier.scheduler import costs
 from paceline.verifier.scheduler import scheduler as scheduling
 from paceline.verifier.scheduler.costs import Costs, CostTable, flat_table
@@ -139,4 +140,19 @@ def test_a_table_is_corrected_as_steps_run() -> None:
         live.observe(1, tokens, 100.0, truth(tokens))
         live.observe(1, tokens, 100.0, 1.0 if number > 100 else truth(tokens))
     for tokens in (1, 8, 32):
+        assert live.seconds(1, tokens, 100.0) == pytest.approx([truth(tokens)], rel=0.1)
+
+
+def test_steps_of_a_gpu_are_known_up_to_the_largest_graph() -> None:
+    """Beyond 256 tokens they take another time for each further one."""
+    live = Costs(flat_table())
+    assert set(SHAPES) <= set(live.profiled.tokens)
+
+    def truth(tokens: int) -> float:
+        return 0.01 + max(0, tokens - 256) * 0.0001
+
+    for number in range(3000):
+        tokens = (64, 256, 384, 512)[number % 4]
+        live.observe(1, tokens, 100.0, truth(tokens))
+    for tokens in (64, 256, 288, 448):
         assert live.seconds(1, tokens, 100.0) == pytest.approx([truth(tokens)], rel=0.1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_padded_batches_give_what_the_plain_decoder_gives(
         [TreeSegment(1, 5, (-1, 0, 0), 3), TreeSegment(0, 9, None, 2)],
         [TreeSegment(1, 7, None, 1)],
     ]
-    before = dict(attention._LOADED)
+    before, logits = dict(attention._LOADED), []
     for segments in steps:
         tokens = torch.randint(50, (sum(segment.length for segment in segments),)).tolist()
         found = runner.forward(tokens, segments, [1, 2], taps=[1])
@@ -78,7 +78,9 @@ def test_padded_batches_give_what_the_plain_decoder_gives(
         attention._LOADED.update(before)
         torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(found.taps[0], expected.taps[0], atol=1e-4, rtol=1e-4)
+        logits.append(found.logits)
     assert len(runner) == 3
+    assert len({each.data_ptr() for each in logits}) == 1, "one buffer for all graphs"
     written = pool.kv.isfinite().all(-1).flatten(1).all(1)
     assert not written.any(), "no page is whole, and none but the two was touched"
     assert pool.kv[[0, 2]].isnan().all()
@@ -157,8 +159,9 @@ class RowView:
 
 def test_batches_beyond_every_shape_are_left_to_others(pool: PagePool) -> None:
     runner = GraphRunner(make_decoder(), PoolView(pool))
-    segments = [TreeSegment(0, 0, None, 256), TreeSegment(0, 256, None, 1)]
-    assert runner.forward([0] * 257, segments, [1]) is None
+    segments = [TreeSegment(0, start, None, 256) for start in (0, 256)]
+    segments.append(TreeSegment(0, 512, None, 1))
+    assert runner.forward([0] * 513, segments, [1]) is None
 
 
 def test_a_batch_that_needs_no_logits(request: pytest.FixtureRequest, pool: PagePool) -> None:
@@ -173,6 +176,23 @@ def test_a_batch_that_needs_no_logits(request: pytest.FixtureRequest, pool: Page
     kv.close()
 
 
+def test_a_long_piece_of_a_prompt_takes_no_graph(
+    monkeypatch: pytest.MonkeyPatch, pool: PagePool
+) -> None:
+    """Which would compute logits of all rows; trees of many sequences need them."""
+    decoder, kv = make_decoder(), pool.allocate(512, None)
+    runner = GraphRunner(decoder, PoolView(pool))
+    monkeypatch.setattr(runner, "_capture", lambda plan, *_: Captured(plan))
+    kv.reserve(300)
+    for scored in (None, 0):  # all rows of a prompt are read for their log-probabilities
+        params = GenerationParams(tuple(range(40)) * 8, prompt_logprobs=scored)
+        batch = Batch()
+        batch.add_prefill(Prefill(Sequence(params, kv)), 300)
+        found = batch._replay(decoder, runner, ())
+        assert (found is None) == (scored is None)
+    kv.close()
+
+
 def test_after_the_warm_up_no_step_captures_a_graph(
     monkeypatch: pytest.MonkeyPatch, pool: PagePool
 ) -> None:
@@ -183,21 +203,28 @@ def test_after_the_warm_up_no_step_captures_a_graph(
     monkeypatch.setattr(runner, "_capture", lambda plan, *_: Captured(plan))
     reported = list(runner.warm_up())
     assert reported == [(n, len(runner)) for n in range(1, len(runner) + 1)]
-    for rows in (1, 3, 17, 100, 256):
+    # 69 rows are those of LongSpec's tree, 288 those of 32 sequences with 8 nodes each.
+    for rows, shape in {1: 1, 3: 4, 17: 24, 69: 96, 100: 128, 256: 256, 288: 384, 512: 512}.items():
         for widest in (1, 5, 30, 200):
             blocks = [TreeSegment(0, 9, None, min(rows, widest))]
             blocks += [TreeSegment(1, 9, None, 1)] * (rows - blocks[0].length)
+            Captured.runs.clear()
             runner.forward([0] * rows, blocks, [1, 2])
+            assert Captured.runs == [shape]
     assert len(runner) == len(reported)
 
 
 class Captured:
     """Runs nothing."""
 
+    runs: ClassVar[list[int]] = []
+    """Rows of the plans that were run."""
+
     def __init__(self, plan: Any) -> None:
         self.plan = plan
 
     def run(self) -> ForwardResult:
+        self.runs.append(self.plan.rows)
         return ForwardResult(torch.empty(self.plan.rows, 50))
 
 
@@ -221,8 +248,8 @@ def test_a_layer_launches_its_kernels_and_no_others(
         graph.run()
     layers = CONFIG.layers
     expected = dict.fromkeys(kernels, layers) | {"add_norm_rows": 2 * layers + 1}
-    # The embedding, which is packed on a CPU; the last residual.
-    around = dict.fromkeys(("index", "floor_divide", "remainder", "add_"), 1)
+    # The embedding, which is packed on a CPU; the last residual; logits to the one buffer.
+    around = dict.fromkeys(("index", "floor_divide", "remainder", "add_", "copy_"), 1)
     assert Counter(launched.names) == Counter(expected | around)
 
 

@@ -19,7 +19,7 @@ from paceline.kernels import GraphProbes, KVCacheView, PagedPlane, Probe, Probed
 if TYPE_CHECKING:
     from paceline.kernels._triton.plan import GraphPlan, Tiling
 
-SHAPES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SHAPES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Packed rows that graphs are made for. Larger batches, such as prefills, gain nothing by them."""
 
 
@@ -44,6 +44,8 @@ class GraphRunner:
         self._keys = key.pool
         self._graphs: dict[tuple[object, ...], _Graph] = {}
         self._memory: Any = None
+        # One for all graphs, whose own would take gigabytes.
+        self._logits: Tensor | None = None
 
     def __len__(self) -> int:
         """Graphs captured so far."""
@@ -126,10 +128,14 @@ class GraphRunner:
         observer = _GraphObserver(layers) if layers else None
 
         def run() -> ForwardResult:
-            return self._decoder.forward(
+            result = self._decoder.forward(
                 plan.tokens, plan.plan, [self._planes],
                 logit_rows=None, taps=taps, observer=observer,
             )  # fmt: skip
+            if self._logits is None:
+                vocab = result.logits.shape[1]
+                self._logits = result.logits.new_empty(SHAPES[-1], vocab)
+            return ForwardResult(self._logits[: plan.rows].copy_(result.logits), result.taps)
 
         if self._keys.device.type != "cuda":
             return _Graph(plan, run)

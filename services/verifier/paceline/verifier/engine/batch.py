@@ -30,6 +30,9 @@ from paceline.verifier.engine.job import (
 )
 from paceline.verifier.kv.base import SequenceKv
 
+_MAX_PROMPT = 256
+"""Rows of a step with prompts from which it gains nothing by a graph, which has logits of all."""
+
 
 @dataclass(frozen=True)
 class _Observed:
@@ -261,6 +264,8 @@ class Batch:
         self, decoder: Decoder, graphs: GraphRunner, taps: Items[int]
     ) -> ForwardResult | None:
         """Replay a CUDA graph; None if no graph can run the batch and observe its attention."""
+        if len(self) > _MAX_PROMPT and 2 * len(self._logit_rows) < len(self):
+            return None
         config = decoder.config
         layers, probed = self._observer.scratch(config.windows)
         if len(self._observer) and not probed:

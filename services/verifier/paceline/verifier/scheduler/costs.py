@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from paceline.decoder import Decoder, LocalCache
+from paceline.decoder.graphs import SHAPES
 from paceline.kernels import TreeSegment, plan_trees
 
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
@@ -185,9 +186,10 @@ def flat_table() -> CostTable:
     """A table for devices whose steps are not profiled: all steps take as long.
 
     That is so on a GPU as long as a step reads more bytes of weights than it computes with. What is
-    different shows as the engine runs: see :class:`Costs`.
+    different shows as the engine runs: see :class:`Costs`. Each shape of a CUDA graph is a point.
     """
-    return CostTable(TOKENS, (0.01,) * len(TOKENS))
+    tokens = tuple(sorted({*TOKENS, *SHAPES}))
+    return CostTable(tokens, (0.01,) * len(tokens))
 
 
 def profile(decoder: Decoder, max_context: int) -> CostTable:

@@ -313,7 +313,7 @@ def _survivals(job: Decode, tree: TokenTree, state: SequenceState) -> list[float
 
 _log = logging.getLogger(__name__)
 _MAX_FILES = 64
-_FORMAT = 6  # of the file, and of what is measured
+_FORMAT = 7  # of the file, and of what is measured
 _TOO_SLOW = 0.75  # learnt scale of a table below which it was measured beside other processes
 
 
