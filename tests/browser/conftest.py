@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from gateway.conftest import serve_gateway
+from mock_transport import MockTransport
 
-from paceline.client import MockTransport
 from paceline.harness import ServiceProcess
 from paceline.v1 import verifier_pb2
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import grpc
 from grpc_status import rpc_status
+from mock_transport import MockTransport
 
-from paceline.client import MockTransport
 from paceline.service import ServiceError
 from paceline.v1 import (
     drafter_pb2,

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mock_transport import MockTransport
 from rich.console import Console
 
 from paceline.cli.chat import Chat
 from paceline.cli.main import main
-from paceline.client import Client, MockTransport, Model, render_chat
+from paceline.client import Client, Model, render_chat
 from paceline.v1 import verifier_pb2
 
 from .fakes import World, continuation

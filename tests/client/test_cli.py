@@ -160,7 +160,10 @@ async def test_drafters_are_compared_with_plain_decoding(
     assert all(start.isolated for start in world.verifier.starts), "no text is remembered"
     ran = [(bytes(asked.prompt_tokens).decode(), asked.drafter) for asked in world.verifier.creates]
     assert ran.count(("second", "other")) == 2
-    assert await compare(world, "hi", "--drafter", "fake@1", "--runs", "1") == 0
+    assert not any(start.always_draft for start in world.verifier.starts)
+    always = ("--draft-always", "--drafter", "fake@1", "--runs", "1")
+    assert await compare(world, "hi", *always) == 0
+    assert world.verifier.starts[-1].always_draft
     shown = capsys.readouterr().out
     assert "fake@1: too few runs to tell, " in shown
     assert "4.9 tokens a drafted round" in shown

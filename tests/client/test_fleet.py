@@ -7,12 +7,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+from mock_transport import MockTransport
 
 from paceline.client import (
     CapacityError,
     Client,
     InvalidRequestError,
-    MockTransport,
     RetryOptions,
     UnavailableError,
 )

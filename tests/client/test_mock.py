@@ -4,8 +4,9 @@ import asyncio
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mock_transport import MockTransport
 
-from paceline.client import Client, MockTransport
+from paceline.client import Client
 
 
 async def test_text_tokens_and_functions() -> None:

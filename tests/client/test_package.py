@@ -6,6 +6,7 @@ import pydoc
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -57,10 +58,16 @@ for name in ("torch", "transformers", "numpy", "safetensors", "grpc_health", "gr
              "opentelemetry"):
     sys.modules[name] = None
 import paceline.client, paceline.cli.generate, paceline.cli.main
-with paceline.client.SyncClient(transport=paceline.client.MockTransport("fine")) as client:
+sys.path.insert(0, sys.argv[1])
+from mock_transport import MockTransport
+with paceline.client.SyncClient(transport=MockTransport("fine")) as client:
     print(client.generate("x").text)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", program, str(Path(__file__).parent.parent)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert (done.stdout, done.stderr) == ("fine\n", "")

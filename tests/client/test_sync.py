@@ -4,12 +4,12 @@ import threading
 from inspect import signature
 
 import pytest
+from mock_transport import MockTransport
 
 from paceline.client import (
     Client,
     ClientClosedError,
     InvalidRequestError,
-    MockTransport,
     SyncClient,
 )
 

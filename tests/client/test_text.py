@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mock_transport import MockTransport
 from tokenizers import (
     Tokenizer,
     decoders,
@@ -16,7 +17,7 @@ from tokenizers import (
     trainers,
 )
 
-from paceline.client import Detokenizer, MockTransport, TextCodec
+from paceline.client import Detokenizer, TextCodec
 
 CORPUS = [
     "the cat sat on the mat",

@@ -9,13 +9,13 @@ import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mock_transport import MockTransport
 
 from paceline.client import (
     CapacityError,
     Client,
     DeadlineError,
     InvalidRequestError,
-    MockTransport,
     PacelineError,
     RetryOptions,
     ServerError,

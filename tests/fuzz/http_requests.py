@@ -17,7 +17,7 @@ _TEXTS = ("", "a", "lm", "ngram", "none", "llama", "user", "function", "text", "
 _NUMBERS = (0, 1, -1, 2, 3, 0.5, 1.0, 1e-30, 1e30, 255, 2048, 1 << 31, 1 << 32, 1 << 64, -(1 << 63),
             float("inf"), float("nan"))  # fmt: skip
 _METHODS = ("GET", "POST", "PUT", "HEAD", "OPTIONS", "DELETE", "PATCH", "CONNECT", "TRACE", "X")
-_PATHS = ("/", "/health", "/version", "/openapi.json", "/v1/models", "/v1/models/llama", "/v1",
+_PATHS = ("/", "/health", "/version", "/v1/models", "/v1/models/llama", "/v1",
           "/v1/models/%00", "//", "/%2e%2e/", "/v1/completions?a=b", "*", "http://x/")  # fmt: skip
 _HEADERS = ("", "Authorization: Bearer x\r\n", "Expect: 100-continue\r\n", "x-request-id: \xff\r\n",
             "Content-Encoding: gzip\r\n", "Content-Encoding: br\r\n", "Upgrade: websocket\r\n",
@@ -29,8 +29,6 @@ _VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "on ", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
     "/v1/responses": {"input": "a", "max_output_tokens": 2},
-    "/tokenize": {"prompt": "a"},
-    "/detokenize": {"tokens": [97]},
 }
 
 

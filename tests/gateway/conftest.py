@@ -11,9 +11,10 @@ from typing import Any
 
 import aiohttp
 import pytest
+from mock_transport import MockTransport
 from openai import AsyncOpenAI
 
-from paceline.client import Client, MockTransport, RetryOptions
+from paceline.client import Client, RetryOptions
 from paceline.gateway import GatewayOptions, run_gateway
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from mock_transport import MockTransport
 from openai import AsyncOpenAI
 from yarl import URL
 
-from paceline.client import MockTransport, UnavailableError
+from paceline.client import UnavailableError
 from paceline.gateway import GatewayOptions
 from paceline.service.options import OptionsError
 
@@ -168,7 +169,9 @@ async def test_the_expect_header_is_answered(served: Served) -> None:
         (b"1.0\r\nExpect: \xcd100-continue", b"415"),
     ):
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /tokenize HTTP/" + sent + b"\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+        writer.write(
+            b"POST /v1/completions HTTP/" + sent + b"\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+        )
         assert (await reader.readline()).split()[1] == status
         writer.close()
 

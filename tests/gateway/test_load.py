@@ -7,8 +7,8 @@ import json
 import socket
 
 import pytest
+from mock_transport import MockTransport
 
-from paceline.client import MockTransport
 from paceline.gateway import server, writers
 
 from .conftest import Serve, Served, eventually

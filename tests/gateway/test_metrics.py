@@ -7,13 +7,13 @@ import asyncio
 import aiohttp
 import openai
 import pytest
+from mock_transport import MockTransport
 from openai.types.chat import ChatCompletionUserMessageParam
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
-from paceline.client import MockTransport
 from paceline.gateway import GatewayOptions, server
 from paceline.gateway.metrics import GatewayMetrics
 from paceline.telemetry.names import Attribute, Metric, Span

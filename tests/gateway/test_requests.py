@@ -8,8 +8,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-
-from paceline.client import MockTransport
+from mock_transport import MockTransport
 
 from .conftest import Serve, Served
 
@@ -163,7 +162,7 @@ async def test_paths_of_other_servers(served: Served) -> None:
         for path in (
             *("/v1/embeddings", "/rerank", "/infill", "/slots", "/v1/messages", "/completion"),
             *("/chat/completions", "/apply-template", "/props", "/tokenizer_info", "/ping"),
-            *("/load", "/metrics", "/models"),
+            *("/load", "/metrics", "/models", "/tokenize"),
         ):
             for method in ("GET", "POST"):
                 async with session.request(method, f"{served.url}{path}", json={}) as response:
@@ -324,25 +323,3 @@ async def test_many_prompts_in_one_request(served: Served) -> None:
     answer = await served.openai.completions.create(model="mock", prompt=prompts)
     assert [choice.text for choice in answer.choices] == [text.upper() for text in prompts]
     assert served.transport.open_caches == 0
-
-
-async def test_tokens_of_texts_and_chats(served: Served) -> None:
-    async def post(path: str, **body: Any) -> Any:
-        status, _, answer = await served.post(path, **body)
-        assert status == 200
-        return answer
-
-    assert (await post("/tokenize", prompt="abc"))["tokens"] == [97, 98, 99]
-    assert (await post("/tokenize", content="a", return_token_strs=True))["token_strs"] == ["a"]
-    pieces = (await post("/tokenize", content="ab", with_pieces=True))["tokens"]
-    assert pieces == [{"id": 97, "piece": "a"}, {"id": 98, "piece": "b"}]
-    messages = [{"role": "user", "content": "hi"}]
-    chat = await post("/tokenize", messages=messages)
-    assert chat["count"] == len("<user>hi<assistant>")
-    chat = await post("/tokenize", messages=messages, add_generation_prompt=False)
-    assert chat["count"] == len("<user>hi")
-    assert await post("/detokenize", tokens=[97, 98]) == {"prompt": "ab", "content": "ab"}
-    for body, message in (({}, "send one of"), ({"messages": []}, "at least 1 item")):
-        status, _, answer = await served.post("/tokenize", **body)
-        assert status == 400
-        assert message in answer["error"]["message"]

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from mock_transport import MockTransport
 
-from paceline.client import MockTransport
 from paceline.gateway.requests import Function, Tool, ToolUse
 from paceline.gateway.tool_calls import Call, CallParser
 

@@ -248,7 +248,9 @@ def test_off_imports_nothing() -> None:
 import sys
 import paceline.cli.generate, paceline.cli.service_process
 import paceline.drafter.service, paceline.verifier.service
-from paceline.client import MockTransport, SyncClient
+from paceline.client import SyncClient
+sys.path.insert(0, sys.argv[1])
+from mock_transport import MockTransport
 from paceline.telemetry.exporters import traced
 with traced("test"), SyncClient(transport=MockTransport("fine")) as client:
     client.generate("x")
@@ -256,7 +258,11 @@ heavy = ("opentelemetry.sdk", "opentelemetry.exporter", "prometheus_client")
 print([name for name in sys.modules if name.startswith(heavy)])
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", program, str(Path(__file__).parent.parent)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
@@ -285,19 +291,3 @@ class Tree:
         spans = self.named(name)
         assert spans, f"there is no {name}"
         return {self._spans[span.parent].name for span in spans}
-
-
-def test_paceline_trace_shows_a_generation_of_its_own(
-    traced: tuple[Collector, ServiceProcess, ServiceProcess], tmp_path: Path
-) -> None:
-    """80 columns wide; the client's spans are exported too."""
-    collector, verifier, drafter = traced
-    collector.spans.clear()
-    page = tmp_path / "page.html"
-    options = ("--draft-always", "--html", str(page))
-    shown = paceline("trace", verifier, drafter, "lm", collector.environment, *options)
-    collector.wait(released)
-    assert max(map(len, shown.splitlines())) <= 80
-    assert f"{TOKENS} tokens" in shown
-    assert "prefill" in shown
-    assert "prefill" in page.read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
 
     from paceline.client import Chunk
 
@@ -101,17 +100,3 @@ def print_chunk(console: Console, chunk: Chunk, style: str) -> None:
         text = "".join(piece for piece, _ in pieces)
         drafted = style if proposer == "drafter" else None
         console.out(text, style=drafted, highlight=False, end="")
-
-
-HTML_WIDTH = 160
-"""Of a page. Unit: characters."""
-
-
-def write_html(path: Path, *parts: RenderableType) -> None:
-    """Write tables and texts of rich as an HTML page that loads nothing else."""
-    from rich.console import Console
-
-    console = Console(width=HTML_WIDTH, record=True, file=io.StringIO())
-    for part in parts:
-        console.print(part)
-    console.save_html(str(path))

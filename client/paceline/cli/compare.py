@@ -8,7 +8,7 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="drafter to compare, NAME or NAME@VERSION; repeatable (default: all)",
     )
     add("--runs", type=int, default=3, metavar="N", help="of each prompt (default: %(default)s)")
+    add(
+        "--draft-always",
+        action="store_true",
+        help="draft in every round: to verify that drafting changes no token",
+    )
     add("--json", action="store_true", help="print one JSON object")
     add_measured_arguments(parser)
     add_service_arguments(parser)
@@ -100,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"--runs is {args.runs}, expected at least 1")
     with exit_with(2, OptionsError, OSError, ValueError):
         prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
-        client = client_of(args, drafting=UNSEEN)
+        client = client_of(args, drafting=replace(UNSEEN, adaptive=not args.draft_always))
     with exit_with(1, PacelineError):
         rows = run_async(_compare(client, prompts, args))
     if args.json:

@@ -44,7 +44,6 @@ COMMANDS = (
     Command("drafter", "paceline.cli.services", "run a drafter", "server", True),
     Command("generate", "paceline.cli.generate", "generate text through running services"),
     Command("gateway", "paceline.cli.gateway", "serve OpenAI's HTTP interface", "gateway"),
-    Command("trace", "paceline.cli.trace", "show where the time of rounds goes"),
     Command("compare", "paceline.cli.compare", "compare drafters with plain decoding", "gateway"),
     Command("drafters", "paceline.cli.drafters", "list, load, activate and unload drafters"),
     Command("health", "paceline.cli.connection", "check the health of a service", "server", True),
@@ -54,12 +53,6 @@ COMMANDS = (
         "paceline.cli.demo",
         "compare speeds by prompt, with services of its own",
         "server,gateway",
-    ),
-    Command(
-        "verify-lossless",
-        "paceline.cli.lossless",
-        "check on your prompts that speculation changes no token",
-        "server",
     ),
     Command(
         "calibrate",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from paceline.cli.command import CommandError, exit_with, write_html
+from paceline.cli.command import CommandError, exit_with
 from paceline.cli.service_process import run_async
 from paceline.client import PacelineError
 from paceline.harness import PROMPT_FILE, ProcessFailed, read_prompts
@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="config file for `paceline serve --config` (default: %(default)s)",
     )
-    add("--html", type=Path, metavar="FILE", help="page with all runs (default: next to --output)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,12 +88,8 @@ def run(args: argparse.Namespace) -> int:
         tail = "".join(f",{name}={value}" for name, value in options.items())
         load = f"{spec.name}={spec.method}:{folder}{tail}"
         args.output.write_text(to_toml(verifier, load, steps, baseline), encoding="utf-8")
-        page = args.html or args.output.with_suffix(".html")
-        tables = [to_table(step, baseline) for step in steps]
-        title = f"paceline tune {spec.method}: {baseline:.1f} tokens/s without a drafter"
-        write_html(page, title, *tables)
-    Console().print(*tables)
-    print(f"written: {args.output} (paceline serve --config {args.output}), {page}")
+    Console().print(*(to_table(step, baseline) for step in steps))
+    print(f"written: {args.output} (paceline serve --config {args.output})")
     return 0
 
 

@@ -18,7 +18,6 @@ from ._errors import (
 )
 from ._fleet import VerifierStatus
 from ._generation import Generation, GenerationResult
-from ._mock import MockTransport
 from ._options import (
     ChatOptions,
     DraftOptions,
@@ -49,7 +48,6 @@ __all__ = [
     "GenerationOptions",
     "GenerationResult",
     "InvalidRequestError",
-    "MockTransport",
     "Model",
     "NotFoundError",
     "PacelineError",

@@ -71,7 +71,7 @@ class Client:
             cache folder.
         unread_chunks: number of steps that the verifier may run ahead of a slow reader.
         max_message_bytes: longest message received or sent.
-        transport: replaces gRPC: see `MockTransport`.
+        transport: replaces gRPC, for tests.
 
     Raises:
         InvalidRequestError: an argument is invalid, the token would be sent unencrypted, or a TLS
@@ -102,7 +102,7 @@ class Client:
             require("retry", retry, RetryOptions | None, "RetryOptions")
             require("drafting", drafting, DraftOptions | None, "DraftOptions")
             require("cache_dir", cache_dir, str | Path | None, "a folder's path, or None")
-            require("transport", transport, Transport | None, "a transport such as MockTransport")
+            require("transport", transport, Transport | None, "a Transport")
             printable = "printable ASCII text"
             text = "" if token is None else token
             checked("token", text, str, printable, lambda x: x.isascii() and x.isprintable())

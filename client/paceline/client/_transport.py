@@ -1,6 +1,6 @@
 """The calls of a client to a verifier and a drafter service: interfaces, and gRPC.
 
-`MockTransport` is another implementation. A transport raises exceptions of this package only.
+A transport raises exceptions of this package only.
 """
 
 from __future__ import annotations

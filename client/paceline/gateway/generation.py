@@ -32,8 +32,6 @@ from .requests import (
     CompletionRequest,
     GenerationRequest,
     StreamOptions,
-    TokenizeRequest,
-    Tool,
 )
 
 # Maximum number of texts of one request at once. More do not make a verifier's step more efficient.
@@ -146,26 +144,20 @@ class JobBuilder:
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: set it to true", "top_logprobs")
         model = await self.model(body.model)
-        prompt = await self.chat_prompt(model, body, body.tool_use().tools)
-        limit = body.max_completion_tokens or body.max_tokens
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        job = await self._job("messages", body, model, [prompt], limit, logprobs)
-        return replace(job, operation=Span.CHAT)
-
-    async def chat_prompt(
-        self, model: Model, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool]
-    ) -> list[int]:
-        """Token ids of a conversation."""
         text = render_chat(
             model,
-            [message.for_template() for message in body.messages or ()],
-            tools=[tool.model_dump(exclude_none=True) for tool in tools],
+            [message.for_template() for message in body.messages],
+            tools=[tool.model_dump(exclude_none=True) for tool in body.tool_use().tools],
             template=self._options.chat_template,
             variables=body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
-        return await model.encode_rendered(text)
+        prompt = await model.encode_rendered(text)
+        limit = body.max_completion_tokens or body.max_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        job = await self._job("messages", body, model, [prompt], limit, logprobs)
+        return replace(job, operation=Span.CHAT)
 
     async def _job(
         self,

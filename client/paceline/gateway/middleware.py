@@ -145,7 +145,7 @@ SPENT = web.RequestKey("spent", list)
 """Tokens of the prompts and of the texts so far."""
 
 # Paths without a key: health checks, and what describes the gateway alone.
-_OPEN_PATHS = ("/", "/health", "/version", "/openapi.json")
+_OPEN_PATHS = ("/", "/health", "/version")
 _EXPOSED = "x-request-id, x-paceline-warning, retry-after"
 
 _access = logging.getLogger("paceline.gateway.access")

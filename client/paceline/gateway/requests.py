@@ -550,37 +550,3 @@ class ChatRequest(GenerationRequest):
                 "tool_choice",
             )
         return own if schema is None else {"json_schema": schema}
-
-
-class TokenizeRequest(Body):
-    """`POST /tokenize`: a text, `prompt` (llama.cpp: `content`), or `messages` of a chat."""
-
-    model: str | None = None
-    prompt: str | None = None
-    content: str | None = None
-    add_special_tokens: bool = True
-    """Add the special tokens of a prompt to `prompt`."""
-    add_special: bool = False
-    """The same for `content`."""
-    return_token_strs: bool = False
-    """Also return the text of each token."""
-    with_pieces: bool = False
-    """Return each token as an object with `id` and `piece`."""
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[Tool] = Field(default=[])
-    chat_template_kwargs: dict[str, Any] = Field(default={})
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-
-    @model_validator(mode="after")
-    def _has_one_text(self) -> TokenizeRequest:
-        if sum(each is not None for each in (self.prompt, self.content, self.messages)) != 1:
-            raise ValueError("send one of prompt, content and messages")
-        return self
-
-
-class DetokenizeRequest(Body):
-    """`POST /detokenize`."""
-
-    model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, lt=2**32)]]

@@ -1,4 +1,4 @@
-"""The HTTP server of the gateway: its routes, its life until a signal, and its OpenAPI document."""
+"""The HTTP server of the gateway: its routes, and its life until a signal."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
-from pydantic.json_schema import models_json_schema
 
 from paceline.client import Client, GenerationResult, PacelineError
 from paceline.service.metrics import MetricsEndpoint, new_registry, serve_metrics
@@ -24,19 +23,11 @@ from paceline.service.options import OptionsError, socket_path_of, split_address
 from paceline.service.runtime import Gate, Stop, files_left
 
 from . import middleware
-from .errors import ApiError, bad_request
+from .errors import ApiError
 from .generation import GenerationJob, JobBuilder, TextEvent, generate_texts
 from .metrics import GatewayMetrics
 from .options import GatewayOptions
-from .requests import (
-    AnyBody,
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    read_request,
-)
+from .requests import AnyBody, ChatRequest, CompletionRequest, read_request
 from .responses_api import ResponsesRequest, ResponsesWriter
 from .writers import ChatWriter, CompletionWriter, EventStream, WholeResponse, Writer
 
@@ -65,7 +56,7 @@ _PAGE_HEADERS = {
 
 
 class Gateway:
-    """Serves OpenAI's API under `/v1`, what vLLM and llama.cpp add to it, and a page on `/`.
+    """Serves OpenAI's API under `/v1`, and a page on `/`.
 
     Args:
         client: Client of the services; not closed.
@@ -104,11 +95,8 @@ class Gateway:
                 post("/v1/responses", self._responses),
                 get("/v1/models", self._models),
                 get("/v1/models/{name:.+}", self._model),
-                post("/tokenize", self._tokenize),
-                post("/detokenize", self._detokenize),
                 get("/health", self._health),
                 get("/version", _version),
-                get("/openapi.json", _openapi),
                 get("/", _page),
                 get("/page/{file:.+}", _page),
             ]
@@ -212,38 +200,6 @@ class Gateway:
             "drafters": list(await self._jobs.drafters() or ()),
         }
 
-    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
-        body = await self._read(request, TokenizeRequest)
-        model = await self._jobs.model(body.model)
-        if body.messages is not None:
-            tokens = await self._jobs.chat_prompt(model, body, body.tools)
-        elif body.prompt is None:
-            encode = model.encode if body.add_special else model.encode_rendered
-            tokens = await encode(body.content or "")
-        else:
-            encode = model.encode if body.add_special_tokens else model.encode_rendered
-            tokens = await encode(body.prompt)
-        answer: dict[str, Any] = {
-            "count": len(tokens),
-            "max_model_len": model.facts.max_context,
-            "tokens": tokens,
-        }
-        pieces = [model.codec.token_text(token) for token in tokens] if model.codec else []
-        if body.return_token_strs:
-            answer["token_strs"] = pieces
-        if body.with_pieces:
-            both = zip(tokens, pieces, strict=True)
-            answer["tokens"] = [{"id": token, "piece": piece} for token, piece in both]
-        return web.json_response(answer)
-
-    async def _detokenize(self, request: web.Request) -> web.StreamResponse:
-        body = await self._read(request, DetokenizeRequest)
-        model = await self._jobs.model(body.model)
-        if model.codec is None:
-            raise bad_request(f"{model.facts.name} is served without a tokenizer", "tokens")
-        text = model.codec.decode(body.tokens)
-        return web.json_response({"prompt": text, "content": text})
-
     async def _health(self, request: web.Request) -> web.StreamResponse:
         """200 while the verifier is reachable and new requests are accepted; with the drafters."""
         if self.gate.closed:
@@ -288,10 +244,6 @@ async def _expect(request: web.Request) -> None:
 
 async def _version(request: web.Request) -> web.StreamResponse:
     return web.json_response({"version": version("paceline")})
-
-
-async def _openapi(request: web.Request) -> web.StreamResponse:
-    return web.json_response(openapi_document())
 
 
 async def _page(request: web.Request) -> web.StreamResponse:
@@ -415,54 +367,3 @@ def _tls(options: GatewayOptions) -> ssl.SSLContext | None:
             f"and its key without a passphrase: {error}"
         ) from error
     return context
-
-
-_POSTS: dict[str, tuple[type[Body], str]] = {
-    "/v1/completions": (CompletionRequest, "Continue prompts"),
-    "/v1/chat/completions": (ChatRequest, "Answer a conversation"),
-    "/v1/responses": (ResponsesRequest, "Answer a conversation, in OpenAI's newer form"),
-    "/tokenize": (TokenizeRequest, "Token ids of a text or a conversation"),
-    "/detokenize": (DetokenizeRequest, "Text of token ids"),
-}
-_GETS = {
-    "/v1/models": "The served model",
-    "/health": "Whether generating requests are accepted",
-    "/version": "Version of the gateway",
-    "/openapi.json": "This document",
-}
-_JSON = {"application/json": {"schema": {"type": "object"}}}
-_RESPONSES = {
-    "200": {"description": "The answer", "content": _JSON},
-    "default": {"description": "An error in OpenAI's form", "content": _JSON},
-}
-
-
-@cache
-def openapi_document() -> dict[str, Any]:
-    """The OpenAPI document, version 3.1, from the schemas that requests are checked with."""
-    references, schemas = models_json_schema(
-        [(kind, "validation") for kind, _ in _POSTS.values()],
-        ref_template="#/components/schemas/{model}",
-    )
-    paths: dict[str, Any] = {}
-    for path, (kind, summary) in _POSTS.items():
-        content = {"application/json": {"schema": references[kind, "validation"]}}
-        paths[path] = {
-            "post": {
-                "summary": summary,
-                "requestBody": {"required": True, "content": content},
-                "responses": _RESPONSES,
-                "security": [{"key": []}],
-            }
-        }
-    for path, summary in _GETS.items():
-        paths[path] = {"get": {"summary": summary, "responses": _RESPONSES}}
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "Paceline gateway", "version": version("paceline")},
-        "paths": paths,
-        "components": {
-            "schemas": schemas["$defs"],
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
-    }

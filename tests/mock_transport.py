@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from paceline.client import NotFoundError
+from paceline.client._options import invalid_requests
+from paceline.client._text import BYTE_OF
+from paceline.client._transport import GenerateStream
 from paceline.sampling import token_ids
 from paceline.v1 import sampling_pb2, verifier_pb2
-
-from ._errors import NotFoundError
-from ._options import invalid_requests
-from ._text import BYTE_OF
-from ._transport import GenerateStream
 
 # Maximum number of steps in one response.
 _STEPS = 64
