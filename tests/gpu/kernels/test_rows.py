@@ -9,6 +9,7 @@ from torch import Tensor
 from paceline.bench.gpu.cases import Case, make_case
 from paceline.kernels import Norm, row_kernels
 from paceline.kernels.caches import span
+from paceline.kernels.float8 import Float8Matrix, quantise_rows, why_unsupported
 from paceline.kernels.rows import RowKernels, TorchRows
 
 pytestmark = pytest.mark.gpu
@@ -24,6 +25,23 @@ def test_norms_and_gates(device: torch.device, width: int) -> None:
     torch.testing.assert_close(found, right, atol=1e-4, rtol=0)
     both = torch.randn(5, 2 * width, device=device).bfloat16()
     torch.testing.assert_close(ours.gate(both), plain.gate(both), atol=0.01, rtol=0.01)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize(("ins", "outs"), [(4096, 6144), (14336, 4096), (320, 48)])
+def test_products_of_8_bit_floats(device: torch.device, ins: int, outs: int, rows: int) -> None:
+    if why := why_unsupported(device):
+        pytest.skip(why)
+    x = torch.randn(rows, ins, device=device).bfloat16()
+    bias = torch.randn(outs, device=device).bfloat16()
+    matrix = Float8Matrix.of(torch.randn(outs, ins, device=device).bfloat16())
+    (values, scale), (plain, plain_scale) = quantise_rows(x), quantise_rows(x.cpu())
+    assert torch.equal(values.cpu().float(), plain.float())
+    assert torch.equal(scale.cpu(), plain_scale)
+    weight = matrix.values.double() * matrix.scale.T
+    expected = (values.double() * scale) @ weight.T + bias.double()
+    found = matrix.multiply(x, bias).double()
+    assert (found - expected).abs().max() < 2**-8 * expected.abs().max()
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -26,7 +26,12 @@ from triton.compiler import ASTSource
 from paceline.kernels._triton import backend
 from paceline.kernels._triton.backend import MERGE_CHUNKS, attend_shape
 from paceline.kernels._triton.jit.attention import attend_items, merge_items
-from paceline.kernels._triton.jit.rows import add_norm_rows, gate_rows, rotate_rows
+from paceline.kernels._triton.jit.rows import (
+    add_norm_rows,
+    gate_rows,
+    rotate_rows,
+    scale_rows,
+)
 from paceline.kernels._triton.jit.sampling import (
     find_best,
     find_border,
@@ -34,6 +39,7 @@ from paceline.kernels._triton.jit.sampling import (
     perturb,
 )
 from paceline.kernels._triton.plan import choose_tiling
+from paceline.kernels.float8 import LARGEST, SMALLEST
 
 CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
 TARGET = GPUTarget("cuda", CAPABILITY, 32)
@@ -125,6 +131,10 @@ def compile_rows(kv: str = "bf16", dim: int = 128, page: int = 256, *, norms: bo
     compile_kernel(rotate_rows, types, {**heads, "PAGE": page, "HAS_NORM": norms}, num_warps=1)
     compile_kernel(add_norm_rows, types, {"WIDTH": 4096, "BLOCK": 4096, "HAS_DELTA": norms})
     compile_kernel(gate_rows, types, {"WIDTH": 14336, "BLOCK": 1024})
+    if CAPABILITY >= 89:  # the first with 8-bit floats
+        types = {"x": f"*{kv}", "values": "*fp8e4nv", "scales": "*fp32"}
+        constants = {"LARGEST": LARGEST, "SMALLEST": SMALLEST, "WIDTH": 14336, "BLOCK": 16384}
+        compile_kernel(scale_rows, types, constants, num_warps=16)
 
 
 def compile_sampling(kind: str) -> None:

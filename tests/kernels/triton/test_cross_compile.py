@@ -70,6 +70,7 @@ def test_kernels_keep_to_the_registers_and_memory_of_a_gpu(capability: int) -> N
     facts = [json.loads(line) for line in done.stdout.splitlines()]
     assert {each["kernel"] for each in facts} == {
         *("attend_items", "merge_items", "rotate_rows", "add_norm_rows", "gate_rows"),
+        *(("scale_rows",) if capability >= 89 else ()),
         *("find_best", "find_candidates", "find_border", "perturb"),
     }
     for each in facts:

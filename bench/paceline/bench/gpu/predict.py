@@ -47,6 +47,9 @@ COPIES, WAITS = 3, 2
 STEP_US, SEQUENCE_US, ROW_US = 150.0, 36.0, 1.2
 """Of Python on the host for a step, each of its sequences, and each of its rows."""
 
+SCALED = 4
+"""Kernels of a layer more in fp8: one quantises the rows of each product."""
+
 NODES = 8
 """Drafted nodes of each sequence in a step with trees."""
 
@@ -56,7 +59,7 @@ class Step:
     """A step of sequences that have some context and some rows each.
 
     Attributes:
-        config: Shape of the target, in bfloat16.
+        config: Shape of the target, in bfloat16 or fp8.
         sequences: Number of sequences.
         context: Tokens of each. Unit: tokens.
         rows: Rows of each: the anchor and its nodes.
@@ -68,12 +71,23 @@ class Step:
     rows: int = 1
 
     @property
-    def weights(self) -> int:
-        """Weights that a step multiplies with."""
+    def fp8(self) -> bool:
+        """Whether the layers are in 8-bit floats."""
+        return self.config.weights == "fp8"
+
+    @property
+    def weights(self) -> tuple[int, int]:
+        """Weights that a step multiplies with: of layers, and of the head, which is bfloat16."""
         c = self.config
         attention = c.hidden * c.head_dim * (2 * c.q_heads + 2 * c.kv_heads)
         layer = attention + 3 * c.hidden * c.intermediate
-        return c.layers * layer + c.vocab_size * c.hidden
+        return c.layers * layer, c.vocab_size * c.hidden
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of them. Unit: bytes."""
+        layers, head = self.weights
+        return (2 - self.fp8) * layers + 2 * head
 
     @property
     def kv_bytes(self) -> int:
@@ -83,11 +97,12 @@ class Step:
     def parts(self) -> dict[str, float]:
         """Time of each part. Unit: microseconds."""
         c, rows = self.config, self.sequences * self.rows
-        reading = 2 * self.weights / BYTES_PER_US
+        layers, head = self.weights
+        halves = 2 * rows * (layers / (1 + self.fp8) + head)  # fp8 has twice the rate
         return {
-            "products": max(reading, 2 * rows * self.weights / FLOP_PER_US),
+            "products": max(self.weight_bytes / BYTES_PER_US, halves / FLOP_PER_US),
             "attention": c.layers * ATTENTION_US + self.kv_bytes / (KV_SHARE * BYTES_PER_US),
-            "between kernels": c.layers * KERNELS * KERNEL_US,
+            "between kernels": c.layers * (KERNELS + SCALED * self.fp8) * KERNEL_US,
             "sampling": SAMPLING_US,
             "copies, waits": COPIES * COPY_US + WAITS * WAIT_US,
             "host": STEP_US + self.sequences * SEQUENCE_US + rows * ROW_US,
@@ -180,9 +195,16 @@ def lines() -> Iterator[str]:
     ]
     yield f"| {' | '.join(head)} |"
     yield f"| --- | --- |{' ---: |' * (len(names) + 4)}"
-    for label, config in (("8B", EIGHT_BILLION), ("70B", SEVENTY_BILLION)):
+    targets = {
+        f"{label}{kind and ' '}{kind}": replace(config, weights=kind or config.weights)
+        for label, config in (("8B", EIGHT_BILLION), ("70B", SEVENTY_BILLION))
+        for kind in ("", "fp8")
+    }
+    for label, config in targets.items():
+        # Of longer texts the weights are a small part.
+        contexts = (2 << 10,) if config.weights == "fp8" else (2 << 10, 32 << 10, 128 << 10)
         for sequences in (1, 8, 32):
-            for context in (2 << 10, 32 << 10, 128 << 10):
+            for context in contexts:
                 step = Step(config, sequences, context)
                 plain = sum(step.parts().values())
                 drafted = sum(replace(step, rows=1 + NODES).parts().values())
@@ -190,7 +212,7 @@ def lines() -> Iterator[str]:
                 rate = f"{sequences / plain * 1e6:,.0f}"
                 ends = [f"{plain / 1000:.1f}", rate, f"{drafted / 1000:.1f}"]
                 where = f"{sequences} x {context >> 10}k"
-                size = f"{(2 * step.weights + step.kv_bytes) / 1e9:,.0f}"
+                size = f"{(step.weight_bytes + step.kv_bytes) / 1e9:,.0f}"
                 yield f"| {' | '.join([label, where, size, *times, *ends])} |"
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from paceline.decoder.config import DecoderConfig, Rope, UnsupportedModelError, head_order
+from paceline.decoder.config import FP8, DecoderConfig, Rope, UnsupportedModelError, head_order
 from paceline.decoder.device import DeviceLost
 from paceline.decoder.experts import Experts
 from paceline.decoder.families import (
@@ -31,7 +31,7 @@ from paceline.decoder.model_source import ModelSource
 from paceline.decoder.packed import PackedWeights
 from paceline.decoder.ranks import Ranks
 from paceline.decoder.sources import open_model
-from paceline.decoder.weights import Linear, Weight, fuse, in_order, plain, take
+from paceline.decoder.weights import Linear, Weight, fuse, in_float8, in_order, plain, take
 from paceline.kernels import (
     Delta,
     Executor,
@@ -46,6 +46,7 @@ from paceline.kernels import (
     TreePlan,
 )
 from paceline.kernels.executor import NativeProgram
+from paceline.kernels.float8 import Float8Matrix, why_unsupported
 from paceline.kernels.linear import PackedMatrix
 
 
@@ -177,8 +178,8 @@ class Decoder:
 
         Args:
             source: The folder or file.
-            weights: float32, bfloat16, int8, int4, or "auto" for the stored format (bfloat16 for
-                float16). int8 and int4 quantise in blocks of 32.
+            weights: float32, bfloat16, int8, int4, fp8, or "auto" for the stored format (bfloat16
+                for float16). int8 and int4 quantise in blocks of 32, fp8 in rows, on a GPU.
             device: Where to run.
             shared: The ``large_tensors`` that a decoder of the same model and format has published,
                 mapped instead of loaded. None: all tensors are loaded.
@@ -200,6 +201,12 @@ class Decoder:
                 f"{str(device)!r} use auto"
             )
         config = found.config(weights).with_kv(kv_cache_dtype).with_context(max_context)
+        if config.weights == FP8:
+            why = why_unsupported(device)
+            if config.experts:
+                why = "routed experts have no products in fp8: use bfloat16"
+            if why:
+                raise UnsupportedModelError(f"{found.path}: weights are 'fp8', but {why}")
         if config.delta_layers and torch.device(device).type != "cpu":
             raise UnsupportedModelError(
                 f"{found.path}: layers of the gated delta rule are supported on the CPU; the "
@@ -449,7 +456,10 @@ def _layer(
             return rows if order is None else in_order(rows, order)
 
         name = f"layers.{index}.{matrix}"
+        weight: Weight | PackedMatrix | Float8Matrix
         weight = parts("weight", ins) if shared is None else shared.get(name)
+        if config.weights == FP8:
+            weight = in_float8(name, weight)
         return Linear(weight, plain(parts("bias"), torch.float32) if bias else None)
 
     def norm(name: str, width: int) -> Norm:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.decoder.config import DecoderConfig, UnsupportedModelError
+from paceline.decoder.config import FP8, DecoderConfig, UnsupportedModelError
 from paceline.decoder.weights import Weight, WeightsOf
 from paceline.kernels.linear import PackedMatrix
 
@@ -126,8 +126,8 @@ class ModelSource(ABC):
         """The decoder's configuration, kept between starts.
 
         Args:
-            weights: float32, bfloat16, int8, int4, or auto for the stored format (bfloat16 for
-                float16).
+            weights: float32, bfloat16, int8, int4, fp8, or auto for the stored format (bfloat16
+                for float16).
 
         Raises:
             UnsupportedModelError: Architecture, feature or format that is not supported.
@@ -231,7 +231,7 @@ class ModelSource(ABC):
         self, config: DecoderConfig, device: torch.device | str = "cpu"
     ) -> Mapping[str, Weight]:
         """Tensors in the format of a configuration; off the CPU, nothing is quantised."""
-        if config.weights in ("float32", "bfloat16"):
+        if config.weights in ("float32", "bfloat16", FP8):
             stored = self.tensors(config.dtype, device)
         else:
             stored = self.tensors(torch.float32, "cpu")

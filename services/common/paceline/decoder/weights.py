@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from paceline.decoder.config import UnsupportedModelError
+from paceline.decoder.config import FP8, UnsupportedModelError
 from paceline.kernels import cpu_kernels
 from paceline.kernels.blocks import BLOCK, Blocks, concatenate, quantise
+from paceline.kernels.float8 import Float8Matrix
 from paceline.kernels.linear import PackedMatrix, multiply, multiply_floats, pack, pack_blocks
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class WeightsOf(Mapping[str, Weight]):
     """Tensors by name, each converted to the format of a configuration when it is read.
 
     int8 and int4 quantise every matrix but routers; blocks of as many bits or fewer stay as they
-    are. Vectors (norms, biases) stay plain tensors.
+    are. Vectors (norms, biases) stay plain tensors, and so does everything in fp8:
+    :func:`in_float8` quantises the matrices of layers.
     """
 
     def __init__(
@@ -60,7 +62,8 @@ class WeightsOf(Mapping[str, Weight]):
             bits = 8
         if bits and not (isinstance(found, Blocks) and found.bits <= bits):
             found = _quantise(name, plain(found, torch.float32), bits)
-        quantised = self._weights not in ("float32", "bfloat16") and self._device.type == "cpu"
+        plain_format = self._weights in ("float32", "bfloat16", FP8)
+        quantised = not plain_format and self._device.type == "cpu"
         if isinstance(found, Blocks) and quantised:
             return found
         return plain(found, self._dtype).to(self._device)
@@ -92,6 +95,19 @@ def fuse(parts: Sequence[Weight]) -> Weight:
 def in_order(weight: Weight, rows: Tensor) -> Weight:
     """The same with its rows in another order, int64 ``[outs]``."""
     return weight.rows(rows) if isinstance(weight, Blocks) else weight[rows.to(weight.device)]
+
+
+def in_float8(name: str, weight: Weight | PackedMatrix) -> Float8Matrix:
+    """A matrix in 8-bit floats.
+
+    Raises:
+        UnsupportedModelError: Its sides are not multiples of 16.
+    """
+    assert isinstance(weight, Tensor)
+    try:
+        return Float8Matrix.of(weight)
+    except ValueError as error:
+        raise UnsupportedModelError(f"matrix {name!r} cannot be in fp8: {error}") from error
 
 
 def _quantise(name: str, weight: Tensor, bits: int) -> Blocks:
@@ -309,17 +325,20 @@ def fingerprint_files(head: bytes, files: Iterable[Path]) -> str:
 
 
 class Linear:
-    """``x @ weight.T + bias``, by the compiled kernels on the CPU and by torch elsewhere.
+    """``x @ weight.T + bias``, by the compiled kernels on the CPU and by torch elsewhere or in fp8.
 
     Attributes:
         packed: The packed weight of the compiled kernels; None: torch multiplies.
     """
 
-    def __init__(self, weight: Weight | PackedMatrix, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Weight | PackedMatrix | Float8Matrix, bias: Tensor | None = None
+    ) -> None:
         """Make a layer.
 
         Args:
-            weight: ``[out, in]`` in float32, bfloat16 or blocks. A packed one contains its bias.
+            weight: ``[out, in]`` in float32, bfloat16, blocks or 8-bit floats. A packed one
+                contains its bias.
             bias: ``[out]``, or None.
         """
         self.packed: PackedMatrix | None = None
@@ -328,8 +347,12 @@ class Linear:
             self.out_features, self.in_features = weight.outs, weight.ins
             return
         self.out_features, self.in_features = weight.shape
+        self._float8: Float8Matrix | None = None
         if isinstance(weight, Blocks):
             self.packed = pack_blocks(weight, bias)
+        elif isinstance(weight, Float8Matrix):
+            self._float8 = weight
+            self._bias = None if bias is None else bias.bfloat16()
         elif weight.device.type == "cpu" and cpu_kernels().library is not None:
             self.packed = pack(weight, bias, str(weight.dtype).removeprefix("torch."))
         else:
@@ -343,7 +366,7 @@ class Linear:
 
     @property
     def weight(self) -> Tensor | PackedMatrix:
-        """What the layer can be made of again."""
+        """What the layer can be made of again; it is not in fp8."""
         return self._weight if self.packed is None else self.packed
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -353,6 +376,8 @@ class Linear:
             wide = None if bias is None else bias.float()
             return multiply(x.float().contiguous(), self.packed, wide).to(x.dtype)
         bias = self._bias if bias is None else bias
+        if self._float8 is not None:
+            return self._float8.multiply(x, bias)
         if x.device.type != "cpu":
             return linear(x, self._weight, bias)
         return multiply_floats(x, self._weight, bias)
