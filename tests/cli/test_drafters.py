@@ -173,8 +173,6 @@ def test_a_folder_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["drafters", "inspect", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["method"], found["layout"], found["problems"]) == ("eagle3", "EAGLE", [])
-    assert found["reads"] == "outputs of target layers 1, 3, 4 at all positions"
-    assert found["vocabulary"] == "drafts 50 of 200 tokens"
     target = Path("models/demo/target")
     assert main(["drafters", "inspect", str(tmp_path), "--target", str(target)]) == 1
     assert "with vocab_size 200, but models/demo/target has 4096" in capsys.readouterr().out

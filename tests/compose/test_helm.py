@@ -38,11 +38,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "own secret, no GPU": {"existingSecret": "mine", "verifier": {"gpu": ""}},
     "ranks of a machine": {"verifier": {"tensorParallel": 2}},
     "ranks of machines": {"verifier": {"tensorParallel": 8, "machines": 2}},
-    "state": {"drafters": [{**DRAFTERS[0], **SCALED, "state": {"size": "64Mi"}}]},
-    "co-located state": {
-        "coLocated": True,
-        "drafters": [{**DRAFTERS[0], "state": {"size": "1Gi", "storageClass": "fast"}}],
-    },
     "guarded": {
         "gateway": {"ingress": {"enabled": True, "host": "llm.example", "tlsSecret": "llm"}},
         "networkPolicy": {"enabled": True, "metricsFrom": [{"namespaceSelector": {}}]},
@@ -267,21 +262,6 @@ def test_pods_are_scaled_by_queues_that_the_services_report() -> None:
             assert "replicas" not in deployments[scaler["spec"]["scaleTargetRef"]["name"]]["spec"]
 
 
-def test_loaded_versions_outlive_a_pod() -> None:
-    (drafters,) = of_kind(render(SETTINGS["state"]), "StatefulSet").values()
-    (claim,) = drafters["spec"]["volumeClaimTemplates"]
-    assert claim["spec"]["resources"]["requests"] == {"storage": "64Mi"}
-    objects = render(SETTINGS["co-located state"])
-    (verifiers,) = of_kind(objects, "Deployment", "-verifier-").values()
-    (kept,) = of_kind(objects, "PersistentVolumeClaim")
-    volumes = verifiers["spec"]["template"]["spec"]["volumes"]
-    assert {"name": "state", "persistentVolumeClaim": {"claimName": kept}} in volumes
-    for found in (drafters, verifiers):
-        container = containers(found)["drafter"]
-        assert "--state-dir=/state" in container["args"]
-        assert {"name": "state", "mountPath": "/state"} in container["volumeMounts"]
-
-
 def test_the_gateway_is_behind_the_ingress() -> None:
     objects = render(SETTINGS["guarded"])
     (ingress,) = of_kind(objects, "Ingress").values()
@@ -349,16 +329,10 @@ def test_the_monitor_reads_every_service_with_metrics() -> None:
         {"verifier": {"tensorParallel": 3, "machines": 2}},
         {"coLocated": True, "verifier": {"tensorParallel": 2, "machines": 2}},
         {"gateway": {"ingress": {"enabled": True}}},
-        {"drafters": [{**DRAFTERS[0], "state": {"storageClass": "fast"}}]},
         {"nonsense": 1},
         {"drafters": []},
         {"drafters": [{**DRAFTERS[0], "name": "Not A Name"}]},
         {"verifier": SCALED},
-        {
-            "coLocated": True,
-            "verifier": SCALED,
-            "drafters": [{**DRAFTERS[0], "state": {"size": "1Gi"}}],
-        },
         {"coLocated": True, "drafters": DRAFTERS},
     ],
 )

@@ -1,4 +1,4 @@
-"""Recording of texts on disk, and the load check, which drafts along recorded texts."""
+"""Recording of texts on disk."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.drafter import LoadError, build_service
+from paceline.drafter import LoadError
 from paceline.drafter.recordings import MIN_BYTES, Recording, TextRecorder, read_recordings
 from paceline.v1 import drafter_pb2, sampling_pb2
 
-from .conftest import Drafting, drafting, failure, listed, load, until
-from .fakes import FakeDrafter, write_records
+from .conftest import Drafting, drafting, until
 
 TEXT = Recording((1, 2, 3), (4, 5), 0.5, 7, "f" * 64)
 ids = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9).map(tuple)
@@ -159,58 +157,6 @@ def test_a_malformed_line_is_refused(tmp_path: Path) -> None:
         read_recordings(tmp_path)
 
 
-TEXTS = [([1, 2, 3], list(range(4, 40))), ([9], [8, 7, 6, 5, 8, 7, 6, 5, 8, 7, 6, 5])]
-
-
-@pytest.fixture
-def recordings(tmp_path: Path) -> Path:
-    return write_records(tmp_path / "texts.jsonl", *TEXTS)
-
-
-async def test_the_result_is_listed(recordings: Path, tmp_path: Path) -> None:
-    async with drafting("ngram", recordings=recordings, roots=[tmp_path]) as service:
-        info = await load(
-            service, "x", "replay", folder=str(recordings), options={"p": "1", "max_nodes": "4"}
-        )
-        assert info.check.texts == 2
-        # Five tokens per round; the first of each text is its anchor, which leaves 35 and 11.
-        assert info.check.rounds == 7 + 3
-        assert info.check.accepted_length == pytest.approx(1 + (7 * 4 + 4 + 4 + 1) / 10)
-
-
-@pytest.mark.parametrize("method", ["failing", "malformed", "huge"])
-async def test_a_failing_version_is_not_loaded(recordings: Path, method: str) -> None:
-    async with drafting("ngram", recordings=recordings) as service:
-        text = await service.open([1])
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await load(service, "x", method, activate=True)
-        assert failure(error) == (grpc.StatusCode.INVALID_ARGUMENT, "CHECK_FAILED")
-        assert [each[0] for each in await listed(service)] == ["ngram"]
-        await text.round([2])
-        await text.end()
-
-
-async def test_a_failing_version_is_freed(recordings: Path) -> None:
-    FakeDrafter.loaded.clear()
-    async with drafting("ngram", recordings=recordings) as service:
-        with pytest.raises(grpc.aio.AioRpcError, match="another tokenizer"):
-            await load(service, "x", "fake", options={"vocab": "7"})
-        await load(service, "x", "fake")
-    assert [drafter.closed for drafter in FakeDrafter.loaded] == [1, 1]
-
-
-async def test_methods_that_read_kv_are_not_checked(recordings: Path) -> None:
-    async with drafting(recordings=recordings) as service:
-        info = await load(service, "x", "fake", options={"kv": "0"})
-        assert not info.HasField("check")
-
-
-async def test_a_failing_drafter_of_the_command_line_fails_the_start(recordings: Path) -> None:
-    with pytest.raises(LoadError, match="failed on the recorded texts"):
-        async with drafting("x=failing", recordings=recordings):
-            pytest.fail("it started")
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "[]", '{"prompt": [1]}', '{"prompt": [], "tokens": [1]}', '{"prompt": [1], "tokens": []}',
@@ -221,7 +167,7 @@ def test_invalid_recordings_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(LoadError) as error:
-        build_service([], recordings=path)
+        read_recordings(path)
     assert error.value.reason == "UNREADABLE_RECORDINGS"
     with pytest.raises(LoadError):
-        build_service([], recordings=tmp_path / "none")
+        read_recordings(tmp_path / "none")

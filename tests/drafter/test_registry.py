@@ -37,7 +37,7 @@ def disposed() -> Disposed:
 async def registry(disposed: Disposed) -> AsyncIterator[Registry]:
     made = Registry(Loader(Roots([]), Resources()), disposed)
     yield made
-    await made.close()
+    made.close()
 
 
 def spec(text: str, version: str = "") -> DrafterSpec:
@@ -166,7 +166,7 @@ def test_shares_are_kept_exactly(share: float, count: int) -> None:
             registry.activate("x", "2", share)
             return Counter(registry.choose("x").version for _ in range(count))
         finally:
-            await registry.close()
+            registry.close()
 
     assert abs(asyncio.run(chosen())["2"] - share * count) <= 1.0
 

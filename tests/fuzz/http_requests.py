@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mutations import mutated
+from pydantic.json_schema import models_json_schema
 
-from paceline.gateway.server import openapi_document
+from paceline.gateway.requests import Body, ChatRequest, CompletionRequest
+from paceline.gateway.responses_api import ResponsesRequest
 
 _TEXTS = ("", "a", "lm", "ngram", "none", "llama", "user", "function", "text", "json_object", "\0",
           "日本 \U0001f600", "x" * 3000, "(a|b)*c", "[a-z]{1,9}", "(", 'root ::= "a" | "b"',
@@ -30,6 +32,11 @@ _VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
     "/v1/responses": {"input": "a", "max_output_tokens": 2},
 }
+_KINDS: dict[str, type[Body]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+}
 
 
 @dataclass(frozen=True)
@@ -48,14 +55,13 @@ class HttpFuzzer:
 
     def __init__(self, seed: int) -> None:
         self.draws = random.Random(seed)
-        described = openapi_document()
-        self._schemas: dict[str, Any] = described["components"]["schemas"]
+        references, schemas = models_json_schema(
+            [(kind, "validation") for kind in _KINDS.values()],
+            ref_template="#/components/schemas/{model}",
+        )
+        self._schemas: dict[str, Any] = schemas["$defs"]
         self._bodies: dict[str, Any] = {
-            path: self._resolved(
-                kinds["post"]["requestBody"]["content"]["application/json"]["schema"]
-            )
-            for path, kinds in described["paths"].items()
-            if "post" in kinds
+            path: self._resolved(references[kind, "validation"]) for path, kind in _KINDS.items()
         }
 
     def request(self) -> Request:

@@ -109,7 +109,7 @@ async def test_random_requests_do_no_harm(tmp_path: Path) -> None:
     target, prompt = str(tmp_path / "target"), make_prompts(1)[0]
     arguments = ["--target", target, "--weights", "float32", "--kv-bytes", "64MiB"]
     arguments += ["--no-prefix-caching", "--lease-seconds", "3"]
-    drafting = ["--load", "ngram", "--load", f"lm=lm:{tmp_path}/small", "--state-dir", tmp_path]
+    drafting = ["--load", "ngram", "--load", f"lm=lm:{tmp_path}/small"]
     with (
         ServiceProcess("verifier", arguments) as verifier,
         ServiceProcess(

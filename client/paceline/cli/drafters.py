@@ -204,6 +204,7 @@ def _load(args: argparse.Namespace, call: Call) -> None:
     with exit_with(2, OSError, ValueError):
         prompts = [] if args.check is None else read_prompts(args.check)
     info = call("LoadDrafter", request).drafter
+    checked: dict[str, float] = {}
     if args.check is not None:
         which = {"name": info.name, "version": info.version}
         try:
@@ -216,17 +217,16 @@ def _load(args: argparse.Namespace, call: Call) -> None:
         if args.activate:
             activate = drafter_pb2.ActivateDrafterRequest(**which, traffic_share=1.0)
             info = call("ActivateDrafter", activate).drafter
-        info.check.CopyFrom(checked)
-    show([info], "", args.json)
+    show([info], "", args.json, checked)
 
 
 async def _check(
     args: argparse.Namespace, drafter: str, prompts: list[str | list[int]]
-) -> drafter_pb2.DrafterCheck:
+) -> dict[str, float]:
     """Generates greedily for every prompt with a loaded version, `NAME@VERSION`, of a drafter.
 
-    It works for methods of every kind. The check of the drafter service (`paceline drafter
-    --recordings`) does not run methods that read the target's KV or hidden states.
+    Returns:
+        Texts, drafted rounds, accepted length and draft time by name.
 
     Raises:
         CommandError: The drafter failed, timed out, or drafted an invalid tree or none.
@@ -250,12 +250,12 @@ async def _check(
     if why or not rounds:
         why = why or "it drafted no tree"
         raise CommandError(f"{drafter} was loaded, failed the check and was unloaded: {why}", 1)
-    return drafter_pb2.DrafterCheck(
-        texts=len(prompts),
-        rounds=rounds,
-        accepted_length=total.mean_accepted_length,
-        draft_us=round(total.draft_ms / rounds * 1e3),
-    )
+    return {
+        "texts": len(prompts),
+        "rounds": rounds,
+        "accepted_length": total.mean_accepted_length,
+        "draft_ms": total.draft_ms / rounds,
+    }
 
 
 def _activate(args: argparse.Namespace, call: Call) -> None:
@@ -289,14 +289,23 @@ _WIDTH = 1000
 """Of the console for a table: a long line is easier to read than columns cut short."""
 
 
-def show(drafters: Sequence[drafter_pb2.DrafterInfo], default: str, as_json: bool) -> None:
-    """Print versions of drafters; `default` is the name of the default drafter."""
+def show(
+    drafters: Sequence[drafter_pb2.DrafterInfo],
+    default: str,
+    as_json: bool,
+    check: Mapping[str, float] | None = None,
+) -> None:
+    """Print versions of drafters, and the check of a loaded one.
+
+    `default` is the name of the default drafter.
+    """
     if as_json:
-        print(json.dumps([_as_dict(info) for info in drafters], indent=2))
+        checked = {"check": check} if check else {}
+        print(json.dumps([{**_as_dict(info), **checked} for info in drafters], indent=2))
         return
     table = Table(
         *("name", "version", "share", "sequences", "rounds", "accepted length", "draft"),
-        *("weights", "check", "state", "load again with"),
+        *("weights", "state", "load again with"),
         box=None,
     )
     for info in drafters:
@@ -309,13 +318,12 @@ def show(drafters: Sequence[drafter_pb2.DrafterInfo], default: str, as_json: boo
             f"{info.accepted_length:.2f}" if info.rounds else "-",
             f"{info.draft_us / 1e3:.2f} ms" if info.rounds else "-",
             f"{info.weight_bytes / 2**20:.1f} MiB" if info.weight_bytes else "-",
-            f"{info.check.accepted_length:.2f} tokens a round, {info.check.draft_us / 1e3:.2f} ms"
-            if info.HasField("check")
-            else "-",
             _state(info),
             _load_arguments(info),
         )
     Console(highlight=False, markup=False, width=_WIDTH).print(table)
+    if check:
+        print(f"check: {check['accepted_length']:.2f} tokens a round, {check['draft_ms']:.2f} ms")
 
 
 def _load_arguments(info: drafter_pb2.DrafterInfo) -> str:

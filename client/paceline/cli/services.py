@@ -94,17 +94,6 @@ class DrafterOptions:
     max_streams: int | None = option(
         None, "maximum number of generations drafted for at a time", metavar="N"
     )
-    state_dir: Path | None = option(
-        None,
-        "save the loaded versions here, and restore them after a restart with the same --load",
-        metavar="DIR",
-    )
-    recordings: Path | None = option(
-        None,
-        'JSON lines {"prompt": [...], "tokens": [...]} of token ids: every version must draft for '
-        "these texts before it gets traffic",
-        metavar="FILE",
-    )
     record: Path | None = option(
         None,
         "record the texts of generations in this folder, to train drafters with (default: no "

@@ -118,19 +118,6 @@ volumeMounts:
   {{- if .shm }}
   - {name: shm, mountPath: /dev/shm}
   {{- end }}
-  {{- if .state }}
-  - {name: state, mountPath: /state}
-  {{- end }}
-{{- end }}
-
-{{- /* The claim of a volume for a drafter's state. */ -}}
-{{- define "paceline.claim" -}}
-accessModes: [ReadWriteOnce]
-{{- with .storageClass }}
-storageClassName: {{ . }}
-{{- end }}
-resources:
-  requests: {storage: {{ .size }}}
 {{- end }}
 
 {{- define "paceline.arguments" -}}
@@ -163,12 +150,9 @@ namespace. Else it joins every verifier. */ -}}
     - --verifier={{ include "paceline.name" $.root }}-verifier-{{ $index }}.{{ $.root.Release.Namespace }}.svc:7431
     {{- end }}
     {{- end }}
-    {{- if .drafter.state }}
-    - --state-dir=/state
-    {{- end }}
     - --device={{ ternary "cuda" "cpu" (not (empty .drafter.gpu)) }}
     {{- include "paceline.arguments" (dict "root" .root "port" 7432 "metrics" 9432 "more" .drafter.arguments) | nindent 4 }}
-  {{- include "paceline.container" (dict "root" .root "name" "drafter" "port" 7432 "metrics" 9432 "gpu" .drafter.gpu "resources" .drafter.resources "state" .drafter.state) | nindent 2 }}
+  {{- include "paceline.container" (dict "root" .root "name" "drafter" "port" 7432 "metrics" 9432 "gpu" .drafter.gpu "resources" .drafter.resources) | nindent 2 }}
 {{- end }}
 
 {{- define "paceline.check" -}}
@@ -181,9 +165,6 @@ namespace. Else it joins every verifier. */ -}}
 {{- if .Values.coLocated }}
   {{- if ne (len .Values.drafters) 1 }}
     {{- fail "coLocated takes one entry of drafters: load further versions with `paceline drafters load`" }}
-  {{- end }}
-  {{- if and .Values.verifier.autoscaling.enabled (first .Values.drafters).state }}
-    {{- fail "verifier.autoscaling and a drafter's state exclude each other: the pods of a Deployment cannot share its volume; raise verifier.count instead" }}
   {{- end }}
 {{- else if .Values.verifier.autoscaling.enabled }}
   {{- fail "verifier.autoscaling needs coLocated: other drafters join one pod of each Deployment; set coLocated, or raise verifier.count instead" }}

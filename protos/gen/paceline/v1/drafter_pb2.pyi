@@ -35,7 +35,7 @@ class VerifierLink(_message.Message):
     def __init__(self, address: _Optional[str] = ..., carrier: _Optional[str] = ..., sequences: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class DrafterInfo(_message.Message):
-    __slots__ = ("name", "version", "method", "folder", "traffic_share", "active_streams", "target_fingerprint", "tokenizer_digest", "weight_bytes", "draining", "check", "hidden_state_layers", "hidden_state_window", "rounds", "accepted_length", "draft_us", "failing", "options", "previous_share", "scored_layers", "kv_policy")
+    __slots__ = ("name", "version", "method", "folder", "traffic_share", "active_streams", "target_fingerprint", "tokenizer_digest", "weight_bytes", "draining", "hidden_state_layers", "hidden_state_window", "rounds", "accepted_length", "draft_us", "failing", "options", "previous_share", "scored_layers", "kv_policy")
     class OptionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -53,7 +53,6 @@ class DrafterInfo(_message.Message):
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
-    CHECK_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATE_WINDOW_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -74,7 +73,6 @@ class DrafterInfo(_message.Message):
     tokenizer_digest: str
     weight_bytes: int
     draining: bool
-    check: DrafterCheck
     hidden_state_layers: _containers.RepeatedScalarFieldContainer[int]
     hidden_state_window: int
     rounds: int
@@ -85,19 +83,7 @@ class DrafterInfo(_message.Message):
     previous_share: float
     scored_layers: _containers.RepeatedScalarFieldContainer[int]
     kv_policy: str
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., method: _Optional[str] = ..., folder: _Optional[str] = ..., traffic_share: _Optional[float] = ..., active_streams: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., draining: _Optional[bool] = ..., check: _Optional[_Union[DrafterCheck, _Mapping]] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., hidden_state_window: _Optional[int] = ..., rounds: _Optional[int] = ..., accepted_length: _Optional[float] = ..., draft_us: _Optional[int] = ..., failing: _Optional[str] = ..., options: _Optional[_Mapping[str, str]] = ..., previous_share: _Optional[float] = ..., scored_layers: _Optional[_Iterable[int]] = ..., kv_policy: _Optional[str] = ...) -> None: ...
-
-class DrafterCheck(_message.Message):
-    __slots__ = ("texts", "rounds", "accepted_length", "draft_us")
-    TEXTS_FIELD_NUMBER: _ClassVar[int]
-    ROUNDS_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_US_FIELD_NUMBER: _ClassVar[int]
-    texts: int
-    rounds: int
-    accepted_length: float
-    draft_us: int
-    def __init__(self, texts: _Optional[int] = ..., rounds: _Optional[int] = ..., accepted_length: _Optional[float] = ..., draft_us: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., method: _Optional[str] = ..., folder: _Optional[str] = ..., traffic_share: _Optional[float] = ..., active_streams: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., draining: _Optional[bool] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., hidden_state_window: _Optional[int] = ..., rounds: _Optional[int] = ..., accepted_length: _Optional[float] = ..., draft_us: _Optional[int] = ..., failing: _Optional[str] = ..., options: _Optional[_Mapping[str, str]] = ..., previous_share: _Optional[float] = ..., scored_layers: _Optional[_Iterable[int]] = ..., kv_policy: _Optional[str] = ...) -> None: ...
 
 class LoadDrafterRequest(_message.Message):
     __slots__ = ("name", "version", "method", "folder", "options", "activate")

@@ -22,9 +22,9 @@ from paceline.drafter.methods.checkpoint import (
     check_tensors,
     read_fit,
 )
-from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
+from paceline.drafter.methods.dspark import DSparkModel
 from paceline.drafter.methods.dspark.config import dspark_config, layout_of
-from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model
+from paceline.drafter.methods.eagle3 import Eagle3Model
 from paceline.drafter.methods.eagle3.config import eagle3_config, is_eagle3
 from paceline.drafter.methods.layers import (
     SECTION,
@@ -32,7 +32,7 @@ from paceline.drafter.methods.layers import (
     LayerShape,
     drafted_tokens,
 )
-from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel, read_longspec
+from paceline.drafter.methods.longspec import LongSpecModel, read_longspec
 
 Json = Mapping[str, Any]
 
@@ -71,7 +71,7 @@ def inspect_drafter(folder: Path, target: Path | None = None) -> Inspection:
             facts |= {"vocabulary": f"{load_config(folder).vocab_size:,} tokens"}
         else:
             config = read(folder, described, layers)
-            facts |= _shape(config) | _tensors(folder, config)
+            _check_own(folder, config)
             check_tensors(folder, config, module)
             drafted_tokens(folder, config)
             if source is not None:
@@ -117,45 +117,13 @@ def _made_for(described: Json) -> str:
     return f"{named} ({fingerprint[:12]})" if fingerprint else named
 
 
-def _shape(config: LayerShape) -> dict[str, str]:
-    layers = getattr(config, "layers", 1)
-    facts = {
-        "layers": f"{layers} of width {config.hidden}, {config.q_heads} heads over "
-        f"{config.kv_heads} KV heads of {config.head_dim}, feed-forward {config.intermediate}",
-        "vocabulary": f"drafts {config.drafted:,} of {config.vocab_size:,} tokens",
-    }
-    window = getattr(config, "window", 0)
-    context = f"the last {window} positions" if window else "all positions"
-    if isinstance(config, LongSpecConfig):
-        facts["reads"] = f"keys and values of target layer {config.target_layer}"
-    elif isinstance(config, DSparkConfig | Eagle3Config):
-        taps = ", ".join(map(str, config.taps))
-        of = f" of {config.target_layers}" if config.target_layers else ""
-        facts["reads"] = f"outputs of target layers {taps}{of} at {context}"
-    if isinstance(config, DSparkConfig):
-        heads = f"a {config.markov_head} head of rank {config.markov_rank}"
-        facts["block"] = f"{config.block} tokens, {config.levels} of them drafted"
-        facts["heads"] = heads if config.markov_rank else "no sequential head"
-        facts["heads"] += ", a confidence head" if config.confidence else ""
-    elif isinstance(config, Eagle3Config):
-        norms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-        facts["norms"] = ", ".join(name for name in norms if getattr(config, name)) or "EAGLE-3's"
-    return facts
-
-
-def _tensors(folder: Path, config: LayerShape) -> dict[str, str]:
+def _check_own(folder: Path, config: LayerShape) -> None:
+    """Check the shapes of embedding and LM head, if the folder has its own."""
     weights = DrafterWeights(folder, torch.float32)
-    own = [name for name in (EMBEDDING, HEAD) if name in weights]
-    for name in own:
-        rows = {config.vocab_size, config.drafted if name == HEAD else config.vocab_size}
-        if (found := weights.shape(name)) not in {(count, config.hidden) for count in rows}:
+    kinds = ((EMBEDDING, {config.vocab_size}), (HEAD, {config.vocab_size, config.drafted}))
+    for name, rows in kinds:
+        if name in weights and weights.shape(name) not in {(n, config.hidden) for n in rows}:
             raise UnsupportedModelError(
-                f"tensor {name!r} of {folder} has shape {found}, expected "
+                f"tensor {name!r} of {folder} has shape {weights.shape(name)}, expected "
                 f"{(max(rows), config.hidden)}"
             )
-    stored = next((weights.stored(name).dtype for name in weights if "norm" in name), "")
-    kind = "8-bit blocks" if weights.int8 else str(stored).removeprefix("torch.")
-    return {
-        "tensors": f"{len(weights)}, {kind}",
-        "its own": ", ".join(own) or "neither embedding nor LM head: they are the target's",
-    }

@@ -1,4 +1,4 @@
-"""Texts of generations, recorded on this machine for training and for the load check.
+"""Texts of generations, recorded on this machine for training.
 
 A text is one line of JSON.
 """

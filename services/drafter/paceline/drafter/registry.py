@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from paceline.drafter.loading import OUT_OF_MEMORY, Loader
 from paceline.drafter.methods.base import Drafter, LoadError
 from paceline.drafter.session import DraftStatistics
 from paceline.drafter.spec import DrafterSpec
-from paceline.drafter.state import RegistryState, StateFile
 from paceline.kv.policies import STREAMING
 from paceline.service import ServiceError
 from paceline.telemetry.names import Attribute
@@ -32,9 +31,6 @@ RECENT_ROUNDS, MIN_FAILURES = 20, 3
 
 _MAX_REASON_CHARS = 300
 
-Check = Callable[[DrafterSpec, Drafter], Awaitable[drafter_pb2.DrafterCheck | None]]
-"""Checks a loaded drafter before it is listed. Raises LoadError if it fails."""
-
 
 @dataclass(eq=False)
 class Version:
@@ -43,9 +39,6 @@ class Version:
     spec: DrafterSpec
     drafter: Drafter
     version: str
-    check: drafter_pb2.DrafterCheck | None = None
-    """Result of the load check; None: it was not checked."""
-
     share: float = 0.0
     """Share of new generations of its name, in [0, 1]; the shares of a name sum to 1."""
 
@@ -109,7 +102,6 @@ class Version:
             kv_policy=policy if scored else "",
             draining=self.draining,
             failing=self.failing,
-            check=self.check,
             options=self.spec.options,
             previous_share=self.previous_share,
             rounds=statistics.rounds,
@@ -133,23 +125,16 @@ class Registry:
         self,
         loader: Loader,
         dispose: Callable[[Drafter], None],
-        *,
         disposed: Callable[[], Awaitable[None]] = _nothing,
-        check: Check | None = None,
-        state: StateFile | None = None,
     ) -> None:
         """Create an empty registry.
 
         Drafters whose sequences are closed are given to ``dispose``; ``disposed`` returns when they
-        are closed. ``check`` checks every version before it is listed. The state is closed with
-        the registry.
+        are closed.
         """
         self._loader = loader
         self._dispose = dispose
         self._disposed = disposed
-        self._check = check
-        self._state = state
-        self._configured: list[DrafterSpec] = []
         self._versions: dict[str, list[Version]] = {}
         self._numbers: dict[str, int] = {}
         """The highest version number assigned under each name."""
@@ -166,38 +151,18 @@ class Registry:
         """All versions, sorted by name, then load order."""
         return [version for _, versions in sorted(self._versions.items()) for version in versions]
 
-    async def start(self, configured: list[DrafterSpec]) -> None:
-        """Load the drafters of the command line, or restore the saved state.
-
-        The state is restored if it was first written by a start with the same ``configured``.
-        Versions of it that can no longer be loaded are skipped.
-
-        Raises:
-            LoadError: A drafter of ``configured`` cannot be loaded.
-        """
-        self._configured = configured
-        state = self._state.read() if self._state is not None else None
-        if state is not None and state.configured == configured:
-            await self._restore(state)
-        else:
-            if state is not None:
-                logger.warning("started with other drafters than before: the saved state is lost")
-            for spec in configured:
-                await self._load(spec)
-        self._save()
-
     async def load(self, spec: DrafterSpec, *, activate: bool = False) -> Version:
         """Load a version on a thread. The first version of a name becomes active.
 
         Raises:
-            LoadError: The method, the folder or an option is wrong, or the check failed.
+            LoadError: The method, the folder or an option is wrong.
             ServiceError: ALREADY_LOADED, if the name has this version; TOO_MANY_VERSIONS.
         """
         loaded = await self._load(spec)
         if activate:
             self._promote(spec.name, {loaded: 1.0})
         else:
-            self._save()
+            self.on_change()
         return loaded
 
     def activate(self, name: str, version: str, share: float) -> Version:
@@ -279,7 +244,7 @@ class Registry:
         if force:
             for end in [end for each in waiting for end in each.streams]:
                 end()
-        self._save()
+        self.on_change()
         return not waiting
 
     def forget_number(self, name: str, version: str) -> None:
@@ -300,7 +265,7 @@ class Registry:
             "drafter taken out: it fails too often",
             extra={"drafter": version.spec.name, "version": version.version, "fault": error},
         )
-        self._save()
+        self.on_change()
 
     def choose(self, name: str, version: str = "") -> Version:
         """The version for a new generation: the requested one, or one by share.
@@ -352,25 +317,8 @@ class Registry:
         version.streams.discard(end)
         self._remove_if_unused(version)
 
-    async def saved(self) -> None:
-        """Return when all changes so far are on disk.
-
-        Raises:
-            ServiceError: STATE_NOT_SAVED, if they could not be written.
-        """
-        try:
-            if self._state is not None:
-                await self._state.saved()
-        except OSError as error:
-            raise ServiceError.internal(
-                "STATE_NOT_SAVED",
-                f"the change is in effect but would be lost in a restart: {error}",
-            ) from error
-
-    async def close(self) -> None:
+    def close(self) -> None:
         """Free every drafter. No stream may be attached."""
-        if self._state is not None:
-            await self._state.close()
         for each in self.versions():
             self._dispose(each.drafter)
         self._versions.clear()
@@ -395,16 +343,11 @@ class Registry:
         self._loading.add((name, version))
         try:
             drafter = await self._load_drafter(spec)
-            try:
-                checked = await self._check(spec, drafter) if self._check is not None else None
-            except BaseException:
-                self._dispose(drafter)
-                raise
         finally:
             self._loading.discard((name, version))
         if not spec.version:  # only now: a failed load uses no number
             self._numbers[name] = max(int(version), self._numbers.get(name, 0))
-        loaded = Version(spec, drafter, version, checked)
+        loaded = Version(spec, drafter, version)
         self._versions.setdefault(name, []).append(loaded)
         if not self._active(name):
             self._set_shares(name, {loaded: 1.0})
@@ -441,38 +384,6 @@ class Registry:
                 return True
         return False
 
-    async def _restore(self, state: RegistryState) -> None:
-        self._numbers = dict(state.numbers)
-        shares: dict[str, dict[Version, float]] = {}
-        for spec, share in state.loaded:
-            try:
-                version = await self._load(spec)
-            except Exception as error:  # the others are still of use
-                logger.error(
-                    "a drafter of the saved state was skipped",
-                    extra={"drafter": spec.name, "version": spec.version, "fault": str(error)},
-                )
-            else:
-                shares.setdefault(spec.name, {})[version] = share
-                before = state.previous.get(spec.name, {}).get(spec.version, 0.0)
-                version.previous_share, version.replaced = before, before > 0
-        for name, restored in shares.items():
-            self._set_shares(name, restored)
-            self._normalize_shares(name)
-
-    def _save(self) -> None:
-        """Something changed: save it, and tell who listens."""
-        self.on_change()
-        if self._state is not None:
-            kept = [v for of in self._versions.values() for v in of if not v.draining]
-            loaded = [(replace(v.spec, version=v.version), v.share) for v in kept]
-            previous: dict[str, dict[str, float]] = {}
-            for v in kept:
-                if v.previous_share:
-                    previous.setdefault(v.spec.name, {})[v.version] = v.previous_share
-            numbers = dict(self._numbers)
-            self._state.save(RegistryState(self._configured, loaded, numbers, previous))
-
     def _of(self, name: str) -> list[Version]:
         """The versions of a name, draining ones included."""
         return self._versions.get(name, [])
@@ -507,7 +418,7 @@ class Registry:
             self.on_change()
 
     def _promote(self, name: str, shares: dict[Version, float]) -> None:
-        """Change the shares of a name, remember those from before, and save."""
+        """Change the shares of a name, and remember those from before."""
         before = {each: each.share for each in self._of(name)}
         self._set_shares(name, shares)
         if before != {each: each.share for each in self._of(name)}:
@@ -516,7 +427,7 @@ class Registry:
                 each.replaced |= share > 0
         for each in self._active(name):
             each.recent.clear()
-        self._save()
+        self.on_change()
 
     def _set_shares(self, name: str, shares: dict[Version, float]) -> None:
         """Set the shares of some versions of a name, and those of all others to 0."""

@@ -16,12 +16,11 @@ import grpc
 from paceline.drafter.connection import Parts
 from paceline.drafter.exchange import Exchange
 from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
-from paceline.drafter.loading import LoadCheck, Loader
+from paceline.drafter.loading import Loader
 from paceline.drafter.methods.base import Drafter, LoadError, Resources
-from paceline.drafter.recordings import TextRecorder, read_recordings
+from paceline.drafter.recordings import TextRecorder
 from paceline.drafter.registry import Registry
 from paceline.drafter.spec import DrafterSpec, Roots
-from paceline.drafter.state import StateFile
 from paceline.drafter.worker import DraftWorker
 from paceline.service import Service, ServiceError
 from paceline.service.runtime import trim
@@ -39,7 +38,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
     """Lists, loads, activates, rolls back and unloads versions while generations run.
 
-    A change is on disk, and the joined verifiers list it, before its response is sent.
+    The joined verifiers list a change before its response is sent.
     """
 
     def __init__(self, parts: Parts, exchange: Exchange) -> None:
@@ -71,7 +70,7 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
             version = await self._registry.load(spec, activate=request.activate)
         except LoadError as error:
             raise ServiceError.invalid_argument(error.reason, str(error)) from error
-        await self._settle()
+        await self._exchange.listed()
         logger.info(
             "drafter loaded",
             extra={"drafter": spec.name, "version": version.version, "method": spec.method},
@@ -84,7 +83,7 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
         """Gives a version a share of new generations."""
         share = request.traffic_share or 1.0
         version = self._registry.activate(request.name, request.version, share)
-        await self._settle()
+        await self._exchange.listed()
         logger.info(
             "drafter activated",
             extra={"drafter": request.name, "version": version.version, "share": version.share},
@@ -96,7 +95,7 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
     ) -> drafter_pb2.RollbackDrafterResponse:
         """Restores the shares from before the last activation."""
         versions = self._registry.rollback(request.name)
-        await self._settle()
+        await self._exchange.listed()
         logger.info(
             "drafter rolled back",
             extra={"drafter": request.name, "versions": [each.version for each in versions]},
@@ -110,7 +109,7 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
         if request.failed:
             self._registry.forget_number(request.name, request.version)
         unloaded = self._registry.unload(request.name, request.version, force=request.force)
-        await self._settle()
+        await self._exchange.listed()
         logger.info(
             "drafter unloading",
             extra={"drafter": request.name, "version": request.version, "done": unloaded},
@@ -123,11 +122,6 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
         """Joins a verifier that the service's list allows."""
         link = await self._exchange.join(request.address)
         return drafter_pb2.JoinVerifierResponse(verifier=link)
-
-    async def _settle(self) -> None:
-        """Return when all changes so far are saved and listed."""
-        await self._registry.saved()
-        await self._exchange.listed()
 
 
 RECORD_BYTES = 64 << 20
@@ -167,13 +161,14 @@ class DrafterService:
         drafter_pb2_grpc.add_DrafterRegistryServiceServicer_to_server(servicer, server)
 
     async def start(self) -> None:
-        """Load the drafters of the command line, or restore the saved state; then join verifiers.
+        """Load the drafters of the command line, then join verifiers.
 
         Raises:
             LoadError: A drafter of the command line cannot be loaded.
         """
         self._parts.worker.start()
-        await self._parts.registry.start(self._load)
+        for spec in self._load:
+            await self._parts.registry.load(spec)
         self.exchange.start()
 
     async def fault(self) -> None:
@@ -194,7 +189,7 @@ class DrafterService:
         parts = self._parts
         await self.exchange.close()
         await parts.kv.close()
-        await parts.registry.close()
+        parts.registry.close()
         parts.worker.stop()
         if parts.recorder is not None:
             await parts.recorder.close()
@@ -212,8 +207,6 @@ def build_service(
     max_streams: int = 1024,
     access: VerifierAccess | None = None,
     metrics: CollectorRegistry | None = None,
-    state_dir: Path | None = None,
-    recordings: Path | None = None,
     record: Path | None = None,
     record_bytes: int = RECORD_BYTES,
 ) -> Service:
@@ -236,20 +229,16 @@ def build_service(
         max_streams: Maximum number of open sequences; further ones are refused.
         access: Credentials for the verifiers; None: no token and no TLS.
         metrics: Registry of metrics to add its metrics to; None: no metrics.
-        state_dir: Folder of this service's own for the state of the registry, created if missing.
-            A start with the same ``load`` restores the state. None: the state is not saved.
-        recordings: Texts for the load check of every version that reads no KV or hidden states
-            (:func:`paceline.drafter.recordings.read_recordings`). None: versions are not checked.
         record: Folder of this service's own for the texts of its generations, for training
             (:class:`paceline.drafter.recordings.TextRecorder`). None: no text is recorded.
         record_bytes: Limit of ``record``. Unit: bytes.
 
     Raises:
-        LoadError: A method is unknown or cannot be imported, or the recordings cannot be read.
+        LoadError: A method is unknown or cannot be imported.
         OptionsError: The TLS authorities of ``access`` cannot be read, or an address of
             ``verifiers`` is malformed.
-        OSError: Another TLS file of it cannot be read, or the folder of the state or of the texts
-            cannot be created or used.
+        OSError: Another TLS file of it cannot be read, or the folder of the texts cannot be created
+            or used.
         ValueError: ``record_bytes`` is too small, or there is no such device.
     """
     # Drafts need not be the same on every machine.
@@ -273,9 +262,7 @@ def build_service(
     registry = Registry(
         Loader(Roots(allowed), resources),
         dispose,
-        disposed=partial(worker.run, lambda: None),
-        check=LoadCheck(read_recordings(recordings), worker) if recordings is not None else None,
-        state=StateFile(state_dir) if state_dir is not None else None,
+        partial(worker.run, lambda: None),
     )
     recorder = TextRecorder(record, record_bytes) if record is not None else None
     parts = Parts(
