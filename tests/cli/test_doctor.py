@@ -7,12 +7,14 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from cli.test_main import run_client_only
+from paceline.cli.doctor import examine
 from paceline.kernels import cpu_kernels
 
 
@@ -41,6 +43,17 @@ def test_the_machine_and_the_install() -> None:
     assert found["memory"]["total"] >= found["memory"]["available"] > 0
     assert found["missing"] == {}
     assert len(found["gpus"]) == torch.cuda.device_count()
+
+
+def test_a_gpu_and_its_backend_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="NVIDIA H100", total_memory=80 << 30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setenv("PACELINE_ATTENTION", "dense")
+    (found,) = examine()["gpus"]
+    assert (found["compute_capability"], found["attention"]) == ("9.0", "dense")
+    monkeypatch.setenv("PACELINE_ATTENTION", "fastest")
+    assert "PACELINE_ATTENTION is 'fastest', expected" in examine()["gpus"][0]["attention"]
 
 
 @pytest.mark.bits

@@ -104,12 +104,23 @@ def _with_torch() -> Facts:
                 "name": gpu.name,
                 "memory": gpu.total_memory,
                 "compute_capability": f"{gpu.major}.{gpu.minor}",
+                "attention": _attention(gpu.name),
             }
             for gpu in gpus
         ],
         "gpu_error": gpu_error,
         "mps": bool(gpus) and has_mps(),
     }
+
+
+def _attention(gpu: str) -> str:
+    """The backend for a kind of GPU."""
+    from paceline.kernels.attention import cuda_backend, preferred_backend
+
+    try:
+        return cuda_backend(preferred_backend(gpu)).name
+    except RuntimeError as error:  # the environment names none
+        return str(error)
 
 
 def _processor() -> Facts:

@@ -151,13 +151,13 @@ def cuda_backend(name: str) -> AttentionBackend:
     """A backend for NVIDIA GPUs by its name, or the next one if its package is missing.
 
     Args:
-        name: flash_attn, triton or dense.
+        name: One of ``BACKENDS``.
     """
-    if name == "flash_attn":
+    if name not in ("triton", "dense"):
         with suppress(ImportError):
-            from paceline.kernels._triton.backend import FlashBackend
+            from paceline.kernels._triton.flash import PackageBackend
 
-            return FlashBackend()
+            return PackageBackend(name)
     if name != "dense":
         with suppress(ImportError):
             from paceline.kernels._triton.backend import TritonBackend
@@ -166,7 +166,7 @@ def cuda_backend(name: str) -> AttentionBackend:
     return DenseBackend()
 
 
-BACKENDS = ("triton", "flash_attn", "dense")
+BACKENDS = ("triton", "flash_attn", "flash_attn_3", "flashinfer", "dense")
 VARIABLE = "PACELINE_ATTENTION"
 
 

@@ -149,41 +149,6 @@ def test_caches_of_several_pools_are_refused() -> None:
         run(segments, torch.zeros(2, 1, 64), planes, planes, None)
 
 
-def test_a_prefix_by_flash_attn_is_merged_with_the_rest() -> None:
-    """With a stand-in that computes what flash-attn documents."""
-    from paceline.kernels._triton.backend import FlashBackend
-
-    calls = []
-
-    def prefix(
-        q: Tensor, keys: Tensor, values: Tensor, *, cache_seqlens: Tensor, block_table: Tensor,
-        softmax_scale: float, causal: bool, return_softmax_lse: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        calls.append(cache_seqlens.tolist())
-        out, lse = torch.full(q.shape, torch.nan), torch.full(q.shape[:3], torch.nan)
-        for index, length in enumerate(cache_seqlens.tolist()):
-            if length:
-                pages = block_table[index, : -(-length // keys.shape[1])].long()
-                key, value = (each[pages].flatten(0, 1)[:length] for each in (keys, values))
-                group = q.shape[2] // key.shape[1]
-                key, value = (e.repeat_interleave(group, 1).float() for e in (key, value))
-                scores = torch.einsum("nhd,shd->nhs", q[index].float(), key) * softmax_scale
-                lse[index] = scores.logsumexp(-1)
-                out[index] = torch.einsum("nhs,shd->nhd", scores.softmax(-1), value)
-        return out.half(), lse.transpose(1, 2)
-
-    torch.manual_seed(0)
-    segments = [TreeSegment(0, 300, (-1, 0, 0), 3), TreeSegment(1, 5, None, 2)]
-    q, keys, values = draw_caches(segments, (4, 2, 64), torch.float16)
-    expected = reference_attention(q, keys, values, plan_trees(segments), scale=0.125)
-    paged = in_pages(keys, values, 256)
-    found = run(segments, q, *paged, None, backend=FlashBackend(prefix))
-    check(found, expected, torch.float16)
-    assert calls == [[256, 0]]
-    check(run(segments, q, keys, values, None, backend=FlashBackend(prefix)), expected, q.dtype)
-    assert len(calls) == 1, "contiguous caches are not for it"
-
-
 @pytest.mark.parametrize("window", [None, 40])
 def test_blocks_of_all_lengths_over_a_context_share_few_kernels(
     window: int | None, monkeypatch: pytest.MonkeyPatch

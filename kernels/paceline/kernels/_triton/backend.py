@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from paceline.kernels._triton.plan import (
     large_tile,
 )
 from paceline.kernels.caches import PagedPlane, Plane
-from paceline.kernels.dense import AttentionCall, Probe, record_scores
+from paceline.kernels.dense import AttentionCall, record_scores
 from paceline.kernels.trees import TreePlan, send
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class TritonBackend:
 
     def attend(self, call: AttentionCall) -> None:
         """See :class:`paceline.kernels.AttentionBackend`."""
-        caches, tables, tiling = _read(call)
+        caches, tables, tiling = read_call(call)
         probed = ProbeTable.of(call.probes, call.plan, tiling)
         target = call.out if call.out.is_contiguous() else torch.empty_like(call.out)
         attend(call.q.contiguous(), caches, tables.rows, tables.work(tiling), tiling, probed,
@@ -169,7 +169,7 @@ class TritonBackend:
         record_scores(call, probed.others)
 
 
-def _read(call: AttentionCall) -> tuple[Caches, Tables, Tiling]:
+def read_call(call: AttentionCall) -> tuple[Caches, Tables, Tiling]:
     """The caches, tables and tiling of a call."""
     caches = Caches.of(call.keys, call.values, call.plan)
     tables = Tables.of(call.plan, caches.sequences)
@@ -245,107 +245,6 @@ def attend_shape(
         "STAGES": (5 - bool(probes)) if page_size else 3,
     }  # fmt: skip
     return shape, {"num_warps": 8 if large_tile(tiling.rows, wide) else 4}
-
-
-_PAGE_MULTIPLE = 256  # of flash-attn's paged caches
-
-
-class FlashBackend(TritonBackend):
-    """``flash_attn_with_kvcache`` over whole tiles of the prefix, merged by log-sum-exp.
-
-    It serves paged caches in half precision. Windows, sinks, probes, contiguous caches and plans of
-    CUDA graphs are left to :class:`TritonBackend`.
-    """
-
-    name = "flash_attn"
-
-    def __init__(self, attend_prefix: Callable[..., tuple[Tensor, Tensor]] | None = None) -> None:
-        """Use flash-attn's function, or another with its arguments.
-
-        Raises:
-            ImportError: flash-attn is not installed.
-        """
-        if attend_prefix is None:
-            from flash_attn import flash_attn_with_kvcache
-
-            attend_prefix = flash_attn_with_kvcache
-        self._attend_prefix = attend_prefix
-
-    def attend(self, call: AttentionCall) -> None:
-        """See :class:`paceline.kernels.AttentionBackend`."""
-        caches, tables, tiling = _read(call)
-        q, plan, lse = call.q, call.plan, call.lse
-        if call.sinks is not None or not self._can(caches, plan, tiling, call.probes):
-            super().attend(call)
-            return
-        prefix, prefix_lse, seen = self._prefix(q, caches, plan, tiling, call.scale)
-        rest = torch.empty_like(q, dtype=torch.float32)
-        rest_lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        behind = replace(tiling, prefix=False)
-        attend(q.contiguous(), caches, tables.rows, tables.work(behind), behind,
-               ProbeTable.of((), plan, tiling), call.scale, rest, rest_lse)  # fmt: skip
-        # The log-sum-exp of an empty prefix is undefined.
-        share = torch.where(seen[:, None], torch.sigmoid(prefix_lse - rest_lse), 0.0)[..., None]
-        call.out.copy_(torch.where(share > 0, torch.lerp(rest, prefix.float(), share), rest))
-        if lse is not None:
-            both = torch.logaddexp(prefix_lse, rest_lse)
-            lse.copy_(torch.where(seen[:, None], both, rest_lse))
-
-    def _can(self, caches: Caches, plan: TreePlan, tiling: Tiling, probes: Sequence[Probe]) -> bool:
-        return bool(
-            plan.segments
-            and not probes
-            and not tiling.window
-            and caches.page_size
-            and caches.page_size % _PAGE_MULTIPLE == 0
-            and caches.keys.dtype != torch.float32
-        )
-
-    def _prefix(
-        self, q: Tensor, caches: Caches, plan: TreePlan, tiling: Tiling, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Attention of every packed row, its log-sum-exp, and whether it has a prefix."""
-        key = ("flash", tiling.keys, caches.sequences)
-        if key not in plan.prepared:
-            plan.prepared[key] = _Batch(plan, tiling.keys, caches.sequences)
-        batch: _Batch = plan.prepared[key]
-        found, lse = self._attend_prefix(
-            q.to(caches.keys.dtype)[batch.rows],
-            caches.keys.transpose(1, 2),
-            caches.values.transpose(1, 2),
-            cache_seqlens=batch.lengths,
-            block_table=caches.tables[batch.table_rows],
-            softmax_scale=scale,
-            causal=False,
-            return_softmax_lse=True,
-        )
-        at = (batch.block, batch.node)
-        return found[at], lse.transpose(1, 2)[at], batch.seen
-
-
-class _Batch:
-    """The blocks of a plan as a padded batch, ``[S, widest]``."""
-
-    def __init__(self, plan: TreePlan, tile: int, table_rows: tuple[int, ...]) -> None:
-        segments = plan.segments
-        widest = max(segment.length for segment in segments)
-        padded = [
-            [first + min(node, segment.length - 1) for node in range(widest)]
-            for segment, first in zip(segments, plan.offsets, strict=False)
-        ]
-        blocks = [index for index, segment in enumerate(segments) for _ in range(segment.length)]
-        nodes = [node for segment in segments for node in range(segment.length)]
-        # Up to the tile in which new nodes begin; the project's kernels run from there on.
-        lengths = [segment.start // tile * tile for segment in segments]
-
-        def there(numbers: Any, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor(numbers, dtype=dtype).to(plan.device)
-
-        self.rows = there(padded)
-        self.block, self.node = there(blocks), there(nodes)
-        self.lengths = there(lengths, torch.int32)
-        self.table_rows = there([table_rows[segment.sequence] for segment in segments])
-        self.seen = self.lengths[self.block] > 0
 
 
 _GATE_BLOCK = 1024
