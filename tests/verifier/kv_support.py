@@ -7,11 +7,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import drafters
-import pytest
 from verifier_support import Client, tokens_of, until
 
 from paceline.drafter.kv import KvOptions
-from paceline.drafter.kv import exchange as exchange_module
 from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
 from paceline.drafter.kv.remote import RemoteKv, RemoteStates
 
@@ -59,14 +57,6 @@ async def mapping_states(client: Client, created: Any, *layers: int, window: int
         return await exchange.open_states(client.address, created.read_grant, layers, window, "map")
     finally:
         await exchange.close()
-
-
-async def lost(exchange: KvExchange, address: str, stream: Any) -> None:
-    """Break the connection, and wait until the stream is another one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange_module, "CALL_SECONDS", 0.0)  # of grace
-        exchange.drop(address)
-    await until(lambda: stream._stream > 1)
 
 
 async def caught_up(kv: RemoteKv, committed: int, budget: int = 64, positions: int = 0) -> None:

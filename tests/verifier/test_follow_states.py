@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from kv_support import following_states, lost, mapping_states
+from kv_support import following_states, mapping_states
 from verifier_support import Client, until
 
 from paceline.drafter.kv import KvGone
-from paceline.drafter.kv import remote as remote_module
-from paceline.drafter.kv.remote import CacheUpdate, RemoteStates
+from paceline.drafter.kv.remote import RemoteStates
 from paceline.kv.wire import encode_rows
 from paceline.v1 import kv_pb2, verifier_pb2
 
@@ -23,14 +22,12 @@ PROMPT = [random.Random(7).randrange(1, 61) for _ in range(300)]
 FIELDS: dict[str, Any] = {"max_new_tokens": 90, "ignore_eos": True}
 
 
-async def test_a_lost_stream_continues(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_module, "FIRST_DELAY", 0.01)
+async def test_a_stream_ends_with_its_connection_or_cache(client: Client) -> None:
     created = await client.create(PROMPT, drafter=await client.reader(0, 1), **FIELDS)
     exchange, sent = await following_states(client, created, 0)
     await sent.wait_for(len(PROMPT), 60)
     received = sent.received
     assert ROW * len(PROMPT) < received < ROW * len(PROMPT) + 2000, "only the requested layer"
-    await lost(exchange, client.address, sent)
     await client.steps(created.handle, 1)
     await sent.wait_for(len(PROMPT) + 1, 60)
     assert sent.received < received + 3 * ROW, "rows are sent once"
@@ -39,12 +36,16 @@ async def test_a_lost_stream_continues(client: Client, monkeypatch: pytest.Monke
     assert first == 0
     assert torch.equal(rows, mapped.read(0, len(PROMPT) + 1)[1])
     mapped.close()
+    other_exchange, other = await following_states(client, created, 0)
+    exchange.drop(client.address)
     await client.release(created.handle)
-    await until(lambda: sent._gone is not None)
-    with pytest.raises(KvGone):
-        sent.check()
-    sent.close()
+    for each in (sent, other):
+        await until(lambda each=each: each._gone is not None)
+        with pytest.raises(KvGone):
+            each.check()
+        each.close()
     await exchange.close()
+    await other_exchange.close()
 
 
 async def test_waiting_times_out_once(client: Client) -> None:
@@ -86,10 +87,9 @@ async def test_invalid_updates_are_refused(change: dict[str, Any]) -> None:
 
     subscribe = kv_pb2.FollowSubscribe(hidden_state_layers=[0])
     sent = RemoteStates(Silent, subscribe)
-    shape = kv_pb2.KvShape(hidden_size=3, dtype=kv_pb2.KV_DTYPE_FLOAT32)
-    await sent._receive(CacheUpdate(1, shape, [message()]))
+    sent._shape.set_result(kv_pb2.KvShape(hidden_size=3, dtype=kv_pb2.KV_DTYPE_FLOAT32))
+    await sent._receive([message()])
     assert sent.read(0, 2)[1].shape == (2, 3)
     with pytest.raises(KvGone):
-        await sent._receive(CacheUpdate(1, shape, [message(**change)]))
+        await sent._receive([message(**change)])
     sent.close()
-    sent._first.cancel()

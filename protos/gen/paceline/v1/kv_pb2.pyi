@@ -84,7 +84,7 @@ class FollowCacheRequest(_message.Message):
     def __init__(self, subscribe: _Optional[_Union[FollowSubscribe, _Mapping]] = ..., ack: _Optional[_Union[FollowAck, _Mapping]] = ...) -> None: ...
 
 class FollowSubscribe(_message.Message):
-    __slots__ = ("read_grant", "layers", "budget", "policy", "wire_dtype", "positions_only", "hidden_state_layers", "hidden_state_window", "hidden_state_start")
+    __slots__ = ("read_grant", "layers", "budget", "policy", "wire_dtype", "positions_only", "hidden_state_layers", "hidden_state_window")
     READ_GRANT_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
@@ -93,7 +93,6 @@ class FollowSubscribe(_message.Message):
     POSITIONS_ONLY_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATE_WINDOW_FIELD_NUMBER: _ClassVar[int]
-    HIDDEN_STATE_START_FIELD_NUMBER: _ClassVar[int]
     read_grant: bytes
     layers: _containers.RepeatedScalarFieldContainer[int]
     budget: int
@@ -102,8 +101,7 @@ class FollowSubscribe(_message.Message):
     positions_only: bool
     hidden_state_layers: _containers.RepeatedScalarFieldContainer[int]
     hidden_state_window: int
-    hidden_state_start: int
-    def __init__(self, read_grant: _Optional[bytes] = ..., layers: _Optional[_Iterable[int]] = ..., budget: _Optional[int] = ..., policy: _Optional[str] = ..., wire_dtype: _Optional[_Union[KvDtype, str]] = ..., positions_only: _Optional[bool] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., hidden_state_window: _Optional[int] = ..., hidden_state_start: _Optional[int] = ...) -> None: ...
+    def __init__(self, read_grant: _Optional[bytes] = ..., layers: _Optional[_Iterable[int]] = ..., budget: _Optional[int] = ..., policy: _Optional[str] = ..., wire_dtype: _Optional[_Union[KvDtype, str]] = ..., positions_only: _Optional[bool] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., hidden_state_window: _Optional[int] = ...) -> None: ...
 
 class FollowAck(_message.Message):
     __slots__ = ("update_id", "budget")

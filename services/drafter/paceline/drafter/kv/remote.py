@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Self
 
 import grpc
@@ -23,8 +21,6 @@ from paceline.drafter.kv.reader import KvReader, StateReader
 from paceline.kv.wire import WIRE_TYPES, decode, decode_rows
 from paceline.v1 import kv_pb2
 
-logger = logging.getLogger("paceline.drafter")
-
 _GROWTH = 256
 
 
@@ -33,12 +29,14 @@ MAX_POSITIONS = 1 << 20
 
 MAX_NEWER = 128
 """Maximum number of positions newer than the verifier's selection that a sparse view reads in
-addition. With more of them, as after a loss of the link, the selection is too old to be used.
-Unit: tokens."""
+addition. With more of them the selection is too old to be used. Unit: tokens."""
 
 UPDATES_AHEAD = 3
 """Maximum number of updates received that no round has applied, one more than the verifier may
 send. Further ones are not read from the connection."""
+
+CacheUpdate = Sequence[kv_pb2.FollowCacheResponse]
+"""All messages of one update; the last one has its number and the committed length."""
 
 
 class DeltaCache:
@@ -58,113 +56,88 @@ class DeltaCache:
             raise KvGone(f"the verifier described KV of an empty shape: {shape}")
         if shape.dtype not in WIRE_TYPES or shape.wire_dtype not in (0, *WIRE_TYPES):
             raise KvGone(f"the verifier sends KV of an unknown type: {shape}")
-        self._layers = [_FollowedLayer(shape) for _ in range(shape.layers)]
+        self._shape = shape
+        self._positions = [torch.empty(0, dtype=torch.int64) for _ in range(shape.layers)]
+        # Of each layer, planes[kind, head, slot]: the KV of position positions[slot].
+        self._planes = [self._new_planes(0) for _ in range(shape.layers)]
 
     def __len__(self) -> int:
         """Positions per layer."""
-        return len(self._layers[0].positions)
+        return len(self._positions[0])
 
     def positions(self, index: int) -> Tensor:
         """Returns the positions of a layer, int64 ``[n]``, in the order of the table."""
-        return self._layers[index].positions
+        return self._positions[index]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values of a layer, each ``[Hkv, n, D]``; :meth:`apply` changes them."""
-        layer = self._layers[index]
-        keys, values = layer.planes[:, :, : len(layer.positions)]
+        keys, values = self._planes[index][:, :, : len(self._positions[index])]
         return keys, values
 
-    def apply(self, messages: Sequence[kv_pb2.FollowCacheResponse], budget: int) -> None:
-        """Apply one whole update.
-
-        ``messages`` are all of the update; ``budget`` is the maximum number of positions per layer
-        after it.
+    def apply(self, update: CacheUpdate, budget: int) -> None:
+        """Apply an update; ``budget`` is the maximum number of positions per layer after it.
 
         Raises:
             KvGone: It contradicts itself or earlier updates. The cache must not be used then.
         """
-        committed, count = messages[-1].committed_length, len(self._layers)
-        drops = [drop for message in messages for drop in message.drops]
-        chunks = [chunk for message in messages for chunk in message.chunks]
+        committed, count = update[-1].committed_length, len(self._positions)
+        drops = [drop for message in update for drop in message.drops]
+        chunks = [chunk for message in update for chunk in message.chunks]
         for layer in (*(drop.layer for drop in drops), *(chunk.layer for chunk in chunks)):
             if layer >= count:
                 raise KvGone(f"the verifier sent layer {layer}, expected one below {count}")
         try:
-            for index, table in enumerate(self._layers):
-                table.apply(
+            for index in range(count):
+                self._change(
+                    index,
                     [p for drop in drops if drop.layer == index for p in drop.positions],
                     [chunk for chunk in chunks if chunk.layer == index],
                     committed,
                 )
         except (ValueError, IndexError) as error:
             raise KvGone(f"the verifier sent an update that does not fit: {error}") from error
-        counts = {len(layer.positions) for layer in self._layers}
+        counts = {len(positions) for positions in self._positions}
         if len(counts) > 1 or max(counts) > budget:
             raise KvGone(
                 f"the verifier's update leaves {sorted(counts)} positions in the layers, expected "
                 f"the same number in each, at most {budget}"
             )
 
-
-class _FollowedLayer:
-    """One layer: ``planes[kind, head, slot]`` is the KV of position ``positions[slot]``."""
-
-    def __init__(self, shape: kv_pb2.KvShape) -> None:
-        self.positions = torch.empty(0, dtype=torch.int64)
-        self._shape = shape
-        self.planes = self._new_planes(0)
-
-    def apply(self, drops: list[int], chunks: list[kv_pb2.KvChunk], committed: int) -> None:
-        """Drop positions, then write new ones into the free slots.
+    def _change(
+        self, index: int, drops: list[int], chunks: list[kv_pb2.KvChunk], committed: int
+    ) -> None:
+        """Drop positions of a layer, close the gaps, and append new ones.
 
         Raises:
             ValueError: The update does not fit.
         """
+        before = self._positions[index]
         new = torch.tensor([p for chunk in chunks for p in chunk.positions], dtype=torch.int64)
-        dropped = torch.isin(self.positions, torch.tensor(drops, dtype=torch.int64))
-        free = dropped.nonzero().flatten()
-        kept = self.positions[~dropped]
-        if len(free) != len(drops):
+        kept = ~torch.isin(before, torch.tensor(drops, dtype=torch.int64))
+        end = len(before) - len(drops)
+        if int(kept.sum()) != end:
             raise ValueError("it drops positions that are not in the cache")
-        if len(torch.cat([kept, new]).unique()) != len(kept) + len(new):
+        self._positions[index] = positions = torch.cat([before[kept], new])
+        if len(positions.unique()) != len(positions):
             raise ValueError("a position comes twice")
         if len(new) and int(new.max()) >= committed:
             raise ValueError(f"position {int(new.max())} is not below {committed}")
-        count = len(self.positions)
-        end = max(count, len(kept) + len(new))
-        slots = torch.cat([free[: len(new)], torch.arange(count, end)])
-        self.positions = torch.cat([self.positions, torch.empty(end - count, dtype=torch.int64)])
-        self.positions[slots] = new
-        sizes = [len(chunk.positions) for chunk in chunks]
-        if self._shape.wire_dtype:
-            self._reserve(end)
-            for chunk, written in zip(chunks, slots.split(sizes), strict=True):
-                self._write(chunk, written)
-        self._compact(free[len(new) :])
-
-    def _compact(self, free: Tensor) -> None:
-        """Move the last positions into the slots that stayed free."""
-        count = len(self.positions) - len(free)
-        used = torch.ones(len(self.positions), dtype=torch.bool)
-        used[free] = False
-        source, target = used[count:].nonzero().flatten() + count, free[free < count]
-        if self._shape.wire_dtype:
-            self.planes[:, :, target] = self.planes[:, :, source]
-        self.positions[target] = self.positions[source]
-        self.positions = self.positions[:count]
-
-    def _write(self, chunk: kv_pb2.KvChunk, slots: Tensor) -> None:
-        shape = self._shape
-        size = (shape.heads, len(slots), shape.head_dim)
-        both = ((chunk.keys, chunk.key_scales), (chunk.values, chunk.value_scales))
-        for plane, (data, scales) in zip(self.planes, both, strict=True):
-            plane[:, slots] = decode(data, scales, size, shape.wire_dtype, plane.dtype)
-
-    def _reserve(self, slots: int) -> None:
-        if slots > self.planes.shape[2]:
-            planes = self._new_planes(-(-slots // _GROWTH) * _GROWTH)
-            planes[:, :, : self.planes.shape[2]] = self.planes
-            self.planes = planes
+        if not self._shape.wire_dtype:
+            return
+        planes = self._planes[index]
+        if drops:
+            planes[:, :, :end] = planes[:, :, : len(before)][:, :, kept]
+        if len(positions) > planes.shape[2]:
+            grown = self._new_planes(-(-len(positions) // _GROWTH) * _GROWTH)
+            grown[:, :, :end] = planes[:, :, :end]
+            self._planes[index] = planes = grown
+        for chunk in chunks:
+            begin, end = end, end + len(chunk.positions)
+            size = (self._shape.heads, end - begin, self._shape.head_dim)
+            both = ((chunk.keys, chunk.key_scales), (chunk.values, chunk.value_scales))
+            for plane, (data, scales) in zip(planes, both, strict=True):
+                decoded = decode(data, scales, size, self._shape.wire_dtype, plane.dtype)
+                plane[:, begin:end] = decoded
 
     def _new_planes(self, slots: int) -> Tensor:
         shape = self._shape
@@ -174,64 +147,22 @@ class _FollowedLayer:
             )
 
 
-FIRST_DELAY, MAX_DELAY = 0.1, 5.0
-"""Delays before a lost stream is opened again, doubled after each attempt. Unit: seconds."""
-
-_LOST = {
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.INTERNAL,
-    grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.UNKNOWN,
-}
-"""After these a stream is opened again; any other status is final."""
-
-
-@dataclass(frozen=True)
-class CacheUpdate:
-    """One whole update.
-
-    Attributes:
-        stream: Number of the stream that it came by.
-        shape: The stream's first message.
-        messages: All messages of the update.
-    """
-
-    stream: int
-    shape: kv_pb2.KvShape
-    messages: list[kv_pb2.FollowCacheResponse]
-
-    @property
-    def number(self) -> int:
-        """Its number in the stream."""
-        return self.messages[-1].update_id
-
-    @property
-    def committed(self) -> int:
-        """Committed length of the cache at this update. Unit: tokens."""
-        return self.messages[-1].committed_length
-
-
 class UpdateStream(ABC):
     """Receives the updates of one cache on the event loop; subclasses apply them.
 
-    What was received before a loss of the link stays valid, since committed positions never change.
-    A lost stream is opened again in the background.
+    A stream that ends cannot be read any more: the verifier opens its sequence again.
     """
 
     received = 0
 
     def __init__(self, connect: Callable[[], Any], subscribe: kv_pb2.FollowSubscribe) -> None:
-        self._connect = connect
         self._subscribe = subscribe
         self._gone: KvGone | None = None
         self._loop = asyncio.get_running_loop()
-        self._first: asyncio.Future[None] = self._loop.create_future()
-        self._stream = 0
-        self._applied = (0, 0)  # stream and number of the newest update applied
+        self._shape: asyncio.Future[kv_pb2.KvShape] = self._loop.create_future()
+        self._applied = 0  # number of the newest update applied
         self._ack_due = asyncio.Event()
-        self._task = asyncio.create_task(self._follow())
+        self._task = asyncio.create_task(self._follow(connect))
 
     @classmethod
     async def open(
@@ -251,7 +182,7 @@ class UpdateStream(ABC):
         opened = cls(connect, subscribe)
         try:
             async with asyncio.timeout(timeout):
-                await opened._first
+                await opened._shape
         except TimeoutError:
             opened.close()
             raise KvNotShared(f"the verifier did not answer within {timeout:g} s") from None
@@ -281,52 +212,39 @@ class UpdateStream(ABC):
             KvGone: The update is invalid.
         """
 
-    def _acknowledge(self, stream: int, number: int) -> None:
+    def _acknowledge(self, number: int) -> None:
         """Acknowledge an update that was applied. Event loop."""
-        self._applied = (stream, number)
+        self._applied = number
         self._ack_due.set()
 
-    async def _follow(self) -> None:
-        """Read one stream after the other until the cache is gone."""
-        delay = FIRST_DELAY
-        while self._gone is None:
-            received = self.received
-            lost = "the verifier ended the stream"
-            try:
-                await self._read_stream()
-            except grpc.aio.AioRpcError as error:
-                lost = f"{error.code().name}: {error.details()}"
-                if error.code() not in _LOST:
-                    self._gone = KvGone(f"the verifier ended the updates of the cache: {lost}")
-            except KvGone as error:
-                self._gone = error
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
-                    raise
-                lost = "the connection was closed"  # which cancels the call, not this task
-            if not self._first.done():
-                self._first.set_exception(KvNotShared(f"the verifier sends no updates: {lost}"))
-                return
-            delay = FIRST_DELAY if self.received > received else min(2 * delay, MAX_DELAY)
-            logger.debug("lost the KV stream, again in %.1f s: %s", delay, lost)
-            await asyncio.sleep(delay)
+    async def _follow(self, connect: Callable[[], Any]) -> None:
+        """Read the stream until it ends."""
+        why = "it ended the stream"
+        try:
+            await self._read_stream(connect())
+        except grpc.aio.AioRpcError as error:
+            why = f"{error.code().name}: {error.details()}"
+        except KvGone as error:
+            why = str(error)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            why = "the connection was closed"  # which cancels the call, not this task
+        self._gone = KvGone(f"the verifier sends no updates: {why}")
+        if not self._shape.done():
+            self._shape.set_exception(KvNotShared(str(self._gone)))
 
-    async def _read_stream(self) -> None:
-        self._stream += 1
-        call = self._connect()
-        acks = asyncio.create_task(self._send_acks(call, self._stream))
+    async def _read_stream(self, call: Any) -> None:
+        acks = asyncio.create_task(self._send_acks(call))
         try:
             await call.write(kv_pb2.FollowCacheRequest(subscribe=self._subscribe))
-            shape: kv_pb2.KvShape | None = None
             messages: list[kv_pb2.FollowCacheResponse] = []
             room = 0
             while (message := await call.read()) is not grpc.aio.EOF:
                 self.received += message.ByteSize()
-                if shape is None:
-                    shape = message.shape
-                    if not self._first.done():
-                        self._first.set_result(None)
+                if not self._shape.done():
+                    self._shape.set_result(message.shape)
                     continue
                 if not messages:
                     room = self._limit()
@@ -334,35 +252,30 @@ class UpdateStream(ABC):
                 room -= sum(len(chunk.positions) for chunk in message.chunks)
                 room -= sum(rows.count for rows in message.hidden_states)
                 if room < 0:
-                    raise KvGone("the verifier sent more positions than the budget allows")
+                    raise KvGone("more positions came than the budget allows")
                 if message.last:
-                    update, messages = CacheUpdate(self._stream, shape, messages), []
+                    update, messages = messages, []
                     await self._receive(update)
         finally:
             acks.cancel()
             call.cancel()
 
-    async def _send_acks(self, call: Any, stream: int) -> None:
+    async def _send_acks(self, call: Any) -> None:
         """Acknowledge the newest applied update, as often as it changes."""
-        sent = 0
         # An error of the call is reported by the task that reads it.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 await self._ack_due.wait()
                 self._ack_due.clear()
-                of_stream, number = self._applied
-                if of_stream == stream and number > sent:
-                    sent = number
-                    ack = kv_pb2.FollowAck(update_id=number, budget=self._subscribe.budget)
-                    await call.write(kv_pb2.FollowCacheRequest(ack=ack))
+                ack = kv_pb2.FollowAck(update_id=self._applied, budget=self._subscribe.budget)
+                await call.write(kv_pb2.FollowCacheRequest(ack=ack))
 
 
 class RemoteKv(UpdateStream, KvReader):
     """The verifier's selection of positions, copied into a delta cache.
 
     :meth:`refresh` applies updates, and only then acknowledges them, so that the verifier sends no
-    faster than rounds apply them. The first update of a stream that was opened again replaces the
-    delta cache.
+    faster than rounds apply them.
     """
 
     transport = "follow"
@@ -375,7 +288,6 @@ class RemoteKv(UpdateStream, KvReader):
         self.layers = tuple(subscribe.layers)
         self.cache: DeltaCache | None = None
         """The delta cache; None before the first update is applied."""
-        self._cache_stream = 0
         self._budget = self._largest_budget = subscribe.budget
         self._pending: deque[CacheUpdate] = deque()
         self._not_full = asyncio.Event()
@@ -392,7 +304,7 @@ class RemoteKv(UpdateStream, KvReader):
         """
         self._budget = budget or MAX_POSITIONS
         self._largest_budget = max(self._budget, self._largest_budget)
-        while self._pending and self._pending[0].committed <= below:
+        while self._pending and self._pending[0][-1].committed_length <= below:
             self._apply(self._pending.popleft())
         return min(self.committed, below)
 
@@ -409,20 +321,20 @@ class RemoteKv(UpdateStream, KvReader):
 
     def _apply(self, update: CacheUpdate) -> None:
         try:
-            if self.cache is None or update.stream != self._cache_stream:
-                self.cache, self._cache_stream = DeltaCache(update.shape), update.stream
-            self.cache.apply(update.messages, self._largest_budget)
+            if self.cache is None:
+                self.cache = DeltaCache(self._shape.result())
+            self.cache.apply(update, self._largest_budget)
         except KvGone as error:
             self._gone = error
             raise
-        self.committed = update.committed
+        self.committed = update[-1].committed_length
         self.updates += 1
         with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._acknowledge, update.stream, update.number)
+            self._loop.call_soon_threadsafe(self._acknowledge, update[-1].update_id)
 
-    def _acknowledge(self, stream: int, number: int) -> None:
+    def _acknowledge(self, number: int) -> None:
         self._subscribe.budget = self._budget
-        super()._acknowledge(stream, number)
+        super()._acknowledge(number)
         self._not_full.set()
 
     def _limit(self) -> int:
@@ -498,8 +410,9 @@ class SparseView(KvReader):
         return [self._mapped.gather(layer, part) for part in (positions, self._newer) if len(part)]
 
     def check(self) -> None:
-        """See :class:`KvReader`. A lost selection is not an error."""
+        """See :class:`KvReader`."""
         self._mapped.check()
+        self.selection.check()
 
     def close(self) -> None:
         """Close the mapping and the subscription. Closing twice is safe."""
@@ -532,7 +445,7 @@ class RemoteStates(UpdateStream, StateReader):
     async def wait_for(self, committed: int, seconds: float) -> None:
         """See :class:`StateReader`.
 
-        After a wait that timed out there is no other wait before the next update: a lost link
+        After a wait that timed out there is no other wait before the next update: a slow link
         delays one round only.
         """
         if not self._may_wait:
@@ -568,15 +481,14 @@ class RemoteStates(UpdateStream, StateReader):
         return self._max_rows * len(self._layers)
 
     async def _receive(self, update: CacheUpdate) -> None:
-        for message in update.messages:
+        for message in update:
             if message.hidden_states:
-                self._append(message, update.shape)
-        if update.committed < self.committed:
-            raise KvGone(
-                f"the verifier committed {self.committed} positions, and now {update.committed}"
-            )
-        self.committed = self._subscribe.hidden_state_start = update.committed
-        self._acknowledge(update.stream, update.number)
+                self._append(message, self._shape.result())
+        committed = update[-1].committed_length
+        if committed < self.committed:
+            raise KvGone(f"{self.committed} positions were committed, and now {committed}")
+        self.committed = committed
+        self._acknowledge(update[-1].update_id)
         self._may_wait = True
         self._received.set()
 

@@ -30,19 +30,18 @@ class StateFeed:
     committed length again after the copy and drops rows that may have been overwritten.
     """
 
-    def __init__(self, cache: Cache, layers: Sequence[int], window: int, start: int) -> None:
-        """Start from a drafter that has the rows below ``start``.
+    def __init__(self, cache: Cache, layers: Sequence[int], window: int) -> None:
+        """Start from a drafter that has no rows.
 
         Args:
             cache: The followed cache, which keeps the hidden states of these layers.
             layers: Layers sent, counted from 0.
             window: Only this many newest positions; 0: all. Unit: tokens.
-            start: First position to send.
         """
         self._sequence = cache.sequence
         self._layers = layers
         self._window = window
-        self._next = start
+        self._next = 0
         assert cache.sequence.segment.taps is not None, "checked when it was subscribed"
         layout = cache.sequence.segment.taps.layout
         self.hidden = layout.hidden
@@ -400,7 +399,7 @@ def _state_feed(cache: Cache, request: kv_pb2.FollowSubscribe) -> StateFeed | No
     if not layers:
         return None
     _check_kept(cache.sequence.segment, layers)
-    return StateFeed(cache, layers, request.hidden_state_window, request.hidden_state_start)
+    return StateFeed(cache, layers, request.hidden_state_window)
 
 
 def _check_kept(segment: SequenceKv, requested: Iterable[int]) -> None:
