@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 from xml.etree import ElementTree
 
@@ -29,6 +30,7 @@ _OPTIONS = {
     "noise": _TRAINED,
     "attention": "--rows 3",
     "dspark": _DSPARK,
+    "load": f"{_DSPARK} --users 2",
     "selection": "--policies streaming verified --ratios 0.3 --contexts 1100 --texts 1",
     "budget": f"--policies streaming --texts 1 --drafter lm=lm:{_DEMO}/lm {_TRAINED}",
     "output": _DSPARK,
@@ -38,7 +40,9 @@ _OPTIONS = {
 class Services:
     """Answers at once, as services would."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, _target: Path, _weights: str, specs: Any, **more: Any) -> None:
+        always = more.get("always")
+        self.modes = [f"{each} always" for each in specs] if always else ["none", *specs]
 
     async def __aenter__(self) -> Self:
         return self
@@ -58,7 +62,7 @@ def test_an_experiment_has_figures_of_every_arm_and_a_picture(
     experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(papers, "PacelineServices", Services)
-    monkeypatch.setattr(papers.subprocess, "run", _train)
+    monkeypatch.setattr(papers, "subprocess", SimpleNamespace(run=_train))
     monkeypatch.setattr(sys, "argv", ["paceline", "bench", "papers", experiment])
     texts = tmp_path / "mine.jsonl"
     texts.write_text(f"{json.dumps({'text': _CODE})}\n" * 3)

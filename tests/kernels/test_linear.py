@@ -110,6 +110,15 @@ def test_tiles_have_the_bits_of_plain_c_in_quantised_formats(
     assert torch.equal(multiplied_in_tiles(FASTEST, x, packed), in_plain_c(x, packed))
 
 
+def test_tiles_hold_where_pytorch_uses_tiles_on_the_same_threads() -> None:
+    x, packed = random((16, 64)), pack(random((32, 64), 1))
+    expected = multiplied_in_tiles(FASTEST, x, packed)
+    for size in (16, 24, 100, 256):
+        a = random((size, size), dtype=torch.bfloat16)
+        a @ a  # oneDNN changes the shapes of tiles, or releases them
+        assert torch.equal(multiplied_in_tiles(FASTEST, x, packed), expected)
+
+
 @settings(max_examples=30)
 @given(
     outs=st.integers(1, 70), ins=st.integers(1, 130), before=st.integers(0, 40), seed=st.integers()

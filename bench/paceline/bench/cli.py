@@ -21,7 +21,7 @@ _MODULES = {
     "widen": "paceline.bench.widen",
 }
 _EXPERIMENTS = (
-    "context", "offset", "noise", "attention", "dspark", "selection", "budget", "output",
+    "context", "offset", "noise", "attention", "dspark", "load", "selection", "budget", "output",
 )  # fmt: skip
 _WEIGHTS = ("float32", "bfloat16", "int8", "int4")
 
@@ -153,6 +153,7 @@ def _add_papers(parser: argparse.ArgumentParser) -> None:
         help="`selection`: shares of the KV that a draft reads",
     )  # fmt: skip
     option("--rows", type=_numbers, default="8,33,64", help="`attention`: rows of a step")
+    option("--users", type=_numbers, default="1,2,4,8,16", help="`load`: requests at a time")
     option(
         "--minutes", type=float, default=0.0,
         help="`offset`, `noise`, `budget`, `dspark`: of training, for each arm",

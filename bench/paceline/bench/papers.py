@@ -10,6 +10,7 @@ result file has are kept, so the same command goes on where an earlier one stopp
 from __future__ import annotations
 
 import argparse
+import asyncio
 import shlex
 import subprocess
 import sys
@@ -432,6 +433,44 @@ async def _serve(
     return found
 
 
+def _load(bench: Bench) -> None:
+    """Users at a time: without drafts, with the controller, with a tree in every round."""
+    options = f"target={bench.models.target},widths=4,4,2,max_nodes=8,lookup=false"
+    default = {"dspark": f"dspark:models/smollm2/dspark,{options}", "ngram": "ngram"}
+    drafters = bench.given(default)
+    for users in bench.args.users:
+        measure = partial(_serve_users, bench, drafters, users)
+        bench.cell(f"{bench.weights}, {users} users", bench.weights, measure)
+
+
+async def _serve_users(bench: Bench, specs: Mapping[str, str], users: int) -> Samples:
+    """Speed of all and of each, and drafted tokens that a step checks for a request."""
+    found = samples()
+    new = partial(PacelineServices, bench.models.target, bench.weights, specs)
+    prompts = bench.prompts(*SHORT)
+    groups = [prompts[at : at + users] for at in range(0, len(prompts) - users + 1, users)]
+    async with new() as controlled, new(always=True) as always:
+        arms = [(each, mode) for each in (controlled, always) for mode in each.modes]
+        for _, arm in arms:
+            found[arm] = found[arm]
+        for number, group in enumerate(groups):
+            for engine, arm in arms[number % len(arms) :] + arms[: number % len(arms)]:
+                request = partial(
+                    AnswerRequest, tokens=bench.args.tokens, temperature=bench.args.temperature,
+                    seed=number,
+                )  # fmt: skip
+                answers = await asyncio.gather(*(engine.answer(arm, request(p)) for p in group))
+                mine = found[arm]
+                seconds = max(each.ended for each in answers) - min(each.first for each in answers)
+                mine["tokens/s"][users].append((sum(e.tokens - 1 for e in answers), seconds))
+                rates = [(e.tokens - 1) / max(e.ended - e.first, 1e-9) for e in answers]
+                mine["tokens/s a user"][users].append((sum(rates), users))
+                checked, steps = sum(e.checked for e in answers), sum(e.steps for e in answers)
+                mine["nodes a request and step"][users].append((checked, max(1, steps)))
+            bench.console.log(f"prompts {number + 1} of {len(groups)}")
+    return found
+
+
 def _offset(bench: Bench) -> None:
     """LongSpec's anchor-offset indices, switched off alone, trained on short texts."""
     arms = {"LongSpec": "", "no offsets": "--no-offset"}
@@ -648,7 +687,7 @@ def _milliseconds(action: Callable[[], object]) -> float:
 
 EXPERIMENTS: dict[str, Callable[[Bench], None]] = {
     "context": _context, "offset": _offset, "noise": _noise, "attention": _attention,
-    "dspark": _dspark, "selection": _selection, "budget": _budget,
+    "dspark": _dspark, "load": _load, "selection": _selection, "budget": _budget,
     "output": _output,
 }  # fmt: skip
 
