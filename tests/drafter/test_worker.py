@@ -13,6 +13,7 @@ from paceline.decoder import DeviceLost
 from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update
 from paceline.drafter.session import Drafted, Session
 from paceline.drafter.worker import SLICE, DraftWorker, Job
+from paceline.service import watchdog
 
 from .conftest import until
 from .fakes import FakeDrafter
@@ -135,15 +136,49 @@ async def test_a_failure_that_lasts_ends_the_service() -> None:
         drafter = FakeDrafter()
         drafter.poison = 13
         session = drafting(drafter)
+        lasting = asyncio.create_task(worker.lost())
         for _ in range(2):
             with pytest.raises(RuntimeError):
                 await round_of(worker, session, 13)
             assert (await round_of(worker, session, 6)).tree.tokens == (6,)
-            assert not worker.fault.done()
+            assert not lasting.done()
         lost.append(DeviceLost("the GPU fails every call"))
         with pytest.raises(RuntimeError):
             await round_of(worker, session, 13)
         with pytest.raises(DeviceLost, match="fails every call"):
-            await asyncio.wrap_future(worker.fault)
+            await lasting
     finally:
         worker.stop()
+
+
+async def test_a_draft_that_hangs_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a GPU; a thread that waits for work does not hang."""
+    exits: list[int] = []
+    drafter = FakeDrafter()
+
+    def exit_(status: int) -> None:
+        exits.append(status)
+        drafter.hold.set()
+
+    monkeypatch.setattr(watchdog.os, "_exit", exit_)
+    monkeypatch.setattr(watchdog, "_WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(watchdog.logging, "shutdown", lambda: None)
+    worker = DraftWorker(device="cuda:1")
+    watching = asyncio.create_task(worker.lost())
+    worker.start()
+    try:
+        session = drafting(drafter)
+        await round_of(worker, session, 5)
+        await asyncio.sleep(0.5)
+        assert not exits
+        drafter.hold.clear()
+        await round_of(worker, session, 6)
+    finally:
+        drafter.hold.set()
+        watching.cancel()
+        worker.stop()
+    assert set(exits) == {watchdog.EXIT_HUNG}
+    assert "a draft on cuda:1 has not ended after 0.3 s: the service ends" in caplog.text

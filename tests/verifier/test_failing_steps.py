@@ -16,6 +16,7 @@ from verifier_support import Client, failure, paused_engine, reason_of, serving,
 
 from paceline.decoder import DeviceLost
 from paceline.kv.selection import AttentionScores
+from paceline.service import watchdog
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, verifier_pb2
 from paceline.verifier.engine import engine as engine_module
@@ -129,7 +130,7 @@ async def test_a_step_that_hangs_ends_the_process(
 ) -> None:
     """On a GPU; on the CPU a step may take any time."""
     engine: Any = client.service.engine
-    assert engine._max_step == math.inf
+    assert engine._watchdog._limit == math.inf
     exits: list[int] = []
     hanging, forward = threading.Event(), engine._decoder.forward
 
@@ -141,10 +142,10 @@ async def test_a_step_that_hangs_ends_the_process(
         exits.append(status)
         hanging.set()
 
-    monkeypatch.setattr(engine_module.os, "_exit", exit_)
-    monkeypatch.setattr(engine_module, "_WATCH_SECONDS", 0.01)
-    monkeypatch.setattr(engine_module.logging, "shutdown", lambda: None)
-    monkeypatch.setattr(engine, "_max_step", 0.3)
+    monkeypatch.setattr(watchdog.os, "_exit", exit_)
+    monkeypatch.setattr(watchdog, "_WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(engine._watchdog, "_limit", 0.3)
     engine._decoder.forward = hang
     watching = asyncio.create_task(client.service.fault())
     try:
@@ -154,8 +155,8 @@ async def test_a_step_that_hangs_ends_the_process(
         watching.cancel()
         del engine._decoder.forward
     await client.release(created.handle)
-    assert set(exits) == {engine_module.EXIT_HUNG}
-    assert "a step on cpu has not ended after 0.3 s: the verifier ends" in caplog.text
+    assert set(exits) == {watchdog.EXIT_HUNG}
+    assert "a step on cpu has not ended after 0.3 s: the service ends" in caplog.text
 
 
 async def test_a_prefix_that_cannot_be_copied_is_an_answer(

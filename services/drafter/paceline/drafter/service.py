@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import logging
 import weakref
@@ -178,7 +177,7 @@ class DrafterService:
         Raises:
             DeviceLost: It is.
         """
-        await asyncio.shield(asyncio.wrap_future(self._parts.worker.fault))
+        await self._parts.worker.lost()
 
     async def drain(self) -> None:
         """Refuse new sequences, and return when verifiers have closed all open ones."""
@@ -251,7 +250,7 @@ def build_service(
     if overlap is None:
         overlap = resources.device != "cpu"
     prepare, find_fault = _device_calls(resources.device)
-    worker = DraftWorker(prepare, overlap=overlap, find_fault=find_fault)
+    worker = DraftWorker(prepare, overlap=overlap, find_fault=find_fault, device=resources.device)
 
     def dispose(drafter: Drafter) -> None:
         worker.post(drafter.close)

@@ -15,6 +15,7 @@ from typing import TypeVar
 from paceline.drafter.methods.base import Budget, Drafter, Update
 from paceline.drafter.session import Drafted, Session
 from paceline.service.exchange import Waiter
+from paceline.service.watchdog import Watchdog
 from paceline.tree import EMPTY
 
 logger = logging.getLogger("paceline.drafter")
@@ -50,9 +51,9 @@ class DraftWorker:
     Rounds come first: a long backlog, such as a prompt to prefill, is processed in slices between
     the rounds of other sequences. With ``overlap``, an idle thread drafts ahead, level by level.
 
-    Thread safety: any thread may call :meth:`post` and :meth:`stop`, the event loop :meth:`run`;
-    everything else is for the thread itself, in functions that were posted. From its first use here
-    until it was closed, only the thread touches a session.
+    Thread safety: any thread may call :meth:`post` and :meth:`stop`, the event loop :meth:`run` and
+    :meth:`lost`; everything else is for the thread itself, in functions that were posted. From its
+    first use here until it was closed, only the thread touches a session.
     """
 
     def __init__(
@@ -61,18 +62,20 @@ class DraftWorker:
         *,
         overlap: bool = False,
         find_fault: Callable[[], Exception | None] | None = None,
+        device: str = "cpu",
     ) -> None:
         """Create a worker.
 
         ``prepare`` runs first on the thread. ``find_fault`` is called after a failure: it returns
-        the error because of which every call will fail, or None.
+        the error because of which every call will fail, or None. ``device`` is that of the
+        drafters.
         """
         self._prepare = prepare
         self._overlap = overlap
         self._find_fault = find_fault
         self._failed = False
-        self.fault: Future[None] = Future()
-        """Fails with what ``find_fault`` returned."""
+        self._fault: Future[None] = Future()
+        self._watchdog = Watchdog("a draft", device)
         self._waiter = Waiter()
         self._calls: deque[Callable[[], None]] = deque()
         # Reentrant, since a finalizer that posts may run anywhere.
@@ -106,6 +109,14 @@ class DraftWorker:
             if not self._closed:
                 self._calls.append(call)
                 self._waiter.wake()
+
+    async def lost(self) -> None:
+        """Wait until the device is lost; if it hangs, the process ends. Event loop.
+
+        Raises:
+            Exception: What ``find_fault`` returned.
+        """
+        await self._watchdog.watch(self._fault)
 
     async def run(self, call: Callable[[], _Result]) -> _Result:
         """Run a function on the thread and wait for its result. Event loop."""
@@ -200,7 +211,15 @@ class DraftWorker:
         drafter alive.
         """
         busy = self._prefilling or self._idle or self._ahead
-        for descriptor in self._waiter.wait(0 if busy else None):
+        ready = self._waiter.wait(0 if busy else None)
+        self._watchdog.begin()
+        try:
+            self._work(ready)
+        finally:
+            self._watchdog.end()
+
+    def _work(self, ready: list[int]) -> None:
+        for descriptor in ready:
             read = self._readers.get(descriptor)
             if read is not None:  # else an earlier one of this pass removed it
                 self._run_logged(read)
@@ -332,7 +351,11 @@ class DraftWorker:
         return True
 
     def _check_fault(self) -> None:
-        fault = None if self._find_fault is None else self._find_fault()
-        if fault is not None and not self.fault.done():
+        if self._find_fault is None:
+            return
+        self._watchdog.begin()
+        fault = self._find_fault()
+        self._watchdog.end()
+        if fault is not None and not self._fault.done():
             logger.critical("%s: the drafter service ends", fault)
-            self.fault.set_exception(fault)
+            self._fault.set_exception(fault)

@@ -6,10 +6,7 @@ so jobs that succeed return the tokens of the failed step.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import math
-import os
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
@@ -20,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from paceline.decoder import Decoder, GraphRunner, device_lost, use_device
+from paceline.service.watchdog import Watchdog
 from paceline.tree import MAX_NODES, TokenTree
 from paceline.verifier.engine.acceptance import accept_batch
 from paceline.verifier.engine.batch import Batch
@@ -42,13 +40,6 @@ from paceline.verifier.scheduler.scheduler import Scheduler
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-MAX_STEP_SECONDS = 120.0
-"""A step on a GPU that takes longer never ends: the kernel or the driver hangs. Unit: seconds."""
-
-EXIT_HUNG = 70
-"""Exit status of a verifier whose GPU hangs: EX_SOFTWARE of sysexits.h."""
-
-_WATCH_SECONDS = 1.0
 _MESSAGE_GAP = 0.030
 """Minimum time between two messages with tokens of a generation. Unit: seconds.
 
@@ -115,8 +106,7 @@ class Engine:
         self._decided: float | None = None
         self._stopping = False
         self._lost: Future[None] = Future()
-        self._step_began: float | None = None
-        self._max_step = math.inf if self.device.type == "cpu" else MAX_STEP_SECONDS
+        self._watchdog = Watchdog("a step", self.device)
         self.on_step: Callable[[float, int, float | None], None] | None = None
         """Called on the engine thread after each step, with its time, its tokens, and the time of
         the scheduler's decision on its trees, if it had some. Unit: seconds."""
@@ -142,20 +132,7 @@ class Engine:
         Raises:
             DeviceLost: It is.
         """
-        lost = asyncio.wrap_future(self._lost)
-        while not lost.done():
-            await asyncio.wait([lost], timeout=_WATCH_SECONDS)
-            if (found := self._decoder.lost()) is not None:
-                raise found
-            began = self._step_began
-            if began is not None and perf_counter() - began > self._max_step:
-                _log.critical(
-                    "a step on %s has not ended after %g s: the verifier ends",
-                    self.device, self._max_step,
-                )  # fmt: skip
-                logging.shutdown()
-                os._exit(EXIT_HUNG)
-        lost.result()
+        await self._watchdog.watch(self._lost, self._decoder.lost)
 
     def prefill(self, job: Prefill, parent: Sequence | None = None) -> None:
         """Queue a prefill; KV of the longest common prefix with ``parent`` is copied.
@@ -243,14 +220,14 @@ class Engine:
             if not batch.entries:
                 return
             self._steps += 1
-            self._step_began = began
+            self._watchdog.begin()
             outputs = self._run_batch(batch)
         except Exception as error:
             _log.exception("step failed", extra={"batch_tokens": len(batch)})
             self._run_one_by_one(batch, error)
             return
         finally:
-            self._step_began = None
+            self._watchdog.end()
         ended = perf_counter()
         self._learn(batch, outputs, began, ended)
         self._answer(batch, outputs, began, ended)

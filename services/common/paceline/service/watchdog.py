@@ -1,0 +1,72 @@
+"""Ends a service whose GPU hangs: a kernel or driver that never returns cannot be interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from time import perf_counter
+
+_log = logging.getLogger(__name__)
+
+MAX_SECONDS = 120.0
+"""Work on a GPU that takes longer never ends. Unit: seconds."""
+
+EXIT_HUNG = 70
+"""Exit status of a service whose GPU hangs: EX_SOFTWARE of sysexits.h."""
+
+_WATCH_SECONDS = 1.0
+
+
+class Watchdog:
+    """Watches the pieces of work of one thread; on a CPU they may take any time.
+
+    Thread safety: :meth:`begin` and :meth:`end` are called by the thread, :meth:`watch` on the
+    event loop.
+    """
+
+    def __init__(self, work: str, device: object) -> None:
+        """Watch ``work``, such as "a step", on a device by its torch name."""
+        self._work = f"{work} on {device}"
+        self._limit = math.inf if str(device) == "cpu" else MAX_SECONDS
+        self._began: float | None = None
+
+    def begin(self) -> None:
+        """A piece of work begins."""
+        self._began = perf_counter()
+
+    def end(self) -> None:
+        """It has ended, or failed."""
+        self._began = None
+
+    async def watch(
+        self, fault: Future[None], find_fault: Callable[[], Exception | None] | None = None
+    ) -> None:
+        """Wait until the service cannot go on.
+
+        If work hangs, nothing can be freed any more: the process ends at once.
+
+        Args:
+            fault: Fails if another thread has found out.
+            find_fault: Asked every second for an error to raise.
+
+        Raises:
+            Exception: That of ``fault`` or ``find_fault``.
+        """
+        waiting = asyncio.wrap_future(fault)
+        idle = find_fault is None and self._limit == math.inf
+        while not waiting.done():
+            await asyncio.wait([waiting], timeout=None if idle else _WATCH_SECONDS)
+            if find_fault is not None and (found := find_fault()) is not None:
+                raise found
+            began = self._began
+            if began is not None and perf_counter() - began > self._limit:
+                _log.critical(
+                    "%s has not ended after %g s: the service ends", self._work, self._limit
+                )
+                logging.shutdown()
+                os._exit(EXIT_HUNG)
+        waiting.result()
