@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.decoder import Decoder
 from paceline.decoder.sampling import sampling_params
-from paceline.drafter.methods import method_class
+from paceline.drafter.methods import beam, method_class
 from paceline.drafter.methods.base import (
     Budget,
     Drafter,
@@ -28,14 +28,14 @@ from paceline.drafter.methods.base import (
 )
 from paceline.drafter.methods.beam import Ranked, Ranker
 from paceline.drafter.methods.layers import linear
-from paceline.kernels import attention
+from paceline.kernels import attention, send
 from paceline.kernels.blocks import quantise
 from paceline.kernels.dense import DenseBackend
 from paceline.tree import TokenTree
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from another_device import OnDevice, another_device
+from another_device import TRANSFERS, OnDevice, another_device
 
 from .models import (
     SAMPLINGS,
@@ -49,12 +49,19 @@ from .models import (
     write_model,
 )
 
+PERTURBED = beam.perturbed_logits
+
 METHODS = {
     "lm": {"widths": "3,2", "min_survival": "0"},
     "lm, budget": {"widths": "2,2", "context": "20", "kv_policy": "chunk_topk"},
     "longspec": {"widths": "3,2", "context": "16", "min_survival": "0"},
+    "longspec, pruned": {"widths": "4,5", "depth": "4", "max_nodes": "9", "min_survival": "0.03"},
     "dspark": {"widths": "3,2", "min_survival": "0"},
+    "dspark, heads": {"widths": "4,5", "max_nodes": "9", "min_survival": "0.01"},
+    "dspark, chain": {"widths": "1", "min_survival": "0"},
+    "dspark, no heads": {"widths": "3,5", "min_survival": "0.01"},
     "eagle3": {"widths": "3,2", "min_survival": "0"},
+    "eagle3, pruned": {"widths": "4,5", "depth": "4", "max_nodes": "9", "min_survival": "0.03"},
     "selfspec": {"depth": "3", "context": "20", "min_survival": "0"},
 }
 
@@ -66,8 +73,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "lm": target,
         "selfspec": target,
-        "longspec": write_longspec(base / "longspec", target, window=16),
+        "longspec": write_longspec(base / "longspec", target, window=16, draft_vocab_size=60),
         "dspark": write_dspark(base / "dspark", target, window=24, markov_rank=4),
+        "dspark, heads": write_dspark(
+            base / "heads",
+            target,
+            5,
+            markov_rank=4,
+            markov_head="rnn",
+            confidence=True,
+            draft_vocab_size=50,
+        ),
+        "dspark, chain": write_dspark(base / "chain", target, markov_rank=4, confidence=True),
+        "dspark, no heads": write_dspark(base / "block", target, confidence=False),
         "eagle3": write_eagle3(base / "eagle3", target, fc_norm=True, draft_vocab_size=50),
     }
 
@@ -95,7 +113,11 @@ def drafter_of(name: str, folders: dict[str, Path], device: str, **more: str) ->
     options = {**METHODS[name], **more}
     if method in ("longspec", "dspark", "eagle3"):
         options["target"] = str(folders["lm"])
-    return method_class(method).load(folders[method], options, Resources(device=device))
+    folder = folders.get(name, folders[method])
+    drafter: Any = method_class(method).load(folder, options, Resources(device=device))
+    if name == "dspark, heads":
+        drafter.heads._best = 30  # only published folders name it
+    return drafter  # type: ignore[no-any-return]
 
 
 class Moved:
@@ -110,7 +132,7 @@ class Moved:
 
     def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         found = self._kv.parts(layer)
-        return [(keys.to(self._device), values.to(self._device)) for keys, values in found]
+        return [(send(keys, self._device), send(values, self._device)) for keys, values in found]
 
     def check(self) -> None:
         """It always exists."""
@@ -119,6 +141,7 @@ class Moved:
 def trees(drafter: Drafter, target: Decoder, sampling: str, kv_device: str) -> list[TokenTree]:
     """Trees of two texts together, over three rounds."""
     texts, lengths = [text_of(60, 1), text_of(40, 2)], (40, 23)
+    budgets = [Budget(8, 3), Budget(7, 4)]
     sequences = []
     for text, length in zip(texts, lengths, strict=True):
         generation = GenerationInfo(text[:length], length, VOCAB, SAMPLINGS[sampling])
@@ -135,13 +158,14 @@ def trees(drafter: Drafter, target: Decoder, sampling: str, kv_device: str) -> l
             if begin:
                 sequence.extend(Update(text[length + begin - 1 : length + begin]))
             sequence.warm(30)
-        found += drafter.draft_many([(sequence, Budget(8, 3)) for sequence in sequences])
+        TRANSFERS.clear()
+        found += drafter.draft_many(list(zip(sequences, budgets, strict=True)))
     for sequence in sequences:
         sequence.close()
     return found
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "penalised"])
+@pytest.mark.parametrize("sampling", ["greedy", "T=1", "filtered", "penalised"])
 @pytest.mark.parametrize("name", METHODS)
 def test_trees_are_those_of_the_cpu(
     name: str, sampling: str, folders: dict[str, Path], target: Decoder
@@ -156,6 +180,26 @@ def test_trees_are_those_of_the_cpu(
             for tree, right in zip(found, expected, strict=True):
                 assert (tree.tokens, tree.parents) == (right.tokens, right.parents)
                 assert tree.confidences == pytest.approx(right.confidences, rel=1e-4)
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "T=1", "filtered"])
+@pytest.mark.parametrize("name", [name for name in METHODS if name[:2] in ("lo", "ds", "ea")])
+def test_the_host_waits_once_for_the_trees_of_all_texts(
+    name: str, sampling: str, folders: dict[str, Path], target: Decoder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Whatever their depth."""
+    monkeypatch.setattr(beam, "perturbed_logits", perturbed_there)
+    with another_device():
+        trees(drafter_of(name, folders, "other:0"), target, sampling, "other:0")
+    assert (TRANSFERS["host"], TRANSFERS["waits"]) == (1, 1)
+
+
+def perturbed_there(logits: Tensor, params: Any, positions: Any, ids: Any) -> Tensor:
+    """As the GPU's kernels do it: tensors stay where they are."""
+    assert isinstance(logits, OnDevice)
+    inner = None if ids is None else ids.inner
+    return OnDevice(PERTURBED(logits.inner, params, positions, inner))
 
 
 def test_weights_in_8_bits_are_rounded_on_the_device() -> None:
@@ -179,8 +223,9 @@ def test_candidates_are_selected_on_the_device(sampling: str) -> None:
 
     def ranked(logits: Tensor) -> Ranked:
         ranker = Ranker(
-            params, prompt=[1], output=[], vocab_size=1200, candidates=64, drafted=drafted
-        )
+            params, prompt=[1], output=[], vocab_size=1200, candidates=64, drafted=drafted,
+            drafted_there=drafted.to(logits.device),
+        )  # fmt: skip
         return ranker.rank(logits, 7, [[], [], []], 4)
 
     right = ranked(logits)

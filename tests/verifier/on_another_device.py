@@ -177,7 +177,7 @@ def test_a_step_waits_once_for_any_number_of_sequences(
             drafted = stepped(decoder, pool, count, drafts, 1, waits, fields)
             assert [text[:3] for text in drafted] == [text[:3] for text in plain]
             masks = count  # of plain attention, one a sequence; kernels have tables in the plan
-            waits += [None] * (TRANSFERS["waits"] - masks)
+            waits += [None] * TRANSFERS["waits"]
             found.append((TRANSFERS["device"] - masks, TRANSFERS["host"], len(waits)))
             pool.check_integrity()
     # To the device: tokens, positions, trees; parameters; changes of logits; rows for the host.

@@ -41,7 +41,15 @@ from paceline.kernels.selection import (
     best_chunks,
     streaming,
 )
-from paceline.kernels.trees import CHUNK, MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees, send
+from paceline.kernels.trees import (
+    CHUNK,
+    MAX_TREE_NODES,
+    LevelSegment,
+    TreePlan,
+    TreeSegment,
+    plan_trees,
+    send,
+)
 
 __all__ = [
     "CHUNK",
@@ -65,6 +73,7 @@ __all__ = [
     "History",
     "KVCacheView",
     "LayerTable",
+    "LevelSegment",
     "Norm",
     "PageBounds",
     "PagedPlane",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.caches import Plane, from_rows, span
-from paceline.kernels.trees import TreePlan, TreeSegment
+from paceline.kernels.trees import LevelSegment, TreePlan, TreeSegment, send
 
 
 @dataclass(frozen=True)
@@ -167,14 +167,19 @@ def _hidden(plan: TreePlan, index: int, window: int | None) -> Tensor:
     """Mask of hidden keys per node, bool ``[nodes, stop]``; computed once per plan."""
     key = ("dense", index, window)
     if key not in plan.prepared:
-        plan.prepared[key] = ~_seen(plan.segments[index], window).to(plan.device)
+        segment = plan.segments[index]
+        found = send(~_seen(segment, window), plan.device)
+        if plan.ancestors is not None:
+            found[:, segment.start :] |= ~plan.ancestors[index]
+        plan.prepared[key] = found
     hidden: Tensor = plan.prepared[key]
     return hidden
 
 
 def _seen(segment: TreeSegment, window: int | None) -> Tensor:
     seen = torch.ones(segment.length, segment.stop, dtype=torch.bool)
-    seen[:, segment.start :] = torch.from_numpy(segment.ancestors())
+    if not isinstance(segment, LevelSegment):
+        seen[:, segment.start :] = torch.from_numpy(segment.ancestors())
     if window is not None:
         at = torch.tensor(segment.depths) + segment.start
         new = at[: segment.stop - segment.start]

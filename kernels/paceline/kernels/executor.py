@@ -660,12 +660,17 @@ def _attend(program: Program, op: Operation, call: Pass, q: Tensor) -> Tensor:
 def _attend_context(program: Program, op: Operation, call: Pass, q: Tensor) -> Tensor:
     """Attention of all rows of a block to the same keys."""
     keys, values = zip(*(each.cache.layer(op.layer) for each in call.contexts), strict=True)
-    blocks = [
-        ContextSegment(block.sequence, call.contexts[block.sequence].length - 1, None, block.length)
-        for block in call.plan.segments
-    ]
+    prepared = call.plan.prepared
+    if ContextSegment not in prepared:  # for all layers
+        blocks = [
+            ContextSegment(
+                block.sequence, call.contexts[block.sequence].length - 1, None, block.length
+            )
+            for block in call.plan.segments
+        ]
+        prepared[ContextSegment] = plan_trees(blocks, device=call.plan.device)
     attended = tree_attention(
-        q, keys, values, plan_trees(blocks, device=call.plan.device),
+        q, keys, values, prepared[ContextSegment],
         scale=program.heads.factor, cap=program.heads.cap, window=op.window or None,
     )  # fmt: skip
     return attended.flatten(1).to(program.dtype)

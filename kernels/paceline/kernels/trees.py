@@ -132,6 +132,34 @@ class ContextSegment(TreeSegment):
         return (1,) * self.length
 
 
+@dataclass(frozen=True)
+class LevelSegment(TreeSegment):
+    """Levels of a tree one after the other, whose parents only the device knows.
+
+    The plan's ``ancestors`` are the paths of its nodes.
+
+    Attributes:
+        levels: Nodes of each level.
+    """
+
+    levels: tuple[int, ...] = ()
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """The level of each node."""
+        return tuple(depth for depth, count in enumerate(self.levels) for _ in range(count))
+
+    @property
+    def is_chain(self) -> bool:
+        """Not known here."""
+        return False
+
+    @property
+    def paths(self) -> tuple[int, ...]:
+        """Zeros: the device adds the nodes."""
+        return (0,) * self.length
+
+
 @dataclass
 class TreePlan:
     """All query blocks of one forward pass, packed row after row.
@@ -142,6 +170,8 @@ class TreePlan:
         positions: Absolute position of every row, int64 ``[M]``, on the plan's device.
         longest: The largest of them.
         device: Device of the queries and caches.
+        ancestors: Of a plan of :class:`LevelSegment` alone, which are equally long: paths of all
+            nodes to themselves, bool ``[S, length, length]``, on the device; else None.
         prepared: Data that backends compute once per plan, by key; private to the backend.
     """
 
@@ -150,6 +180,7 @@ class TreePlan:
     positions: Tensor
     longest: int
     device: torch.device
+    ancestors: Tensor | None = None
     prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -160,7 +191,8 @@ class TreePlan:
 
 def send(numbers: Tensor, device: torch.device | str) -> Tensor:
     """A small tensor of the CPU on another device. The copy does not wait for what a GPU runs."""
-    pinned = numbers.pin_memory() if torch.device(device).type == "cuda" else numbers
+    pin = numbers.is_cpu and torch.device(device).type == "cuda"
+    pinned = numbers.pin_memory() if pin else numbers
     return pinned.to(device, non_blocking=True)
 
 
@@ -169,6 +201,7 @@ def plan_trees(
     *,
     positions: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
+    ancestors: Tensor | None = None,
 ) -> TreePlan:
     """Plan one packed forward pass.
 
@@ -178,6 +211,7 @@ def plan_trees(
         positions: Absolute position of every row, for caches whose slots are not positions; None:
             slots are positions.
         device: Device of the queries and caches.
+        ancestors: As in :class:`TreePlan`.
 
     Returns:
         The plan, for all layers of one pass.
@@ -203,4 +237,5 @@ def plan_trees(
         positions=send(torch.tensor(positions, dtype=torch.int64), where),
         longest=max(positions),
         device=where,
+        ancestors=ancestors,
     )

@@ -17,6 +17,7 @@ from triton_cases import check, draw_caches, in_pages, run
 from paceline.kernels import (
     Context,
     Heads,
+    LevelSegment,
     PagedPlane,
     Pass,
     Probe,
@@ -75,6 +76,36 @@ def test_the_largest_tree_over_many_chunks() -> None:
     q, keys, values = draw_caches(segments, (1, 1, 64), torch.float16)
     expected = reference_attention(q, keys, values, plan_trees(segments), scale=0.125)
     check(run(segments, q, keys, values, None), expected, torch.float16)
+
+
+def test_paths_that_only_the_device_knows_are_those_of_the_same_trees() -> None:
+    """In the tables of both backends, for starts in all parts of a mask."""
+    from paceline.kernels._triton.plan import Tables
+    from paceline.kernels.dense import _hidden
+
+    parents = [(-1, -1, 0, 0, 1, 2, 4, 2), (-1, -1, 1, 0, 0, 3, 2, 4), (-1, -1, 1, 1, 1, 2, 2, 2)]
+    starts = (0, 63, 130)
+    known = plan_trees(
+        [
+            TreeSegment(index, *each, 8)
+            for index, each in enumerate(zip(starts, parents, strict=True))
+        ]
+    )
+    paths = torch.stack([torch.from_numpy(each.ancestors()) for each in known.segments])
+    there = plan_trees(
+        [
+            LevelSegment(index, start, None, 8, levels=(2, 3, 3))
+            for index, start in enumerate(starts)
+        ],
+        ancestors=paths,
+    )
+    assert torch.equal(there.positions, known.positions)
+    expected, found = (Tables(plan, (0, 1, 2)).rows for plan in (known, there))
+    assert torch.equal(found.rows, expected.rows)
+    assert torch.equal(found.blocks, expected.blocks)
+    assert torch.equal(found.masks, expected.masks)
+    for index, window in ((0, None), (1, 20), (2, 2)):
+        assert torch.equal(_hidden(there, index, window), _hidden(known, index, window))
 
 
 def test_sinks_are_scores_without_values() -> None:

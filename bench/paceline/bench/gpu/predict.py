@@ -164,8 +164,8 @@ def drafts(config: DecoderConfig) -> dict[str, Draft]:
     of small drafters on the tests' made-up device, by PyTorch's plain operations."""
     few, all_ = DRAFTED, config.vocab_size
     return {
-        "longspec": Draft(config, 1, 2, 5, few, 5, operations=58, copies=5.3, waits=1.3),
-        "dspark": Draft(config, 5, 1, 1, all_, 7, operations=31, copies=2.7, waits=2.0),
+        "longspec": Draft(config, 1, 2, 5, few, 5, operations=70, copies=6.0, waits=0.2),
+        "dspark": Draft(config, 5, 1, 1, all_, 7, operations=36, copies=1.1, waits=0.14),
     }
 
 

@@ -124,6 +124,27 @@ def row_arrays(plan: TreePlan, sequences: Sequence[int]) -> tuple[_Ints, _Ints, 
     return np.array(rows, np.int32), np.array(blocks, np.int32), bits
 
 
+def path_words(ancestors: Tensor, starts: Tensor) -> Tensor:
+    """Bits of paths that only the device knows, as in :class:`RowTables`.
+
+    Args:
+        ancestors: Of S blocks, bool ``[S, N, N]``.
+        starts: Their starts, int ``[S]``.
+
+    Returns:
+        int32 ``[S N, MASK_WORDS]``.
+    """
+    count, nodes, _ = ancestors.shape
+    device = ancestors.device
+    at = torch.arange(nodes, device=device) + (starts.long() % MASK_ALIGN)[:, None]
+    bits = torch.zeros(count, nodes, 32 * MASK_WORDS, dtype=torch.int32, device=device)
+    bits.scatter_(2, at[:, None].expand(-1, nodes, -1), ancestors.int())
+    places = torch.ones(32, dtype=torch.int32, device=device) << torch.arange(
+        32, dtype=torch.int32, device=device
+    )
+    return (bits.view(count * nodes, MASK_WORDS, 32) * places).sum(-1, dtype=torch.int32)
+
+
 def work_arrays(plan: TreePlan, tiling: Tiling) -> tuple[_Ints, _Ints, _Ints]:
     """The arrays of :class:`WorkTables`: equal chunks of keys over all row tiles of all blocks."""
     firsts = [_first_key(segment.start, tiling) for segment in plan.segments]
@@ -176,7 +197,10 @@ class Tables:
         self._plan = plan
         self._widest = max(segment.length for segment in plan.segments)
         self._work: dict[Tiling, WorkTables] = {}
-        self.rows = RowTables(*to_device(row_arrays(plan, sequences), plan.device))
+        rows, blocks, masks = to_device(row_arrays(plan, sequences), plan.device)
+        if plan.ancestors is not None:
+            masks |= path_words(plan.ancestors, blocks[:, 1])
+        self.rows = RowTables(rows, blocks, masks)
 
     @staticmethod
     def of(plan: TreePlan, sequences: tuple[int, ...]) -> Tables:
@@ -371,7 +395,9 @@ class GraphPlan:
             for index, tiling in enumerate(tilings)
         }
         static = StaticTables(RowTables(*on_device[1:4]), work)
-        self.plan = TreePlan((), (0, rows), positions, longest, keys.device, {STATIC: static})
+        self.plan = TreePlan(
+            (), (0, rows), positions, longest, keys.device, prepared={STATIC: static}
+        )
         self._probes: NDArray[np.int64] | None = None
         self._base = torch.zeros(4, device=keys.device)
         if probes:

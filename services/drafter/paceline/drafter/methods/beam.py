@@ -27,7 +27,6 @@ from paceline.kernels import (
     filter_logits,
     gumbel_noise_at,
     perturbed_logits,
-    send,
 )
 from paceline.tree import TokenTree
 
@@ -76,6 +75,7 @@ class Ranker:
         vocab_size: int,
         candidates: int,
         drafted: Tensor | None = None,
+        drafted_there: Tensor | None = None,
     ) -> None:
         """Creates a ranker.
 
@@ -88,12 +88,15 @@ class Ranker:
                 left out, unless the vocabulary is small.
             drafted: The target's token id of each logit, rising, int64 ``[R]`` on the CPU; None:
                 logit i is of token i.
+            drafted_there: The same on the device of the logits, if that is another one.
         """
         self.params = params
         """Sampling parameters of the verifier."""
         self._vocab_size = vocab_size
         self._candidates = candidates
         self._drafted = None if drafted is None else drafted[drafted < vocab_size]
+        self.drafted_there = None if drafted_there is None else drafted_there[: self.count]
+        """The target's id of each logit on their device, int64; None: logit i is of token i."""
         self._history = History(prompt, output) if params.penalised else History(())
         self._by_row = params.penalised or (
             not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
@@ -103,10 +106,20 @@ class Ranker:
         """Returns the nodes of each level: ``widths``, or 1 under rejection sampling."""
         return (1,) if self.params.rejection else widths
 
+    @property
+    def count(self) -> int:
+        """Logits that candidates are taken of, the first ones."""
+        return self._vocab_size if self._drafted is None else len(self._drafted)
+
+    @property
+    def by_paths(self) -> bool:
+        """Whether a path's tokens change the candidates after it, or they are drawn one by one."""
+        return self.params.penalised or self.params.rejection
+
     def plain_logits(self) -> int:
         """Returns how many of a CPU's logits, the first ones, have candidates ranked by logits,
         temperature and noise alone; 0 if the others have a part in it, or filters."""
-        count = self._vocab_size if self._drafted is None else len(self._drafted)
+        count = self.count
         few = self.params.greedy or count <= max(_SMALL_VOCAB, self._candidates)
         return count if few and not self._by_row and not self.params.rejection else 0
 
@@ -163,19 +176,18 @@ class Ranker:
         self, logits: Tensor, position: int, paths: Sequence[Sequence[int]], width: int
     ) -> Ranked:
         """Ranks on the device of the logits, with noise for all tokens."""
-        drafted = None if self._drafted is None else send(self._drafted, logits.device)
+        drafted = self.drafted_there
+        assert (drafted is None) == (self._drafted is None)
         if self.params.penalised:
             logits, drafted = self._all_tokens(logits, drafted), None
+            logits = logits[:, : self._vocab_size].to(torch.float32, copy=True)
+            edit_rows(logits, range(len(paths)), [self._after(path, edits) for path in paths])
         count = self._vocab_size if drafted is None else len(drafted)
-        scores = logits[:, :count]
-        if self.params.penalised:
-            scores = scores.to(torch.float32, copy=True)
-            edit_rows(scores, range(len(paths)), [self._after(path, edits) for path in paths])
-        if not self.params.greedy:
-            rows = len(scores)
-            scores = perturbed_logits(scores, [self.params] * rows, [position] * rows, drafted)
-        best, logs = best_candidates(scores.float(), min(width, count))
-        return Ranked((best if drafted is None else drafted[best]).cpu(), logs.cpu())
+        rows = len(logits)
+        ids, logs = rank_rows(
+            logits[:, :count], [self.params] * rows, [position] * rows, drafted, width
+        )
+        return Ranked(ids.cpu(), logs.cpu())
 
     def _all_tokens(self, logits: Tensor, drafted: Tensor | None) -> Tensor:
         """Logits of the whole vocabulary: -inf for tokens that are not drafted."""
@@ -207,6 +219,31 @@ class Ranker:
         finally:
             for _ in path:
                 self._history.pop()
+
+
+def rank_rows(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    drafted: Tensor | None,
+    width: int,
+) -> tuple[Tensor, Tensor]:
+    """Ranks candidates for one position of each row on the device of the logits.
+
+    Args:
+        logits: ``[R, V]`` of any float type, with penalties.
+        params: Sampling parameters by row.
+        positions: Positions of the tokens to be chosen, by row.
+        drafted: The target's id of each logit, int64 ``[V]``; None: its index.
+        width: Most candidates of a row.
+
+    Returns:
+        Token ids, int64 ``[R, w]``, best first, and the logs of their confidences, float32.
+    """
+    if not all(each.greedy for each in params):
+        logits = perturbed_logits(logits, params, positions, drafted)
+    best, logs = best_candidates(logits.float(), min(width, logits.shape[1]))
+    return best if drafted is None else drafted[best], logs
 
 
 @dataclass(frozen=True)
@@ -387,6 +424,27 @@ class Beam:
         if ranked.proposal is not None:
             self.proposals.append(ranked.proposal)
         self._end_level(start)
+
+    def add_nodes(self, nodes: Sequence[tuple[float, float, float, float]], stop: int) -> None:
+        """Adds the nodes of all levels, as :class:`TreesThere` has them.
+
+        Args:
+            nodes: Token, parent, score and log of the confidence of each.
+            stop: Only nodes below it are added.
+        """
+        numbers = {-1: -1}
+        for index, (token, parent, score, log) in enumerate(nodes[:stop]):
+            if score > -math.inf:
+                numbers[index] = len(self.tokens)
+                self.tokens.append(int(token))
+                self.parents.append(numbers[int(parent)])
+                self.scores.append(score)
+                self.log_probs.append(log)
+
+    @property
+    def limits(self) -> Budget:
+        """Maximum number of nodes and greatest depth."""
+        return self._budget
 
     def expand_last(self) -> bool:
         """Makes the last node of a chain the frontier, whatever its score and the budget.

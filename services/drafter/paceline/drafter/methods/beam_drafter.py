@@ -7,7 +7,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -26,6 +26,7 @@ from paceline.drafter.methods.base import (
 )
 from paceline.drafter.methods.beam import Beam, BeamOptions, Chain, Ranked, Ranker
 from paceline.drafter.methods.slots import chain_segments
+from paceline.drafter.methods.trees_there import TreesThere
 from paceline.kernels import MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees, send
 from paceline.kernels.draft import DraftText, NativeDraft
 from paceline.tree import EMPTY, TokenTree
@@ -88,10 +89,21 @@ class BeamSequence(DraftSequence):
             vocab_size=min(generation.vocab_size, drafter.shape.vocab_size),
             candidates=drafter.options.candidates,
             drafted=drafter.drafted_tokens,
+            drafted_there=drafter.drafted_there,
         )
         self._widths = self._ranker.widths(drafter.options.widths)
         self.draft_text = self._draft_text()
         """The text for native drafts; None: there are none of its drafter, or of its sampling."""
+
+    @property
+    def drafts_there(self) -> bool:
+        """Whether a tree grows on the drafter's device without the host."""
+        return self._drafter.grows_there and not self._ranker.by_paths
+
+    @property
+    def ranker(self) -> Ranker:
+        """Ranks candidates."""
+        return self._ranker
 
     def extend(self, update: Update) -> None:
         if update.tokens:
@@ -125,6 +137,8 @@ class BeamSequence(DraftSequence):
             text.nodes, text.depth = limits.nodes, 1 if late else limits.depth
             self.fill(text)
         else:
+            if self.drafts_there and time.monotonic() >= budget.deadline:
+                limits = replace(limits, depth=1)
             self.beam = Beam(limits, self._widths, self._drafter.options.min_survival, ahead)
         return True
 
@@ -270,22 +284,66 @@ class BeamDrafter(Drafter, Generic[S]):
         self.weight_bytes = size
         self.drafted_tokens: Tensor | None = None
         """The target's token id of each logit, rising, int64 ``[R]`` on the CPU; None: all ids."""
+        self.drafted_there: Tensor | None = None
+        """The same on the model's device, if that is another one."""
+        self.device = torch.device("cpu")
+        """Device of the model."""
         self.native: NativeDraft | None = None
         """Drafts in one native call; None: by levels."""
         self.rope: Rope | None = None
         """Cosines and sines for native drafts."""
 
+    grows_there: bool = False
+    """Whether trees grow by :meth:`grow_there`."""
+
+    def set_device(self, device: torch.device, drafted_tokens: Tensor | None) -> None:
+        """Sets :attr:`device` and :attr:`drafted_tokens`, and what follows from them."""
+        self.device, self.drafted_tokens = device, drafted_tokens
+        if device.type != "cpu":
+            self.grows_there = type(self).grow_there is not BeamDrafter.grow_there
+            self.drafted_there = None if drafted_tokens is None else send(drafted_tokens, device)
+
     def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[TokenTree]:
-        """Grows one tree for each round: in one native call where that is possible, else by levels.
+        """Grows one tree for each round: in one native call or on a GPU where that is possible,
+        else by levels.
 
         A tree gets no further level that would probably end after its deadline. The estimate for a
-        level is the duration of the one before. In a native call a tree whose deadline has passed
-        gets one level.
+        level is the duration of the one before. In a native call, and on a GPU, a tree whose
+        deadline has passed gets one level.
         """
         own = cast(Sequence[tuple[S, Budget]], rounds)
-        trees = self._draft_natively([each for each in own if each[0].draft_text is not None])
-        trees |= self._draft_by_levels([each for each in own if each[0].draft_text is None])
+        native = [each for each in own if each[0].draft_text is not None]
+        there = [each for each in own if each[0].drafts_there]
+        rest = [each for each in own if each[0].draft_text is None and not each[0].drafts_there]
+        trees = self._draft_natively(native)
+        trees |= self._draft_there(there) | self._draft_by_levels(rest)
         return [trees[sequence] for sequence, _ in own]
+
+    def _draft_there(self, rounds: Sequence[tuple[S, Budget]]) -> dict[S, TokenTree]:
+        growing: dict[int, list[S]] = {}
+        for sequence, budget in rounds:
+            if sequence.begin(budget):
+                growing.setdefault(sequence.ranker.count, []).append(sequence)
+        for batch in growing.values():  # one, but for services of targets with other vocabularies
+            trees = TreesThere(
+                [sequence.tree for sequence in batch],
+                [sequence.ranker for sequence in batch],
+                [sequence.length for sequence in batch],
+                self.options.widths,
+                self.options.min_survival,
+                self.device,
+            )
+            with torch.inference_mode():
+                self.grow_there(batch, trees)
+                trees.read()
+        found = {s: s.beam.tree() if s.beam is not None else EMPTY for s, _ in rounds}
+        for sequence in found:
+            sequence.finish()
+        return found
+
+    def grow_there(self, growing: Sequence[S], trees: TreesThere) -> None:
+        """Grows the trees of sequences on the device of the model, without waiting for it."""
+        raise NotImplementedError
 
     def _draft_by_levels(self, rounds: Sequence[tuple[S, Budget]]) -> dict[S, TokenTree]:
         growing = [
@@ -373,6 +431,11 @@ def forward_blocks(forward: Forward, blocks: Sequence[Block], device: torch.devi
     Returns:
         Logits ``[logit_rows, V]`` of each block.
     """
+    return list(forward_packed(forward, blocks, device).split([each.logit_rows for each in blocks]))
+
+
+def forward_packed(forward: Forward, blocks: Sequence[Block], device: torch.device) -> Tensor:
+    """As :func:`forward_blocks`, with the logits of all blocks ``[R, V]``."""
     stops = accumulate(len(block.tokens) for block in blocks)
     counts = [block.logit_rows for block in blocks]
     rows = [r for stop, n in zip(stops, counts, strict=True) for r in range(stop - n, stop)]
@@ -382,5 +445,4 @@ def forward_blocks(forward: Forward, blocks: Sequence[Block], device: torch.devi
         device=device,
     )
     tokens = send(torch.tensor([token for block in blocks for token in block.tokens]), device)
-    logits = forward(tokens, plan, send(torch.tensor(rows), device))
-    return [logits[stop - n : stop] for stop, n in zip(accumulate(counts), counts, strict=True)]
+    return forward(tokens, plan, send(torch.tensor(rows), device))

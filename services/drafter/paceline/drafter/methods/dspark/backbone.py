@@ -86,7 +86,7 @@ class DSparkBackbone:
             positions += range(first, stop)
             context.length = stop
         plan = plan_trees(segments, positions=positions, device=self.device)
-        states = torch.cat([each.to(self.device, self.dtype) for _, _, each in batch])
+        states = torch.cat([send(each, self.device).to(self.dtype) for _, _, each in batch])
         contexts = [context for context, _, _ in batch]
         self._writing.run(Pass(None, plan, contexts, self.rope.table(plan.longest), inputs=states))
 

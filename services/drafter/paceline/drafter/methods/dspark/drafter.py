@@ -38,6 +38,8 @@ from paceline.drafter.methods.dspark.backbone import DSparkBackbone
 from paceline.drafter.methods.dspark.config import read_dspark
 from paceline.drafter.methods.dspark.heads import DSparkBlock, DSparkHeads
 from paceline.drafter.methods.dspark.module import DSparkModel
+from paceline.drafter.methods.trees_there import TreesThere
+from paceline.kernels import send
 from paceline.kernels.draft import BlockModel, DraftText, NativeDraft
 
 
@@ -95,7 +97,7 @@ class DSparkSequence(BeamSequence):
         first, states = self.states.read(begin, end)
         if not len(states):
             return None
-        self.newest.copy_(states[-1:])
+        self.newest.copy_(states[-1:], non_blocking=True)
         return first, states
 
     def prepare(self) -> bool:
@@ -176,7 +178,8 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
         config = backbone.config
         depth = min(options.depth or config.levels, config.levels)
         super().__init__(config, replace(options, depth=depth), fit, size)
-        self.backbone, self.heads, self.drafted_tokens = backbone, heads, drafted_tokens
+        self.backbone, self.heads = backbone, heads
+        self.set_device(backbone.device, drafted_tokens)
         self.native, self.rope = self._native(), backbone.rope
         self.needs = Needs(
             hidden_state_layers=config.taps,
@@ -220,14 +223,32 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
         for sequence in growing:
             sequence.add_level(self.heads)
 
+    def grow_there(self, growing: Sequence[DSparkSequence], trees: TreesThere) -> None:
+        hidden, logits = self._run_backbone(growing)
+        anchors = torch.tensor([[sequence.anchor] for sequence in growing])
+        before, state = send(anchors, self.device), None
+        while trees.grows:
+            level = trees.level
+            scores, state, logs = self.heads.forward_trees(
+                hidden[:, level], logits[:, level], before, state
+            )
+            trees.add_level(scores.flatten(0, 1), logs)
+            before = trees.tokens[:, trees.newest]
+            if state is not None:
+                state = state.gather(1, trees.places[..., None].expand(-1, -1, state.shape[2]))
+
     def _draft_blocks(self, growing: Sequence[DSparkSequence]) -> None:
-        """Adds new hidden states to the contexts, then runs the backbone."""
+        """Begins trees after the backbone."""
+        for sequence, hidden, logits in zip(growing, *self._run_backbone(growing), strict=True):
+            sequence.set_block(self.heads.begin(hidden, logits))
+
+    def _run_backbone(self, growing: Sequence[DSparkSequence]) -> tuple[Tensor, Tensor]:
+        """Adds new hidden states to the contexts, then drafts the blocks."""
         found = [(sequence.context, sequence.new_states()) for sequence in growing]
         if batch := [(context, *new) for context, new in found if new is not None]:
             self.backbone.add_states(batch)
         blocks = [(each.context, each.anchor, each.newest) for each in growing]
-        for sequence, hidden, logits in zip(growing, *self.backbone.forward(blocks), strict=True):
-            sequence.set_block(self.heads.begin(hidden, logits))
+        return self.backbone.forward(blocks)
 
 
 def _read(folder: Path, fit: Fit, options: DSparkOptions, device: str) -> DSparkDrafter:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.layers import DRAFT_TOKENS, draft_rows, linear
+from paceline.kernels import send
 from paceline.kernels.linear import PackedMatrix
 
 NativeHead = tuple[Tensor, PackedMatrix]
@@ -164,6 +165,7 @@ class DSparkHeads:
             self._rows = range(len(drafted), len(drafted) + config.vocab_size)
         elif drafted is not None:
             self._rows = draft_rows(drafted, torch.arange(config.vocab_size)).tolist()
+        self._rows_there = send(torch.tensor(self._rows), self._device)
         self._markov: MarkovHead | None = None
         if config.markov_rank:
             self._markov = _loaded(MarkovHead(config), "markov_head.", weights).to(device, dtype)
@@ -180,6 +182,7 @@ class DSparkHeads:
             if config.confidence_markov:
                 column = head.proj.weight[0, config.hidden :]
                 self._offsets = (self._w1 @ column + head.proj.bias).tolist()
+            self._offsets_there = send(torch.tensor(self._offsets).double(), self._device)
 
     def native(self) -> tuple[NativeHead | None, tuple[Tensor, Tensor] | None] | None:
         """Returns the heads as :class:`~paceline.kernels.draft.BlockModel` takes them: W1, float32,
@@ -208,6 +211,43 @@ class DSparkHeads:
         hidden, logits = hidden.to(self._dtype), logits.to(self._dtype)
         confidences = None if self._confidence is None else (hidden @ self._confidence).tolist()
         return DSparkBlock(hidden, logits, confidences)
+
+    @torch.inference_mode()
+    def forward_trees(
+        self, hidden: Tensor, logits: Tensor, before: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Runs the heads for the next level of S trees with F parents each; not on the CPU.
+
+        Args:
+            hidden: The backbone's hidden states of the level, ``[S, hidden]``.
+            logits: The target's logits of them, ``[S, V]`` or of drafted tokens alone.
+            before: The parents' tokens, int64 ``[S, F]``.
+            state: Recurrent state of each path, ``[S, F, r]``; None at the first level.
+
+        Returns:
+            What :class:`HeadOutput` has: scores ``[S, F, V]``, states ``[S, F, r]`` and log
+            probabilities, float64 ``[S, F]``.
+        """
+        hidden, logits = hidden.to(self._dtype), logits.to(self._dtype)[:, None]
+        rows = self._rows_there[before]
+        logs = after = None
+        if self._confidence is not None:
+            own = (hidden @ self._confidence)[:, None].double() + self._offsets_there[rows]
+            logs = torch.nn.functional.logsigmoid(own)
+        if self._markov is None:
+            return logits.expand(-1, before.shape[1], -1), None, logs
+        features = self._w1[rows]
+        if self._markov.kind != "vanilla":
+            wide = hidden[:, None].expand(-1, before.shape[1], -1)
+            begin = self._markov.begin(wide) if state is None else state
+            after, features = self._markov.step(begin, features, wide)
+        weight = self._w2.weight
+        assert isinstance(weight, Tensor)
+        scores = torch.baddbmm(logits, features, weight.T.expand(len(rows), -1, -1))
+        if 0 < self._best < logits.shape[2]:
+            worst = logits.topk(self._best).values[..., -1:]
+            scores = scores.masked_fill(logits < worst, -torch.inf)
+        return scores, after, logs
 
     @torch.inference_mode()
     def forward(

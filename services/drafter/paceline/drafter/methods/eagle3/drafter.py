@@ -35,6 +35,7 @@ from paceline.drafter.methods.beam_drafter import (
     BeamSequence,
     Block,
     forward_blocks,
+    forward_packed,
     required,
 )
 from paceline.drafter.methods.checkpoint import (
@@ -49,6 +50,7 @@ from paceline.drafter.methods.eagle3.config import Eagle3Config, read_eagle3
 from paceline.drafter.methods.eagle3.module import Eagle3Model
 from paceline.drafter.methods.layers import LayerWeights, linear
 from paceline.drafter.methods.slots import WindowCache
+from paceline.drafter.methods.trees_there import TreesThere
 from paceline.kernels import (
     Executor,
     Pass,
@@ -108,9 +110,10 @@ class Eagle3Layer:
 
     def states(self, states: Tensor) -> Tensor:
         """The target's states ``[n, states]`` as inputs: normalised where the layer does that."""
+        states = send(states, self.device)
         if self._norms is None:
-            return states.to(self.device, self.dtype)
-        wide = states.to(self.device).float().unflatten(1, (len(self._norms), -1))
+            return states.to(self.dtype)
+        wide = states.float().unflatten(1, (len(self._norms), -1))
         scale = (wide.square().mean(-1, keepdim=True) + self.config.norm_eps).rsqrt()
         normed: Tensor = wide * scale * self._norms
         return normed.flatten(1).to(self.dtype)
@@ -340,7 +343,8 @@ class Eagle3Drafter(BeamDrafter[Eagle3Sequence]):
     ) -> None:
         config = layer.config
         super().__init__(config, options, fit, size)
-        self.layer, self.drafted_tokens, self.rope = layer, drafted_tokens, layer.rope
+        self.layer, self.rope = layer, layer.rope
+        self.set_device(layer.device, drafted_tokens)
         self.needs = Needs(
             hidden_state_layers=config.taps,
             hidden_state_window=config.window,
@@ -383,6 +387,30 @@ class Eagle3Drafter(BeamDrafter[Eagle3Sequence]):
         parts = outputs[0].split([block.logit_rows for block in blocks])
         for sequence, each, part in zip(growing, logits, parts, strict=True):
             sequence.add_level(each, part)
+
+    def grow_there(self, growing: Sequence[Eagle3Sequence], trees: TreesThere) -> None:
+        caches = [sequence.cache for sequence in growing]
+        outputs: list[Tensor] = []
+
+        def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
+            drafted = len(outputs) > 0
+            if drafted:  # the anchors' outputs come first
+                parents = trees.parents[:, : trees.newest.stop, None] + 1
+                own = torch.cat(outputs, 1)
+                inputs = own.gather(1, parents.expand(-1, -1, own.shape[2])).flatten(0, 1)
+            else:
+                inputs = torch.cat([sequence.inputs() for sequence in growing])
+            result = self.layer.forward(tokens, plan, caches, inputs, rows, drafted=drafted)
+            outputs.append(result.taps[0].unflatten(0, (len(growing), -1)))
+            return result.logits
+
+        blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
+        trees.add_level(forward_packed(run, blocks, self.device))
+        for sequence in growing:
+            sequence.cache.length = sequence.length - 1
+        starts = [sequence.length - 1 - sequence.cache.base for sequence in growing]
+        while trees.grows:
+            trees.add_level(run(trees.fed, trees.plan(starts), trees.logit_rows))
 
 
 def _read(folder: Path, fit: Fit, options: Eagle3Options, device: str) -> Eagle3Drafter:

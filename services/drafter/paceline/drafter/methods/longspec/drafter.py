@@ -35,6 +35,7 @@ from paceline.drafter.methods.beam_drafter import (
     BeamSequence,
     Block,
     forward_blocks,
+    forward_packed,
     required,
 )
 from paceline.drafter.methods.checkpoint import (
@@ -49,6 +50,7 @@ from paceline.drafter.methods.checkpoint import (
 from paceline.drafter.methods.longspec.config import read_longspec
 from paceline.drafter.methods.longspec.layer import LongSpecLayer, TargetKv
 from paceline.drafter.methods.longspec.module import LongSpecModel
+from paceline.drafter.methods.trees_there import TreesThere
 from paceline.kernels import CHUNK, Context, TreePlan, plan_trees, send
 from paceline.kernels.draft import DraftText, NativeDraft
 
@@ -197,7 +199,7 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
         """Builds a drafter; ``options`` must be those :meth:`~LongSpecOptions.for_device`."""
         super().__init__(layer.config, options, fit, size)
         self.layer = layer
-        self.drafted_tokens = layer.drafted_tokens
+        self.set_device(layer.device, layer.drafted_tokens)
         budget = DEFAULT_CONTEXT if options.context is None else options.context
         self.needs = Needs((layer.config.target_layer,), options, budget)
         self.rope, program = layer.rope, layer.native
@@ -235,6 +237,21 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
         logits = forward_blocks(run, blocks, self.layer.device)
         for sequence, part in zip(growing, logits, strict=True):
             sequence.add_level(part)
+
+    def grow_there(self, growing: Sequence[LongSpecSequence], trees: TreesThere) -> None:
+        caches = [sequence.cache for sequence in growing]
+        contexts = [sequence.context for sequence in growing if sequence.context is not None]
+
+        def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
+            return self.layer.forward(tokens, plan, caches, contexts, rows)
+
+        blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
+        trees.add_level(forward_packed(run, blocks, self.device))
+        for sequence in growing:
+            sequence.cache.length = sequence.length
+        starts = [sequence.length - sequence.cache.base for sequence in growing]
+        while trees.grows:
+            trees.add_level(run(trees.fed, trees.plan(starts), trees.logit_rows))
 
 
 def _read(
