@@ -121,11 +121,15 @@ def drafter_of(name: str, folders: dict[str, Path], device: str, **more: str) ->
 
 
 class Moved:
-    """Keys and values on a device."""
+    """Keys and values, or hidden states, on a device."""
 
     def __init__(self, kv: Any, device: str) -> None:
         self._kv, self._device = kv, device
         self.committed = kv.committed
+
+    def read(self, begin: int, end: int) -> tuple[int, Tensor]:
+        first, states = self._kv.read(begin, end)
+        return first, send(states, self._device)
 
     def refresh(self, below: int, budget: int) -> int:
         return self._kv.refresh(below, budget)
@@ -146,7 +150,7 @@ def trees(drafter: Drafter, target: Decoder, sampling: str, kv_device: str) -> l
     for text, length in zip(texts, lengths, strict=True):
         generation = GenerationInfo(text[:length], length, VOCAB, SAMPLINGS[sampling])
         if drafter.needs.hidden_state_layers:
-            states = made_up_states(drafter.shape, length + 8)
+            states: Any = Moved(made_up_states(drafter.shape, length + 8), kv_device)
             generation = replace(generation, states=states)
         elif drafter.needs.kv_layers:
             kv = Moved(recorded_kv(target, text, length + 8), kv_device)
@@ -170,7 +174,7 @@ def trees(drafter: Drafter, target: Decoder, sampling: str, kv_device: str) -> l
 def test_trees_are_those_of_the_cpu(
     name: str, sampling: str, folders: dict[str, Path], target: Decoder
 ) -> None:
-    """With the target's keys and values on either device."""
+    """With the target's keys and values, or hidden states, on either device."""
     expected = trees(drafter_of(name, folders, "cpu"), target, sampling, "cpu")
     assert sum(len(tree) for tree in expected) > 12
     with another_device():

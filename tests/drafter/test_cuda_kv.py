@@ -1,4 +1,4 @@
-"""KV on a GPU, mapped by a drafter; the GPU is a piece of main memory here."""
+"""KV and hidden states on a GPU, mapped by a drafter; the GPU is a piece of main memory here."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from stub_driver import NO_FILES, NO_HANDLES, StubDriver
 
 from paceline.drafter import VerifierAccess
 from paceline.drafter.kv import KvGone, KvNotShared, KvOptions
-from paceline.drafter.kv.cuda import CudaKv
+from paceline.drafter.kv.cuda import CudaKv, CudaStates
 from paceline.drafter.kv.exchange import KvExchange
 from paceline.drafter.kv.mapped import CacheFile
 from paceline.kv.cuda import DriverError, close_unused
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.engine.job import GenerationParams, Sequence
-from paceline.verifier.kv.base import KvLayout
+from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
 from paceline.verifier.kv.pool import PagedKv, PagePool
 from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
 from paceline.verifier.store import Cache
@@ -33,12 +33,12 @@ from paceline.verifier.store import Cache
 from .conftest import until
 from .segments import change_layout, passed
 
-LAYOUT = KvLayout(layers=3, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
+LAYOUT = KvLayout(layers=3, kv_heads=2, head_dim=16, dtype=torch.bfloat16, hidden=24)
 COMMITTED = 300
 
 
 class Pool:
-    """A verifier's pool with one cache of 300 positions."""
+    """A verifier's pool with one cache of 300 positions, and hidden states of two layers."""
 
     def __init__(self, driver: StubDriver) -> None:
         self.driver = driver
@@ -48,13 +48,19 @@ class Pool:
             driver=self.driver,
         )  # fmt: skip
         self.pages.kv.copy_(torch.randn(self.pages.kv.shape))
-        self.kv = PagedKv(self.pages, 768)
+        self.kv = PagedKv(self.pages, 768, TapLayout.of(Taps((0, 2), 16), LAYOUT, 768))
         self.cache = Cache(Sequence(GenerationParams((1,)), self.kv, "me"), 5)
         self.kv.reserve(COMMITTED)
+        self.states = {layer: torch.randn(600, LAYOUT.hidden) for layer in (0, 2)}
+        assert self.kv.taps is not None
+        self.kv.taps.record(0, self.states, slice(0, COMMITTED))
         self.kv.publish(COMMITTED)
 
     def open(self, *layers: int) -> CudaKv:
         return CudaKv(CacheFile(*passed(self.kv)), layers, self.driver, 0)
+
+    def open_states(self, *layers: int, window: int = 0) -> CudaStates:
+        return CudaStates(CacheFile(*passed(self.kv)), layers, window, self.driver, 0)
 
 
 @pytest.fixture(params=["", NO_FILES], ids=["file", "ipc"])
@@ -102,12 +108,53 @@ def test_a_released_cache_is_detected_after_reading(pool: Pool) -> None:
         kv.refresh(1000, 0)
 
 
+def test_a_drafter_reads_hidden_states_in_place(pool: Pool) -> None:
+    states = pool.open_states(2, 0)
+    assert (states.committed, states.transport, states.received) == (COMMITTED, "map", 0)
+    expected = torch.cat([pool.states[2], pool.states[0]], dim=1)
+    first, rows = states.read(3, 290)
+    assert first == 3
+    assert torch.equal(rows, expected[3:290])
+    states.check()
+    pool.kv.reserve(600)  # takes another page
+    assert pool.kv.taps is not None
+    pool.kv.taps.record(COMMITTED, pool.states, slice(COMMITTED, 600))
+    pool.kv.publish(600)
+    assert torch.equal(states.read(280, 600)[1], expected[280:600])
+    assert states.read(600, 600)[1].shape == (0, 48)
+    states.check()
+    states.close()
+    newest = pool.open_states(2, window=16)
+    first, rows = newest.read(0, 600)
+    assert first == 584
+    assert torch.equal(rows, pool.states[2][584:600])
+    newest.close()
+
+
+def test_states_that_change_while_they_are_read_are_detected(pool: Pool) -> None:
+    states = pool.open_states(0)
+    states.read(0, 10)
+    pool.kv.publish(768)  # 256 positions behind it may be written over the first ones
+    with pytest.raises(KvGone, match="overwritten"):
+        states.check()
+    assert states.read(0, 300)[0] == 256
+    states.check()
+    states.read(290, 300)
+    pool.kv.close()
+    with pytest.raises(KvGone, match="released"):
+        states.check()
+    states.close()
+
+
 def test_an_invalid_page_table_is_refused(pool: Pool) -> None:
-    kv = pool.open(1)
-    pool.kv._table[1] = 5
+    kv, states = pool.open(1), pool.open_states(0)
+    pool.kv._table[1] = pool.kv._table[3] = 5
     with pytest.raises(KvGone, match="out of its pool"):
         kv.refresh(1000, 0)
+    with pytest.raises(KvGone, match="out of its pool"):
+        states.read(0, 1)
     kv.close()
+    states.close()
 
 
 @pytest.mark.parametrize(
@@ -125,13 +172,21 @@ def test_an_invalid_page_table_is_refused(pool: Pool) -> None:
         {"pages__memory__device_uuid": b"?" * 16},
         {"pages__memory__byte_size": 1 << 33},
         {"pages__memory__byte_offset": 3},
+        {"hidden_states__hidden_size": 0},
+        {"hidden_states__hidden_size": 1 << 31},
+        {"hidden_states__slots": 1 << 30},
+        {"hidden_states__slots": 264},
+        {"hidden_states__layers": [0, 1]},
+        {"hidden_states__table_offset": 8},
+        {"hidden_states__dtype": kv_pb2.KV_DTYPE_INT8},
     ],
 )
 def test_no_layout_leads_out_of_file_or_pool(pool: Pool, fields: dict[str, Any]) -> None:
     change_layout(pool.kv, **fields)
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(KvNotShared):
-        pool.open(0, 1, 2)
+    with pytest.raises(KvNotShared):  # noqa: PT012 - each field is of one of both
+        pool.open(0, 1, 2).close()
+        pool.open_states(0, 2, window=16)
     close_unused()
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -160,7 +215,7 @@ class OneCache:
         ("cpu", False, "map", "runs on cpu"),
     ],
 )
-async def test_kv_on_a_gpu_is_mapped_or_followed(
+async def test_kv_and_states_on_a_gpu_are_mapped_or_followed(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     device: str, linked: bool, kv: str, transport: str,
 ) -> None:  # fmt: skip
@@ -168,14 +223,30 @@ async def test_kv_on_a_gpu_is_mapped_or_followed(
     if linked:
         pool.driver.link(1, 0)
     async with exchange(pool, tmp_path, monkeypatch, device) as (drafter, address):
-        opening = drafter.open(address, pool.cache.read_grant, (0, -1), KvOptions(kv=kv), 64)
-        if transport not in ("map", "follow"):
-            with pytest.raises(KvNotShared, match=transport):
-                await opening
-            return
-        found = await opening
-        assert found.transport == transport
-        found.close()
+        for opening in (
+            drafter.open(address, pool.cache.read_grant, (0, -1), KvOptions(kv=kv), 64),
+            drafter.open_states(address, pool.cache.read_grant, (2, 0), 16, kv),
+        ):
+            if transport not in ("map", "follow"):
+                with pytest.raises(KvNotShared, match=transport):
+                    await opening
+                continue
+            found = await opening
+            assert found.transport == transport
+            found.close()
+
+
+async def test_hidden_states_in_pages_are_followed(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.cache.sequence.committed = COMMITTED
+    async with exchange(pool, tmp_path, monkeypatch, "cpu") as (drafter, address):
+        states = await drafter.open_states(address, pool.cache.read_grant, (2, 0), 0)
+        await until(lambda: states.committed == COMMITTED)
+        first, rows = states.read(0, COMMITTED)
+        assert first == 0
+        assert torch.equal(rows, torch.cat([pool.states[2], pool.states[0]], dim=1)[:COMMITTED])
+        states.close()
 
 
 async def test_a_sparse_view_of_pages(

@@ -162,27 +162,30 @@ def test_a_step_waits_once_for_any_number_of_sequences(
     monkeypatch.setattr(device_module, "ACCELERATORS", ("other",))
     with torch.inference_mode():
         decoder = Decoder.load(folder)
-        expected = stepped(decoder, pool_of(decoder), 5, [], 3, waits, fields)
+        expected, states = stepped(decoder, pool_of(decoder), 5, [], 3, waits, fields)
     found = []
     with another_device(), torch.inference_mode():
         decoder = Decoder.load(folder, device=DEVICE)
         for count in (1, 5):
             pool = pool_of(decoder)
-            plain = stepped(decoder, pool, count, [], 3, waits, fields)
+            plain, kept = stepped(decoder, pool, count, [], 3, waits, fields)
             assert plain == expected[:count]
+            assert torch.allclose(kept, states[:count], atol=1e-3)
             drafts = [
                 TokenTree(((own[1] + 2) % VOCAB, own[1], own[1], own[2]), (-1, -1, -1, 1))
                 for own in plain
             ]
-            drafted = stepped(decoder, pool, count, drafts, 1, waits, fields)
+            drafted, kept = stepped(decoder, pool, count, drafts, 1, waits, fields)
             assert [text[:3] for text in drafted] == [text[:3] for text in plain]
+            assert torch.allclose(kept, states[:count, : kept.shape[1]], atol=1e-3)
             masks = count  # of plain attention, one a sequence; kernels have tables in the plan
             waits += [None] * TRANSFERS["waits"]
             found.append((TRANSFERS["device"] - masks, TRANSFERS["host"], len(waits)))
             pool.check_integrity()
-    # To the device: tokens, positions, trees; parameters; changes of logits; rows for the host.
+    # To the device: tokens, positions, trees, places of hidden states; parameters; changes of
+    # logits; rows for the host.
     more = {"greedy": 0, "sampled": 1, "penalised": 4, "constrained": 2, "logprobs": 2}[kind]
-    assert found == [(3 + more, 2 + (kind == "logprobs"), 1)] * 2
+    assert found == [(4 + more, 1 + (kind == "logprobs"), 1)] * 2
 
 
 def perturbed_there(logits: Tensor, *args: Any) -> Tensor:
@@ -207,8 +210,11 @@ def stepped(
     steps: int,
     waits: list[object],
     fields: dict[str, Any],
-) -> list[list[int]]:
-    """What sequences emit in a prefill and some steps; copies and waits are those of the steps."""
+) -> tuple[list[list[int]], Tensor]:
+    """What sequences emit in a prefill and some steps; copies and waits are those of the steps.
+
+    And the hidden states of the positions that all have committed, ``[sequences, n, 2 * hidden]``.
+    """
     engine = Engine(decoder)
     sequences = []
     for index in range(count):
@@ -229,6 +235,13 @@ def stepped(
     waits.clear()
     for _ in range(steps):
         engine._step()
+    made = TRANSFERS.copy()
+    shortest = min(sequence.committed for sequence in sequences)
+    kept = []
     for sequence in sequences:
+        assert sequence.segment.taps is not None
+        kept.append(torch.cat(sequence.segment.taps.copy((0, 1), 0, shortest), dim=1))
         sequence.segment.close()
-    return [sequence.tokens[3:] for sequence in sequences]
+    TRANSFERS.clear()
+    TRANSFERS.update(made)
+    return [sequence.tokens[3:] for sequence in sequences], torch.stack(kept)

@@ -15,7 +15,7 @@ from kv_support import mapping
 from verifier_support import LAYOUT, serving, text
 
 from paceline.drafter.kv import KvNotShared
-from paceline.kv.segment import HEADER_BYTES
+from paceline.kv.segment import HEADER_BYTES, TAP_AHEAD
 from paceline.tree import TokenTree
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.engine.acceptance import walk
@@ -27,9 +27,9 @@ from paceline.verifier.service import _default_kv_bytes
 CPU = torch.device("cpu")
 
 
-def make_pool(pages: int, sequences: int = 2) -> PagePool:
-    size = pages * PAGE_TOKENS * LAYOUT.token_bytes
-    return PagePool(LAYOUT, CPU, kv_bytes=size, max_sequences=sequences, max_context=1024)
+def make_pool(pages: int, sequences: int = 2, hidden: int = 0) -> PagePool:
+    layout, size = replace(LAYOUT, hidden=hidden), pages * PAGE_TOKENS * LAYOUT.token_bytes
+    return PagePool(layout, CPU, kv_bytes=size, max_sequences=sequences, max_context=1024)
 
 
 @pytest.mark.parametrize("policy", ["streaming", "verified", "chunk_topk", "quest"])
@@ -146,21 +146,57 @@ def test_writing_moving_and_copying_are_as_in_shared_memory() -> None:
     pool.check_integrity()
 
 
-def test_the_file_has_the_page_table_and_hidden_states() -> None:
-    pool = make_pool(pages=4)
-    taps = TapLayout.of(Taps((0,)), replace(LAYOUT, hidden=5), 768)
-    kv = PagedKv(pool, 768, taps)
+def test_the_file_has_the_page_tables() -> None:
+    pool = make_pool(pages=4, hidden=5)
+    kv = PagedKv(pool, 768, TapLayout.of(Taps((0,)), pool.layout, 768))
     kv.reserve(512)
     raw = os.pread(kv.file, kv.file_bytes, 0)
-    table = torch.frombuffer(bytearray(raw[HEADER_BYTES:]), dtype=torch.int32, count=2)
-    assert torch.equal(table, pool.tables[1, :2])
-    states = torch.randn(3, 5)
     assert kv.taps is not None
-    kv.taps.record(10, {0: states}, slice(None))
-    assert torch.equal(kv.taps.rows[0, 10:13], states)
-    offset = kv.header.layout.hidden_states.offset + 10 * 5 * 4
-    assert os.pread(kv.file, kv.file_bytes, 0)[offset : offset + 60] == states.numpy().tobytes()
+    for offset, pages in (
+        (HEADER_BYTES, pool.tables[1, :2].tolist()),
+        (kv.header.layout.hidden_states.table_offset, kv.taps.pages),
+    ):
+        table = torch.frombuffer(bytearray(raw[offset:]), dtype=torch.int32, count=len(pages))
+        assert table.tolist() == pages
+    assert pool.free_pages == 1
     kv.close()
+
+
+def test_hidden_states_are_kept_in_pages() -> None:
+    """Written, moved and copied as in a segment; a ring of several pages."""
+    pool = make_pool(pages=12, hidden=96)
+    taps = TapLayout.of(Taps((0, 3), 100), pool.layout, 1024)
+    assert (taps.slots, pool.bytes_of(1024, taps)) == (768, 10 * pool.page_bytes)
+    states = {layer: torch.randn(1100, 96) for layer in (0, 3)}
+    paged, plain = PagedKv(pool, 1024, taps), Segment(pool.layout, 1024, taps)
+    for kv in (paged, plain):
+        assert kv.taps is not None
+        kv.reserve(1000)
+        kv.taps.record(0, states, slice(0, 900))
+        kv.taps.record(900, states, [*range(900, 1000)])
+    assert paged.taps is not None
+    assert plain.taps is not None
+    assert paged.reserved_bytes == pool.used_bytes == 10 * pool.page_bytes
+    found = paged.taps.copy((3, 0), 232, 1000)
+    assert all(map(torch.equal, found, plain.taps.copy((3, 0), 232, 1000)))
+    assert torch.equal(found[0], states[3][232:1000])
+    assert paged.taps.first_kept(1000) == 1000 + TAP_AHEAD - 768
+    paged.taps.move([990, 995], 989)
+    assert torch.equal(paged.taps.copy((0,), 989, 991)[0], states[0][[990, 995]])
+    paged.close()
+    pool.check_integrity()
+    older, fork = (PagedKv(pool, 512, replace(taps, slots=512)) for _ in range(2))
+    older.reserve(512)
+    assert older.taps is not None
+    older.taps.record(0, states, slice(0, 512))
+    fork.copy_prefix(older, 256)  # whole pages of KV are shared, those of hidden states are not
+    assert fork.taps is not None
+    rows = fork.taps.copy((0, 3), 156, 256)
+    assert torch.equal(rows[1], states[3][156:256])
+    older.close()
+    fork.close()
+    plain.close()
+    pool.check_integrity()
 
 
 @pytest.mark.parametrize(

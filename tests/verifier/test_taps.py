@@ -14,8 +14,8 @@ from verifier_support import LAYOUT, Client
 from paceline.decoder import Decoder, LocalCache
 from paceline.drafter.kv import KvNotShared
 from paceline.kernels import TreeSegment, plan_trees
-from paceline.verifier.kv.base import TapLayout, TapPlanes, Taps
-from paceline.verifier.kv.segment import Segment
+from paceline.verifier.kv.base import TapLayout, Taps
+from paceline.verifier.kv.segment import Segment, TapPlanes
 
 PROMPT = [3, 1, 4, 1, 5]
 FIELDS = {"max_new_tokens": 60, "ignore_eos": True}
@@ -126,7 +126,7 @@ def test_memory_is_reserved_with_the_kv() -> None:
         segment.reserve(1024)
         pages = (os.fstat(segment.file).st_blocks - before) * 512
         assert pages == 1024 * layout.token_bytes + taps.byte_size
-        assert segment.taps is not None
+        assert isinstance(segment.taps, TapPlanes)
         segment.taps.rows[:] = 1.0
         assert not segment.kv[..., :1024, :].any()
     finally:

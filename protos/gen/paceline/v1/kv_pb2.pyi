@@ -50,18 +50,20 @@ class KvPages(_message.Message):
     def __init__(self, memory: _Optional[_Union[CudaMemory, _Mapping]] = ..., page_size: _Optional[int] = ...) -> None: ...
 
 class HiddenStateLayout(_message.Message):
-    __slots__ = ("layers", "hidden_size", "slots", "offset", "dtype")
+    __slots__ = ("layers", "hidden_size", "slots", "offset", "dtype", "table_offset")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TABLE_OFFSET_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedScalarFieldContainer[int]
     hidden_size: int
     slots: int
     offset: int
     dtype: KvDtype
-    def __init__(self, layers: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., slots: _Optional[int] = ..., offset: _Optional[int] = ..., dtype: _Optional[_Union[KvDtype, str]] = ...) -> None: ...
+    table_offset: int
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., slots: _Optional[int] = ..., offset: _Optional[int] = ..., dtype: _Optional[_Union[KvDtype, str]] = ..., table_offset: _Optional[int] = ...) -> None: ...
 
 class CudaMemory(_message.Message):
     __slots__ = ("device_uuid", "handle", "byte_offset", "byte_size")

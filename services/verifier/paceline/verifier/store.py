@@ -180,6 +180,8 @@ class KvMemory(Protocol):
     @property
     def used_bytes(self) -> int: ...
 
+    def bytes_of(self, slots: int, taps: TapLayout | None) -> int: ...
+
     def allocate(self, capacity: int, taps: TapLayout | None) -> SequenceKv: ...
 
 
@@ -270,14 +272,15 @@ class CacheStore:
         taps = None
         if generation.taps is not None:
             taps = TapLayout.of(generation.taps, self.memory.layout, capacity)
-        if self._bytes_of(capacity, taps) > self.memory.limit_bytes:
+        needed = self.memory.bytes_of(capacity, taps)
+        if needed > self.memory.limit_bytes:
             raise StoreFull(
-                f"prompt and output need {self._bytes_of(capacity, taps)} bytes of KV, but the "
+                f"prompt and output need {needed} bytes of KV, but the "
                 f"verifier has {self.memory.limit_bytes} in total; shorten the prompt or lower "
                 "max_new_tokens",
                 forever=True,
             )
-        expected = self._bytes_of(round_up(self.admission.expected_length(generation)), taps)
+        expected = self.memory.bytes_of(round_up(self.admission.expected_length(generation)), taps)
         try:
             await self.admission.wait(generation, lambda: self._has_room(expected))
         except NoRoom as error:
@@ -301,11 +304,6 @@ class CacheStore:
     def claimed_bytes(self) -> int:
         """Memory that caches have or are expected to need. Unit: bytes."""
         return sum(cache.claimed_bytes for cache in (*self._caches.values(), *self._releasing))
-
-    def _bytes_of(self, slots: int, taps: TapLayout | None) -> int:
-        """Memory of so many slots and their hidden states. Unit: bytes."""
-        rows = 0 if taps is None else taps.bytes_of(slots)
-        return slots * self.memory.layout.token_bytes + rows
 
     def find(self, handle: bytes, owner: str) -> Cache:
         """The cache of a handle. Renews its lease.

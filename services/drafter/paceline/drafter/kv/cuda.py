@@ -1,16 +1,24 @@
-"""KV on a GPU, mapped."""
+"""KV and hidden states on a GPU, mapped."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from paceline.drafter.kv import KvGone, KvNotShared
-from paceline.drafter.kv.mapped import CacheFile, MappedReader, SharedKv
-from paceline.drafter.kv.reader import KvReader
+from paceline.drafter.kv.mapped import (
+    CacheFile,
+    MappedReader,
+    SharedKv,
+    SharedStates,
+    oldest_kept,
+)
+from paceline.drafter.kv.reader import KvReader, StateReader
+from paceline.kernels import send
 from paceline.kv.cuda import (
     CudaDriver,
     DriverError,
@@ -22,18 +30,18 @@ from paceline.kv.cuda import (
 from paceline.kv.segment import HEADER_BYTES
 from paceline.kv.selection import streaming_positions
 
-__all__ = ["CudaKv", "close_unused", "open_kv"]
+__all__ = ["CudaKv", "CudaStates", "close_unused", "open_kv", "open_states"]
 
 
-class CudaKv(MappedReader, KvReader):
-    """K and V of some layers in the pages of the verifier's pool.
+class PoolReader(MappedReader):
+    """Reads pages of the verifier's pool.
 
-    A process maps the pool once. The committed length and the page table are in the cache's file,
+    A process maps the pool once. The committed length and the page tables are in the cache's file,
     which is mapped too, so that no call to the verifier is needed.
 
     Safety contract:
 
-    - :meth:`parts` returns copies, made on the pool's GPU.
+    - What is returned are copies, made on the pool's GPU.
     - Pages of a released cache are reused. So call :meth:`check` after reading, before using what
       was read: it waits for the copies, and checks that the cache still exists.
     - The mapping gives access to the whole pool. Drafters that are not trusted with it have to
@@ -42,6 +50,72 @@ class CudaKv(MappedReader, KvReader):
       may fail for this process permanently. The end of its connection closes the sequences that
       read its pool.
     """
+
+    def __init__(self, file: CacheFile, driver: CudaDriver, reader: int) -> None:
+        """Map the verifier's pool; ``reader`` is the ordinal of the device that reads.
+
+        Raises:
+            KvNotShared: The layout is invalid, or this device cannot read the pool.
+        """
+        super().__init__(file)
+        memory = file.layout.pages.memory
+        self._page = _page_shape(file)
+        page_bytes = math.prod(self._page) * file.kv_dtype.itemsize
+        count = memory.byte_size // page_bytes if page_bytes else 0
+        if not count or memory.byte_offset % 16:
+            raise KvNotShared(
+                f"the verifier's pool has {memory.byte_size} bytes from byte "
+                f"{memory.byte_offset}, expected whole pages of {page_bytes} bytes"
+            )
+        try:
+            self._pool = MappedMemory(
+                driver, reader, memory.device_uuid, memory.handle,
+                memory.byte_offset, memory.byte_size, file.pool,
+            )  # fmt: skip
+        except NotMappable as error:
+            raise KvNotShared(str(error)) from error
+        self._memory = self._pool.bytes[: count * page_bytes].view(count, page_bytes)
+        """The pages, uint8 ``[pages, page_bytes]``."""
+        self._table = torch.empty(0, dtype=torch.int32)
+
+    def check(self) -> None:
+        """See :class:`MappedReader`. Waits for the copies first.
+
+        Raises:
+            KvGone: The verifier released the cache or has ended, or the mapping was closed.
+        """
+        if not self.closed and self._memory.device.type == "cuda":
+            torch.cuda.current_stream(self._memory.device).synchronize()
+        super().check()
+
+    def close(self) -> None:
+        """Unmap the file and the pool. Closing twice is safe."""
+        self._memory = torch.empty(0)
+        self._table = torch.empty(0)
+        super().close()
+        self._pool.close()
+
+    def _places(self, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Returns page and row in the page of rows in pages of ``size``, on the pool's device.
+
+        Raises:
+            KvGone: An entry of the page table is not a page of the pool.
+        """
+        pages = self._table[rows // size].long()
+        if not bool(((pages >= 0) & (pages < len(self._memory))).all()):
+            raise KvGone("the verifier's page table leads out of its pool")
+        found, at = send(torch.stack([pages, rows % size]), self._memory.device)
+        return found, at
+
+
+def _page_shape(file: CacheFile) -> tuple[int, int, int, int, int]:
+    """``[layers, 2, Hkv, page_size, D]``, of keys and values."""
+    layout = file.layout
+    return layout.layers, 2, layout.heads, layout.pages.page_size, layout.head_dim
+
+
+class CudaKv(PoolReader, KvReader):
+    """K and V of some layers in the pages of the verifier's pool."""
 
     def __init__(
         self,
@@ -58,40 +132,25 @@ class CudaKv(MappedReader, KvReader):
             KvNotShared: The target has no such layers, the layout is invalid, or this device cannot
                 read the pool.
         """
-        super().__init__(file)
+        layout, size = file.layout, file.layout.pages.page_size
         self._selected: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
-        layout, size, memory = file.layout, file.layout.pages.page_size, file.layout.pages.memory
-        dtype = file.kv_dtype
         self._numbers = file.numbers(layers)
         self.layers = tuple(self._numbers)
-        self._table = file.array(HEADER_BYTES, (layout.capacity // max(1, size),), torch.int32)
-        page = (layout.layers, 2, layout.heads, size, layout.head_dim)
-        page_bytes = math.prod(page) * dtype.itemsize
-        count = memory.byte_size // page_bytes if page_bytes else 0
-        if not count or memory.byte_offset % 16:
-            raise KvNotShared(
-                f"the verifier's pool has {memory.byte_size} bytes from byte "
-                f"{memory.byte_offset}, expected whole pages of {page_bytes} bytes"
-            )
-        try:
-            self._pool = MappedMemory(
-                driver, reader, memory.device_uuid, memory.handle,
-                memory.byte_offset, memory.byte_size, file.pool,
-            )  # fmt: skip
-        except NotMappable as error:
-            raise KvNotShared(str(error)) from error
-        stored = self._pool.bytes[: count * page_bytes].view(dtype)
-        self._pages = stored.view(count, *page)
+        entries = layout.capacity // max(1, size)
+        table = file.array(HEADER_BYTES, (entries,), torch.int32)
+        super().__init__(file, driver, reader)
+        self._table = table
+        self._pages = self._memory.view(file.kv_dtype).view(-1, *self._page)
         """``[pages, layers, 2, Hkv, page_size, D]``."""
-        entries = layout.capacity // size
-        self.byte_size = len(self.layers) * entries * page_bytes // layout.layers
+        self.byte_size = len(self.layers) * entries * self._memory.shape[1] // layout.layers
 
     def refresh(self, below: int, budget: int) -> int:
         """See :class:`KvReader`. The policy is ``streaming``."""
         super().check()
         length = min(self.committed, below)
         if self._selected is None or self._selected[0] != (length, budget):
-            self._selected = (length, budget), self._slots(streaming_positions(length, budget))
+            places = self._places(streaming_positions(length, budget), self._page[3])
+            self._selected = (length, budget), places
         return length
 
     def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
@@ -107,44 +166,87 @@ class CudaKv(MappedReader, KvReader):
         Raises:
             KvGone: The page table is invalid.
         """
-        return self._copy(layer, *self._slots(positions))
-
-    def check(self) -> None:
-        """See :class:`MappedReader`. Waits for the copies first.
-
-        Raises:
-            KvGone: The verifier released the cache or has ended, or the mapping was closed.
-        """
-        if not self.closed and self._pool.bytes.device.type == "cuda":
-            torch.cuda.current_stream(self._pool.bytes.device).synchronize()
-        super().check()
+        return self._copy(layer, *self._places(positions, self._page[3]))
 
     def close(self) -> None:
-        """Unmap the file and the pool. Closing twice is safe."""
+        """See :class:`PoolReader`."""
         self._selected = None
         self._pages = torch.empty(0)
-        self._table = torch.empty(0)
         super().close()
-        self._pool.close()
-
-    def _slots(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns page and offset in the page of each position, on the pool's device.
-
-        Raises:
-            KvGone: An entry of the page table is not a page of the pool.
-        """
-        size = self._pages.shape[4]
-        pages = self._table[positions // size].long()
-        if not bool(((pages >= 0) & (pages < len(self._pages))).all()):
-            raise KvGone("the verifier's page table leads out of its pool")
-        slots = torch.stack([pages, positions % size])
-        pages, offsets = slots.to(self._pages.device)
-        return pages, offsets
 
     def _copy(self, layer: int, pages: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         stored = self._pages[:, self._numbers[layer]]
         keys, values = (stored[pages, kind, :, offsets].transpose(0, 1) for kind in (0, 1))
         return keys, values
+
+
+class CudaStates(PoolReader, StateReader):
+    """Hidden states of some layers in the pages of the verifier's pool.
+
+    As those of :class:`SharedStates` they lie in a ring. :meth:`read` does not wait for its copies:
+    :meth:`check` does, and fails if rows may have been overwritten since they were asked for.
+    """
+
+    def __init__(
+        self, file: CacheFile, layers: Sequence[int], window: int, driver: CudaDriver, reader: int
+    ) -> None:
+        """Map the verifier's pool.
+
+        Layers are counted from 0, in the order in which they are read. The newest ``window``
+        positions are read; 0: all. ``reader`` is the ordinal of the device that reads.
+
+        Raises:
+            KvNotShared: The cache does not keep these states, the layout is invalid, or this device
+                cannot read the pool.
+        """
+        kept, dtype = file.kept_states(layers, window)
+        row_bytes = kept.hidden_size * dtype.itemsize
+        page = math.prod(_page_shape(file)) * file.kv_dtype.itemsize
+        rows = page // row_bytes if row_bytes else 0
+        if not rows or page % dtype.itemsize:
+            raise KvNotShared(f"a page of {page} bytes has no hidden states of {row_bytes} bytes")
+        entries = -(-kept.slots * len(kept.layers) // rows)
+        table = file.array(kept.table_offset, (entries,), torch.int32)
+        super().__init__(file, driver, reader)
+        self._table = table
+        stored = self._memory.view(dtype)[:, : rows * kept.hidden_size]
+        self._rows = stored.view(len(stored), rows, kept.hidden_size)
+        """``[pages, rows, hidden]``."""
+        self._kept = len(kept.layers)
+        self._indices = torch.tensor([list(kept.layers).index(layer) for layer in layers])
+        self._slots, self._window = kept.slots, window
+        self._unchecked = sys.maxsize  # oldest position that was read since the last check
+        self.byte_size = kept.slots * len(layers) * row_bytes
+
+    def read(self, begin: int, end: int) -> tuple[int, Tensor]:
+        """See :class:`StateReader`. The copies are on the GPU.
+
+        Raises:
+            KvGone: The page table is invalid.
+        """
+        begin = min(end, max(begin, oldest_kept(self.committed, self._window, self._slots)))
+        self._unchecked = min(self._unchecked, begin)
+        slots = torch.arange(begin, end) % self._slots
+        rows = (slots[:, None] * self._kept + self._indices).flatten()
+        pages, at = self._places(rows, self._rows.shape[1])
+        width = len(self._indices) * self._rows.shape[2]
+        return begin, self._rows[pages, at].view(end - begin, width)
+
+    def check(self) -> None:
+        """See :class:`PoolReader`.
+
+        Raises:
+            KvGone: As there, or rows may have been overwritten while they were copied.
+        """
+        super().check()
+        oldest, self._unchecked = self._unchecked, sys.maxsize
+        if oldest < oldest_kept(self.committed, 0, self._slots):
+            raise KvGone("the verifier has overwritten hidden states while they were read")
+
+    def close(self) -> None:
+        """See :class:`PoolReader`."""
+        self._rows = torch.empty(0)
+        super().close()
 
 
 def open_kv(file: CacheFile, layers: Iterable[int], device: str) -> SharedKv | CudaKv:
@@ -156,11 +258,30 @@ def open_kv(file: CacheFile, layers: Iterable[int], device: str) -> SharedKv | C
         KvNotShared: See :class:`SharedKv` and :class:`CudaKv`, or the KV is on
             a GPU and the drafter is not.
     """
-    pages = file.layout.pages
     if not file.layout.HasField("pages"):
         return SharedKv(file, layers)
+    return CudaKv(file, layers, *_reader(file, device))
+
+
+def open_states(
+    file: CacheFile, layers: Sequence[int], window: int, device: str
+) -> SharedStates | CudaStates:
+    """Map hidden states in main memory, or on a GPU for a drafter that runs on ``device``.
+
+    Layers and window are those of :class:`SharedStates`.
+
+    Raises:
+        KvNotShared: See :class:`SharedStates`, :class:`CudaStates` and :func:`open_kv`.
+    """
+    if not file.layout.HasField("pages"):
+        return SharedStates(file, layers, window)
+    return CudaStates(file, layers, window, *_reader(file, device))
+
+
+def _reader(file: CacheFile, device: str) -> tuple[CudaDriver, int]:
+    """Returns the driver, and the ordinal of the device that reads a pool."""
     reader = torch.device(device)
-    if not pages.HasField("memory"):
+    if not file.layout.pages.HasField("memory"):
         raise KvNotShared("the verifier's KV lies in pages that other processes cannot map")
     if reader.type != "cuda":
         raise KvNotShared(
@@ -168,7 +289,6 @@ def open_kv(file: CacheFile, layers: Iterable[int], device: str) -> SharedKv | C
             "GPU, or let it follow the cache"
         )
     try:
-        driver = cuda_driver()
+        return cuda_driver(), reader.index or 0
     except DriverError as error:
         raise KvNotShared(str(error)) from error
-    return CudaKv(file, layers, driver, reader.index or 0)

@@ -168,12 +168,14 @@ class KvExchange:
         Raises:
             KvNotShared: As for :meth:`open`, or the cache does not keep them.
         """
-        from paceline.drafter.kv.mapped import SharedStates
+        from paceline.drafter.kv.cuda import close_unused, open_states
         from paceline.drafter.kv.remote import RemoteStates
+
+        self._close_unused = close_unused
 
         async def map_states() -> StateReader:
             return await self._map(
-                address, read_grant, lambda file: SharedStates(file, layers, window)
+                address, read_grant, lambda file: open_states(file, layers, window, self._device)
             )
 
         async def follow_states() -> StateReader:

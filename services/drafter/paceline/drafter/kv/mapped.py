@@ -144,6 +144,27 @@ class CacheFile:
         """
         return _dtype(self.layout.dtype, KV_TYPES)
 
+    def kept_states(
+        self, layers: Sequence[int], window: int
+    ) -> tuple[kv_pb2.HiddenStateLayout, torch.dtype]:
+        """Returns the layout and the type of the hidden states.
+
+        Raises:
+            KvNotShared: Those of a layer, or of so many newest positions, are not kept.
+        """
+        kept = self.layout.hidden_states
+        if missing := sorted(set(layers) - set(kept.layers)):
+            raise KvNotShared(
+                f"the drafter reads hidden states of layers {missing}, but the cache keeps those "
+                f"of {list(kept.layers)}"
+            )
+        if kept.slots < window + TAP_AHEAD:
+            raise KvNotShared(
+                f"the verifier keeps {kept.slots} hidden states, expected at least "
+                f"{window + TAP_AHEAD}"
+            )
+        return kept, _dtype(kept.dtype, STATE_TYPES)
+
     def _check_open(self) -> None:
         if self.closed:
             raise KvGone("this mapping was closed")
@@ -240,26 +261,15 @@ class SharedStates(MappedReader, StateReader):
             KvNotShared: The cache does not keep these states, or the layout is invalid.
         """
         super().__init__(file)
-        kept = file.layout.hidden_states
-        if missing := sorted(set(layers) - set(kept.layers)):
-            raise KvNotShared(
-                f"the drafter reads hidden states of layers {missing}, but the cache keeps those "
-                f"of {list(kept.layers)}"
-            )
-        if kept.slots < window + TAP_AHEAD:
-            raise KvNotShared(
-                f"the verifier keeps {kept.slots} hidden states, expected at least "
-                f"{window + TAP_AHEAD}"
-            )
-        shape = (len(kept.layers), kept.slots, kept.hidden_size)
-        stored = file.array(kept.offset, shape, _dtype(kept.dtype, STATE_TYPES))
+        kept, dtype = file.kept_states(layers, window)
+        stored = file.array(kept.offset, (len(kept.layers), kept.slots, kept.hidden_size), dtype)
         self.byte_size = file.byte_size
         self._window = window
         self._slots = kept.slots
         self._rings = [stored[list(kept.layers).index(layer)] for layer in layers]
 
     def read(self, begin: int, end: int) -> tuple[int, Tensor]:
-        begin = min(end, max(begin, self._oldest()))
+        begin = min(end, max(begin, oldest_kept(self.committed, self._window, self._slots)))
         at, count = begin % self._slots, end - begin
         head = min(count, self._slots - at)
         parts = [torch.cat([ring[at : at + head] for ring in self._rings], dim=1)]
@@ -267,18 +277,20 @@ class SharedStates(MappedReader, StateReader):
             parts.append(torch.cat([ring[: count - head] for ring in self._rings], dim=1))
         states = parts[0] if len(parts) == 1 else torch.cat(parts)
         # Rows may have been overwritten while they were copied.
-        first = min(end, max(begin, self._oldest()))
+        first = min(end, max(begin, oldest_kept(self.committed, self._window, self._slots)))
         return first, states[first - begin :]
 
     def close(self) -> None:
         self._rings = []
         super().close()
 
-    def _oldest(self) -> int:
-        """Returns the oldest position whose row cannot be overwritten now."""
-        committed = self.committed
-        kept = committed - self._window if self._window else 0
-        return max(kept, committed + TAP_AHEAD - self._slots, 0)
+
+def oldest_kept(committed: int, window: int, slots: int) -> int:
+    """Returns the oldest position to read whose row cannot be overwritten at a committed length.
+
+    ``window`` is the drafter's, 0: all; the verifier keeps ``slots`` positions. Unit: tokens.
+    """
+    return max(committed - window if window else 0, committed + TAP_AHEAD - slots, 0)
 
 
 def _dtype(number: kv_pb2.KvDtype, known: Mapping[kv_pb2.KvDtype, torch.dtype]) -> torch.dtype:

@@ -2,7 +2,8 @@
 
 On the CPU each sequence is walked with its logits. On a GPU the tokens after all rows are chosen at
 once: the history of a row is the text and its path in the tree. The KV of the accepted paths moves
-there too, and then the host waits once for all that it reads, and walks with the tokens.
+there too, and hidden states stay there. Then the host waits once for what it reads, and walks with
+the tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from paceline.verifier.engine.job import (
     StepFailed,
     StepOutput,
 )
-from paceline.verifier.kv.pool import PagedKv
+from paceline.verifier.kv.pool import PagedKv, TapPages
 
 _log = logging.getLogger(__name__)
 
@@ -202,7 +203,7 @@ def accept_batch(
     if logits.device.type == "cpu":
         reads = [_Read(logits[entry.logits], logits[entry.scored]) for entry in entries]
     else:
-        reads, states = _read(entries, logits, states)
+        reads, states = _read(entries, logits, states), {}
     return [
         _accept_or_fail(entry, read, states) for entry, read in zip(entries, reads, strict=True)
     ]
@@ -251,10 +252,8 @@ def _accept(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput 
     return output
 
 
-def _read(
-    entries: Items[BatchEntry], logits: Tensor, states: HiddenStates
-) -> tuple[list[_Read], HiddenStates]:
-    """Choose tokens and move KV on the device, then wait for what the host needs of it.
+def _read(entries: Items[BatchEntry], logits: Tensor, states: HiddenStates) -> list[_Read]:
+    """Choose tokens, move KV and keep states on the device; then wait for what the host needs.
 
     With rejection sampling, and where a grammar fails, the tokens are chosen by the walk.
     """
@@ -269,15 +268,8 @@ def _read(
         logits[send(torch.tensor(wanted, dtype=torch.int64), logits.device)] if wanted else None
     )
     tokens = rows.choose(logits) if rows.params else None
-    if tokens is not None:
-        _keep(entries, chosen, tokens)
-    found = receive(
-        [each for each in (tokens, copied) if each is not None]
-        + ([torch.stack([*states.values()])] if states else []),
-        logits.device,
-    )
-    if states:
-        states = dict(zip(states, found.pop(), strict=True))
+    _keep(entries, chosen, tokens, states)
+    found = receive([each for each in (tokens, copied) if each is not None], logits.device)
     if copied is None:
         parts = [torch.empty(0, logits.shape[1])] * len(needed)
     else:
@@ -286,19 +278,34 @@ def _read(
     return [
         _Read(parts[2 * index], parts[2 * index + 1], None if part is None else numbers[part])
         for index, part in enumerate(chosen)
-    ], states
+    ]
 
 
-def _keep(entries: Items[BatchEntry], chosen: Items[slice | None], tokens: Tensor) -> None:
-    """Move the KV of the accepted paths of all trees behind their anchors'."""
-    blocks = []
+def _keep(
+    entries: Items[BatchEntry],
+    chosen: Items[slice | None],
+    tokens: Tensor | None,
+    states: HiddenStates,
+) -> None:
+    """Move the KV of the accepted paths of all trees behind their anchors', and keep states."""
+    trees: list[tuple[PagedKv, int, TokenTree, int]] = []
+    kept: list[tuple[TapPages, int, slice, int | None]] = []
+    columns = 0
     for entry, part in zip(entries, chosen, strict=True):
-        segment = entry.job.sequence.segment
-        if part is not None and not entry.tree.is_chain and isinstance(segment, PagedKv):
-            anchor = len(entry.job.sequence.tokens) - 1
-            blocks.append((segment, anchor, entry.tree, part.start))
-    if blocks:
-        blocks[0][0].pool.keep_accepted(blocks, tokens)
+        sequence, column = entry.job.sequence, None
+        segment = sequence.segment
+        assert isinstance(segment, PagedKv), "a GPU has no other"
+        if part is not None and not entry.tree.is_chain:
+            trees.append((segment, len(sequence.tokens) - 1, entry.tree, part.start))
+            column, columns = columns, columns + 1 + len(entry.tree)
+        if segment.taps is not None:
+            kept.append((segment.taps, sequence.committed, entry.rows, column))
+    moved = None
+    if trees:
+        assert tokens is not None
+        moved = trees[0][0].pool.keep_accepted(trees, tokens)
+    if kept:
+        kept[0][0].pool.record(kept, states, moved)
 
 
 @dataclass

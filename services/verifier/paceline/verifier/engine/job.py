@@ -533,14 +533,16 @@ class Sequence:
         return kept if known == kept else 0
 
     def record(self, first: int, states: HiddenStates, rows: slice | list[int]) -> None:
-        """Keep hidden states of positions about to be committed, if the request has taps.
+        """Keep hidden states of positions about to be committed, if the request has taps and the
+        device has not kept them.
 
         Args:
             first: First position.
-            states: Outputs of tapped layers for a whole batch, by layer, ``[M, hidden]`` each.
+            states: Outputs of tapped layers for a whole batch, by layer, ``[M, hidden]`` each;
+                empty if the device has kept them.
             rows: The rows of these positions, in order.
         """
-        if self.segment.taps is not None:
+        if self.segment.taps is not None and states:
             self.segment.taps.record(first, states, rows)
 
     def commit(

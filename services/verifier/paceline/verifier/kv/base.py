@@ -37,7 +37,7 @@ class Taps:
 
 @dataclass(frozen=True)
 class TapLayout:
-    """Layout: one plane of ``[slots, hidden]`` per layer; position p has slot p % slots.
+    """What is kept: position p has slot p % slots.
 
     Attributes:
         taps: The requested layers and window.
@@ -59,25 +59,30 @@ class TapLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one position in one plane."""
+        """Bytes of one position of one layer."""
         return self.hidden * self.dtype.itemsize
 
     @property
-    def plane_bytes(self) -> int:
-        """Bytes of one plane."""
-        return self.slots * self.row_bytes
-
-    @property
     def byte_size(self) -> int:
-        """Bytes of all planes."""
-        return len(self.taps.layers) * self.plane_bytes
+        """Bytes of all rows."""
+        return self.rows_of(self.slots) * self.row_bytes
 
-    def bytes_of(self, tokens: int) -> int:
-        """Bytes of the rows of so many positions."""
-        return len(self.taps.layers) * min(tokens, self.slots) * self.row_bytes
+    def rows_of(self, tokens: int) -> int:
+        """Number of rows of so many positions, in all layers."""
+        return len(self.taps.layers) * min(tokens, self.slots)
+
+    def describe(self, **where: int) -> kv_pb2.HiddenStateLayout:
+        """Describe it to other processes; ``where`` are the fields of the place."""
+        return kv_pb2.HiddenStateLayout(
+            layers=self.taps.layers,
+            hidden_size=self.hidden,
+            slots=self.slots,
+            dtype=cache_dtype(self.dtype),
+            **where,
+        )
 
 
-class TapPlanes:
+class TapRows(ABC):
     """The hidden states of one cache. Written by the engine thread alone.
 
     Rows are written before the committed length that covers them is published, and overwrite those
@@ -85,45 +90,39 @@ class TapPlanes:
 
     Attributes:
         layout: Their layout.
-        rows: The planes, ``[layers, slots, hidden]``.
+        ahead: Rows that may be written before they are committed.
     """
 
-    def __init__(self, layout: TapLayout, memory: Tensor) -> None:
-        """View flat memory of the layout's type and size."""
-        self.layout = layout
-        self._first = sys.maxsize  # first position that was ever written
-        self.rows = memory.view(len(layout.taps.layers), layout.slots, layout.hidden)
+    ahead = 0
 
+    def __init__(self, layout: TapLayout) -> None:
+        self.layout = layout
+        self.first = sys.maxsize
+        """First position that was ever written."""
+
+    @abstractmethod
     def record(self, first: int, states: Mapping[int, Tensor], rows: slice | list[int]) -> None:
         """Write the rows of positions from ``first`` on.
 
         Args:
             first: Position of the first row.
-            states: Outputs of the layers, ``[M, hidden]`` each.
+            states: Outputs of the layers, ``[M, hidden]`` each, on the device of the rows.
             rows: The rows to write, in order of positions.
         """
-        slots = self.layout.slots
-        self._first = min(self._first, first)
-        for plane, layer in zip(self.rows, self.layout.taps.layers, strict=True):
-            new = states[layer][rows]
-            done = max(0, len(new) - slots)  # earlier rows would be overwritten at once
-            while done < len(new):
-                at = (first + done) % slots
-                part = new[done : done + slots - at]
-                plane[at : at + len(part)] = part
-                done += len(part)
+
+    @abstractmethod
+    def gather(self, layers: Sequence[int], begin: int, end: int) -> list[Tensor]:
+        """Returns copies of the rows ``begin`` to ``end``, ``[n, hidden]`` for each layer."""
 
     def copy(self, layers: Sequence[int], begin: int, end: int) -> list[Tensor]:
-        """Returns copies of the rows ``begin`` to ``end``, ``[n, hidden]`` for each layer."""
-        slots = torch.arange(begin, end) % self.layout.slots
-        kept = self.layout.taps.layers
-        return [self.rows[kept.index(layer)].index_select(0, slots) for layer in layers]
+        """Returns what :meth:`gather` does, on the CPU. For committed rows, from any thread."""
+        return self.gather(layers, begin, end)
 
     def first_kept(self, committed: int) -> int:
         """Returns the oldest position that is kept at a committed length."""
-        return max(self._first, committed - self.layout.slots)
+        return max(self.first, committed + self.ahead - self.layout.slots)
 
-    def reusable(self, source: TapPlanes | None, committed: int, shared: int) -> int:
+    def reusable(self, source: TapRows | None, committed: int, shared: int) -> int:
         """Returns how many positions can be copied from another cache with their hidden states.
 
         Args:
@@ -141,14 +140,16 @@ class TapPlanes:
             return needed
         return shared if needed >= source.first_kept(committed) else needed
 
-    def copy_prefix(self, source: TapPlanes, tokens: int) -> None:
+    def copy_prefix(self, source: TapRows, tokens: int) -> None:
         """Copy the rows of the first ``tokens`` positions, or of the window, from another cache."""
         taps = self.layout.taps
         begin = max(0, tokens - taps.window) if taps.window else 0
-        copies = source.copy(taps.layers, begin, tokens)
-        states = dict(zip(taps.layers, copies, strict=True))
-        self.record(begin, states, slice(None))
+        for first in range(begin, tokens, _COPIED_ROWS):
+            copies = source.gather(taps.layers, first, min(tokens, first + _COPIED_ROWS))
+            self.record(first, dict(zip(taps.layers, copies, strict=True)), slice(None))
 
+
+_COPIED_ROWS = 1024  # copied at once, so that little other memory is needed
 
 BLOCK_TOKENS = 256
 """Memory is reserved, and capacities are rounded up, in steps of this many tokens."""
@@ -220,6 +221,11 @@ class KvLayout:
         """Returns the bytes of a cache of ``capacity`` slots, header included."""
         return HEADER_BYTES + capacity * self.token_bytes
 
+    def bytes_of(self, slots: int, taps: TapLayout | None) -> int:
+        """Returns the memory of so many slots, their hidden and recurrent states. Unit: bytes."""
+        rows = 0 if taps is None else taps.rows_of(slots) * taps.row_bytes
+        return slots * self.token_bytes + rows + (self.state_bytes if slots else 0)
+
     def offset(self, plane: int, capacity: int) -> int:
         """Returns the start of a plane. Unit: bytes from the start of the file."""
         return HEADER_BYTES + plane * capacity * self.row_bytes
@@ -233,11 +239,11 @@ class OutOfMemory(Exception):
 
 
 class SequenceKv(ABC):
-    """KV memory of one sequence, with a segment: header, body and hidden states.
+    """KV memory of one sequence, with a segment: header and body.
 
     The segment is a sealed memfd, mapped once, and its memory is reserved in steps. Subclasses
-    define the contents of the body. Kernels read the KV as :class:`paceline.kernels.Plane`, other
-    processes by the layout in the header.
+    define the contents of the body, and set ``taps``. Kernels read the KV as
+    :class:`paceline.kernels.Plane`, other processes by the layout in the header.
 
     Safety contract:
 
@@ -263,6 +269,7 @@ class SequenceKv(ABC):
 
     device = torch.device("cpu")
     table: LayerTable | None = None
+    taps: TapRows | None = None
     followers: Followers | None = None
 
     def __init__(
@@ -270,7 +277,8 @@ class SequenceKv(ABC):
         layout: KvLayout,
         capacity: int,
         body_bytes: int,
-        taps: TapLayout | None,
+        *,
+        taps: kv_pb2.HiddenStateLayout | None,
         pages: kv_pb2.KvPages | None = None,
     ) -> None:
         """Make a segment. It has an address range, but memory for its header only.
@@ -278,9 +286,8 @@ class SequenceKv(ABC):
         Args:
             layout: Shape of the model's KV.
             capacity: Slots.
-            body_bytes: Size of the body, between header and hidden states, a multiple of an
-                element's size in both.
-            taps: Layout of the hidden states; None: none are kept.
+            body_bytes: Size of the body.
+            taps: Hidden states; None: none are kept.
             pages: The pool of the KV's pages; None: the KV is in the body.
 
         Raises:
@@ -290,8 +297,7 @@ class SequenceKv(ABC):
         self.capacity = capacity
         self.reserved = 0
         self.states = None if layout.delta is None else RecurrentStates(layout.delta)
-        self._taps_offset = HEADER_BYTES + body_bytes
-        self.file_bytes = self._taps_offset + (0 if taps is None else taps.byte_size)
+        self.file_bytes = HEADER_BYTES + body_bytes
         try:
             self.file, mapping = new_segment(self.file_bytes)
         except (OSError, ValueError) as error:
@@ -299,11 +305,7 @@ class SequenceKv(ABC):
         _open_files.add(self.file)
         self.header = SegmentHeader(mapping)
         self.header.describe(self._describe(taps, pages))
-        memory = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES)
-        self._body: Tensor = memory[:body_bytes]
-        self.taps: TapPlanes | None = None
-        if taps is not None:
-            self.taps = TapPlanes(taps, memory[body_bytes:].view(taps.dtype))
+        self._body: Tensor = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES)
 
     @abstractmethod
     def layer(self, index: int) -> tuple[Plane, Plane]:
@@ -336,10 +338,7 @@ class SequenceKv(ABC):
         return self._bytes_of(self.reserved)
 
     def _bytes_of(self, slots: int) -> int:
-        """Memory of so many slots, their hidden and recurrent states. Unit: bytes."""
-        taps = 0 if self.taps is None else self.taps.layout.bytes_of(slots)
-        states = self.layout.state_bytes if slots else 0
-        return slots * self.layout.token_bytes + taps + states
+        return self.layout.bytes_of(slots, None if self.taps is None else self.taps.layout)
 
     def copy_prefix(self, source: Self, tokens: int) -> None:
         """Take over the first ``tokens`` positions of another cache of the same class and layout.
@@ -397,28 +396,18 @@ class SequenceKv(ABC):
         return self.file < 0
 
     def _describe(
-        self, taps: TapLayout | None, pages: kv_pb2.KvPages | None
+        self, taps: kv_pb2.HiddenStateLayout | None, pages: kv_pb2.KvPages | None
     ) -> kv_pb2.SegmentLayout:
         layout = self.layout
-        described = kv_pb2.SegmentLayout(
+        return kv_pb2.SegmentLayout(
             layers=layout.layers,
             heads=layout.kv_heads,
             head_dim=layout.head_dim,
             dtype=cache_dtype(layout.dtype),
             capacity=self.capacity,
             pages=pages,
+            hidden_states=taps,
         )
-        if taps is not None:
-            described.hidden_states.CopyFrom(
-                kv_pb2.HiddenStateLayout(
-                    layers=taps.taps.layers,
-                    hidden_size=taps.hidden,
-                    slots=taps.slots,
-                    offset=self._taps_offset,
-                    dtype=cache_dtype(taps.dtype),
-                )
-            )
-        return described
 
     def publish(self, committed: int) -> None:
         """Publish the committed length, after its KV was written. Unit: tokens."""
@@ -458,16 +447,6 @@ class SequenceKv(ABC):
                 f"there is no memory for {tokens} more tokens of KV: {error.strerror}; wait for "
                 "other sequences to end"
             ) from error
-
-    def _fill_taps(self, done: int, goal: int) -> None:
-        """Give memory to the hidden states of positions ``done`` to ``goal``, if any are kept."""
-        if self.taps is None:
-            return
-        layout = self.taps.layout
-        done, goal = min(done, layout.slots), min(goal, layout.slots)
-        for plane in range(len(layout.taps.layers) if done < goal else 0):
-            start = self._taps_offset + plane * layout.plane_bytes + done * layout.row_bytes
-            self._fill(start, (goal - done) * layout.row_bytes, goal - done)
 
 
 class _OwnHeads:

@@ -1,7 +1,8 @@
-"""KV of all sequences in pages of one allocation, as it is on a GPU."""
+"""KV and hidden states of all sequences in pages of one allocation, as they are on a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager, nullcontext
 from typing import Self
@@ -12,7 +13,7 @@ from torch import Tensor
 from paceline.decoder import ACCELERATORS, Followers, wait_for
 from paceline.kernels import PagedPlane, send
 from paceline.kv.cuda import CudaDriver, DriverError, ExportedMemory, cuda_driver
-from paceline.kv.segment import HEADER_BYTES
+from paceline.kv.segment import HEADER_BYTES, TAP_AHEAD
 from paceline.tree import TokenTree
 from paceline.v1 import kv_pb2
 from paceline.verifier.kv.base import (
@@ -22,6 +23,7 @@ from paceline.verifier.kv.base import (
     OutOfMemory,
     SequenceKv,
     TapLayout,
+    TapRows,
     round_up,
 )
 
@@ -36,11 +38,13 @@ class PagePool:
     On a GPU the memory is one allocation, exported once: drafters on the same machine map it whole
     and read the page tables from the caches' files. The engine thread takes and frees pages; the
     event loop takes rows and the engine thread frees them, each by one operation on a list.
+    Hidden states take pages of the same size, of caches that keep them.
 
     Attributes:
         layout: Shape of the model's KV.
         device: Device of the memory.
         kv: ``[pages, layers, 2, kv_heads, PAGE_TOKENS, head_dim]``; 0 is keys, 1 values.
+        states: The same memory as rows of hidden states, ``[pages, rows, hidden]``.
         tables: Pages of each sequence, int32 ``[sequences, max_pages]``.
         exported: The exported allocation; None on the CPU, where other processes cannot map it.
     """
@@ -89,6 +93,10 @@ class PagePool:
             self.kv: Tensor = self.exported.bytes.view(layout.dtype).view(shape)
         else:
             self.kv = torch.zeros(shape, dtype=layout.dtype, device=device)
+        hidden = max(1, layout.hidden)
+        rows = self.page_bytes // (hidden * layout.hidden_dtype.itemsize)
+        memory = self.kv.view(count, -1).view(torch.uint8).view(layout.hidden_dtype)
+        self.states: Tensor = memory[:, : rows * hidden].view(count, rows, hidden)
         max_pages = (round_up(max_context) + TREE_TOKENS) // PAGE_TOKENS
         # Row 0 belongs to no sequence; all its entries are page 0.
         self.tables = torch.zeros(max_sequences + 1, max_pages, dtype=torch.int32, device=device)
@@ -115,6 +123,15 @@ class PagePool:
     def used_bytes(self) -> int:
         """Memory of the pages that sequences hold. Unit: bytes."""
         return self.limit_bytes - self.free_pages * self.page_bytes
+
+    def bytes_of(self, slots: int, taps: TapLayout | None) -> int:
+        """Memory of so many slots and their hidden states. Unit: bytes."""
+        rows = 0 if taps is None else self.pages_of_rows(taps.rows_of(slots))
+        return (-(-slots // PAGE_TOKENS) + rows) * self.page_bytes
+
+    def pages_of_rows(self, rows: int) -> int:
+        """Number of pages for so many rows of hidden states."""
+        return -(-rows // self.states.shape[1])
 
     def allocate(self, capacity: int, taps: TapLayout | None) -> PagedKv:
         """Take a page table for a sequence; see :class:`PagedKv`."""
@@ -151,7 +168,7 @@ class PagePool:
 
     def keep_accepted(
         self, blocks: Items[tuple[PagedKv, int, TokenTree, int]], chosen: Tensor
-    ) -> None:
+    ) -> Tensor:
         """Move the KV of the path that each tree and the chosen tokens share behind its anchor's.
 
         The device is not waited for, so that what is moved is not known here: each slot of a block
@@ -162,6 +179,10 @@ class PagePool:
             blocks: The cache of a sequence, the anchor's slot, the tree whose nodes are behind it,
                 and the anchor's index in ``chosen``, where the nodes follow too.
             chosen: The token after each row of the blocks, int64 on the device.
+
+        Returns:
+            For each slot of the blocks, how far behind it its new contents were, int64 on the
+            device.
         """
         columns: list[tuple[int, ...]] = []
         depth = 0
@@ -188,6 +209,49 @@ class PagePool:
         sources[torch.where(kept, goals, count)] = sources[:count].clone()
         sources = sources[:count]
         self.kv[pages, :, :, :, slots] = self.kv[pages[sources], :, :, :, slots[sources]]
+        return sources - torch.arange(count, device=self.device)
+
+    def record(
+        self,
+        blocks: Items[tuple[TapPages, int, slice, int | None]],
+        states: Mapping[int, Tensor],
+        moved: Tensor | None,
+    ) -> None:
+        """Write hidden states of a step, without waiting for the device.
+
+        A row of a tree whose KV was moved is written where its KV is; other rows of the tree are
+        written behind the committed length, as all rows of a block whose KV has not moved yet.
+
+        Args:
+            blocks: Where hidden states of a sequence go, the position of its first row, its rows
+                of the step, and the first of them in ``moved``; None: they are not in it.
+            states: Outputs of tapped layers for all rows of the step, ``[M, hidden]`` each.
+            moved: What :meth:`keep_accepted` returned; None: nothing was moved.
+        """
+        planes = {layer: index for index, layer in enumerate(states)}
+        stacked = torch.stack([*states.values()])
+        parts = []
+        for taps, first, rows, column in blocks:
+            taps.first = min(taps.first, first)
+            count = rows.stop - rows.start
+            newest = torch.arange(max(0, count - taps.layout.slots), count)
+            layers = torch.tensor([planes[layer] for layer in taps.layout.taps.layers])
+            sources = (rows.start + newest)[:, None] + layers * stacked.shape[1]
+            # Column 0 is an anchor, which stays.
+            columns = torch.zeros_like(newest) if column is None else column + newest
+            parts.append(
+                torch.stack(
+                    [
+                        sources.flatten(),
+                        columns.repeat_interleave(len(layers)),
+                        *taps.places(first + newest),
+                    ]
+                )
+            )
+        sources, columns, pages, at = send(torch.cat(parts, dim=1), self.device)
+        if moved is not None:
+            sources = sources + moved[columns]
+        self.states[pages, at] = stacked.flatten(0, 1)[sources]
 
     def keep(self, old: list[tuple[int, int]], new: list[tuple[int, int]]) -> None:
         """Move slots, given as pages and offsets in them; none to where a later one comes from."""
@@ -255,7 +319,7 @@ class PagePool:
 
     def close(self) -> None:
         """Free the memory; no sequence may use it afterwards."""
-        self.kv = torch.empty(0)
+        self.kv = self.states = torch.empty(0)
         if self.exported is not None:
             self.exported.close()
 
@@ -273,17 +337,104 @@ class PoolView:
         return self._layers[index]
 
 
+class TapPages(TapRows):
+    """Hidden states of one cache in pages of a pool.
+
+    Those of layer l (of the kept ones) at position p are row (p % slots) * layers + l; row r is in
+    page ``table[r // n]``, where it is row r % n of the n rows of a page. All rows of a block are
+    written before it is known which of them are committed.
+
+    Attributes:
+        pool: Pool of the pages.
+        pages: The pages, in order.
+    """
+
+    ahead = TAP_AHEAD
+
+    def __init__(self, layout: TapLayout, pool: PagePool, table: Tensor) -> None:
+        """Take no pages yet.
+
+        Args:
+            layout: Their layout.
+            pool: Pool of the pages.
+            table: The page table, int32 in the cache's file.
+        """
+        super().__init__(layout)
+        self.pages: list[int] = []
+        self.pool = pool
+        self._table = table
+
+    def lacking(self, tokens: int) -> int:
+        """Number of pages that are missing for the rows of so many positions."""
+        return self.pool.pages_of_rows(self.layout.rows_of(tokens)) - len(self.pages)
+
+    def append(self, new: list[int]) -> None:
+        """Add pages to the table."""
+        have = len(self.pages)
+        self.pages += new
+        self._table[have : have + len(new)] = torch.tensor(new, dtype=torch.int32)
+
+    def places(self, positions: Tensor, layers: Items[int] | None = None) -> tuple[Tensor, Tensor]:
+        """Returns pages and rows in them, int64 ``[n * layers]`` on the CPU, of the layers at each
+        position; None: of all."""
+        kept = self.layout.taps.layers
+        indices = range(len(kept)) if layers is None else [kept.index(each) for each in layers]
+        slots = positions % self.layout.slots
+        rows = (slots[:, None] * len(kept) + torch.tensor([*indices])).flatten()
+        size = self.pool.states.shape[1]
+        return self._table[rows // size].long(), rows % size
+
+    def record(self, first: int, states: Mapping[int, Tensor], rows: slice | list[int]) -> None:
+        """See :class:`TapRows`."""
+        kept = self.layout.taps.layers
+        new = torch.stack([states[layer][rows] for layer in kept], dim=1)
+        new = new[-self.layout.slots :]
+        end = first + len(states[kept[0]][rows])
+        self.first = min(self.first, first)
+        self._write(torch.arange(end - len(new), end), new.flatten(0, 1))
+
+    def gather(self, layers: Items[int], begin: int, end: int) -> list[Tensor]:
+        """See :class:`TapRows`."""
+        found = self._read(torch.arange(begin, end), layers)
+        return [*found.view(end - begin, len(layers), -1).unbind(1)]
+
+    def copy(self, layers: Items[int], begin: int, end: int) -> list[Tensor]:
+        """See :class:`TapRows`."""
+        with self.pool.beside_steps():
+            return [each.cpu() for each in self.gather(layers, begin, end)]
+
+    def move(self, positions: list[int], start: int) -> None:
+        """Move the rows at positions to ``start``, ``start + 1``, ..."""
+        found = self._read(torch.tensor(positions))
+        self._write(torch.arange(start, start + len(positions)), found)
+
+    def copy_prefix(self, source: TapRows, tokens: int) -> None:
+        """See :class:`TapRows`."""
+        super().copy_prefix(source, tokens)
+        wait_for(self.pool.device)
+
+    def _read(self, positions: Tensor, layers: Items[int] | None = None) -> Tensor:
+        pages, at = send(torch.stack(self.places(positions, layers)), self.pool.device)
+        return self.pool.states[pages, at]
+
+    def _write(self, positions: Tensor, rows: Tensor) -> None:
+        pages, at = send(torch.stack(self.places(positions)), self.pool.device)
+        self.pool.states[pages, at] = rows
+
+
 class PagedKv(SequenceKv):
     """KV of one sequence in pages of a pool.
 
     Its file holds the header and, at byte 4096, the page table: one int32 for every 256 positions,
-    written before the committed length that needs it. So a reader that has mapped the pool needs no
-    call to follow the sequence.
+    written before the committed length that needs it. That of the hidden states follows. So a
+    reader that has mapped the pool needs no call to follow the sequence.
 
     Safety contract for readers, in addition to that of :class:`SequenceKv`: positions below the
     committed length keep their pages and their values while the epoch stays the same. Pages of
     a closed sequence are reused, so a reader drops what it read if the epoch has changed.
     """
+
+    taps: TapPages | None = None
 
     def __init__(self, pool: PagePool, capacity: int, taps: TapLayout | None = None) -> None:
         """Take a page table, and no pages yet.
@@ -299,10 +450,16 @@ class PagedKv(SequenceKv):
         entries = capacity // PAGE_TOKENS
         if entries > pool.tables.shape[1]:
             raise OutOfMemory(f"{capacity} tokens need more pages than a table of the pool has")
-        table_bytes = -(-entries * 4 // _TABLE_BYTES) * _TABLE_BYTES
+        kept = 0 if taps is None else pool.pages_of_rows(taps.rows_of(capacity))
+        table_bytes = -(-(entries + kept) * 4 // _TABLE_BYTES) * _TABLE_BYTES
+        described = None
+        if taps is not None:
+            described = taps.describe(table_offset=HEADER_BYTES + entries * 4)
         self._row = pool.take_row()
         try:
-            super().__init__(pool.layout, capacity, table_bytes, taps, pool.describe())
+            super().__init__(
+                pool.layout, capacity, table_bytes, taps=described, pages=pool.describe()
+            )
             self._fill(HEADER_BYTES, table_bytes, capacity)
         except BaseException:
             pool.free(self._row, [])
@@ -310,6 +467,8 @@ class PagedKv(SequenceKv):
         self.device = pool.device
         self.pool = pool
         self._table = self._body.view(torch.int32)
+        if taps is not None:
+            self.taps = TapPages(taps, pool, self._table[entries:])
         self._pages: list[int] = []
         self._layers = pool.planes(self._row, capacity)
 
@@ -328,9 +487,19 @@ class PagedKv(SequenceKv):
         """See :class:`SequenceKv`."""
         if tokens <= self.reserved:
             return
-        target = min(round_up(tokens), self.capacity)
-        self._fill_taps(self.reserved, target)
-        self._append(self.pool.take_pages(target // PAGE_TOKENS - len(self._pages)))
+        self._take(min(round_up(tokens), self.capacity))
+
+    def _take(self, tokens: int) -> None:
+        """Take the pages that are missing for so many positions."""
+        count = tokens // PAGE_TOKENS - len(self._pages)
+        kept = 0 if self.taps is None else self.taps.lacking(tokens)
+        new = self.pool.take_pages(count + kept)
+        self._append(new[:count])
+        if self.taps is not None:
+            self.taps.append(new[count:])
+
+    def _bytes_of(self, slots: int) -> int:
+        return self.pool.bytes_of(slots, None if self.taps is None else self.taps.layout)
 
     def _append(self, new: list[int]) -> None:
         """Add pages that this sequence holds to its table."""
@@ -344,9 +513,9 @@ class PagedKv(SequenceKv):
     def copy_prefix(self, source: Self, tokens: int) -> None:
         """See :class:`SequenceKv`: whole pages are shared, only the last one is copied."""
         shared = source._pages[: tokens // PAGE_TOKENS]
-        self._fill_taps(0, len(shared) * PAGE_TOKENS)
         self.pool.share_pages(shared)
         self._append(shared)
+        self._take(self.reserved)
         super().copy_prefix(source, tokens)
 
     def _copy_kv(self, source: Self, tokens: int) -> None:
@@ -365,6 +534,8 @@ class PagedKv(SequenceKv):
         self.pool.kv[pages, :, :, head : head + rows.shape[2], slots] = rows.movedim(3, 0)
 
     def _keep(self, slots: list[int], start: int) -> None:
+        if self.taps is not None:
+            self.taps.move(slots, start)
         new = range(start, start + len(slots))
         self.pool.keep([self.page_of(slot) for slot in slots], [self.page_of(s) for s in new])
 
@@ -378,8 +549,9 @@ class PagedKv(SequenceKv):
         """See :class:`SequenceKv`. Frees its pages."""
         if self.closed:
             return
+        pages = self._pages if self.taps is None else self._pages + self.taps.pages
         super().close()
-        self.pool.free(self._row, self._pages)
+        self.pool.free(self._row, pages)
         self._pages = []
         self._layers = []
         self._table = torch.empty(0)

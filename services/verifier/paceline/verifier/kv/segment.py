@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
@@ -9,7 +10,47 @@ from torch import Tensor
 
 from paceline.decoder import Followers
 from paceline.kernels import LayerTable
-from paceline.verifier.kv.base import KvLayout, OutOfMemory, SequenceKv, TapLayout, round_up
+from paceline.kv.segment import HEADER_BYTES
+from paceline.verifier.kv.base import (
+    KvLayout,
+    OutOfMemory,
+    SequenceKv,
+    TapLayout,
+    TapRows,
+    round_up,
+)
+
+
+class TapPlanes(TapRows):
+    """Hidden states in a plane of ``[slots, hidden]`` per layer.
+
+    Attributes:
+        rows: The planes, ``[layers, slots, hidden]``.
+    """
+
+    def __init__(self, layout: TapLayout, memory: Tensor) -> None:
+        """View flat memory of the layout's type and size."""
+        super().__init__(layout)
+        self.rows = memory.view(len(layout.taps.layers), layout.slots, layout.hidden)
+
+    def record(self, first: int, states: Mapping[int, Tensor], rows: slice | list[int]) -> None:
+        """See :class:`TapRows`."""
+        slots = self.layout.slots
+        self.first = min(self.first, first)
+        for plane, layer in zip(self.rows, self.layout.taps.layers, strict=True):
+            new = states[layer][rows]
+            done = max(0, len(new) - slots)  # earlier rows would be overwritten at once
+            while done < len(new):
+                at = (first + done) % slots
+                part = new[done : done + slots - at]
+                plane[at : at + len(part)] = part
+                done += len(part)
+
+    def gather(self, layers: Sequence[int], begin: int, end: int) -> list[Tensor]:
+        """See :class:`TapRows`."""
+        slots = torch.arange(begin, end) % self.layout.slots
+        kept = self.layout.taps.layers
+        return [self.rows[kept.index(layer)].index_select(0, slots) for layer in layers]
 
 
 class SegmentMemory:
@@ -38,6 +79,10 @@ class SegmentMemory:
         segment = Segment(self.layout, capacity, taps, self)
         segment.followers = self.followers
         return segment
+
+    def bytes_of(self, slots: int, taps: TapLayout | None) -> int:
+        """Memory of so many slots and their states. Unit: bytes."""
+        return self.layout.bytes_of(slots, taps)
 
     def take(self, byte_size: int) -> None:
         """Take memory.
@@ -105,10 +150,19 @@ class Segment(SequenceKv):
         Raises:
             OutOfMemory: It cannot be made or mapped.
         """
-        super().__init__(layout, capacity, capacity * layout.token_bytes, taps)
+        kv_bytes = capacity * layout.token_bytes
+        self._taps_offset = HEADER_BYTES + kv_bytes
+        super().__init__(
+            layout,
+            capacity,
+            kv_bytes + (0 if taps is None else taps.byte_size),
+            taps=None if taps is None else taps.describe(offset=self._taps_offset),
+        )
         self._memory = memory
         shape = (layout.layers, 2, layout.kv_heads, capacity, layout.row_width)
-        self.kv: Tensor = self._body.view(layout.dtype).view(shape)
+        self.kv: Tensor = self._body[:kv_bytes].view(layout.dtype).view(shape)
+        if taps is not None:
+            self.taps = TapPlanes(taps, self._body[kv_bytes:].view(taps.dtype))
         self._layers = [(layer[0], layer[1]) for layer in self.kv]
         self.table = LayerTable(self._layers)
 
@@ -140,6 +194,17 @@ class Segment(SequenceKv):
                 self._memory.give_back(taken)
             raise
         self.reserved = target
+
+    def _fill_taps(self, done: int, goal: int) -> None:
+        """Give memory to the hidden states of positions ``done`` to ``goal``, if any are kept."""
+        if self.taps is None:
+            return
+        layout = self.taps.layout
+        done, goal = min(done, layout.slots), min(goal, layout.slots)
+        for plane in range(len(layout.taps.layers) if done < goal else 0):
+            row = plane * layout.slots + done
+            size = (goal - done) * layout.row_bytes
+            self._fill(self._taps_offset + row * layout.row_bytes, size, goal - done)
 
     def _copy_kv(self, source: Self, tokens: int) -> None:
         self.kv[..., :tokens, :].copy_(source.kv[..., :tokens, :])

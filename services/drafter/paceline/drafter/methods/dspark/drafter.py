@@ -81,6 +81,7 @@ class DSparkSequence(BeamSequence):
         new = self.new_states(limit)
         if new is not None:
             self._drafter.backbone.add_states([(self.context, *new)])
+            self.states.check()
 
     def new_states(self, limit: int | None = None) -> tuple[int, Tensor] | None:
         """Reads hidden states that the context lacks, of at most ``limit`` positions.

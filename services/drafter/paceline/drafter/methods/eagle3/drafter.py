@@ -236,6 +236,7 @@ class Eagle3Sequence(BeamSequence):
             tokens = send(torch.tensor(block.tokens), layer.device)
             layer.write_kv(tokens, plan, cache, states)
             cache.length = end
+            self.states.check()
 
     def prepare(self) -> bool:
         """Returns False unless the hidden states of all positions before the anchor are there."""
