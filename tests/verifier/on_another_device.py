@@ -22,6 +22,8 @@ from paceline.decoder import device as device_module
 from paceline.kernels import SamplingParams, attention
 from paceline.kernels import sampling as sampling_module
 from paceline.kernels.dense import DenseBackend
+from paceline.kv.policies import load_policy
+from paceline.kv.selection import SelectionPolicy
 from paceline.tree import TokenTree
 from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2
 from paceline.verifier.engine.engine import Engine
@@ -146,6 +148,10 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "constrained": {"sampling": SamplingParams(temperature=0.0), "grammar": EvenTokens()},
 }
+SCORED = (
+    "verified", "verified_weights", "verified_all", "verified_all_weights", "last_token",
+    "chunk_topk", "quest",
+)  # fmt: skip
 LOGPROBS = {**KINDS["sampled"], "top_logprobs": 3}
 
 
@@ -188,6 +194,35 @@ def test_a_step_waits_once_for_any_number_of_sequences(
     assert found == [(4 + more, 1 + (kind == "logprobs"), 1)] * 2
 
 
+@pytest.mark.parametrize("policy", SCORED)
+def test_scores_stay_on_the_device(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """A step copies as without; positions that are asked for are those of the CPU."""
+    waits: list[object] = []
+    stream = SimpleNamespace(synchronize=lambda: waits.append(None))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    monkeypatch.setattr(device_module, "ACCELERATORS", ("other",))
+    fields: dict[str, Any] = {"sampling": SamplingParams(temperature=0.0)}
+    with torch.inference_mode():
+        decoder = Decoder.load(folder)
+        there = []
+        stepped(decoder, pool_of(decoder), 2, [], 38, waits, fields, policy, there)
+        expected = [[each.tolist() for each in chosen.choose(40, 25)] for chosen in there]
+    with another_device(), torch.inference_mode():
+        decoder = Decoder.load(folder, device=DEVICE)
+        stepped(decoder, pool_of(decoder), 2, [], 38, waits, fields)
+        plain = TRANSFERS["host"], TRANSFERS["waits"], len(waits)
+        there.clear()
+        stepped(decoder, pool_of(decoder), 2, [], 38, waits, fields, policy, there)
+        assert (TRANSFERS["host"], TRANSFERS["waits"], len(waits)) == plain
+        assert isinstance(there[0].observer.scores, OnDevice)
+        for chosen, positions in zip(there, expected, strict=True):
+            TRANSFERS.clear()
+            assert [each.tolist() for each in chosen.choose(40, 25)] == positions
+            assert TRANSFERS["host"] == 1
+
+
 def perturbed_there(logits: Tensor, *args: Any) -> Tensor:
     """As the GPU's kernels do it: tensors stay where they are, parameters are sent."""
     if not isinstance(logits, OnDevice):
@@ -210,17 +245,24 @@ def stepped(
     steps: int,
     waits: list[object],
     fields: dict[str, Any],
+    policy: str = "streaming",
+    policies: list[SelectionPolicy] | None = None,
 ) -> tuple[list[list[int]], Tensor]:
     """What sequences emit in a prefill and some steps; copies and waits are those of the steps.
 
     And the hidden states of the positions that all have committed, ``[sequences, n, 2 * hidden]``.
+    Positions are scored for a policy, one of which for each sequence is added to ``policies``.
     """
     engine = Engine(decoder)
     sequences = []
     for index in range(count):
-        params = GenerationParams((3, 1, 4 + index), length_limit=40, taps=Taps((0, 1)), **fields)
+        params = GenerationParams((3, 1, 4 + index), length_limit=50, taps=Taps((0, 1)), **fields)
         taps = TapLayout.of(Taps((0, 1)), pool.layout, 256)
         sequences.append(Sequence(params, pool.allocate(256, taps)))
+        chosen = load_policy(policy)(sequences[-1].segment, (0, 1))
+        if policies is not None and chosen.observer is not None:
+            policies.append(chosen)
+            sequences[-1].observers.append(chosen.observer)
     for sequence in sequences:
         engine.prefill(Prefill(sequence))
     engine._thread.run_commands(0.0)

@@ -37,8 +37,8 @@ class Probe:
 
 
 MAX_PROBES = 2
-"""Rows of one block whose scores the kernels of GPUs record; those of further rows, and weights,
-are separate products there. The kernels of CPUs record any number, and weights."""
+"""Rows of one block whose scores attention records on GPUs; those of further rows, and weights,
+are recorded by another kernel there, which reads the keys again."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,21 @@ class ProbedBlock:
 
     Attributes:
         block: Index of the block.
-        nodes: Rows of it, at most ``MAX_PROBES``.
+        nodes: Rows of it.
         out: float32 ``[layers, nodes or more, Hkv, n]`` with a dense last dimension and n at least
             the block's start. The part of a row is as :attr:`Probe.out`.
+        weights: Whether to record softmax weights.
     """
 
     block: int
     nodes: tuple[int, ...]
     out: Tensor
+    weights: bool = False
+
+    @property
+    def again(self) -> bool:
+        """Whether a GPU reads the keys again for it."""
+        return self.weights or len(self.nodes) > MAX_PROBES
 
 
 class GraphProbes(tuple[Probe, ...]):
@@ -71,6 +78,10 @@ class GraphProbes(tuple[Probe, ...]):
         made = super().__new__(cls)
         made.layer = layer
         return made
+
+    def __bool__(self) -> bool:
+        """There is something to record."""
+        return True
 
 
 @dataclass(frozen=True)

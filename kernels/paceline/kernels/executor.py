@@ -33,6 +33,7 @@ from paceline.kernels.trees import (
     TreePlan,
     TreeSegment,
     plan_trees,
+    send,
 )
 
 if TYPE_CHECKING:
@@ -552,7 +553,7 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
             case Kind.ROTATE:
                 q = _rotate(program, op, call, x)
                 if op.layer in call.queries:
-                    rows = torch.tensor(call.queries[op.layer], device=q.device)
+                    rows = send(torch.tensor(call.queries[op.layer]), q.device)
                     queries[op.layer] = q.index_select(0, rows)
                 buffers[op.out] = q
             case Kind.ATTEND:

@@ -48,10 +48,11 @@ def best_chunks(scores: Tensor, size: int, count: int) -> Tensor:
         count: Chunks to select, at most as many as there are.
 
     Returns:
-        Rising positions of each layer, int64 ``[layers, count * size]``.
+        Rising positions of each layer, int64 ``[layers, count * size]`` where the scores are. Of
+        chunks with equal scores any are selected, on a GPU others than on a CPU.
     """
     best = scores.topk(count, dim=1, sorted=False).indices.sort(dim=1).values
-    return (best.unsqueeze(-1) * size + torch.arange(size)).flatten(1)
+    return (best.unsqueeze(-1) * size + torch.arange(size, device=scores.device)).flatten(1)
 
 
 def attention_weights(q: Tensor, keys: Tensor) -> Tensor:
@@ -83,7 +84,8 @@ class PageBounds:
         """Make empty bounds for pages of ``size`` positions."""
         self._size = size
         self._known = 0
-        self._bounds = torch.empty(0)  # [layers, Hkv, room, 2 D], least keys beside largest ones
+        # Least keys beside largest ones, [layers, Hkv, room, 2 D], where the keys are.
+        self._bounds = torch.empty(0)
 
     def extend(self, keys: Sequence[Plane], length: int) -> None:
         """Add the new whole pages among the first ``length`` positions.
@@ -97,7 +99,8 @@ class PageBounds:
             return
         heads, dim = keys[0].shape[0], head_width(keys[0])
         if not first or stop > self._bounds.shape[2]:
-            grown = torch.zeros(len(keys), heads, 2 * stop, 2 * dim)
+            device = span(keys[0], 0, 1).device
+            grown = torch.zeros(len(keys), heads, 2 * stop, 2 * dim, device=device)
             if first:
                 grown[:, :, :first] = self._bounds[:, :, :first]
             self._bounds = grown
@@ -111,11 +114,11 @@ class PageBounds:
         """Upper bounds on a page's scores, summed over queries: float32 ``[layers, pages]``.
 
         Args:
-            q: Queries ``[layers, rows, Hq, D]``.
+            q: Queries ``[layers, rows, Hq, D]``, where the keys are.
         """
         layers, rows, _, dim = q.shape
         if not self._known:
-            return torch.empty(layers, 0)
+            return torch.empty(layers, 0, device=q.device)
         heads = self._bounds.shape[1]
         q = q.float().view(layers, rows, heads, -1, dim)
         # All queries are multiplied with the same bounds, so they can be summed first.

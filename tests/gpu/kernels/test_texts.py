@@ -87,12 +87,14 @@ class Text:
 class Recorder:
     """An ``AttentionObserver`` of rows of the first block, with a buffer for each layer."""
 
-    def __init__(self, buffers: Mapping[int, Tensor], nodes: Sequence[int]) -> None:
-        self._buffers, self._nodes = buffers, nodes
+    def __init__(
+        self, buffers: Mapping[int, Tensor], nodes: Sequence[int], *, weights: bool
+    ) -> None:
+        self._buffers, self._nodes, self._weights = buffers, nodes, weights
 
     def probes(self, layer: int) -> list[Probe]:
         return [
-            Probe(0, node, buffer)
+            Probe(0, node, buffer, weights=self._weights)
             for node, buffer in zip(self._nodes, self._buffers.get(layer, ()), strict=False)
         ]
 
@@ -144,20 +146,23 @@ def test_texts_are_those_of_the_cpu(device: torch.device, sampling: SamplingPara
         assert rounds < TOKENS // 2, "drafted tokens are not accepted"
 
 
+@pytest.mark.parametrize(("nodes", "weights"), [((0, 2), False), ((0, 1, 2), False), ((1,), True)])
 @torch.inference_mode()
-def test_graphs_record_the_scores_of_a_plain_pass(device: torch.device) -> None:
+def test_graphs_record_the_scores_of_a_plain_pass(
+    device: torch.device, nodes: tuple[int, ...], weights: bool
+) -> None:
     _, decoder = decoders(device)
-    prefix, nodes = 700, (0, 2)
+    prefix = 700
     pages = Pages(SMALL, device, 1024)
     pages.pool.normal_()
     segment = TreeSegment(0, prefix, (-1, 0, 0), 3)
     layers = tuple(layer for layer, window in enumerate(SMALL.windows) if window is None)
     shape = (len(layers), len(nodes), SMALL.kv_heads, prefix)
     captured, plain = (torch.full(shape, torch.nan, device=device) for _ in range(2))
-    probed = [ProbedBlock(0, nodes, captured)]
+    probed = [ProbedBlock(0, nodes, captured, weights)]
     GraphRunner(decoder, pages).forward([1, 2, 3], [segment], [0], (), layers, probed)
     tokens = torch.tensor([1, 2, 3], device=device)
     plan = plan_trees([segment], device=device)
-    recorder = Recorder(dict(zip(layers, plain, strict=True)), nodes)
+    recorder = Recorder(dict(zip(layers, plain, strict=True)), nodes, weights=weights)
     decoder.forward(tokens, plan, [pages], logit_rows=None, observer=recorder)
     torch.testing.assert_close(captured, plain, atol=1e-2, rtol=0)

@@ -24,8 +24,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from paceline.kernels._triton import backend
-from paceline.kernels._triton.backend import MERGE_CHUNKS, attend_shape
-from paceline.kernels._triton.jit.attention import attend_items, merge_items
+from paceline.kernels._triton.backend import MERGE_CHUNKS, attend_shape, record_shape
+from paceline.kernels._triton.jit.attention import attend_items, merge_items, record_items
 from paceline.kernels._triton.jit.rows import (
     add_norm_rows,
     gate_rows,
@@ -106,13 +106,16 @@ def compile_attention(
     types = dict.fromkeys(pointers, f"*{kv}")
     types |= dict.fromkeys(("q", "part", "part_lse", "probed", "lse", "sinks"), "*fp32")
     integers = ("items", "blocks", "rows", "masks", "tables", "tiles", "bases")
-    types |= dict.fromkeys(integers, "*i32")
+    types |= dict.fromkeys(integers, "*i32") | {"wanted": "*i64", "noted": "*i64"}
     types |= {"places": "*i64", "probes": "*i64", "layer": "i32", "scale": "fp32", "out": f"*{kv}"}
     types |= dict.fromkeys((*STRIDES, "table_stride"), "i32")
     keys = torch.empty(1, 8, 1, dim, dtype=TYPES[kv])
     tiling = choose_tiling(nodes * group, group, keys, window)
     shape, options = attend_shape(tiling, dim, page, probes)
     compile_kernel(attend_items, types, {**shape, "ALIGN": 16}, **options)
+    if probes:
+        noted, options = record_shape(tiling, dim, page)
+        compile_kernel(record_items, types, {**noted, "ALIGN": 16}, **options)
     merged = {name: shape[name] for name in ("GROUP", "DIM", "WIDE", "BLOCK_M", "USED")}
     merged |= {"CHUNKS": MERGE_CHUNKS, "HAS_LSE": bool(window), "HAS_SINKS": bool(window)}
     compile_kernel(merge_items, types, merged, num_warps=2)

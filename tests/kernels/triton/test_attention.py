@@ -143,16 +143,27 @@ def test_sparse_attention_is_attention_to_the_listed_slots() -> None:
     check(run(segments, q, planes[:1], planes[1:], None), expected, torch.float16)
 
 
+@pytest.mark.parametrize("heads", [(6, 2, 64), (4, 1, 64), (40, 1, 64)])
 @pytest.mark.parametrize("window", [None, 150])
-def test_noted_are_the_scores_and_the_result_has_the_same_bits(window: int | None) -> None:
-    """Two rows of one block on the way, a third and weights by products of their own."""
+def test_noted_are_the_scores_and_the_result_has_the_same_bits(
+    window: int | None, heads: tuple[int, int, int]
+) -> None:
+    """Of two rows of a block on the way, of a third and weights by another kernel; a second record
+    of a row, and heads that no tile holds, by separate products."""
     torch.manual_seed(0)
-    segments = [TreeSegment(0, 400, (-1, 0, 0), 3), TreeSegment(1, 70, None, 1)]
-    q, keys, values = draw_caches(segments, (6, 2, 64), torch.float16)
+    dtype = torch.float32 if heads[0] == 40 else torch.float16
+    segments = [
+        TreeSegment(0, 400, (-1, 0, 0), 3), TreeSegment(1, 70, None, 1), TreeSegment(2, 65, None, 9)
+    ]  # fmt: skip
+    q, keys, values = draw_caches(segments, heads, dtype)
     asked = [(0, 0, False), (0, 2, False), (0, 1, False), (1, 0, False), (1, 0, True)]
+    asked += [(1, 0, True), *((2, node, True) for node in range(0, 9, 2))]
 
     def make() -> list[Probe]:
-        rooms = [torch.full((2, segments[block].start + 3), torch.nan) for block, _, _ in asked]
+        # What nothing is written to, as of the third block, is no number.
+        rooms = [
+            torch.full((heads[1], segments[block].start + 3), torch.nan) for block, _, _ in asked
+        ]
         return [
             Probe(block, node, room, weights)
             for (block, node, weights), room in zip(asked, rooms, strict=True)

@@ -19,7 +19,18 @@ MAX_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 BUDGETS = Path(__file__).with_name("budgets.csv")
 """What a program of each kernel may use, and how many of them a multiprocessor holds at least."""
 
-SHAPE = ("DIM", "BLOCK_M", "PAGE", "WINDOW", "PROBES", "HAS_LSE", "HAS_NORM", "HAS_DELTA")
+SHAPE = (
+    "DIM",
+    "BLOCK_M",
+    "NODES",
+    "HEADS",
+    "PAGE",
+    "WINDOW",
+    "PROBES",
+    "HAS_LSE",
+    "HAS_NORM",
+    "HAS_DELTA",
+)
 SHAPE += ("FILTERED", "REDUCED")
 
 
@@ -69,7 +80,8 @@ def test_kernels_keep_to_the_registers_and_memory_of_a_gpu(capability: int) -> N
     assert done.returncode == 0, done.stderr
     facts = [json.loads(line) for line in done.stdout.splitlines()]
     assert {each["kernel"] for each in facts} == {
-        *("attend_items", "merge_items", "rotate_rows", "add_norm_rows", "gate_rows"),
+        *("attend_items", "record_items", "merge_items"),
+        *("rotate_rows", "add_norm_rows", "gate_rows"),
         *(("scale_rows",) if capability >= 89 else ()),
         *("find_best", "find_candidates", "find_border", "perturb"),
     }

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.bench.gpu.cases import RandomWeights
 from paceline.decoder import Decoder, DecoderConfig, ForwardResult, GraphRunner, LocalCache
 from paceline.kernels import PagedPlane, TreeSegment, attention, plan_trees
-from paceline.kv.selection import AttentionScores, Rows
+from paceline.kv.selection import AttentionScores, PageScores, Rows
 from paceline.verifier.engine.batch import Batch, BatchObserver
 from paceline.verifier.engine.job import GenerationParams, Prefill, Sequence
 from paceline.verifier.kv.base import KvLayout
@@ -86,23 +86,32 @@ def test_padded_batches_give_what_the_plain_decoder_gives(
     assert pool.kv[[0, 2]].isnan().all()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weights": True},
+        {"cumulative": True},
+        {"rows": Rows.ALL},
+        {"rows": Rows.LAST, "weights": True},
+    ],
+)
 def test_scores_are_noted_in_a_captured_pass_as_in_a_plain_one(
-    request: pytest.FixtureRequest, pool: PagePool
+    request: pytest.FixtureRequest, pool: PagePool, options: dict[str, Any]
 ) -> None:
-    """Of two rows of one sequence and one of another, in the layer without a window."""
-    request.getfixturevalue("triton_on_cpu")
+    """Of a sequence with three rows and one with a row, in the layer without a window."""
     pool.kv.copy_(torch.randn(pool.kv.shape))
-    decoder = make_decoder()
-    runner = GraphRunner(decoder, PoolView(pool))
     segments = [TreeSegment(0, 70, (-1, 0, 0), 3), TreeSegment(1, 33, None, 1)]
     views = [RowView(pool, row) for row in (1, 2)]
-    observers = [AttentionScores(view, [0]) for view in views]
-    batch = BatchObserver()
-    for block, observer in enumerate(observers):
-        batch.add(observer, block, segments[block], 3 * block)
     published = []
     for captured in (False, True):
+        batch, decoder = BatchObserver(), make_decoder()
+        observers = [AttentionScores(view, [0], **options) for view in views]
+        for block, observer in enumerate(observers):
+            batch.add(observer, block, segments[block], 3 * block)
         if captured:
+            request.getfixturevalue("triton_on_cpu")
+            runner = GraphRunner(decoder, PoolView(pool))
             layers, probed = batch.scratch(CONFIG.windows)
             found = runner.forward([5, 6, 7, 8], segments, [1, 2], (), layers, probed)
             assert found is not None
@@ -111,9 +120,11 @@ def test_scores_are_noted_in_a_captured_pass_as_in_a_plain_one(
             tokens = torch.tensor([5, 6, 7, 8])
             decoder.forward(tokens, plan, views, logit_rows=None, observer=batch)
         batch.publish(CONFIG.q_heads)
+        for node, observer in zip((2, 0), observers, strict=True):
+            observer.accepted(node)
         published.append([observer.scores.clone() for observer in observers])
     for plain, replayed, segment in zip(*published, segments, strict=True):
-        assert replayed.shape == (1, segment.start)
+        assert replayed.shape == (1, segment.start // observers[0].chunk)
         torch.testing.assert_close(plain, replayed, atol=1e-4, rtol=1e-4)
     again = runner.forward([5, 6], segments[1:], [1, 2])
     assert again is not None, "the next batch has nothing to note"
@@ -123,13 +134,15 @@ def test_what_a_captured_pass_cannot_note_is_left_to_others() -> None:
     batch, cache, segment = BatchObserver(), Cache(), TreeSegment(0, 20, None, 1)
     assert batch.scratch(CONFIG.windows) == ((), [])
     batch.add(AttentionScores(cache, [0]), 0, segment, 0)
-    assert batch.scratch(CONFIG.windows)[0] == (0,)
-    assert batch.scratch((40, 40)) == ((), []), "a window hides positions"
     batch.add(AttentionScores(cache, [0], cumulative=True), 1, segment, 1)
-    assert batch.scratch(CONFIG.windows) == ((), []), "weights take a second pass"
+    layers, probed = batch.scratch(CONFIG.windows)
+    assert (layers, [each.again for each in probed]) == ((0,), [False, True])
+    assert batch.scratch((40, 40)) == ((), []), "a window hides positions"
+    batch.add(AttentionScores(cache, [0], weights=True), 1, segment, 1)
+    assert batch.scratch(CONFIG.windows) == ((), []), "two of one block"
     batch = BatchObserver()
-    batch.add(AttentionScores(cache, [0], Rows.ALL), 0, TreeSegment(0, 20, None, 3), 0)
-    assert batch.scratch(CONFIG.windows) == ((), []), "three rows"
+    batch.add(PageScores(cache, [0]), 0, segment, 0)
+    assert batch.scratch(CONFIG.windows) == ((), []), "queries"
 
 
 class Cache:

@@ -13,7 +13,7 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.kernels._triton.jit.attention import LOG2E, attend_items, merge_items
+from paceline.kernels._triton.jit.attention import LOG2E, attend_items, merge_items, record_items
 from paceline.kernels._triton.jit.rows import (
     add_norm_rows,
     gate_rows,
@@ -162,8 +162,12 @@ class TritonBackend:
         caches, tables, tiling = read_call(call)
         probed = ProbeTable.of(call.probes, call.plan, tiling)
         target = call.out if call.out.is_contiguous() else torch.empty_like(call.out)
-        attend(call.q.contiguous(), caches, tables.rows, tables.work(tiling), tiling, probed,
-               call.scale, target, call.lse, call.sinks)  # fmt: skip
+        q, lse, work = call.q.contiguous(), call.lse, tables.work(tiling)
+        if lse is None and probed.wanted is not None:
+            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        attend(q, caches, tables.rows, work, tiling, probed, call.scale, target, lse, call.sinks)
+        if lse is not None and probed.wanted is not None:
+            record(q, caches, tables.rows, work, tiling, probed, call.scale, lse)
         if target is not call.out:
             call.out.copy_(target)
         record_scores(call, probed.others)
@@ -245,6 +249,43 @@ def attend_shape(
         "STAGES": (5 - bool(probes)) if page_size else 3,
     }  # fmt: skip
     return shape, {"num_warps": 8 if large_tile(tiling.rows, wide) else 4}
+
+
+def record(
+    q: Tensor,
+    caches: Caches,
+    rows: RowTables,
+    work: WorkTables,
+    tiling: Tiling,
+    probed: ProbeTable,
+    scale: float,
+    lse: Tensor,
+) -> None:
+    """Record the weights, and the scores of further rows, that ``probed`` names.
+
+    Args:
+        lse: Of the same attention, float32 ``[M, Hq]``; the others are as for :func:`attend`.
+    """
+    shape, options = record_shape(tiling, caches.dim, caches.page_size)
+    record_items[(work.items.shape[0], caches.kv_heads)](
+        q, caches.keys, lse, work.items, rows.blocks, rows.rows, caches.tables, caches.origins,
+        probed.wanted, probed.noted, probed.base, probed.layer, scale * LOG2E,
+        *caches.strides[:3], caches.tables.stride(0),
+        **shape, ALIGN=caches.align, **options,
+    )  # fmt: skip
+
+
+def record_shape(tiling: Tiling, dim: int, page_size: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Constants and launch options of the kernel of :func:`record`."""
+    wide = max(16, triton.next_power_of_2(dim))
+    heads = triton.next_power_of_2(tiling.group)
+    nodes = triton.next_power_of_2(tiling.used // tiling.group)
+    shape = {
+        "GROUP": tiling.group, "HEADS": heads, "NODES": nodes, "DIM": dim, "WIDE": wide,
+        "USED": tiling.used, "BLOCK_N": tiling.keys, "PAGE": page_size, "WINDOW": tiling.window,
+        "STAGES": 3,
+    }  # fmt: skip
+    return shape, {"num_warps": 8 if large_tile(nodes * heads, wide) else 4}
 
 
 _GATE_BLOCK = 1024

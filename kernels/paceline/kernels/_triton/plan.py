@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.kernels._triton.jit.attention import NONE
 from paceline.kernels.dense import MAX_PROBES, GraphProbes, Probe, ProbedBlock
 from paceline.kernels.trees import MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees, send
 
@@ -269,7 +270,7 @@ def _programs(device: torch.device, per_sm: int) -> int:
     return per_sm * found.multi_processor_count
 
 
-NONE = -2  # -1 is the node of rows that pad a tile
+NO_NODE = -2  # -1 is the node of rows that pad a tile
 
 GRAPH_PROBES = "graph probes"
 """Key of a plan's :class:`ProbeTable` at fixed addresses, which is refilled before each run."""
@@ -277,61 +278,112 @@ GRAPH_PROBES = "graph probes"
 
 @dataclass(frozen=True)
 class ProbeTable:
-    """Probes in the form that the kernel reads.
+    """Probes in the form that the kernels read.
 
     A tile holds all heads of a group, so sums over them need no atomic operation and have the same
     bits in every run.
 
     Attributes:
-        count: Probes of a block at most, 0 to ``MAX_PROBES``.
+        count: Probes of a block at most that attention records itself, 0 to ``MAX_PROBES``.
         table: int64 ``[S, MAX_PROBES, 4]``: node (-2: none), origin of its scores, strides between
             heads and between layers.
         base: float32 tensor that origins are relative to.
+        wanted: Of blocks that a kernel of its own records, with weights or with more rows; int64
+            ``[S, 4]``: whether the block is one, strides between heads and between layers, whether
+            it records weights. None: of no block.
+        noted: Origins of their rows, int64 ``[M]``; ``NONE``: not recorded.
         layer: Index of the layer among those recorded to one buffer.
-        others: Probes that the kernel does not fill: those of weights, and any above ``MAX_PROBES``
-            of a block.
+        others: Probes that no kernel fills: a second one of a row, and those of groups that are
+            larger than a tile.
     """
 
     count: int
     table: Tensor
     base: Tensor
+    wanted: Tensor | None = None
+    noted: Tensor | None = None
     others: tuple[Probe, ...] = ()
     layer: int = 0
 
     @classmethod
     def of(cls, probes: Sequence[Probe], plan: TreePlan, tiling: Tiling) -> ProbeTable:
-        """Sort the probes of one call; with a window, their outputs are first filled with -inf."""
+        """Sort the probes of one call; with a window, their outputs are first filled with -inf, or
+        with zeros for weights."""
         if isinstance(probes, GraphProbes):
             of_graph: ProbeTable = plan.prepared[GRAPH_PROBES]
             return replace(of_graph, layer=probes.layer)
-        taken: dict[int, list[Probe]] = {}
-        others: list[Probe] = []
-        for probe in probes:
-            mine = taken.setdefault(probe.segment, [])
-            fits = len(mine) < MAX_PROBES and tiling.group <= tiling.rows and not probe.weights
-            (mine if fits else others).append(probe)
-        if not any(taken.values()):
+        if not probes:
             if "no probes" not in plan.prepared:
                 none = torch.zeros(4 * MAX_PROBES, dtype=torch.int64, device=plan.device)
                 plan.prepared["no probes"] = none, torch.zeros(4, device=plan.device)
-            table, base = plan.prepared["no probes"]
-            return cls(0, table, base, tuple(others))
+            return cls(0, *plan.prepared["no probes"])
         if tiling.window:
-            for segment, mine in taken.items():
-                for probe in mine:
-                    probe.out[:, : plan.segments[segment].start] = -torch.inf
-        first = next(mine[0].out for mine in taken.values() if mine)
-        count = max(len(mine) for mine in taken.values())
+            for probe in probes:
+                outside = 0.0 if probe.weights else -torch.inf
+                probe.out[:, : plan.segments[probe.segment].start] = outside
+        # The next layer records to the same addresses.
         key = tuple((p.segment, p.node, p.weights, _address(p.out)) for p in probes)
-        if key in plan.prepared:  # the next layer records to the same addresses
-            return cls(count, plan.prepared[key], first, tuple(others))
-        numbers = np.full((len(plan.segments), MAX_PROBES, 4), NONE, np.int64)
-        for segment, mine in taken.items():
-            for index, probe in enumerate(mine):
-                origin = (probe.out.data_ptr() - first.data_ptr()) // 4
-                numbers[segment, index] = (probe.node, origin, probe.out.stride(0), 0)
-        plan.prepared[key] = send(torch.from_numpy(numbers), plan.device)
-        return cls(count, plan.prepared[key], first, tuple(others))
+        if key not in plan.prepared:
+            plan.prepared[key] = _sorted(probes, plan, tiling)
+        table: ProbeTable = plan.prepared[key][0]
+        others = tuple(probes[index] for index in plan.prepared[key][1])
+        return replace(table, base=probes[0].out, others=others)
+
+
+@dataclass(frozen=True)
+class _ProbeArrays:
+    """The arrays of a :class:`ProbeTable` on the host."""
+
+    table: NDArray[np.int64]
+    wanted: NDArray[np.int64]
+    noted: NDArray[np.int64]
+
+    def clear(self) -> None:
+        """Record nothing."""
+        self.table[..., 0] = NO_NODE
+        self.wanted[:] = 0
+        self.noted[:] = NONE.value
+
+    def add(
+        self, block: int, node: int, row: int, origin: int, strides: tuple[int, int], weights: bool
+    ) -> bool:
+        """Record a node of a block, which is a packed row; returns whether there is room."""
+        taken = np.count_nonzero(self.table[block, :, 0] != NO_NODE)
+        if not weights and taken < MAX_PROBES:
+            self.table[block, taken] = (node, origin, *strides)
+            return True
+        kind = (1, *strides, weights)
+        free = not self.wanted[block, 0] or tuple(self.wanted[block]) == kind
+        if not free or self.noted[row] != NONE.value:
+            return False
+        self.wanted[block], self.noted[row] = kind, origin
+        return True
+
+
+def _sorted(
+    probes: Sequence[Probe], plan: TreePlan, tiling: Tiling
+) -> tuple[ProbeTable, Sequence[int]]:
+    """A table, relative to the output of the first probe, and the probes that it does not have."""
+    if tiling.group > tiling.rows:
+        return ProbeTable.of((), plan, tiling), range(len(probes))
+    blocks = len(plan.segments)
+    sizes = (blocks * MAX_PROBES * 4, blocks * 4, plan.rows)
+    flat = np.empty(sum(sizes), np.int64)
+    table, wanted, noted = np.split(flat, np.cumsum(sizes)[:2])
+    arrays = _ProbeArrays(table.reshape(-1, MAX_PROBES, 4), wanted.reshape(-1, 4), noted)
+    arrays.clear()
+    base, others = probes[0].out, []
+    for index, probe in enumerate(probes):
+        row = plan.offsets[probe.segment] + probe.node
+        origin = (probe.out.data_ptr() - base.data_ptr()) // 4
+        strides = probe.out.stride(0), 0
+        if not arrays.add(probe.segment, probe.node, row, origin, strides, probe.weights):
+            others.append(index)
+    count = int((arrays.table[..., 0] != NO_NODE).sum(1).max())
+    sent = send(torch.from_numpy(flat), plan.device).split(sizes)
+    if not wanted.any():
+        return ProbeTable(count, sent[0], base), others
+    return ProbeTable(count, sent[0], base, sent[1], sent[2]), others
 
 
 def _address(out: Tensor) -> tuple[int, int]:
@@ -355,6 +407,7 @@ class GraphPlan:
         longest: int,
         *,
         probes: bool = False,
+        weights: bool = False,
     ) -> None:
         """Allocate the tables.
 
@@ -364,6 +417,7 @@ class GraphPlan:
             tilings: Tiling of each kind of layer; see :func:`tilings_for`.
             longest: Largest possible position.
             probes: Whether layers record scores.
+            weights: Whether they record weights, or scores of more rows than attention records.
         """
         self.rows = rows
         self._tilings = tilings
@@ -375,7 +429,7 @@ class GraphPlan:
             tiles = rows * -(-tiling.group // tiling.used)
             shapes += [(tiling.programs + tiles, 4), (tiles, 2), (rows,)]
         if probes:
-            shapes.append((rows, MAX_PROBES, 4, 2))  # as int64
+            shapes += [(rows, MAX_PROBES, 4, 2), (rows, 4, 2), (rows, 2)]  # as int64
         sizes = [-(-int(np.prod(shape)) // 4) * 4 for shape in shapes]
         on_gpu = keys.device.type == "cuda"
         self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=on_gpu)
@@ -398,12 +452,15 @@ class GraphPlan:
         self.plan = TreePlan(
             (), (0, rows), positions, longest, keys.device, prepared={STATIC: static}
         )
-        self._probes: NDArray[np.int64] | None = None
+        self._probes: _ProbeArrays | None = None
         self._base = torch.zeros(4, device=keys.device)
         if probes:
-            self._probes = self._sections.pop().view(np.int64)[..., 0]
-            table = on_device[-1].view(torch.int64)[..., 0]
-            self.plan.prepared[GRAPH_PROBES] = ProbeTable(MAX_PROBES, table, self._base)
+            host = [each.view(np.int64)[..., 0] for each in self._sections[-3:]]
+            del self._sections[-3:]
+            self._probes = _ProbeArrays(*host)
+            table, wanted, noted = (each.view(torch.int64)[..., 0] for each in on_device[-3:])
+            both = (wanted, noted) if weights else (None, None)
+            self.plan.prepared[GRAPH_PROBES] = ProbeTable(MAX_PROBES, table, self._base, *both)
         self.fill([], [], [])
 
     def fill(
@@ -419,7 +476,7 @@ class GraphPlan:
             tokens: Packed tokens, at most ``rows``.
             segments: Their blocks.
             table_rows: Row of the page tables of each sequence.
-            probed: Blocks whose scores are recorded.
+            probed: Blocks whose scores are recorded, each once.
         """
         if self._sent is not None:
             self._sent.synchronize()  # the last copy may still read the host tables
@@ -441,12 +498,15 @@ class GraphPlan:
                 for section, array in zip(work[3 * index : 3 * index + 3], arrays, strict=True):
                     section[: len(array)] = array
         if self._probes is not None:
-            self._probes[..., 0] = NONE
+            self._probes.clear()
             for each in probed:
                 layers, nodes, heads, _ = each.out.stride()
                 first = (each.out.data_ptr() - self._base.data_ptr()) // 4
                 for index, node in enumerate(each.nodes):
-                    self._probes[each.block, index] = (node, first + index * nodes, heads, layers)
+                    self._probes.add(
+                        each.block, node, plan.offsets[each.block] + node, first + index * nodes,
+                        (heads, layers), each.weights,
+                    )  # fmt: skip
         self._device.copy_(self._host, non_blocking=True)
         if self._sent is not None:
             self._sent.record()

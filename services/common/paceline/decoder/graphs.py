@@ -69,16 +69,18 @@ class GraphRunner:
             taps: Layers whose outputs to return, 0 for the first.
             probed_layers: Layers without a window whose scores are recorded, in rising order; as
                 many as the layers of each buffer in ``probed``.
-            probed: Blocks whose scores are recorded.
+            probed: Blocks whose scores are recorded, each once.
 
         Returns:
-            Logits of all rows, and taps; None if no shape is large enough.
+            Logits of all rows, and taps; None if no shape is large enough, or if scores are to be
+            recorded of heads whose group is larger than a tile.
         """
         rows = next((shape for shape in SHAPES if shape >= len(tokens)), None)
-        if rows is None:
+        tilings = self._tilings(max(segment.length for segment in segments))
+        if rows is None or (probed and any(each.group > each.rows for each in tilings)):
             return None
-        widest = max(segment.length for segment in segments)
-        graph = self._graph(rows, self._tilings(widest), tuple(taps), tuple(probed_layers))
+        again = any(each.again for each in probed)
+        graph = self._graph(rows, tilings, tuple(taps), tuple(probed_layers), again=again)
         graph.plan.fill(tokens, segments, table_rows, probed)
         result = graph.run()
         count = len(tokens)
@@ -111,15 +113,23 @@ class GraphRunner:
         return tilings_for(widest, config.group, self._keys, config.windows)
 
     def _graph(
-        self, rows: int, tilings: tuple[Tiling, ...], taps: tuple[int, ...], probed: tuple[int, ...]
+        self,
+        rows: int,
+        tilings: tuple[Tiling, ...],
+        taps: tuple[int, ...],
+        probed: tuple[int, ...],
+        *,
+        again: bool = False,
     ) -> _Graph:
-        """The graph of a shape, captured if there is none."""
+        """The graph of a shape, captured if there is none; ``again``: see ``ProbedBlock``."""
         from paceline.kernels._triton.plan import GraphPlan
 
-        key = (rows, tilings, taps, probed)
+        key = (rows, tilings, taps, probed, again)
         if key not in self._graphs:
             longest = self._decoder.config.max_position - 1
-            plan = GraphPlan(rows, self._keys, tilings, longest, probes=bool(probed))
+            plan = GraphPlan(
+                rows, self._keys, tilings, longest, probes=bool(probed), weights=again
+            )  # fmt: skip
             self._graphs[key] = self._capture(plan, taps, probed)
         return self._graphs[key]
 

@@ -55,23 +55,52 @@ class ScoreObserver(ABC):
     In each step the engine thread calls :meth:`begin`, runs the model with the observer's probes,
     or a captured graph with its :meth:`scratch`, calls :meth:`attended` for each layer if queries
     are wanted, :meth:`publish` if the step did not fail, and :meth:`accepted` when the tokens are
-    chosen. The event loop reads :attr:`scores`.
+    chosen. Then the event loop calls :meth:`best`.
 
     Attributes:
         layers: Position of each observed layer in :attr:`scores`, by layer.
         chunk: Positions per score.
         wants_queries: Whether :meth:`attended` is to be called.
+        weights: Whether softmax weights are stored, not scores.
         scores: One score for each whole chunk of the prefix that the newest step attended to,
-            float32 ``[layers, chunks]`` on the CPU; None before the first step. The step after next
-            overwrites it in place: a reader that is this late only gets worse positions.
+            float32 ``[layers, chunks]`` where the KV is; None before the first step. The step after
+            next overwrites it in place: a reader that is this late only gets worse positions.
     """
 
     chunk: int = 1
     wants_queries: bool = False
+    weights: bool = False
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = {layer: index for index, layer in enumerate(layers)}
         self.scores: Tensor | None = None
+        self._known: torch.cuda.Event | None = None
+
+    def best(self, scores: Tensor, count: int) -> Tensor:
+        """The chunks with the highest scores; of equal ones any.
+
+        A GPU selects them beside the step that runs, and only their positions are copied.
+
+        Args:
+            scores: What :attr:`scores` was.
+            count: Chunks of each layer, at most as many as have scores.
+
+        Returns:
+            Their rising positions, int64 ``[layers, count * chunk]`` on the CPU.
+        """
+        if self._known is None:
+            return best_chunks(scores, self.chunk, count).cpu()
+        with torch.cuda.stream(torch.cuda.Stream(scores.device)):
+            self._known.wait()
+            # A copy: what a step overwrites meanwhile would lead to places that do not exist.
+            return best_chunks(scores.clone(), self.chunk, count).cpu()
+
+    def _set_scores(self, scores: Tensor) -> None:
+        """Replace :attr:`scores`, which a GPU may still compute."""
+        if scores.device.type == "cuda":
+            self._known = torch.cuda.Event()
+            self._known.record()
+        self.scores = scores
 
     def nodes(self, block: TreeSegment) -> tuple[int, ...]:
         """Returns the rows of a block to observe: the first, and the deepest if it is another."""
@@ -104,7 +133,7 @@ class ScoreObserver(ABC):
         """Returns a buffer where a captured CUDA graph can store the scores of all layers.
 
         Returns:
-            float32 ``[layers, MAX_PROBES, Hkv, n]`` with n at least the prefix; None if the
+            float32 ``[layers, nodes or more, Hkv, n]`` with n at least the prefix; None if the
             observer needs more than a captured graph stores.
         """
         return None
@@ -150,7 +179,8 @@ class AttentionScores(ScoreObserver):
         """Observe ``rows`` in ``layers`` of a cache; ``cumulative`` sums weights over rounds."""
         super().__init__(layers)
         self.chunk = SELECTION_CHUNK if cumulative else 1
-        self._rows, self._weights, self._cumulative = rows, weights or cumulative, cumulative
+        self.weights = weights or cumulative
+        self._rows, self._cumulative = rows, cumulative
         count, slots, device = len(layers), cache.capacity, cache.device
         heads = cache.layer(layers[0])[0].shape[0]
         self._step = torch.empty(count, slots, device=device)
@@ -177,14 +207,13 @@ class AttentionScores(ScoreObserver):
     def probes(self, layer: int) -> Sequence[Probe]:
         """See :class:`ScoreObserver`."""
         return [
-            Probe(self._block, node, out, weights=self._weights)
+            Probe(self._block, node, out, weights=self.weights)
             for node, out in zip(self._nodes, self._stored[self.layers[layer]], strict=False)
         ]
 
     def scratch(self) -> Tensor | None:
         """See :class:`ScoreObserver`."""
-        # For weights the GPU kernels pass over the keys a second time: no graph is captured of it.
-        return None if self._weights or len(self._nodes) > MAX_PROBES else self._stored
+        return self._stored
 
     def publish(self, q_heads: int) -> None:
         """See :class:`ScoreObserver`."""
@@ -207,9 +236,9 @@ class AttentionScores(ScoreObserver):
         if self._cumulative:
             total = self._total[:, :prefix].add_(step, alpha=share)
             whole = total[:, : chunks * self.chunk].unflatten(1, (chunks, self.chunk))
-            self.scores = torch.sum(whole, -1, out=buffer[:, :chunks]).cpu()
+            self._set_scores(torch.sum(whole, -1, out=buffer[:, :chunks]))
         else:
-            self.scores = torch.mul(step, share, out=buffer[:, :prefix]).cpu()
+            self._set_scores(torch.mul(step, share, out=buffer[:, :prefix]))
 
 
 class PageScores(ScoreObserver):
@@ -237,7 +266,7 @@ class PageScores(ScoreObserver):
     def publish(self, q_heads: int) -> None:
         """See :class:`ScoreObserver`."""
         self._bounds.extend([self._cache.layer(layer)[0] for layer in self.layers], self._prefix)
-        self.scores = self._bounds.scores(torch.stack(self._queries).cpu())
+        self._set_scores(self._bounds.scores(torch.stack(self._queries)))
 
 
 class SelectionPolicy(ABC):
@@ -308,7 +337,7 @@ class TopScores(SelectionPolicy):
         count = min(scores.shape[1], (budget - len(newer)) // size)
         if count <= 0:
             return [torch.arange(committed - budget, committed)] * len(self.observer.layers)
-        return [torch.cat([best, newer]) for best in best_chunks(scores, size, count)]
+        return [torch.cat([best, newer]) for best in self.observer.best(scores, count)]
 
 
 def verified(

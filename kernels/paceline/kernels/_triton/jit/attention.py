@@ -2,7 +2,8 @@
 
 The first attends a tile of packed rows to a chunk of keys. Whole tiles of the committed prefix need
 no mask; only the tiles in which the block of new nodes or a window begins are masked. The second
-merges the chunks of each row by their log-sum-exp. Scores are in units of log 2.
+merges the chunks of each row by their log-sum-exp. A third records softmax weights, which need the
+log-sum-exp, and scores of more rows than the first one does. Scores are in units of log 2.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import triton
 import triton.language as tl
 
 LOG2E = 1.4426950408889634
+NONE: tl.constexpr = tl.constexpr(-(1 << 62))
+"""In the place of a row that is not recorded."""
 
 
 @triton.jit
@@ -202,6 +205,77 @@ def attend_items(
             out,
             mask=live[:, None] & (dims < DIM)[None, :],
         )
+
+
+@triton.jit(do_not_specialize=["scale", "layer"])
+def record_items(
+    q, keys, lse, items, blocks, rows, tables, places, wanted, noted, probed, layer, scale,
+    key_page, key_head, key_slot, table_stride,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
+    WIDE: tl.constexpr, USED: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    ALIGN: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One work item and kv head: what the nodes of a tile give to the prefix's part of its keys.
+
+    A tile has ``NODES`` nodes with ``HEADS`` heads each, powers of two, of which some are unused;
+    ``wanted`` and ``noted`` as in :class:`paceline.kernels._triton.plan.ProbeTable`.
+    """
+    item = tl.program_id(0)
+    head = tl.program_id(1)
+    kv_heads = tl.num_programs(1)
+    begin = tl.load(items + item * 4 + 2)
+    block = tl.load(items + item * 4)
+    start = tl.load(blocks + block * 4 + 1)
+    end = tl.minimum(tl.load(items + item * 4 + 3), start)
+    wanted += block * 4
+    if (begin < end) & (tl.load(wanted) > 0):
+        first_row = tl.load(blocks + block * 4)
+        length = tl.load(blocks + block * 4 + 2)
+        sequence = tl.load(blocks + block * 4 + 3)
+        lead = tl.load(items + item * 4 + 1) // GROUP
+        lanes = tl.arange(0, NODES * HEADS)
+        node = lead + lanes // HEADS
+        live = (lanes % HEADS < GROUP) & (lanes // HEADS < USED // GROUP) & (node < length)
+        row = first_row + tl.where(live, node, 0)
+        dims = tl.arange(0, WIDE)
+        query = (row * kv_heads + head).to(tl.int64) * GROUP + lanes % HEADS
+        q_tile = tl.load(
+            q + query[:, None] * DIM + dims[None, :],
+            mask=live[:, None] & (dims < DIM)[None, :],
+            other=0.0,
+        ).to(keys.dtype.element_ty)
+        total = tl.load(lse + query, mask=live, other=0.0) * 1.4426950408889634
+        position = start + tl.load(rows + row * 3 + 2)
+        nodes = tl.arange(0, NODES)
+        mine = (nodes < USED // GROUP) & (lead + nodes < length)
+        place = tl.load(noted + first_row + lead + nodes, mask=mine, other=NONE)
+        mine = mine & (place != NONE)
+        place += tl.load(wanted + 1) * head + tl.load(wanted + 2) * layer
+        weights = tl.load(wanted + 3) > 0
+        cols = tl.arange(0, BLOCK_N)
+        for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+            slots = n + cols
+            key_at = _key_offsets(
+                n, cols, end, sequence, head, 0, tables, places, key_page, key_head, key_slot,
+                table_stride, PAGE, ALIGN, BLOCK_N,
+            )  # fmt: skip
+            key = tl.load(
+                keys + key_at[:, None] + dims[None, :],
+                mask=(slots < end)[:, None] & (dims < DIM)[None, :],
+                other=0.0,
+            )
+            scores = tl.dot(q_tile, tl.trans(key), input_precision="ieee") * scale
+            if WINDOW > 0:
+                seen = slots[None, :] > position[:, None] - WINDOW
+                scores = tl.where(seen, scores, float("-inf"))
+            found = tl.where(weights, tl.exp2(scores - total[:, None]), scores * 0.6931471805599453)
+            found = tl.where(live[:, None], found, 0.0)
+            sums = tl.sum(tl.reshape(found, [NODES, HEADS, BLOCK_N]), 1)
+            tl.store(
+                probed + place[:, None] + slots[None, :],
+                sums,
+                mask=mine[:, None] & (slots < end)[None, :],
+            )
 
 
 @triton.jit

@@ -98,11 +98,11 @@ class BatchObserver:
             windows: Sliding window of each layer of the model, or None.
 
         Returns:
-            Nothing if one captured graph cannot serve all observers: it stores scores, not weights,
-            of the same layers for all, and of layers without a window.
+            Nothing if one captured graph cannot serve all observers: it stores scores or weights of
+            the same layers for all, of layers without a window, and once for each block.
         """
         observed = {tuple(each.observer.layers) for each in self._observed}
-        if len(observed) != 1:
+        if len(observed) != 1 or len({e.block for e in self._observed}) < len(self._observed):
             return (), []
         (layers,) = observed
         if any(windows[layer] is not None for layer in layers):
@@ -112,7 +112,8 @@ class BatchObserver:
             scratch = each.observer.scratch()
             if scratch is None:
                 return (), []
-            blocks.append(ProbedBlock(each.block, each.nodes, scratch))
+            weights = each.observer.weights
+            blocks.append(ProbedBlock(each.block, each.nodes, scratch, weights))
         return layers, blocks
 
     def publish(self, q_heads: int) -> None:
