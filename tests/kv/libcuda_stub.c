@@ -9,7 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { OK, INVALID_VALUE, OUT_OF_MEMORY, INVALID_HANDLE = 400, PEER_ENABLED = 704, NOT_SUPPORTED = 801 };
+enum { OK, INVALID_VALUE, OUT_OF_MEMORY, INVALID_HANDLE = 400, NOT_SUPPORTED = 801 };
 enum { HANDLES, RESERVED, MAPPED, ALLOCATED, OPENED, CONTEXTS, KINDS };
 enum { UNIT = 65536, DEVICES = 2, SLOTS = 64 };
 
@@ -20,13 +20,14 @@ typedef struct { int pid, file, device; uint64_t address, size; } Handle;
 typedef struct { uint64_t address, size; int kind, file, device, mapped; Handle of; } Slot;
 
 static Slot slots[SLOTS];
-static int contexts, linked;
+static int contexts, linked, current;
 
 long stub_calls;            // calls so far
 long stub_failing = -1;     // the call of this number fails
 char stub_refused[64];      // calls of this name fail
 long stub_no_read;          // nothing can be mapped for reading only
 long stub_access;           // what was granted last
+long stub_reader;           // the device that got it
 
 int stub_live(int kind) {
     int count = 0;
@@ -89,9 +90,8 @@ int cuDeviceCanAccessPeer(int *can, int reader, int other) {
 int cuDevicePrimaryCtxRetain(void **context, int device) {
     CALL; *context = (void *)(intptr_t)(device + 1); return OK;
 }
-int cuCtxPushCurrent_v2(void *context) { CALL; NEED(context, 201); contexts++; return OK; }
+int cuCtxPushCurrent_v2(void *context) { CALL; NEED(context, 201); contexts++; current = (int)(intptr_t)context - 1; return OK; }
 int cuCtxPopCurrent_v2(void **context) { contexts--; CALL; return OK; }
-int cuCtxEnablePeerAccess(void *context, unsigned flags) { CALL; NEED(contexts, 201); return PEER_ENABLED; }
 
 int cuMemGetAllocationGranularity(size_t *unit, const Prop *prop, int option) {
     CALL; NEED(prop->type == 1 && prop->location.type == 1 && !option, INVALID_VALUE);
@@ -150,7 +150,7 @@ int cuMemSetAccess(uint64_t address, size_t size, const Access *access, size_t c
     CALL; Slot *slot = find(address, RESERVED);
     NEED(slot && slot->mapped && count == 1 && access->location.type == 1, INVALID_VALUE);
     if (stub_no_read && access->flags == 1) return NOT_SUPPORTED;
-    stub_access = access->flags;
+    stub_access = access->flags; stub_reader = access->location.id;
     mprotect((void *)address, size, stub_access == 3 ? PROT_READ | PROT_WRITE : PROT_READ); return OK;
 }
 
@@ -182,6 +182,7 @@ int cuIpcOpenMemHandle_v2(uint64_t *address, struct { unsigned char bytes[64]; }
     int file = handle.pid ? open(path, O_RDWR | O_CLOEXEC) : -1;
     NEED(file >= 0, INVALID_HANDLE);
     *address = place(handle.size, file, PROT_READ | PROT_WRITE);
+    stub_reader = current;
     take(OPENED, *address, handle.size, file)->of = handle; return OK;
 }
 int cuIpcCloseMemHandle(uint64_t address) {

@@ -12,8 +12,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
 from paceline.kv.cuda import CudaDriver
 
@@ -40,6 +38,8 @@ def library() -> str:
 
 class StubDriver(CudaDriver):
     """See :class:`CudaDriver`. One at a time in a process."""
+
+    _dl_device = 1  # the CPU
 
     def __init__(self, refused: str = "") -> None:
         """Make one; calls by the name ``refused`` fail."""
@@ -68,9 +68,3 @@ class StubDriver(CudaDriver):
     def forget(self) -> None:
         """Free what failing calls left."""
         self._library.stub_forget()
-
-    def view(self, device: int, address: int, byte_size: int) -> Tensor:
-        if not byte_size:
-            return torch.empty(0, dtype=torch.uint8)
-        memory = (ctypes.c_ubyte * byte_size).from_address(address)
-        return torch.frombuffer(memory, dtype=torch.uint8)

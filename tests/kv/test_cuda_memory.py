@@ -63,6 +63,31 @@ def test_both_sides_see_the_same_bytes(driver: StubDriver) -> None:
         each.close()
 
 
+def test_memory_of_another_gpu_is_read_by_the_readers_own(
+    driver: StubDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels run there, and the process has no context on the owner's GPU."""
+    owned = ExportedMemory(driver, 0, SIZE)
+    owned.bytes[16:20] = 7
+    driver.link(1, 0)
+    used = set()
+    for name in ("_primary_context", "view"):
+        real = getattr(CudaDriver, name)
+
+        def noted(self: CudaDriver, device: int, *more: int, real: Any = real) -> Any:
+            used.add(device)
+            return real(self, device, *more)
+
+        monkeypatch.setattr(CudaDriver, name, noted)
+    mapped = map_of(driver, owned, reader=1)
+    assert mapped.bytes[:5].tolist() == [7, 7, 7, 7, 0]
+    assert driver.number("stub_reader").value == 1
+    mapped.close()
+    close_unused()
+    assert used == {1}
+    owned.close()
+
+
 def test_one_process_opens_an_allocation_once(driver: StubDriver) -> None:
     owned = ExportedMemory(driver, 0, SIZE)
     first = map_of(driver, owned)

@@ -1,4 +1,4 @@
-"""Verifier and drafter on two GPUs: KV is mapped with peer access, and followed without."""
+"""Verifier and drafter on two GPUs: KV and hidden states are mapped, or followed without access."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpu_services import demo_jobs, pair, require_services, write
 
 pytestmark = pytest.mark.gpu
 
-METHODS = ("longspec", "selfspec")
+METHODS = ("longspec", "selfspec", "dspark")
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 _log = logging.getLogger(__name__)
 
@@ -33,13 +34,16 @@ UUID_BYTES = 16
 
 # Of cuda.h, by their names there.
 _LAZY_PEER_ACCESS = 1
-_PEER_ACCESS_ALREADY_ENABLED = 704
 _ALLOCATION_TYPE_PINNED = 1
 _HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
 _LOCATION_TYPE_DEVICE = 1
 _ACCESS_READ, _ACCESS_READWRITE = 1, 3
 _NO_FLAGS = ctypes.c_ulonglong(0)
 
+# Of dlpack.h.
+_DL_CUDA = 2
+_DL_UINT = 1
+_DL_CAPSULE = b"dltensor"
 
 _T = TypeVar("_T")
 
@@ -73,6 +77,8 @@ class CudaDriver:
     it; the driver keeps it until then only while the owner lives. Memory that was mapped by a file
     descriptor exists as long as a process has it mapped, or a descriptor of it.
     """
+
+    _dl_device = _DL_CUDA
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
         """Load libcuda.
@@ -114,12 +120,12 @@ class CudaDriver:
             failed.pop_all()
         return block, file
 
-    def map(self, device: int, file: int, byte_size: int) -> Block:
+    def map(self, reader: int, device: int, file: int, byte_size: int) -> Block:
         """Returns memory of another process on a device, by a descriptor that stays open.
 
-        It is mapped for reading only where the driver knows such a mapping.
+        The device ``reader`` can access it, for reading only where the driver knows such a mapping.
         """
-        with self._context(device):
+        with self._context(reader):
             size = ctypes.c_size_t(self._whole(device, byte_size))
             memory = self._read(
                 ctypes.c_uint64(),
@@ -128,7 +134,7 @@ class CudaDriver:
                 ctypes.c_int(_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
             )
             with self._released("cuMemRelease", memory):
-                return self._map(device, memory, size, (_ACCESS_READ, _ACCESS_READWRITE))
+                return self._map(reader, memory, size, (_ACCESS_READ, _ACCESS_READWRITE))
 
     def allocate(self, device: int, byte_size: int) -> Block:
         """Returns new memory, for :meth:`export`."""
@@ -143,32 +149,35 @@ class CudaDriver:
         with self._context(device):
             return bytes(self._read(found, "cuIpcGetMemHandle", ctypes.c_uint64(block.address)))
 
-    def open(self, device: int, handle: bytes) -> Block:
-        """Returns memory of another process by its handle of CUDA IPC, once in each process."""
+    def open(self, reader: int, handle: bytes) -> Block:
+        """Returns memory of another process by its handle of CUDA IPC, once in each process.
+
+        The device ``reader`` can access it.
+        """
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
-        with self._context(device), ExitStack() as failed:
+        with self._context(reader), ExitStack() as failed:
             arguments = (_IpcHandle(handle), ctypes.c_uint(_LAZY_PEER_ACCESS))
             address = self._read(ctypes.c_uint64(), "cuIpcOpenMemHandle_v2", *arguments)
             failed.callback(self._release, "cuIpcCloseMemHandle", address)
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
             failed.pop_all()
-        return self._block(device, address, size.value, "cuIpcCloseMemHandle")
+        return self._block(reader, address, size.value, "cuIpcCloseMemHandle")
 
     def reach(self, device: int, other: int) -> bool:
-        """Let a device read the memory of another one; returns False if it cannot."""
+        """Whether a device can read the memory of another one."""
         if device == other:
             return True
         handles = (self._handle(device), self._handle(other))
-        if not self._read(ctypes.c_int(), "cuDeviceCanAccessPeer", *handles).value:
-            return False
-        theirs = self._primary_context(other)
-        with self._context(device):
-            status = self._library.cuCtxEnablePeerAccess(theirs, ctypes.c_uint(0))
-        return status in (0, _PEER_ACCESS_ALREADY_ENABLED)
+        return bool(self._read(ctypes.c_int(), "cuDeviceCanAccessPeer", *handles).value)
 
     def view(self, device: int, address: int, byte_size: int) -> Tensor:
-        """Returns memory as uint8 ``[byte_size]``; the memory must outlive the tensor."""
-        return torch.as_tensor(_ArrayInterface(address, byte_size), device=f"cuda:{device}")
+        """Returns memory as uint8 ``[byte_size]`` on a device that can access it.
+
+        Kernels over the tensor run on that device, wherever the memory is. The memory must outlive
+        the tensor.
+        """
+        capsule = _dl_capsule(self._dl_device, device, address, byte_size)
+        return from_dlpack(capsule)
 
     def _handle(self, device: int) -> ctypes.c_int:
         return self._read(ctypes.c_int(), "cuDeviceGet", ctypes.c_int(device))
@@ -198,7 +207,7 @@ class CudaDriver:
         size: ctypes.c_size_t,
         access: tuple[int, ...],
     ) -> Block:
-        """Map created or imported memory, with the first kind of access that there is."""
+        """Map created or imported memory for a device, with the first kind of access there is."""
         zero, nowhere = ctypes.c_size_t(0), ctypes.c_uint64(0)
         with ExitStack() as failed:
             address = self._read(
@@ -302,16 +311,47 @@ class _AccessDesc(ctypes.Structure):
     _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
 
 
-class _ArrayInterface:
-    """Memory that PyTorch did not allocate, as PyTorch accepts it."""
+class _DlTensor(ctypes.Structure):
+    """DLManagedTensor, and the shape that it points to."""
 
-    def __init__(self, address: int, byte_size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (byte_size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 2,
-        }
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+    ]
+
+
+def _dl_capsule(device_type: int, device: int, address: int, byte_size: int) -> object:
+    """Returns memory that PyTorch did not allocate, as uint8 ``[byte_size]``.
+
+    By DLPack, since the CUDA array interface has no device: PyTorch would take the one that the
+    memory is on.
+    """
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    own = libc.malloc(ctypes.c_size_t(ctypes.sizeof(_DlTensor)))
+    shape = own + _DlTensor.size.offset
+    free = ctypes.cast(libc.free, ctypes.c_void_p).value  # called when the tensor is gone
+    described = _DlTensor(
+        address, device_type, device, 1, _DL_UINT, 8, 1, shape, None, 0, None, free, byte_size
+    )
+    ctypes.memmove(own, ctypes.byref(described), ctypes.sizeof(_DlTensor))
+    return _new_capsule(own, _DL_CAPSULE, None)
+
+
+_new_capsule = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+)(("PyCapsule_New", ctypes.pythonapi))
 
 
 @lru_cache(maxsize=1)
@@ -403,7 +443,8 @@ class MappedMemory:
     :func:`close_unused`.
 
     Attributes:
-        bytes: The mapped part, uint8 ``[byte_size]``, on the owner's device.
+        bytes: The mapped part, uint8 ``[byte_size]``, on the device that reads it: no kernel and no
+            context of this process is on the owner's.
     """
 
     def __init__(
@@ -446,16 +487,20 @@ class MappedMemory:
                     f"GPU {reader} has no peer access to the verifier's GPU {device_uuid.hex()}; "
                     "run the drafter on the verifier's GPU, or on one linked to it"
                 )
-            self._key = (device, handle)
+            self._key = (reader, handle)
             block = self._open(
-                lambda: driver.open(device, handle) if file < 0 else driver.map(device, file, end)
+                lambda: (
+                    driver.open(reader, handle)
+                    if file < 0
+                    else driver.map(reader, device, file, end)
+                )
             )
             if end > block.byte_size:
                 raise NotMappable(
                     f"the verifier described bytes {byte_offset} to {end} of an allocation of "
                     f"{block.byte_size}"
                 )
-            self.bytes: Tensor = driver.view(device, block.address + byte_offset, byte_size)
+            self.bytes: Tensor = driver.view(reader, block.address + byte_offset, byte_size)
         except DriverError as error:
             self.close()
             hint = "; processes in containers need a common PID and IPC namespace" * (file < 0)

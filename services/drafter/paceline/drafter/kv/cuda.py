@@ -41,7 +41,7 @@ class PoolReader(MappedReader):
 
     Safety contract:
 
-    - What is returned are copies, made on the pool's GPU.
+    - What is returned are copies, made by the GPU that reads, on it.
     - Pages of a released cache are reused. So call :meth:`check` after reading, before using what
       was read: it waits for the copies, and checks that the cache still exists.
     - The mapping gives access to the whole pool. Drafters that are not trusted with it have to
@@ -96,7 +96,7 @@ class PoolReader(MappedReader):
         self._pool.close()
 
     def _places(self, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Returns page and row in the page of rows in pages of ``size``, on the pool's device.
+        """Returns page and row in the page of rows in pages of ``size``, on the device that reads.
 
         Raises:
             KvGone: An entry of the page table is not a page of the pool.
