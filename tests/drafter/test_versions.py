@@ -43,11 +43,10 @@ async def test_versions_come_and_go_while_text_streams() -> None:
         assert await listed(service) == [("x", "1", 0.0, 1, False), ("x", "2", 1.0, 1, False)]
         assert await unload(service, "x", "1") is False
         assert await listed(service) == [("x", "1", 0.0, 1, True), ("x", "2", 1.0, 1, False)]
-        assert (await old.round([31])).version == "2"
-        assert await listed(service) == [("x", "2", 1.0, 2, False)]
-        moved = FakeDrafter.loaded[1].sequences[-1]
-        assert moved.text == [*range(1, 20), 30, 31], "it moved with its whole text"
-        await old.end()
+        with pytest.raises(Refused, match="DRAFTER_REPLACED"):
+            await old.round([31])
+        await until(lambda: FakeDrafter.loaded[0].closed == 1)
+        assert await listed(service) == [("x", "2", 1.0, 1, False)]
         await new.end()
         assert await unload(service, "x") is True
         assert await listed(service) == []
@@ -134,25 +133,11 @@ async def test_an_unloaded_version_is_garbage_collected() -> None:
         await until(freed)
 
 
-@pytest.mark.parametrize(
-    ("fields", "options"),
-    [
-        ({"version": "1"}, {}),
-        ({}, {"tokenizer": "b"}),
-        ({}, {"target": "b"}),
-        ({}, {"hidden": "1"}),
-        ({}, {"kv": "0"}),
-        ({}, {"vocab": "3"}),
-    ],
-    ids=["pinned", "tokenizer", "target", "hidden states", "kv", "vocabulary"],
-)
-async def test_a_sequence_stays_if_the_other_version_does_not_fit(
-    fields: dict[str, str], options: dict[str, str]
-) -> None:
+async def test_a_sequence_stays_at_the_version_that_its_client_requested() -> None:
     """The old version is freed when the sequence ends."""
-    async with drafting("x=fake", target={"tokenizer_digest": "a"}) as service:
-        text = await service.open([1, 9], **fields)
-        await load(service, "x", "fake", activate=True, options=options)
+    async with drafting("x=fake") as service:
+        text = await service.open([1, 9], version="1")
+        await load(service, "x", "fake", activate=True)
         assert await unload(service, "x", "1") is False
         for token in (4, 5):
             assert (await text.round([token])).version == "1"
@@ -166,8 +151,8 @@ async def test_sequences_of_the_last_version_stay_until_another_is_loaded() -> N
         assert await unload(service, "x") is False
         assert (await text.round([2])).version == "1"
         await load(service, "x", "fake")
-        assert (await text.round([3])).version == "2"
-        await text.end()
+        with pytest.raises(Refused, match="DRAFTER_REPLACED"):
+            await text.round([3])
 
 
 PROMPT = [5, 6, 7]
@@ -182,10 +167,16 @@ def record(tmp_path: Path) -> Path:
 
 async def generate(service: Drafting, version: str = "") -> list[str]:
     """Generate TEXT as a verifier does. Returns the versions that drafted its trees."""
-    text = await service.open([*PROMPT, TEXT[0]], prompt_length=len(PROMPT), version=version)
+    fields = {"prompt_length": len(PROMPT), "version": version}
+    text = await service.open([*PROMPT, TEXT[0]], **fields)
     length, emitted, versions = 1, [], []
     while length < len(TEXT):
-        tree = await text.round(emitted, max_depth=len(TEXT) - length)
+        try:
+            tree = await text.round(emitted, max_depth=len(TEXT) - length)
+        except Refused as refused:
+            assert refused.reason == "DRAFTER_REPLACED"
+            text, emitted = await service.open([*PROMPT, *TEXT[:length]], **fields), []
+            continue
         versions.append(tree.version)
         accepted = 0
         for token, expected in zip(tree.tree.tokens, TEXT[length:], strict=False):

@@ -21,8 +21,8 @@ async def test_a_tuned_drafter_is_served(models: dict[str, Path], tmp_path: Path
     prompts.write_text("\n".join(str(prompt * 4) for prompt in make_prompts(2)))
     output = tmp_path / "tuned.toml"
     script = (
-        "from paceline.tune import steps\n"
-        "steps.RATIOS, steps.DEPTHS, steps.NEIGHBOURS = (0.3, 0.9), (2, 4), (1.0,)\n"
+        "from paceline import tune\n"
+        "tune.RATIOS, tune.DEPTHS, tune.NEIGHBOURS = (0.3, 0.9), (2, 4), (1.0,)\n"
         "import sys; from paceline.cli.main import main; sys.exit(main())\n"
     )
     words = ["tune", "--target", str(models["llama"]), "--tokens", "16"]

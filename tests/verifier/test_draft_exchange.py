@@ -266,10 +266,12 @@ async def test_a_drafter_that_hangs_is_left(
     assert len(await client.rest(created.handle, position, drafter=name)) == 40 - position
 
 
+@pytest.mark.parametrize("reason", ["REFUSED", "DRAFTER_REPLACED"])
 @pytest.mark.parametrize("when", ["when it is opened", "later"])
-async def test_a_refused_sequence_is_opened_again(when: str, client: Client) -> None:
+async def test_a_refused_sequence_is_opened_again(when: str, reason: str, client: Client) -> None:
     """Later, so that a drafter which cannot draft is not asked all the time."""
     service = client.drafter_service
+    service.reason = reason
     trees = iter([TokenTree.chain([1]), None])
     name = await service.add(lambda *_: next(trees, TokenTree.chain([1])))
     service.refuses = when == "when it is opened"
@@ -281,8 +283,11 @@ async def test_a_refused_sequence_is_opened_again(when: str, client: Client) -> 
         await call.write(verifier_pb2.GenerateRequest(credits=1))
         response = await call.read()
     service.refuses = False
-    assert list(response.fallbacks) == ["drafter_refused"]
-    assert response.fallback_message.startswith("REFUSED: it ")
+    if reason == "REFUSED":
+        assert list(response.fallbacks) == ["drafter_refused"]
+        assert response.fallback_message.startswith("REFUSED: it ")
+    else:
+        assert not response.fallbacks, "it is no failure"
     assert response.no_draft == verifier_pb2.NO_DRAFT_REASON_NOT_READY
     await call.write(verifier_pb2.GenerateRequest(credits=2))
     responses = [await call.read() for _ in range(2)]

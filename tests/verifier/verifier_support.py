@@ -303,6 +303,7 @@ class DrafterService:
         sequences: Function, text and source of randomness of each open sequence.
         messages: Number of messages that came.
         refuses: Whether it refuses to open sequences.
+        reason: Of its refusals.
         paused: Rounds that are kept and not answered; None: all are answered at once.
     """
 
@@ -334,6 +335,7 @@ class DrafterService:
         self.sequences: dict[int, tuple[Drafter, list[int], random.Random]] = {}
         self.messages = 0
         self.refuses = False
+        self.reason = "REFUSED"
         self.paused: list[exchange_pb2.DraftRound] | None = None
 
     async def __aenter__(self) -> DrafterService:
@@ -466,7 +468,7 @@ class DrafterService:
             self.opened.append(opened)
             number, version = opened.sequence, opened.version or "0"
             if self.refuses or version not in self._functions:
-                reply.refused.add(sequence=number, reason="REFUSED", message="it may not be opened")
+                reply.refused.add(sequence=number, reason=self.reason, message="it may not be opened")
                 continue
             function, seed = self._functions[version]
             self.sequences[number] = (function, list(opened.tokens), random.Random(seed))
@@ -489,7 +491,7 @@ class DrafterService:
         drafted = function(text, rng)
         if drafted is None:
             del self.sequences[round_.sequence]
-            reply.refused.add(sequence=round_.sequence, reason="REFUSED", message="it failed")
+            reply.refused.add(sequence=round_.sequence, reason=self.reason, message="it failed")
             return
         if isinstance(drafted, TokenTree):
             drafted = drafted.first(round_.node_budget).to_proto()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -17,8 +18,8 @@ from paceline.tune import (
     METHODS,
     TuneError,
     TuningRun,
-    TuningServices,
     TuningStep,
+    measuring,
     to_table,
     to_toml,
     tune,
@@ -68,38 +69,40 @@ def run(args: argparse.Namespace) -> int:
         options = dict(spec.options)
         if spec.method == "selfspec":
             verifier["share-weights"] = True
-        services = TuningServices(
+        roots = [f"--root={root}" for root in (folder, *spec.folders)]
+        load = LoadDrafterRequest(method=spec.method, folder=str(folder), options=options)
+        services = measuring(
             [
                 f"--{name}" if value is True else f"--{name}={value}"
                 for name, value in verifier.items()
             ],
-            LoadDrafterRequest(method=spec.method, folder=str(folder), options=options),
+            roots,
+            load,
             read_prompts(args.prompts)[: args.count],
-            tokens=args.tokens,
-            temperature=args.temperature,
-            roots=[folder, *spec.folders],
-            on_run=_show,
+            args.tokens,
+            args.temperature,
         )
-        steps, baseline = run_async(_measure(services, spec.method))
+
+        async def search() -> tuple[list[TuningStep], float]:
+            async with services as (measure, baseline):
+
+                async def shown(options: Mapping[str, str]) -> TuningRun:
+                    run = await measure(options)
+                    length, speed = run.accepted_length, run.tokens_per_second
+                    text = f"accepted length {length:.2f}, {speed:.1f} tokens/s"
+                    print(f"{run.label}: {text}", file=sys.stderr, flush=True)
+                    return run
+
+                return await tune(spec.method, shown), baseline
+
+        steps, baseline = run_async(search())
         options |= steps[-1].chosen.options
         if spec.method == "selfspec":
             # `serve` starts both services at once: the drafter must wait for the shared weights.
             options.setdefault("share_weights", "always")
         tail = "".join(f",{name}={value}" for name, value in options.items())
-        load = f"{spec.name}={spec.method}:{folder}{tail}"
-        args.output.write_text(to_toml(verifier, load, steps, baseline), encoding="utf-8")
+        found = f"{spec.name}={spec.method}:{folder}{tail}"
+        args.output.write_text(to_toml(verifier, found, steps, baseline), encoding="utf-8")
     Console().print(*(to_table(step, baseline) for step in steps))
     print(f"written: {args.output} (paceline serve --config {args.output})")
     return 0
-
-
-async def _measure(services: TuningServices, method: str) -> tuple[list[TuningStep], float]:
-    """All steps, and the speed without a drafter in tokens/s."""
-    async with services:
-        return await tune(method, services.measure), services.baseline
-
-
-def _show(run: TuningRun) -> None:
-    """Prints a run as it ends; there are about twenty of them."""
-    speed = f"accepted length {run.accepted_length:.2f}, {run.tokens_per_second:.1f} tokens/s"
-    print(f"{run.label}: {speed}", file=sys.stderr, flush=True)

@@ -88,7 +88,7 @@ class _Seat:
     version: Version
     session: Session
     evict: Callable[[], None]
-    """Ends the sequence if it is at this place; the registry calls it for a forced unload."""
+    """Ends the sequence; the registry calls it for a forced unload."""
 
 
 class _Sequence:
@@ -106,10 +106,8 @@ class _Sequence:
         """The round that was not answered."""
         self.arrived = 0.0
         """When the round came (time.monotonic)."""
-        self.unfit: Version | None = None
-        """A version that replaces this one, but does not fit."""
-        self.evicted: set[Version] = set()
-        """Versions that were unloaded by force since it was attached to them."""
+        self.evicted = False
+        """Whether its version was unloaded by force."""
 
 
 class Connection:
@@ -297,45 +295,45 @@ class Connection:
             self._prepare(sequence, sequence.seat)
 
     def _seated(self, sequence: _Sequence, seat: _Seat) -> None:
-        """The sequence was opened at a version, or moves to one."""
+        """The sequence was opened at a version."""
         if self._parts.metrics is not None:
             self._parts.metrics.opened(seat.session)
-        moved = sequence.seat is not None
         if self.sequences.get(sequence.number) is not sequence:
             self._unseat(seat)
             return
-        if moved:
-            self._leave(sequence)
         sequence.seat = seat
-        if seat.version in sequence.evicted:
-            self._evicted(sequence, seat.version)
+        if sequence.evicted:
+            self._evicted(sequence)
             return
         self._worker.catch_up(seat.session)
-        if not moved:
-            spec, drafter = seat.version.spec, seat.version.drafter
-            self._outgoing.opened.add(
-                sequence=sequence.number,
-                drafter=spec.name,
-                version=seat.version.version,
-                method=spec.method,
-                max_nodes=drafter.max_nodes,
-                kv_transport=seat.session.kv_transport,
-            )
-            self._worker.flush_later(self._flush)
-            if sequence.round is not None:
-                self._prepare(sequence, seat)
+        spec, drafter = seat.version.spec, seat.version.drafter
+        self._outgoing.opened.add(
+            sequence=sequence.number,
+            drafter=spec.name,
+            version=seat.version.version,
+            method=spec.method,
+            max_nodes=drafter.max_nodes,
+            kv_transport=seat.session.kv_transport,
+        )
+        self._worker.flush_later(self._flush)
+        if sequence.round is not None:
+            self._prepare(sequence, seat)
 
     def _prepare(self, sequence: _Sequence, seat: _Seat) -> None:
-        """Draft the round, after the event loop has done what must come first."""
+        """Draft the round: at once, or when hidden states have come, or at another version."""
         assert sequence.round is not None, "it has a round"
-        leaves = seat.version.draining or seat.version.failing
-        move = leaves and not sequence.message.version
-        lacks = seat.session.lacks_states(sequence.round.committed_length)
-        if move or lacks:
-            tokens = list(sequence.text) if move else []
-            self._call_soon(self._start, self._preparing(sequence, sequence.round, seat, tokens))
+        version = seat.version
+        if (version.draining or version.failing) and self._replaceable(sequence, version):
+            message = f"version {version.version!r} of drafter {version.spec.name!r} is replaced"
+            self._refuse(sequence, ServiceError.unavailable("DRAFTER_REPLACED", message))
+        elif seat.session.lacks_states(sequence.round.committed_length):
+            self._call_soon(self._start, self._wait_for_states(sequence, sequence.round, seat))
         else:
             self._draft(sequence)
+
+    def _replaceable(self, sequence: _Sequence, version: Version) -> bool:
+        """Whether another version may draft for a sequence."""
+        return not sequence.message.version and self._parts.registry.has_replacement(version)
 
     def _draft(self, sequence: _Sequence) -> None:
         """Queue the round of a sequence, if it is still open."""
@@ -367,7 +365,7 @@ class Connection:
         """Answer a round. One that failed gets an empty tree if another version can take over."""
         version, message = seat.version, sequence.round
         assert message is not None, "it has a round"
-        replaceable = not sequence.message.version and self._parts.registry.has_replacement(version)
+        replaceable = self._replaceable(sequence, version)
         try:
             if isinstance(result, Exception):
                 raise result
@@ -392,7 +390,7 @@ class Connection:
             what = f"{type(error).__name__}: {error}"
             if version.add_round(failed=True):
                 self._call_soon(self._parts.registry.take_out, version, what)
-            if not replaceable or sequence.unfit is not None:
+            if not replaceable:
                 self._refuse(sequence, _draft_failed(version, what))
                 return
             result = Drafted(EMPTY, 0.0, 0.0)
@@ -432,10 +430,11 @@ class Connection:
                     tracer, Span.DRAFTER_ROUND, traceparent, arrived, self._sent_ns, attributes
                 )
 
-    def _evicted(self, sequence: _Sequence, version: Version) -> None:
-        """A version that a sequence is at, or on its way to, was unloaded by force."""
-        sequence.evicted.add(version)
-        if sequence.seat is not None and sequence.seat.version is version:
+    def _evicted(self, sequence: _Sequence) -> None:
+        """The version of a sequence was unloaded by force."""
+        sequence.evicted = True
+        if sequence.seat is not None:
+            version = sequence.seat.version
             message = (
                 f"version {version.version!r} of drafter {version.spec.name!r} was unloaded; open "
                 "it again to get another version"
@@ -515,16 +514,10 @@ class Connection:
 
         recorder.add(recording)
 
-    async def _preparing(
-        self,
-        sequence: _Sequence,
-        message: exchange_pb2.DraftRound,
-        seat: _Seat,
-        tokens: list[int],
+    async def _wait_for_states(
+        self, sequence: _Sequence, message: exchange_pb2.DraftRound, seat: _Seat
     ) -> None:
-        """Move a sequence to the version that replaces its own, and wait for hidden states."""
-        if tokens:
-            seat = await self._move(sequence, seat, tokens)
+        """Draft a round when hidden states that are in flight have come."""
         states = seat.session.states
         if states is not None and message.node_budget:
             seconds = _STATES_SECONDS
@@ -534,30 +527,7 @@ class Connection:
             await states.wait_for(message.committed_length, seconds)
         self._worker.post(partial(self._draft, sequence))
 
-    async def _move(self, sequence: _Sequence, seat: _Seat, tokens: list[int]) -> _Seat:
-        """Returns the new place of a sequence, or the old one if it stays.
-
-        It moves with its whole text, as if it were opened. It stays if the other version does not
-        fit: another target, hidden states that the cache does not keep, KV that cannot be read.
-        """
-        successor = self._parts.registry.successor(seat.version)
-        if successor is None or successor is sequence.unfit:
-            return seat
-        try:
-            new = await self._take(sequence, successor, tokens, seat.version)
-        except ServiceError:
-            sequence.unfit = successor
-            return seat
-        self._worker.post(partial(self._seated, sequence, new))
-        return new
-
-    async def _take(
-        self,
-        sequence: _Sequence,
-        version: Version,
-        tokens: list[int],
-        before: Version | None = None,
-    ) -> _Seat:
+    async def _take(self, sequence: _Sequence, version: Version, tokens: list[int]) -> _Seat:
         """Open a session at a version, which was chosen without an await in between.
 
         Raises:
@@ -566,11 +536,11 @@ class Connection:
         parts, message = self._parts, sequence.message
 
         def evict() -> None:
-            self._worker.post(partial(self._evicted, sequence, version))
+            self._worker.post(partial(self._evicted, sequence))
 
         parts.registry.attach(version, evict)
         try:
-            check_fit(self._target, message.read_grant, tokens, version, before)
+            check_fit(self._target, message.read_grant, tokens, version)
             generation = GenerationInfo(
                 tokens=tokens,
                 prompt_length=message.prompt_length,

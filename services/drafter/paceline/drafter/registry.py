@@ -1,8 +1,8 @@
 """Named drafters and their versions: loading, shares of new generations, failures, release.
 
-Sequences of a version that was unloaded, or taken out because it fails, move to another version
-between two rounds, with their whole text. A sequence stays if its client requested this version or
-if the other one does not fit its target.
+Sequences of a version that was unloaded, or taken out because it fails, are refused at their next
+round if another version has a share; the verifier opens them again there. A sequence stays if its
+client requested this version.
 """
 
 from __future__ import annotations
@@ -221,8 +221,7 @@ class Registry:
     def unload(self, name: str, version: str = "", *, force: bool = False) -> bool:
         """Remove a version, or all versions of a name.
 
-        A removed version takes no new streams. Its share goes to the other versions of the name,
-        and its streams move to :meth:`successor` at their next round.
+        A removed version takes no new streams. Its share goes to the other versions of the name.
 
         With ``force`` its streams are ended. No ``version`` means all of them.
 
@@ -295,11 +294,6 @@ class Registry:
         chosen.credit -= 1.0
         return chosen
 
-    def successor(self, version: Version) -> Version | None:
-        """The version that a stream of one that drains or fails moves to; None: it stays."""
-        leaves = version.draining or version.failing
-        return self._replacement(version) if leaves else None
-
     def has_replacement(self, version: Version) -> bool:
         """Whether another version of its name has a share. Any thread."""
         return self._replacement(version) is not None
@@ -308,7 +302,7 @@ class Registry:
         """Add a stream. The drafter is not freed before :meth:`detach`.
 
         ``end`` ends the stream; a forced unload calls it, once at most. The version is from
-        :meth:`choose` or :meth:`successor`, without an await in between.
+        :meth:`choose`, without an await in between.
         """
         version.streams.add(end)
 

@@ -294,19 +294,15 @@ def check_fit(
     read_grant: bytes,
     tokens: Sequence[int],
     version: Version,
-    before: Version | None = None,
 ) -> None:
     """Check that a drafter fits the target and the text so far.
 
     The tokenizer's digest decides; the vocabulary size only where a digest is missing, since models
     of one family pad their embeddings differently.
 
-    A version that replaces ``before`` must read the same hidden states, because the cache was
-    created to keep those.
-
     Raises:
-        ServiceError: TARGET_MISMATCH, TOKENIZER_MISMATCH, KV_NOT_SHARED, HIDDEN_STATES_MISMATCH
-            or TOKEN_OUT_OF_VOCABULARY.
+        ServiceError: TARGET_MISMATCH, TOKENIZER_MISMATCH, KV_NOT_SHARED or
+            TOKEN_OUT_OF_VOCABULARY.
     """
     fit, needs, name = version.drafter.fit, version.drafter.needs, version.spec.name
     if fit.target_fingerprint and fit.target_fingerprint != target.target_fingerprint:
@@ -336,15 +332,6 @@ def check_fit(
             f"drafter {name!r} reads the target's KV, but the sequence has no read_grant; choose a "
             "drafter that needs tokens only",
         )
-    if before is not None:
-        old = before.drafter.needs
-        if (old.hidden_state_layers, old.hidden_state_window) != (
-            needs.hidden_state_layers,
-            needs.hidden_state_window,
-        ):
-            raise ServiceError.failed_precondition(
-                "HIDDEN_STATES_MISMATCH", f"drafter {name!r} reads other hidden states"
-            )
     _check_tokens("tokens", tokens, target.vocab_size, version)
 
 

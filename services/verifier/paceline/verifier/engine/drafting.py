@@ -40,6 +40,9 @@ _HUNG_SECONDS = 10.0
 _FIRST_DELAY, _MAX_DELAY = 0.1, 10.0
 """Bounds of the delay before a sequence is opened again after a failure. Unit: seconds."""
 
+_REPLACED = "DRAFTER_REPLACED"
+"""Reason of a refusal that is no failure: the sequence is opened again at another version."""
+
 MAX_NAME = 256
 """Length of the longest name or version. Unit: characters."""
 
@@ -326,7 +329,9 @@ class Drafting:
                     self._drafted(sequence, tree)
             for refused in message.refused:
                 sequence = self._find(link, refused.sequence)
-                if sequence is not None:
+                if sequence is not None and refused.reason == _REPLACED:
+                    self._forget(sequence)
+                elif sequence is not None:
                     why = f"{refused.reason}: {refused.message}"
                     self._drop(sequence, "drafter_refused", why, wrong=True)
         except ServiceError as error:
@@ -478,16 +483,20 @@ class Drafting:
     ) -> None:
         """Forget a sequence after a failure; its generation goes on and tries again later."""
         job = sequence.job
-        del sequence.link.sequences[sequence.number]
-        job.sequence_at_drafter = None
         delay = min(_MAX_DELAY, _FIRST_DELAY * 2 ** min(job.failures + 3 * wrong, 16))
         job.failures += 1
         job.retry_at = perf_counter() + delay
         why = why[:_MAX_REASON]
         job.fallbacks.append((reason, why))
         _log.info("drafting failed", extra={"reason": reason, "fault": why})
-        if job in self.waiting:
-            self._resume(job)
+        self._forget(sequence)
+
+    def _forget(self, sequence: SequenceAtDrafter) -> None:
+        """Forget a sequence that is closed; its generation goes on."""
+        del sequence.link.sequences[sequence.number]
+        sequence.job.sequence_at_drafter = None
+        if sequence.job in self.waiting:
+            self._resume(sequence.job)
 
     def _resume(self, job: Decode) -> None:
         """End the wait of a job."""
