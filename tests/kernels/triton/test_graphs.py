@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.bench.gpu.cases import RandomWeights
 from paceline.decoder import Decoder, DecoderConfig, ForwardResult, GraphRunner, LocalCache
-from paceline.kernels import PagedPlane, TreeSegment, attention, plan_trees
+from paceline.kernels import PagedPlane, TreeSegment, attention, float8, plan_trees
 from paceline.kv.selection import AttentionScores, PageScores, Rows
 from paceline.verifier.engine.batch import Batch, BatchObserver
 from paceline.verifier.engine.job import GenerationParams, Prefill, Sequence
@@ -28,9 +29,9 @@ CONFIG = DecoderConfig(
 )  # fmt: skip
 
 
-def make_decoder() -> Decoder:
+def make_decoder(config: DecoderConfig = CONFIG) -> Decoder:
     """With random weights, the same each time."""
-    return Decoder(CONFIG, RandomWeights(CONFIG, torch.device("cpu"), 0), "cpu")
+    return Decoder(config, RandomWeights(config, torch.device("cpu"), 0), "cpu")
 
 
 @pytest.fixture
@@ -241,26 +242,37 @@ class Captured:
         return ForwardResult(torch.empty(self.plan.rows, 50))
 
 
+@pytest.mark.parametrize("weights", ["float32", "fp8"])
 def test_a_layer_launches_its_kernels_and_no_others(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, pool: PagePool
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    pool: PagePool,
+    weights: str,
 ) -> None:
     """The project's own, beside the products: nothing is copied or filled between them."""
     from paceline.kernels._triton import backend
 
+    def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+        return backend.scaled_rows(x, float8.LARGEST, float8.SMALLEST, torch.float8_e4m3fn)
+
     request.getfixturevalue("triton_on_cpu")
-    decoder = make_decoder()
+    monkeypatch.setattr(float8, "quantise_rows", quantise)
+    dtype = torch.bfloat16 if weights == "fp8" else CONFIG.dtype
+    decoder = make_decoder(replace(CONFIG, weights=weights, dtype=dtype))
     runner = GraphRunner(decoder, PoolView(pool))
     blocks = [TreeSegment(0, 0, None, 2)]
     runner.forward([1, 2], blocks, [1])
     launched = Launches()
     kernels = ("attend_items", "merge_items", "rotate_rows", "add_norm_rows", "gate_rows")
-    for name in kernels:
+    for name in (*kernels, "scale_rows"):
         monkeypatch.setattr(backend, name, Recorded(name, launched.names))
     (graph,) = runner._graphs.values()
     with torch.inference_mode(), launched:
         graph.run()
     layers = CONFIG.layers
     expected = dict.fromkeys(kernels, layers) | {"add_norm_rows": 2 * layers + 1}
+    if weights == "fp8":  # other products are compiled ones on a CPU, which take float32
+        expected |= dict.fromkeys(("scale_rows", "_scaled_mm"), 4 * layers) | {"to": 3}
     # The embedding, which is packed on a CPU; the last residual; logits to the one buffer.
     around = dict.fromkeys(("index", "floor_divide", "remainder", "add_", "copy_"), 1)
     assert Counter(launched.names) == Counter(expected | around)
