@@ -174,7 +174,7 @@ async def generate(service: Drafting, version: str = "") -> list[str]:
         try:
             tree = await text.round(emitted, max_depth=len(TEXT) - length)
         except Refused as refused:
-            assert refused.reason == "DRAFTER_REPLACED"
+            assert refused.reason == "DRAFTER_REPLACED"  # noqa: PT017
             text, emitted = await service.open([*PROMPT, *TEXT[:length]], **fields), []
             continue
         versions.append(tree.version)
