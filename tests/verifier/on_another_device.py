@@ -19,7 +19,7 @@ from verifier_support import VOCAB, make_model, serving, text
 
 from paceline.decoder import Decoder
 from paceline.decoder import device as device_module
-from paceline.kernels import SamplingParams, attention
+from paceline.kernels import Proposal, SamplingParams, attention
 from paceline.kernels import sampling as sampling_module
 from paceline.kernels.dense import DenseBackend
 from paceline.kv.policies import load_policy
@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from another_device import DEVICE, TRANSFERS, OnDevice, another_device, enter_thread
 
-PERTURBED = sampling_module.perturbed_logits
+PERTURBED, ACCEPT_DRAFTS = sampling_module.perturbed_logits, sampling_module._accept_drafts
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +194,38 @@ def test_a_step_waits_once_for_any_number_of_sequences(
     assert found == [(4 + more, 1 + (kind == "logprobs"), 1)] * 2
 
 
+def test_rejection_sampling_waits_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chains, some tokens of which are accepted; the tokens are those of the CPU."""
+    waits: list[object] = []
+    stream = SimpleNamespace(synchronize=lambda: waits.append(None))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    monkeypatch.setattr(sampling_module, "perturbed_logits", perturbed_there)
+    monkeypatch.setattr(sampling_module, "_accept_drafts", accepted_there)
+    monkeypatch.setattr(device_module, "ACCELERATORS", ("other",))
+    sampling = SamplingParams(
+        temperature=4.0, top_k=50, presence_penalty=0.5, seed=3, rejection=True
+    )
+    fields: dict[str, Any] = {"sampling": sampling}
+    weights = np.random.default_rng(0).random((4, VOCAB)).astype(np.float32)
+    proposals = [Proposal.checked(range(VOCAB), (row / row.sum()).tolist()) for row in weights]
+    tokens = tuple(each.draw(3, 4 + depth) for depth, each in enumerate(proposals))
+    chain = TokenTree(tokens, (-1, 0, 1, 2), proposals=tuple(proposals))
+    with torch.inference_mode():
+        decoder = Decoder.load(folder)
+        expected, _ = stepped(decoder, pool_of(decoder), 5, [chain] * 5, 1, waits, fields)
+    assert len({len(text) for text in expected}) > 1, "not all chains are rejected at once"
+    found = []
+    with another_device(), torch.inference_mode():
+        decoder = Decoder.load(folder, device=DEVICE)
+        for count in (1, 5):
+            texts, _ = stepped(decoder, pool_of(decoder), count, [chain] * count, 1, waits, fields)
+            assert texts == expected[:count]
+            waits += [None] * (TRANSFERS["waits"] - count)
+            found.append((TRANSFERS["device"] - count, TRANSFERS["host"], len(waits)))
+    # Tokens, positions, places of hidden states; parameters, changes of logits, drafts.
+    assert found == [(6, 1, 1)] * 2
+
+
 @pytest.mark.parametrize("policy", SCORED)
 def test_scores_stay_on_the_device(
     folder: Path, monkeypatch: pytest.MonkeyPatch, policy: str
@@ -229,6 +261,15 @@ def perturbed_there(logits: Tensor, *args: Any) -> Tensor:
         return PERTURBED(logits, *args)
     TRANSFERS["device"] += 1
     return OnDevice(PERTURBED(logits.inner, *args))
+
+
+def accepted_there(scores: Tensor, tokens: Tensor, *args: Any) -> None:
+    """Likewise."""
+    if isinstance(scores, OnDevice):
+        assert isinstance(tokens, OnDevice)
+        TRANSFERS["device"] += 1
+        scores, tokens = scores.inner, tokens.inner
+    ACCEPT_DRAFTS(scores, tokens, *args)
 
 
 def pool_of(decoder: Decoder) -> PagePool:

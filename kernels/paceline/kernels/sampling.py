@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -202,7 +203,10 @@ def choose_token(logits: Tensor, params: SamplingParams, position: int, history:
 
 
 def choose_tokens(
-    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    drafted: Mapping[int, tuple[int, Proposal]] = MappingProxyType({}),
 ) -> Tensor:
     """The tokens the sampling contract names for many rows at once, where the logits are.
 
@@ -210,13 +214,63 @@ def choose_tokens(
         logits: Float ``[R, V]``, rows dense; with penalties and biases, as :func:`edit_rows` adds.
         params: One a row.
         positions: Absolute positions of the tokens to be chosen.
+        drafted: Of rows whose token is chosen by rejection sampling, the drafted token and the
+            distribution it was drawn from (:func:`accept_or_resample`).
 
     Returns:
         int64 ``[R]``, on the device of the logits. A GPU is not waited for.
     """
     if all(each.greedy for each in params):
         return logits.argmax(1)
-    return perturbed_logits(logits, params, positions).argmax(1)
+    noisy = [-1 if row in drafted else position for row, position in enumerate(positions)]
+    scores = perturbed_logits(logits, params, noisy)
+    tokens = scores.argmax(1)
+    if drafted:
+        seeds = [params[row].seed for row in drafted]
+        _accept_drafts(scores, tokens, drafted, seeds, [positions[row] for row in drafted])
+    return tokens
+
+
+def _accept_drafts(
+    scores: Tensor,
+    tokens: Tensor,
+    drafted: Mapping[int, tuple[int, Proposal]],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+) -> None:
+    """Replace the tokens of rows by those of rejection sampling from their filtered scores."""
+    if scores.device.type == "cuda":
+        with suppress(ImportError):
+            from paceline.kernels._triton.backend import accept_drafts
+
+            records = _draft_records(drafted, seeds, positions, scores.shape[1])
+            accept_drafts(scores, tokens, *records)
+            return
+    found = [
+        _accept_or_resample(scores[row].cpu(), seed, position, *drafted[row])
+        for row, seed, position in zip(drafted, seeds, positions, strict=True)
+    ]
+    tokens[send(torch.tensor([*drafted]), tokens.device)] = send(torch.tensor(found), tokens.device)
+
+
+def _draft_records(
+    drafted: Mapping[int, tuple[int, Proposal]],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    vocab: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each draft: row, token, seed, position and the sum of its probabilities as float64; and
+    its probabilities: places in ``[D, vocab]`` and float32 bits."""
+    proposals = [proposal for _, proposal in drafted.values()]
+    sums = [each.probabilities.sum(dtype=np.float64) for each in proposals]
+    integers = [
+        np.array([*drafted]), np.array([token for token, _ in drafted.values()]),
+        np.array(seeds, np.uint64).view(np.int64), np.array(positions),
+        np.array(sums).view(np.int64),
+    ]  # fmt: skip
+    places = [index * vocab + each.tokens for index, each in enumerate(proposals)]
+    values = np.concatenate([each.probabilities for each in proposals]).view(np.int32)
+    return np.stack(integers, 1), np.stack([np.concatenate(places), values])
 
 
 def perturbed_logits(
@@ -232,7 +286,7 @@ def perturbed_logits(
     Args:
         logits: Float ``[R, V]``, rows dense; with penalties and biases.
         params: One a row; those at temperature 0 get no noise.
-        positions: Absolute positions of the tokens to be chosen.
+        positions: Absolute positions of the tokens to be chosen; below 0: without noise.
         ids: Token id of each logit, rising, int64 ``[V]`` on the device of the logits; None: its
             index.
 
@@ -247,7 +301,7 @@ def perturbed_logits(
     tokens = torch.arange(logits.shape[1]) if ids is None else ids
     scores = torch.stack([_filtered(*each) for each in zip(logits.cpu(), params, strict=True)])
     for row, each, position in zip(scores, params, positions, strict=True):
-        if not each.greedy:
+        if not each.greedy and position >= 0:
             row += gumbel_noise_at(each.seed, position, tokens)
     return scores.to(logits.device)
 
@@ -575,16 +629,24 @@ def accept_or_resample(
             proposal is certain of.
         proposal: The distribution it was drawn from.
     """
-    p = filter_logits(logits, params, history).double().softmax(0).numpy()
+    scores = filter_logits(logits, params, history)
+    return _accept_or_resample(scores, params.seed, position, drafted, proposal)
+
+
+def _accept_or_resample(
+    scores: Tensor, seed: int, position: int, drafted: int, proposal: Proposal
+) -> int:
+    """:func:`accept_or_resample` of filtered logits over temperature."""
+    p = scores.double().softmax(0).numpy()
     q = np.zeros_like(p)
     q[proposal.tokens] = proposal.probabilities
     q /= q.sum()
-    if _uniform(params.seed, position, _ACCEPT) * q[drafted] < p[drafted]:
+    if _uniform(seed, position, _ACCEPT) * q[drafted] < p[drafted]:
         return drafted
     residual = np.maximum(p - q, 0.0)
     # Empty only if p and q are equal up to rounding.
     weights = residual if residual.any() else p
-    return _pick(weights, _uniform(params.seed, position, _RESIDUAL))
+    return _pick(weights, _uniform(seed, position, _RESIDUAL))
 
 
 def _uniform(seed: int, position: int, purpose: int) -> float:

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from paceline.bench.gpu.sampling import KINDS
-from paceline.kernels import History, SamplingParams, choose_token, choose_tokens
+from paceline.kernels import (
+    History,
+    Proposal,
+    SamplingParams,
+    accept_or_resample,
+    choose_token,
+    choose_tokens,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -27,4 +34,19 @@ def test_tokens_are_those_of_the_cpu(
     assert choose_tokens(logits.to(device), params, positions).tolist() == [
         choose_token(row, each, at, empty)
         for row, each, at in zip(logits, params, positions, strict=True)
+    ]
+
+
+def test_drafts_are_accepted_or_replaced_as_on_the_cpu(device: torch.device) -> None:
+    torch.manual_seed(0)
+    logits, empty = 4 * torch.randn(40, 128_256), History([])
+    params, drafted = SamplingParams(top_p=0.95, seed=7, rejection=True), {}
+    for row in range(0, 40, 2):
+        proposal = Proposal.likeliest(logits[row] + torch.randn(128_256), 20)
+        drafted[row] = proposal.draw(params.seed, row), proposal
+    assert choose_tokens(logits.to(device), [params] * 40, range(40), drafted).tolist() == [
+        accept_or_resample(each, params, row, empty, *drafted[row])
+        if row in drafted
+        else choose_token(each, params, row, empty)
+        for row, each in enumerate(logits)
     ]

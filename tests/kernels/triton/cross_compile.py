@@ -33,10 +33,13 @@ from paceline.kernels._triton.jit.rows import (
     scale_rows,
 )
 from paceline.kernels._triton.jit.sampling import (
+    accept_or_resample,
     find_best,
     find_border,
     find_candidates,
     perturb,
+    sum_chances,
+    sum_residuals,
 )
 from paceline.kernels._triton.plan import choose_tiling
 from paceline.kernels.float8 import LARGEST, SMALLEST
@@ -141,7 +144,7 @@ def compile_rows(kv: str = "bf16", dim: int = 128, page: int = 256, *, norms: bo
 
 
 def compile_sampling(kind: str) -> None:
-    """The sampling contract over logits of a type."""
+    """The sampling contract over logits of a type, and rejection sampling."""
     types = {"logits": f"*{kind}", "floats": "*fp64", "out": "*fp32"}
     keys = ("integers", "best", "candidates", "sums", "borders", "ids")
     types |= dict.fromkeys(keys, "*i64") | dict.fromkeys(("vocab", "stride", "chunks"), "i32")
@@ -152,6 +155,12 @@ def compile_sampling(kind: str) -> None:
     for reduced in (False, True):
         options = {"FILTERED": True, "REDUCED": reduced, "BLOCK": backend.NOISE_BLOCK}
         compile_kernel(perturb, types, options)
+    types |= dict.fromkeys(("scores", "q", "highest"), "*fp32")
+    types |= {"drafts": "*i64", "tokens": "*i64"} | dict.fromkeys(("sums", "rests"), "*fp64")
+    sizes = {"CHUNKS": 64, "BLOCK": backend.CHUNK}
+    compile_kernel(sum_chances, types, {"BLOCK": backend.CHUNK})
+    compile_kernel(sum_residuals, types, sizes)
+    compile_kernel(accept_or_resample, types, sizes, num_warps=8)
 
 
 def compile_all() -> None:

@@ -10,11 +10,14 @@ from kernel_cases import sampling_params
 
 from paceline.kernels import (
     History,
+    Proposal,
     SamplingParams,
+    accept_or_resample,
     choose_token,
     filter_logits,
     perturbed_logits,
 )
+from paceline.kernels.sampling import _draft_records
 
 NONE = History([1])
 ONE = SamplingParams(temperature=0.7, top_k=3, min_p=0.5)  # one token is left of three
@@ -77,6 +80,52 @@ def test_any_row_gets_the_token_of_the_contract(
     kept = [filter_logits(row, each, NONE).isfinite() for row, each, _ in rows]
     assert torch.equal(found.isfinite(), torch.stack(kept))
     assert found.argmax(1).tolist() == [choose_token(row, each, at, NONE) for row, each, at in rows]
+
+
+@settings(max_examples=8, phases=set(Phase) - {Phase.shrink})
+@given(
+    params=sampling_params().filter(lambda each: not each.greedy),
+    position=st.integers(0, 2**40),
+    vocab=st.sampled_from([1, 5, 700, 1500]),
+    kind=st.sampled_from(["any", "close", "equal", "certain"]),
+    seed=st.integers(0, 1000),
+)
+def test_drafts_are_accepted_or_replaced_as_on_the_cpu(
+    params: SamplingParams, position: int, vocab: int, kind: str, seed: int
+) -> None:
+    """Of eight drafts, with a row between them that has none."""
+    from paceline.kernels._triton import backend
+
+    torch.manual_seed(seed)
+    logits = 2 * torch.randn(9, vocab)
+    rows = [0, 1, 2, 3, 5, 6, 7, 8]
+    drafted = {}
+    for row in rows:
+        other = filter_logits(logits[row], params, NONE)
+        if kind != "equal":
+            other = torch.randn(vocab) if kind == "any" else other + 0.3 * torch.randn(vocab)
+        proposal = Proposal.likeliest(other, 40)
+        token = proposal.draw(params.seed, position + row)
+        drafted[row] = token, Proposal.certain(token) if kind == "certain" else proposal
+    positions = [position + row for row in range(9)]
+    with pytest.MonkeyPatch.context() as sizes:
+        sizes.setattr(backend, "CHUNK", 512)
+        sizes.setattr(backend, "KEEP", 16)
+        scores = backend.perturbed(
+            logits, [params] * 9, [-1 if row in drafted else at for row, at in enumerate(positions)]
+        )
+        tokens = scores.argmax(1)
+        records = _draft_records(
+            drafted, [params.seed] * 8, [positions[row] for row in rows], vocab
+        )
+        backend.accept_drafts(scores, tokens, *records)
+    expected = [
+        accept_or_resample(logits[row], params, positions[row], NONE, *drafted[row])
+        if row in drafted
+        else choose_token(logits[row], params, positions[row], NONE)
+        for row in range(9)
+    ]
+    assert tokens.tolist() == expected
 
 
 def test_rows_far_apart_and_a_reduced_vocabulary() -> None:

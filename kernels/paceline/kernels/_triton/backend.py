@@ -22,10 +22,13 @@ from paceline.kernels._triton.jit.rows import (
 )
 from paceline.kernels._triton.jit.sampling import (
     ID_BITS,
+    accept_or_resample,
     find_best,
     find_border,
     find_candidates,
     perturb,
+    sum_chances,
+    sum_residuals,
 )
 from paceline.kernels._triton.plan import (
     MASK_ALIGN,
@@ -399,6 +402,37 @@ def perturbed(
         FILTERED=filtered, REDUCED=ids is not None, BLOCK=NOISE_BLOCK,
     )  # fmt: skip
     return out
+
+
+def accept_drafts(
+    scores: Tensor, tokens: Tensor, drafts: NDArray[np.int64], chances: NDArray[np.int64]
+) -> None:
+    """Replace the tokens of rows with drafts by those of rejection sampling.
+
+    Args:
+        scores: Filtered logits over temperature, float32 ``[R, V]``, dense.
+        tokens: Their largest scores' ids, int64 ``[R]``; overwritten where there is a draft.
+        drafts: int64 ``[D, 5]``, see :func:`~paceline.kernels._triton.jit.sampling.sum_chances`.
+        chances: The probabilities of all drafts: place in ``[D, V]`` and the float32 bits, int64
+            ``[2, n]``.
+    """
+    count, vocab = len(drafts), scores.shape[1]
+    flat = send(torch.from_numpy(np.concatenate([drafts, chances], axis=None)), scores.device)
+    record, places, bits = flat.split([drafts.size, chances.shape[1], chances.shape[1]])
+    q = torch.zeros(count * vocab, dtype=torch.float32, device=scores.device)
+    q.index_copy_(0, places, bits.to(torch.int32).view(torch.float32))
+    highest = scores.gather(1, tokens[:, None])[:, 0]
+    chunks = triton.cdiv(vocab, CHUNK)
+    sums, rests = record.new_empty(2, count, chunks, dtype=torch.float64)
+    floats, sizes = record.view(torch.float64), {"CHUNKS": triton.next_power_of_2(chunks)}
+    sum_chances[(count, chunks)](scores, record, highest, sums, vocab, BLOCK=CHUNK)
+    sum_residuals[(count, chunks)](
+        scores, record, floats, q, highest, sums, rests, vocab, BLOCK=CHUNK, **sizes
+    )
+    accept_or_resample[(count,)](
+        scores, record, floats, q, highest, sums, rests, tokens, vocab, chunks,
+        BLOCK=CHUNK, **sizes, num_warps=8,
+    )  # fmt: skip
 
 
 def _record(params: Sequence[SamplingParams], positions: Sequence[int]) -> NDArray[np.int64]:

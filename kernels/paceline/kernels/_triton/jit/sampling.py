@@ -6,7 +6,11 @@ two keys are equal, so that what a filter keeps is given by one number, the leas
 ``find_best`` and ``find_candidates`` look at chunks of a row: its best key, its best ``KEEP`` keys
 and the sum of its probabilities. ``find_border`` searches for the border among these candidates,
 bit by bit, and in the whole row if it may lie below them. ``perturb`` adds noise to what is kept.
+
 The ids of a chunk are spread over the row, since frequent tokens have neighbouring ids.
+
+``sum_chances``, ``sum_residuals`` and ``accept_or_resample`` are rejection sampling. They look at
+chunks of neighbouring ids, the last one at the chunk in which the drawn token lies.
 """
 
 from __future__ import annotations
@@ -237,9 +241,9 @@ def perturb(
 ):  # fmt: skip
     """Scores, whose largest is the token's: float32 ``[R, vocab]``, -inf where a filter removes it.
 
-    ``integers`` int64 ``[R, 6]``: seed, position, top_k (0: all), and three floats. ``floats`` is
-    the same memory as float64: temperature, logarithm of min_p, top_p. ``ids``: token of each
-    logit, where ``REDUCED``.
+    ``integers`` int64 ``[R, 6]``: seed, position (below 0: no noise), top_k (0: all), and three
+    floats. ``floats`` is the same memory as float64: temperature, logarithm of min_p, top_p.
+    ``ids``: token of each logit, where ``REDUCED``.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -253,8 +257,114 @@ def perturb(
         kept = at < vocab
         if FILTERED:
             kept = kept & (key >= tl.load(borders + row))
-        if tl.max(kept.to(tl.int32), 0) > 0:
+        if (position >= 0) & (tl.max(kept.to(tl.int32), 0) > 0):
             tokens = tl.load(ids + at, mask=at < vocab, other=0) if REDUCED else at
             score += _gumbel(seed, position, tokens)
         score = tl.where(kept, score, float("-inf"))
     tl.store(out + row * vocab + at, score, mask=at < vocab)
+
+
+@triton.jit
+def _uniform(seed, position, PURPOSE: tl.constexpr):
+    """A number strictly between 0 and 1, float64; see :mod:`paceline.kernels.sampling`."""
+    none = tl.full([1], 0, tl.uint32)
+    low = none + (position & 0xFFFFFFFF).to(tl.uint32)
+    high = none + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    w0, w1, _2, _3 = tl.philox(seed, low, high, none + PURPOSE, none + 1, 10)
+    mantissa = (w0.to(tl.int64) << 20) | (w1.to(tl.int64) >> 12)
+    return tl.sum((mantissa.to(tl.float64) + 0.5) * 2.220446049250313e-16, 0)
+
+
+@triton.jit
+def _chances(scores, at, vocab, highest):
+    """Probabilities times their sum over the row: float64, 0 beyond the vocabulary."""
+    score = tl.load(scores + at, mask=at < vocab, other=float("-inf"))
+    return tl.exp(score.to(tl.float64) - highest)
+
+
+@triton.jit
+def _residuals(scores, q, at, vocab, highest, total, certainty):
+    """max(p - q, 0), float64."""
+    p = _chances(scores, at, vocab, highest) / total
+    drafted = tl.load(q + at, mask=at < vocab, other=0.0).to(tl.float64) / certainty
+    return tl.maximum(p - drafted, 0.0)
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def sum_chances(scores, drafts, highest, sums, vocab, BLOCK: tl.constexpr):
+    """Sums of the probabilities of chunks, float64 ``[D, chunks]``.
+
+    ``drafts`` int64 ``[D, 5]``: row of the scores, drafted token, seed, position, and as float64
+    the sum of the draft's probabilities. ``highest`` float32 ``[R]``: largest scores.
+    """
+    draft, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(drafts + draft * 5)
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
+    found = _chances(scores + row * vocab, at, vocab, tl.load(highest + row).to(tl.float64))
+    tl.store(sums + draft * tl.num_programs(1) + chunk, tl.sum(found, 0))
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def sum_residuals(
+    scores, drafts, floats, q, highest, sums, rests, vocab,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums of what p has more than q in chunks, float64 ``[D, chunks]``.
+
+    ``floats`` is the memory of ``drafts`` as float64; ``q`` float32 ``[D, vocab]``.
+    """
+    draft, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunks = tl.num_programs(1)
+    row = tl.load(drafts + draft * 5)
+    each = tl.arange(0, CHUNKS)
+    total = tl.sum(tl.load(sums + draft * chunks + each, mask=each < chunks, other=0.0), 0)
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
+    found = _residuals(
+        scores + row * vocab, q + draft * vocab, at, vocab,
+        tl.load(highest + row).to(tl.float64), total, tl.load(floats + draft * 5 + 4),
+    )  # fmt: skip
+    tl.store(rests + draft * chunks + chunk, tl.sum(found, 0))
+
+
+@triton.jit(do_not_specialize=["vocab", "chunks"])
+def accept_or_resample(
+    scores, drafts, floats, q, highest, sums, rests, tokens, vocab, chunks,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The drafted token, or one of the residual, to ``tokens [R]`` of its row."""
+    draft = tl.program_id(0).to(tl.int64)
+    row = tl.load(drafts + draft * 5)
+    token = tl.load(drafts + draft * 5 + 1)
+    seed = tl.load(drafts + draft * 5 + 2)
+    position = tl.load(drafts + draft * 5 + 3)
+    certainty = tl.load(floats + draft * 5 + 4)
+    scores += row * vocab
+    q += draft * vocab
+    best = tl.load(highest + row).to(tl.float64)
+    chunk = tl.arange(0, CHUNKS)
+    chances = tl.load(sums + draft * chunks + chunk, mask=chunk < chunks, other=0.0)
+    total = tl.sum(chances, 0)
+    p = tl.exp(tl.load(scores + token).to(tl.float64) - best) / total
+    drafted = tl.load(q + token).to(tl.float64) / certainty
+    if _uniform(seed, position, 1) * drafted >= p:
+        parts = tl.load(rests + draft * chunks + chunk, mask=chunk < chunks, other=0.0)
+        empty = tl.sum(parts, 0) == 0.0  # p and q are equal up to rounding
+        parts = tl.where(empty, chances / total, parts)
+        reached = tl.cumsum(parts, 0)
+        goal = _uniform(seed, position, 2) * tl.max(reached, 0)
+        # By rounding, the goal may be the sum.
+        chosen = tl.minimum(
+            tl.sum((reached <= goal).to(tl.int32), 0), tl.max(tl.where(parts > 0.0, chunk, 0), 0)
+        )
+        before = tl.sum(tl.where(chunk == chosen - 1, reached, 0.0), 0)
+        index = tl.arange(0, BLOCK)
+        at = chosen * BLOCK + index
+        alone = _chances(scores, at, vocab, best) / total
+        rest = _residuals(scores, q, at, vocab, best, total, certainty)
+        weights = tl.where(empty, alone, rest)
+        within = before + tl.cumsum(weights, 0)
+        place = tl.minimum(
+            tl.sum((within <= goal).to(tl.int32), 0), tl.max(tl.where(weights > 0.0, index, 0), 0)
+        )
+        token = (chosen * BLOCK + place).to(tl.int64)
+    tl.store(tokens + row, token)

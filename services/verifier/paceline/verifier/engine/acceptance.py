@@ -116,9 +116,13 @@ class Sampler:
     def _accept_or_resample(self, node: int, logits: Tensor) -> int:
         """The token at the position of a drafted ``node``, by rejection sampling."""
         sampling, history = self._sequence.generation.sampling, self._sequence.history
-        drafted, proposals = self._chain.tokens[node], self._chain.proposals
-        proposal = proposals[node] if proposals else Proposal.certain(drafted)
+        drafted, proposal = self._chain.tokens[node], _proposal(self._chain, node)
         return accept_or_resample(logits, sampling, len(history), history, drafted, proposal)
+
+
+def _proposal(chain: TokenTree, node: int) -> Proposal:
+    """The distribution that a node was drawn from."""
+    return chain.proposals[node] if chain.proposals else Proposal.certain(chain.tokens[node])
 
 
 def score_prompt(sequence: Sequence, logits: Tensor) -> list[tuple[float, list[tuple[int, float]]]]:
@@ -255,7 +259,7 @@ def _accept(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput 
 def _read(entries: Items[BatchEntry], logits: Tensor, states: HiddenStates) -> list[_Read]:
     """Choose tokens, move KV and keep states on the device; then wait for what the host needs.
 
-    With rejection sampling, and where a grammar fails, the tokens are chosen by the walk.
+    Where a grammar fails, the tokens are chosen by the walk.
     """
     rows = _Rows()
     chosen = [rows.add(entry) for entry in entries]
@@ -317,13 +321,14 @@ class _Rows:
     positions: list[int] = field(default_factory=list)
     edited: dict[int, Edits] = field(default_factory=dict)
     masks: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
+    drafted: dict[int, tuple[int, Proposal]] = field(default_factory=dict)
 
     def add(self, entry: BatchEntry) -> slice | None:
         """Add the rows of an entry; returns where they are, or None if the walk must choose."""
         sequence, first = entry.job.sequence, len(self.rows)
         sampling = sequence.generation.sampling
         count = entry.logits.stop - entry.logits.start
-        if sampling.rejection or not count:
+        if not count:
             return None
         contexts: dict[int, tuple[Edits, NDArray[np.uint8] | None]] = {}
         if sampling.penalised or sequence.guide is not None:
@@ -336,6 +341,9 @@ class _Rows:
             self.edited[first + 1 + node] = change
             if mask is not None:
                 self.masks[first + 1 + node] = mask
+        if sampling.rejection:
+            for node, token in enumerate(entry.tree.tokens):
+                self.drafted[first + node] = token, _proposal(entry.tree, node)
         self.rows += range(entry.logits.start, entry.logits.stop)
         self.params += [sampling] * count
         depths = (0, *entry.tree.depths)[:count]
@@ -357,7 +365,7 @@ class _Rows:
             logits[masked] = logits[masked].masked_fill(refused, -torch.inf)
         if self.edited:
             edit_rows(logits, [*self.edited], [*self.edited.values()])
-        return choose_tokens(logits, self.params, self.positions)
+        return choose_tokens(logits, self.params, self.positions, self.drafted)
 
 
 def _add_contexts(
