@@ -83,7 +83,8 @@ def test_any_value_of_any_type_ends_in_a_result_or_the_error(name: str, value: A
 def test_options_of_any_type_are_taken_or_refused(
     kind: Callable[..., Any], value: Any, data: st.DataObject
 ) -> None:
-    name = data.draw(st.sampled_from([*signature(kind).parameters]))
+    names = [name for name in signature(kind).parameters if name != "transport"]  # of tests only
+    name = data.draw(st.sampled_from(names))
     error = refusal(lambda: kind(**{name: value}))
     assert error is None or name in error.message or "give" in error.message
 

@@ -46,8 +46,7 @@ def test_help_describes_each_field(kind: type) -> None:
 
 
 def test_each_type_has_a_readable_repr() -> None:
-    protocols = {client.Stream, client.Transport}
-    assert {each for each in TYPES if each.__repr__ is object.__repr__} == protocols
+    assert not {each for each in TYPES if each.__repr__ is object.__repr__}
 
 
 def test_the_client_needs_no_extra() -> None:

@@ -31,7 +31,6 @@ from ._options import (
 )
 from ._stats import RoundStats, Stats, Usage
 from ._text import Chunk, Detokenizer, Model, TextCodec, TokenLogprob, VerifiedTree
-from ._transport import Stream, Transport
 
 __all__ = [
     "AuthError",
@@ -56,13 +55,11 @@ __all__ = [
     "RoundStats",
     "ServerError",
     "Stats",
-    "Stream",
     "SyncClient",
     "TargetChangedError",
     "TextCodec",
     "TlsOptions",
     "TokenLogprob",
-    "Transport",
     "UnavailableError",
     "UnimplementedError",
     "Usage",

@@ -1,4 +1,4 @@
-"""The calls of a client to a verifier and a drafter service: interfaces, and gRPC.
+"""The calls of a client to a verifier and a drafter service, by gRPC.
 
 A transport raises exceptions of this package only.
 """
@@ -14,7 +14,7 @@ import socket
 from collections.abc import AsyncGenerator, Callable
 from functools import cached_property
 from time import monotonic
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc
 
@@ -23,6 +23,9 @@ from paceline.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb
 
 from ._errors import InvalidRequestError, PacelineError, UnavailableError, rpc_errors
 from ._options import TlsOptions
+
+if TYPE_CHECKING:
+    from ._fleet import Verifier
 
 logger = logging.getLogger("paceline.client")
 
@@ -73,17 +76,7 @@ def host_of(address: str) -> str:
         return host
 
 
-class Member(Protocol):
-    """A service in a `Pool`."""
-
-    running: int
-    """Number of generations that use it."""
-
-    async def close(self) -> None:
-        """Disconnects."""
-
-
-M = TypeVar("M", bound=Member)
+M = TypeVar("M", bound="Verifier | DrafterTransport")
 
 
 class Pool(Generic[M]):
@@ -212,70 +205,6 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
-Request = TypeVar("Request", contravariant=True)
-Response = TypeVar("Response", covariant=True)
-
-
-class Stream(Protocol[Request, Response]):
-    """A bidirectional stream. One task writes, one task reads.
-
-    Cancelling a task inside `read` or `write` ends the stream.
-    """
-
-    async def write(self, request: Request) -> None:
-        """Sends one message. Raises UnavailableError if the stream has ended."""
-
-    async def read(self) -> Response | None:
-        """The next message; None if the peer ended the stream without an error."""
-
-    def cancel(self) -> None:
-        """Ends the stream, in any state."""
-
-
-GenerateStream = Stream[verifier_pb2.GenerateRequest, verifier_pb2.GenerateResponse]
-
-
-@runtime_checkable
-class Transport(Protocol):
-    """The calls of a client to a verifier. All may run concurrently."""
-
-    @property
-    def address(self) -> str:
-        """Address of the verifier, for drafter services to join it; empty: they cannot."""
-
-    async def get_model(
-        self, request: verifier_pb2.GetModelRequest
-    ) -> verifier_pb2.GetModelResponse: ...
-
-    def create_cache(
-        self, request: verifier_pb2.CreateCacheRequest
-    ) -> AsyncGenerator[verifier_pb2.CreateCacheResponse, None]: ...
-
-    def generate(self) -> GenerateStream: ...
-
-    async def renew_lease(self, request: verifier_pb2.RenewLeaseRequest) -> None: ...
-
-    async def release_cache(self, request: verifier_pb2.ReleaseCacheRequest) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class DrafterTransport(Protocol):
-    """The calls of a client to a drafter service's registry. All may run concurrently."""
-
-    running: int
-    """Number of generations that use the connection: none, because they use verifiers only."""
-
-    @property
-    def address(self) -> str:
-        """Address of the service."""
-
-    async def list_drafters(self) -> drafter_pb2.ListDraftersResponse: ...
-
-    async def join_verifier(self, address: str) -> None: ...
-
-    async def close(self) -> None: ...
-
 
 class Connections:
     """How a client connects to its services.
@@ -331,7 +260,7 @@ class Connections:
         return _aio.secure_channel(address, self._credentials, options=options)
 
 
-class _GrpcService:
+class _Service:
     """Calls one service. Connects with the first call.
 
     Args:
@@ -361,8 +290,8 @@ class _GrpcService:
             await self._channel.close()
 
 
-class GrpcTransport(_GrpcService):
-    """Calls a verifier by gRPC."""
+class Transport(_Service):
+    """Calls a verifier."""
 
     kind = "verifier"
 
@@ -389,7 +318,7 @@ class GrpcTransport(_GrpcService):
                 call.cancel()
 
     def generate(self) -> GenerateStream:
-        return _GrpcStream(self._verifier.Generate(metadata=self._metadata), self.address)
+        return GenerateStream(self._verifier.Generate(metadata=self._metadata), self.address)
 
     async def renew_lease(self, request: verifier_pb2.RenewLeaseRequest) -> None:
         await self._unary(self._verifier.RenewLease, request)
@@ -398,11 +327,11 @@ class GrpcTransport(_GrpcService):
         await self._unary(self._verifier.ReleaseCache, request)
 
 
-class GrpcDrafterTransport(_GrpcService):
-    """Calls the registry of a drafter service by gRPC."""
+class DrafterTransport(_Service):
+    """Calls the registry of a drafter service."""
 
     kind = "drafter"
-    running = 0
+    running = 0  # generations use verifiers only
 
     @cached_property
     def _registry(self) -> Any:
@@ -424,22 +353,28 @@ class GrpcDrafterTransport(_GrpcService):
             await self._registry.JoinVerifier(request, metadata=self._metadata)
 
 
-class _GrpcStream(Generic[Request, Response]):
-    """One grpc.aio bidirectional call behind the `Stream` interface."""
+class GenerateStream:
+    """The stream of a generation. One task writes, one task reads.
+
+    Cancelling a task inside `read` or `write` ends the stream.
+    """
 
     __slots__ = ("_address", "_call")
 
     def __init__(self, call: Any, address: str) -> None:
         self._call, self._address = call, address
 
-    async def write(self, request: Request) -> None:
+    async def write(self, request: verifier_pb2.GenerateRequest) -> None:
+        """Sends one message. Raises UnavailableError if the stream has ended."""
         with rpc_errors("verifier", self._address):
             await self._call.write(request)
 
-    async def read(self) -> Response | None:
+    async def read(self) -> verifier_pb2.GenerateResponse | None:
+        """The next message; None if the peer ended the stream without an error."""
         with rpc_errors("verifier", self._address):
             response = await self._call.read()
         return None if response is _EOF else response
 
     def cancel(self) -> None:
+        """Ends the stream, in any state."""
         self._call.cancel()

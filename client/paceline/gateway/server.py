@@ -18,6 +18,7 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from paceline.client import Client, GenerationResult, PacelineError
+from paceline.service.interceptor import https_context
 from paceline.service.metrics import MetricsEndpoint, new_registry, serve_metrics
 from paceline.service.options import OptionsError, socket_path_of, split_address
 from paceline.service.runtime import Gate, Stop, files_left
@@ -284,7 +285,7 @@ async def run_gateway(
     """
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
     stop = Stop(stop_event)
-    context = _tls(options)
+    context = https_context(options.metrics)
     metrics, endpoint = serve_gateway_metrics(options)
     gateway = Gateway(client, options, metrics)
     if metrics is not None:
@@ -353,17 +354,3 @@ async def _listen(
         path.chmod(0o600)
         return options.address
     return f"{options.address.rpartition(':')[0]}:{runner.addresses[0][1]}"
-
-
-def _tls(options: GatewayOptions) -> ssl.SSLContext | None:
-    if options.tls_cert is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(options.tls_cert, options.tls_key, password=lambda: "")
-    except OSError as error:
-        raise OptionsError(
-            f"the TLS files {options.tls_cert} and {options.tls_key} are not a PEM certificate "
-            f"and its key without a passphrase: {error}"
-        ) from error
-    return context

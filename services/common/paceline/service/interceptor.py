@@ -100,22 +100,22 @@ def server_credentials(options: ServerOptions) -> grpc.ServerCredentials | None:
 
 
 def https_context(options: ServerOptions) -> ssl.SSLContext | None:
-    """The same for HTTP. Call `server_credentials` before: it checks the files."""
-    if options.tls_cert is None:
+    """The same for HTTP."""
+    if options.tls_cert is None or options.tls_key is None:
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(options.tls_cert, options.tls_key)
+    context = _check_pair(options.tls_cert, options.tls_key)
     if options.tls_client_ca is not None:
         context.load_verify_locations(options.tls_client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
-def _check_pair(cert: Path, key: Path) -> None:
+def _check_pair(cert: Path, key: Path) -> ssl.SSLContext:
     # gRPC accepts wrong files and then fails each handshake without a log line.
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(cert, key, password=lambda: "")
+        return context
     except OSError as error:
         raise OptionsError(
             f"the TLS files {cert} and {key} are not a PEM certificate and its key without a "
