@@ -97,11 +97,8 @@ def add_generation_arguments(
 
 
 def generation_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `Client.generate` from those of `add_generation_arguments`.
-
-    Raises:
-        OSError: The schema's file cannot be read.
-    """
+    """Keyword arguments of `Client.generate` from those of `add_generation_arguments`. Raises
+    OSError: the schema's file cannot be read."""
     names = {field.name for field in dataclasses.fields(GenerationOptions)}
     options = {name: value for name, value in vars(args).items() if name in names}
     schema = args.json_schema and args.json_schema.read_text(encoding="utf-8")

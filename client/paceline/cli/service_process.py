@@ -187,10 +187,8 @@ def set_torch_environment(threads: int | None) -> None:
     Threads spin for some 10 microseconds and then sleep. That is longer than the gap between two
     operations of a step, and leaves the cores to the other service when a step ends. Large tensors
     get huge pages, which makes a step, which reads all weights, about 10% faster. Variables that
-    are already set are kept, except for the number of threads if `threads` is given.
-
-    Raises:
-        OptionsError: `threads` is below 1.
+    are already set are kept, except for the number of threads if `threads` is given. Raises
+    OptionsError: `threads` is below 1.
     """
     if threads is not None:
         if threads < 1:

@@ -87,11 +87,8 @@ async def read_request(request: web.Request, kind: type[AnyBody], *, strict: boo
 
 
 def _parsed(content: bytes) -> Any:
-    """JSON without what Python reads beyond it, since answers repeat parts of requests.
-
-    Raises:
-        ValueError: It is not that.
-    """
+    """JSON without what Python reads beyond it, since answers repeat parts of requests. Raises
+    ValueError: it is not that."""
     value = json.loads(content, parse_constant=_no_number, parse_float=_finite)
     if _SURROGATE.search(content):
         try:

@@ -501,11 +501,8 @@ def _as_sse(events: Sequence[Json]) -> bytes:
 
 
 async def _send(request: web.Request, response: web.StreamResponse, content: bytes) -> None:
-    """Sends a part of a response.
-
-    Raises:
-        ConnectionResetError: The caller is gone, or reads nothing.
-    """
+    """Sends a part of a response. Raises ConnectionResetError: the caller is gone, or reads
+    nothing."""
     try:
         async with asyncio.timeout(_STALLED_SECONDS):
             if not response.prepared:

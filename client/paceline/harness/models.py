@@ -133,10 +133,7 @@ def name_of(path: Path) -> str | None:
 
 
 def drafter_spec(text: str) -> str:
-    """Type of an argument that takes a drafter: names of models in it become paths.
-
-    Raises:
-        ArgumentTypeError: As `model_path`.
-    """
+    """Type of an argument that takes a drafter: names of models in it become paths. Raises
+    ArgumentTypeError: as `model_path`."""
     names = "|".join(map(re.escape, MODELS))
     return re.sub(rf"(?<=[:=])({names})(?=,|$)", lambda name: str(model_path(name[0])), text)

@@ -102,9 +102,7 @@ class ServiceProcess:
 
     def start(self) -> Self:
         """Start the service and wait until it answers calls. A restart reuses the bound address.
-
-        Raises:
-            ProcessFailed: It dies before it is ready, or takes longer than `ready_seconds`.
+        Raises ``ProcessFailed``: it dies before it is ready, or takes longer than `ready_seconds`.
         """
         self.spawn()
         self.wait_ready()

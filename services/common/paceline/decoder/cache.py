@@ -93,11 +93,8 @@ class LocalCache:
 
     def truncate(self, length: int) -> None:
         """Drop all positions from ``length`` on. Recurrent states are kept for few lengths: the
-        next pass fails where they are not.
-
-        Raises:
-            ValueError: ``length`` is above the committed length.
-        """
+        next pass fails where they are not. Raises ``ValueError``: ``length`` is above the committed
+        length."""
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot truncate to {length}: {self._length} tokens are committed")
         self._length = length

@@ -44,11 +44,8 @@ def find_device(name: str, *, preferred: int = 0) -> torch.device:
 
 
 def _usable(device: torch.device) -> torch.device:
-    """The device; devices are counted without the driver that is needed to compute on them.
-
-    Raises:
-        ValueError: The driver is too old.
-    """
+    """The device; devices are counted without the driver that is needed to compute on them. Raises
+    ValueError: the driver is too old."""
     if device.type == "cpu":
         return device
     try:

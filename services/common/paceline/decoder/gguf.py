@@ -272,11 +272,8 @@ class GgufModel(ModelSource):
 
     @cached_property
     def tokenizer(self) -> bytes:
-        """As transformers builds it from the file.
-
-        Raises:
-            UnsupportedModelError: transformers cannot build it.
-        """
+        """As transformers builds it from the file. Raises ``UnsupportedModelError``: transformers
+        cannot build it."""
         if "tokenizer.ggml.tokens" not in self._file.metadata:
             return b""
         facts = ("tokenizer", *file_facts(self.path))

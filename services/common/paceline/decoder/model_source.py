@@ -116,11 +116,7 @@ class ModelSource(ABC):
     @property
     @abstractmethod
     def hf_config(self) -> Any:
-        """The transformers config.
-
-        Raises:
-            UnsupportedModelError: It cannot be read.
-        """
+        """The transformers config. Raises ``UnsupportedModelError``: it cannot be read."""
 
     def config(self, weights: torch.dtype | str = "auto") -> DecoderConfig:
         """The decoder's configuration, kept between starts.
@@ -162,21 +158,14 @@ class ModelSource(ABC):
 
     @abstractmethod
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """One tensor as a plain one, mapped from the file if type and device allow it.
-
-        Raises:
-            UnsupportedModelError: There is none of this name.
-        """
+        """One tensor as a plain one, mapped from the file if type and device allow it. Raises
+        ``UnsupportedModelError``: there is none of this name."""
 
     def table(
         self, name: str, dtype: torch.dtype, device: torch.device | str
     ) -> Tensor | PackedMatrix:
         """A matrix whose rows are looked up: as :meth:`tensor`, or blocks, packed once for all that
-        use it in this process.
-
-        Raises:
-            UnsupportedModelError: There is none of this name.
-        """
+        use it in this process. Raises ``UnsupportedModelError``: there is none of this name."""
         return self.tensor(name, dtype, device)
 
     def vocabulary(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

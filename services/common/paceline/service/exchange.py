@@ -80,11 +80,8 @@ class FramedSocket:
         return bool(self._unsent)
 
     def send(self, message: bytes) -> None:
-        """Send a message, or keep the rest of it for :meth:`flush`.
-
-        Raises:
-            PeerGone: The connection is closed, or too much waits to be sent.
-        """
+        """Send a message, or keep the rest of it for :meth:`flush`. Raises ``PeerGone``: the
+        connection is closed, or too much waits to be sent."""
         self._unsent += _LENGTH.pack(len(message))
         self._unsent += message
         self.flush()

@@ -124,11 +124,8 @@ def _check_pair(cert: Path, key: Path) -> ssl.SSLContext:
 
 
 def check_authorities(file: Path) -> None:
-    """Check that a file holds certificates of authorities; gRPC does not.
-
-    Raises:
-        OptionsError: It cannot be read, or holds none.
-    """
+    """Check that a file holds certificates of authorities; gRPC does not. Raises OptionsError: it
+    cannot be read, or holds none."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(file)
     except OSError as error:

@@ -225,11 +225,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_token(file: Path | None) -> str | None:
-    """The token from `file`, else from the environment or a file that it names, else None.
-
-    Raises:
-        OptionsError: The file cannot be read or holds no token.
-    """
+    """The token from `file`, else from the environment or a file that it names, else None. Raises
+    OptionsError: the file cannot be read or holds no token."""
     return read_secret("token", file, TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)
 
 

@@ -258,11 +258,8 @@ class Connection:
         self._close(sequence.number)
 
     def _find(self, number: int) -> _Sequence | None:
-        """An open sequence; None: it was refused or closed.
-
-        Raises:
-            ServiceError: The verifier never opened it.
-        """
+        """An open sequence; None: it was refused or closed. Raises ``ServiceError``: the verifier
+        never opened it."""
         if not 0 < number <= self._last:
             raise ServiceError.invalid_argument(
                 "UNKNOWN_SEQUENCE",
@@ -528,11 +525,8 @@ class Connection:
         self._worker.post(partial(self._draft, sequence))
 
     async def _take(self, sequence: _Sequence, version: Version, tokens: list[int]) -> _Seat:
-        """Open a session at a version, which was chosen without an await in between.
-
-        Raises:
-            ServiceError: The version does not fit, or its session cannot be opened.
-        """
+        """Open a session at a version, which was chosen without an await in between. Raises
+        ``ServiceError``: the version does not fit, or its session cannot be opened."""
         parts, message = self._parts, sequence.message
 
         def evict() -> None:

@@ -333,11 +333,8 @@ class Exchange:
             verifier.announce()
 
     async def _make_room(self) -> None:
-        """Forget verifiers of :meth:`join` that have gone, if there are too many.
-
-        Raises:
-            ServiceError: TOO_MANY_VERIFIERS.
-        """
+        """Forget verifiers of :meth:`join` that have gone, if there are too many. Raises
+        ``ServiceError``: TOO_MANY_VERIFIERS."""
         if len(self._verifiers) < MAX_VERIFIERS:
             return
         gone = [

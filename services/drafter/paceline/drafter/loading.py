@@ -33,10 +33,8 @@ class Loader:
     async def load(self, spec: DrafterSpec) -> Drafter:
         """Load the drafter that a spec describes, with its calibration if it has one.
 
-        The calibration is the file of the option ``calibration``, or the one in its folder.
-
-        Raises:
-            LoadError: The method, a folder or an option is wrong.
+        The calibration is the file of the option ``calibration``, or the one in its folder. Raises
+        ``LoadError``: the method, a folder or an option is wrong.
         """
         async with self._loading:
             return await _in_thread(lambda: self._load(spec))

@@ -91,10 +91,8 @@ class Recording:
 def read_recordings(path: Path) -> list[Recording]:
     """Read a file of JSON lines, or all files of a recorder, oldest first.
 
-    A truncated last line, left by a process that was killed, is skipped.
-
-    Raises:
-        LoadError: A file cannot be read, there is no text, or a line is malformed.
+    A truncated last line, left by a process that was killed, is skipped. Raises ``LoadError``: a
+    file cannot be read, there is no text, or a line is malformed.
     """
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     found = [recording for file in files for recording in _read(file)]

@@ -348,11 +348,8 @@ class Registry:
         return loaded
 
     async def _load_drafter(self, spec: DrafterSpec) -> Drafter:
-        """Load a drafter; versions that were replaced are freed while memory is short.
-
-        Raises:
-            LoadError: See :meth:`load`.
-        """
+        """Load a drafter; versions that were replaced are freed while memory is short. Raises
+        ``LoadError``: see :meth:`load`."""
         while self._loader.is_short_of_memory(spec) and await self._free_replaced():
             pass
         while True:
@@ -392,11 +389,7 @@ class Registry:
         return max(others, key=lambda v: v.share, default=None)
 
     def _find(self, name: str, version: str) -> Version:
-        """A version by name and version.
-
-        Raises:
-            ServiceError: DRAFTER_NOT_FOUND.
-        """
+        """A version by name and version. Raises ``ServiceError``: DRAFTER_NOT_FOUND."""
         for each in self._of(name):
             if each.version == version:
                 return each

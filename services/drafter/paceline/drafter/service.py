@@ -160,11 +160,8 @@ class DrafterService:
         drafter_pb2_grpc.add_DrafterRegistryServiceServicer_to_server(servicer, server)
 
     async def start(self) -> None:
-        """Load the drafters of the command line, then join verifiers.
-
-        Raises:
-            LoadError: A drafter of the command line cannot be loaded.
-        """
+        """Load the drafters of the command line, then join verifiers. Raises ``LoadError``: a
+        drafter of the command line cannot be loaded."""
         self._parts.worker.start()
         for spec in self._load:
             await self._parts.registry.load(spec)
@@ -172,11 +169,7 @@ class DrafterService:
 
     async def fault(self) -> None:
         """Wait until the device is lost: every other failure is that of one drafter, sequence or
-        verifier.
-
-        Raises:
-            DeviceLost: It is.
-        """
+        verifier. Raises ``DeviceLost``: it is."""
         await self._parts.worker.lost()
 
     async def drain(self) -> None:

@@ -111,11 +111,8 @@ class DraftWorker:
                 self._waiter.wake()
 
     async def lost(self) -> None:
-        """Wait until the device is lost; if it hangs, the process ends. Event loop.
-
-        Raises:
-            Exception: What ``find_fault`` returned.
-        """
+        """Wait until the device is lost; if it hangs, the process ends. Event loop. Raises
+        ``Exception``: what ``find_fault`` returned."""
         await self._watchdog.watch(self._fault)
 
     async def run(self, call: Callable[[], _Result]) -> _Result:

@@ -103,11 +103,8 @@ class Grammar:
         self._vocab_size = vocab_size
 
     def begin(self, output: Sequence[int] = ()) -> Guide:
-        """Begin one text after ``output``.
-
-        Raises:
-            GrammarError: ``output`` is not the beginning of a text of this grammar.
-        """
+        """Begin one text after ``output``. Raises ``GrammarError``: ``output`` is not the beginning
+        of a text of this grammar."""
         guide = Guide(self._matcher.deep_copy(), self._vocab_size)
         for token in output:
             guide.push(token)
@@ -123,29 +120,19 @@ class Guide:
 
     def mask(self, logits: Tensor) -> Tensor:
         """A copy of logits ``[V]``, on the CPU, with -inf for every token that may not come next.
-
-        Raises:
-            GrammarError: The constraint is too complex for the library.
-        """
+        Raises ``GrammarError``: the constraint is too complex for the library."""
         allowed = np.unpackbits(self.allowed(), count=self._vocab_size, bitorder="little")
         return logits.masked_fill(torch.from_numpy(allowed == 0), -torch.inf)
 
     def allowed(self) -> NDArray[np.uint8]:
-        """Tokens that may come next, 8 a byte, the lowest id in the lowest bit.
-
-        Raises:
-            GrammarError: The constraint is too complex for the library.
-        """
+        """Tokens that may come next, 8 a byte, the lowest id in the lowest bit. Raises
+        ``GrammarError``: the constraint is too complex for the library."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
         return bits
 
     def push(self, token: int) -> None:
-        """Append an emitted token.
-
-        Raises:
-            GrammarError: The token may not come next.
-        """
+        """Append an emitted token. Raises ``GrammarError``: the token may not come next."""
         self._matcher.consume_token(token)
         self._check()
 

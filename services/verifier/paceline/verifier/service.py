@@ -267,11 +267,7 @@ class VerifierService:
         _log.info("CUDA graphs: %d", len(graphs))
 
     async def fault(self) -> None:
-        """Wait until the device is lost.
-
-        Raises:
-            DeviceLost: It is.
-        """
+        """Wait until the device is lost. Raises ``DeviceLost``: it is."""
         await self.engine.lost()
 
     async def drain(self) -> None:
@@ -315,11 +311,8 @@ class VerifierService:
             self._pool.close()
 
     async def check_integrity(self) -> None:
-        """Check that no memory, handle or segment leaked. Nothing may be running.
-
-        Raises:
-            AssertionError: Something leaked; the message names it.
-        """
+        """Check that no memory, handle or segment leaked. Nothing may be running. Raises
+        ``AssertionError``: something leaked; the message names it."""
         await self.engine.between_steps(self.store.check_integrity)
 
     async def _sweep_leases(self) -> None:
@@ -355,11 +348,8 @@ def _cache_limits(options: VerifierOptions) -> tuple[int, int]:
 
 
 def _longest_text(layout: KvLayout, kv_bytes: int) -> int:
-    """Tokens of the longest text that fits, with a tree behind it, if no other one does.
-
-    Raises:
-        ValueError: None does.
-    """
+    """Tokens of the longest text that fits, with a tree behind it, if no other one does. Raises
+    ``ValueError``: none does."""
     slots = (kv_bytes - layout.state_bytes) // layout.token_bytes
     tokens = slots // BLOCK_TOKENS * BLOCK_TOKENS - TREE_TOKENS
     if tokens <= 0:

@@ -306,11 +306,8 @@ class CacheStore:
         return sum(cache.claimed_bytes for cache in (*self._caches.values(), *self._releasing))
 
     def find(self, handle: bytes, owner: str) -> Cache:
-        """The cache of a handle. Renews its lease.
-
-        Raises:
-            CacheNotFound: The handle is unknown, or another client's.
-        """
+        """The cache of a handle. Renews its lease. Raises ``CacheNotFound``: the handle is unknown,
+        or another client's."""
         cache = self._caches.get(digest(handle))
         if cache is None or cache.owner != owner:
             raise CacheNotFound("no cache has this handle: it was released, or its lease expired")
@@ -320,10 +317,8 @@ class CacheStore:
     def find_granted(self, read_grant: bytes) -> Cache:
         """The cache of a read grant, for any caller: a drafter is not the cache's owner.
 
-        Does not renew the lease.
-
-        Raises:
-            CacheNotFound: The grant is unknown, or the lease expired.
+        Does not renew the lease. Raises ``CacheNotFound``: the grant is unknown, or the lease
+        expired.
         """
         cache = self._grants.get(digest(read_grant))
         if cache is None or self._expired(cache):

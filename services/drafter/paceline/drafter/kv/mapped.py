@@ -65,11 +65,8 @@ class CacheFile:
 
     @property
     def committed(self) -> int:
-        """Committed length now, without a call to the verifier. Unit: tokens.
-
-        Raises:
-            KvGone: The mapping was closed.
-        """
+        """Committed length now, without a call to the verifier. Unit: tokens. Raises ``KvGone``:
+        the mapping was closed."""
         self._check_open()
         return min(self._header.committed, self.layout.capacity)
 
@@ -78,10 +75,8 @@ class CacheFile:
 
         The memory keeps its contents after a release or the end of the verifier, so what was read
         before a failing check is useless, but never another cache's. That the verifier has ended is
-        seen at its connection, whose sequences are closed then.
-
-        Raises:
-            KvGone: The verifier released the cache, or the mapping was closed.
+        seen at its connection, whose sequences are closed then. Raises ``KvGone``: the verifier
+        released the cache, or the mapping was closed.
         """
         self._check_open()
         if self._header.epoch != self._epoch:
@@ -137,11 +132,7 @@ class CacheFile:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Type of keys and values.
-
-        Raises:
-            KvNotShared: It is unknown.
-        """
+        """Type of keys and values. Raises ``KvNotShared``: it is unknown."""
         return _dtype(self.layout.dtype, KV_TYPES)
 
     def kept_states(
@@ -204,10 +195,8 @@ class SharedKv(MappedReader, StreamingReader):
     def __init__(self, file: CacheFile, layers: Iterable[int]) -> None:
         """Read a file.
 
-        Negative layers count from the last.
-
-        Raises:
-            KvNotShared: The target has no such layers, or the layout is invalid.
+        Negative layers count from the last. Raises ``KvNotShared``: the target has no such layers,
+        or the layout is invalid.
         """
         super().__init__(file)
         layout, numbers = file.layout, file.numbers(layers)
@@ -220,11 +209,8 @@ class SharedKv(MappedReader, StreamingReader):
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns keys (after RoPE) and values of a layer on the CPU, each ``[heads, capacity,
-        head_dim]``, last dimension dense; int8 as in :mod:`paceline.kernels.caches`.
-
-        Raises:
-            KeyError: The layer was not mapped, or the mapping was closed.
-        """
+        head_dim]``, last dimension dense; int8 as in :mod:`paceline.kernels.caches`. Raises
+        ``KeyError``: the layer was not mapped, or the mapping was closed."""
         return self._views[index]
 
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,10 +241,8 @@ class SharedStates(MappedReader, StateReader):
         """Read a file.
 
         Layers are counted from 0, in the order in which they are read. The newest ``window``
-        positions are read; 0: all.
-
-        Raises:
-            KvNotShared: The cache does not keep these states, or the layout is invalid.
+        positions are read; 0: all. Raises ``KvNotShared``: the cache does not keep these states, or
+        the layout is invalid.
         """
         super().__init__(file)
         kept, dtype = file.kept_states(layers, window)
@@ -294,11 +278,8 @@ def oldest_kept(committed: int, window: int, slots: int) -> int:
 
 
 def _dtype(number: kv_pb2.KvDtype, known: Mapping[kv_pb2.KvDtype, torch.dtype]) -> torch.dtype:
-    """Returns the torch type of a number in a layout.
-
-    Raises:
-        KvNotShared: It is not one of those known.
-    """
+    """Returns the torch type of a number in a layout. Raises ``KvNotShared``: it is not one of
+    those known."""
     if number not in known:
         raise KvNotShared(
             f"the verifier's cache has the type number {number}, expected one of {sorted(known)}"

@@ -38,10 +38,8 @@ class CacheReader(ABC):
     @abstractmethod
     def check(self) -> None:
         """Check that the cache still exists: call it after reading, before using what was read.
-
-        Raises:
-            KvGone: The cache was released, its verifier has ended, or its updates are invalid.
-        """
+        Raises ``KvGone``: the cache was released, its verifier has ended, or its updates are
+        invalid."""
 
     @abstractmethod
     def close(self) -> None:

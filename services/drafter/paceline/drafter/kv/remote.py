@@ -47,11 +47,7 @@ class DeltaCache:
     """
 
     def __init__(self, shape: kv_pb2.KvShape) -> None:
-        """Make an empty cache.
-
-        Raises:
-            KvGone: The shape is empty, or its types are unknown.
-        """
+        """Make an empty cache. Raises ``KvGone``: the shape is empty, or its types are unknown."""
         if not (shape.layers and shape.heads and shape.head_dim):
             raise KvGone(f"the verifier described KV of an empty shape: {shape}")
         if shape.dtype not in WIRE_TYPES or shape.wire_dtype not in (0, *WIRE_TYPES):
@@ -106,11 +102,8 @@ class DeltaCache:
     def _change(
         self, index: int, drops: list[int], chunks: list[kv_pb2.KvChunk], committed: int
     ) -> None:
-        """Drop positions of a layer, close the gaps, and append new ones.
-
-        Raises:
-            ValueError: The update does not fit.
-        """
+        """Drop positions of a layer, close the gaps, and append new ones. Raises ``ValueError``:
+        the update does not fit."""
         before = self._positions[index]
         new = torch.tensor([p for chunk in chunks for p in chunk.positions], dtype=torch.int64)
         kept = ~torch.isin(before, torch.tensor(drops, dtype=torch.int64))
@@ -206,11 +199,8 @@ class UpdateStream(ABC):
 
     @abstractmethod
     async def _receive(self, update: CacheUpdate) -> None:
-        """Called with each update. The next message is read after it returns.
-
-        Raises:
-            KvGone: The update is invalid.
-        """
+        """Called with each update. The next message is read after it returns. Raises ``KvGone``:
+        the update is invalid."""
 
     def _acknowledge(self, number: int) -> None:
         """Acknowledge an update that was applied. Event loop."""

@@ -45,10 +45,7 @@ def method_names() -> list[str]:
 
 def path_options(name: str) -> tuple[str, ...]:
     """Returns the options of a method that name a file or folder, which must be below a root.
-
-    Raises:
-        LoadError: See :func:`method_class`.
-    """
+    Raises ``LoadError``: see :func:`method_class`."""
     return (CALIBRATION, *method_class(name).path_options)
 
 

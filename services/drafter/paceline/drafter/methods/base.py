@@ -261,11 +261,8 @@ class Drafter(ABC):
 
 
 def refuse_folder(method: str, folder: Path | None) -> None:
-    """Refuses the folder of a method without weights.
-
-    Raises:
-        LoadError: FOLDER_NOT_WANTED: A folder was given.
-    """
+    """Refuses the folder of a method without weights. Raises ``LoadError``: FOLDER_NOT_WANTED: A
+    folder was given."""
     if folder is not None:
         raise LoadError(
             "FOLDER_NOT_WANTED", f"{method} has no weights, got the folder {folder}; leave it out"

@@ -60,11 +60,8 @@ _TARGET_EMBEDDING = "model.embed_tokens.weight"
 
 
 def required_folder(method: str, folder: Path | None) -> Path:
-    """Returns the folder or GGUF file of a method with weights.
-
-    Raises:
-        LoadError: FOLDER_MISSING: None was given.
-    """
+    """Returns the folder or GGUF file of a method with weights. Raises ``LoadError``:
+    FOLDER_MISSING: None was given."""
     if folder is None:
         raise LoadError("FOLDER_MISSING", f"{method} needs a model folder: {method}:DIR")
     return folder
@@ -417,11 +414,9 @@ def load_weights(
 ) -> dict[str, Tensor]:
     """Reads all tensors of a drafter except the target's.
 
-    ``model`` makes the drafter in training of a shape; its tensors have the same names.
-
-    Raises:
-        UnsupportedModelError: A tensor is missing, has another shape, or is not known, which means
-            that the drafter has a part that its config.json does not describe.
+    ``model`` makes the drafter in training of a shape; its tensors have the same names. Raises
+    ``UnsupportedModelError``: a tensor is missing, has another shape, or is not known, which means
+    that the drafter has a part that its config.json does not describe.
     """
     shapes, found = check_tensors(folder, config, model), DrafterWeights(folder, dtype, device)
     drafted = drafted_tokens(Path(folder), config)

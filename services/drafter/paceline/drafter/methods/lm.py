@@ -162,11 +162,8 @@ class LmSequence(BeamSequence):
 
     @property
     def cache(self) -> LocalCache:
-        """Its KV, once :meth:`prepare` or :meth:`warm` has allocated it.
-
-        Raises:
-            RuntimeError: It is not allocated yet, or freed.
-        """
+        """Its KV, once :meth:`prepare` or :meth:`warm` has allocated it. Raises ``RuntimeError``:
+        it is not allocated yet, or freed."""
         if self._cache is None:
             raise RuntimeError("this sequence has no KV: it was not allocated yet, or is freed")
         return self._cache

@@ -271,12 +271,8 @@ def _load_decoder(
 def _shared_weights(
     fingerprint: str, weights: str, options: SelfSpecOptions, resources: Resources
 ) -> PackedWeights | None:
-    """Maps a verifier's weights, if the options allow it and they exist.
-
-    Raises:
-        LoadError: ``share_weights=always``, but no verifier shares them or the device cannot use
-            them.
-    """
+    """Maps a verifier's weights, if the options allow it and they exist. Raises ``LoadError``:
+    ``share_weights=always``, but no verifier shares them or the device cannot use them."""
     device = resources.device
     if options.share_weights == "always" and device != "cpu":
         raise LoadError(

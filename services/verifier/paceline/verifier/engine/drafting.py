@@ -129,11 +129,8 @@ class Link:
         return DrafterVersion(name, version[:MAX_NAME], next(methods, "")[:MAX_NAME])
 
     def send(self, message: exchange_pb2.JoinResponse) -> None:
-        """Send a message without a wait.
-
-        Raises:
-            PeerGone: The socket is closed, or the peer does not read.
-        """
+        """Send a message without a wait. Raises ``PeerGone``: the socket is closed, or the peer
+        does not read."""
         if self.socket is None:
             self._write(message)
         else:
@@ -413,11 +410,8 @@ class Drafting:
         return min(_MAX_TIMEOUT, max(_MIN_TIMEOUT, _TIMEOUT_FACTOR * mean))
 
     def _find(self, link: Link, number: int) -> SequenceAtDrafter | None:
-        """An open sequence; None: it was closed.
-
-        Raises:
-            ServiceError: The number was never given to the service.
-        """
+        """An open sequence; None: it was closed. Raises ``ServiceError``: the number was never
+        given to the service."""
         if not 0 < number <= link.last:
             raise ServiceError.invalid_argument(
                 "UNKNOWN_SEQUENCE",
@@ -427,11 +421,8 @@ class Drafting:
         return link.sequences.get(number)
 
     def _drafted(self, sequence: SequenceAtDrafter, message: exchange_pb2.DraftedTree) -> None:
-        """Take a tree.
-
-        Raises:
-            ServiceError: It is for another round than the one that was requested.
-        """
+        """Take a tree. Raises ``ServiceError``: it is for another round than the one that was
+        requested."""
         if message.round != sequence.round or not sequence.pending:
             raise ServiceError.invalid_argument(
                 "WRONG_ROUND",

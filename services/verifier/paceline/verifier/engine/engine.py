@@ -127,10 +127,8 @@ class Engine:
     async def lost(self) -> None:
         """Wait until the device is lost.
 
-        If a step hangs on a GPU, nothing can be freed any more: the process ends at once.
-
-        Raises:
-            DeviceLost: It is.
+        If a step hangs on a GPU, nothing can be freed any more: the process ends at once. Raises
+        ``DeviceLost``: it is.
         """
         await self._watchdog.watch(self._lost, self._decoder.lost)
 

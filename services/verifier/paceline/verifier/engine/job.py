@@ -268,9 +268,7 @@ class Prefill(EngineJob):
         """Copy the KV of the longest common prefix with another sequence. Engine thread only.
 
         Does nothing if the prompt's log-probabilities are requested: they are computed with the KV.
-
-        Raises:
-            OutOfMemory: There is no memory.
+        Raises ``OutOfMemory``: there is no memory.
         """
         if self.sequence.generation.prompt_logprobs is not None:
             return

@@ -293,11 +293,8 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         waiting.set_result(FramedSocket(socket.socket(fileno=connection.detach())))
 
     def _files(self, token: bytes) -> list[int]:
-        """The descriptors that a token or read grant stands for.
-
-        Raises:
-            CacheNotFound: There is none.
-        """
+        """The descriptors that a token or read grant stands for. Raises ``CacheNotFound``: there is
+        none."""
         if token == self._weights_token and self._weights is not None:
             return [self._weights]
         return self._store.find_granted(token).sequence.segment.files
@@ -329,11 +326,7 @@ def _names(drafters: exchange_pb2.DrafterList) -> list[str]:
 
 
 def _check(message: exchange_pb2.JoinRequest) -> None:
-    """Check a list of drafters.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Check a list of drafters. Raises ``ServiceError``: INVALID_ARGUMENT."""
     if not message.HasField("drafters"):
         raise ServiceError.invalid_argument(
             "NOT_JOINED", "the first message of a Join stream must have drafters"

@@ -207,11 +207,8 @@ def _shape(tree: TokenTree) -> tree_pb2.TokenTree:
 
 
 def _check(start: verifier_pb2.GenerateStart, cache: Cache) -> None:
-    """Check the first message against the cache.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT or FAILED_PRECONDITION.
-    """
+    """Check the first message against the cache. Raises ``ServiceError``: INVALID_ARGUMENT or
+    FAILED_PRECONDITION."""
     if len(start.drafter) > MAX_NAME:
         raise ServiceError.invalid_argument(
             "BAD_DRAFTER",

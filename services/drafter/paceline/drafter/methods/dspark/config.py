@@ -250,11 +250,8 @@ def dspark_config(described: Json, target_layers: int = 0) -> DSparkConfig:
 
 
 def _write_config(config: DSparkConfig, layout: Layout, target: TargetRef) -> dict[str, Any]:
-    """Inverse of :func:`dspark_config`, without the ``paceline`` section.
-
-    Raises:
-        UnsupportedModelError: The layout has no field for a part of ``config``.
-    """
+    """Inverse of :func:`dspark_config`, without the ``paceline`` section. Raises
+    ``UnsupportedModelError``: the layout has no field for a part of ``config``."""
     heads = {
         "block_size": config.block,
         "mask_token_id": config.mask_token,
