@@ -39,6 +39,7 @@ from paceline.kernels.linear import PackedMatrix
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Shape = TypeVar("Shape", bound=LayerShape)
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -345,6 +346,23 @@ def read_config_file(folder: str | Path, method: str) -> dict[str, Any]:
             f"expected {method!r}, format {FORMAT}"
         )
     return config
+
+
+def read_shape(
+    folder: str | Path, method: str, parse: Callable[[dict[str, Any]], Shape]
+) -> tuple[Shape, torch.dtype]:
+    """Reads a drafter's shape from its config.json with ``parse``, and the type of its tensors.
+
+    Raises:
+        UnsupportedModelError: It is of another method, or ``parse`` refuses it.
+        FileNotFoundError: There is no config.json.
+    """
+    described = read_config_file(folder, method)
+    try:
+        config = parse(described)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{Path(folder) / CONFIG_FILE}: {error}") from error
+    return config, stored_dtype(folder, "fc.weight")
 
 
 _OTHER_TENSORS = frozenset({EMBEDDING, HEAD, DRAFTED, DRAFT_TOKENS})

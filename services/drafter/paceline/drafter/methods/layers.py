@@ -242,17 +242,51 @@ class LayerShape:
         return tuple(frequencies), scaling
 
 
-def check_taps(taps: Sequence[int], target_layers: int) -> None:
-    """Raises ``UnsupportedModelError`` unless taps are strictly rising layers of a target.
+@dataclass(frozen=True)
+class TappedShape(LayerShape):
+    """Shape of a drafter that reads outputs of target layers.
 
-    ``target_layers`` is their number, 0 if it is not known.
+    Attributes:
+        taps: These layers, 0 for the first, strictly increasing.
+        target_layers: Number of layers of the target; 0: not known.
+        window: Positions that attention reads; 0: all. Unit: tokens.
     """
-    ends = (-1, *taps, *((target_layers,) if target_layers else ()))
-    if not taps or any(high <= low for low, high in pairwise(ends)):
+
+    taps: tuple[int, ...] = field(kw_only=True)
+    target_layers: int = field(default=0, kw_only=True)
+    window: int = field(default=0, kw_only=True)
+
+    COUNTS: ClassVar[tuple[str, ...]] = ("window", "target_layers")
+    """Names of the fields of 0 or more."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.COUNTS:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise UnsupportedModelError(f"{name} is {value!r}, expected 0 or more")
+        ends = (-1, *self.taps, *((self.target_layers,) if self.target_layers else ()))
+        if not self.taps or any(high <= low for low, high in pairwise(ends)):
+            raise UnsupportedModelError(
+                f"the drafter reads target layers {list(self.taps)}, expected strictly increasing "
+                "numbers from 0: the target has "
+                f"{self.target_layers or 'an unknown number of'} layers"
+            )
+
+
+def target_depth(own: int, given: int) -> int:
+    """Layers of a drafter's target, by its config.json and as given; 0: not known."""
+    if own and given and own != given:
         raise UnsupportedModelError(
-            f"the drafter reads target layers {list(taps)}, expected strictly increasing numbers "
-            f"from 0: the target has {target_layers or 'an unknown number of'} layers"
+            f"this drafter is for a target of {own} layers, this one has {given}"
         )
+    return own or given
+
+
+def reduced_vocabulary(described: Mapping[str, Any], layer: Mapping[str, Any]) -> int:
+    """Number of drafted tokens by a config.json and its part on layers; 0: all."""
+    drafted = int(described.get("draft_vocab_size") or layer["vocab_size"])
+    return drafted if drafted != layer["vocab_size"] else 0
 
 
 def whole_config(layer: Mapping[str, Any], kinds: Sequence[str]) -> Mapping[str, Any]:

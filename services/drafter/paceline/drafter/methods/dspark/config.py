@@ -18,20 +18,20 @@ from torch import Tensor
 
 from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods.checkpoint import (
-    CONFIG_FILE,
     EMBEDDING,
     HEAD,
     TargetRef,
-    read_config_file,
+    read_shape,
     speculators_fields,
-    stored_dtype,
     write_checkpoint,
 )
 from paceline.drafter.methods.layers import (
     SECTION,
     LayerShape,
-    check_taps,
+    TappedShape,
     config_errors,
+    reduced_vocabulary,
+    target_depth,
     target_fields,
     whole_config,
 )
@@ -47,21 +47,19 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
-class DSparkConfig(LayerShape):
+class DSparkConfig(TappedShape):
     """Shape of a DSpark drafter, and the target layers that it reads.
 
     The backbone's layers are Qwen3's: heads are normalised, and there are no biases.
 
     Attributes:
         layers: Layers of the backbone.
-        taps: Target layers whose outputs are read, 0 for the first, strictly increasing.
-        target_layers: Number of layers of the target; 0: not known.
         block: Tokens fed in one pass: the anchor and mask tokens after it.
         mask_token: Token id that is fed for each token to be drafted.
         from_anchor: Whether each position of the block predicts the next token, the anchor's the
             first one (DSpark). If false, a mask's position predicts its own token, and the anchor's
             predicts nothing (DFlash).
-        window: Positions before the anchor that the backbone attends to; 0: all. Unit: tokens.
+        window: As in :class:`TappedShape`: positions before the anchor.
         windows: The same of each layer; none: ``window``, which is the largest, for all layers.
         causal: Of each layer, whether a position of the block attends only to those up to itself;
             none: all attend to the whole block. The window of a causal layer moves with the
@@ -90,13 +88,12 @@ class DSparkConfig(LayerShape):
 
     HF_FIELDS: ClassVar = {**LayerShape.HF_FIELDS, "layers": "num_hidden_layers"}
 
+    COUNTS: ClassVar = (*TappedShape.COUNTS, "markov_rank")
+
     layers: int
-    taps: tuple[int, ...]
-    target_layers: int
     block: int
     mask_token: int
     from_anchor: bool = True
-    window: int = 0
     windows: tuple[int, ...] = ()
     causal: tuple[bool, ...] = ()
     state_input: bool = False
@@ -113,11 +110,6 @@ class DSparkConfig(LayerShape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("window", "markov_rank", "target_layers"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
-                raise UnsupportedModelError(f"{name} is {value!r}, expected 0 or more")
-        check_taps(self.taps, self.target_layers)
         if not 0 <= self.mask_token < self.vocab_size:
             raise UnsupportedModelError(
                 f"the mask token is {self.mask_token}, expected 0 to {self.vocab_size - 1}"
@@ -234,12 +226,7 @@ def dspark_config(described: Json, target_layers: int = 0) -> DSparkConfig:
     layout = layout_of(described)
     with config_errors(layout.value):
         config = _READERS[layout](described)
-    if target_layers and config.target_layers not in (0, target_layers):
-        raise UnsupportedModelError(
-            f"this drafter is for a target of {config.target_layers} layers, this one has "
-            f"{target_layers}"
-        )
-    config = replace(config, target_layers=config.target_layers or target_layers)
+    config = replace(config, target_layers=target_depth(config.target_layers, target_layers))
     if SECTION not in described and config.taps[-1] == config.target_layers - 1:
         # One project reads the last layer's output before the final norm, another after it.
         raise UnsupportedModelError(
@@ -314,18 +301,12 @@ def _read_dflash(described: Json) -> DSparkConfig:
         taps=[int(layer) for layer in fields["target_layer_ids"]],
         target_layers=int(fields["num_target_layers"]),
         from_anchor=kind == "dspark",
-        draft_vocab_size=_reduced(fields, fields),
+        draft_vocab_size=reduced_vocabulary(fields, fields),
         embedding_factor=float(fields.get("input_embedding_scale") or 1),
         logit_factor=float(fields.get("output_multiplier") or 1),
         logit_cap=float(fields.get("final_logit_softcapping") or 0),
         **heads,
     )
-
-
-def _reduced(described: Json, layer: Json) -> int:
-    """Number of drafted tokens; 0: all."""
-    drafted = int(described.get("draft_vocab_size") or layer["vocab_size"])
-    return drafted if drafted != layer["vocab_size"] else 0
 
 
 def _read_heads(described: Json) -> dict[str, Any]:
@@ -365,7 +346,7 @@ def _read_speculators(described: Json) -> DSparkConfig:
         from_anchor=bool(described["sample_from_anchor"]),
         window=int(section.get("window", 0)),
         state_input=bool(section.get("state_input", False)),
-        draft_vocab_size=_reduced(described, layer),
+        draft_vocab_size=reduced_vocabulary(described, layer),
         **(_read_heads(described) if described["speculators_model_type"] == "dspark" else {}),
     )
 
@@ -493,21 +474,5 @@ def save_dspark(
 
 
 def read_dspark(folder: str | Path, target_layers: int = 0) -> tuple[DSparkConfig, torch.dtype]:
-    """Reads the shape of a drafter from its config.json, and the type for its tensors.
-
-    Args:
-        folder: The drafter's.
-        target_layers: Number of layers of its target, which must match the folder's; 0: not known.
-
-    Raises:
-        UnsupportedModelError: It is no DSpark or DFlash drafter, needs an unsupported feature,
-            lacks a field, or is for a target of another depth.
-        FileNotFoundError: There is no config.json.
-    """
-    path = Path(folder) / CONFIG_FILE
-    described = read_config_file(folder, METHOD)
-    try:
-        config = dspark_config(described, target_layers)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{path}: {error}") from error
-    return config, stored_dtype(folder, "fc.weight")
+    """See :func:`read_shape`; ``target_layers`` is the depth of its target, 0: not known."""
+    return read_shape(folder, METHOD, lambda found: dspark_config(found, target_layers))

@@ -10,25 +10,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods.checkpoint import (
-    CONFIG_FILE,
     TargetRef,
-    read_config_file,
+    read_shape,
     speculators_fields,
-    stored_dtype,
     write_checkpoint,
 )
 from paceline.drafter.methods.layers import (
     SECTION,
-    LayerShape,
-    check_taps,
+    TappedShape,
     config_errors,
+    reduced_vocabulary,
+    target_depth,
     target_fields,
     whole_config,
 )
@@ -42,17 +41,15 @@ Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Eagle3Config(LayerShape):
+class Eagle3Config(TappedShape):
     """Shape of an EAGLE-3 layer, and the target layers that it reads.
 
     A position's input is the embedding of the token there, and a hidden state of the position
     before: of the target, fused, or the layer's own output.
 
     Attributes:
-        taps: Target layers whose outputs are fused, 0 for the first, strictly increasing.
-        target_layers: Number of layers of the target; 0: not known.
         target_hidden: Width of the target's hidden states; 0: that of the layer.
-        window: Positions that attention reads, the token's own included; 0: all. Unit: tokens.
+        window: As in :class:`TappedShape`, the token's own position included.
         qk_norm: Whether heads of queries and keys are normalised.
         norm_before_residual: Whether the residual stream begins with the normalised hidden state.
         norm_before_fc: Whether the target's states are normalised, side by side.
@@ -64,10 +61,9 @@ class Eagle3Config(LayerShape):
         UnsupportedModelError: A field is out of range.
     """
 
-    taps: tuple[int, ...]
-    target_layers: int = 0
+    COUNTS: ClassVar = (*TappedShape.COUNTS, "target_hidden")
+
     target_hidden: int = 0
-    window: int = 0
     qk_norm: bool = False
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -76,11 +72,6 @@ class Eagle3Config(LayerShape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("window", "target_layers", "target_hidden"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
-                raise UnsupportedModelError(f"{name} is {value!r}, expected 0 or more")
-        check_taps(self.taps, self.target_layers)
         if self.norm_before_fc and self.fc_norm:
             raise UnsupportedModelError(
                 "norm_before_fc and fc_norm are both true, expected one norm of the target's states"
@@ -112,8 +103,8 @@ class Eagle3Config(LayerShape):
         """
         found = target_fields(folder, fields)
         count = found["target_layers"]
-        taps = tuple(tap + count if tap < 0 else tap for tap in taps) or _usual_taps(count)
-        return cls(**found, taps=tuple(taps))
+        taps = tuple(tap + count if tap < 0 else tap for tap in taps)
+        return cls(**found, taps=taps or _usual_taps(count))
 
 
 def _usual_taps(layers: int) -> tuple[int, ...]:
@@ -161,14 +152,8 @@ def eagle3_config(described: Json, target_layers: int = 0) -> Eagle3Config:
             "more layers is not supported"
         )
     section = described.get(SECTION) or {}
-    layers = int(section.get("target_layers", 0))
-    if layers and target_layers and layers != target_layers:
-        raise UnsupportedModelError(
-            f"this drafter is for a target of {layers} layers, this one has {target_layers}"
-        )
-    layers = layers or target_layers
+    layers = target_depth(int(section.get("target_layers", 0)), target_layers)
     sliding = hf.get("use_sliding_window", False) and hf.get("sliding_window")
-    drafted = int(described.get("draft_vocab_size") or hf["vocab_size"])
     return Eagle3Config.from_hf(
         hf,
         taps=_read_taps(described, speculators, layers),
@@ -176,7 +161,7 @@ def eagle3_config(described: Json, target_layers: int = 0) -> Eagle3Config:
         target_hidden=int(described.get("target_hidden_size") or 0),
         window=int(section.get("window", sliding or 0)),
         qk_norm=hf["model_type"] == "qwen3",
-        draft_vocab_size=drafted if drafted != hf["vocab_size"] else 0,
+        draft_vocab_size=reduced_vocabulary(described, hf),
         **{name: bool(described.get(name) or False) for name in _NORMS},
     )
 
@@ -195,26 +180,11 @@ def _read_taps(described: Json, speculators: bool, layers: int) -> tuple[int, ..
 
 
 def read_eagle3(folder: str | Path, target_layers: int = 0) -> tuple[Eagle3Config, torch.dtype]:
-    """Reads the shape of a drafter from its config.json, and the type for its tensors.
-
-    Args:
-        folder: The drafter's.
-        target_layers: Number of layers of its target; 0: not known.
-
-    Raises:
-        UnsupportedModelError: It is no EAGLE-3 drafter, needs an unsupported feature, lacks a
-            field, or is for a target of another depth.
-        FileNotFoundError: There is no config.json.
-    """
-    path = Path(folder) / CONFIG_FILE
-    described = read_config_file(folder, METHOD)
-    try:
-        config = eagle3_config(described, target_layers)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{path}: {error}") from error
+    """See :func:`read_shape`; ``target_layers`` is the depth of its target, 0: not known."""
+    config, dtype = read_shape(folder, METHOD, lambda found: eagle3_config(found, target_layers))
     if config.target_hidden == config.hidden:
         config = replace(config, target_hidden=0)
-    return config, stored_dtype(folder, "fc.weight")
+    return config, dtype
 
 
 def save_eagle3(
