@@ -26,7 +26,7 @@ _VNNI = (*_AVX512, "avx512_vnni")
 _X86 = platform.machine() in ("x86_64", "AMD64")
 
 LEVELS: dict[str, tuple[str, ...]] = {
-    "amx": (*_VNNI, "amx_tile", "amx_int8", "amx_bf16"),
+    "amx": (*_VNNI, "amx_tile", "amx_bf16"),
     "avx512vnni": _VNNI,
     "avx512": _AVX512,
     "avxvnni": (*_AVX2, "avx_vnni"),
@@ -113,7 +113,7 @@ def build_ahead(folder: Path) -> list[Path]:
 def _flags(level: str) -> tuple[str, ...]:
     if level == "dotprod":
         return (*_FLAGS, "-march=armv8.2-a+dotprod")
-    # gcc writes amx-int8 and avx512vnni for amx_int8 and avx512_vnni.
+    # gcc writes amx-bf16 and avx512vnni for amx_bf16 and avx512_vnni.
     named = (name.replace("amx_", "amx-").replace("_", "") for name in LEVELS[level])
     return (*_FLAGS, *(f"-m{name}" for name in named))
 

@@ -9,17 +9,9 @@ void paceline_set_numerics(int amx) { amx_numerics = amx; }
 
 #define BLOCKS 8 /* blocks of rows in an item */
 
-#ifdef __AMX_INT8__
-#define BLOCKS_IN_TILES 1
-#else
-#define BLOCKS_IN_TILES amx_numerics
-#endif
-
 static int quantised(const Matrix *m) { return m->format >= LINEAR_Q8; }
 
-static int in_tiles(const Matrix *m) {
-  return quantised(m) ? BLOCKS_IN_TILES : m->format == LINEAR_BF16 && amx_numerics;
-}
+static int in_tiles(const Matrix *m) { return m->format == LINEAR_BF16 && amx_numerics; }
 
 static int64_t max_rows(const Matrix *m) {
   if (in_tiles(m)) return TILE_ROWS;
@@ -37,7 +29,7 @@ int64_t linear_prepare_items(const Matrix *m, int64_t rows) {
 
 void linear_prepare(const Matrix *m, const float *x, int64_t rows, void *scratch, int64_t item) {
   if (in_tiles(m))
-    prepare_tile_row(m, x, rows, scratch, item);
+    prepare_tile_row(m, x, scratch, item);
   else
     quantise_row(m, x, rows, scratch, item);
 }
@@ -49,7 +41,7 @@ static void multiply(const Matrix *m, const float *x, const void *scratch, int64
   const Activations *a = (const Activations *)scratch + block.first * (m->ins / BLOCK_INS);
   x += block.first * m->ins, out += block.first * m->outs;
   if (in_tiles(m)) {
-    tile_block(m, rows, block, scratch, out, first);
+    tile_block(m, block, scratch, out, first);
     return;
   }
   if (m->format == LINEAR_F32)

@@ -19,7 +19,6 @@
   _tile_loadd(t, from, stride)
 #define TILE_STORE(t, to, stride) _tile_stored(t, to, stride)
 #define TILE_DOT_BF16(c, a, b) _tile_dpbf16ps(c, a, b)
-#define TILE_DOT_SU8(c, a, b) _tile_dpbsud(c, a, b)
 
 /* Sets the tiles' shapes in this thread, unless they are set: other libraries, such as oneDNN in
  * PyTorch, change and release them on the same threads between two calls. Setting takes some 200
@@ -60,7 +59,6 @@ INLINE float from_bf16(uint32_t bits) {
   for (int64_t tile_row = 0; tile_row < SIDE; tile_row++) \
   memcpy((char *)(to) + tile_row * (int64_t)(stride), tile_registers[t][tile_row], 64)
 #define TILE_DOT_BF16(c, a, b) dot_bf16(c, a, b)
-#define TILE_DOT_SU8(c, a, b) dot_su8(c, a, b)
 
 /* Without the instruction's flushing of denormals. */
 static inline void dot_bf16(int c, int a, int b) {
@@ -77,17 +75,6 @@ static inline void dot_bf16(int c, int a, int b) {
       sum += even + odd;
       memcpy(&tile_registers[c][row][n], &sum, sizeof sum);
     }
-}
-
-/* A: signed bytes, B: unsigned bytes, C: int32. */
-static inline void dot_su8(int c, int a, int b) {
-  for (int row = 0; row < SIDE; row++)
-    for (int n = 0; n < SIDE; n++)
-      for (int k = 0; k < 4 * SIDE; k++) {
-        const int8_t x = (int8_t)(tile_registers[a][row][k / 4] >> 8 * (k % 4));
-        const uint8_t y = (uint8_t)(tile_registers[b][k / 4][n] >> 8 * (k % 4));
-        tile_registers[c][row][n] += (uint32_t)(x * y);
-      }
 }
 
 INLINE void configure_tiles(void) {}
