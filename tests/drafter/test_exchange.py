@@ -54,7 +54,6 @@ async def test_a_round_is_answered(ngram: Drafting) -> None:
     assert (opened.max_nodes, opened.kv_transport) == (32, "")
     tree = await text.round()
     assert list(tree.tree.tokens)[:4] == [8, 9, 10, 11]
-    assert tree.version == "1"
     tree = await text.round(range(100, 900))
     assert not tree.tree.tokens, "more than one slice"
     tree = await text.round([*range(500, 510), 3, 3, 3, 500, 501, 502])

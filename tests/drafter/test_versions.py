@@ -30,7 +30,7 @@ async def test_versions_come_and_go_while_text_streams() -> None:
         old = await service.open([1])
         loading = asyncio.create_task(load(service, "x", "slow-load", activate=True))
         for token in range(2, 20):
-            assert (await old.round([token])).version == "1"
+            await old.round([token])
         assert not loading.done()
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await load(service, "x", "fake", version="2")
@@ -39,7 +39,8 @@ async def test_versions_come_and_go_while_text_streams() -> None:
         assert (await loading).version == "2"
         new = await service.open([1])
         assert new.opened.version == "2"
-        assert (await old.round([30])).version == "1"
+        await old.round([30])
+        assert old.opened.version == "1"
         assert await listed(service) == [("x", "1", 0.0, 1, False), ("x", "2", 1.0, 1, False)]
         assert await unload(service, "x", "1") is False
         assert await listed(service) == [("x", "1", 0.0, 1, True), ("x", "2", 1.0, 1, False)]
@@ -140,7 +141,7 @@ async def test_a_sequence_stays_at_the_version_that_its_client_requested() -> No
         await load(service, "x", "fake", activate=True)
         assert await unload(service, "x", "1") is False
         for token in (4, 5):
-            assert (await text.round([token])).version == "1"
+            await text.round([token])
         await text.end()
         assert [version[1] for version in await listed(service)] == ["2"]
 
@@ -149,7 +150,7 @@ async def test_sequences_of_the_last_version_stay_until_another_is_loaded() -> N
     async with drafting("x=fake") as service:
         text = await service.open([1])
         assert await unload(service, "x") is False
-        assert (await text.round([2])).version == "1"
+        await text.round([2])
         await load(service, "x", "fake")
         with pytest.raises(Refused, match="DRAFTER_REPLACED"):
             await text.round([3])
@@ -174,10 +175,11 @@ async def generate(service: Drafting, version: str = "") -> list[str]:
         try:
             tree = await text.round(emitted, max_depth=len(TEXT) - length)
         except Refused as refused:
-            assert refused.reason == "DRAFTER_REPLACED"  # noqa: PT017
+            if refused.reason != "DRAFTER_REPLACED":
+                raise
             text, emitted = await service.open([*PROMPT, *TEXT[:length]], **fields), []
             continue
-        versions.append(tree.version)
+        versions.append(text.opened.version)
         accepted = 0
         for token, expected in zip(tree.tree.tokens, TEXT[length:], strict=False):
             if token != expected:

@@ -343,12 +343,11 @@ async def test_what_a_service_reports_is_bounded(client: Client) -> None:
     created = await client.create(PROMPT, **FIELDS)
     call = await client.begin(created.handle, credits=1, drafter=name, draft_timeout_ms=2**32 - 1)
     await until(lambda: bool(service.paused))
-    drafted = exchange_pb2.DraftedTree(
-        sequence=1, round=1, tree=tree(tokens=[1], parents=[-1]), version="v" * 5_000_000
-    )
+    opened = exchange_pb2.SequenceOpened(sequence=1, version="v" * 5_000_000)
+    drafted = exchange_pb2.DraftedTree(sequence=1, round=1, tree=tree(tokens=[1], parents=[-1]))
     for field in ("draft_us", "queue_us", "kv_bytes"):
         setattr(drafted, field, 2**64 - 1)
-    await service.send(trees=[drafted])
+    await service.send(opened=[opened], trees=[drafted])
     response = await call.read()
     assert len(response.drafter) < 300
     assert response.draft_us <= response.round_us

@@ -468,8 +468,8 @@ class DrafterService:
             self.opened.append(opened)
             number, version = opened.sequence, opened.version or "0"
             if self.refuses or version not in self._functions:
-                message = "it may not be opened"
-                reply.refused.add(sequence=number, reason=self.reason, message=message)
+                why = "it may not be opened"
+                reply.refused.add(sequence=number, reason=self.reason, message=why)
                 continue
             function, seed = self._functions[version]
             self.sequences[number] = (function, list(opened.tokens), random.Random(seed))

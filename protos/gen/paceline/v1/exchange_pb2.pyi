@@ -74,22 +74,20 @@ class SequenceRefused(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class DraftedTree(_message.Message):
-    __slots__ = ("sequence", "round", "tree", "draft_us", "queue_us", "version", "kv_bytes")
+    __slots__ = ("sequence", "round", "tree", "draft_us", "queue_us", "kv_bytes")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_US_FIELD_NUMBER: _ClassVar[int]
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     round: int
     tree: _tree_pb2.TokenTree
     draft_us: int
     queue_us: int
-    version: str
     kv_bytes: int
-    def __init__(self, sequence: _Optional[int] = ..., round: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ..., draft_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., version: _Optional[str] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., round: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ..., draft_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
     __slots__ = ("joined", "step", "closed", "open", "rounds", "lists")

@@ -399,7 +399,6 @@ class Connection:
             tree=tree,
             draft_us=round(result.draft_seconds * 1e6),
             queue_us=round(result.queue_seconds * 1e6),
-            version=version.version,
             kv_bytes=seat.session.take_received_bytes(),
         )
         arrived = time.time_ns() - round((time.monotonic() - sequence.arrived) * 1e9)

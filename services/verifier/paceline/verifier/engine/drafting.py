@@ -146,7 +146,7 @@ class SequenceAtDrafter:
         job: The generation.
         name: Name of the drafter.
         opened: What the service answered; None: it has not answered.
-        drafter: The version that drafts now; None: the service has not answered.
+        drafter: The version that drafts; None: the service has not answered.
         sent: Tokens of the text that were sent.
         round: Number of the newest round.
         pending: Whether its tree has not come.
@@ -452,14 +452,11 @@ class Drafting:
             return
         if len(tree):
             job.failures = 0
-            drafter = sequence.drafter
-            if drafter is None or message.version not in ("", drafter.version):
-                drafter = sequence.drafter = link.version(sequence.name, message.version)
             max_us = microseconds(now - sequence.asked_at)
             job.set_draft(
                 Draft(
                     tree,
-                    drafter,
+                    sequence.drafter or link.version(sequence.name, ""),
                     now - sequence.asked_at,
                     min(message.draft_us, max_us),
                     min(message.queue_us, max_us),
