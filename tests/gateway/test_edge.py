@@ -1,23 +1,16 @@
-"""What surrounds requests: ids, CORS, the access log, limits of keys, comments of slow streams."""
+"""What surrounds requests: ids, CORS, the access log, comments of slow streams."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator
-from pathlib import Path
 
 import aiohttp
 import openai
 import pytest
 from mock_transport import MockTransport
-from openai import AsyncOpenAI
 
-from paceline.gateway import ApiKey, GatewayOptions, read_keys
-from paceline.gateway.errors import ApiError
-from paceline.gateway.middleware import Caller
-from paceline.service.options import OptionsError
 from paceline.v1 import verifier_pb2
 
 from .conftest import Serve
@@ -77,8 +70,7 @@ async def test_pages_of_other_origins(serve: Serve) -> None:
 
 async def test_the_access_log(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="paceline.gateway.access")
-    keys = (ApiKey(name="alice", key="a"),)
-    async with serve(MockTransport("abc"), key="a", api_keys=keys) as served:
+    async with serve(MockTransport("abc"), key="a", api_key="a") as served:
         await served.openai.completions.create(model="mock", prompt="hello")
         with pytest.raises(openai.AuthenticationError):
             await served.openai.with_options(api_key="wrong").models.list()
@@ -90,8 +82,8 @@ async def test_the_access_log(serve: Serve, caplog: pytest.LogCaptureFixture) ->
         "GET /v1/models 401",
     ]
     first, second = (vars(line) for line in lines)
-    assert (first["key"], first["prompt_tokens"], first["completion_tokens"]) == ("alice", 5, 4)
-    assert second["key"] == "-"
+    assert (first["prompt_tokens"], first["completion_tokens"]) == (5, 4)
+    assert (second["prompt_tokens"], second["completion_tokens"]) == (0, 0)
 
 
 async def test_a_slow_stream_gets_comments(serve: Serve) -> None:
@@ -106,69 +98,6 @@ async def test_a_slow_stream_gets_comments(serve: Serve) -> None:
         # Clients skip them.
         stream = await served.openai.completions.create(model="mock", prompt="a", stream=True)
         assert "".join([event.choices[0].text async for event in stream]) == "x"
-
-
-async def test_keys_have_limits_of_their_own(serve: Serve) -> None:
-    keys = (
-        ApiKey(name="few", key="few", requests_per_minute=1),
-        ApiKey(name="short", key="short", tokens_per_minute=4),
-        ApiKey(name="free", key="free"),
-    )
-    async with serve(MockTransport("abc"), api_keys=keys) as served:
-        for name, limit in (("few", "1 requests"), ("short", "4 tokens"), ("free", None)):
-            url = f"{served.url}/v1"
-            async with AsyncOpenAI(base_url=url, api_key=name, max_retries=0) as api:
-                await api.completions.create(model="mock", prompt="hello")
-                if limit is None:
-                    await api.completions.create(model="mock", prompt="hello")
-                    continue
-                with pytest.raises(openai.RateLimitError, match=limit) as raised:
-                    await api.completions.create(model="mock", prompt="hello")
-                assert int(raised.value.response.headers["Retry-After"]) >= 1
-                await api.models.list()  # no generation: not limited
-
-
-def test_limits_are_refilled_in_a_minute() -> None:
-    now = 0.0
-    caller = Caller(
-        ApiKey(name="n", key="k", requests_per_minute=2, tokens_per_minute=60), lambda: now
-    )
-    caller.admit(0, 10)
-    caller.spend(90)  # more than a minute has
-    with pytest.raises(ApiError) as raised:
-        caller.admit(0, 10)
-    assert raised.value.headers["Retry-After"] == "31"
-    now = 31.0
-    caller.admit(0, 10)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "cannot read"),
-        ("{}", "array"),
-        ("[]", "at least one"),
-        ('[{"name": "a"}]', "key"),
-        ('[{"name": "a", "key": "k"}, {"name": "b", "key": "k"}]', "twice"),
-        ('[{"name": "a", "key": "k", "priority": "high"}]', "priority"),
-        ('[{"name": "a", "key": "\\n"}]', "headers"),
-    ],
-)
-def test_wrong_files_of_keys(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "keys").write_text(content)
-    with pytest.raises(OptionsError, match=message):
-        read_keys(tmp_path / "keys")
-    with pytest.raises(OptionsError, match="cannot read"):
-        read_keys(tmp_path / "none")
-
-
-def test_a_file_of_keys_secures_a_gateway(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(json.dumps([{"name": "a", "key": "k"}]))
-    keys = read_keys(tmp_path / "keys")
-    pem = tmp_path / "pem"
-    GatewayOptions(address="0.0.0.0:0", tls_cert=pem, tls_key=pem, api_keys=keys)
-    with pytest.raises(OptionsError, match="--insecure"):
-        GatewayOptions(address="0.0.0.0:0", tls_cert=pem, tls_key=pem)
 
 
 async def test_the_version_needs_no_key(serve: Serve) -> None:

@@ -48,12 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"file with the key that requests must carry as a bearer token (or set {KEY_VARIABLE} "
         f"or {KEY_FILE_VARIABLE})",
     )
-    add(
-        "--api-keys",
-        type=Path,
-        metavar="FILE",
-        help="JSON file with more keys, each with limits of its own",
-    )
     add_readiness_arguments(parser)
     add_service_arguments(parser)
     add_log_arguments(parser)
@@ -61,14 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; 0 after a drain, 2 for options that cannot be served."""
-    from paceline.gateway import GatewayOptions, read_keys
+    from paceline.gateway import GatewayOptions
 
     configure_logging(args.log_format, args.log_level)
     with traced("paceline-gateway"):
         try:
             options = GatewayOptions(
                 api_key=read_secret("API key", args.api_key_file, KEY_VARIABLE, KEY_FILE_VARIABLE),
-                api_keys=read_keys(args.api_keys) if args.api_keys is not None else (),
                 chat_template=args.chat_template and args.chat_template.read_text(encoding="utf-8"),
                 **given_options(args, GatewayOptions),
             )

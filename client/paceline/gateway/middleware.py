@@ -1,16 +1,14 @@
-"""What surrounds every request: key and limits, id, CORS, errors, metrics and access log."""
+"""What surrounds every request: key, id, CORS, errors, metrics and access log."""
 
 from __future__ import annotations
 
 import hmac
 import logging
-import math
 import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -19,7 +17,6 @@ from paceline.telemetry.names import Attribute
 from paceline.telemetry.tracing import http_span, server_attributes
 
 from .errors import ApiError, from_error, from_http
-from .options import ApiKey
 from .requests import UNKNOWN_FIELDS
 from .writers import DISCONNECTED, FAILED
 
@@ -30,117 +27,7 @@ if TYPE_CHECKING:
     from .metrics import GatewayMetrics
 
 
-@dataclass
-class _Bucket:
-    """A token bucket of one minute. It may be overdrawn, since a text's length is not known."""
-
-    per_minute: float
-    clock: Callable[[], float]
-    level: float = field(init=False)
-    seen: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.level, self.seen = self.per_minute, self.clock()
-
-    def wait(self) -> float:
-        """Time until something may be taken. Unit: seconds."""
-        now = self.clock()
-        self.level = min(self.per_minute, self.level + (now - self.seen) * self.per_minute / 60)
-        self.seen = now
-        return max(0.0, (min(1.0, self.per_minute) - self.level) * 60 / self.per_minute)
-
-
-class Caller:
-    """The holder of a key, and what is left of its limits.
-
-    Args:
-        key: The key; None: everybody, without limits.
-        clock: Seconds, never going backwards.
-    """
-
-    def __init__(self, key: ApiKey | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.name = key.name if key is not None else "-"
-        limits = {
-            "requests": key.requests_per_minute if key is not None else None,
-            "tokens": key.tokens_per_minute if key is not None else None,
-        }
-        self._buckets = {
-            what: _Bucket(limit, clock) for what, limit in limits.items() if limit is not None
-        }
-
-    def admit(self, in_flight: int, max_in_flight: int) -> None:
-        """Takes a request from its limits.
-
-        Args:
-            in_flight: Requests of all callers in flight.
-            max_in_flight: Maximum number of them.
-
-        Raises:
-            ApiError: A limit is reached, or the gateway is full.
-        """
-        if in_flight >= max_in_flight:
-            raise _too_many(f"{in_flight} requests are in flight", 1.0)
-        for what, bucket in self._buckets.items():
-            wait = bucket.wait()
-            if wait > 0:
-                limit = f"the limit of this key is {bucket.per_minute:g} {what} a minute"
-                raise _too_many(limit, wait)
-        if "requests" in self._buckets:
-            self._buckets["requests"].level -= 1
-
-    def spend(self, tokens: int) -> None:
-        """Takes tokens from its limits."""
-        if "tokens" in self._buckets:
-            self._buckets["tokens"].level -= tokens
-
-
-def _too_many(reason: str, wait: float) -> ApiError:
-    seconds = math.ceil(wait)
-    return ApiError(
-        429,
-        f"{reason}: retry in {seconds} s",
-        kind="rate_limit_error",
-        code="too_many_requests",
-        headers={"Retry-After": str(seconds)},
-    )
-
-
-class Keyring:
-    """Finds the caller of a request by its `Authorization` header.
-
-    Args:
-        keys: All keys; empty: no key is needed.
-    """
-
-    def __init__(self, keys: Sequence[ApiKey]) -> None:
-        self._callers = {f"Bearer {each.key}".encode(): Caller(each) for each in keys}
-        self._anybody = Caller(None)
-
-    def find(self, authorization: str) -> Caller:
-        """The caller.
-
-        Raises:
-            ApiError: The key is missing or wrong.
-        """
-        if not self._callers:
-            return self._anybody
-        given = authorization.encode(errors="replace")
-        # All are compared, so that the time tells nothing about them.
-        callers = [
-            caller for key, caller in self._callers.items() if hmac.compare_digest(given, key)
-        ]
-        if not callers:
-            raise ApiError(
-                401,
-                "the API key is missing or wrong: send 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        return callers[0]
-
-
 REQUEST_ID = web.RequestKey("request_id", str)
-CALLER = web.RequestKey("caller", Caller)
 SPENT = web.RequestKey("spent", list)
 """Tokens of the prompts and of the texts so far."""
 
@@ -153,15 +40,22 @@ _access = logging.getLogger("paceline.gateway.access")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def guard(keyring: Keyring) -> Middleware:
-    """Checks the API key, and returns every error in OpenAI's form."""
+def guard(api_key: str | None) -> Middleware:
+    """Checks the API key, if there is one, and returns every error in OpenAI's form."""
+    expected = f"Bearer {api_key}".encode()
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if not _open(request.path) and request.method != "OPTIONS":
-                authorization = request.headers.get("Authorization", "")
-                request[CALLER] = keyring.find(authorization)
+            if api_key is not None and not _open(request.path) and request.method != "OPTIONS":
+                given = request.headers.get("Authorization", "").encode(errors="replace")
+                if not hmac.compare_digest(given, expected):
+                    raise ApiError(
+                        401,
+                        "the API key is missing or wrong: send 'Authorization: Bearer KEY'",
+                        code="invalid_api_key",
+                        headers={"WWW-Authenticate": "Bearer"},
+                    )
             return await handler(request)
         except web.HTTPException as error:
             failure = from_http(error)
@@ -223,7 +117,6 @@ def _end(span: Span, status: int) -> None:
 
 def _log(request: web.Request, status: int, seconds: float) -> None:
     prompt, completion = request.get(SPENT, (0, 0))
-    caller = request.get(CALLER)
     _access.info(
         "%s %s %d",
         request.method,
@@ -231,7 +124,6 @@ def _log(request: web.Request, status: int, seconds: float) -> None:
         status,
         extra={
             "request_id": request[REQUEST_ID],
-            "key": caller.name if caller is not None else "-",
             "remote": request.remote or "-",
             "seconds": round(seconds, 4),
             "prompt_tokens": prompt,

@@ -1,14 +1,11 @@
-"""Options of the gateway, and its API keys."""
+"""Options of the gateway."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from paceline.service.options import (
     OptionsError,
@@ -17,49 +14,6 @@ from paceline.service.options import (
     option,
     stays_on_this_machine,
 )
-
-
-class ApiKey(BaseModel):
-    """A key and its limits."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    name: str
-    """Name in the access log."""
-    key: str = Field(min_length=1, repr=False)
-    requests_per_minute: float | None = Field(default=None, gt=0)
-    """Generating requests; None: no limit."""
-    tokens_per_minute: float | None = Field(default=None, gt=0)
-    """Tokens of prompts and texts; None: no limit."""
-
-    @field_validator("key")
-    @classmethod
-    def _fits_a_header(cls, key: str) -> str:
-        if not (key.isascii() and key.isprintable()):
-            raise ValueError("the API key has characters that are invalid in HTTP headers")
-        return key
-
-
-def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """Keys of a JSON file: an array of objects with the fields of `ApiKey`.
-
-    Raises:
-        OptionsError: The file is not that, or a key occurs twice.
-    """
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(entries, list):
-            raise OptionsError(f"{path} must contain an array of keys, such as [{{...}}]")
-        keys = tuple(ApiKey.model_validate(entry) for entry in entries)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise OptionsError(f"{path}: {where}: {first['msg']}") from None
-    except (OSError, ValueError) as error:
-        raise OptionsError(f"cannot read API keys from {path}: {error}") from None
-    if not keys or len({each.key for each in keys}) < len(keys):
-        raise OptionsError(f"{path} must contain at least one key, and none of them twice")
-    return keys
 
 
 @dataclass(frozen=True)
@@ -84,8 +38,6 @@ class GatewayOptions:
     )
     api_key: str | None = None
     """Bearer token that every call but health must carry; None: no authentication."""
-    api_keys: tuple[ApiKey, ...] = ()
-    """More keys, with limits of their own."""
     insecure: bool = option(
         False, "listen beyond this machine without TLS or key: behind a proxy that has both"
     )
@@ -132,12 +84,11 @@ class GatewayOptions:
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise OptionsError("TLS needs both --http-tls-cert and --http-tls-key")
-        try:
-            self.keys  # noqa: B018 - checks the key
-        except ValidationError:
+        key = self.api_key
+        if key is not None and not (key and key.isascii() and key.isprintable()):
             raise OptionsError(
                 "the API key is empty or has characters that are invalid in HTTP headers"
-            ) from None
+            )
         if self.max_body_bytes < 1024:
             raise OptionsError("max_body_bytes must be at least 1 KiB")
         if self.max_requests < 1:
@@ -150,20 +101,13 @@ class GatewayOptions:
             if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
                 raise OptionsError(f"{origin} is no origin: give one such as https://example.org")
         self.metrics  # noqa: B018 - checks the options of metrics
-        secured = self.tls_cert is not None and bool(self.keys)
+        secured = self.tls_cert is not None and self.api_key is not None
         if not (secured or self.insecure or stays_on_this_machine(self.address)):
             raise OptionsError(
                 f"refusing to listen on {self.address} without TLS and a key: give "
                 "--http-tls-cert, --http-tls-key and --api-key-file, listen on 127.0.0.1 or "
                 "unix:/path, or give --insecure if a proxy in front of it has both"
             )
-
-    @property
-    def keys(self) -> tuple[ApiKey, ...]:
-        """All keys; empty: no authentication."""
-        if self.api_key is None:
-            return self.api_keys
-        return (ApiKey(name="default", key=self.api_key), *self.api_keys)
 
     @property
     def metrics(self) -> ServerOptions:

@@ -82,7 +82,7 @@ class Gateway:
         self.app = web.Application(
             middlewares=[
                 middleware.observe(metrics, access_log=options.access_log),
-                middleware.guard(middleware.Keyring(options.keys)),
+                middleware.guard(options.api_key),
                 middleware.allow_origins(options.cors_origins),
             ],
             client_max_size=options.max_body_bytes,
@@ -133,7 +133,7 @@ class Gateway:
         stream: bool,
         only_prompts: bool = False,
     ) -> web.StreamResponse:
-        """Generates the texts of a job and sends them, counted towards the limits of the caller.
+        """Generates the texts of a job and sends them.
 
         Args:
             request: The request.
@@ -143,7 +143,7 @@ class Gateway:
             only_prompts: Send only what is known of the prompts.
 
         Raises:
-            ApiError: The gateway is full or drains, or a limit is reached.
+            ApiError: The gateway is full or drains.
         """
         if self.gate.closed:
             raise ApiError(
@@ -153,9 +153,14 @@ class Gateway:
                 code="service_unavailable",
                 headers={"Connection": "close"},
             )
-        caller = request[middleware.CALLER]
-        caller.admit(self.gate.inside, self._options.max_requests)
-        caller.spend(job.prompt_tokens)
+        if self.gate.inside >= self._options.max_requests:
+            raise ApiError(
+                429,
+                f"{self.gate.inside} requests are in flight: retry in 1 s",
+                kind="rate_limit_error",
+                code="too_many_requests",
+                headers={"Retry-After": "1"},
+            )
         spent = request[middleware.SPENT] = [job.prompt_tokens, 0]
         count = self._metrics.text_counter() if self._metrics is not None else None
         response = (
@@ -173,7 +178,6 @@ class Gateway:
                 event = replace(event, result=_without_text(event.result))
             if event.chunk is not None:
                 spent[1] += len(event.chunk.token_ids)
-                caller.spend(len(event.chunk.token_ids))
             await response.receive(event)
 
         with self.gate.enter():
