@@ -19,6 +19,7 @@ from paceline.bench.gpu.cases import (
     Case,
     arguments,
     copy_bandwidth,
+    fail_if_missed,
     graphed,
     make_case,
     median_ms,
@@ -182,11 +183,19 @@ SHAPES: dict[str, tuple[list[int], int]] = {
 """Prefix lengths and nodes; 32 query heads share 8 kv heads of 128."""
 
 TARGETS = {"64 rows, 8 x 32k": 0.85, "1 x 128k, 16 nodes": 0.80, "1 x 32k, 16 nodes": 0.60}
+"""Least shares of the copy bandwidth, paged."""
+
+COST_OF_SCORES = 1.05
+"""Most time of these shapes with recorded scores, over that without."""
 
 
 def main() -> None:
-    """Report every shape, contiguous and paged, with and without recorded scores, and baselines."""
+    """Report every shape, contiguous and paged, with and without recorded scores, and baselines.
+
+    Fails if a shape misses its target.
+    """
     device = arguments()
+    missed: list[str] = []
     copied = copy_bandwidth(device)
     report("copy_gb_s", copied)
     report("baselines_not_installed", missing())
@@ -204,12 +213,18 @@ def main() -> None:
             found[kind] = {"ms": time, "of_copy": size / time / 1e6 / copied}
             if paged:
                 scored = _timed(_ours(case, _probes(case)), device)
-                found["cost_of_scores"] = scored / time - 1
+                found["scores_over_without"] = scored / time
             else:
                 found |= _baselines(case, device, time)
         found["kv_bytes"] = size
-        found["target"] = TARGETS.get(name)
+        found["target"] = target = TARGETS.get(name)
         report(name, found)
+        if target is not None:
+            if found["paged"]["of_copy"] < target:
+                missed.append(f"{name}: below {target:.0%} of copy bandwidth")
+            if found["scores_over_without"] > COST_OF_SCORES:
+                missed.append(f"{name}: recorded scores take more than {COST_OF_SCORES - 1:.0%}")
+    fail_if_missed(missed, device)
 
 
 def _baselines(case: Case, device: torch.device, time: float) -> dict[str, Any]:

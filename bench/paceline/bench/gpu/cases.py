@@ -225,6 +225,12 @@ def report(name: str, value: Any) -> None:
     print(json.dumps({name: value}), flush=True)
 
 
+def fail_if_missed(missed: Sequence[str], device: torch.device) -> None:
+    """End the process with an error if targets were missed; a CPU has none."""
+    if device.type == "cuda" and missed:
+        sys.exit(f"targets that were missed: {'; '.join(missed)}")
+
+
 def median_ms(action: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
     """Median milliseconds of an action on an idle device; on a GPU with cold caches."""
     for _ in range(3):

@@ -31,7 +31,14 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
 
-from paceline.bench.gpu.cases import EIGHT_BILLION, SMALL, RandomWeights, arguments, report
+from paceline.bench.gpu.cases import (
+    EIGHT_BILLION,
+    SMALL,
+    RandomWeights,
+    arguments,
+    fail_if_missed,
+    report,
+)
 from paceline.bench.gpu.predict import DRAFTED, Step, drafts
 from paceline.bench.services import ALWAYS
 from paceline.client import Client
@@ -332,8 +339,7 @@ def main() -> None:
                 measure_all(verifier.address, drafter.address, list(specs), config, ends)
             )
         report("transformers", transformers_rate(target, device, config))
-    if large and (late := "; ".join(missed)):
-        sys.exit(f"targets that were missed: {late}")
+    fail_if_missed(missed, device)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,23 @@ from paceline.bench.gpu.cases import (
     RandomWeights,
     arguments,
     copy_bandwidth,
+    fail_if_missed,
     median_ms,
     report,
 )
+from paceline.bench.gpu.predict import Step
 from paceline.decoder import Decoder, GraphRunner
 from paceline.kernels import ProbedBlock, TreeSegment, plan_trees
 
 CONTEXTS = (2048, 32768)
 NODES = (1, 8, 16, 64)
+NODES_TARGET = 1.3
+"""Most time of a step with 64 nodes behind the longest context, over that of one."""
 
 
 def main() -> None:
-    """Report times of n nodes behind each context, and the bound by memory bandwidth."""
+    """Report times of n nodes behind each context, beside those predicted for an H100 and the
+    bound by memory bandwidth. Fails if the target is missed."""
     device = arguments()
     config = EIGHT_BILLION
     contexts: tuple[int, ...] = CONTEXTS
@@ -48,8 +53,13 @@ def main() -> None:
             "bound_ms": bound,
             "step_over_bound": by_nodes["1"] / bound,
             "64_nodes_over_step": by_nodes["64"] / by_nodes["1"],
+            "predicted_ms_by_nodes": {
+                str(nodes): Step(config, 1, context, nodes).graph_us / 1e3 for nodes in NODES
+            },
         }
         report(f"context {context}", found)
+    missed = found["64_nodes_over_step"] > NODES_TARGET
+    fail_if_missed([f"64 nodes take more than {NODES_TARGET} steps"] * missed, device)
 
 
 def _times(decoder: Decoder, context: int) -> dict[str, Any]:
