@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernel_cases import trees
 from reference import reference_attention
 from torch import Tensor
-from triton_cases import check, draw_caches, in_pages, run
+from triton_cases import MILLION, check, draw_caches, in_far_pages, in_pages, run
 
 from paceline.kernels import (
     Context,
@@ -179,6 +179,23 @@ def test_noted_are_the_scores_and_the_result_has_the_same_bits(
     record_scores(call, expected)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.out, theirs.out, atol=5e-3, rtol=5e-3, equal_nan=True)
+
+
+def test_far_pages_and_positions_change_no_bit() -> None:
+    """Of results, recorded scores and weights, with a window over two pages."""
+    torch.manual_seed(0)
+    start, kept, found = 300, [], []
+    q, keys, values = draw_caches([TreeSegment(0, start, (-1, 0, 0), 3)], (2, 1, 64), torch.float16)
+    for before, planes in ((0, in_pages(keys, values, 256)), (MILLION, in_far_pages(keys, values))):
+        outs = [torch.empty(1, before + start) for _ in range(3)]
+        probes = [Probe(0, node, out, weights=node == 1) for node, out in enumerate(outs)]
+        segments = [TreeSegment(0, before + start, (-1, 0, 0), 3)]
+        found.append(run(segments, q, *planes, 150, probes))
+        kept.append(torch.stack(outs)[..., before:])
+    assert found[0][0].equal(found[1][0])
+    assert found[0][1].equal(found[1][1])
+    assert kept[0].equal(kept[1])
+    assert kept[0].isfinite().any(-1).all()
 
 
 def test_caches_of_several_pools_are_refused() -> None:

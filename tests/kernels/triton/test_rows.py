@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_cases import in_pages
+from triton_cases import MILLION, in_far_pages, in_pages
 
 from paceline.kernels import Norm, TreeSegment, plan_trees
 from paceline.kernels.float8 import LARGEST, SMALLEST, quantise_rows
@@ -80,3 +80,26 @@ def test_queries_turn_and_keys_and_values_go_to_their_slots(
     for found, expected in zip(*filled, strict=True):
         torch.testing.assert_close(found, expected)
         assert found.abs().sum()
+
+
+def test_far_positions_are_written_to_far_pages() -> None:
+    from paceline.kernels._triton.backend import TritonRows
+
+    torch.manual_seed(1)
+    heads, near, empty = (
+        torch.randn(5, 4 * 64).half(),
+        torch.randn(310, 64),
+        torch.zeros(1, 310, 64),
+    )
+    far = torch.empty(MILLION + 310, 64)
+    far[MILLION:] = near
+    found = []
+    for before, table, make in ((0, near, in_pages), (MILLION, far, in_far_pages)):
+        planes = make([empty.half()], [empty.half()], *((256,) if make is in_pages else ()))
+        plan = plan_trees([TreeSegment(0, before + 254, (-1, 0, 0, 1, 1), 5)])
+        q = TritonRows().rotate(heads, None, table, plan, *planes)
+        slots = torch.arange(before + 250, before + 262)
+        found.append([q, *(plane.gather(slots) for (plane,) in planes)])
+    for one, other in zip(*found, strict=True):
+        assert one.equal(other)
+        assert one.abs().sum()
