@@ -194,6 +194,20 @@ def test_a_step_waits_once_for_any_number_of_sequences(
     assert found == [(4 + more, 1 + (kind == "logprobs"), 1)] * 2
 
 
+def test_clients_are_answered_while_the_device_computes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[object] = []
+    stream = SimpleNamespace(synchronize=lambda: order.append("wait"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    monkeypatch.setattr(Engine, "_notify", lambda engine: order.append("answers"))
+    monkeypatch.setattr(device_module, "ACCELERATORS", ("other",))
+    with another_device(), torch.inference_mode():
+        decoder = Decoder.load(folder, device=DEVICE)
+        stepped(decoder, pool_of(decoder), 2, [], 3, order, KINDS["greedy"])
+    assert order == ["answers", "wait"] * 3
+
+
 def test_rejection_sampling_waits_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of chains, some tokens of which are accepted; the tokens are those of the CPU."""
     waits: list[object] = []

@@ -189,7 +189,10 @@ class _Read:
 
 
 def accept_batch(
-    entries: Items[BatchEntry], logits: Tensor, states: HiddenStates
+    entries: Items[BatchEntry],
+    logits: Tensor,
+    states: HiddenStates,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> list[StepOutput | None]:
     """Accept the tokens of every entry of a batch. A GPU is waited for once.
 
@@ -197,6 +200,7 @@ def accept_batch(
         entries: Of the batch.
         logits: Of the whole batch, ``[rows, V]``.
         states: Outputs of tapped layers for the whole batch.
+        meanwhile: Called once a GPU has all its work, before it is waited for.
 
     Returns:
         The output of each entry; None in the middle of a prefill, and for a job that failed.
@@ -207,7 +211,7 @@ def accept_batch(
     if logits.device.type == "cpu":
         reads = [_Read(logits[entry.logits], logits[entry.scored]) for entry in entries]
     else:
-        reads, states = _read(entries, logits, states), {}
+        reads, states = _read(entries, logits, states, meanwhile), {}
     return [
         _accept_or_fail(entry, read, states) for entry, read in zip(entries, reads, strict=True)
     ]
@@ -256,7 +260,12 @@ def _accept(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput 
     return output
 
 
-def _read(entries: Items[BatchEntry], logits: Tensor, states: HiddenStates) -> list[_Read]:
+def _read(
+    entries: Items[BatchEntry],
+    logits: Tensor,
+    states: HiddenStates,
+    meanwhile: Callable[[], None],
+) -> list[_Read]:
     """Choose tokens, move KV and keep states on the device; then wait for what the host needs.
 
     Where a grammar fails, the tokens are chosen by the walk.
@@ -273,6 +282,7 @@ def _read(entries: Items[BatchEntry], logits: Tensor, states: HiddenStates) -> l
     )
     tokens = rows.choose(logits) if rows.params else None
     _keep(entries, chosen, tokens, states)
+    meanwhile()
     found = receive([each for each in (tokens, copied) if each is not None], logits.device)
     if copied is None:
         parts = [torch.empty(0, logits.shape[1])] * len(needed)

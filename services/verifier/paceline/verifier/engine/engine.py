@@ -191,7 +191,8 @@ class Engine:
                 self._step()
                 self._close_ended()
                 self._drafting.flush(self._steps)  # first: drafters work while clients are answered
-                self._notify()
+                if self.device.type == "cpu" or not self._queue or self._hold():
+                    self._notify()  # else while the GPU computes the next step
 
     def _wait_seconds(self) -> float | None:
         """Time for which there is nothing to do; None: until a command or a tree comes."""
@@ -267,7 +268,12 @@ class Engine:
             Exception: The model could not be run. All sequences are as before.
         """
         logits, states = batch.forward(self._decoder, self._graphs)
-        return accept_batch(batch.entries, logits, states)
+        return accept_batch(batch.entries, logits, states, self._answer_meanwhile)
+
+    def _answer_meanwhile(self) -> None:
+        """Answer clients for the step before, while a GPU computes."""
+        self._close_ended()
+        self._notify()
 
     def _run_one_by_one(self, failed: Batch, error: Exception) -> None:
         """Run each entry of a failed batch in its own batch; those that fail again end.
