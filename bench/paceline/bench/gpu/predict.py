@@ -116,10 +116,6 @@ class Step:
         return sum(parts[name] for name in ("products", "attention", "between kernels"))
 
 
-LAUNCH_US = 5.0
-"""Of an operation that PyTorch launches by itself, as a drafter's are."""
-
-
 DRAFTED = 32_000
 """Tokens that LongSpec drafts: the reduced vocabulary of EAGLE-3's published heads."""
 
@@ -134,10 +130,10 @@ class Draft:
         attentions: 2 where a layer attends to the target's keys too.
         passes: Passes through them, each with a head of all drafted tokens.
         drafted: Tokens that can be drafted.
-        levels: Levels of the tree.
-        operations: Launched operations of a level.
-        copies: Of a level.
-        waits: Of a level.
+        kernels: Of the CUDA graph.
+        copies: Of a draft, that of the trees to the host included. The host waits once.
+        host: Of Python on the host for a draft, and for each of its sequences. Unit: microseconds.
+        sequences: Number of sequences.
     """
 
     config: DecoderConfig
@@ -145,34 +141,34 @@ class Draft:
     attentions: int
     passes: int
     drafted: int
-    levels: int
-    operations: int
-    copies: float
-    waits: float
+    kernels: int
+    copies: int
+    host: tuple[float, float]
+    sequences: int = 1
 
     def parts(self) -> dict[str, float]:
-        """Time of each part, in microseconds. Launches and reading overlap."""
+        """Time of each part. Unit: microseconds."""
         c = self.config
         attention = c.hidden * c.head_dim * (2 * c.q_heads + 2 * c.kv_heads)
         layer = self.attentions * attention + 3 * c.hidden * c.intermediate
         layers = 2 * self.passes * self.layers * layer / BYTES_PER_US
         head = 2 * self.passes * self.drafted * c.hidden / BYTES_PER_US
-        launches = self.levels * self.operations * LAUNCH_US
         return {
             "layers": layers,
             "head": head,
-            "launches beyond": max(0.0, launches - layers - head),
-            "copies, waits": self.levels * (self.copies * COPY_US + self.waits * WAIT_US),
+            "between kernels": self.kernels * KERNEL_US,
+            "copies, waits": self.copies * COPY_US + WAIT_US,
+            "host": self.host[0] + self.sequences * self.host[1],
         }
 
 
 def drafts(config: DecoderConfig) -> dict[str, Draft]:
-    """Drafts of both methods. Operations, copies and waits were counted with two and three levels
-    of small drafters on the tests' made-up device, by PyTorch's plain operations."""
+    """Drafts of both methods at T = 0. Kernels were counted in what small drafters capture, copies
+    on the tests' made-up device, the host's time was measured on a CPU."""
     few, all_ = DRAFTED, config.vocab_size
     return {
-        "longspec": Draft(config, 1, 2, 5, few, 5, operations=70, copies=6.0, waits=0.2),
-        "dspark": Draft(config, 5, 1, 1, all_, 7, operations=36, copies=1.1, waits=0.14),
+        "longspec": Draft(config, 1, 2, 5, few, kernels=297, copies=2, host=(430, 75)),
+        "dspark": Draft(config, 5, 1, 1, all_, kernels=277, copies=4, host=(165, 31)),
     }
 
 

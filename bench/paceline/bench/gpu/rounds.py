@@ -273,7 +273,8 @@ async def measure_all(
                     step = Step(config, sequences, PROMPT + TOKENS // 2).parts()
                     found["predicted_verify_us"] = round(sum(step.values()), 1)
                     if (draft := drafts(config).get(name)) is not None:
-                        found["predicted_draft_us"] = round(sum(draft.parts().values()), 1)
+                        parts = replace(draft, sequences=sequences).parts()
+                        found["predicted_draft_us"] = round(sum(parts.values()), 1)
                     report(case, found)
                     for (count, of, part), limit in TARGETS.items():
                         of_case = (count, of) == (sequences, name) and label == "T = 0"

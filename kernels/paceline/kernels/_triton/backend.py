@@ -114,22 +114,41 @@ class Caches:
         )  # fmt: skip
 
 
-def _contiguous(keys: Sequence[Tensor], values: Sequence[Tensor], plan: TreePlan) -> Caches:
-    _check_dtypes({each.dtype for each in (*keys, *values)})
-    bases = (keys[0], values[0])
-    where = tuple(
+PLACES = "places of caches"
+"""Key of a captured plan's caches: by the address of their base the table of their places, as
+:attr:`Caches.origins`, and a table of 4 zeros."""
+
+
+def places(
+    keys: Sequence[Tensor], values: Sequence[Tensor], bases: tuple[Tensor, Tensor]
+) -> tuple[tuple[int, ...], ...]:
+    """Origin, head stride and slot stride of each sequence's keys and values by turns."""
+    return tuple(
         (_distance(each, base), *each.stride()[:2])
         for pair in zip(keys, values, strict=True)
         for each, base in zip(pair, bases, strict=True)
     )
-    if where not in plan.prepared:  # shared with the row kernels
-        origins = send(torch.tensor(where, dtype=torch.int64), keys[0].device)
-        plan.prepared[where] = origins, origins.new_zeros(4, dtype=torch.int32)
-    origins, tables = plan.prepared[where]
-    aligned = not any(number % _ALIGN for row in where for number in row)
+
+
+def aligned(where: Sequence[tuple[int, ...]]) -> bool:
+    """Whether wide loads are possible at all of these places."""
+    return not any(number % _ALIGN for row in where for number in row)
+
+
+def _contiguous(keys: Sequence[Tensor], values: Sequence[Tensor], plan: TreePlan) -> Caches:
+    _check_dtypes({each.dtype for each in (*keys, *values)})
+    wide = True
+    if (captured := plan.prepared.get(PLACES, {}).get(keys[0].data_ptr())) is None:
+        where = places(keys, values, (keys[0], values[0]))
+        wide = aligned(where)
+        if where not in plan.prepared:  # shared with the row kernels
+            origins = send(torch.tensor(where, dtype=torch.int64), keys[0].device)
+            plan.prepared[where] = origins, origins.new_zeros(4, dtype=torch.int32)
+        captured = plan.prepared[where]
+    origins, tables = captured
     return Caches(
         keys[0], values[0], keys[0].shape[0], keys[0].shape[2], 0, (0,) * 6,
-        tables.view(1, 4), _ALIGN if aligned else 1, origins, tuple(range(len(keys))),
+        tables.view(1, 4), _ALIGN if wide else 1, origins, tuple(range(len(keys))),
     )  # fmt: skip
 
 
@@ -373,15 +392,22 @@ def perturbed(
     ids: Tensor | None = None,
 ) -> Tensor:
     """See :func:`paceline.kernels.perturbed_logits`."""
-    rows, vocab = logits.shape
+    vocab = logits.shape[1]
     if vocab > 1 << ID_BITS.value:
         raise ValueError(f"{vocab} tokens, expected at most {1 << ID_BITS.value}")
-    record = send(torch.from_numpy(_record(params, positions)), logits.device)
+    record = send(torch.from_numpy(sampling_record(params, positions)), logits.device)
+    filtered = any(each.top_k or each.top_p < 1 or each.min_p for each in params)
+    return perturbed_by(logits, record, ids, filtered=filtered)
+
+
+def perturbed_by(logits: Tensor, record: Tensor, ids: Tensor | None, *, filtered: bool) -> Tensor:
+    """:func:`perturbed` with the rows' parameters as :func:`sampling_record` has them, on the
+    device; whether a row has a filter is known."""
+    rows, vocab = logits.shape
     floats = record.view(torch.float64)
     chunks = triton.cdiv(vocab, CHUNK)
     stride = logits.stride(0)
     borders = record
-    filtered = any(each.top_k or each.top_p < 1 or each.min_p for each in params)
     if filtered:
         best = record.new_empty(rows, chunks)
         candidates, sums = record.new_empty(rows, chunks, KEEP), record.new_empty(rows, 2, chunks)
@@ -435,8 +461,11 @@ def accept_drafts(
     )  # fmt: skip
 
 
-def _record(params: Sequence[SamplingParams], positions: Sequence[int]) -> NDArray[np.int64]:
-    """Of each row: seed, position, top_k, and as float64 temperature, log min_p, top_p."""
+def sampling_record(
+    params: Sequence[SamplingParams], positions: Sequence[int]
+) -> NDArray[np.int64]:
+    """Of each row: seed, position, top_k, and as float64 temperature, log min_p, top_p; int64
+    ``[R, 6]``."""
     seeds = np.array([each.seed for each in params], np.uint64).view(np.int64)
     integers = np.stack([seeds, np.array(positions), np.array([each.top_k for each in params])], 1)
     floats = [

@@ -10,9 +10,11 @@ these are sized for the largest batch of a shape. Unused work items have no keys
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +23,15 @@ from torch import Tensor
 
 from paceline.kernels._triton.jit.attention import NONE
 from paceline.kernels.dense import MAX_PROBES, GraphProbes, Probe, ProbedBlock
-from paceline.kernels.trees import MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees, send
+from paceline.kernels.trees import (
+    MAX_TREE_NODES,
+    ContextSegment,
+    LevelSegment,
+    TreePlan,
+    TreeSegment,
+    plan_trees,
+    send,
+)
 
 MASK_ALIGN = 64
 """Masks of a block begin at a multiple of this: no tile of keys is larger."""
@@ -111,6 +121,9 @@ def row_arrays(plan: TreePlan, sequences: Sequence[int]) -> tuple[_Ints, _Ints, 
         plan: The packed blocks.
         sequences: Number of each sequence in the tables of blocks.
     """
+    kinds = {(type(segment), segment.length) for segment in plan.segments}
+    if isinstance(plan.segments[0], (LevelSegment, ContextSegment)) and len(kinds) == 1:
+        return _equal_blocks(plan.segments, sequences)
     # Plain lists: a step has many blocks of few rows, and each call of numpy takes microseconds.
     rows: list[tuple[int, int, int]] = []
     blocks: list[tuple[int, int, int, int]] = []
@@ -123,6 +136,27 @@ def row_arrays(plan: TreePlan, sequences: Sequence[int]) -> tuple[_Ints, _Ints, 
         masks += [(prefix | p << shift).to_bytes(MASK_WORDS * 4, "little") for p in segment.paths]
     bits = np.frombuffer(b"".join(masks), np.int32).reshape(-1, MASK_WORDS)
     return np.array(rows, np.int32), np.array(blocks, np.int32), bits
+
+
+def _equal_blocks(
+    segments: Sequence[TreeSegment], sequences: Sequence[int]
+) -> tuple[_Ints, _Ints, _Ints]:
+    """The same for blocks of one length whose rows see the prefix, and of a context its end."""
+    count, nodes, first = len(segments), segments[0].length, segments[0]
+    starts = np.array([segment.start for segment in segments], np.int32)
+    rows = np.empty((count, nodes, 3), np.int32)
+    rows[..., 0] = np.arange(count)[:, None]
+    rows[..., 1] = np.arange(nodes)
+    rows[..., 2] = first.depths
+    blocks = np.empty((count, 4), np.int32)
+    blocks[:, 0] = np.arange(count) * nodes
+    blocks[:, 1], blocks[:, 2] = starts, nodes
+    blocks[:, 3] = [sequences[segment.sequence] for segment in segments]
+    seen = (starts % MASK_ALIGN + first.paths[0]).astype(np.uint64)  # 64 bits or fewer
+    bits = np.where(seen < 64, (np.uint64(1) << (seen % 64)) - np.uint64(1), ~np.uint64(0))
+    masks = np.zeros((count, nodes, MASK_WORDS), np.int32)
+    masks[..., :2] = bits.astype(np.uint64)[:, None].view(np.int32)[:, None]
+    return rows.reshape(-1, 3), blocks, masks.reshape(-1, MASK_WORDS)
 
 
 def path_words(ancestors: Tensor, starts: Tensor) -> Tensor:
@@ -390,12 +424,115 @@ def _address(out: Tensor) -> tuple[int, int]:
     return out.data_ptr(), out.stride(0)
 
 
+Shape = tuple[torch.dtype, tuple[int, ...]]
+"""Type, int32 or int64, and shape of a table."""
+
+
+class Staging:
+    """Tables of integers at fixed addresses on a device, which one copy fills.
+
+    Attributes:
+        host: The tables in memory of the host.
+        device: The same on the device.
+    """
+
+    def __init__(self, shapes: Sequence[Shape], device: torch.device) -> None:
+        """Allocate tables of zeros."""
+        counts = [math.prod(shape) * dtype.itemsize // 4 for dtype, shape in shapes]
+        sizes = [-(-count // 4) * 4 for count in counts]
+        on_gpu = device.type == "cuda"
+        self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=on_gpu)
+        self._device = torch.zeros_like(self._host, device=device)
+        self._sent = torch.cuda.Event() if on_gpu else None
+        views: list[list[Tensor]] = []
+        for memory in (self._host, self._device):
+            parts = zip(memory.split(sizes), counts, shapes, strict=True)
+            views.append([part[:n].view(dtype).view(shape) for part, n, (dtype, shape) in parts])
+        self.host: list[NDArray[Any]] = [part.numpy() for part in views[0]]
+        self.device = views[1]
+
+    def wait(self) -> None:
+        """Wait until the last copy has read the host's tables."""
+        if self._sent is not None:
+            self._sent.synchronize()
+
+    def send(self) -> None:
+        """Copy the tables. The host does not wait."""
+        self._device.copy_(self._host, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+
+class PassTables:
+    """Positions, rows and work items of one pass, as tables of a :class:`Staging`."""
+
+    @staticmethod
+    def shapes(rows: int, blocks: int, tilings: Sequence[Tiling]) -> list[Shape]:
+        """Shapes for at most ``rows`` packed rows of at most ``blocks`` blocks."""
+        found: list[tuple[int, ...]] = [(rows, 3), (blocks, 4), (rows, MASK_WORDS)]
+        for tiling in tilings:
+            # Of each block whole tiles and one that is not; no row has more than its own.
+            tiles = rows * -(-tiling.group // tiling.used)
+            tiles = min(tiles, blocks + rows * tiling.group // tiling.used)
+            found += [(tiling.programs + tiles, 4), (tiles, 2), (blocks,)]
+        return [(torch.int64, (rows,)), *((torch.int32, shape) for shape in found)]
+
+    def __init__(
+        self, staging: Staging, first: int, rows: int, tilings: Sequence[Tiling], longest: int
+    ) -> None:
+        """Take the tables from number ``first`` on; no position is above ``longest``."""
+        count = 4 + 3 * len(tilings)
+        self._rows, self._tilings, self._longest = rows, tilings, longest
+        self._host = staging.host[first : first + count]
+        self.positions, *tables = staging.device[first : first + count]
+        self._tables = RowTables(*tables[:3])
+        self._work = {
+            tiling: WorkTables(*tables[3 + 3 * index : 6 + 3 * index])
+            for index, tiling in enumerate(tilings)
+        }
+
+    def plan(self, ancestors: Tensor | None = None) -> TreePlan:
+        """The plan. It has no segments: kernels read its tables.
+
+        Args:
+            ancestors: Paths that only the device knows, bool ``[S, N, N]``.
+        """
+        tables = self._tables
+        if ancestors is not None:
+            words = path_words(ancestors, tables.blocks[: len(ancestors), 1])
+            tables = replace(tables, masks=tables.masks | words)
+        static = {STATIC: StaticTables(tables, self._work)}
+        device = self.positions.device
+        return TreePlan((), (0, self._rows), self.positions, self._longest, device, None, static)
+
+    def fill(self, plan: TreePlan | None, sequences: Sequence[int]) -> None:
+        """Write a batch to the host's tables.
+
+        Args:
+            plan: Its blocks, on the CPU; None: there are none.
+            sequences: Row of the page tables of each sequence, or its number.
+        """
+        positions, rows, blocks, masks, *work = self._host
+        rows[:, 0] = -1
+        for items in work[::3]:
+            items[:] = 0
+        if plan is None:
+            return
+        found = (plan.positions.numpy(), *row_arrays(plan, sequences))
+        for section, array in zip((positions, rows, blocks, masks), found, strict=True):
+            section[: len(array)] = array
+        for index, tiling in enumerate(self._tilings):
+            arrays = work_arrays(plan, tiling)
+            for section, array in zip(work[3 * index : 3 * index + 3], arrays, strict=True):
+                section[: len(array)] = array
+
+
 class GraphPlan:
     """A plan for up to ``rows`` packed rows over paged caches, refilled before each run.
 
     Attributes:
         rows: Packed rows, padding included.
-        plan: The plan for the decoder. It has no segments: kernels read its tables.
+        plan: The plan for the decoder.
         tokens: Token of each row, int64 ``[rows]``; 0 in padding.
     """
 
@@ -420,45 +557,21 @@ class GraphPlan:
             weights: Whether they record weights, or scores of more rows than attention records.
         """
         self.rows = rows
-        self._tilings = tilings
-        shapes: list[tuple[int, ...]] = [
-            (2, rows, 2),  # tokens and positions, as int64
-            (rows, 3), (rows, 4), (rows, MASK_WORDS),
-        ]  # fmt: skip
-        for tiling in tilings:
-            tiles = rows * -(-tiling.group // tiling.used)
-            shapes += [(tiling.programs + tiles, 4), (tiles, 2), (rows,)]
+        shapes = [(torch.int64, (rows,)), *PassTables.shapes(rows, rows, tilings)]
         if probes:
-            shapes += [(rows, MAX_PROBES, 4, 2), (rows, 4, 2), (rows, 2)]  # as int64
-        sizes = [-(-int(np.prod(shape)) // 4) * 4 for shape in shapes]
-        on_gpu = keys.device.type == "cuda"
-        self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=on_gpu)
-        self._device = torch.zeros_like(self._host, device=keys.device)
-        self._sent = torch.cuda.Event() if on_gpu else None
-        self._sections = [
-            part.numpy()[: int(np.prod(shape))].reshape(shape)
-            for part, shape in zip(self._host.split(sizes), shapes, strict=True)
-        ]
-        on_device = [
-            part[: int(np.prod(shape))].view(shape)
-            for part, shape in zip(self._device.split(sizes), shapes, strict=True)
-        ]
-        self.tokens, positions = on_device[0].view(torch.int64)[..., 0]
-        work = {
-            tiling: WorkTables(*on_device[4 + 3 * index : 7 + 3 * index])
-            for index, tiling in enumerate(tilings)
-        }
-        static = StaticTables(RowTables(*on_device[1:4]), work)
-        self.plan = TreePlan(
-            (), (0, rows), positions, longest, keys.device, prepared={STATIC: static}
-        )
+            shapes += [
+                (torch.int64, (rows, MAX_PROBES, 4)),
+                (torch.int64, (rows, 4)),
+                (torch.int64, (rows,)),
+            ]
+        self._staging = Staging(shapes, keys.device)
+        self._pass = PassTables(self._staging, 1, rows, tilings, longest)
+        self.tokens, self.plan = self._staging.device[0], self._pass.plan()
         self._probes: _ProbeArrays | None = None
         self._base = torch.zeros(4, device=keys.device)
         if probes:
-            host = [each.view(np.int64)[..., 0] for each in self._sections[-3:]]
-            del self._sections[-3:]
-            self._probes = _ProbeArrays(*host)
-            table, wanted, noted = (each.view(torch.int64)[..., 0] for each in on_device[-3:])
+            self._probes = _ProbeArrays(*self._staging.host[-3:])
+            table, wanted, noted = self._staging.device[-3:]
             both = (wanted, noted) if weights else (None, None)
             self.plan.prepared[GRAPH_PROBES] = ProbeTable(MAX_PROBES, table, self._base, *both)
         self.fill([], [], [])
@@ -478,28 +591,15 @@ class GraphPlan:
             table_rows: Row of the page tables of each sequence.
             probed: Blocks whose scores are recorded, each once.
         """
-        if self._sent is not None:
-            self._sent.synchronize()  # the last copy may still read the host tables
-        both, rows, blocks, masks, *work = self._sections
-        rows[:, 0] = -1
-        for items in work[::3]:
-            items[:] = 0
-        if tokens:
-            plan = plan_trees(segments)
-            numbers = both.view(np.int64)[..., 0]
-            numbers[0, : len(tokens)] = tokens
-            numbers[0, len(tokens) :] = 0
-            numbers[1, : len(tokens)] = plan.positions.numpy()
-            found = row_arrays(plan, table_rows)
-            for section, array in zip((rows, blocks, masks), found, strict=True):
-                section[: len(array)] = array
-            for index, tiling in enumerate(self._tilings):
-                arrays = work_arrays(plan, tiling)
-                for section, array in zip(work[3 * index : 3 * index + 3], arrays, strict=True):
-                    section[: len(array)] = array
+        self._staging.wait()
+        self._staging.host[0][: len(tokens)] = tokens
+        self._staging.host[0][len(tokens) :] = 0
+        plan = plan_trees(segments) if tokens else None
+        self._pass.fill(plan, table_rows)
         if self._probes is not None:
             self._probes.clear()
             for each in probed:
+                assert plan is not None
                 layers, nodes, heads, _ = each.out.stride()
                 first = (each.out.data_ptr() - self._base.data_ptr()) // 4
                 for index, node in enumerate(each.nodes):
@@ -507,9 +607,7 @@ class GraphPlan:
                         each.block, node, plan.offsets[each.block] + node, first + index * nodes,
                         (heads, layers), each.weights,
                     )  # fmt: skip
-        self._device.copy_(self._host, non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
+        self._staging.send()
 
 
 class StaticTables(Tables):

@@ -11,7 +11,7 @@ from paceline.decoder.device import (
     use_device,
     wait_for,
 )
-from paceline.decoder.graphs import GraphRunner
+from paceline.decoder.graphs import Capturing, GraphRunner
 from paceline.decoder.invariance import BatchInvariance, check_batch_invariance
 from paceline.decoder.model import AttentionObserver, Decoder, ForwardResult
 from paceline.decoder.model_source import ModelSource
@@ -27,6 +27,7 @@ __all__ = [
     "WEIGHTS",
     "AttentionObserver",
     "BatchInvariance",
+    "Capturing",
     "Decoder",
     "DecoderConfig",
     "DeviceLost",

@@ -7,8 +7,8 @@ attention, hidden states, logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,45 @@ from paceline.kernels import GraphProbes, KVCacheView, PagedPlane, Probe, Probed
 if TYPE_CHECKING:
     from paceline.kernels._triton.plan import GraphPlan, Tiling
 
+T = TypeVar("T")
+
 SHAPES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Packed rows that graphs are made for. Larger batches, such as prefills, gain nothing by them."""
+
+
+class Capturing:
+    """Captures CUDA graphs, which share their memory: only one runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: Any = None
+
+    def capture(self, run: Callable[[], T]) -> Callable[[], T]:
+        """Capture a function without arguments that only launches kernels.
+
+        Returns:
+            A function that launches them again, and returns the same tensors, which the next call
+            overwrites. On devices without graphs, ``run``.
+        """
+        if self._device.type != "cuda":
+            return run
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles kernels and allocates workspaces
+            run()
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads use the device meanwhile, such as those that read KV for drafters.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            result = run()
+        self._memory = graph.pool()
+
+        def replay() -> T:
+            graph.replay()
+            return result
+
+        return replay
 
 
 class GraphRunner:
@@ -43,7 +80,7 @@ class GraphRunner:
         assert isinstance(key, PagedPlane), "graphs need KV in pages"
         self._keys = key.pool
         self._graphs: dict[tuple[object, ...], _Graph] = {}
-        self._memory: Any = None
+        self._capturing = Capturing(self._keys.device)
         # One for all graphs, whose own would take gigabytes.
         self._logits: Tensor | None = None
 
@@ -147,25 +184,7 @@ class GraphRunner:
                 self._logits = result.logits.new_empty(SHAPES[-1], vocab)
             return ForwardResult(self._logits[: plan.rows].copy_(result.logits), result.taps)
 
-        if self._keys.device.type != "cuda":
-            return _Graph(plan, run)
-        stream = torch.cuda.Stream(self._keys.device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles kernels and allocates workspaces
-            run()
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads use the device meanwhile, such as those that read KV for drafters.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            result = run()
-        self._memory = graph.pool()
-
-        def replay() -> ForwardResult:
-            graph.replay()
-            return result
-
-        return _Graph(plan, replay)
+        return _Graph(plan, self._capturing.capture(run))
 
 
 class _GraphObserver:

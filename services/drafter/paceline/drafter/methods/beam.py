@@ -242,7 +242,12 @@ def rank_rows(
     """
     if not all(each.greedy for each in params):
         logits = perturbed_logits(logits, params, positions, drafted)
-    best, logs = best_candidates(logits.float(), min(width, logits.shape[1]))
+    return best_tokens(logits, drafted, width)
+
+
+def best_tokens(scores: Tensor, drafted: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
+    """As :func:`rank_rows`, from the scores themselves."""
+    best, logs = best_candidates(scores.float(), min(width, scores.shape[1]))
     return best if drafted is None else drafted[best], logs
 
 
@@ -426,7 +431,7 @@ class Beam:
         self._end_level(start)
 
     def add_nodes(self, nodes: Sequence[tuple[float, float, float, float]], stop: int) -> None:
-        """Adds the nodes of all levels, as :class:`TreesThere` has them.
+        """Adds the nodes of all levels, as ``TreesThere.packed`` has them.
 
         Args:
             nodes: Token, parent, score and log of the confidence of each.

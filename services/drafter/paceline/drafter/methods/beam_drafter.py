@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from abc import abstractmethod
@@ -25,11 +26,22 @@ from paceline.drafter.methods.base import (
     Update,
 )
 from paceline.drafter.methods.beam import Beam, BeamOptions, Chain, Ranked, Ranker
+from paceline.drafter.methods.draft_graphs import DraftGraphs, GraphModel
 from paceline.drafter.methods.slots import chain_segments
-from paceline.drafter.methods.trees_there import TreesThere
-from paceline.kernels import MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees, send
+from paceline.drafter.methods.trees_there import (
+    HostDraft,
+    HostPass,
+    Passes,
+    PassesThere,
+    TreeShape,
+    TreesThere,
+    rank_there,
+)
+from paceline.kernels import MAX_TREE_NODES, TreePlan, TreeSegment, send
 from paceline.kernels.draft import DraftText, NativeDraft
 from paceline.tree import EMPTY, TokenTree
+
+logger = logging.getLogger("paceline.drafter")
 
 Source = TypeVar("Source")
 
@@ -296,6 +308,9 @@ class BeamDrafter(Drafter, Generic[S]):
     grows_there: bool = False
     """Whether trees grow by :meth:`grow_there`."""
 
+    graphs: DraftGraphs | None = None
+    """Runs captured drafts; None: there are none."""
+
     def set_device(self, device: torch.device, drafted_tokens: Tensor | None) -> None:
         """Sets :attr:`device` and :attr:`drafted_tokens`, and what follows from them."""
         self.device, self.drafted_tokens = device, drafted_tokens
@@ -325,24 +340,55 @@ class BeamDrafter(Drafter, Generic[S]):
             if sequence.begin(budget):
                 growing.setdefault(sequence.ranker.count, []).append(sequence)
         for batch in growing.values():  # one, but for services of targets with other vocabularies
-            trees = TreesThere(
-                [sequence.tree for sequence in batch],
-                [sequence.ranker for sequence in batch],
-                [sequence.length for sequence in batch],
-                self.options.widths,
-                self.options.min_survival,
-                self.device,
-            )
             with torch.inference_mode():
-                self.grow_there(batch, trees)
-                trees.read()
+                self._grow_batch(batch)
         found = {s: s.beam.tree() if s.beam is not None else EMPTY for s, _ in rounds}
         for sequence in found:
             sequence.finish()
         return found
 
-    def grow_there(self, growing: Sequence[S], trees: TreesThere) -> None:
-        """Grows the trees of sequences on the device of the model, without waiting for it."""
+    def use_graphs(self, model: GraphModel) -> None:
+        """Drafts by CUDA graphs, on a device that has them."""
+        count = self.shape.vocab_size if model.drafted is None else len(model.drafted)
+        shape = TreeShape.of(self.options, self.max_depth, count)
+        self.graphs = DraftGraphs(model, shape, self.device)
+
+    def warm_up(self) -> None:
+        """Captures the CUDA graphs of all batches. If that fails, there are none."""
+        try:
+            if self.graphs is not None:
+                self.graphs.warm_up()
+        except RuntimeError:
+            logger.warning("%s drafts without CUDA graphs", self.method, exc_info=True)
+            self.graphs = None
+
+    def _grow_batch(self, batch: Sequence[S]) -> None:
+        depth = max(sequence.tree.limits.depth for sequence in batch)
+        levels = depth if self.graphs is None else self.max_depth
+        shape = TreeShape.of(self.options, levels, batch[0].ranker.count)
+        rankers = [sequence.ranker for sequence in batch]
+        lengths = [sequence.length for sequence in batch]
+        last = [min(sequence.tree.limits.nodes, shape.stops[-1]) - 1 for sequence in batch]
+        draft = self.draft_passes(batch, shape)
+        nodes = None if self.graphs is None else self.graphs.run(draft, rankers, lengths, last)
+        if nodes is None:
+            worst = send(torch.tensor(last)[:, None], self.device)
+            trees = TreesThere(shape, worst, rank_there(rankers, lengths, shape))
+            self.grow_there(PassesThere(draft, self.device), trees)
+            nodes = trees.packed()
+        self.drafted(batch)
+        for sequence, each in zip(batch, nodes.cpu().tolist(), strict=True):
+            sequence.tree.add_nodes(each, shape.stops[sequence.tree.limits.depth])
+
+    def draft_passes(self, growing: Sequence[S], shape: TreeShape) -> HostDraft:
+        """Returns the passes of a draft on a GPU, whose trees have this shape."""
+        raise NotImplementedError
+
+    def drafted(self, growing: Sequence[S]) -> None:
+        """Notes that the passes for sequences were launched."""
+
+    def grow_there(self, passes: Passes, trees: TreesThere) -> None:
+        """Grows trees by these passes on a GPU, without waiting for it."""
         raise NotImplementedError
 
     def _draft_by_levels(self, rounds: Sequence[tuple[S, Budget]]) -> dict[S, TokenTree]:
@@ -431,18 +477,21 @@ def forward_blocks(forward: Forward, blocks: Sequence[Block], device: torch.devi
     Returns:
         Logits ``[logit_rows, V]`` of each block.
     """
-    return list(forward_packed(forward, blocks, device).split([each.logit_rows for each in blocks]))
+    passes = PassesThere(HostDraft([text_pass(blocks)], []), device)
+    plan = passes.plan(0)
+    assert plan is not None
+    logits = forward(passes.tokens(0), plan, passes.logit_rows(0))
+    return list(logits.split([block.logit_rows for block in blocks]))
 
 
-def forward_packed(forward: Forward, blocks: Sequence[Block], device: torch.device) -> Tensor:
-    """As :func:`forward_blocks`, with the logits of all blocks ``[R, V]``."""
+def text_pass(blocks: Sequence[Block], inputs: Tensor | None = None) -> HostPass:
+    """Returns the pass over the blocks of several generations, with hidden states of its rows."""
     stops = accumulate(len(block.tokens) for block in blocks)
     counts = [block.logit_rows for block in blocks]
-    rows = [r for stop, n in zip(stops, counts, strict=True) for r in range(stop - n, stop)]
-    plan = plan_trees(
+    return HostPass(
         [segment for block in blocks for segment in block.segments],
-        positions=[position for block in blocks for position in block.positions],
-        device=device,
+        [position for block in blocks for position in block.positions],
+        [token for block in blocks for token in block.tokens],
+        [r for stop, n in zip(stops, counts, strict=True) for r in range(stop - n, stop)],
+        inputs,
     )
-    tokens = send(torch.tensor([token for block in blocks for token in block.tokens]), device)
-    return forward(tokens, plan, send(torch.tensor(rows), device))

@@ -2,21 +2,206 @@
 
 Level l of every tree has a fixed number of nodes, the likeliest ones as in
 :class:`~paceline.drafter.methods.beam.Beam`. Nodes that a tree does not have, because none may be
-expanded that could be their parent, have the score -inf; they are computed too. The host reads all
-trees once, when they are complete.
+expanded that could be their parent, have the score -inf; they are computed too. So the host knows
+rows, positions and cache slots of all passes before the first one (:class:`HostDraft`). It reads
+all trees once, when they are complete.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.drafter.methods.beam import Beam, Ranker, rank_rows
-from paceline.kernels import LevelSegment, TreePlan, plan_trees, send
+from paceline.drafter.methods.beam import BeamOptions, Ranker, rank_rows
+from paceline.kernels import (
+    Context,
+    KVCacheView,
+    LevelSegment,
+    TreePlan,
+    TreeSegment,
+    plan_trees,
+    send,
+)
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """Shape of all trees of a batch.
+
+    Attributes:
+        widths: Nodes that each level should have.
+        count: Logits that candidates are taken of, the first ones.
+        min_score: Nodes with a lower log of the survival are not expanded.
+        chain: Whether no node can have a sibling.
+    """
+
+    widths: tuple[int, ...]
+    count: int
+    min_score: float
+    chain: bool
+
+    @classmethod
+    def of(cls, options: BeamOptions, levels: int, count: int) -> TreeShape:
+        """Returns the shape for the options of a method."""
+        last, survival = len(options.widths) - 1, options.min_survival
+        return cls(
+            tuple(options.widths[min(level, last)] for level in range(levels)),
+            count,
+            math.log(survival) if survival > 0 else -math.inf,
+            set(options.widths) == {1},
+        )
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Nodes of each level; fewer than wanted where there are not as many candidates."""
+        found, before = [], 1
+        for width in self.widths:
+            before = min(width, before * min(width, self.count))
+            found.append(before)
+        return tuple(found)
+
+    @cached_property
+    def stops(self) -> tuple[int, ...]:
+        """Nodes of the first levels: of none, of one, ..., of all."""
+        return (0, *accumulate(self.sizes))
+
+
+@dataclass(frozen=True)
+class HostPass:
+    """A forward pass as the host knows it before the draft.
+
+    Attributes:
+        segments: Its blocks; sequences are those of the batch.
+        positions: Absolute position of each row.
+        tokens: Token ids of the rows; none if they are drafted or the pass has none.
+        logit_rows: Rows that need logits; none if they are those of the newest level.
+        inputs: Hidden states of the rows, on the device, ``[rows, width]``.
+    """
+
+    segments: Sequence[TreeSegment] = ()
+    positions: Sequence[int] = ()
+    tokens: Sequence[int] = ()
+    logit_rows: Sequence[int] = ()
+    inputs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class HostDraft:
+    """What the passes of a draft read.
+
+    Attributes:
+        passes: In order.
+        caches: KV by sequence.
+        contexts: By sequence, for a model that attends to contexts.
+    """
+
+    passes: Sequence[HostPass]
+    caches: Sequence[KVCacheView]
+    contexts: Sequence[Context] = ()
+
+
+def level_passes(starts: Sequence[int], lengths: Sequence[int], shape: TreeShape) -> list[HostPass]:
+    """Returns the passes for all levels but the first: over all nodes so far.
+
+    Args:
+        starts: Cache slot of the first node, by sequence.
+        lengths: Its position.
+        shape: Of the trees.
+    """
+    found = []
+    for level in range(1, len(shape.sizes)):
+        levels, count = shape.sizes[:level], shape.stops[level]
+        segments = [
+            LevelSegment(index, start, None, count, levels=levels)
+            for index, start in enumerate(starts)
+        ]
+        depths = segments[0].depths
+        found.append(HostPass(segments, [n + depth for n in lengths for depth in depths]))
+    return found
+
+
+class Passes(Protocol):
+    """The passes of a draft on the device."""
+
+    @property
+    def caches(self) -> Sequence[KVCacheView]:
+        """KV of each sequence."""
+        ...
+
+    @property
+    def contexts(self) -> Sequence[Context]:
+        """Contexts of each sequence."""
+        ...
+
+    def plan(self, index: int, ancestors: Tensor | None = None) -> TreePlan | None:
+        """Returns the plan of a pass, None if it has no rows; ``ancestors`` as in
+        :class:`~paceline.kernels.TreePlan`."""
+        ...
+
+    def tokens(self, index: int) -> Tensor:
+        """Returns the tokens of its rows, int64 ``[M]``."""
+        ...
+
+    def logit_rows(self, index: int) -> Tensor:
+        """Returns its rows that need logits, int64 ``[R]``."""
+        ...
+
+    def inputs(self, index: int) -> Tensor | None:
+        """Returns the hidden states of its rows."""
+        ...
+
+
+class PassesThere:
+    """The passes of one draft, sent to the device one by one."""
+
+    def __init__(self, draft: HostDraft, device: torch.device) -> None:
+        self._passes, self._device = draft.passes, device
+        self.caches, self.contexts = draft.caches, draft.contexts
+
+    def plan(self, index: int, ancestors: Tensor | None = None) -> TreePlan | None:
+        """See :class:`Passes`."""
+        each = self._passes[index]
+        if not each.segments:
+            return None
+        return plan_trees(
+            each.segments, positions=each.positions, device=self._device, ancestors=ancestors
+        )
+
+    def tokens(self, index: int) -> Tensor:
+        """See :class:`Passes`."""
+        return send(torch.tensor(self._passes[index].tokens), self._device)
+
+    def logit_rows(self, index: int) -> Tensor:
+        """See :class:`Passes`."""
+        return send(torch.tensor(self._passes[index].logit_rows), self._device)
+
+    def inputs(self, index: int) -> Tensor | None:
+        """See :class:`Passes`."""
+        return self._passes[index].inputs
+
+
+Rank = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""Maps logits ``[S F, V]`` and the number of their level to candidates, as :func:`rank_rows`."""
+
+
+def rank_there(rankers: Sequence[Ranker], lengths: Sequence[int], shape: TreeShape) -> Rank:
+    """Returns what ranks candidates for sequences with texts of some lengths."""
+
+    def rank(logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
+        parents = len(logits) // len(rankers)
+        params = [each.params for each in rankers for _ in range(parents)]
+        positions = [length + level for length in lengths for _ in range(parents)]
+        drafted = rankers[0].drafted_there
+        return rank_rows(logits[:, : shape.count], params, positions, drafted, shape.widths[level])
+
+    return rank
 
 
 class TreesThere:
@@ -28,84 +213,75 @@ class TreesThere:
         parents: Their parents' numbers, int64 ``[S, N]``; -1: the anchor.
     """
 
-    def __init__(
-        self,
-        beams: Sequence[Beam],
-        rankers: Sequence[Ranker],
-        lengths: Sequence[int],
-        widths: Sequence[int],
-        min_survival: float,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, shape: TreeShape, last: Tensor, rank: Rank) -> None:
         """Begins trees.
 
         Args:
-            beams: Empty trees, with their limits; :meth:`read` fills them.
-            rankers: Rank the candidates of each; all of as many logits, by no paths.
-            lengths: Tokens of each text.
-            widths: Nodes of each level; the last number applies to all deeper levels.
-            min_survival: Nodes less likely than this are not expanded.
-            device: Where they are.
+            shape: Their shape.
+            last: Index of the worst node that fits each budget, among those sorted by score, int64
+                ``[S, 1]``, at most N - 1.
+            rank: Ranks candidates.
         """
-        self._beams, self._lengths, self._device = beams, lengths, device
-        self._params = [ranker.params for ranker in rankers]
-        self._count, self._drafted = rankers[0].count, rankers[0].drafted_there
-        self._min_score = math.log(min_survival) if min_survival > 0 else -math.inf
-        depth = max(beam.limits.depth for beam in beams)
-        self._widths = [widths[min(level, len(widths) - 1)] for level in range(depth)]
-        self._chain = set(widths) == {1}
-        sizes, before = [], 1
-        for width in self._widths:
-            before = min(width, before * min(width, self._count))
-            sizes.append(before)
-        self._sizes = tuple(sizes)
-        self._stops = (0, *accumulate(sizes))
-        rows, nodes = len(beams), self._stops[-1]
-        last = [[min(beam.limits.nodes, nodes) - 1] for beam in beams]
-        self._last = send(torch.tensor(last), device)
+        self._shape, self._last, self._rank = shape, last, rank
+        trees, nodes, device = len(last), shape.stops[-1], last.device
         self.level = 0
-        self.tokens = torch.zeros(rows, nodes, dtype=torch.int64, device=device)
-        self.parents = torch.full((rows, nodes), -1, dtype=torch.int64, device=device)
-        self._scores = torch.full((2, rows, nodes), -torch.inf, dtype=torch.float64, device=device)
-        self._above = torch.zeros(rows, 1, dtype=torch.float64, device=device)
+        self.tokens = torch.zeros(trees, nodes, dtype=torch.int64, device=device)
+        self.parents = torch.full((trees, nodes), -1, dtype=torch.int64, device=device)
+        self._scores = torch.full((2, trees, nodes), -torch.inf, dtype=torch.float64, device=device)
+        self._above = torch.zeros(trees, 1, dtype=torch.float64, device=device)
         """Scores of the nodes that get children; -inf for the others of the newest level."""
-        self._paths = torch.eye(nodes, dtype=torch.bool, device=device).repeat(rows, 1, 1)
+        self._paths: Tensor | None = None
+        """Paths of all nodes to themselves, bool ``[S, N, N]``; None if no pass is over nodes."""
 
     @property
     def grows(self) -> bool:
-        """Whether a tree gets another level."""
-        return self.level < len(self._sizes)
+        """Whether the trees get another level."""
+        return self.level < len(self._shape.sizes)
 
     @property
     def newest(self) -> slice:
         """Numbers of the newest level's nodes."""
-        return slice(self._stops[self.level - 1], self._stops[self.level])
+        return slice(self._shape.stops[self.level - 1], self._shape.stops[self.level])
 
     @property
     def places(self) -> Tensor:
         """Places in the level before of the newest level's parents, int64 ``[S, F]``."""
-        before = self._stops[self.level - 2] if self.level > 1 else -1
+        before = self._shape.stops[self.level - 2] if self.level > 1 else -1
         return self.parents[:, self.newest] - before
 
+    def next_pass(self, passes: Passes) -> tuple[Tensor, TreePlan, Tensor]:
+        """Returns tokens, plan and logit rows of the pass for the next level, if the first pass is
+        over the texts and the others are :func:`level_passes`."""
+        level, stop, (trees, nodes) = self.level, self._shape.stops[self.level], self.tokens.shape
+        device = self._last.device
+        if self._paths is None:
+            self._paths = torch.eye(nodes, dtype=torch.bool, device=device).repeat(trees, 1, 1)
+        plan = passes.plan(level, self._paths[:, :stop, :stop] if level else None)
+        assert plan is not None
+        if not level:
+            return passes.tokens(0), plan, passes.logit_rows(0)
+        rows = torch.arange(trees * stop, device=device).view(-1, stop)
+        return self.tokens[:, :stop].flatten(), plan, rows[:, self.newest].flatten()
+
     def add_level(self, logits: Tensor, log_confidences: Tensor | None = None) -> None:
-        """Adds a level as :meth:`Beam.add_level` does.
+        """Adds a level as :meth:`~paceline.drafter.methods.beam.Beam.add_level` does.
 
         Args:
             logits: After each node of the newest level, or after the anchors, ``[S F, V]`` or of
                 drafted tokens alone.
             log_confidences: Of a confidence head for each of them, float64 ``[S, F]``.
         """
-        trees, parents = len(self._beams), len(logits) // len(self._beams)
-        ids, logs = self._ranked(logits, parents)
+        trees, parents = len(self._last), len(logits) // len(self._last)
+        ids, logs = self._rank(logits, self.level)
         ids, logs = ids.view(trees, parents, -1), logs.view(trees, parents, -1).double()
         if log_confidences is not None:
             change = log_confidences - logs[..., 0]
-            change = change if self._chain else change.clamp(max=0.0)
+            change = change if self._shape.chain else change.clamp(max=0.0)
             logs = logs + change.nan_to_num(0.0, 0.0, 0.0)[..., None]
         logs = logs.clamp(max=0.0)
         scores = (self._above[..., None] + logs).flatten(1)
         best, order = scores.sort(dim=1, descending=True, stable=True)
-        size, first = self._sizes[self.level], self._stops[self.level]
+        size, first = self._shape.sizes[self.level], self._shape.stops[self.level]
         best, order = best[:, :size], order[:, :size]
         of = order // ids.shape[2]
         self.level += 1
@@ -114,57 +290,18 @@ class TreesThere:
         self._scores[0, :, new] = best
         self._scores[1, :, new] = logs.flatten(1).gather(1, order)
         if first:
-            before = slice(self._stops[self.level - 2], first)
+            before = slice(self._shape.stops[self.level - 2], first)
             self.parents[:, new] = of + before.start
+        if not self.grows:
+            return
+        if first and self._paths is not None:
             at = of[..., None].expand(-1, -1, first)
             self._paths[:, new, :first] = self._paths[:, before, :first].gather(1, at)
-        expanded = (best >= self._min_score) & (best > self._worst())
+        worst = self._scores[0].sort(descending=True).values.gather(1, self._last)
+        expanded = (best >= self._shape.min_score) & (best > worst)
         self._above = torch.where(expanded, best, -torch.inf)
 
-    def plan(self, starts: Sequence[int]) -> TreePlan:
-        """Returns the plan of a pass over all nodes of each tree; see :attr:`fed`.
-
-        Args:
-            starts: Cache slot of the first node, by tree.
-        """
-        stop = self._stops[self.level]
-        levels = self._sizes[: self.level]
-        segments = [
-            LevelSegment(tree, start, None, stop, levels=levels)
-            for tree, start in enumerate(starts)
-        ]
-        positions = [
-            length + depth
-            for length, segment in zip(self._lengths, segments, strict=True)
-            for depth in segment.depths
-        ]
-        paths = self._paths[:, :stop, :stop]
-        return plan_trees(segments, positions=positions, device=self._device, ancestors=paths)
-
-    @property
-    def fed(self) -> Tensor:
-        """Tokens of a pass over all nodes, int64 ``[S n]``."""
-        return self.tokens[:, : self._stops[self.level]].flatten()
-
-    @property
-    def logit_rows(self) -> Tensor:
-        """Rows of such a pass that need logits, int64 ``[S F]``."""
-        count = len(self._beams) * self._stops[self.level]
-        rows = torch.arange(count, device=self._device).view(len(self._beams), -1)
-        return rows[:, self.newest].flatten()
-
-    def read(self) -> None:
-        """Fills the trees of the host: the only wait for the device."""
-        numbers = torch.stack([self.tokens.double(), self.parents.double(), *self._scores], -1)
-        for beam, nodes in zip(self._beams, numbers.cpu().tolist(), strict=True):
-            beam.add_nodes(nodes, self._stops[beam.limits.depth])
-
-    def _ranked(self, logits: Tensor, parents: int) -> tuple[Tensor, Tensor]:
-        params = [each for each in self._params for _ in range(parents)]
-        positions = [length + self.level for length in self._lengths for _ in range(parents)]
-        width = self._widths[self.level]
-        return rank_rows(logits[:, : self._count], params, positions, self._drafted, width)
-
-    def _worst(self) -> Tensor:
-        """Score of the worst node that still fits each budget, ``[S, 1]``; -inf where all do."""
-        return self._scores[0].sort(descending=True).values.gather(1, self._last)
+    def packed(self) -> Tensor:
+        """Returns token, parent, score and log of the confidence of each node, float64
+        ``[S, N, 4]``."""
+        return torch.stack([self.tokens.double(), self.parents.double(), *self._scores], -1)

@@ -13,6 +13,7 @@ from paceline.drafter.methods.checkpoint import TargetEmbedding
 from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.layers import LayerWeights
 from paceline.drafter.methods.slots import WindowCache, chain_segments
+from paceline.drafter.methods.trees_there import HostDraft, HostPass, Passes, PassesThere
 from paceline.kernels import (
     Context,
     Executor,
@@ -20,7 +21,6 @@ from paceline.kernels import (
     Program,
     Recorder,
     TreeSegment,
-    plan_trees,
     send,
 )
 from paceline.kernels.executor import NativeProgram
@@ -69,73 +69,105 @@ class DSparkBackbone:
             config, config.layers, config.window, config.block, self.dtype, self.device
         )
 
-    @torch.inference_mode()
-    def add_states(self, batch: Sequence[tuple[WindowCache, int, Tensor]]) -> None:
-        """Adds hidden states to contexts.
+    def states_pass(self, batch: Sequence[tuple[int, WindowCache, int, Tensor]]) -> HostPass:
+        """Makes room for hidden states in contexts.
 
         Args:
-            batch: For each context the first position and the states from there on, ``[n, taps *
-                hidden]``, at most a window of them.
+            batch: For each context its number among those of the pass, the context, the first
+                position and the states from there on, ``[n, taps * hidden]``, at most a window.
+
+        Returns:
+            The pass of :meth:`write_states`.
         """
         segments: list[TreeSegment] = []
         positions: list[int] = []
-        for index, (context, first, states) in enumerate(batch):
+        for index, context, first, states in batch:
             stop = first + len(states)
             context.reserve(stop)
             segments += chain_segments(index, first - context.base, stop - context.base)
             positions += range(first, stop)
             context.length = stop
-        plan = plan_trees(segments, positions=positions, device=self.device)
-        states = torch.cat([send(each, self.device).to(self.dtype) for _, _, each in batch])
-        contexts = [context for context, _, _ in batch]
-        self._writing.run(Pass(None, plan, contexts, self.rope.table(plan.longest), inputs=states))
+        found = [send(each, self.device).to(self.dtype) for *_, each in batch]
+        return HostPass(segments, positions, inputs=torch.cat(found) if found else None)
 
     @torch.inference_mode()
-    def forward(self, blocks: Sequence[tuple[WindowCache, int, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Drafts a block after each context.
+    def write_states(self, passes: Passes, index: int) -> None:
+        """Writes the keys and values of hidden states to contexts, by a pass."""
+        plan = passes.plan(index)
+        if plan is not None:
+            table, states = self.rope.table(plan.longest), passes.inputs(index)
+            self._writing.run(Pass(None, plan, passes.caches, table, inputs=states))
+
+    def add_states(self, batch: Sequence[tuple[WindowCache, int, Tensor]]) -> None:
+        """Adds hidden states to contexts; arguments as of :meth:`states_pass`, without numbers."""
+        states = self.states_pass([(index, *each) for index, each in enumerate(batch)])
+        contexts = [context for context, _, _ in batch]
+        self.write_states(PassesThere(HostDraft([states], contexts), self.device), 0)
+
+    def block_pass(
+        self, blocks: Sequence[tuple[WindowCache, int, Tensor]]
+    ) -> tuple[HostPass, list[Context]]:
+        """Makes room for blocks after contexts.
 
         Args:
             blocks: For each generation its context, complete up to its anchor, the anchor's token,
                 and the hidden states of the position before it, ``[1, taps * hidden]``.
 
         Returns:
-            Hidden states ``[S, levels, hidden]`` of the positions that predict, in the weights'
-            type, and the target's logits of them ``[S, levels, V]``, or of drafted tokens alone.
+            The pass of :meth:`run_blocks`, and its contexts.
         """
         config, length = self.config, self.config.block
         caches = [context for context, _, _ in blocks]
         for cache in caches:
             cache.reserve(cache.length)
         starts = [cache.length - cache.base for cache in caches]
-        plan = plan_trees(
-            [TreeSegment(index, start, None, length) for index, start in enumerate(starts)],
-            positions=[c.length + offset for c in caches for offset in range(length)],
-            device=self.device,
-        )
         masks = [config.mask_token] * (length - 1)
-        tokens = [token for _, anchor, _ in blocks for token in (anchor, *masks)]
-        contexts = [
-            Context(cache, start + length) for cache, start in zip(caches, starts, strict=True)
-        ]
         last = range(length - config.levels, length)
-        rows = [first + offset for first in range(0, len(tokens), length) for offset in last]
         inputs = None
         if config.state_input:
             states = torch.cat([state for _, _, state in blocks for _ in range(length)])
             inputs = states.to(self.device, self.dtype)
+        block = HostPass(
+            [TreeSegment(index, start, None, length) for index, start in enumerate(starts)],
+            [cache.length + offset for cache in caches for offset in range(length)],
+            [token for _, anchor, _ in blocks for token in (anchor, *masks)],
+            [first * length + offset for first in range(len(blocks)) for offset in last],
+            inputs,
+        )
+        return block, [
+            Context(cache, start + length) for cache, start in zip(caches, starts, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def run_blocks(self, passes: Passes, index: int) -> tuple[Tensor, Tensor]:
+        """Drafts a block after each context, by a pass.
+
+        Returns:
+            Hidden states ``[S, levels, hidden]`` of the positions that predict, in the weights'
+            type, and the target's logits of them ``[S, levels, V]``, or of drafted tokens alone.
+        """
+        plan = passes.plan(index)
+        assert plan is not None
         call = Pass(
-            send(torch.tensor(tokens), self.device),
+            passes.tokens(index),
             plan,
-            caches,
+            passes.caches,
             self.rope.table(plan.longest),
-            send(torch.tensor(rows), self.device),
+            passes.logit_rows(index),
             taps=(0,),
-            contexts=contexts,
-            inputs=inputs,
+            contexts=passes.contexts,
+            inputs=passes.inputs(index),
         )
         result = self._drafting.run(call)
-        shape = (len(blocks), config.levels, -1)
-        return result.taps[0].view(shape), result.logits.view(shape)
+        shape = (-1, self.config.levels)
+        return result.taps[0].unflatten(0, shape), result.logits.unflatten(0, shape)
+
+    def forward(self, blocks: Sequence[tuple[WindowCache, int, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Drafts a block after each context; arguments as of :meth:`block_pass`, results as of
+        :meth:`run_blocks`."""
+        block, contexts = self.block_pass(blocks)
+        caches = [context for context, _, _ in blocks]
+        return self.run_blocks(PassesThere(HostDraft([block], caches, contexts), self.device), 0)
 
 
 def _record_context(config: DSparkConfig, tensors: LayerWeights, dtype: torch.dtype) -> Program:

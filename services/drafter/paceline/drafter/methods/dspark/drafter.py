@@ -34,12 +34,12 @@ from paceline.drafter.methods.checkpoint import (
     read_fit,
     required_folder,
 )
+from paceline.drafter.methods.draft_graphs import GraphModel, PassShape, graphs_work_on
 from paceline.drafter.methods.dspark.backbone import DSparkBackbone
 from paceline.drafter.methods.dspark.config import read_dspark
 from paceline.drafter.methods.dspark.heads import DSparkBlock, DSparkHeads
 from paceline.drafter.methods.dspark.module import DSparkModel
-from paceline.drafter.methods.trees_there import TreesThere
-from paceline.kernels import send
+from paceline.drafter.methods.trees_there import HostDraft, Passes, TreeShape, TreesThere
 from paceline.kernels.draft import BlockModel, DraftText, NativeDraft
 
 
@@ -182,6 +182,8 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
         self.backbone, self.heads = backbone, heads
         self.set_device(backbone.device, drafted_tokens)
         self.native, self.rope = self._native(), backbone.rope
+        if graphs_work_on(self.device) and config.conv is None:
+            self.use_graphs(self.graph_model())
         self.needs = Needs(
             hidden_state_layers=config.taps,
             hidden_state_window=config.window,
@@ -224,10 +226,43 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
         for sequence in growing:
             sequence.add_level(self.heads)
 
-    def grow_there(self, growing: Sequence[DSparkSequence], trees: TreesThere) -> None:
-        hidden, logits = self._run_backbone(growing)
-        anchors = torch.tensor([[sequence.anchor] for sequence in growing])
-        before, state = send(anchors, self.device), None
+    def graph_model(self) -> GraphModel:
+        """Returns what graphs need."""
+        config, width = self.backbone.config, len(self.backbone.config.taps)
+        windows = tuple((w + 1 if w else None) for w, causal in config.attention if causal)
+        contexts = tuple(
+            (w + config.block if w else None) for w, causal in config.attention if not causal
+        )
+
+        def passes(fed: int, shape: TreeShape) -> list[PassShape]:
+            states = PassShape(fed, 2, inputs=width * config.hidden)
+            inputs = states.inputs if config.state_input else 0
+            return [
+                states,
+                PassShape(config.block, 1, windows, contexts, True, config.levels, inputs),
+            ]
+
+        longest = config.max_position + config.block
+        return GraphModel(
+            config, config.layers, config.layers, self.backbone.dtype, longest,
+            self.drafted_there, passes, self.grow_there,
+        )  # fmt: skip
+
+    def draft_passes(self, growing: Sequence[DSparkSequence], shape: TreeShape) -> HostDraft:
+        found = [sequence.new_states() for sequence in growing]
+        caches = [sequence.context for sequence in growing]
+        states = self.backbone.states_pass(
+            [(n, caches[n], *new) for n, new in enumerate(found) if new is not None]
+        )
+        blocks = [(each.context, each.anchor, each.newest) for each in growing]
+        block, contexts = self.backbone.block_pass(blocks)
+        return HostDraft([states, block], caches, contexts)
+
+    def grow_there(self, passes: Passes, trees: TreesThere) -> None:
+        self.backbone.write_states(passes, 0)
+        hidden, logits = self.backbone.run_blocks(passes, 1)
+        before = passes.tokens(1).view(len(hidden), -1)[:, :1]  # the anchors
+        state: Tensor | None = None
         while trees.grows:
             level = trees.level
             scores, state, logs = self.heads.forward_trees(
@@ -239,17 +274,13 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
                 state = state.gather(1, trees.places[..., None].expand(-1, -1, state.shape[2]))
 
     def _draft_blocks(self, growing: Sequence[DSparkSequence]) -> None:
-        """Begins trees after the backbone."""
-        for sequence, hidden, logits in zip(growing, *self._run_backbone(growing), strict=True):
-            sequence.set_block(self.heads.begin(hidden, logits))
-
-    def _run_backbone(self, growing: Sequence[DSparkSequence]) -> tuple[Tensor, Tensor]:
-        """Adds new hidden states to the contexts, then drafts the blocks."""
+        """Adds new hidden states to the contexts, then runs the backbone."""
         found = [(sequence.context, sequence.new_states()) for sequence in growing]
         if batch := [(context, *new) for context, new in found if new is not None]:
             self.backbone.add_states(batch)
         blocks = [(each.context, each.anchor, each.newest) for each in growing]
-        return self.backbone.forward(blocks)
+        for sequence, hidden, logits in zip(growing, *self.backbone.forward(blocks), strict=True):
+            sequence.set_block(self.heads.begin(hidden, logits))
 
 
 def _read(folder: Path, fit: Fit, options: DSparkOptions, device: str) -> DSparkDrafter:
@@ -263,4 +294,6 @@ def _read(folder: Path, fit: Fit, options: DSparkOptions, device: str) -> DSpark
         backbone = DSparkBackbone(config, weights, embedding, dtype, device, bits)
         heads = DSparkHeads(config, weights, dtype, device, bits)
     size = sum(tensor.nbytes for tensor in weights.values()) + embedding.private_bytes
-    return DSparkDrafter(backbone, heads, options, fit, size, embedding.tokens)
+    drafter = DSparkDrafter(backbone, heads, options, fit, size, embedding.tokens)
+    drafter.warm_up()
+    return drafter

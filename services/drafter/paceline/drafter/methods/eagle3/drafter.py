@@ -35,8 +35,8 @@ from paceline.drafter.methods.beam_drafter import (
     BeamSequence,
     Block,
     forward_blocks,
-    forward_packed,
     required,
+    text_pass,
 )
 from paceline.drafter.methods.checkpoint import (
     StateOptions,
@@ -46,13 +46,26 @@ from paceline.drafter.methods.checkpoint import (
     read_fit,
     required_folder,
 )
+from paceline.drafter.methods.draft_graphs import (
+    GraphModel,
+    PassShape,
+    graphs_work_on,
+    text_and_levels,
+)
 from paceline.drafter.methods.eagle3.config import Eagle3Config, read_eagle3
 from paceline.drafter.methods.eagle3.module import Eagle3Model
 from paceline.drafter.methods.layers import LayerWeights, linear
 from paceline.drafter.methods.slots import WindowCache
-from paceline.drafter.methods.trees_there import TreesThere
+from paceline.drafter.methods.trees_there import (
+    HostDraft,
+    Passes,
+    TreeShape,
+    TreesThere,
+    level_passes,
+)
 from paceline.kernels import (
     Executor,
+    KVCacheView,
     Pass,
     Program,
     Recorder,
@@ -131,7 +144,7 @@ class Eagle3Layer:
         self,
         tokens: Tensor,
         plan: TreePlan,
-        caches: Sequence[WindowCache],
+        caches: Sequence[KVCacheView],
         inputs: Tensor,
         rows: Tensor,
         *,
@@ -358,6 +371,8 @@ class Eagle3Drafter(BeamDrafter[Eagle3Sequence]):
             ids = torch.arange(config.vocab_size) if drafted_tokens is None else drafted_tokens
             text = StateText(reading, config.states)
             self.native = NativeDraft(drafting, layer.dtype, ids, text=text)
+        if graphs_work_on(self.device):
+            self.use_graphs(self.graph_model())
 
     @classmethod
     def load(
@@ -389,29 +404,47 @@ class Eagle3Drafter(BeamDrafter[Eagle3Sequence]):
         for sequence, each, part in zip(growing, logits, parts, strict=True):
             sequence.add_level(each, part)
 
-    def grow_there(self, growing: Sequence[Eagle3Sequence], trees: TreesThere) -> None:
-        caches = [sequence.cache for sequence in growing]
-        outputs: list[Tensor] = []
+    def graph_model(self) -> GraphModel:
+        """Returns what graphs need."""
+        config, levels = self.layer.config, self.max_depth
 
-        def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
-            drafted = len(outputs) > 0
-            if drafted:  # the anchors' outputs come first
+        def passes(fed: int, shape: TreeShape) -> list[PassShape]:
+            level = PassShape(0, 1, (config.window or None,))
+            text = replace(level, rows=fed, blocks=2, inputs=config.states)
+            return text_and_levels(text, level, shape)
+
+        return GraphModel(
+            config, 1, 0, self.layer.dtype, config.max_position + levels, self.drafted_there,
+            passes, self.grow_there,
+        )  # fmt: skip
+
+    def draft_passes(self, growing: Sequence[Eagle3Sequence], shape: TreeShape) -> HostDraft:
+        blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
+        lengths = [sequence.length for sequence in growing]
+        starts = [sequence.length - 1 - sequence.cache.base for sequence in growing]
+        text = text_pass(blocks, torch.cat([sequence.inputs() for sequence in growing]))
+        caches = [sequence.cache for sequence in growing]
+        return HostDraft([text, *level_passes(starts, lengths, shape)], caches)
+
+    def drafted(self, growing: Sequence[Eagle3Sequence]) -> None:
+        for sequence in growing:
+            sequence.cache.length = sequence.length - 1
+
+    def grow_there(self, passes: Passes, trees: TreesThere) -> None:
+        outputs: list[Tensor] = []  # at the anchors, then at the nodes
+        inputs = passes.inputs(0)
+        while trees.grows:
+            tokens, plan, rows = trees.next_pass(passes)
+            if outputs:
                 parents = trees.parents[:, : trees.newest.stop, None] + 1
                 own = torch.cat(outputs, 1)
                 inputs = own.gather(1, parents.expand(-1, -1, own.shape[2])).flatten(0, 1)
-            else:
-                inputs = torch.cat([sequence.inputs() for sequence in growing])
-            result = self.layer.forward(tokens, plan, caches, inputs, rows, drafted=drafted)
-            outputs.append(result.taps[0].unflatten(0, (len(growing), -1)))
-            return result.logits
-
-        blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
-        trees.add_level(forward_packed(run, blocks, self.device))
-        for sequence in growing:
-            sequence.cache.length = sequence.length - 1
-        starts = [sequence.length - 1 - sequence.cache.base for sequence in growing]
-        while trees.grows:
-            trees.add_level(run(trees.fed, trees.plan(starts), trees.logit_rows))
+            assert inputs is not None
+            result = self.layer.forward(
+                tokens, plan, passes.caches, inputs, rows, drafted=trees.level > 0
+            )
+            outputs.append(result.taps[0].unflatten(0, (len(trees.tokens), -1)))
+            trees.add_level(result.logits)
 
 
 def _read(folder: Path, fit: Fit, options: Eagle3Options, device: str) -> Eagle3Drafter:
@@ -427,4 +460,6 @@ def _read(folder: Path, fit: Fit, options: Eagle3Options, device: str) -> Eagle3
     with torch.inference_mode():
         layer = Eagle3Layer(config, weights, embedding, dtype, device, options.bits(folder))
     size = sum(tensor.nbytes for tensor in weights.values()) + embedding.private_bytes
-    return Eagle3Drafter(layer, options, fit, size, embedding.tokens)
+    drafter = Eagle3Drafter(layer, options, fit, size, embedding.tokens)
+    drafter.warm_up()
+    return drafter

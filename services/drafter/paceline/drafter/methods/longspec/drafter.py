@@ -35,8 +35,8 @@ from paceline.drafter.methods.beam_drafter import (
     BeamSequence,
     Block,
     forward_blocks,
-    forward_packed,
     required,
+    text_pass,
 )
 from paceline.drafter.methods.checkpoint import (
     TargetEmbedding,
@@ -47,10 +47,22 @@ from paceline.drafter.methods.checkpoint import (
     required_folder,
     weight_bytes,
 )
+from paceline.drafter.methods.draft_graphs import (
+    GraphModel,
+    PassShape,
+    graphs_work_on,
+    text_and_levels,
+)
 from paceline.drafter.methods.longspec.config import read_longspec
 from paceline.drafter.methods.longspec.layer import LongSpecLayer, TargetKv
 from paceline.drafter.methods.longspec.module import LongSpecModel
-from paceline.drafter.methods.trees_there import TreesThere
+from paceline.drafter.methods.trees_there import (
+    HostDraft,
+    Passes,
+    TreeShape,
+    TreesThere,
+    level_passes,
+)
 from paceline.kernels import CHUNK, Context, TreePlan, plan_trees, send
 from paceline.kernels.draft import DraftText, NativeDraft
 
@@ -207,6 +219,8 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
             tokens = self.drafted_tokens
             ids = torch.arange(layer.config.vocab_size) if tokens is None else tokens
             self.native = NativeDraft(program, layer.dtype, ids)
+        if graphs_work_on(self.device):
+            self.use_graphs(self.graph_model())
 
     @classmethod
     def load(
@@ -221,7 +235,10 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
         layer, shared, fit = load_model(
             folder, resources, _read, folder, fit, parsed, resources.device
         )
-        return cls(layer, parsed, fit, weight_bytes(folder) + shared.private_bytes)
+        drafter = cls(layer, parsed, fit, weight_bytes(folder) + shared.private_bytes)
+        if drafter.graphs is not None:
+            load_model(folder, resources, drafter.warm_up)
+        return drafter
 
     def start(self, generation: GenerationInfo) -> LongSpecSequence:
         return LongSpecSequence(self, generation, required(generation.kv, "longspec", "KV"))
@@ -238,20 +255,38 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
         for sequence, part in zip(growing, logits, strict=True):
             sequence.add_level(part)
 
-    def grow_there(self, growing: Sequence[LongSpecSequence], trees: TreesThere) -> None:
-        caches = [sequence.cache for sequence in growing]
-        contexts = [sequence.context for sequence in growing if sequence.context is not None]
+    def graph_model(self) -> GraphModel:
+        """Returns what graphs need."""
+        config, levels = self.layer.config, self.max_depth
 
-        def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
-            return self.layer.forward(tokens, plan, caches, contexts, rows)
+        def passes(fed: int, shape: TreeShape) -> list[PassShape]:
+            level = PassShape(0, 1, (config.window,), (None,))
+            return text_and_levels(replace(level, rows=fed, blocks=2), level, shape)
 
+        return GraphModel(
+            config, 1, 1, self.layer.dtype, config.max_position + levels, self.drafted_there,
+            passes, self.grow_there,
+        )  # fmt: skip
+
+    def draft_passes(self, growing: Sequence[LongSpecSequence], shape: TreeShape) -> HostDraft:
         blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
-        trees.add_level(forward_packed(run, blocks, self.device))
+        lengths = [sequence.length for sequence in growing]
+        starts = [sequence.length - sequence.cache.base for sequence in growing]
+        return HostDraft(
+            [text_pass(blocks), *level_passes(starts, lengths, shape)],
+            [sequence.cache for sequence in growing],
+            [sequence.context for sequence in growing if sequence.context is not None],
+        )
+
+    def drafted(self, growing: Sequence[LongSpecSequence]) -> None:
         for sequence in growing:
             sequence.cache.length = sequence.length
-        starts = [sequence.length - sequence.cache.base for sequence in growing]
+
+    def grow_there(self, passes: Passes, trees: TreesThere) -> None:
         while trees.grows:
-            trees.add_level(run(trees.fed, trees.plan(starts), trees.logit_rows))
+            tokens, plan, rows = trees.next_pass(passes)
+            logits = self.layer.forward(tokens, plan, passes.caches, passes.contexts, rows)
+            trees.add_level(logits)
 
 
 def _read(

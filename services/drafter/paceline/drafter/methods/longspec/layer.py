@@ -12,7 +12,15 @@ from paceline.drafter.methods.checkpoint import TargetEmbedding
 from paceline.drafter.methods.layers import LayerWeights
 from paceline.drafter.methods.longspec.config import LongSpecConfig
 from paceline.drafter.methods.slots import WindowCache
-from paceline.kernels import Context, Executor, LayerTable, Pass, Recorder, TreePlan
+from paceline.kernels import (
+    Context,
+    Executor,
+    KVCacheView,
+    LayerTable,
+    Pass,
+    Recorder,
+    TreePlan,
+)
 from paceline.kernels.executor import NativeProgram
 
 
@@ -134,7 +142,7 @@ class LongSpecLayer:
         self,
         tokens: Tensor,
         plan: TreePlan,
-        caches: Sequence[WindowCache],
+        caches: Sequence[KVCacheView],
         contexts: Sequence[Context],
         logit_rows: Tensor,
     ) -> Tensor:

@@ -1,0 +1,385 @@
+"""Drafts captured as CUDA graphs, each with all its passes, levels and choices.
+
+A graph has a fixed number of sequences and of new tokens of their texts; what a batch lacks is
+padding. All that the host decides lies in tables that one copy fills before a replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.decoder import Capturing
+from paceline.drafter.methods.beam import Ranker, best_tokens
+from paceline.drafter.methods.layers import LayerShape
+from paceline.drafter.methods.trees_there import (
+    HostDraft,
+    HostPass,
+    Passes,
+    TreeShape,
+    TreesThere,
+)
+from paceline.kernels import Context, KVCacheView, SamplingParams, TreePlan, plan_trees
+from paceline.kernels.trees import ContextSegment
+
+if TYPE_CHECKING:
+    from paceline.kernels._triton.plan import PassTables, Shape, Tiling
+
+SEQUENCES = (1, 2, 4, 8, 16, 32)
+"""Sequences that graphs are made for."""
+
+FED = (8, 17)
+"""New positions of each text."""
+
+NOISES = ("none", "noise", "filters")
+"""What is done with logits at T = 0, at T > 0, and with top-k, top-p or min-p."""
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """Largest shape of a pass.
+
+    Attributes:
+        rows: Rows of each sequence.
+        blocks: Blocks of each sequence.
+        windows: Windows of its layers that attend to the caches.
+        contexts: Windows of those that attend to contexts.
+        tokens: Whether the host gives its tokens.
+        logit_rows: Rows of each sequence that need logits, if the host gives them.
+        inputs: Width of its hidden states; 0: none.
+    """
+
+    rows: int
+    blocks: int = 1
+    windows: tuple[int | None, ...] = ()
+    contexts: tuple[int | None, ...] = ()
+    tokens: bool = False
+    logit_rows: int = 0
+    inputs: int = 0
+
+
+@dataclass(frozen=True)
+class GraphModel:
+    """What graphs need of a drafter.
+
+    Attributes:
+        heads: Heads of its layers.
+        layers: Layers of its caches.
+        context_layers: Layers of its contexts.
+        dtype: Type of both.
+        longest: Largest position of a node.
+        drafted: The target's id of each logit, int64, on the device; None: its index.
+        passes: Shapes of the passes, by the new positions of each text and the shape of trees.
+        grow: Grows trees by the passes.
+    """
+
+    heads: LayerShape
+    layers: int
+    context_layers: int
+    dtype: torch.dtype
+    longest: int
+    drafted: Tensor | None
+    passes: Callable[[int, TreeShape], Sequence[PassShape]]
+    grow: Callable[[Passes, TreesThere], None]
+
+
+def text_and_levels(text: PassShape, level: PassShape, shape: TreeShape) -> list[PassShape]:
+    """Returns the shapes of a pass over texts, and of those over the nodes of their trees."""
+    first = replace(text, tokens=True, logit_rows=1)
+    return [first, *(replace(level, rows=stop) for stop in shape.stops[1:-1])]
+
+
+class DraftGraphs:
+    """Runs drafts by the graph of the next larger shape, captured at its first use or before.
+
+    On the CPU, without graphs, it runs the same kernels with the same tables. Not thread-safe.
+    """
+
+    def __init__(self, model: GraphModel, shape: TreeShape, device: torch.device) -> None:
+        """Makes a runner without graphs for trees of one shape."""
+        self._model, self._shape, self._device = model, shape, device
+        self._passes = {fed: model.passes(fed, shape) for fed in FED}
+        self._graphs: dict[tuple[int, int, str], _Graph] = {}
+        self._capturing = Capturing(device)
+        heads = model.heads.kv_heads, 1, model.heads.head_dim
+        with torch.inference_mode(False):
+            self._bases = [
+                torch.zeros(layers, *heads, dtype=model.dtype, device=device)
+                for layers in (model.layers, model.context_layers)
+            ]
+
+    def __len__(self) -> int:
+        """Graphs captured so far."""
+        return len(self._graphs)
+
+    def warm_up(self) -> None:
+        """Captures all graphs, the largest first. Their kernels are those of smaller ones too."""
+        for noise in NOISES:
+            for sequences in reversed(SEQUENCES):
+                for fed in reversed(FED):
+                    self._graph(sequences, fed, noise)
+
+    def run(
+        self,
+        draft: HostDraft,
+        rankers: Sequence[Ranker],
+        lengths: Sequence[int],
+        last: Sequence[int],
+    ) -> Tensor | None:
+        """Drafts for a batch.
+
+        Args:
+            draft: Its passes.
+            rankers: Rank the candidates of each sequence.
+            lengths: Tokens of each text.
+            last: As of :class:`TreesThere`, by sequence.
+
+        Returns:
+            See :meth:`TreesThere.packed`; None if no graph is large enough, the trees have another
+            shape, or a cache cannot be read by wide loads.
+        """
+        sequences = next((n for n in SEQUENCES if n >= len(rankers)), 0)
+        fed = next((n for n in FED if self._fits(draft, sequences, n)), None)
+        if fed is None or rankers[0].count != self._shape.count:
+            return None
+        params = [ranker.params for ranker in rankers]
+        noise = NOISES[max(map(_noise, params))]
+        graph = self._graph(sequences, fed, noise)
+        if not graph.fill(draft, params, lengths, last):
+            return None
+        return graph.run()[: len(rankers)]
+
+    def _fits(self, draft: HostDraft, sequences: int, fed: int) -> bool:
+        for each, shape in zip(draft.passes, self._passes[fed], strict=True):
+            widest = max((segment.length for segment in each.segments), default=0)
+            if widest > shape.rows or len(each.positions) > sequences * shape.rows:
+                return False
+        return True
+
+    def _graph(self, sequences: int, fed: int, noise: str) -> _Graph:
+        key = (sequences, fed, noise)
+        if key not in self._graphs:
+            passes = self._passes[fed]
+            graph = _Graph(
+                self._model, self._shape, self._bases, self._device, sequences, passes, noise
+            )
+            with torch.inference_mode():
+                graph.run = self._capturing.capture(graph.draft)
+            self._graphs[key] = graph
+        return self._graphs[key]
+
+
+def _noise(params: SamplingParams) -> int:
+    if params.greedy:
+        return 0
+    return 2 if params.top_k > 0 or params.top_p < 1 or params.min_p > 0 else 1
+
+
+class _Placed:
+    """The caches of all sequences, whose places are in a table; a ``KVCacheView``."""
+
+    table = None
+
+    def __init__(self, bases: Tensor) -> None:
+        self._bases = bases
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """What the places of a layer are relative to; kernels find the table by it."""
+        return self._bases[index], self._bases[index]
+
+
+class _Graph:
+    """A captured draft and its tables; the ``Passes`` of what is captured."""
+
+    def __init__(
+        self,
+        model: GraphModel,
+        shape: TreeShape,
+        bases: Sequence[Tensor],
+        device: torch.device,
+        sequences: int,
+        passes: Sequence[PassShape],
+        noise: str,
+    ) -> None:
+        from paceline.kernels._triton.plan import PassTables, Staging
+
+        self._model, self._shape, self._noise, self._sequences = model, shape, noise, sequences
+        self._bases = bases
+        self._shapes = passes
+        self.run: Callable[[], Tensor] = self.draft
+        self.caches: Sequence[KVCacheView] = [_Placed(bases[0])]
+        self.contexts = [Context(_Placed(bases[1]), 1)] if model.context_layers else []
+        shapes: list[Shape] = []
+
+        def add(*more: Shape) -> slice:
+            shapes.extend(more)
+            return slice(len(shapes) - len(more), len(shapes))
+
+        def numbers(*size: int) -> int:
+            add((torch.int64, size))
+            return len(shapes) - 1
+
+        self._last = numbers(sequences, 1)
+        parents = (1, *shape.sizes)
+        self._records = [numbers(sequences * parents[n], 6) for n in range(len(shape.sizes))]
+        self._places = [[numbers(2 * sequences, 3) for _ in base] for base in bases]
+        self._given = [
+            (numbers(sequences * each.rows * each.tokens), numbers(sequences * each.logit_rows))
+            for each in self._shapes
+        ]
+        tables = []
+        for each in self._shapes:
+            rows, blocks = sequences * each.rows, sequences * each.blocks
+            for windows in (each.windows, each.contexts):
+                tilings = self._tilings(each.rows, windows)
+                tables.append((add(*PassTables.shapes(rows, blocks, tilings)), rows, tilings))
+        self._staging = Staging(shapes, device)
+        placed = [
+            PassTables(self._staging, at.start, rows, tilings, model.longest)
+            for at, rows, tilings in tables
+        ]
+        self._passes: list[tuple[PassTables, PassTables]] = list(
+            zip(placed[::2], placed[1::2], strict=True)
+        )
+        with torch.inference_mode(False):
+            self._zeros = torch.zeros(4, dtype=torch.int32, device=device)
+            self._inputs = [
+                torch.zeros(sequences * each.rows, each.inputs, dtype=model.dtype, device=device)
+                for each in self._shapes
+            ]
+        self.clear()
+
+    def _tilings(self, widest: int, windows: Sequence[int | None]) -> tuple[Tiling, ...]:
+        from paceline.kernels._triton.plan import tilings_for
+
+        return tilings_for(widest, self._model.heads.group, self._bases[0], windows)
+
+    def clear(self) -> None:
+        """Writes an empty batch to the tables."""
+        self.fill(HostDraft([HostPass()] * len(self._shapes), []), [], [], [])
+
+    def fill(
+        self,
+        draft: HostDraft,
+        params: Sequence[SamplingParams],
+        lengths: Sequence[int],
+        last: Sequence[int],
+    ) -> bool:
+        """Writes a batch to the tables; arguments as of :meth:`DraftGraphs.run`.
+
+        Returns False if a cache cannot be read by wide loads.
+        """
+        from paceline.kernels._triton.backend import aligned, places
+
+        host = self._staging.host
+        self._staging.wait()
+        views = [draft.caches, [context.cache for context in draft.contexts]]
+        for bases, tables, caches in zip(self._bases, self._places, views, strict=True):
+            for layer, table in enumerate(tables):
+                planes = [cache.layer(layer) for cache in caches]
+                keys: list[Any] = [key for key, _ in planes]
+                values: list[Any] = [value for _, value in planes]
+                where = places(keys, values, (bases[layer], bases[layer]))
+                if not aligned(where):
+                    return False
+                _fill(host[table], np.array(where, np.int64).reshape(-1, 3))
+        _fill(host[self._last], np.array(last, np.int64)[:, None])
+        self._fill_records(params, lengths)
+        numbers = range(self._sequences)
+        for index, each in enumerate(draft.passes):
+            tokens, rows = self._given[index]
+            _fill(host[tokens], np.array(each.tokens, np.int64))
+            _fill(host[rows], np.array(each.logit_rows, np.int64))
+            own, context = self._passes[index]
+            plan = of_contexts = None
+            if each.segments:
+                plan = plan_trees(each.segments, positions=each.positions)
+                if self._shapes[index].contexts:
+                    of_contexts = plan_trees(context_blocks(each, draft.contexts))
+            own.fill(plan, numbers)
+            context.fill(of_contexts, numbers)
+            if each.inputs is not None:
+                self._inputs[index][: len(each.inputs)].copy_(each.inputs)
+        self._staging.send()
+        return True
+
+    def _fill_records(self, params: Sequence[SamplingParams], lengths: Sequence[int]) -> None:
+        from paceline.kernels._triton.backend import sampling_record
+
+        missing = self._sequences - len(params)
+        padded = [*params, *[SamplingParams(temperature=0.0)] * missing]
+        base = sampling_record(padded, [*lengths, *[0] * missing])
+        for level, table in enumerate(self._records):
+            rows = self._staging.host[table]
+            rows[:] = base.repeat(len(rows) // len(base), axis=0)
+            rows[:, 1] += level
+
+    def draft(self) -> Tensor:
+        """The draft of the batch in the tables; see :meth:`TreesThere.packed`."""
+        trees = TreesThere(self._shape, self._staging.device[self._last], self._rank)
+        self._model.grow(self, trees)
+        return trees.packed()
+
+    def _rank(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
+        from paceline.kernels._triton.backend import perturbed_by
+
+        scores, drafted = logits[:, : self._shape.count], self._model.drafted
+        if self._noise != "none":
+            record = self._staging.device[self._records[level]]
+            scores = perturbed_by(scores, record, drafted, filtered=self._noise == "filters")
+        return best_tokens(scores, drafted, self._shape.widths[level])
+
+    def plan(self, index: int, ancestors: Tensor | None = None) -> TreePlan:
+        """See :class:`Passes`."""
+        from paceline.kernels._triton.backend import PLACES
+
+        own, context = self._passes[index]
+        plan, of_contexts = own.plan(ancestors), context.plan()
+        plan.prepared[ContextSegment] = of_contexts
+        for each, bases, tables in zip((plan, of_contexts), self._bases, self._places, strict=True):
+            each.prepared[PLACES] = {
+                base.data_ptr(): (self._staging.device[table], self._zeros)
+                for base, table in zip(bases, tables, strict=True)
+            }
+        return plan
+
+    def tokens(self, index: int) -> Tensor:
+        """See :class:`Passes`."""
+        return self._staging.device[self._given[index][0]]
+
+    def logit_rows(self, index: int) -> Tensor:
+        """See :class:`Passes`."""
+        return self._staging.device[self._given[index][1]]
+
+    def inputs(self, index: int) -> Tensor | None:
+        """See :class:`Passes`."""
+        return self._inputs[index] if self._shapes[index].inputs else None
+
+
+def context_blocks(each: HostPass, contexts: Sequence[Context]) -> list[ContextSegment]:
+    """Returns the blocks of a pass as rows that attend to the whole contexts."""
+    return [
+        ContextSegment(block.sequence, contexts[block.sequence].length - 1, None, block.length)
+        for block in each.segments
+    ]
+
+
+def _fill(table: NDArray[Any], numbers: NDArray[Any]) -> None:
+    """Writes the first rows of a table, and zeros to the others."""
+    table[: len(numbers)] = numbers
+    table[len(numbers) :] = 0
+
+
+def graphs_work_on(device: torch.device) -> bool:
+    """Whether drafts on a device can be captured: with the Triton kernels on a GPU."""
+    if device.type != "cuda":
+        return False
+    from paceline.kernels import backend_for
+
+    return backend_for(device).name != "dense"
