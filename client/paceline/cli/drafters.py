@@ -210,9 +210,7 @@ def _load(args: argparse.Namespace, call: Call) -> None:
         try:
             checked = asyncio.run(_check(args, f"{info.name}@{info.version}", prompts))
         except (CommandError, PacelineError):
-            call(
-                "UnloadDrafter", drafter_pb2.UnloadDrafterRequest(**which, force=True, failed=True)
-            )
+            call("UnloadDrafter", drafter_pb2.UnloadDrafterRequest(**which, force=True))
             raise
         if args.activate:
             activate = drafter_pb2.ActivateDrafterRequest(**which, traffic_share=1.0)

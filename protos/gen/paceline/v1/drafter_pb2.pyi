@@ -143,16 +143,14 @@ class RollbackDrafterResponse(_message.Message):
     def __init__(self, drafters: _Optional[_Iterable[_Union[DrafterInfo, _Mapping]]] = ...) -> None: ...
 
 class UnloadDrafterRequest(_message.Message):
-    __slots__ = ("name", "version", "force", "failed")
+    __slots__ = ("name", "version", "force")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FORCE_FIELD_NUMBER: _ClassVar[int]
-    FAILED_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     force: bool
-    failed: bool
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., force: _Optional[bool] = ..., failed: _Optional[bool] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., force: _Optional[bool] = ...) -> None: ...
 
 class UnloadDrafterResponse(_message.Message):
     __slots__ = ("unloaded",)

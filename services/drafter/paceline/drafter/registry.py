@@ -246,11 +246,6 @@ class Registry:
         self.on_change()
         return not waiting
 
-    def forget_number(self, name: str, version: str) -> None:
-        """Give the newest number of a name again: its version failed a check, and is unloaded."""
-        if version == str(self._numbers.get(name)):
-            self._numbers[name] -= 1
-
     def take_out(self, version: Version, error: str) -> None:
         """Move the share of a version that fails to the other active versions, if there are any.
 

@@ -105,8 +105,6 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
         self, request: drafter_pb2.UnloadDrafterRequest, context: Context
     ) -> drafter_pb2.UnloadDrafterResponse:
         """Removes versions; those in use are freed with their last sequence."""
-        if request.failed:
-            self._registry.forget_number(request.name, request.version)
         unloaded = self._registry.unload(request.name, request.version, force=request.force)
         await self._exchange.listed()
         logger.info(
