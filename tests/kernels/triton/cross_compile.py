@@ -34,12 +34,15 @@ from paceline.kernels._triton.jit.rows import (
 )
 from paceline.kernels._triton.jit.sampling import (
     accept_or_resample,
+    collect_span,
     find_best,
     find_border,
     find_candidates,
+    finish_border,
     perturb,
     sum_chances,
     sum_residuals,
+    weigh_spans,
 )
 from paceline.kernels._triton.plan import choose_tiling
 from paceline.kernels.float8 import LARGEST, SMALLEST
@@ -146,12 +149,18 @@ def compile_rows(kv: str = "bf16", dim: int = 128, page: int = 256, *, norms: bo
 def compile_sampling(kind: str) -> None:
     """The sampling contract over logits of a type, and rejection sampling."""
     types = {"logits": f"*{kind}", "floats": "*fp64", "out": "*fp32"}
-    keys = ("integers", "best", "candidates", "sums", "borders", "ids")
+    keys = ("integers", "best", "candidates", "sums", "borders", "ids", "pending", "spans", "near")
     types |= dict.fromkeys(keys, "*i64") | dict.fromkeys(("vocab", "stride", "chunks"), "i32")
     chunk, sizes = {"CHUNK": backend.CHUNK}, {"CHUNKS": 128, "KEEP": backend.KEEP}
     compile_kernel(find_best, types, chunk)
     compile_kernel(find_candidates, types, {**chunk, **sizes}, num_warps=8)
-    compile_kernel(find_border, types, {**sizes, "BLOCK": backend.SEARCH_BLOCK}, num_warps=8)
+    search = {"BLOCK": backend.SEARCH_BLOCK, "SPANS": backend.SPANS}
+    compile_kernel(find_border, types, {**sizes, **search}, num_warps=8)
+    types["filled"], spans = "*i32", {"CHUNKS": 128, "SPANS": backend.SPANS}
+    room = {**spans, "ROOM": backend.ROOM}
+    compile_kernel(weigh_spans, types, {**chunk, **spans}, num_warps=8)
+    compile_kernel(collect_span, types, {**chunk, **room}, num_warps=8)
+    compile_kernel(finish_border, types, {**room, **search}, num_warps=8)
     for reduced in (False, True):
         options = {"FILTERED": True, "REDUCED": reduced, "BLOCK": backend.NOISE_BLOCK}
         compile_kernel(perturb, types, options)

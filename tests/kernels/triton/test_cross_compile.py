@@ -84,6 +84,7 @@ def test_kernels_keep_to_the_registers_and_memory_of_a_gpu(capability: int) -> N
         *("rotate_rows", "add_norm_rows", "gate_rows"),
         *(("scale_rows",) if capability >= 89 else ()),
         *("find_best", "find_candidates", "find_border", "perturb"),
+        *("weigh_spans", "collect_span", "finish_border"),
         *("sum_chances", "sum_residuals", "accept_or_resample"),
     }
     for each in facts:

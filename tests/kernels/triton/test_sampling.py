@@ -34,6 +34,7 @@ FLAT = SamplingParams(temperature=1.9, top_p=0.999)  # more tokens are left than
     dtype=torch.float32,
     seed=1,
     keep=16,
+    room=5000,
 )
 @example(  # sums of floats kept 15 tokens here and 16 there
     params=[SamplingParams(temperature=0.3, top_p=0.999)],
@@ -43,6 +44,27 @@ FLAT = SamplingParams(temperature=1.9, top_p=0.999)  # more tokens are left than
     dtype=torch.float32,
     seed=314,
     keep=64,
+    room=5000,
+)
+@example(  # both filters keep more tokens than there are candidates
+    params=[SamplingParams(temperature=1.9, top_p=0.9, top_k=900), FLAT],
+    position=0,
+    vocab=1500,
+    coarse=True,
+    dtype=torch.bfloat16,
+    seed=2,
+    keep=16,
+    room=5000,
+)
+@example(  # and than there is room for
+    params=[SamplingParams(temperature=1.9, top_p=0.9), FLAT],
+    position=0,
+    vocab=1500,
+    coarse=True,
+    dtype=torch.bfloat16,
+    seed=2,
+    keep=16,
+    room=8,
 )
 @given(
     params=st.lists(sampling_params(), min_size=1, max_size=2),
@@ -52,6 +74,7 @@ FLAT = SamplingParams(temperature=1.9, top_p=0.999)  # more tokens are left than
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 1000),
     keep=st.sampled_from([16, 64]),
+    room=st.sampled_from([8, 5000]),
 )
 def test_any_row_gets_the_token_of_the_contract(
     params: list[SamplingParams],
@@ -61,6 +84,7 @@ def test_any_row_gets_the_token_of_the_contract(
     dtype: torch.dtype,
     seed: int,
     keep: int,
+    room: int,
 ) -> None:
     """Of one program with all candidates, or of several with too few."""
     from paceline.kernels._triton import backend
@@ -75,6 +99,7 @@ def test_any_row_gets_the_token_of_the_contract(
         sizes.setattr(backend, "KEEP", keep)
         sizes.setattr(backend, "CHUNK", 32 * keep)
         sizes.setattr(backend, "SEARCH_BLOCK", 32 * keep)
+        sizes.setattr(backend, "ROOM", room)
         found = backend.perturbed(logits, params, positions)
     rows = list(zip(logits, params, positions, strict=True))
     kept = [filter_logits(row, each, NONE).isfinite() for row, each, _ in rows]

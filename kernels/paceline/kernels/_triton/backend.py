@@ -23,12 +23,15 @@ from paceline.kernels._triton.jit.rows import (
 from paceline.kernels._triton.jit.sampling import (
     ID_BITS,
     accept_or_resample,
+    collect_span,
     find_best,
     find_border,
     find_candidates,
+    finish_border,
     perturb,
     sum_chances,
     sum_residuals,
+    weigh_spans,
 )
 from paceline.kernels._triton.plan import (
     MASK_ALIGN,
@@ -383,6 +386,8 @@ def scaled_rows(
 CHUNK, KEEP = 2048, 64
 """Ids that a program filters, and its candidates for the search for a row's border."""
 SEARCH_BLOCK, NOISE_BLOCK = 4096, 1024
+SPANS, ROOM = 32, 16384
+"""Spans of values below the candidates, and keys that are collected of one."""
 
 
 def perturbed(
@@ -418,9 +423,23 @@ def perturbed_by(logits: Tensor, record: Tensor, ids: Tensor | None, *, filtered
             logits, record, floats, best, candidates, sums, vocab, stride, CHUNK=CHUNK, **sizes,
             num_warps=8,
         )  # fmt: skip
+        pending = record.new_empty(rows, 3 + SPANS)
         find_border[(rows,)](
-            logits, record, floats, best, candidates, sums, borders, vocab, stride, chunks,
-            **sizes, BLOCK=SEARCH_BLOCK, num_warps=8,
+            logits, record, floats, best, candidates, sums, borders, pending, vocab, stride, chunks,
+            **sizes, BLOCK=SEARCH_BLOCK, SPANS=SPANS, num_warps=8,
+        )  # fmt: skip
+        row = (logits, record, floats, best, pending)
+        spans, keys = record.new_empty(rows, chunks, SPANS), record.new_empty(rows, ROOM)
+        filled = torch.zeros(rows, dtype=torch.int32, device=logits.device)
+        sizes = {"CHUNKS": sizes["CHUNKS"], "SPANS": SPANS}
+        weigh_spans[(rows, chunks)](*row, spans, vocab, stride, CHUNK=CHUNK, **sizes, num_warps=8)
+        collect_span[(rows, chunks)](
+            logits, floats, pending, spans, filled, keys, vocab, stride,
+            CHUNK=CHUNK, ROOM=ROOM, **sizes, num_warps=8,
+        )  # fmt: skip
+        finish_border[(rows,)](
+            *row, spans, filled, keys, borders, vocab, stride, chunks, ROOM=ROOM,
+            BLOCK=SEARCH_BLOCK, **sizes, num_warps=8,
         )  # fmt: skip
     out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
     perturb[(rows, triton.cdiv(vocab, NOISE_BLOCK))](

@@ -5,7 +5,8 @@ two keys are equal, so that what a filter keeps is given by one number, the leas
 
 ``find_best`` and ``find_candidates`` look at chunks of a row: its best key, its best ``KEEP`` keys
 and the sum of its probabilities. ``find_border`` searches for the border among these candidates,
-bit by bit, and in the whole row if it may lie below them. ``perturb`` adds noise to what is kept.
+bit by bit. Where top_p keeps more, ``weigh_spans``, ``collect_span`` and ``finish_border`` collect
+the keys near the border and search among them. ``perturb`` adds noise to what is kept.
 
 The ids of a chunk are spread over the row, since frequent tokens have neighbouring ids.
 
@@ -172,51 +173,142 @@ def _source(
 
 @triton.jit(do_not_specialize=["vocab"])
 def find_border(
-    logits, integers, floats, best, candidates, sums, borders, vocab, stride, chunks,
-    CHUNKS: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
+    logits, integers, floats, best, candidates, sums, borders, pending, vocab, stride, chunks,
+    CHUNKS: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """The least key that all filters keep, int64 ``[R]``."""
+    """The least key that all filters keep, int64 ``[R]``.
+
+    Where top_p keeps more than the candidates, it is that of the other filters. Then ``pending``
+    int64 ``[R, 3 + SPANS]`` says what is left to do: the needed weight (0: nothing), this border,
+    and the borders of spans of equal width, from the least key up to the candidates.
+    """
     row = tl.program_id(0).to(tl.int64)
     k, mass, temperature, highest, border = _filter(integers, floats, best, row, chunks, CHUNKS)
+    pending += row * (3 + SPANS)
+    tl.store(pending, 0)
     if (temperature > 0.0) & ((k > 0) | (mass < 1.0)):
         logits += row * stride
         candidates += row * chunks * KEEP
         chunk = tl.arange(0, CHUNKS)
         sums += row * 2 * chunks
         worst = tl.load(sums + chunks + chunk, mask=chunk < chunks, other=NONE)
-        weights = tl.load(sums + chunk, mask=chunk < chunks, other=0)
         complete = tl.max(worst, 0)  # all keys from here on are candidates
+        total = tl.sum(tl.load(sums + chunk, mask=chunk < chunks, other=0), 0)
         lowest = border
-        done = 0
+        done = (k == 0).to(tl.int32)
         for whole in range(2):
             if done == 0:
                 count = vocab if whole else chunks * KEEP
-                border = lowest
-                total = tl.sum(weights, 0)
-                if k > 0:
-                    border = tl.maximum(border, _search(
-                        logits, candidates, vocab, temperature, highest, border, k, count, whole,
-                        False, BLOCK,
-                    ))  # fmt: skip
-                    done = (border >= complete).to(tl.int32)
-                    total = tl.full([], 0, tl.int64)
-                    for begin in range(0, count, BLOCK):
-                        key = _source(
-                            logits, candidates, begin, vocab, temperature, border, count, whole,
-                            BLOCK,
-                        )  # fmt: skip
-                        total += tl.sum(tl.where(key > NONE, _weight(key, highest), 0), 0)
-                if mass < 1.0:
-                    needed = tl.ceil(mass * total.to(tl.float64)).to(tl.int64)
-                    needed = tl.maximum(tl.minimum(needed, total), 1)
-                    found = _search(
-                        logits, candidates, vocab, temperature, highest, border, needed, count,
-                        whole, True, BLOCK,
+                border = tl.maximum(lowest, _search(
+                    logits, candidates, vocab, temperature, highest, lowest, k, count, whole,
+                    False, BLOCK,
+                ))  # fmt: skip
+                done = (border >= complete).to(tl.int32)
+                total = tl.full([], 0, tl.int64)
+                for begin in range(0, count, BLOCK):
+                    key = _source(
+                        logits, candidates, begin, vocab, temperature, border, count, whole, BLOCK,
                     )  # fmt: skip
-                    border = tl.maximum(border, found)
-                    if k == 0:
-                        done = (border >= complete).to(tl.int32)
+                    total += tl.sum(tl.where(key > NONE, _weight(key, highest), 0), 0)
+        if mass < 1.0:
+            needed = tl.ceil(mass * total.to(tl.float64)).to(tl.int64)
+            needed = tl.maximum(tl.minimum(needed, total), 1)
+            found = _search(
+                logits, candidates, vocab, temperature, highest, border, needed, chunks * KEEP,
+                False, True, BLOCK,
+            )  # fmt: skip
+            if (found >= complete) | (border >= complete):
+                border = tl.maximum(border, found)
+            else:
+                tl.store(pending, needed)
+                tl.store(pending + 1, border)
+                # All keys below the border have less weight than this: it is not far below.
+                rest = (total - needed + 1).to(tl.float64) / vocab
+                least = highest + tl.log(rest / 1099511627776.0).to(tl.float32)
+                span = tl.arange(0, SPANS)
+                value = least + (_value(complete) - least) * (span.to(tl.float32) / SPANS)
+                first = tl.where(span == 0, LOWEST, tl.minimum(_key(value), complete))
+                tl.store(pending + 2 + span, first)
+                tl.store(pending + 2 + SPANS, complete)
     tl.store(borders + row, border)
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def weigh_spans(
+    logits, integers, floats, best, pending, spans, vocab, stride,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    """Weight of a chunk's keys from the end of each span on, int64 ``[R, chunks, SPANS]``."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunks = tl.num_programs(1)
+    pending += row * (3 + SPANS)
+    if tl.load(pending) > 0:
+        _k, _p, temperature, highest, _b = _filter(integers, floats, best, row, chunks, CHUNKS)
+        key = _keys(logits + row * stride, _ids_of(chunk, chunks, CHUNK), vocab, temperature)
+        key = tl.where(key >= tl.load(pending + 1), key, NONE)
+        weight = tl.where(key > NONE, _weight(key, highest), 0)
+        spans += (row * chunks + chunk) * SPANS
+        for number in range(SPANS):
+            over = key >= tl.load(pending + 3 + number)
+            tl.store(spans + number, tl.sum(tl.where(over, weight, 0), 0))
+
+
+@triton.jit
+def _span(pending, spans, chunks, CHUNKS: tl.constexpr, SPANS: tl.constexpr):
+    """The number of the span in which the border lies, and the weight from its end on."""
+    chunk, number = tl.arange(0, CHUNKS), tl.arange(0, SPANS)
+    at = chunk[:, None] * SPANS + number[None, :]
+    over = tl.sum(tl.load(spans + at, mask=(chunk < chunks)[:, None], other=0), 0)
+    mine = tl.sum((over >= tl.load(pending)).to(tl.int32), 0)
+    return mine, tl.sum(tl.where(number == mine, over, 0), 0)
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def collect_span(
+    logits, floats, pending, spans, filled, near, vocab, stride,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SPANS: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """The keys of the border's span, ``[R, ROOM]`` in any order, and their number ``[R]``.
+
+    That number may be larger than the room; it begins with 0.
+    """
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunks = tl.num_programs(1)
+    pending += row * (3 + SPANS)
+    if tl.load(pending) > 0:
+        temperature = tl.load(floats + row * 6 + 3).to(tl.float32)
+        spans += row * chunks * SPANS
+        mine, _above = _span(pending, spans, chunks, CHUNKS, SPANS)
+        low, high = tl.load(pending + 2 + mine), tl.load(pending + 3 + mine)
+        key = _keys(logits + row * stride, _ids_of(chunk, chunks, CHUNK), vocab, temperature)
+        low = tl.maximum(low, tl.load(pending + 1))
+        kept = ((key >= low) & (key < high)).to(tl.int32)
+        place = tl.atomic_add(filled + row, tl.sum(kept, 0)) + tl.cumsum(kept, 0) - 1
+        tl.store(near + row * ROOM + place, key, mask=(kept > 0) & (place < ROOM))
+
+
+@triton.jit(do_not_specialize=["vocab", "chunks"])
+def finish_border(
+    logits, integers, floats, best, pending, spans, filled, near, borders, vocab, stride, chunks,
+    CHUNKS: tl.constexpr, SPANS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The border among the keys of its span, or among all if these are too many."""
+    row = tl.program_id(0).to(tl.int64)
+    pending += row * (3 + SPANS)
+    needed = tl.load(pending)
+    if needed > 0:
+        _k, _p, temperature, highest, _b = _filter(integers, floats, best, row, chunks, CHUNKS)
+        spans += row * chunks * SPANS
+        _mine, above = _span(pending, spans, chunks, CHUNKS, SPANS)
+        count = tl.load(filled + row)
+        border = tl.load(pending + 1)
+        whole = (count > ROOM).to(tl.int32)
+        found = _search(
+            logits + row * stride, near + row * ROOM, vocab, temperature, highest, border,
+            tl.where(whole > 0, needed, needed - above), tl.where(whole > 0, vocab, count), whole,
+            True, BLOCK,
+        )  # fmt: skip
+        tl.store(borders + row, tl.maximum(border, found))
 
 
 @triton.jit
