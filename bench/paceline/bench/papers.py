@@ -52,6 +52,7 @@ from paceline.kernels import (
     TreeSegment,
     cpu_kernels,
     plan_trees,
+    set_numerics,
 )
 from paceline.kernels.caches import from_rows
 from paceline.kernels.dense import AttentionCall, DenseBackend
@@ -612,6 +613,7 @@ def _begin_of_loop(tokens: Sequence[int]) -> int:
 def _attention(bench: Bench) -> None:
     """Tree attention in two parts beside one masked attention, in PyTorch and in SDPA."""
     config = bench.source.config()
+    set_numerics("auto")  # as a verifier with KV in bfloat16
     for rows in bench.args.rows:
         bench.cell(f"{rows} rows", f"{rows} rows", partial(_attend, bench, config, rows))
 
