@@ -180,6 +180,9 @@ async def test_services_come_and_go_while_text_streams(
     for service in ("verifier", "drafter", "gateway"):
         await asyncio.to_thread(deployment.until, service, "healthy")
     await asyncio.to_thread(deployment.until_joined, "socket")
+    # A service that restarted has the drafters of its command line.
+    if longspec not in deployment.cli("drafters", "list"):
+        load_longspec(deployment)
     async with deployment.client() as fresh:
         drafted = await fresh.generate(PROMPT, drafter=longspec, **WANTED)
     assert drafted.token_ids == plain
