@@ -409,6 +409,12 @@ def _context(bench: Bench) -> None:
             bench.cell(title, f"services, {bench.weights}", served)
 
 
+def _in_turn(arms: list[Name], number: int) -> list[Name]:
+    """The arms, another one first for each text."""
+    first = number % len(arms)
+    return arms[first:] + arms[:first]
+
+
 async def _serve(
     bench: Bench, prompts: Sequence[list[int]], specs: Mapping[str, str], x: float
 ) -> Samples:
@@ -420,7 +426,7 @@ async def _serve(
     engine = PacelineServices(bench.models.target, bench.weights, specs, always=True, reuse=True)
     async with engine:
         for number, prompt in enumerate(prompts):
-            for arm in arms[number % len(arms) :] + arms[: number % len(arms)]:
+            for arm in _in_turn(arms, number):
                 request = AnswerRequest(prompt, bench.args.tokens, bench.args.temperature, number)
                 answer = await engine.answer(arm, request)
                 mine = found[arm]
@@ -455,12 +461,10 @@ async def _serve_users(bench: Bench, specs: Mapping[str, str], users: int) -> Sa
         for _, arm in arms:
             found[arm] = found[arm]
         for number, group in enumerate(groups):
-            for engine, arm in arms[number % len(arms) :] + arms[: number % len(arms)]:
-                request = partial(
-                    AnswerRequest, tokens=bench.args.tokens, temperature=bench.args.temperature,
-                    seed=number,
-                )  # fmt: skip
-                answers = await asyncio.gather(*(engine.answer(arm, request(p)) for p in group))
+            sampling = bench.args.tokens, bench.args.temperature, number
+            requests = [AnswerRequest(prompt, *sampling) for prompt in group]
+            for engine, arm in _in_turn(arms, number):
+                answers = await asyncio.gather(*(engine.answer(arm, each) for each in requests))
                 mine = found[arm]
                 seconds = max(each.ended for each in answers) - min(each.first for each in answers)
                 mine["tokens/s"][users].append((sum(e.tokens - 1 for e in answers), seconds))

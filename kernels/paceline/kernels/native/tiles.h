@@ -21,8 +21,8 @@
 #define TILE_DOT_BF16(c, a, b) _tile_dpbf16ps(c, a, b)
 
 /* Sets the tiles' shapes in this thread, unless they are set: other libraries, such as oneDNN in
- * PyTorch, change and release them on the same threads between two calls. Setting takes some 200
- * cycles, reading 20. Linux wants to be asked before the first use. */
+ * PyTorch, change and release them on the same threads between two calls. Setting clears all tiles
+ * and takes longer than reading. Linux wants to be asked before the first use. */
 INLINE void configure_tiles(void) {
   static __thread int asked;
   _Alignas(64) static const struct {
