@@ -163,11 +163,7 @@ class DecoderConfig:
         return cls(**{**fields, **lists, **types})
 
     def with_kv(self, kv_cache_dtype: str) -> DecoderConfig:
-        """The same with caches of one of ``KV_CACHE_DTYPES``.
-
-        Raises:
-            ValueError: Another type.
-        """
+        """The same with caches of one of ``KV_CACHE_DTYPES``; others raise ``ValueError``."""
         if kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ValueError(
                 f"kv_cache_dtype is {kv_cache_dtype!r}, expected one of "

@@ -194,7 +194,6 @@ class _GraphObserver:
         self._indices = {layer: index for index, layer in enumerate(layers)}
 
     def probes(self, layer: int) -> Sequence[Probe]:
-        """See :class:`paceline.decoder.AttentionObserver`."""
         return GraphProbes(self._indices[layer]) if layer in self._indices else ()
 
     def rows(self, layer: int) -> Sequence[int]:

@@ -140,11 +140,8 @@ class LoraModel(ModelSource):
         return self.tensor(name, dtype, device) if found else self._base.table(name, dtype, device)
 
     def merge(self, name: str, weight: Tensor) -> Tensor:
-        """The weight of a tensor with what the adapter adds, summed in float32.
-
-        Raises:
-            UnsupportedModelError: Shapes of the adapter do not fit.
-        """
+        """The weight of a tensor with what the adapter adds, summed in float32. Raises
+        ``UnsupportedModelError``: shapes of the adapter do not fit."""
         change = self._changes[name]
         a, b = (self._file.get_tensor(each).float() for each in (change.a, change.b))
         if (

@@ -67,11 +67,8 @@ class PackedWeights:
         self._entries = header["weights"]
 
     def get(self, name: str) -> Tensor | PackedMatrix:
-        """A weight over the mapping, as it was published.
-
-        Raises:
-            KeyError: There is no weight of this name.
-        """
+        """A weight over the mapping, as it was published. Raises ``KeyError``: there is no weight
+        of this name."""
         entry = self._entries[name]
         tensors: dict[str, Any] = {p["name"]: self._tensor(p) for p in entry["tensors"]}
         if not entry["matrix"]:

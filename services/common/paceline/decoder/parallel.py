@@ -84,13 +84,11 @@ class ParallelDecoder(Decoder):
         self._indices: tuple[int, ...] | None = None
 
     def with_layers(self, indices: Sequence[int]) -> Self:
-        """See :class:`Decoder`."""
         part = super().with_layers(indices)
         part._indices = tuple(indices)
         return part
 
     def lost(self) -> RanksLost | None:
-        """See :class:`Decoder`."""
         return self._ranks.lost()
 
     @torch.inference_mode()
@@ -104,11 +102,8 @@ class ParallelDecoder(Decoder):
         taps: Sequence[int] = (),
         observer: AttentionObserver | None = None,
     ) -> ForwardResult:
-        """See :class:`Decoder`. An observer sees the heads of rank 0.
-
-        Raises:
-            RanksLost: Another rank has ended, or the step failed at one of them.
-        """
+        """See :class:`Decoder`. An observer sees the heads of rank 0. Raises ``RanksLost``: another
+        rank has ended, or the step failed at one of them."""
         run = super().forward
         if self._ranks.rank:
             return run(tokens, plan, caches, logit_rows=logit_rows, taps=taps)
@@ -150,11 +145,9 @@ class _HeadsCache(LocalCache):
     """A rank's heads of a sequence."""
 
     def keep(self, slots: list[int], start: int) -> None:
-        """See :class:`Followers`."""
         self._store[..., start : start + len(slots), :] = self._store[..., slots, :]
 
     def copy_prefix(self, source: _HeadsCache, tokens: int) -> None:
-        """See :class:`Followers`."""
         self.reserve(tokens)
         self._store[..., :tokens, :] = source._store[..., :tokens, :]
 
@@ -165,11 +158,8 @@ class _HeadsCache(LocalCache):
 
 @torch.inference_mode()
 def follow(decoder: ParallelDecoder, ranks: Ranks) -> None:
-    """Run the steps of rank 0 at another rank, until rank 0 ends them.
-
-    Raises:
-        RanksLost: Another rank has ended.
-    """
+    """Run the steps of rank 0 at another rank, until rank 0 ends them. Raises ``RanksLost``:
+    another rank has ended."""
     caches: dict[int, _HeadsCache] = {}
     while (step := ranks.listen()) is not None:
         with ranks.together("a step failed"):

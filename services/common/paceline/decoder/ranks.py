@@ -131,11 +131,8 @@ class Ranks:
         return torch.cat(own)
 
     def gather(self, columns: Tensor) -> Tensor:
-        """The columns of all ranks: ``[rows, width]`` of each to ``[rows, size * width]``.
-
-        Raises:
-            RanksLost: Another rank did not answer.
-        """
+        """The columns of all ranks: ``[rows, width]`` of each to ``[rows, size * width]``. Raises
+        ``RanksLost``: another rank did not answer."""
         rows, width = columns.shape
         parts = columns.new_empty(self.size, rows, width)
         with self.together("a step ended"):
@@ -143,33 +140,23 @@ class Ranks:
         return parts.transpose(0, 1).reshape(rows, self.size * width)
 
     def collect(self, part: Tensor) -> list[Tensor]:
-        """Tensors of one shape and type, one of each rank, at rank 0; nothing elsewhere.
-
-        Raises:
-            RanksLost: Another rank did not answer.
-        """
+        """Tensors of one shape and type, one of each rank, at rank 0; nothing elsewhere. Raises
+        ``RanksLost``: another rank did not answer."""
         parts = [] if self.rank else [torch.empty_like(part) for _ in range(self.size)]
         with self.together("a step ended"):
             self._data.gather(parts, part, 0, _STEP).wait()
         return parts
 
     def tell(self, message: object) -> None:
-        """Send a message, of values that JSON has, from rank 0 to all others.
-
-        Raises:
-            RanksLost: Another rank did not answer.
-        """
+        """Send a message, of values that JSON has, from rank 0 to all others. Raises ``RanksLost``:
+        another rank did not answer."""
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
         with self.together("a step could not begin"):
             for each in (torch.tensor([len(data)]), data):
                 self._control.broadcast(each, 0, _STEP).wait()
 
     def listen(self) -> Any:
-        """The next message of rank 0.
-
-        Raises:
-            RanksLost: Rank 0 has ended.
-        """
+        """The next message of rank 0. Raises ``RanksLost``: rank 0 has ended."""
         length = torch.zeros(1, dtype=torch.int64)
         with self.together("rank 0 ended"):
             self._control.broadcast(length, 0, _IDLE).wait()
@@ -178,11 +165,7 @@ class Ranks:
         return json.loads(data.numpy().tobytes())
 
     def wait(self) -> None:
-        """Wait until all ranks have loaded their parts.
-
-        Raises:
-            RanksLost: One has ended.
-        """
+        """Wait until all ranks have loaded their parts. Raises ``RanksLost``: one has ended."""
         with self.together("a rank could not load its part of the model"):
             here = torch.zeros(1)
             everyone = [torch.zeros(1) for _ in range(self.size)]
@@ -213,10 +196,7 @@ class Ranks:
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """A body that all ranks run. Any error in it is the end: the others are at another place.
-
-        Raises:
-            RanksLost: It failed, or one did before.
-        """
+        Raises ``RanksLost``: it failed, or one did before."""
         if self._error is not None:
             raise RanksLost(str(self._error))
         try:
@@ -233,11 +213,7 @@ class Ranks:
 
 
 def check_split(config: DecoderConfig, ranks: int) -> None:
-    """Check that so many ranks can share a model.
-
-    Raises:
-        UnsupportedModelError: They cannot.
-    """
+    """Check that so many ranks can share a model. Raises ``UnsupportedModelError``: they cannot."""
     names = ("kv_heads", "hidden", "intermediate", "vocab_size")
     odd = [f"{name} ({getattr(config, name)})" for name in names if getattr(config, name) % ranks]
     if odd:

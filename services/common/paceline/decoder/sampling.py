@@ -10,10 +10,8 @@ from paceline.v1 import sampling_pb2
 def sampling_params(message: sampling_pb2.SamplingParams) -> SamplingParams:
     """Check and convert a message for the kernels.
 
-    Shared by verifier and drafter, since both must sample alike.
-
-    Raises:
-        SamplingError: A value is out of range.
+    Shared by verifier and drafter, since both must sample alike. Raises ``SamplingError``: a value
+    is out of range.
     """
     checked = Sampling.from_proto(message)
     return SamplingParams(

@@ -98,11 +98,8 @@ def in_order(weight: Weight, rows: Tensor) -> Weight:
 
 
 def in_float8(name: str, weight: Weight | PackedMatrix) -> Float8Matrix:
-    """A matrix in 8-bit floats.
-
-    Raises:
-        UnsupportedModelError: Its sides are not multiples of 16.
-    """
+    """A matrix in 8-bit floats. Raises ``UnsupportedModelError``: its sides are not multiples of
+    16."""
     assert isinstance(weight, Tensor)
     try:
         return Float8Matrix.of(weight)
@@ -125,11 +122,8 @@ _READ_BYTES = 1 << 22
 
 
 def weight_files(folder: str | Path) -> list[Path]:
-    """The safetensors files of a model folder, in name order.
-
-    Raises:
-        UnsupportedModelError: The folder has no safetensors weights, or a shard is missing.
-    """
+    """The safetensors files of a model folder, in name order. Raises ``UnsupportedModelError``: the
+    folder has no safetensors weights, or a shard is missing."""
     base = Path(folder)
     if (base / _INDEX).is_file():
         names = sorted(set(json.loads((base / _INDEX).read_text())["weight_map"].values()))
@@ -160,11 +154,8 @@ class Checkpoint(Mapping[str, Tensor]):
     def __init__(
         self, folder: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
-        """Open the weight files of a folder; tensors come as ``dtype`` on ``device``.
-
-        Raises:
-            UnsupportedModelError: The folder has no safetensors weights, or a shard is missing.
-        """
+        """Open the weight files of a folder; tensors come as ``dtype`` on ``device``. Raises
+        ``UnsupportedModelError``: the folder has no safetensors weights, or a shard is missing."""
         from safetensors import safe_open
 
         self._files: dict[str, tuple[Any, str]] = {}  # and the name in it
@@ -197,11 +188,8 @@ class Checkpoint(Mapping[str, Tensor]):
         return tensor.to(self._device, self._dtype, copy=True)
 
     def stored(self, name: str) -> Tensor:
-        """A tensor in the type of the file; bfloat16 if it is in 8-bit blocks.
-
-        Raises:
-            UnsupportedModelError: Blocks of other types or shapes.
-        """
+        """A tensor in the type of the file; bfloat16 if it is in 8-bit blocks. Raises
+        ``UnsupportedModelError``: blocks of other types or shapes."""
         file, stored = self._files[name]
         found: Tensor = file.get_tensor(stored)
         scale = name + _SCALE
@@ -226,10 +214,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
 def _values(name: str, values: Tensor, scale: Tensor) -> Tensor:
     """bfloat16 ``[outs, ins]`` of 8-bit blocks: int8 ``[outs, ins]``, float16 ``[outs, ins / 32]``.
-
-    Raises:
-        UnsupportedModelError: They have other types or shapes, or a scale is not finite.
-    """
+    Raises ``UnsupportedModelError``: they have other types or shapes, or a scale is not finite."""
     types = (values.dtype, scale.dtype) == (torch.int8, torch.float16)
     shapes = values.ndim == scale.ndim == 2 and values.shape == (len(scale), scale.shape[1] * BLOCK)
     if not (types and shapes and scale.isfinite().all()):
@@ -248,10 +233,8 @@ def store_int8(folder: Path) -> None:
     A matrix ``NAME`` becomes int8 ``NAME`` and float16 ``NAME.scale``: one scale for 32 inputs, by
     the rule of llama.cpp's Q8_0. Other tensors of floats become bfloat16, and so do matrices whose
     inputs are not a multiple of 32. :func:`plain_folder` writes a folder that other software reads.
-
-    Raises:
-        UnsupportedModelError: The folder has no weight file or several, or a weight is too large
-            for a float16 scale.
+    Raises ``UnsupportedModelError``: the folder has no weight file or several, or a weight is too
+    large for a float16 scale.
     """
     from safetensors.torch import save_file
 
@@ -299,11 +282,8 @@ W = TypeVar("W", bound=Weight)
 
 
 def take(weights: Mapping[str, W], name: str, shape: tuple[int, ...]) -> W:
-    """One tensor, its presence and shape checked.
-
-    Raises:
-        UnsupportedModelError: Missing, or of another shape.
-    """
+    """One tensor, its presence and shape checked. Raises ``UnsupportedModelError``: missing, or of
+    another shape."""
     if name not in weights:
         raise UnsupportedModelError(f"the checkpoint lacks tensor {name!r}")
     found = weights[name]

@@ -81,11 +81,7 @@ class CudaDriver:
     _dl_device = _DL_CUDA
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
-        """Load libcuda.
-
-        Raises:
-            DriverError: There is no driver, or no device.
-        """
+        """Load libcuda. Raises ``DriverError``: there is no driver, or no device."""
         try:
             self._library = ctypes.CDLL(library)
         except OSError as error:
@@ -356,11 +352,7 @@ _new_capsule = ctypes.PYFUNCTYPE(
 
 @lru_cache(maxsize=1)
 def cuda_driver() -> CudaDriver:
-    """Returns the machine's driver.
-
-    Raises:
-        DriverError: There is no driver, or no device.
-    """
+    """Returns the machine's driver. Raises ``DriverError``: there is no driver, or no device."""
     return CudaDriver()
 
 
@@ -386,11 +378,7 @@ class ExportedMemory:
     """
 
     def __init__(self, driver: CudaDriver, device: int, byte_size: int) -> None:
-        """Allocate.
-
-        Raises:
-            DriverError: The device has too little memory.
-        """
+        """Allocate. Raises ``DriverError``: the device has too little memory."""
         self.device_uuid = driver.uuid(device)
         self.file = -1
         try:

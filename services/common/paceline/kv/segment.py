@@ -134,11 +134,7 @@ class SegmentHeader:
 
     @property
     def layout(self) -> kv_pb2.SegmentLayout:
-        """What lies where in the segment.
-
-        Raises:
-            ValueError: There is no valid layout.
-        """
+        """What lies where in the segment. Raises ``ValueError``: there is no valid layout."""
         size = self._words[_LAYOUT_WORD]
         if not 0 < size <= _LAYOUT_BYTES:
             raise ValueError(f"its layout has {size} bytes, expected 1 to {_LAYOUT_BYTES}")

@@ -192,11 +192,9 @@ class AttentionScores(ScoreObserver):
         self._nodes: Sequence[int] = ()
 
     def nodes(self, block: TreeSegment) -> tuple[int, ...]:
-        """See :class:`ScoreObserver`."""
         return super().nodes(block) if self._rows is Rows.ENDS else tuple(range(block.length))
 
     def begin(self, block: int, nodes: Sequence[int], prefix: int) -> None:
-        """See :class:`ScoreObserver`."""
         self._block, self._nodes, self._prefix = block, nodes, prefix
         self._q_heads = 0
         layers, rows, heads, slots = self._stored.shape
@@ -205,24 +203,20 @@ class AttentionScores(ScoreObserver):
             self._stored = self._stored.new_empty(layers, max(rows, len(nodes)), heads, slots)
 
     def probes(self, layer: int) -> Sequence[Probe]:
-        """See :class:`ScoreObserver`."""
         return [
             Probe(self._block, node, out, weights=self.weights)
             for node, out in zip(self._nodes, self._stored[self.layers[layer]], strict=False)
         ]
 
     def scratch(self) -> Tensor | None:
-        """See :class:`ScoreObserver`."""
         return self._stored
 
     def publish(self, q_heads: int) -> None:
-        """See :class:`ScoreObserver`."""
         self._q_heads = q_heads
         if self._rows is not Rows.LAST:
             self._score(slice(len(self._nodes)))
 
     def accepted(self, node: int) -> None:
-        """See :class:`ScoreObserver`."""
         if self._rows is Rows.LAST and self._q_heads:  # not of a step that it did not observe
             self._score(slice(node, node + 1))
 
@@ -256,15 +250,12 @@ class PageScores(ScoreObserver):
         self._prefix = 0
 
     def begin(self, block: int, nodes: Sequence[int], prefix: int) -> None:
-        """See :class:`ScoreObserver`."""
         self._prefix = prefix
 
     def attended(self, layer: int, q: Tensor) -> None:
-        """See :class:`ScoreObserver`."""
         self._queries[self.layers[layer]] = q
 
     def publish(self, q_heads: int) -> None:
-        """See :class:`ScoreObserver`."""
         self._bounds.extend([self._cache.layer(layer)[0] for layer in self.layers], self._prefix)
         self._set_scores(self._bounds.scores(torch.stack(self._queries)))
 
@@ -309,11 +300,9 @@ class Streaming(SelectionPolicy):
     """The first 4 positions and the newest, the same in every layer."""
 
     def __init__(self, cache: ObservedCache, layers: Sequence[int]) -> None:
-        """See :data:`PolicyFactory`."""
         self._layers = len(layers)
 
     def choose(self, committed: int, budget: int) -> list[Tensor]:
-        """See :class:`SelectionPolicy`."""
         return [streaming_positions(committed, budget)] * self._layers
 
 
@@ -329,7 +318,6 @@ class TopScores(SelectionPolicy):
         self._streaming = Streaming(cache, tuple(observer.layers))
 
     def choose(self, committed: int, budget: int) -> list[Tensor]:
-        """See :class:`SelectionPolicy`."""
         scores, size = self.observer.scores, self.observer.chunk
         if committed <= budget or scores is None:
             return self._streaming.choose(committed, budget)

@@ -75,11 +75,8 @@ def decode(
     wire: kv_pb2.KvDtype,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Decode what :func:`encode` returned, to ``[heads, n, D]`` in ``dtype``.
-
-    Raises:
-        ValueError: The number of bytes or scales does not fit the shape.
-    """
+    """Decode what :func:`encode` returned, to ``[heads, n, D]`` in ``dtype``. Raises
+    ``ValueError``: the number of bytes or scales does not fit the shape."""
     heads, positions, dim = shape
     kind = WIRE_TYPES[wire]
     if len(data) != heads * positions * dim * kind.itemsize:
@@ -98,11 +95,8 @@ def encode_rows(rows: Tensor) -> bytes:
 
 
 def decode_rows(data: bytes, count: int, hidden: int, wire: kv_pb2.KvDtype) -> Tensor:
-    """Decode what :func:`encode_rows` returned, to ``[count, hidden]``.
-
-    Raises:
-        ValueError: The number of bytes does not fit the shape, or a cache cannot have this type.
-    """
+    """Decode what :func:`encode_rows` returned, to ``[count, hidden]``. Raises ``ValueError``: the
+    number of bytes does not fit the shape, or a cache cannot have this type."""
     if wire not in STATE_TYPES:
         raise ValueError(f"hidden states cannot have the type number {wire}")
     kind = STATE_TYPES[wire]

@@ -89,11 +89,7 @@ class FramedSocket:
             raise PeerGone(f"the peer does not read: {len(self._unsent)} bytes wait for it")
 
     def flush(self) -> None:
-        """Send as much as the kernel takes.
-
-        Raises:
-            PeerGone: The connection is closed.
-        """
+        """Send as much as the kernel takes. Raises ``PeerGone``: the connection is closed."""
         while self._unsent:
             try:
                 sent = self._socket.send(self._unsent)
@@ -104,11 +100,8 @@ class FramedSocket:
             del self._unsent[:sent]
 
     def receive(self) -> list[bytes]:
-        """The messages that have come, without a wait.
-
-        Raises:
-            PeerGone: The connection is closed, or a message is too long.
-        """
+        """The messages that have come, without a wait. Raises ``PeerGone``: the connection is
+        closed, or a message is too long."""
         ended = False
         while True:
             try:

@@ -79,12 +79,8 @@ def _name(fact: bytes) -> str:
 
 
 def server_credentials(options: ServerOptions) -> grpc.ServerCredentials | None:
-    """Credentials for `options`, or None without TLS.
-
-    Raises:
-        OptionsError: A file cannot be read, is not PEM, needs a passphrase, or certificate and key
-            are not a pair.
-    """
+    """Credentials for `options`, or None without TLS. Raises OptionsError: a file cannot be read,
+    is not PEM, needs a passphrase, or certificate and key are not a pair."""
     if options.tls_cert is None or options.tls_key is None:
         return None
     _check_pair(options.tls_cert, options.tls_key)

@@ -53,10 +53,7 @@ def serve_metrics(options: ServerOptions, registry: CollectorRegistry) -> Metric
     """Serve a registry at `options.metrics_address`.
 
     TLS, client certificates and the token are required as for calls of the service, unless
-    `options.insecure_metrics` is set.
-
-    Raises:
-        OptionsError: The address cannot be listened on.
+    `options.insecure_metrics` is set. Raises OptionsError: the address cannot be listened on.
     """
     assert options.metrics_host_and_port is not None, "the options have no metrics address"
     secure = not options.insecure_metrics

@@ -86,11 +86,8 @@ def _argument_of(entry: Field[Any]) -> str:
 
 
 def byte_count(text: str) -> int:
-    """Parses a size such as `4096`, `512MiB` or `1.5GiB`; an argparse type. Unit: bytes.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is not a size, or less than one byte.
-    """
+    """Parses a size such as `4096`, `512MiB` or `1.5GiB`; an argparse type. Unit: bytes. Raises
+    argparse.ArgumentTypeError: the text is not a size, or less than one byte."""
     match = _SIZE.fullmatch(text.strip())
     factor = _SIZE_UNITS.get(match[2].lower()) if match else None
     if match is None or factor is None or int(float(match[1]) * factor) < 1:
@@ -191,11 +188,8 @@ class ServerOptions:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
-        """Options from `args.address` and what `add_server_arguments` parsed.
-
-        Raises:
-            OptionsError: As above, or the token file cannot be read.
-        """
+        """Options from `args.address` and what `add_server_arguments` parsed. Raises OptionsError:
+        as above, or the token file cannot be read."""
         return cls(
             address=args.address,
             token=read_token(args.token_file),
@@ -232,9 +226,7 @@ def read_token(file: Path | None) -> str | None:
 
 def read_secret(what: str, file: Path | None, variable: str, file_variable: str) -> str | None:
     """A secret from `file`, else from `variable`, else from the file in `file_variable`, else None.
-
-    Raises:
-        OptionsError: The file cannot be read or is empty; the message calls the secret `what`.
+    Raises OptionsError: the file cannot be read or is empty; the message calls the secret `what`.
     """
     if file is None and (secret := os.environ.get(variable, "").strip()):
         return secret
@@ -252,11 +244,8 @@ def read_secret(what: str, file: Path | None, variable: str, file_variable: str)
 
 
 def stays_on_this_machine(address: str) -> bool:
-    """Whether only processes of this machine can reach an address.
-
-    Raises:
-        OptionsError: It is malformed, or its host cannot be resolved.
-    """
+    """Whether only processes of this machine can reach an address. Raises OptionsError: it is
+    malformed, or its host cannot be resolved."""
     if socket_path_of(address) is not None:
         return True
     host, port = split_address(address)

@@ -174,11 +174,8 @@ class Gate:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """Count a generation in flight for the body.
-
-        Raises:
-            ServiceError: UNAVAILABLE with reason DRAINING after `close`.
-        """
+        """Count a generation in flight for the body. Raises ServiceError: UNAVAILABLE with reason
+        DRAINING after `close`."""
         if self._closed:
             raise ServiceError.unavailable(
                 "DRAINING",

@@ -16,11 +16,8 @@ NUMERICS = ("auto", "portable")
 
 
 def round_sampling(text: str) -> tuple[int, int]:
-    """Parses `N:M` or `all`; an argparse type.
-
-    Raises:
-        argparse.ArgumentTypeError: It is neither, or M is 0.
-    """
+    """Parses `N:M` or `all`; an argparse type. Raises ``argparse.ArgumentTypeError``: it is
+    neither, or M is 0."""
     first, _, every = ("0:1" if text == "all" else text).partition(":")
     if not (first.isdecimal() and every.isdecimal() and int(every)):
         raise argparse.ArgumentTypeError(

@@ -41,11 +41,8 @@ _STORE = "PACELINE_RANKS"
 
 
 def rank_device(options: VerifierOptions) -> torch.device:
-    """Device of this rank: each rank of a machine has its own GPU.
-
-    Raises:
-        ValueError: There is no such device.
-    """
+    """Device of this rank: each rank of a machine has its own GPU. Raises ``ValueError``: there is
+    no such device."""
     name = "cpu" if options.share_weights else options.device
     if options.tensor_parallel > 1 and (
         name == "cuda" or (name == "auto" and find_device(name).type == "cuda")

@@ -282,11 +282,8 @@ class VerifierService:
         self._exchange.end()
 
     async def stop(self) -> None:
-        """Stop the engine and free every cache.
-
-        Raises:
-            AssertionError: Memory leaked: see ``CacheStore.check_integrity``.
-        """
+        """Stop the engine and free every cache. Raises ``AssertionError``: memory leaked: see
+        ``CacheStore.check_integrity``."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             with suppress(asyncio.CancelledError):

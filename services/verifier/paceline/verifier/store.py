@@ -138,11 +138,8 @@ class Admission:
             self.expected_output += _NEWEST_SHARE * (output - self.expected_output)
 
     async def wait(self, generation: GenerationParams, has_room: Callable[[], bool]) -> None:
-        """Wait until it is a request's turn and there is room for it.
-
-        Raises:
-            NoRoom: It waited too long, or too many wait.
-        """
+        """Wait until it is a request's turn and there is room for it. Raises ``NoRoom``: it waited
+        too long, or too many wait."""
         if len(self._waiting) >= _MAX_WAITING:
             raise NoRoom(f"{len(self._waiting)} requests wait for KV memory")
         ticket = (not generation.output, next(self._tickets))
@@ -412,10 +409,7 @@ class CacheStore:
 
     def check_integrity(self) -> None:
         """Check that no memory and no descriptor leaked. No job and no release may be running.
-
-        Raises:
-            AssertionError: An invariant is broken; the message names all that are.
-        """
+        Raises ``AssertionError``: an invariant is broken; the message names all that are."""
         caches = list(self)
         segments = [each.segment for each in (*(c.sequence for c in caches), *self.prefixes)]
         files = [segment.file for segment in segments]

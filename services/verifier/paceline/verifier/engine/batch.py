@@ -76,16 +76,13 @@ class BatchObserver:
         self._observed.append(_Observed(observer, block, nodes, rows))
 
     def probes(self, layer: int) -> Items[Probe]:
-        """See :class:`paceline.decoder.AttentionObserver`."""
         observers = [each.observer for each in self._observed if layer in each.observer.layers]
         return [probe for observer in observers for probe in observer.probes(layer)]
 
     def rows(self, layer: int) -> Items[int]:
-        """See :class:`paceline.decoder.AttentionObserver`."""
         return [row for each in self._querying(layer) for row in each.rows]
 
     def attended(self, layer: int, q: Tensor) -> None:
-        """See :class:`paceline.decoder.AttentionObserver`."""
         querying = self._querying(layer)
         parts = q.split([len(each.rows) for each in querying])
         for each, part in zip(querying, parts, strict=True):

@@ -275,11 +275,8 @@ class CommandThread:
         self.waiter.wake()
 
     async def call(self, action: Callable[[], _T]) -> _T:
-        """Run ``action`` as a command, or at once if the thread does not run.
-
-        Raises:
-            Exception: ``action`` raised it.
-        """
+        """Run ``action`` as a command, or at once if the thread does not run. Raises ``Exception``:
+        ``action`` raised it."""
         if self._thread is None:
             return action()
         answer: Future[_T] = Future()

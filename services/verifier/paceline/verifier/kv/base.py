@@ -326,11 +326,8 @@ class SequenceKv(ABC):
 
     @abstractmethod
     def reserve(self, tokens: int) -> None:
-        """Give memory to the first ``tokens`` slots, rounded up to steps of 256.
-
-        Raises:
-            OutOfMemory: There is not enough. What was reserved before stays reserved.
-        """
+        """Give memory to the first ``tokens`` slots, rounded up to steps of 256. Raises
+        ``OutOfMemory``: there is not enough. What was reserved before stays reserved."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -342,10 +339,7 @@ class SequenceKv(ABC):
 
     def copy_prefix(self, source: Self, tokens: int) -> None:
         """Take over the first ``tokens`` positions of another cache of the same class and layout.
-
-        Raises:
-            OutOfMemory: There is not enough memory for them.
-        """
+        Raises ``OutOfMemory``: there is not enough memory for them."""
         self.reserve(tokens)
         self._copy_kv(source, tokens)
         if self.followers is not None:
@@ -433,11 +427,8 @@ class SequenceKv(ABC):
         self.taps = self.states = None
 
     def _fill(self, start: int, byte_size: int, tokens: int) -> None:
-        """Give memory to a part of the segment; ``tokens`` is for the error message.
-
-        Raises:
-            OutOfMemory: The kernel has none.
-        """
+        """Give memory to a part of the segment; ``tokens`` is for the error message. Raises
+        ``OutOfMemory``: the kernel has none."""
         try:
             os.posix_fallocate(self.file, start, byte_size)
         except OSError as error:

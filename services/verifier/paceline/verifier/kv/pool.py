@@ -262,21 +262,14 @@ class PagePool:
         wait_for(self.device)
 
     def take_row(self) -> int:
-        """Take a page table for a sequence; returns its row.
-
-        Raises:
-            OutOfMemory: None is free.
-        """
+        """Take a page table; returns its row. Raises ``OutOfMemory``: none is free."""
         if not self._free_rows:
             raise OutOfMemory("every page table is taken; wait for other sequences to end")
         return self._free_rows.pop()
 
     def take_pages(self, count: int) -> list[int]:
-        """Take pages for a sequence. Their contents are undefined.
-
-        Raises:
-            OutOfMemory: Fewer pages are free; none is taken.
-        """
+        """Take pages for a sequence. Their contents are undefined. Raises ``OutOfMemory``: fewer
+        pages are free; none is taken."""
         if count > len(self._free_pages):
             raise OutOfMemory(
                 f"the pool has {len(self._free_pages)} pages of KV left, {count} are needed; "
@@ -303,11 +296,8 @@ class PagePool:
                 self._free_pages.append(page)
 
     def check_integrity(self) -> None:
-        """Check that everything is free. Call it only when there is no sequence.
-
-        Raises:
-            AssertionError: A page or a page table leaked, or was freed twice.
-        """
+        """Check that everything is free. Call it only when there is no sequence. Raises
+        ``AssertionError``: a page or a page table leaked, or was freed twice."""
         pages, rows = len(self.kv), len(self.tables) - 1
         if sorted(self._free_pages) != list(range(pages)) or (
             sorted(self._free_rows) != list(range(1, rows + 1))
@@ -385,7 +375,6 @@ class TapPages(TapRows):
         return self._table[rows // size].long(), rows % size
 
     def record(self, first: int, states: Mapping[int, Tensor], rows: slice | list[int]) -> None:
-        """See :class:`TapRows`."""
         kept = self.layout.taps.layers
         new = torch.stack([states[layer][rows] for layer in kept], dim=1)
         new = new[-self.layout.slots :]
@@ -394,12 +383,10 @@ class TapPages(TapRows):
         self._write(torch.arange(end - len(new), end), new.flatten(0, 1))
 
     def gather(self, layers: Items[int], begin: int, end: int) -> list[Tensor]:
-        """See :class:`TapRows`."""
         found = self._read(torch.arange(begin, end), layers)
         return [*found.view(end - begin, len(layers), -1).unbind(1)]
 
     def copy(self, layers: Items[int], begin: int, end: int) -> list[Tensor]:
-        """See :class:`TapRows`."""
         with self.pool.beside_steps():
             return [each.cpu() for each in self.gather(layers, begin, end)]
 
@@ -409,7 +396,6 @@ class TapPages(TapRows):
         self._write(torch.arange(start, start + len(positions)), found)
 
     def copy_prefix(self, source: TapRows, tokens: int) -> None:
-        """See :class:`TapRows`."""
         super().copy_prefix(source, tokens)
         wait_for(self.pool.device)
 
@@ -473,18 +459,15 @@ class PagedKv(SequenceKv):
         self._layers = pool.planes(self._row, capacity)
 
     def layer(self, index: int) -> tuple[PagedPlane, PagedPlane]:
-        """See :class:`SequenceKv`."""
         return self._layers[index]
 
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`SequenceKv`."""
         keys, values = self._layers[layer]
         with self.pool.beside_steps():
             slots = positions.to(self.device)
             return keys.gather(slots).cpu(), values.gather(slots).cpu()
 
     def reserve(self, tokens: int) -> None:
-        """See :class:`SequenceKv`."""
         if tokens <= self.reserved:
             return
         self._take(min(round_up(tokens), self.capacity))
@@ -525,7 +508,6 @@ class PagedKv(SequenceKv):
             wait_for(self.device)
 
     def put(self, head: int, start: int, rows: Tensor) -> None:
-        """See :class:`SequenceKv`."""
         pages, slots = send(
             torch.tensor([self.page_of(start + n) for n in range(rows.shape[3])]).T.contiguous(),
             self.device,
@@ -541,7 +523,6 @@ class PagedKv(SequenceKv):
 
     @property
     def files(self) -> list[int]:
-        """See :class:`SequenceKv`."""
         exported = self.pool.exported
         return [self.file] if exported is None or exported.file < 0 else [self.file, exported.file]
 

@@ -34,7 +34,6 @@ class TapPlanes(TapRows):
         self.rows = memory.view(len(layout.taps.layers), layout.slots, layout.hidden)
 
     def record(self, first: int, states: Mapping[int, Tensor], rows: slice | list[int]) -> None:
-        """See :class:`TapRows`."""
         slots = self.layout.slots
         self.first = min(self.first, first)
         for plane, layer in zip(self.rows, self.layout.taps.layers, strict=True):
@@ -47,7 +46,6 @@ class TapPlanes(TapRows):
                 done += len(part)
 
     def gather(self, layers: Sequence[int], begin: int, end: int) -> list[Tensor]:
-        """See :class:`TapRows`."""
         slots = torch.arange(begin, end) % self.layout.slots
         kept = self.layout.taps.layers
         return [self.rows[kept.index(layer)].index_select(0, slots) for layer in layers]
@@ -85,11 +83,7 @@ class SegmentMemory:
         return self.layout.bytes_of(slots, taps)
 
     def take(self, byte_size: int) -> None:
-        """Take memory.
-
-        Raises:
-            OutOfMemory: Less is left.
-        """
+        """Take memory. Raises ``OutOfMemory``: less is left."""
         if self.used_bytes + byte_size > self.limit_bytes:
             raise OutOfMemory(
                 f"{self.used_bytes} of {self.limit_bytes} bytes of KV are in use, and {byte_size} "
@@ -102,11 +96,8 @@ class SegmentMemory:
         self.used_bytes -= byte_size
 
     def check_integrity(self) -> None:
-        """Check that nothing is taken. Call it only when there is no segment.
-
-        Raises:
-            AssertionError: Memory leaked, or was given back twice.
-        """
+        """Check that nothing is taken. Call it only when there is no segment. Raises
+        ``AssertionError``: memory leaked, or was given back twice."""
         if self.used_bytes:
             raise AssertionError(f"{self.used_bytes} bytes of KV are taken, expected 0")
 
@@ -171,12 +162,10 @@ class Segment(SequenceKv):
         return self._layers[index]
 
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`SequenceKv`."""
         keys, values = self._layers[layer]
         return keys[:, positions], values[:, positions]
 
     def reserve(self, tokens: int) -> None:
-        """See :class:`SequenceKv`."""
         if tokens <= self.reserved:
             return
         target = min(round_up(tokens), self.capacity)
@@ -210,7 +199,6 @@ class Segment(SequenceKv):
         self.kv[..., :tokens, :].copy_(source.kv[..., :tokens, :])
 
     def put(self, head: int, start: int, rows: Tensor) -> None:
-        """See :class:`SequenceKv`."""
         self.kv[:, :, head : head + rows.shape[2], start : start + rows.shape[3]] = rows
 
     def _keep(self, slots: list[int], start: int) -> None:

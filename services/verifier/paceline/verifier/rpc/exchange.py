@@ -108,11 +108,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         return {(each.kv_policy, tuple(each.scored_layers)) for each in found if each.kv_policy}
 
     async def start(self) -> None:
-        """Open the socket.
-
-        Raises:
-            OptionsError: Its path cannot be used.
-        """
+        """Open the socket. Raises ``OptionsError``: its path cannot be used."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.setblocking(False)
         try:

@@ -167,10 +167,7 @@ class FollowStream:
 
     async def serve(self, context: Any) -> None:
         """Send the shape, then updates until the drafter ends the stream or the cache is gone.
-
-        Raises:
-            ServiceError: The cache is gone, or the drafter sent an invalid message.
-        """
+        Raises ``ServiceError``: the cache is gone, or the drafter sent an invalid message."""
         sequence, observer = self._cache.sequence, self._policy.observer
         sequence.listeners.add(self._changed.set)
         if observer is not None:

@@ -155,11 +155,7 @@ async def read_generation(
 
 
 def read_sampling(message: sampling_pb2.SamplingParams, model: Model) -> SamplingParams:
-    """Read and check sampling parameters.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Read and check sampling parameters. Raises ``ServiceError``: INVALID_ARGUMENT."""
     try:
         params = sampling_params(message)
     except SamplingError as error:

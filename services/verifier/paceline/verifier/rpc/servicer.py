@@ -64,11 +64,8 @@ class GenerateStream:
         self._telemetry = telemetry
 
     async def serve(self, first: verifier_pb2.GenerateRequest, context: Any) -> None:
-        """Serve the stream whose first message is ``first``.
-
-        Raises:
-            ServiceError: A message was invalid, a step failed, or a newer stream began (ABORTED).
-        """
+        """Serve the stream whose first message is ``first``. Raises ``ServiceError``: a message was
+        invalid, a step failed, or a newer stream began (ABORTED)."""
         cache, task = self._cache, asyncio.current_task()
         assert task is not None
         if isinstance(cache.stream, asyncio.Task):

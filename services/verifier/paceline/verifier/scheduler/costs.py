@@ -79,11 +79,8 @@ class CostTable:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> CostTable:
-        """The table of :meth:`to_json`.
-
-        Raises:
-            ValueError: The fields are not those of a valid table.
-        """
+        """The table of :meth:`to_json`. Raises ``ValueError``: the fields are not those of a valid
+        table."""
         try:
             return cls(**{name: _tuple(value) for name, value in fields.items()})
         except (AttributeError, TypeError) as error:

@@ -219,11 +219,8 @@ class Scheduler:
         }
 
     def load_json(self, stored: dict[str, Any]) -> None:
-        """Take over what an earlier process stored.
-
-        Raises:
-            ValueError: It is not what ``to_json`` returns.
-        """
+        """Take over what an earlier process stored. Raises ``ValueError``: it is not what
+        ``to_json`` returns."""
         try:
             self._clock.load_json(stored["plain"])
             self._drafters.load_json(stored["drafters"])
