@@ -8,8 +8,9 @@ import pytest
 
 from paceline.cli.command import CommandError, expand_config
 from paceline.cli.main import main
-from paceline.cli.serve import BackOff
+from paceline.cli.serve import Restarted
 from paceline.cli.service_process import default_threads
+from paceline.harness import ServiceProcess
 from paceline.service.options import add_options, byte_count, given_options, to_words
 from paceline.verifier import VerifierOptions
 
@@ -93,8 +94,8 @@ def test_invalid_byte_counts(text: str) -> None:
 
 
 def test_back_off_doubles_up_to_its_limit_and_starts_again_after_a_steady_life() -> None:
-    back_off = BackOff(first=0.5, longest=3.0, steady=60.0)
-    assert [back_off.delay(uptime=1.0) for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+    back_off = Restarted(ServiceProcess("drafter"))
+    assert [back_off.delay(uptime=1.0) for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
     assert back_off.delay(uptime=60.0) == 0.5
     assert back_off.delay(uptime=1.0) == 1.0
 

@@ -21,7 +21,7 @@ async def test_a_tuned_drafter_is_served(models: dict[str, Path], tmp_path: Path
     prompts.write_text("\n".join(str(prompt * 4) for prompt in make_prompts(2)))
     output = tmp_path / "tuned.toml"
     script = (
-        "from paceline import tune\n"
+        "from paceline.cli import tune\n"
         "tune.RATIOS, tune.DEPTHS, tune.NEIGHBOURS = (0.3, 0.9), (2, 4), (1.0,)\n"
         "import sys; from paceline.cli.main import main; sys.exit(main())\n"
     )

@@ -92,9 +92,7 @@ def tls_of(args: argparse.Namespace) -> TlsOptions | None:
 def client_of(args: argparse.Namespace, **options: Any) -> Client:
     """A client of the services in the arguments of `add_service_arguments`.
 
-    Args:
-        args: Parsed arguments.
-        options: More arguments of `Client`.
+    `options` are more arguments of `Client`.
 
     Raises:
         OptionsError: The token file cannot be read or is empty.

@@ -59,30 +59,19 @@ _LONGEST_DELAY = 30.0
 _STEADY = 60.0
 
 
-class BackOff:
-    """Delays that double from `first` to `longest`, and restart after an uptime of `steady`.
-
-    Unit of all: seconds.
-    """
-
-    def __init__(self, first: float, longest: float, steady: float) -> None:
-        self._first, self._longest, self._steady = first, longest, steady
-        self._next = first
-
-    def delay(self, uptime: float) -> float:
-        """The delay after a failure with this uptime."""
-        delay = self._first if uptime >= self._steady else self._next
-        self._next = min(2 * delay, self._longest)
-        return delay
-
-
-class _Restarted:
+class Restarted:
     """A service that is spawned again, with back-off, at the same address after it died."""
 
     def __init__(self, process: ServiceProcess) -> None:
         self._process = process
-        self._back_off = BackOff(_FIRST_DELAY, _LONGEST_DELAY, _STEADY)
+        self._next_delay = _FIRST_DELAY
         self._started, self._restart_at = time.monotonic(), 0.0
+
+    def delay(self, uptime: float) -> float:
+        """The delay after a failure with this uptime: it doubles. Unit: seconds."""
+        delay = _FIRST_DELAY if uptime >= _STEADY else self._next_delay
+        self._next_delay = min(2 * delay, _LONGEST_DELAY)
+        return delay
 
     def poll(self) -> None:
         """Restart the service if it died and the delay is over."""
@@ -90,7 +79,7 @@ class _Restarted:
         if self._process.returncode is None:
             return
         if not self._restart_at:
-            delay = self._back_off.delay(now - self._started)
+            delay = self.delay(now - self._started)
             self._restart_at = now + delay
             logger.warning(
                 "the %s died; generations continue without it until it is restarted",
@@ -348,7 +337,7 @@ class Supervisor:
         if self._signals:
             return self._drain()
         self._on_ready()
-        restarted = [_Restarted(process) for process in self._processes[1:]]
+        restarted = [Restarted(process) for process in self._processes[1:]]
         while not self._signals:
             time.sleep(_POLL_INTERVAL)
             if self._verifier.returncode is not None:

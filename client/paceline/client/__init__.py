@@ -1,5 +1,7 @@
 """The Paceline client: generates text with verifiers and drafter services. Needs no torch."""
 
+from dataclasses import is_dataclass
+
 from ._chat import Conversation, render_chat
 from ._client import Client, SyncClient
 from ._errors import (
@@ -71,8 +73,6 @@ __all__ = [
     "user_cache_dir",
 ]
 
-for _kind in (
-    *(ChatOptions, Chunk, DraftOptions, GenerationOptions, GenerationResult, Model, RetryOptions),
-    *(RoundStats, Stats, TlsOptions, TokenLogprob, Usage, VerifierStatus),
-):
-    add_field_docs(_kind)
+for _exported in [globals()[name] for name in __all__]:
+    if isinstance(_exported, type) and is_dataclass(_exported):
+        add_field_docs(_exported)

@@ -1,18 +1,4 @@
-"""The exceptions of the client, and their mapping from gRPC errors.
-
-PacelineError
-├── InvalidRequestError    an invalid parameter, prompt or tree (also a ValueError)
-├── NotFoundError          an unknown cache handle or drafter
-├── PreconditionError      an expired lease, or a drafter for another target
-│   └── TargetChangedError the verifier restarted with another model
-├── CapacityError          the verifier's KV cache is full; `retry_after`: when to retry
-├── UnavailableError       a service cannot be reached, or is draining
-├── DeadlineError          the deadline passed (also a TimeoutError)
-├── AuthError              an invalid token or certificate
-├── UnimplementedError     the service does not implement the call
-├── ServerError            a fault inside a service
-└── ClientClosedError      the client was closed
-"""
+"""The exceptions of the client, and their mapping from gRPC errors."""
 
 from __future__ import annotations
 
@@ -123,10 +109,7 @@ def from_rpc_error(
 ) -> PacelineError:
     """The exception of a failed call, with the content of its ErrorInfo and RetryInfo.
 
-    Args:
-        error: The failure.
-        kind: What was called: "verifier" or "drafter".
-        address: Its address.
+    `kind` is what was called: "verifier" or "drafter".
     """
     code, text = error.code(), error.details() or "no details"
     info, retry_after = _details(error)

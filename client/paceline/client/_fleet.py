@@ -40,9 +40,7 @@ _JOIN_TIMEOUT, _JOIN_INTERVAL = 2.0, 5.0
 class Attempts:
     """Delays between attempts at one operation, until it succeeds or the budget is spent.
 
-    Args:
-        options: Budget and delays.
-        announce: Log a warning at the first failure, before the wait.
+    If `announce`, the first failure is logged as a warning before the wait.
     """
 
     def __init__(self, options: RetryOptions, *, announce: bool = True) -> None:

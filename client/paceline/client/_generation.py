@@ -290,9 +290,7 @@ class Generation:
     def _publish(self, response: verifier_pb2.Round, steps: int) -> None:
         """Adds the tokens to the output, and a chunk to the queue of the reader, if there is one.
 
-        Args:
-            response: The response.
-            steps: Its cost, which the reader gives back.
+        `steps` is its cost, which the reader gives back.
         """
         chunk = self._output.add(response, len(self.stats.rounds))
         if self._reading and (chunk.token_ids or chunk.text):

@@ -346,11 +346,7 @@ class GenerationTrace:
         self._root.set_attributes({Attribute.REQUEST_MODEL: model, Attribute.RESPONSE_MODEL: model})
 
     def begin_prefill(self, address: str) -> str:
-        """Starts the span of a prefill; returns the traceparent for the verifier.
-
-        Args:
-            address: Address of the verifier.
-        """
+        """Starts the span of a prefill; returns the traceparent for the verifier at `address`."""
         from opentelemetry import trace
 
         parent = trace.set_span_in_context(self._root)

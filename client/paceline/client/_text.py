@@ -6,9 +6,9 @@ import asyncio
 import gzip
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Literal
 
 from tokenizers import Tokenizer
 
-from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
+from paceline.v1 import sampling_pb2, verifier_pb2
 
 from ._errors import InvalidRequestError, PreconditionError
 
@@ -240,17 +240,11 @@ class TokenizerCache:
 
 def _write_atomically(path: Path, content: bytes) -> None:
     """Writes a file such that no reader sees a part of it; does nothing if it cannot be written."""
-    try:
+    with suppress(OSError, ValueError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    except (OSError, ValueError):
-        return
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            Path(folder, path.name).write_bytes(content)
+            Path(folder, path.name).replace(path)
 
 
 @dataclass(frozen=True)
@@ -317,32 +311,16 @@ class TokenLogprob:
     a tokenizer."""
 
 
+@dataclass(frozen=True, slots=True)
 class VerifiedTree:
-    """The drafted tree of one step and its accepted nodes. A view, converted when read."""
+    """The drafted tree of one step and its accepted nodes."""
 
-    __slots__ = ("_accepted", "_tree")
-
-    def __init__(self, tree: tree_pb2.TokenTree, result: verifier_pb2.RoundResult) -> None:
-        self._tree = tree
-        self._accepted = result.accepted_nodes
-
-    def __repr__(self) -> str:
-        return f"<VerifiedTree of {len(self.tokens)} tokens, {len(self.accepted)} accepted>"
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Token of each node, in topological order."""
-        return tuple(self._tree.tokens)
-
-    @property
-    def parents(self) -> tuple[int, ...]:
-        """Parent of each node: an earlier node, or -1 for the anchor, the newest token."""
-        return tuple(self._tree.parents)
-
-    @property
-    def accepted(self) -> tuple[int, ...]:
-        """Accepted nodes, from the root down."""
-        return tuple(self._accepted)
+    tokens: tuple[int, ...]
+    """Token of each node, in topological order."""
+    parents: tuple[int, ...]
+    """Parent of each node: an earlier node, or -1 for the anchor, the newest token."""
+    accepted: tuple[int, ...]
+    """Accepted nodes, from the root down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,15 +388,17 @@ class Output:
         text = "".join(pieces)
         if text:
             self._text.append(text)
-        accepted = len(result.accepted_nodes)
+        tree, accepted = None, tuple(result.accepted_nodes)
+        if response.tree.tokens:
+            tree = VerifiedTree(tuple(response.tree.tokens), tuple(response.tree.parents), accepted)
         return Chunk(
             text,
             tokens,
             tuple(logprobs),
-            tuple("drafter" if i < accepted else "verifier" for i in range(len(tokens))),
+            tuple("drafter" if i < len(accepted) else "verifier" for i in range(len(tokens))),
             round_index,
             tuple(pieces),
-            VerifiedTree(response.tree, result) if response.tree.tokens else None,
+            tree,
             UNDRAFTED.get(response.no_draft),
         )
 

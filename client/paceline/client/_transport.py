@@ -38,9 +38,7 @@ _MAX_AGE = 5.0
 def parse_addresses(text: str, kind: str) -> tuple[str, ...]:
     """The entries of a list: "host:port", "unix:/path" or "dns:///name:port", comma-separated.
 
-    Args:
-        text: The list.
-        kind: What the addresses are of, for the error: "verifier" or "drafter".
+    `kind` is what the addresses are of, for the error: "verifier" or "drafter".
 
     Raises:
         InvalidRequestError: An entry is empty, repeated, or of another form.
@@ -213,11 +211,6 @@ class Connections:
     `paceline-client` a random name of the client. A load balancer that hashes the name sends all
     calls of a client to the verifier with its caches.
 
-    Args:
-        token: Bearer token; None: none.
-        tls: TLS options; None: no TLS.
-        max_message_bytes: Longest message received or sent.
-
     Raises:
         InvalidRequestError: A TLS file cannot be read.
     """
@@ -261,13 +254,8 @@ class Connections:
 
 
 class _Service:
-    """Calls one service. Connects with the first call.
-
-    Args:
-        connections: Token, TLS and limits.
-        address: "host:port" or "unix:/path".
-        name: DNS name that was resolved to the address; empty: none.
-    """
+    """Calls one service; `address` and `name` as of `Connections.channel`. Connects with the first
+    call."""
 
     kind = ""
 

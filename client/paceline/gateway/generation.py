@@ -83,12 +83,7 @@ class TextEvent:
 
 
 class JobBuilder:
-    """Checks requests against the served model.
-
-    Args:
-        client: Client of the services.
-        options: Options of the gateway.
-    """
+    """Checks requests against the served model."""
 
     def __init__(self, client: Client, options: GatewayOptions) -> None:
         self._client = client
@@ -214,10 +209,7 @@ async def generate_texts(
     memory for another prompt, it waits for one of the same request to end. Cancelling it stops all
     generations. An error of one, or of `receive`, stops the others and is raised.
 
-    Args:
-        client: Client of the services.
-        job: What to generate.
-        receive: Called with the events of each text in order, for several texts concurrently.
+    `receive` is called with the events of each text in order, for several texts concurrently.
     """
     waiting = deque(range(len(job.prompts)))
     working = max(1, min(len(job.prompts), _MAX_CONCURRENT // len(job.choices)))

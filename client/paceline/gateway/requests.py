@@ -50,14 +50,10 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 async def read_request(request: web.Request, kind: type[AnyBody], *, strict: bool) -> AnyBody:
-    """Reads and validates a request. Unknown fields are noted in `request[UNKNOWN_FIELDS]`.
+    """Reads and validates a request. Unknown fields are noted in `request[UNKNOWN_FIELDS]`,
+    or refused if `strict`.
 
     The content type must be JSON, which pages of other sites cannot send without CORS.
-
-    Args:
-        request: The request.
-        kind: Schema of its body.
-        strict: Refuse unknown fields.
 
     Raises:
         ApiError: The body is not a request of this kind, or does not arrive in time.

@@ -209,13 +209,7 @@ def _item(index: int, fields: dict[str, Any]) -> Item:
 
 
 class ResponsesWriter(Writer):
-    """Formats one response: items that are a message or a call.
-
-    Args:
-        job: The checked request.
-        use: Its tools.
-        body: The request as sent, of which a response repeats some fields.
-    """
+    """Formats one response: items that are a message or a call, and some fields of the request."""
 
     def __init__(self, job: GenerationJob, use: ToolUse, body: ResponsesRequest) -> None:
         self._job = job

@@ -135,12 +135,7 @@ class Gateway:
     ) -> web.StreamResponse:
         """Generates the texts of a job and sends them.
 
-        Args:
-            request: The request.
-            job: The checked request.
-            writer: Formats the response.
-            stream: Send each chunk as an event.
-            only_prompts: Send only what is known of the prompts.
+        `stream` sends each chunk as an event, `only_prompts` only what is known of the prompts.
 
         Raises:
             ApiError: The gateway is full or drains.
@@ -279,7 +274,7 @@ async def run_gateway(
 
     Args:
         client: Client of the services; not closed.
-        options: Options.
+        options: Checked options.
         on_ready: Called with the bound address ("127.0.0.1:41234") once requests are answered.
         stop_event: Drains like a signal.
 

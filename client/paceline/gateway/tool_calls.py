@@ -43,9 +43,6 @@ class CallParser:
     """Separates calls from the other text, while it streams.
 
     A call is reported when it is complete. Text that turns out to be no call is passed on.
-
-    Args:
-        use: The tools of the request.
     """
 
     def __init__(self, use: ToolUse) -> None:

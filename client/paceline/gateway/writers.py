@@ -72,11 +72,7 @@ class Writer(ABC):
 
 
 class ChoicesWriter(Writer):
-    """What both kinds of completion share: choices, and events with one choice each.
-
-    Args:
-        job: The checked request.
-    """
+    """What both kinds of completion share: choices, and events with one choice each."""
 
     last = b"data: [DONE]\n\n"
     object = ""
@@ -171,12 +167,7 @@ def usage(job: GenerationJob, results: Sequence[GenerationResult]) -> Json:
 
 
 class CompletionWriter(ChoicesWriter):
-    """`/v1/completions`.
-
-    Args:
-        job: The checked request.
-        body: The request as sent.
-    """
+    """`/v1/completions`."""
 
     object = object_of_event = "text_completion"
     prefix = "cmpl"
@@ -230,12 +221,7 @@ class CompletionWriter(ChoicesWriter):
 
 
 class ChatWriter(ChoicesWriter):
-    """`/v1/chat/completions`.
-
-    Args:
-        job: The checked request.
-        use: Its tools.
-    """
+    """`/v1/chat/completions`."""
 
     object, object_of_event = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
@@ -384,13 +370,7 @@ def joined(parts: Sequence[Json]) -> Json:
 
 
 class WholeResponse:
-    """Collects all texts, and sends one response.
-
-    Args:
-        request: The request.
-        writer: Formats the response.
-        count: Number of texts.
-    """
+    """Collects `count` texts, and sends one response."""
 
     def __init__(self, request: web.Request, writer: Writer, count: int) -> None:
         self._request, self._writer = request, writer
@@ -417,14 +397,10 @@ class WholeResponse:
 
 
 class EventStream:
-    """Sends texts as server-sent events. An error after the first of them is an event too.
+    """Sends `count` texts as server-sent events. An error after the first of them is an event too.
 
-    Args:
-        request: The request.
-        writer: Formats the events.
-        count: Number of texts.
-        keep_alive_seconds: Time without a token after which a comment is sent, so that proxies keep
-            the connection during a long prefill.
+    After each `keep_alive_seconds` before the first token a comment is sent, so that proxies keep
+    the connection during a long prefill.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
-from paceline.tune import (
+from paceline.cli.tune import (
     DEPTHS,
     NEIGHBOURS,
     RATIOS,
