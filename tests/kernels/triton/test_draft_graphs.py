@@ -100,7 +100,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[bool]]:
         drafter.native, drafter.grows_there = None, True
         drafter.drafted_there = drafter.drafted_tokens
         if (head := getattr(getattr(drafter, "heads", None), "_markov", None)) is not None:
-            drafter.heads._w2 = SimpleNamespace(weight=head.markov_w2.weight)  # not packed
+            drafter.heads._w2 = SimpleNamespace(weight=head.markov_w2.weight, packed=None)
         monkeypatch.setattr(draft_graphs, "FED", (4,))
         drafter.use_graphs(drafter.graph_model())
         run, replayed = drafter.graphs.run, []

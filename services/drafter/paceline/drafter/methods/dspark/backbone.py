@@ -13,7 +13,7 @@ from paceline.drafter.methods.checkpoint import TargetEmbedding
 from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.layers import LayerWeights
 from paceline.drafter.methods.slots import WindowCache, chain_segments
-from paceline.drafter.methods.trees_there import HostDraft, HostPass, Passes, PassesThere
+from paceline.drafter.methods.trees_there import HostPass, Passes
 from paceline.kernels import (
     Context,
     Executor,
@@ -53,7 +53,7 @@ class DSparkBackbone:
 
     @property
     def native(self) -> tuple[NativeProgram, NativeProgram] | None:
-        """The programs of :meth:`add_states` and :meth:`forward` for compiled kernels."""
+        """The programs of :meth:`write_states` and :meth:`run_blocks` for compiled kernels."""
         writing, drafting = self._writing.native, self._drafting.native
         if writing is None or drafting is None or self.device.type != "cpu":
             return None
@@ -97,12 +97,6 @@ class DSparkBackbone:
         if plan is not None:
             table, states = self.rope.table(plan.longest), passes.inputs(index)
             self._writing.run(Pass(None, plan, passes.caches, table, inputs=states))
-
-    def add_states(self, batch: Sequence[tuple[WindowCache, int, Tensor]]) -> None:
-        """Adds hidden states to contexts; arguments as of :meth:`states_pass`, without numbers."""
-        states = self.states_pass([(index, *each) for index, each in enumerate(batch)])
-        contexts = [context for context, _, _ in batch]
-        self.write_states(PassesThere(HostDraft([states], contexts), self.device), 0)
 
     def block_pass(
         self, blocks: Sequence[tuple[WindowCache, int, Tensor]]
@@ -161,13 +155,6 @@ class DSparkBackbone:
         result = self._drafting.run(call)
         shape = (-1, self.config.levels)
         return result.taps[0].unflatten(0, shape), result.logits.unflatten(0, shape)
-
-    def forward(self, blocks: Sequence[tuple[WindowCache, int, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Drafts a block after each context; arguments as of :meth:`block_pass`, results as of
-        :meth:`run_blocks`."""
-        block, contexts = self.block_pass(blocks)
-        caches = [context for context, _, _ in blocks]
-        return self.run_blocks(PassesThere(HostDraft([block], caches, contexts), self.device), 0)
 
 
 def _record_context(config: DSparkConfig, tensors: LayerWeights, dtype: torch.dtype) -> Program:

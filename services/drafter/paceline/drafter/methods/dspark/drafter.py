@@ -37,9 +37,16 @@ from paceline.drafter.methods.checkpoint import (
 from paceline.drafter.methods.draft_graphs import GraphModel, PassShape, graphs_work_on
 from paceline.drafter.methods.dspark.backbone import DSparkBackbone
 from paceline.drafter.methods.dspark.config import read_dspark
-from paceline.drafter.methods.dspark.heads import DSparkBlock, DSparkHeads
+from paceline.drafter.methods.dspark.heads import DSparkHeads
 from paceline.drafter.methods.dspark.module import DSparkModel
-from paceline.drafter.methods.trees_there import HostDraft, Passes, TreeShape, TreesThere
+from paceline.drafter.methods.trees_there import (
+    HostDraft,
+    Passes,
+    PassesThere,
+    TreeShape,
+    TreesThere,
+)
+from paceline.kernels import send
 from paceline.kernels.draft import BlockModel, DraftText, NativeDraft
 
 
@@ -65,7 +72,8 @@ class DSparkSequence(BeamSequence):
         """Hidden states of the newest position in the context, ``[1, taps * hidden]``."""
         if self.draft_text is not None:
             self.draft_text.newest = self.newest.data_ptr()
-        self._block: DSparkBlock | None = None
+        self._block: tuple[Tensor, Tensor] | None = None
+        """Hidden states and logits of the block, by level."""
         self._state: Tensor | None = None
 
     @property
@@ -80,7 +88,9 @@ class DSparkSequence(BeamSequence):
     def warm(self, limit: int) -> None:
         new = self.new_states(limit)
         if new is not None:
-            self._drafter.backbone.add_states([(self.context, *new)])
+            backbone = self._drafter.backbone
+            draft = HostDraft([backbone.states_pass([(0, self.context, *new)])], [self.context])
+            backbone.write_states(PassesThere(draft, backbone.device), 0)
             self.states.check()
 
     def new_states(self, limit: int | None = None) -> tuple[int, Tensor] | None:
@@ -107,19 +117,22 @@ class DSparkSequence(BeamSequence):
         self._state = None
         return self._readable >= self.length - 1 and self.length >= 2
 
-    def set_block(self, block: DSparkBlock) -> None:
-        """Sets the block that the tree grows from."""
-        self._block = block
+    def set_block(self, hidden: Tensor, logits: Tensor) -> None:
+        """Sets the block that the tree grows from: hidden states ``[levels, hidden]`` and their
+        logits."""
+        self._block = hidden, logits
 
     def add_level(self, heads: DSparkHeads) -> None:
         """Adds a level to the tree."""
         assert self._block is not None
         beam, parents = self.tree, self.tree.frontier
+        hidden, logits = (each[beam.level, None] for each in self._block)
         tokens = [beam.tokens[node] for node in parents] if beam.level else [self.anchor]
-        output = heads.forward(self._block, beam.level, tokens, self._state)
-        beam.add_level(self.rank(output.scores), output.log_confidences)
-        if output.state is not None:
-            self._state = output.state[[beam.parents[n] - parents.start for n in beam.frontier]]
+        before = send(torch.tensor([tokens]), hidden.device)
+        scores, state, logs = heads.forward(hidden, logits, before, self._state)
+        beam.add_level(self.rank(scores[0]), None if logs is None else logs[0].tolist())
+        if state is not None:
+            self._state = state[:, [beam.parents[n] - parents.start for n in beam.frontier]]
 
     def fill(self, text: DraftText) -> None:
         drafter, context = self._drafter, self.context
@@ -222,7 +235,10 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
 
     def grow_level(self, growing: Sequence[DSparkSequence]) -> None:
         if growing[0].tree.level == 0:
-            self._draft_blocks(growing)
+            passes = PassesThere(self.draft_passes(growing), self.device)
+            self.backbone.write_states(passes, 0)
+            for sequence, *block in zip(growing, *self.backbone.run_blocks(passes, 1), strict=True):
+                sequence.set_block(*block)
         for sequence in growing:
             sequence.add_level(self.heads)
 
@@ -248,7 +264,9 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
             self.drafted_there, passes, self.grow_there,
         )  # fmt: skip
 
-    def draft_passes(self, growing: Sequence[DSparkSequence], shape: TreeShape) -> HostDraft:
+    def draft_passes(
+        self, growing: Sequence[DSparkSequence], shape: TreeShape | None = None
+    ) -> HostDraft:
         found = [sequence.new_states() for sequence in growing]
         caches = [sequence.context for sequence in growing]
         states = self.backbone.states_pass(
@@ -265,22 +283,13 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
         state: Tensor | None = None
         while trees.grows:
             level = trees.level
-            scores, state, logs = self.heads.forward_trees(
+            scores, state, logs = self.heads.forward(
                 hidden[:, level], logits[:, level], before, state
             )
             trees.add_level(scores.flatten(0, 1), logs)
             before = trees.tokens[:, trees.newest]
             if state is not None:
                 state = state.gather(1, trees.places[..., None].expand(-1, -1, state.shape[2]))
-
-    def _draft_blocks(self, growing: Sequence[DSparkSequence]) -> None:
-        """Adds new hidden states to the contexts, then runs the backbone."""
-        found = [(sequence.context, sequence.new_states()) for sequence in growing]
-        if batch := [(context, *new) for context, new in found if new is not None]:
-            self.backbone.add_states(batch)
-        blocks = [(each.context, each.anchor, each.newest) for each in growing]
-        for sequence, hidden, logits in zip(growing, *self.backbone.forward(blocks), strict=True):
-            sequence.set_block(self.heads.begin(hidden, logits))
 
 
 def _read(folder: Path, fit: Fit, options: DSparkOptions, device: str) -> DSparkDrafter:

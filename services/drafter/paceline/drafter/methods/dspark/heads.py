@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -110,34 +109,6 @@ class ConfidenceHead(nn.Module):
         return logit
 
 
-class HeadOutput(NamedTuple):
-    """Output of the heads for one level of a tree with R parents.
-
-    Attributes:
-        scores: Logits after each parent, ``[R, V]`` or of drafted tokens alone.
-        state: Recurrent state for the next level, ``[R, r]``; None without a recurrent head.
-        log_confidences: Log probability that a token of the level is accepted, by parent; None
-            without a confidence head.
-    """
-
-    scores: Tensor
-    state: Tensor | None
-    log_confidences: list[float] | None
-
-
-class DSparkBlock(NamedTuple):
-    """A block that a tree grows from."""
-
-    hidden: Tensor
-    """The backbone's hidden states, ``[levels, hidden]``."""
-
-    logits: Tensor
-    """The target's logits of them, ``[levels, V]`` or of drafted tokens alone."""
-
-    confidences: list[float] | None
-    """The share of the hidden states in the logits of confidences; None without that head."""
-
-
 class DSparkHeads:
     """The heads that a drafter has, with its weights. Used on one thread."""
 
@@ -157,15 +128,16 @@ class DSparkHeads:
         if self._device.type == "cpu":
             dtype = torch.float32
         self._dtype = dtype
-        self._rows: Sequence[int] = range(config.vocab_size)
+        self._rows = torch.arange(config.vocab_size)
+        """Row of W1 by token."""
         self._best = config.markov_best
         drafted = weights[DRAFT_TOKENS].cpu() if DRAFT_TOKENS in weights else None
         if config.markov_all and drafted is not None:
             # The first rows are those of the logits, as in other drafters, then come all tokens.
-            self._rows = range(len(drafted), len(drafted) + config.vocab_size)
+            self._rows = self._rows + len(drafted)
         elif drafted is not None:
-            self._rows = draft_rows(drafted, torch.arange(config.vocab_size)).tolist()
-        self._rows_there = send(torch.tensor(self._rows), self._device)
+            self._rows = draft_rows(drafted, self._rows)
+        self._rows = send(self._rows, self._device)
         self._markov: MarkovHead | None = None
         if config.markov_rank:
             self._markov = _loaded(MarkovHead(config), "markov_head.", weights).to(device, dtype)
@@ -177,12 +149,11 @@ class DSparkHeads:
         if config.confidence:
             head = _loaded(ConfidenceHead(config), "confidence_head.", weights).to(device, dtype)
             self._confidence = head.proj.weight[0, : config.hidden]
-            self._offsets = [float(head.proj.bias)] * (max(self._rows) + 1)
+            self._offsets = head.proj.bias.detach().double().repeat(int(self._rows.max()) + 1)
             """Of the confidence, by row of W1."""
             if config.confidence_markov:
                 column = head.proj.weight[0, config.hidden :]
-                self._offsets = (self._w1 @ column + head.proj.bias).tolist()
-            self._offsets_there = send(torch.tensor(self._offsets).double(), self._device)
+                self._offsets = (self._w1 @ column + head.proj.bias).detach().double()
 
     def native(self) -> tuple[NativeHead | None, tuple[Tensor, Tensor] | None] | None:
         """Returns the heads as :class:`~paceline.kernels.draft.BlockModel` takes them: W1, float32,
@@ -194,29 +165,17 @@ class DSparkHeads:
             head = self._w1.detach(), self._w2.packed
         if self._confidence is None:
             return head, None
-        return head, (self._confidence.detach().contiguous(), torch.tensor(self._offsets))
+        return head, (self._confidence.detach().contiguous(), self._offsets.float())
 
     def row(self, token: int) -> int:
         """Returns the row of W1 of a token."""
-        return self._rows[token]
+        return int(self._rows[token])
 
     @torch.inference_mode()
-    def begin(self, hidden: Tensor, logits: Tensor) -> DSparkBlock:
-        """Begins a tree after a block.
-
-        Args:
-            hidden: The backbone's hidden states of its levels, ``[levels, hidden]``.
-            logits: The target's logits of them, ``[levels, V]`` or of drafted tokens alone.
-        """
-        hidden, logits = hidden.to(self._dtype), logits.to(self._dtype)
-        confidences = None if self._confidence is None else (hidden @ self._confidence).tolist()
-        return DSparkBlock(hidden, logits, confidences)
-
-    @torch.inference_mode()
-    def forward_trees(
+    def forward(
         self, hidden: Tensor, logits: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Runs the heads for the next level of S trees with F parents each; not on the CPU.
+        """Runs the heads for the next level of S trees with F parents each; on a CPU of one tree.
 
         Args:
             hidden: The backbone's hidden states of the level, ``[S, hidden]``.
@@ -225,14 +184,15 @@ class DSparkHeads:
             state: Recurrent state of each path, ``[S, F, r]``; None at the first level.
 
         Returns:
-            What :class:`HeadOutput` has: scores ``[S, F, V]``, states ``[S, F, r]`` and log
-            probabilities, float64 ``[S, F]``.
+            Logits after each parent, ``[S, F, V]``; recurrent states for the next level,
+            ``[S, F, r]``, None without a recurrent head; log probabilities that a token of the
+            level is accepted, float64 ``[S, F]``, None without a confidence head.
         """
         hidden, logits = hidden.to(self._dtype), logits.to(self._dtype)[:, None]
-        rows = self._rows_there[before]
+        rows = self._rows[before]
         logs = after = None
         if self._confidence is not None:
-            own = (hidden @ self._confidence)[:, None].double() + self._offsets_there[rows]
+            own = (hidden @ self._confidence)[:, None].double() + self._offsets[rows]
             logs = torch.nn.functional.logsigmoid(own)
         if self._markov is None:
             return logits.expand(-1, before.shape[1], -1), None, logs
@@ -241,50 +201,16 @@ class DSparkHeads:
             wide = hidden[:, None].expand(-1, before.shape[1], -1)
             begin = self._markov.begin(wide) if state is None else state
             after, features = self._markov.step(begin, features, wide)
-        weight = self._w2.weight
-        assert isinstance(weight, Tensor)
-        scores = torch.baddbmm(logits, features, weight.T.expand(len(rows), -1, -1))
+        if self._w2.packed is not None:
+            scores = self._w2(features[0], logits[0, 0])[None]
+        else:
+            weight = self._w2.weight
+            assert isinstance(weight, Tensor)
+            scores = torch.baddbmm(logits, features, weight.T.expand(len(rows), -1, -1))
         if 0 < self._best < logits.shape[2]:
             worst = logits.topk(self._best).values[..., -1:]
             scores = scores.masked_fill(logits < worst, -torch.inf)
         return scores, after, logs
-
-    @torch.inference_mode()
-    def forward(
-        self, block: DSparkBlock, level: int, before: Sequence[int], state: Tensor | None
-    ) -> HeadOutput:
-        """Runs the heads for the next level of a tree with R parents.
-
-        Args:
-            block: The block.
-            level: Index of the level.
-            before: The parents' tokens.
-            state: Recurrent state of each path, ``[R, r]``; None at the first level.
-        """
-        hidden, logits = block.hidden[level], block.logits[level]
-        rows = [self._rows[token] for token in before]
-        after = None
-        if self._markov is None:
-            scores = logits.expand(len(rows), -1)
-        else:
-            features = self._w1[torch.tensor(rows, device=self._device)]
-            if self._markov.kind != "vanilla":
-                wide = hidden.expand(len(rows), -1)
-                begin = self._markov.begin(wide) if state is None else state
-                after, features = self._markov.step(begin, features, wide)
-            scores = self._w2(features, logits)
-            if 0 < self._best < len(logits):
-                worst = logits.topk(self._best).values[-1]
-                scores = scores.masked_fill(logits < worst, -torch.inf)
-        logs = None
-        if block.confidences is not None:
-            own = block.confidences[level]
-            logs = [_log_sigmoid(own + self._offsets[row]) for row in rows]
-        return HeadOutput(scores, after, logs)
-
-
-def _log_sigmoid(x: float) -> float:
-    return -math.log1p(math.exp(-x)) if x > 0 else x - math.log1p(math.exp(x))
 
 
 def _loaded(head: Head, name: str, weights: Mapping[str, Tensor]) -> Head:
