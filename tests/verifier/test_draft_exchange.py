@@ -266,6 +266,40 @@ async def test_a_drafter_that_hangs_is_left(
     assert len(await client.rest(created.handle, position, drafter=name)) == 40 - position
 
 
+@CARRIERS
+async def test_a_generation_goes_on_while_its_drafter_opens_it(
+    socket: bool, client: Client
+) -> None:
+    """No round is requested before it is open; then trees are used."""
+    plain = await client.generate(PROMPT, None, **FIELDS)
+    async with client.new_drafter_service(socket=socket) as service:
+        name = await service.add(drafters.right(plain, len(PROMPT)))
+        created = await client.create(PROMPT, **FIELDS)
+        call = await client.begin(created.handle, drafter=name, always_draft=False)
+        responses: list[Any] = []
+
+        async def step() -> Any:
+            await call.write(verifier_pb2.GenerateRequest(credits=1))
+            responses.append(await call.read())
+            return responses[-1]
+
+        service.silent = True
+        for _ in range(4):
+            assert (await step()).no_draft == verifier_pb2.NO_DRAFT_REASON_NOT_READY
+        await until(lambda: bool(service.opened))
+        (opened,) = service.opened
+        service.silent = False
+        message = exchange_pb2.JoinResponse(open=[opened])
+        await service._received(message)
+        service.opened.pop()
+        await until(lambda: bool(service.sequences))
+        while not (await step()).tree.tokens:
+            assert len(responses) < 20, "it drafts once it is open"
+        assert not fallbacks_of(responses)
+        tokens = [*created.first.tokens, *tokens_of(responses)]
+        assert tokens == plain[: len(tokens)]
+
+
 @pytest.mark.parametrize("reason", ["REFUSED", "DRAFTER_REPLACED"])
 @pytest.mark.parametrize("when", ["when it is opened", "later"])
 async def test_a_refused_sequence_is_opened_again(when: str, reason: str, client: Client) -> None:

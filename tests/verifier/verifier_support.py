@@ -305,6 +305,7 @@ class DrafterService:
         refuses: Whether it refuses to open sequences.
         reason: Of its refusals.
         paused: Rounds that are kept and not answered; None: all are answered at once.
+        silent: Whether it says nothing about sequences that it is asked to open.
     """
 
     _numbers = count()
@@ -337,6 +338,7 @@ class DrafterService:
         self.refuses = False
         self.reason = "REFUSED"
         self.paused: list[exchange_pb2.DraftRound] | None = None
+        self.silent = False
 
     async def __aenter__(self) -> DrafterService:
         """Return itself."""
@@ -466,6 +468,8 @@ class DrafterService:
         reply = exchange_pb2.JoinRequest()
         for opened in message.open:
             self.opened.append(opened)
+            if self.silent:
+                continue
             number, version = opened.sequence, opened.version or "0"
             if self.refuses or version not in self._functions:
                 why = "it may not be opened"

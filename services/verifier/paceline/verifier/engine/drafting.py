@@ -21,9 +21,6 @@ from paceline.verifier.engine.job import Decode, Draft, DrafterVersion, NoDraft,
 
 _log = logging.getLogger(__name__)
 
-_FIRST_TIMEOUT = 0.02
-"""Wait for the first tree of a sequence, which its drafter has to open. Unit: seconds."""
-
 _USUAL = 1.3  # times the mean latency
 _TIMEOUT_FACTOR = 8.0
 """Default timeout of a tree, as a multiple of the drafter's mean latency."""
@@ -35,7 +32,8 @@ _NEWEST = 0.2
 """Weight of the newest tree in the mean latency."""
 
 _HUNG_SECONDS = 10.0
-"""A drafter that owes a tree for this long has failed. Unit: seconds."""
+"""A drafter that owes a tree, or has not opened a sequence, for this long has failed. Unit:
+seconds."""
 
 _FIRST_DELAY, _MAX_DELAY = 0.1, 10.0
 """Bounds of the delay before a sequence is opened again after a failure. Unit: seconds."""
@@ -150,7 +148,7 @@ class SequenceAtDrafter:
         sent: Tokens of the text that were sent.
         round: Number of the newest round.
         pending: Whether its tree has not come.
-        asked_at: When it was requested (time.perf_counter).
+        asked_at: When it, or the sequence, was requested (time.perf_counter).
         budget: Nodes that were requested at most.
     """
 
@@ -159,7 +157,7 @@ class SequenceAtDrafter:
         *("budget", "drafter"),
     )
 
-    def __init__(self, link: Link, number: int, job: Decode, name: str) -> None:
+    def __init__(self, link: Link, number: int, job: Decode, name: str, now: float) -> None:
         self.link = link
         self.number = number
         self.job = job
@@ -169,7 +167,7 @@ class SequenceAtDrafter:
         self.sent = len(job.sequence.tokens)
         self.round = 0
         self.pending = False
-        self.asked_at = 0.0
+        self.asked_at = now
         self.budget = 0
 
 
@@ -244,6 +242,9 @@ class Drafting:
     def ask(self, job: Decode, nodes: int, now: float) -> bool:
         """Request a tree for the next step of a generation; it is sent by :meth:`flush`.
 
+        While a service opens the sequence, which takes it several plain steps, the generation goes
+        on without trees, unless it drafts in every step.
+
         Args:
             job: The generation; it waits then.
             nodes: Maximum number of nodes.
@@ -256,10 +257,10 @@ class Drafting:
         sequence = job.sequence_at_drafter or self._open(job, now)
         if sequence is None:
             return False
-        if sequence.pending:
+        if sequence.pending or (sequence.opened is None and not job.always_draft):
             if now - sequence.asked_at > _HUNG_SECONDS:
                 sequence.link.message.closed.append(sequence.number)
-                self._drop(sequence, "drafter_hung", f"no tree came in {_HUNG_SECONDS:g} s")
+                self._drop(sequence, "drafter_hung", f"no answer came in {_HUNG_SECONDS:g} s")
             return False
         text = job.sequence.tokens
         limits = (nodes, job.max_nodes, sequence.opened.max_nodes if sequence.opened else 0)
@@ -383,7 +384,7 @@ class Drafting:
             return None
         link = min(offering, key=lambda each: (each.socket is None, len(each.sequences)))
         link.last += 1
-        sequence = SequenceAtDrafter(link, link.last, job, name)
+        sequence = SequenceAtDrafter(link, link.last, job, name, now)
         link.sequences[link.last] = sequence
         job.sequence_at_drafter = sequence
         text = job.sequence
@@ -401,11 +402,8 @@ class Drafting:
         return sequence
 
     def _timeout(self, sequence: SequenceAtDrafter) -> float:
-        job = sequence.job
-        if sequence.opened is None and not job.always_draft:
-            return _FIRST_TIMEOUT
-        if job.timeout is not None:
-            return job.timeout
+        if sequence.job.timeout is not None:
+            return sequence.job.timeout
         mean = sequence.link.latency.get(sequence.name, 0.0)
         return min(_MAX_TIMEOUT, max(_MIN_TIMEOUT, _TIMEOUT_FACTOR * mean))
 

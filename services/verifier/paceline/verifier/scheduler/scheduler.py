@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 _MAX_IDLE = 5.0  # seconds; a longer wait was not for trees
 
+_SETTLING = 4
+"""Plain steps behind a prompt or a draft that are not measured. They are slower, by up to a half:
+the caches are cold, the clock is low, and a drafter may be opening a sequence."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
@@ -82,6 +86,7 @@ class Scheduler:
         self._states: dict[Sequence, SequenceState] = {}
         self._plan: _Plan | None = None
         self._before: Items[Decode] = ()
+        self._plain_steps = 0  # of the same generations, one after the other
         self._idle = 0.0
         self._context = 1.0  # KV tokens that a batch token attended to lately
         self._ended = perf_counter()
@@ -173,7 +178,9 @@ class Scheduler:
             return
         if not plan.prompts:
             self.costs.observe(len(plan.jobs), plan.tokens, plan.context, ended - began)
-            if plan.plain and plan.jobs == self._before:
+            same = plan.plain and plan.jobs == self._before
+            self._plain_steps = self._plain_steps + 1 if same else 0
+            if self._plain_steps > _SETTLING:
                 self._clock.observe(self._load, passed, plan.plain_seconds)
         self._before = plan.jobs
         if not plan.plain:
