@@ -40,6 +40,8 @@ class Capturing:
             overwrites. On devices without graphs, ``run``.
         """
         if self._device.type != "cuda":
+            if self._device.type == "meta":  # compiles kernels for a GPU that is not there
+                run()
             return run
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream())
