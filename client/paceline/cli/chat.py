@@ -26,11 +26,13 @@ from paceline.cli.service_process import new_runner
 from paceline.cli.services import add_model_arguments, own_services
 from paceline.client import (
     Client,
-    Conversation,
     Generation,
     GenerationResult,
+    InvalidRequestError,
+    Model,
     PacelineError,
     Stats,
+    render_chat,
 )
 from paceline.harness import ProcessFailed
 from paceline.harness.models import MODEL
@@ -38,15 +40,6 @@ from paceline.service.options import OptionsError
 from paceline.telemetry.names import Span
 
 _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
-_COMMANDS = {
-    "/drafter": "NAME: draft with NAME from now on, or none; without NAME: list drafters",
-    "/stats": "speed and drafting of the last answer and of all",
-    "/system": "TEXT: set the system message; without TEXT: remove it",
-    "/save": "FILE: write the messages as JSON, in the form of OpenAI's API",
-    "/clear": "forget the conversation",
-    "/help": "this list",
-    "/quit": "end; so does Ctrl-D. Ctrl-C stops an answer",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,12 +111,7 @@ def _converse(chat: Chat, runner: asyncio.Runner) -> None:
 class Chat:
     """A conversation with the model of running services, printed to a console.
 
-    Args:
-        client: Client of the services; not closed.
-        console: Where answers and notices are printed.
-        options: Arguments of `Client.generate`.
-        system: System message; empty: none.
-        stats: Whether speed and drafting of each answer are printed; None: on a terminal.
+    `stats` tells whether speed and drafting of each answer are printed; None: on a terminal.
     """
 
     def __init__(
@@ -134,7 +122,8 @@ class Chat:
         system: str = "",
         stats: bool | None = None,
     ) -> None:
-        self.conversation = Conversation(system)
+        self._system = system
+        self._turns: list[dict[str, str]] = []
         self._client = client
         self._console = console
         self._options = options
@@ -166,31 +155,19 @@ class Chat:
             await self._answer(line)
             return
         name, _, argument = line.partition(" ")
-        commands: dict[str, Callable[[str], object]] = {
-            "/drafter": self._choose,
-            "/stats": self._statistics,
-            "/system": self._system,
-            "/save": self._save,
-            "/clear": self._clear,
-            "/help": self._help,
-        }
-        if name in commands:
-            commands[name](argument.strip())
+        if name in _COMMANDS:
+            _COMMANDS[name][0](self, argument.strip())
         else:
             self.notice(f"there is no command {name}; /help lists them")
 
     async def _answer(self, text: str) -> None:
         """Stream the answer to a message. A failed one is removed from the conversation."""
-        conversation = self.conversation
-        conversation.add("user", text)
+        self._turns.append({"role": "user", "content": text})
         parts: list[str] = []
         try:
             model = await self._client.model()
             limit = self._options["max_new_tokens"]
-            prompt, forgotten = await conversation.prompt(model, limit)
-            if forgotten:
-                turns = "turn is" if forgotten == 1 else f"{forgotten} turns are"
-                self.notice(f"(the context is full: the oldest {turns} forgotten)")
+            prompt = await self._prompt(model, limit)
             left = model.facts.max_context - len(prompt)
             options = {**self._options, "max_new_tokens": min(limit, left)}
             generation = self._client.generate(prompt, **options)
@@ -203,9 +180,40 @@ class Chat:
             raise
         finally:
             if parts:
-                conversation.add("assistant", "".join(parts))
-            elif conversation.turns and conversation.turns[-1]["role"] == "user":
-                conversation.turns.pop()
+                self._turns.append({"role": "assistant", "content": "".join(parts)})
+            else:
+                self._turns.pop()
+
+    def _messages(self) -> list[dict[str, str]]:
+        """All messages, the system message first."""
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        return [*system, *self._turns]
+
+    async def _prompt(self, model: Model, room: int) -> list[int]:
+        """The prompt of the next answer, with room for as many tokens, or a quarter of the context.
+        Forgets the oldest turns where the context is too short.
+
+        Raises:
+            InvalidRequestError: The newest message does not fit; or the template refuses the
+                messages, or there is none.
+        """
+        context, forgotten = model.facts.max_context, 0
+        room = min(room, context // 4)
+        while True:
+            tokens = await model.encode_rendered(render_chat(model, self._messages()))
+            if len(tokens) + room <= context:
+                break
+            if len(self._turns) == 1:
+                raise InvalidRequestError(
+                    f"the message makes a prompt of {len(tokens)} tokens; with {room} for the "
+                    f"answer, the context of {context} tokens is too short: shorten the message"
+                )
+            del self._turns[:2]
+            forgotten += 1
+        if forgotten:
+            turns = "turn is" if forgotten == 1 else f"{forgotten} turns are"
+            self.notice(f"(the context is full: the oldest {turns} forgotten)")
+        return tokens
 
     async def _stream(self, generation: Generation, parts: list[str]) -> None:
         style = self._style(self._options["drafter"])
@@ -255,11 +263,11 @@ class Chat:
                 stats.merge(result.stats)
             self.notice(f"{title}: {speed(tokens, stats)}. {stats.explain()}")
 
-    def _system(self, text: str) -> None:
-        self.conversation.system = text
+    def _set_system(self, text: str) -> None:
+        self._system = text
 
     def _save(self, file: str) -> None:
-        messages = self.conversation.messages
+        messages = self._messages()
         try:
             Path(file).write_text(
                 json.dumps({"messages": messages}, ensure_ascii=False, indent=2) + "\n",
@@ -271,8 +279,22 @@ class Chat:
             self.notice(f"saved {len(messages)} messages in {file}")
 
     def _clear(self, _: str) -> None:
-        self.conversation.turns.clear()
+        self._turns.clear()
 
     def _help(self, _: str) -> None:
-        for name, text in _COMMANDS.items():
+        for name, (_method, text) in _COMMANDS.items():
             self.notice(f"{name:9} {text}")
+        self.notice("/quit     end; so does Ctrl-D. Ctrl-C stops an answer")
+
+
+_COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str]] = {
+    "/drafter": (
+        Chat._choose,
+        "NAME: draft with NAME from now on, or none; without NAME: list drafters",
+    ),
+    "/stats": (Chat._statistics, "speed and drafting of the last answer and of all"),
+    "/system": (Chat._set_system, "TEXT: set the system message; without TEXT: remove it"),
+    "/save": (Chat._save, "FILE: write the messages as JSON, in the form of OpenAI's API"),
+    "/clear": (Chat._clear, "forget the conversation"),
+    "/help": (Chat._help, "this list"),
+}

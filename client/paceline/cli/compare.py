@@ -179,12 +179,7 @@ async def measure(
 ) -> PromptComparison:
     """Generates after a prompt without a drafter, then with each one, and all that `runs` times.
 
-    Args:
-        client: A client with the options `UNSEEN`.
-        prompt: The prompt and its tokens.
-        drafters: Names, without "none".
-        options: Arguments of `Client.generate`.
-        runs: At least 1.
+    The client has the options `UNSEEN`; `options` are arguments of `Client.generate`.
 
     Raises:
         PacelineError: A service failed, or the text ends with its first token.

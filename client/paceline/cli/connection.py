@@ -7,16 +7,17 @@ Environment variables replace arguments that are not given: `PACELINE_VERIFIER_A
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
 
 from paceline.cli.command import CommandError, exit_with
 from paceline.client import Client, InvalidRequestError, RetryOptions, TlsOptions
+from paceline.client._transport import Connections
 from paceline.service.options import read_token
 
 
@@ -108,31 +109,6 @@ def client_of(args: argparse.Namespace, **options: Any) -> Client:
     )
 
 
-def metadata_of(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
-    """gRPC metadata of a call: the bearer token. Raises OptionsError as `client_of`."""
-    token = read_token(args.token_file)
-    return (("authorization", f"Bearer {token}"),) if token else ()
-
-
-def open_channel(address: str, args: argparse.Namespace, name: str = "") -> grpc.Channel:
-    """A blocking channel.
-
-    Args:
-        address: Address of the service.
-        args: Arguments of `add_connection_arguments`.
-        name: DNS name that its certificate has, if it is not in `args`.
-
-    Raises:
-        InvalidRequestError: A TLS file cannot be read.
-    """
-    tls = tls_of(args)
-    if tls is not None and name and not tls.server_name:
-        tls = replace(tls, server_name=name)
-    if tls is None:
-        return grpc.insecure_channel(address)
-    return grpc.secure_channel(address, tls.credentials(), options=tls.channel_options())
-
-
 def add_health_arguments(parser: argparse.ArgumentParser) -> None:
     """Add address, timeout and TLS."""
     parser.add_argument("address", help="of a verifier or drafter: host:port or unix:/path")
@@ -148,14 +124,16 @@ def run_health(args: argparse.Namespace) -> int:
 
     from paceline.cli.service_process import FAILURE_FILE
 
+    async def check() -> health_pb2.HealthCheckResponse:
+        async with Connections(tls=tls_of(args)).channel(args.address, "") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            return await stub.Check(health_pb2.HealthCheckRequest(), timeout=args.timeout)
+
     try:
-        with exit_with(2, InvalidRequestError), open_channel(args.address, args) as channel:
-            answer = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=args.timeout
-            )
-    except grpc.RpcError as error:
-        call = cast(grpc.Call, error)  # a failed blocking call is its own error
-        why = f"{call.code().name}: {call.details()}"
+        with exit_with(2, InvalidRequestError):
+            answer = asyncio.run(check())
+    except grpc.aio.AioRpcError as error:
+        why = f"{error.code().name}: {error.details()}"
         with suppress(OSError):
             why = f"it does not start: {FAILURE_FILE.read_text(encoding='utf-8').strip()}"
         raise CommandError(f"{args.address}: {why}", 1) from error

@@ -194,7 +194,7 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int) and value >= 1 << 20:
-        return _size(value)
+        return f"{value / (1 << 30):.1f} GiB"
     if isinstance(value, list):
         return " ".join(value)
     if isinstance(value, dict):
@@ -222,7 +222,3 @@ def _read(path: str) -> str:
         return Path(path).read_text()
     except OSError:
         return ""
-
-
-def _size(count: int) -> str:
-    return f"{count / (1 << 30):.1f} GiB"

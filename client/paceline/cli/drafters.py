@@ -6,11 +6,11 @@ import argparse
 import asyncio
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import grpc
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
@@ -20,16 +20,19 @@ from paceline.cli.connection import (
     add_connection_arguments,
     client_of,
     drafter_address,
-    metadata_of,
-    open_channel,
+    tls_of,
     verifier_address,
 )
 from paceline.client import DraftOptions, PacelineError, Stats
-from paceline.client._errors import from_rpc_error
-from paceline.client._transport import addresses_of, parse_addresses
+from paceline.client._transport import (
+    Connections,
+    DrafterTransport,
+    addresses_of,
+    parse_addresses,
+)
 from paceline.harness import read_prompts
-from paceline.service.options import OptionsError
-from paceline.v1 import drafter_pb2, drafter_pb2_grpc
+from paceline.service.options import OptionsError, read_token
+from paceline.v1 import drafter_pb2
 
 _CHECK_TOKENS = 32
 """New tokens of each prompt of a check."""
@@ -37,7 +40,7 @@ _CHECK_TOKENS = 32
 _CHECK_TIMEOUT = 30.0
 """Longest wait for a tree in a check. Speed is not judged. Unit: seconds."""
 
-Call = Callable[[str, Any], Any]
+Call = Callable[[str, Message], Awaitable[Any]]
 """Calls the registry's RPC of this name with a request; its response."""
 
 
@@ -105,17 +108,7 @@ def run(args: argparse.Namespace) -> int:
     if args.action is None:
         return _inspect(args)
     with exit_with(2, OptionsError, PacelineError):
-        services = asyncio.run(_services(args.address))
-        failures = []
-        for address, name in services.items():
-            if len(services) > 1:
-                print(f"{address}:", flush=True)
-            try:
-                _call(argparse.Namespace(**{**vars(args), "address": address}), name)
-            except CommandError as error:
-                failures.append(error)
-        if failures:
-            raise CommandError("\n".join(map(str, failures)), failures[0].code)
+        asyncio.run(_call_all(args))
     return 0
 
 
@@ -138,34 +131,38 @@ def _inspect(args: argparse.Namespace) -> int:
     return int(bool(found.problems))
 
 
-async def _services(text: str) -> dict[str, str]:
-    """Addresses of a list, and the DNS names they were resolved from."""
+async def _call_all(args: argparse.Namespace) -> None:
+    """Runs the action with the service at each address of the list."""
+    connections = Connections(read_token(args.token_file), tls_of(args))
     with exit_with(1, OSError):
-        found = [await addresses_of(entry) for entry in parse_addresses(text, "drafter")]
-    return {address: name for each in found for address, name in each.items()}
-
-
-def _call(args: argparse.Namespace, name: str) -> None:
-    """Runs the action with the service at `args.address`."""
-    metadata = metadata_of(args)
-    with open_channel(args.address, args, name) as channel:
-        stub: Any = drafter_pb2_grpc.DrafterRegistryServiceStub
-        registry = stub(channel)
-
-        def call(rpc: str, request: Any) -> Any:
-            return getattr(registry, rpc)(request, timeout=args.timeout, metadata=metadata)
-
+        found = [await addresses_of(entry) for entry in parse_addresses(args.address, "drafter")]
+    services = {address: name for each in found for address, name in each.items()}
+    failures = []
+    for address, name in services.items():
+        if len(services) > 1:
+            print(f"{address}:", flush=True)
+        service = DrafterTransport(connections, address, name)
+        own = argparse.Namespace(**{**vars(args), "address": address})
         try:
-            args.action(args, call)
-        except grpc.RpcError as error:
-            # The error of a blocking call has the same methods as that of an async one.
-            failure = from_rpc_error(cast(Any, error))
-            reason = f" [{failure.reason}]" if failure.reason else ""
-            raise CommandError(f"{args.address}: {failure.message}{reason}", 1) from error
+            await args.action(own, partial(service.call, timeout=args.timeout))
+        except CommandError as error:
+            failures.append(error)
+        except PacelineError as error:
+            reason = f" [{error.reason}]" if error.reason else ""
+            failures.append(CommandError(f"{address}: {error.message}{reason}", 1))
+        finally:
+            await service.close()
+    if failures:
+        raise CommandError("\n".join(map(str, failures)), failures[0].code)
 
 
 def _add(
-    commands: Any, name: str, help: str, action: Callable[..., None], *, prints: bool = True
+    commands: Any,
+    name: str,
+    help: str,
+    action: Callable[..., Awaitable[None]],
+    *,
+    prints: bool = True,
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
     parser.add_argument(
@@ -188,11 +185,11 @@ def _add(
     return parser
 
 
-def _list(args: argparse.Namespace, call: Call) -> None:
-    show_list(call("ListDrafters", drafter_pb2.ListDraftersRequest()), args.json)
+async def _list(args: argparse.Namespace, call: Call) -> None:
+    show_list(await call("ListDrafters", drafter_pb2.ListDraftersRequest()), args.json)
 
 
-def _load(args: argparse.Namespace, call: Call) -> None:
+async def _load(args: argparse.Namespace, call: Call) -> None:
     request = drafter_pb2.LoadDrafterRequest(
         name=args.name,
         version=args.version,
@@ -203,18 +200,18 @@ def _load(args: argparse.Namespace, call: Call) -> None:
     )
     with exit_with(2, OSError, ValueError):
         prompts = [] if args.check is None else read_prompts(args.check)
-    info = call("LoadDrafter", request).drafter
+    info = (await call("LoadDrafter", request)).drafter
     checked: dict[str, float] = {}
     if args.check is not None:
         which = {"name": info.name, "version": info.version}
         try:
-            checked = asyncio.run(_check(args, f"{info.name}@{info.version}", prompts))
+            checked = await _check(args, f"{info.name}@{info.version}", prompts)
         except (CommandError, PacelineError):
-            call("UnloadDrafter", drafter_pb2.UnloadDrafterRequest(**which, force=True))
+            await call("UnloadDrafter", drafter_pb2.UnloadDrafterRequest(**which, force=True))
             raise
         if args.activate:
             activate = drafter_pb2.ActivateDrafterRequest(**which, traffic_share=1.0)
-            info = call("ActivateDrafter", activate).drafter
+            info = (await call("ActivateDrafter", activate)).drafter
     show([info], "", args.json, checked)
 
 
@@ -256,23 +253,23 @@ async def _check(
     }
 
 
-def _activate(args: argparse.Namespace, call: Call) -> None:
+async def _activate(args: argparse.Namespace, call: Call) -> None:
     request = drafter_pb2.ActivateDrafterRequest(
         name=args.name, version=args.version, traffic_share=args.share
     )
-    show([call("ActivateDrafter", request).drafter], "", args.json)
+    show([(await call("ActivateDrafter", request)).drafter], "", args.json)
 
 
-def _rollback(args: argparse.Namespace, call: Call) -> None:
+async def _rollback(args: argparse.Namespace, call: Call) -> None:
     request = drafter_pb2.RollbackDrafterRequest(name=args.name)
-    show(call("RollbackDrafter", request).drafters, "", args.json)
+    show((await call("RollbackDrafter", request)).drafters, "", args.json)
 
 
-def _unload(args: argparse.Namespace, call: Call) -> None:
+async def _unload(args: argparse.Namespace, call: Call) -> None:
     request = drafter_pb2.UnloadDrafterRequest(
         name=args.name, version=args.version, force=args.force
     )
-    gone = call("UnloadDrafter", request).unloaded
+    gone = (await call("UnloadDrafter", request)).unloaded
     print("unloaded" if gone else "draining: it is freed when its last generation has ended")
 
 

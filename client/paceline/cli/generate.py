@@ -71,13 +71,8 @@ _TYPES: dict[str, dict[str, Any]] = {
 def add_generation_arguments(
     parser: argparse.ArgumentParser, names: Collection[str] = (), **defaults: Any
 ) -> None:
-    """Add the parameters of `Client.generate`, as `GenerationOptions` describes them.
-
-    Args:
-        parser: The command's.
-        names: Parameters to add; empty: all that fit into a command line.
-        defaults: Other defaults.
-    """
+    """Add these parameters of `Client.generate`, as `GenerationOptions` describes them; without
+    names all that fit into a command line. `defaults` replace its defaults."""
     group, described = parser.add_argument_group("generation"), field_docs(GenerationOptions)
     for entry in dataclasses.fields(GenerationOptions):
         settings = _TYPES.get(str(entry.type).removesuffix(" | None"))

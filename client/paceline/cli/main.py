@@ -43,7 +43,7 @@ COMMANDS = (
     ),
     Command("drafter", "paceline.cli.services", "run a drafter", "server", True),
     Command("generate", "paceline.cli.generate", "generate text through running services"),
-    Command("gateway", "paceline.cli.gateway", "serve OpenAI's HTTP interface", "gateway"),
+    Command("gateway", "paceline.cli.services", "serve OpenAI's HTTP interface", "gateway", True),
     Command("compare", "paceline.cli.compare", "compare drafters with plain decoding", "gateway"),
     Command("drafters", "paceline.cli.drafters", "list, load, activate and unload drafters"),
     Command("health", "paceline.cli.connection", "check the health of a service", "server", True),

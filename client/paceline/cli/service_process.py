@@ -206,10 +206,7 @@ def default_threads(system: Path = _SYSTEM) -> int:
 
     Two hardware threads of a core share its vector units. A step meets all threads some 250 times,
     and a second socket makes each meeting several times slower, while memory is written from the
-    node of the thread that loads the model.
-
-    Args:
-        system: Where Linux describes nodes and CPUs.
+    node of the thread that loads the model. `system` is where Linux describes nodes and CPUs.
     """
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1

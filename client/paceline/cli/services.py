@@ -1,4 +1,4 @@
-"""`paceline verifier` and `paceline drafter`: serve a target model, and drafters for it."""
+"""`paceline verifier`, `drafter` and `gateway`: serve a target, drafters, and OpenAI's HTTP API."""
 
 from __future__ import annotations
 
@@ -10,23 +10,44 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cli.connection import add_service_arguments, client_of
 from paceline.cli.service_process import (
     DRAFTER_ADDRESS,
     VERIFIER_ADDRESS,
+    add_log_arguments,
     add_process_arguments,
+    add_readiness_arguments,
+    raise_file_limit,
+    ready_writer,
     refuse,
+    run_async,
     run_service,
     set_torch_environment,
+    stop_with_stdin,
 )
+from paceline.client import PacelineError
 from paceline.harness import local_services
 from paceline.harness.models import MODEL, WEIGHTS, drafter_spec, local_model, model_path, name_of
 from paceline.service import Service, configure_logging
-from paceline.service.options import add_options, byte_count, given_options, option, read_token
+from paceline.service.options import (
+    OptionsError,
+    add_options,
+    byte_count,
+    given_options,
+    option,
+    read_secret,
+    read_token,
+)
+from paceline.telemetry.exporters import traced
 from paceline.verifier import VerifierOptions
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from paceline.gateway import GatewayOptions
+
+KEY_VARIABLE = "PACELINE_API_KEY"
+KEY_FILE_VARIABLE = "PACELINE_API_KEY_FILE"
 ON_CPU = "--device=cpu"
 """Argument of both services: on the CPU, tokens are bit-identical."""
 
@@ -169,14 +190,8 @@ def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
 def load_arguments(
     specs: Iterable[str], model: Path, weights: str, lora: Path | None = None
 ) -> list[str]:
-    """Arguments of `paceline drafter` that load `specs`; if empty, what suits the target.
-
-    Args:
-        specs: Drafters, as of `--load`.
-        model: The target of the verifier beside it.
-        weights: `--weights` of that verifier.
-        lora: `--lora` of that verifier.
-    """
+    """Arguments of `paceline drafter` that load drafters as of `--load`; if there are none, what
+    suits a verifier with this target, `--weights` and `--lora`."""
     loads = [f"--load={spec}" for spec in specs]
     adapter = [f"--target-lora={lora}"] if lora else []
     return loads or [f"--target={model}", f"--target-weights={weights}", *adapter]
@@ -203,14 +218,8 @@ def own_services(
 ) -> Iterator[tuple[str, str]]:
     """Addresses of a verifier and a drafter, which run for the length of the block.
 
-    Args:
-        target: Model of the verifier.
-        weights: Format of its weights.
-        drafters: As of `--load`; empty: what suits the target.
-        common: Arguments of both services.
-
-    Raises:
-        ProcessFailed: One of them does not start.
+    Drafters are as of `load_arguments`; `common` are arguments of both services. Raises
+    ProcessFailed: one of them does not start.
     """
     verifier = [f"--target={target}", f"--weights={weights}", *common]
     drafter = [*load_arguments(drafters, target, weights), *common]
@@ -255,3 +264,56 @@ def _build_drafter(args: argparse.Namespace, metrics: CollectorRegistry | None) 
         metrics=metrics,
         **{name: value for name, value in vars(options).items() if value is not None},
     )
+
+
+def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the HTTP server, its security, and the services."""
+    from paceline.gateway import GatewayOptions
+
+    group = parser.add_argument_group("gateway")
+    add_options(group, GatewayOptions)
+    add = group.add_argument
+    add(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="Jinja template instead of that of the tokenizer",
+    )
+    add(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"file with the key that requests must carry as a bearer token (or set {KEY_VARIABLE} "
+        f"or {KEY_FILE_VARIABLE})",
+    )
+    add_readiness_arguments(parser)
+    add_service_arguments(parser)
+    add_log_arguments(parser)
+
+
+def run_gateway(args: argparse.Namespace) -> int:
+    """Serve until a signal; 0 after a drain, 2 for options that cannot be served."""
+    from paceline.gateway import GatewayOptions
+
+    configure_logging(args.log_format, args.log_level)
+    with traced("paceline-gateway"):
+        try:
+            options = GatewayOptions(
+                api_key=read_secret("API key", args.api_key_file, KEY_VARIABLE, KEY_FILE_VARIABLE),
+                chat_template=args.chat_template and args.chat_template.read_text(encoding="utf-8"),
+                **given_options(args, GatewayOptions),
+            )
+            if args.stop_with_stdin:
+                stop_with_stdin()
+            raise_file_limit()
+            run_async(_serve_gateway(args, options))
+        except (OptionsError, PacelineError, ValueError, OSError) as error:
+            return refuse(error)
+    return 0
+
+
+async def _serve_gateway(args: argparse.Namespace, options: GatewayOptions) -> None:
+    from paceline import gateway
+
+    async with client_of(args) as client:
+        await gateway.run_gateway(client, options, on_ready=ready_writer(args))

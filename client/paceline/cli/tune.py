@@ -203,16 +203,9 @@ async def measuring(
     Each prompt is prefilled once: every generation forks the cache of a plain one. Every round
     drafts, also where that is slower.
 
-    Args:
-        verifier: Arguments of `paceline verifier`.
-        drafter: Arguments of `paceline drafter`.
-        load: Method and folder of the drafter, and the options that all runs share.
-        prompts: Text or token ids.
-        tokens: New tokens of each prompt.
-        temperature: Of sampling.
-
-    Raises:
-        CommandError: By what measures: the drafter cannot be loaded so, or drafts nothing.
+    `verifier` and `drafter` are arguments of these commands; `load` has the options of the drafter
+    that all runs share, and `tokens` are generated after each prompt. What measures raises
+    CommandError: the drafter cannot be loaded so, or drafts nothing.
     """
     async with AsyncExitStack() as running:
         verifying = ServiceProcess("verifier", [*verifier, f"--lease-seconds={_LEASE_SECONDS}"])
@@ -291,11 +284,8 @@ def to_toml(
 ) -> str:
     """A config file for `paceline serve`, `paceline verifier` and `paceline drafter`.
 
-    Args:
-        verifier: Arguments of the verifier by their long names.
-        load: The drafter, NAME=METHOD:DIR,key=value...
-        steps: All steps; the drafter has the settings chosen in the last one.
-        baseline: Speed without a drafter. Unit: tokens/s.
+    It has the verifier's arguments by their long names, and the drafter with the settings chosen in
+    the last step. `baseline` is the speed without a drafter, in tokens/s.
     """
     best = steps[-1].chosen
     lines = [

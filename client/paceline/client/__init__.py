@@ -2,7 +2,7 @@
 
 from dataclasses import is_dataclass
 
-from ._chat import Conversation, render_chat
+from ._chat import render_chat
 from ._client import Client, SyncClient
 from ._errors import (
     AuthError,
@@ -41,7 +41,6 @@ __all__ = [
     "Chunk",
     "Client",
     "ClientClosedError",
-    "Conversation",
     "DeadlineError",
     "Detokenizer",
     "DraftOptions",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from paceline.sampling import MAX_TOKEN_IDS, SamplingError, checked, exactly, items
 
@@ -108,60 +108,6 @@ def render_chat(
             f"the chat template refuses these messages: {error}", metadata={"param": "messages"}
         ) from None
     return _up_to(text, messages[-1]["content"]) if continue_final_message else text
-
-
-class Conversation:
-    """Messages of user and assistant in turns, after an optional system message."""
-
-    def __init__(self, system: str = "") -> None:
-        self.system = system
-        """System message; empty: none, or that of the template."""
-        self.turns: list[dict[str, str]] = []
-        """Messages with `role` and `content`, oldest first."""
-
-    def __repr__(self) -> str:
-        system = f", system={self.system!r}" if self.system else ""
-        return f"<Conversation of {len(self.turns)} messages{system}>"
-
-    def add(self, role: Literal["user", "assistant"], text: str) -> None:
-        """Append a message."""
-        self.turns.append({"role": role, "content": text})
-
-    @property
-    def messages(self) -> list[dict[str, str]]:
-        """All messages, the system message first."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, *self.turns]
-
-    async def prompt(self, model: Model, room: int) -> tuple[list[int], int]:
-        """The prompt of the next answer. Forgets the oldest turns where the context is too short.
-
-        Args:
-            model: the model, with template and tokenizer.
-            room: tokens to leave for the answer; at most a quarter of the context is left.
-
-        Returns:
-            Token ids, and the number of turns forgotten: questions with their answers.
-
-        Raises:
-            InvalidRequestError: the newest message does not fit, and is removed; or the template
-                refuses the messages, or there is none.
-        """
-        room = min(room, model.facts.max_context // 4)
-        forgotten = 0
-        while True:
-            tokens = await model.encode_rendered(render_chat(model, self.messages))
-            if len(tokens) + room <= model.facts.max_context:
-                return tokens, forgotten
-            if len(self.turns) == 1:
-                self.turns.clear()
-                raise InvalidRequestError(
-                    f"the message makes a prompt of {len(tokens)} tokens; with {room} for the "
-                    f"answer, the context of {model.facts.max_context} tokens is too short: "
-                    "shorten the message"
-                )
-            del self.turns[:2]
-            forgotten += 1
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:

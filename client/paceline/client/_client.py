@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -255,7 +255,8 @@ class SyncClient:
     @takes(GenerationOptions)
     def generate(self, prompt: str | Sequence[int], **options: Any) -> GenerationResult:
         """The result of `Client.generate`."""
-        return self._result(self._client.generate(prompt, **options))
+        generation = self._client.generate(prompt, **options)
+        return self._wait_for(lambda: generation)
 
     @takes(GenerationOptions)
     def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Chunk]:
@@ -265,7 +266,8 @@ class SyncClient:
     @takes(ChatOptions)
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> GenerationResult:
         """The result of `Client.chat`."""
-        return self._result(self._client.chat(messages, **options))
+        generation = self._client.chat(messages, **options)
+        return self._wait_for(lambda: generation)
 
     @takes(ChatOptions)
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Iterator[Chunk]:
@@ -274,11 +276,11 @@ class SyncClient:
 
     def model(self) -> Model:
         """As `Client.model`."""
-        return self._wait_for(self._client.model())
+        return self._wait_for(self._client.model)
 
     def drafters(self) -> tuple[str, ...]:
         """As `Client.drafters`."""
-        return self._wait_for(self._client.drafters())
+        return self._wait_for(self._client.drafters)
 
     def verifiers(self) -> tuple[VerifierStatus, ...]:
         """As `Client.verifiers`."""
@@ -290,44 +292,35 @@ class SyncClient:
         async def set_them() -> None:
             self._client.set_verifiers(addresses)
 
-        self._wait_for(set_them())
+        self._wait_for(set_them)
 
     def close(self) -> None:
         """Stops all generations, disconnects, and ends the thread. Safe to call again."""
         if self._loop.is_closed():
             return
-        self._wait_for(self._client.aclose())
+        self._wait_for(self._client.aclose)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    def _result(self, generation: Generation) -> GenerationResult:
-        async def result() -> GenerationResult:
-            return await generation
-
-        return self._wait_for(result())
-
     def _chunks(self, generation: Generation) -> Iterator[Chunk]:
         chunks = aiter(generation)
-
-        async def next_chunk() -> Chunk | None:
-            return await anext(chunks, None)
-
-        async def close() -> None:
-            await chunks.aclose()
-
         try:
-            while (chunk := self._wait_for(next_chunk())) is not None:
+            while (chunk := self._wait_for(lambda: anext(chunks, None))) is not None:
                 yield chunk
         finally:
             if not self._loop.is_closed():
-                self._wait_for(close())
+                self._wait_for(chunks.aclose)
 
-    def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+    def _wait_for(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The result of a call in the event loop."""
+
+        async def work() -> T:
+            return await call()
+
         if self._loop.is_closed():
-            work.close()
             raise ClientClosedError("the client is closed: create a new one")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = asyncio.run_coroutine_threadsafe(work(), self._loop)
         try:
             return future.result()
         except BaseException:

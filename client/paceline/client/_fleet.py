@@ -374,7 +374,8 @@ class Fleet:
         numerics: tuple[str, ...] | None = None,
         avoid: Collection[Verifier] = (),
     ) -> Verifier:
-        """The verifier for a text: that with its longest prefix, or the least busy one.
+        """The verifier for a text: that with its longest prefix, unless it is much busier than
+        the least busy one.
 
         Args:
             text: Prompt and output so far.
@@ -385,9 +386,17 @@ class Fleet:
             UnavailableError: No verifier can be used now.
         """
         await self._current_model()
+
+        def rank(verifier: Verifier) -> tuple[bool, bool, bool]:
+            other_bits = numerics is not None and verifier.numerics != numerics
+            return verifier in avoid, verifier.full, other_bits
+
         serving = self.serving
+        best = min(serving, key=lambda each: (*rank(each), each.load, random.random()))
         holder = self._prefixes.find(text, serving)
-        return choose(serving, holder, numerics=numerics, avoid=avoid)
+        if holder is None or rank(holder) != rank(best):
+            return best
+        return holder if holder.load <= 2 * best.load + _HEADROOM else best
 
     def holds(self, text: Sequence[int], verifier: Verifier) -> None:
         """Records that a verifier has the KV of a text."""
@@ -487,7 +496,7 @@ class Fleet:
         errors += self._drafters.failures.values()
         for service in self._drafters.members:
             try:
-                listed = await service.list_drafters()
+                listed = await service.call("ListDrafters", drafter_pb2.ListDraftersRequest())
             except PacelineError as error:
                 errors.append(error)
                 continue
@@ -511,11 +520,13 @@ class Fleet:
     async def _join(self, verifier: Verifier) -> None:
         """Has every drafter service join a verifier. Logs failures; never raises."""
 
+        request = drafter_pb2.JoinVerifierRequest(address=verifier.address)
+
         async def join(service: DrafterTransport) -> str:
             """Why it did not join; empty if it did."""
             try:
                 async with asyncio.timeout(_JOIN_TIMEOUT):
-                    await service.join_verifier(verifier.address)
+                    await service.call("JoinVerifier", request)
             except TimeoutError:
                 return f"no drafter answers at {service.address} within {_JOIN_TIMEOUT:g} s"
             except PacelineError as error:
@@ -613,32 +624,6 @@ class Fleet:
                 self._tokenizers.add, facts.tokenizer_digest, facts.tokenizer_gzip
             )
         return codec
-
-
-def choose(
-    serving: Sequence[Verifier],
-    holder: Verifier | None,
-    *,
-    numerics: tuple[str, ...] | None = None,
-    avoid: Collection[Verifier] = (),
-) -> Verifier:
-    """Chooses one of several verifiers.
-
-    Args:
-        serving: At least one.
-        holder: The one with the longest prefix of the text, unless it is much busier; None: none.
-        numerics: Verifiers with these are preferred; None: all are equal.
-        avoid: Chosen only if there are no others.
-    """
-
-    def rank(verifier: Verifier) -> tuple[bool, bool, bool]:
-        other_bits = numerics is not None and verifier.numerics != numerics
-        return verifier in avoid, verifier.full, other_bits
-
-    best = min(serving, key=lambda each: (*rank(each), each.load, random.random()))
-    if holder is None or rank(holder) != rank(best):
-        return best
-    return holder if holder.load <= 2 * best.load + _HEADROOM else best
 
 
 def _copy(error: PacelineError, message: str) -> PacelineError:

@@ -252,12 +252,12 @@ class Generation:
                 "the prompt is empty: give a text with at least one token",
                 metadata={"param": "prompt"},
             )
-        if self._options.stop_strings and model.codec is None:
+        if self._options.stop and model.codec is None:
             raise InvalidRequestError(
                 f"stop strings need a tokenizer, and {model.facts.name} is served without one: "
                 "use stop_token_ids"
             )
-        self._output = Output(model.codec, self._options.stop_strings)
+        self._output = Output(model.codec, self._options.stop)
 
     async def _receive(self, model: Model) -> None:
         """Receives tokens until the text ends."""

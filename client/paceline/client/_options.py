@@ -92,15 +92,6 @@ class TlsOptions(Checked):
             raise InvalidRequestError(f"cannot read a TLS file: {error}") from error
         return grpc.ssl_channel_credentials(*contents)
 
-    def channel_options(self, name: str = "") -> list[tuple[str, Any]]:
-        """Options of a channel with these credentials.
-
-        Args:
-            name: Expected name in the certificate, unless `server_name` is set; empty: the host.
-        """
-        expected = self.server_name or name
-        return [("grpc.ssl_target_name_override", expected)] if expected else []
-
     def __post_init__(self) -> None:
         with invalid_requests():
             for name in ("ca", "cert", "key"):
@@ -219,11 +210,6 @@ class GenerationOptions(Sampling):
         require("parent", handle, bytes | None, "a generation or its handle")
         if not (self.on_prefill is None or callable(self.on_prefill)):
             raise SamplingError.unexpected("on_prefill", "a function", self.on_prefill)
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """All stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def parent_handle(self) -> bytes:

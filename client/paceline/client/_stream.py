@@ -63,15 +63,9 @@ class TokenStream:
     raised.
 
     The verifier runs only steps for which it has credits. At most `window` steps are granted or in
-    responses that the reader has not taken, and no more than the text needs.
+    responses that the reader has not taken, and no more than the text needs. Unit: steps.
 
-    Args:
-        fleet: Verifiers and drafter services.
-        model: The model that begins the text.
-        request: What to generate.
-        stats: Statistics of the generation.
-        trace: Its spans; None without a trace.
-        window: See above. Unit: steps.
+    `model` is the one that begins the text.
 
     Attributes:
         handle: Handle of the cache; empty without one.
@@ -154,10 +148,7 @@ class TokenStream:
         """Prefills prompt and output and returns the cache with the next token.
 
         Tries another verifier if one is unreachable, full or too small, and the same again if there
-        is none and it may succeed later.
-
-        Args:
-            avoid: Verifiers that are chosen only if there are no others.
+        is none and it may succeed later. Those in `avoid` are chosen only if there are no others.
         """
         too_small: set[Verifier] = set()
         while True:
@@ -352,10 +343,8 @@ class TokenStream:
         await self._attempts.pause(error)
 
     async def _choose(self, avoid: Collection[Verifier]) -> Verifier:
-        """The verifier for the next cache: that of the parent, or the fleet's choice.
-
-        Args:
-            avoid: Verifiers that are chosen only if there are no others.
+        """The verifier for the next cache: that of the parent, or the fleet's choice. Those in
+        `avoid` are chosen only if there are no others.
 
         Raises:
             TargetChangedError: It serves another target than that which began the text.

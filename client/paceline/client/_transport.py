@@ -17,9 +17,10 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from paceline.telemetry.tracing import current_metadata
-from paceline.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from paceline.v1 import drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 from ._errors import InvalidRequestError, PacelineError, UnavailableError, rpc_errors
 from ._options import TlsOptions
@@ -94,7 +95,8 @@ class Pool(Generic[M]):
         self._members: dict[str, M] = {}
         self._left: list[M] = []
         self._resolving: asyncio.Task[None] | None = None
-        self._failures: dict[str, PacelineError] = {}
+        self.failures: dict[str, PacelineError] = {}
+        """DNS names that could not be resolved, and why."""
         self.set(entries)
 
     def __bool__(self) -> bool:
@@ -104,11 +106,6 @@ class Pool(Generic[M]):
     def members(self) -> tuple[M, ...]:
         """The services that the list names now."""
         return tuple(self._members.values())
-
-    @property
-    def failures(self) -> dict[str, PacelineError]:
-        """DNS names that could not be resolved, and why."""
-        return self._failures
 
     def set(self, entries: tuple[str, ...]) -> None:
         """Replaces the list."""
@@ -152,7 +149,7 @@ class Pool(Generic[M]):
                 logger.warning("%s cannot be resolved, its last addresses stay: %s", entry, error)
         if entries is not self._entries:
             return  # `set` replaced the list meanwhile
-        self._resolved_at, self._failures = monotonic(), failures
+        self._resolved_at, self.failures = monotonic(), failures
         self._become((dict.fromkeys(self._members, "") if failures else {}) | found)
 
     def _become(self, addresses: dict[str, str]) -> None:
@@ -245,11 +242,14 @@ class Connections:
 
         Args:
             address: "host:port" or "unix:/path".
-            name: DNS name that was resolved to the address, for its certificate; empty: none.
+            name: DNS name that was resolved to the address: its certificate has this name, or the
+                `server_name` of the TLS options; empty: that of the address.
         """
         if self._credentials is None or self._tls is None:
             return _aio.insecure_channel(address, options=self._options)
-        options = [*self._options, *self._tls.channel_options(name)]
+        expected = self._tls.server_name or name
+        override = [("grpc.ssl_target_name_override", expected)] if expected else []
+        options = [*self._options, *override]
         return _aio.secure_channel(address, self._credentials, options=options)
 
 
@@ -326,19 +326,12 @@ class DrafterTransport(_Service):
         stub: Any = drafter_pb2_grpc.DrafterRegistryServiceStub
         return stub(self._channel)
 
-    # Neither call is part of a generation's trace: their results are shared by all generations.
-
-    async def list_drafters(self) -> drafter_pb2.ListDraftersResponse:
+    async def call(self, rpc: str, request: Message, timeout: float | None = None) -> Any:
+        """The response of the RPC of this name. It is part of no generation's trace: what a
+        service answers is shared by all generations."""
         with rpc_errors(self.kind, self.address):
-            listed: drafter_pb2.ListDraftersResponse = await self._registry.ListDrafters(
-                drafter_pb2.ListDraftersRequest(), metadata=self._metadata
-            )
-            return listed
-
-    async def join_verifier(self, address: str) -> None:
-        request = drafter_pb2.JoinVerifierRequest(address=address)
-        with rpc_errors(self.kind, self.address):
-            await self._registry.JoinVerifier(request, metadata=self._metadata)
+            method = getattr(self._registry, rpc)
+            return await method(request, metadata=self._metadata, timeout=timeout)
 
 
 class GenerateStream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
@@ -23,46 +24,28 @@ from paceline.client import (
 logger = logging.getLogger("paceline.gateway")
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """An error response.
+    """An error response."""
 
-    Attributes:
-        status: HTTP status.
-        message: what was wrong, what was expected, what to do.
-        kind: OpenAI's `type`, such as "invalid_request_error".
-        param: the invalid parameter, such as "messages", if it is one.
-        code: machine-readable reason, if there is one besides the status.
-        headers: HTTP headers of the response.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.kind = kind
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
+    status: int
+    """HTTP status."""
+    message: str
+    """What was wrong, what was expected, what to do."""
+    kind: str = field(default="invalid_request_error", kw_only=True)
+    """OpenAI's `type`."""
+    param: str | None = field(default=None, kw_only=True)
+    """The invalid parameter, such as "messages", if it is one."""
+    code: str | None = field(default=None, kw_only=True)
+    """Machine-readable reason, if there is one besides the status."""
+    headers: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    """HTTP headers of the response."""
 
     @property
     def body(self) -> dict[str, Any]:
         """JSON body of the response."""
-        error = {
-            "message": self.message,
-            "type": self.kind,
-            "param": self.param,
-            "code": self.code,
-        }
-        return {"error": error}
+        error = {"message": self.message, "type": self.kind}
+        return {"error": {**error, "param": self.param, "code": self.code}}
 
 
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:

@@ -110,12 +110,12 @@ class JobBuilder:
         """Name of the served model in requests and responses."""
         return self._options.model_name or model.facts.name
 
-    async def drafters(self) -> tuple[str, ...] | None:
-        """Names of drafters; None if their service is unreachable."""
+    async def drafters(self) -> tuple[str, ...]:
+        """Names of drafters; none if no service answers: texts are generated without drafts."""
         try:
             return await self._client.drafters()
         except PacelineError:
-            return None
+            return ()
 
     async def completion(self, body: CompletionRequest) -> GenerationJob:
         """The job of a completion."""
@@ -165,13 +165,9 @@ class JobBuilder:
     ) -> GenerationJob:
         """The job of a request.
 
-        Args:
-            param: Field with the prompts.
-            body: The request.
-            model: The served model.
-            prompts: Token ids.
-            limit: Maximum number of new tokens; None: the room in the context.
-            logprobs: Number of likeliest tokens to report; None: no log-probabilities.
+        `param` is its field with the prompts, `limit` the maximum number of new tokens (None: the
+        room in the context), `logprobs` the number of likeliest tokens to report (None: not even
+        the log-probabilities of the emitted ones).
         """
         count = len(prompts) * body.n
         if count > MAX_PROMPTS:

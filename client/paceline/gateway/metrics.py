@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
@@ -24,43 +25,32 @@ class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         """Adds the metrics to a registry."""
         self._registry = registry
-        self._requests = Counter(
+        counter = partial(Counter, registry=registry)
+        seconds = partial(Histogram, registry=registry, buckets=_SECONDS)
+        self._requests = counter(
             Metric.GATEWAY_REQUESTS,
             "Requests under /v1 that ended, by HTTP status; 499: the caller disconnected",
             ("path", "status"),
-            registry=registry,
         )
-        self._seconds = Histogram(
+        self._seconds = seconds(
             Metric.GATEWAY_REQUEST_SECONDS,
             "From a request until the end of its response",
             ("path",),
-            registry=registry,
-            buckets=_SECONDS,
         )
-        self._first = Histogram(
-            Metric.GATEWAY_FIRST_TOKEN_SECONDS,
-            "From the start of a text until its first token",
-            registry=registry,
-            buckets=_SECONDS,
+        self._first = seconds(
+            Metric.GATEWAY_FIRST_TOKEN_SECONDS, "From the start of a text until its first token"
         )
-        self._prompt = Counter(
-            Metric.GATEWAY_PROMPT_TOKENS, "Tokens of the prompts of finished texts",
-            registry=registry,
-        )  # fmt: skip
-        self._written = Counter(
-            Metric.GATEWAY_GENERATION_TOKENS, "Tokens sent to callers", registry=registry
+        self._prompt = counter(
+            Metric.GATEWAY_PROMPT_TOKENS, "Tokens of the prompts of finished texts"
         )
-        self._texts = Counter(
-            Metric.GATEWAY_TEXTS,
-            "Texts that ended: stop or length",
-            ("finish_reason",),
-            registry=registry,
+        self._written = counter(Metric.GATEWAY_GENERATION_TOKENS, "Tokens sent to callers")
+        self._texts = counter(
+            Metric.GATEWAY_TEXTS, "Texts that ended: stop or length", ("finish_reason",)
         )
-        self._fallbacks = Counter(
+        self._fallbacks = counter(
             Metric.GATEWAY_FALLBACKS,
             "Failures of drafting, connections and verifiers that finished texts survived",
             ("reason",),
-            registry=registry,
         )
 
     def show(self, gate: Gate, client: Client) -> None:

@@ -57,12 +57,7 @@ _PAGE_HEADERS = {
 
 
 class Gateway:
-    """Serves OpenAI's API under `/v1`, and a page on `/`.
-
-    Args:
-        client: Client of the services; not closed.
-        options: Checked options.
-        metrics: Counts requests; None: no metrics.
+    """Serves OpenAI's API under `/v1`, and a page on `/`. Does not close the client.
 
     Attributes:
         app: The aiohttp application. Serve it with `handler_cancellation`, so that a disconnect
@@ -197,7 +192,7 @@ class Gateway:
             "batch_invariant": facts.batch_invariant,
             "batch_invariance_reason": facts.batch_invariance_reason,
             "chat_template": bool(self._options.chat_template or facts.chat_template),
-            "drafters": list(await self._jobs.drafters() or ()),
+            "drafters": list(await self._jobs.drafters()),
         }
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
@@ -213,11 +208,7 @@ class Gateway:
         except (PacelineError, TimeoutError) as error:
             reason = str(error) or "the verifier does not respond"
             return web.json_response({"status": "unavailable", "reason": reason}, status=503)
-        try:
-            drafters = await self._client.drafters()
-        except PacelineError:
-            drafters = ()  # no drafter service answers: texts are generated without drafts
-        return web.json_response({"status": "ok", "drafters": drafters})
+        return web.json_response({"status": "ok", "drafters": await self._jobs.drafters()})
 
     async def _read(self, request: web.Request, kind: type[AnyBody]) -> AnyBody:
         return await read_request(request, kind, strict=self._options.strict)

@@ -178,11 +178,13 @@ class CompletionWriter(ChoicesWriter):
         self._offsets: dict[int, int] = {}
 
     def _choice(self, index: int, text: GeneratedText, result: GenerationResult) -> Json:
-        logprobs = [self._prompt(index, text.prompt_logprobs)]
-        logprobs += [self._logprobs(index, chunk) for chunk in text.chunks]
+        parts = [self._prompt(index, text.prompt_logprobs)]
+        parts += [self._logprobs(index, chunk) for chunk in text.chunks]
+        parts = [part for part in parts if part]
+        joined = {key: [each for part in parts for each in part[key]] for key in (parts or [{}])[0]}
         return {
             "text": self._echo(index) + result.text,
-            "logprobs": joined(logprobs) or None,
+            "logprobs": joined or None,
             "finish_reason": result.finish_reason,
         }
 
@@ -206,18 +208,23 @@ class CompletionWriter(ChoicesWriter):
         return "" if self._echoes is None else self._echoes[self._job.prompt_of(index)]
 
     def _prompt(self, index: int, entries: Sequence[TokenLogprob]) -> Json:
-        """Log-probabilities of an echoed prompt."""
+        """Log-probabilities of an echoed prompt, whose first token has none."""
         self._offsets[index] = len(self._echo(index))
         if self._echoes is None or not entries or self._codec is None:
             return {}
-        return of_prompt(self._job.prompts[self._job.prompt_of(index)], entries, self._codec)
+        tokens, detokenizer = (
+            self._job.prompts[self._job.prompt_of(index)],
+            Detokenizer(self._codec),
+        )
+        pieces = [detokenizer.push(token) for token in tokens]
+        return of_completion(tokens, [None, *entries], pieces, self._codec, 0)
 
     def _logprobs(self, index: int, chunk: Chunk) -> Json:
         offset = self._offsets[index]
         self._offsets[index] = offset + len(chunk.text)
         if not chunk.logprobs or self._codec is None:
             return {}
-        return of_completion(chunk.logprobs, chunk.pieces, self._codec, offset)
+        return of_completion(chunk.token_ids, chunk.logprobs, chunk.pieces, self._codec, offset)
 
 
 class ChatWriter(ChoicesWriter):
@@ -239,10 +246,9 @@ class ChatWriter(ChoicesWriter):
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
-        logprobs = [self._logprobs(chunk) for chunk in text.chunks]
         return {
             "message": message,
-            "logprobs": joined(logprobs) or None,
+            "logprobs": self._logprobs(result.logprobs) or None,
             "finish_reason": _reason(result, parser),
         }
 
@@ -254,7 +260,7 @@ class ChatWriter(ChoicesWriter):
         """An event for each part of the text; the first has the log-probabilities."""
         parts = self._parsers[index].push(chunk.text)
         first, *others = self._deltas(index, parts) or [{"content": ""}]
-        event = self._event(index, {"delta": first}, self._logprobs(chunk))
+        event = self._event(index, {"delta": first}, self._logprobs(chunk.logprobs))
         rest = [self._event(index, {"delta": delta}) for delta in others]
         return [self._with_round(event, chunk), *rest]
 
@@ -278,10 +284,8 @@ class ChatWriter(ChoicesWriter):
                 number += 1
         return deltas
 
-    def _logprobs(self, chunk: Chunk) -> Json:
-        if not chunk.logprobs or self._codec is None:
-            return {}
-        return of_chat(chunk.logprobs, self._codec)
+    def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> Json:
+        return of_chat(entries, self._codec) if entries and self._codec is not None else {}
 
 
 def _call(call: Call) -> Json:
@@ -311,16 +315,14 @@ def of_chat(entries: Sequence[TokenLogprob], codec: TextCodec) -> Json:
 
 
 def of_completion(
-    entries: Sequence[TokenLogprob], pieces: Sequence[str], codec: TextCodec, offset: int
+    tokens: Sequence[int],
+    entries: Sequence[TokenLogprob | None],
+    pieces: Sequence[str],
+    codec: TextCodec,
+    offset: int,
 ) -> Json:
-    """The form of completions.
-
-    Args:
-        entries: One per token.
-        pieces: Text of each token.
-        codec: The tokenizer.
-        offset: Characters before the first token.
-    """
+    """The form of completions. `entries` and `pieces` are those of the tokens; the entry of the
+    first token of a prompt is None. `offset` is the number of characters before the tokens."""
 
     def likeliest(each: TokenLogprob) -> dict[str, float]:
         # As in OpenAI's API, the token itself is always included. Among tokens with equal text, the
@@ -333,40 +335,11 @@ def of_completion(
         offsets.append(offset)
         offset += len(piece)
     return {
-        "tokens": [codec.token_text(each.token_id) for each in entries],
-        "token_logprobs": [each.logprob for each in entries],
-        "top_logprobs": [likeliest(each) for each in entries],
+        "tokens": [codec.token_text(token) for token in tokens],
+        "token_logprobs": [None if each is None else each.logprob for each in entries],
+        "top_logprobs": [None if each is None else likeliest(each) for each in entries],
         "text_offset": offsets[: len(entries)],
     }
-
-
-def of_prompt(tokens: Sequence[int], entries: Sequence[TokenLogprob], codec: TextCodec) -> Json:
-    """The form of completions for an echoed prompt, whose first token has none.
-
-    Args:
-        tokens: The prompt.
-        entries: One per token but the first.
-        codec: The tokenizer.
-    """
-    detokenizer = Detokenizer(codec)
-    pieces = [detokenizer.push(token) for token in tokens]
-    first = of_completion([TokenLogprob(tokens[0], 0.0)], pieces[:1], codec, 0)
-    rest = of_completion(entries, pieces[1:], codec, len(pieces[0]))
-    return {
-        "tokens": first["tokens"] + rest["tokens"],
-        "token_logprobs": [None, *rest["token_logprobs"]],
-        "top_logprobs": [None, *rest["top_logprobs"]],
-        "text_offset": first["text_offset"] + rest["text_offset"],
-    }
-
-
-def joined(parts: Sequence[Json]) -> Json:
-    """Log-probabilities of consecutive parts of a text as one."""
-    joined: Json = {}
-    for part in parts:
-        for key, value in part.items():
-            joined[key] = joined[key] + value if isinstance(joined.get(key), list) else value
-    return joined
 
 
 class WholeResponse:

@@ -63,13 +63,11 @@ def hub_folder() -> Path:
 
 
 def hub_model(text: str) -> Path:
-    """Path of a model of the Hugging Face hub, or of that at HF_ENDPOINT; HF_TOKEN is its token.
+    """Path of a model of the Hugging Face hub, or of that at HF_ENDPOINT, by its id, as of
+    `is_hub_id`. HF_TOKEN is the hub's token.
 
     What is not here, or is older than the hub's, is downloaded, with the progress on stderr. If
     the hub cannot be reached, what is here is taken.
-
-    Args:
-        text: As of `is_hub_id`.
 
     Raises:
         OSError: It is not here, and no hub can be reached, or the hub does not give it.

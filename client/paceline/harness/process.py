@@ -270,16 +270,9 @@ def _run_forked(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> N
 def local_services(
     verifier: Sequence[str], drafter: Sequence[str]
 ) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
-    """A verifier, and a drafter that has joined it, started side by side.
+    """A verifier, and a drafter that has joined it, with these arguments, started side by side.
 
-    Both stop at the end of the block.
-
-    Args:
-        verifier: Arguments of `paceline verifier`.
-        drafter: Arguments of `paceline drafter`.
-
-    Raises:
-        ProcessFailed: One of them is not ready in time.
+    Both stop at the end of the block. Raises ProcessFailed: one of them is not ready in time.
     """
     address = with_port("127.0.0.1:0")
     first = ServiceProcess("verifier", verifier, address=address)
@@ -309,12 +302,8 @@ def with_port(address: str) -> str:
 
 
 def has_drafter(channel: grpc.Channel, metadata: Sequence[tuple[str, str]] = ()) -> bool:
-    """Whether a drafter service has joined the verifier of a channel.
-
-    Args:
-        channel: To the verifier.
-        metadata: gRPC metadata of the call, such as a bearer token.
-    """
+    """Whether a drafter service has joined the verifier of a channel. Its bearer token is in the
+    metadata of the call."""
     stub: Any = verifier_pb2_grpc.VerifierServiceStub
     request = verifier_pb2.GetModelRequest(omit_tokenizer=True)
     try:

@@ -1,5 +1,5 @@
 import { Answer } from "./answer.js";
-import { copy, element, oncePerFrame } from "./elements.js";
+import { copy, element, oncePerFrame, onSend } from "./elements.js";
 import { Panel } from "./panel.js";
 import { rate, Run } from "./run.js";
 import { TokenText } from "./tokens.js";
@@ -20,18 +20,8 @@ export class Chat {
     this.#root = root;
     this.#context = context;
     this.#panel = new Panel(root.querySelector(".panel"));
-    const form = this.#form;
-    form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.#send();
-    });
-    this.#message.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-      event.preventDefault();
-      this.#send();
-    });
-    form.elements.stop.addEventListener("click", () => this.stop());
-    form.elements.new.addEventListener("click", () => this.#clear());
+    onSend(this.#form, () => this.#send(), () => this.stop());
+    this.#form.elements.new.addEventListener("click", () => this.#clear());
     for (const example of root.querySelectorAll(".examples button")) {
       example.addEventListener("click", () => {
         this.#message.value = example.textContent;

@@ -14,6 +14,20 @@ export function setAccent(target, accent) {
   target.classList.add(accent);
 }
 
+/** Calls `send` when a form is submitted, also by Enter in its text; `stop` by its button. */
+export function onSend(form, send, stop) {
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    send();
+  });
+  form.querySelector("textarea").addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    send();
+  });
+  form.elements.stop.addEventListener("click", stop);
+}
+
 /** Calls `draw` once before the next frame, however often the returned function is called. */
 export function oncePerFrame(draw) {
   let waiting = false;

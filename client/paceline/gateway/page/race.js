@@ -1,4 +1,4 @@
-import { element, setAccent } from "./elements.js";
+import { element, onSend, setAccent } from "./elements.js";
 import { Panel } from "./panel.js";
 import { rate, Run } from "./run.js";
 import { TokenText } from "./tokens.js";
@@ -23,17 +23,7 @@ export class Race {
     this.#root = root;
     this.#context = context;
     this.#panel = new Panel(root.querySelector(".panel"));
-    const form = root.querySelector(".composer"), prompt = form.querySelector("textarea");
-    form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.#start();
-    });
-    prompt.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-      event.preventDefault();
-      this.#start();
-    });
-    form.elements.stop.addEventListener("click", () => this.stop());
+    onSend(root.querySelector(".composer"), () => this.#start(), () => this.stop());
     const { play, time } = this.#controls;
     play.addEventListener("click", () => this.#play());
     time.addEventListener("input", () => {
