@@ -136,11 +136,8 @@ class Chat:
         self._console.print(text, style="dim")
 
     async def connect(self) -> None:
-        """Ask the services for model and drafters, and greet on a terminal.
-
-        Raises:
-            PacelineError: The verifier cannot be reached.
-        """
+        """Ask the services for model and drafters, and greet on a terminal. Raises PacelineError:
+        the verifier cannot be reached."""
         model = await self._client.model()
         with suppress(PacelineError):  # answers come without drafts then
             self._drafters = await self._client.drafters()
@@ -191,12 +188,8 @@ class Chat:
 
     async def _prompt(self, model: Model, room: int) -> list[int]:
         """The prompt of the next answer, with room for as many tokens, or a quarter of the context.
-        Forgets the oldest turns where the context is too short.
-
-        Raises:
-            InvalidRequestError: The newest message does not fit; or the template refuses the
-                messages, or there is none.
-        """
+        Forgets the oldest turns where the context is too short. Raises InvalidRequestError: the
+        newest message does not fit; or the template refuses the messages, or there is none."""
         context, forgotten = model.facts.max_context, 0
         room = min(room, context // 4)
         while True:

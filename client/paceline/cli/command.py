@@ -45,11 +45,8 @@ TABLES = {"serve": ("verifier", "drafter"), "verifier": ("verifier",), "drafter"
 
 
 def expand_config(argv: Sequence[str]) -> list[str]:
-    """Replaces `--config FILE` in a command line by the arguments in the file.
-
-    Raises:
-        CommandError: The file cannot be read or is not a config file.
-    """
+    """Replaces `--config FILE` in a command line by the arguments in the file. Raises CommandError:
+    the file cannot be read or is not a config file."""
     command = next((word for word in argv if not word.startswith("-")), None)
     if command not in TABLES:
         return list(argv)

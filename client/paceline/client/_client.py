@@ -196,11 +196,11 @@ class Client:
             InvalidRequestError: the list is invalid, or the token would be sent unencrypted.
         """
         self._running.check_open()
-        self._running.fleet.set_verifiers(self._addresses(addresses))
+        self._running.fleet.verifiers.set(self._addresses(addresses))
 
     def verifiers(self) -> tuple[VerifierStatus, ...]:
         """State of each verifier, as far as known: it is requested when generations start."""
-        return self._running.fleet.status()
+        return tuple(each.status() for each in self._running.fleet.verifiers.members)
 
     async def drafters(self) -> tuple[str, ...]:
         """Names of drafters, the default one first; empty without a drafter service.

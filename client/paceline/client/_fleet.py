@@ -323,6 +323,8 @@ class Fleet:
     until no verifier of the list was last seen with this one.
 
     Attributes:
+        verifiers: All of them.
+        prefixes: Which verifier has the KV of which text.
         retry: Retries when all verifiers are unreachable or full.
         caches: The verifier of each cache in use or kept, by handle.
     """
@@ -334,11 +336,11 @@ class Fleet:
         tokenizers: TokenizerCache,
         retry: RetryOptions,
     ) -> None:
-        self._verifiers = verifiers
+        self.verifiers = verifiers
         self._drafters = drafters
         self._tokenizers = tokenizers
         self.retry = retry
-        self._prefixes = PrefixTable()
+        self.prefixes = PrefixTable()
         self._model: Model | None = None
         self._loading = asyncio.Lock()
         self._logged: set[str] = set()
@@ -349,22 +351,11 @@ class Fleet:
     @property
     def serving(self) -> list[Verifier]:
         """The verifiers that a generation may go to."""
-        return [each for each in self._verifiers.members if each.usable and not each.refused]
-
-    def set_verifiers(self, entries: tuple[str, ...]) -> None:
-        """Replaces the list of verifiers. Running generations finish where they are."""
-        self._verifiers.set(entries)
-
-    def status(self) -> tuple[VerifierStatus, ...]:
-        """State of each verifier."""
-        return tuple(each.status() for each in self._verifiers.members)
+        return [each for each in self.verifiers.members if each.usable and not each.refused]
 
     async def model(self) -> Model:
-        """The served model.
-
-        Raises:
-            UnavailableError: No verifier could be used until the retry budget was spent.
-        """
+        """The served model. Raises UnavailableError: no verifier could be used until the retry
+        budget was spent."""
         return await retry_unavailable(self._current_model, Attempts(self.retry))
 
     async def choose(
@@ -393,26 +384,22 @@ class Fleet:
 
         serving = self.serving
         best = min(serving, key=lambda each: (*rank(each), each.load, random.random()))
-        holder = self._prefixes.find(text, serving)
+        holder = self.prefixes.find(text, serving)
         if holder is None or rank(holder) != rank(best):
             return best
         return holder if holder.load <= 2 * best.load + _HEADROOM else best
-
-    def holds(self, text: Sequence[int], verifier: Verifier) -> None:
-        """Records that a verifier has the KV of a text."""
-        self._prefixes.add(text, verifier)
 
     def failed(self, verifier: Verifier, error: PacelineError) -> None:
         """Records a failure: the verifier gets no new generation until it answers again."""
         if verifier.error is None:
             logger.info("%s failed: %s", verifier.address, error)
         verifier.failed(error)
-        self._verifiers.expire()
+        self.verifiers.expire()
 
     def unavailable(self) -> PacelineError:
         """Why no verifier can be used: the error of the only one, or one that names all."""
-        members = self._verifiers.members
-        failures = self._verifiers.failures
+        members = self.verifiers.members
+        failures = self.verifiers.failures
         errors = [each.error for each in members if each.error is not None]
         if len(members) == 1 and len(errors) == 1:
             return _copy(errors[0], errors[0].message)
@@ -514,7 +501,7 @@ class Fleet:
 
     async def close(self) -> None:
         """Disconnects."""
-        await self._verifiers.close()
+        await self.verifiers.close()
         await self._drafters.close()
 
     async def _join(self, verifier: Verifier) -> None:
@@ -545,7 +532,7 @@ class Fleet:
 
     async def _current_model(self) -> Model:
         await self._ask()
-        if not any(each.usable for each in self._verifiers.members):
+        if not any(each.usable for each in self.verifiers.members):
             raise self.unavailable()
         async with self._loading:
             model = await self._agree()
@@ -555,8 +542,8 @@ class Fleet:
 
     async def _ask(self) -> None:
         """Requests models that are due. Waits for verifiers without a failure, or for any."""
-        await self._verifiers.update()
-        members = self._verifiers.members
+        await self.verifiers.update()
+        members = self.verifiers.members
         timeout = PATIENCE if len(members) > 1 else None
         healthy = [each for each in members if each.error is None and not each.late]
         asked = {each: each.ask() for each in members if each.due}
@@ -573,7 +560,7 @@ class Fleet:
 
     async def _agree(self) -> Model:
         """The target of the fleet; refuses verifiers of others."""
-        members = self._verifiers.members
+        members = self.verifiers.members
         known = [each.facts for each in members if each.facts is not None]
         if self._model is None or all(differs(facts, self._model.facts) for facts in known):
             first = next((each for each in members if each.usable), None)

@@ -53,11 +53,8 @@ def invalid_requests() -> Iterator[None]:
 
 
 def checked_prompt(prompt: object) -> str | list[int]:
-    """A prompt as `Client.generate` takes it: text, or token ids, also of numpy or torch.
-
-    Raises:
-        InvalidRequestError: It is of another type, or empty.
-    """
+    """A prompt as `Client.generate` takes it: text, or token ids, also of numpy or torch. Raises
+    InvalidRequestError: it is of another type, or empty."""
     expected = "a non-empty text or token ids"
     with invalid_requests():
         found: str | list[int]

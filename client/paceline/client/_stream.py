@@ -105,10 +105,7 @@ class TokenStream:
 
     async def receive(self) -> verifier_pb2.Round:
         """The next round. With `steps` 0 its tokens come from a prefill or an earlier stream.
-
-        Raises:
-            PacelineError: A failure from which the generation cannot recover.
-        """
+        Raises PacelineError: a failure from which the generation cannot recover."""
         while True:
             try:
                 response = await self._read()
@@ -212,7 +209,7 @@ class TokenStream:
         verifier = self._fleet.caches.pop(handle, None)
         if verifier is not None:
             verifier.running -= 1
-            self._fleet.holds(self._request.text, verifier)
+            self._fleet.prefixes.add(self._request.text, verifier)
         return verifier
 
     def _room(self) -> int:
@@ -424,7 +421,7 @@ class TokenStream:
         stats, facts = self._stats, verifier.facts or self._facts
         self.handle, self._parent = created.handle, b""
         self._fleet.caches[self.handle] = verifier
-        self._fleet.holds(self._request.text, verifier)
+        self._fleet.prefixes.add(self._request.text, verifier)
         stats.batch_invariant = facts.batch_invariant and stats.batch_invariant is not False
         if verifier.address and verifier.address not in stats.verifiers:
             stats.verifiers.append(verifier.address)

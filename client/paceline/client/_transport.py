@@ -39,10 +39,8 @@ _MAX_AGE = 5.0
 def parse_addresses(text: str, kind: str) -> tuple[str, ...]:
     """The entries of a list: "host:port", "unix:/path" or "dns:///name:port", comma-separated.
 
-    `kind` is what the addresses are of, for the error: "verifier" or "drafter".
-
-    Raises:
-        InvalidRequestError: An entry is empty, repeated, or of another form.
+    `kind` is what the addresses are of, for the error: "verifier" or "drafter". Raises
+    InvalidRequestError: an entry is empty, repeated, or of another form.
     """
     param = {"param": f"{kind}_address"}
     # Another type may be an int with too many digits to print.
@@ -162,11 +160,8 @@ class Pool(Generic[M]):
 
 
 async def addresses_of(entry: str) -> dict[str, str]:
-    """Addresses of an entry, with the DNS name that each was resolved from; empty for none.
-
-    Raises:
-        OSError: The name cannot be resolved.
-    """
+    """Addresses of an entry, with the DNS name that each was resolved from; empty for none. Raises
+    OSError: the name cannot be resolved."""
     if not entry.startswith(_DNS):
         return {entry: ""}
     name, _, port = entry.removeprefix(_DNS).rpartition(":")
@@ -206,10 +201,8 @@ class Connections:
 
     Every call carries the bearer token, which is refused without TLS beyond loopback, and in
     `paceline-client` a random name of the client. A load balancer that hashes the name sends all
-    calls of a client to the verifier with its caches.
-
-    Raises:
-        InvalidRequestError: A TLS file cannot be read.
+    calls of a client to the verifier with its caches. Raises InvalidRequestError: a TLS file cannot
+    be read.
     """
 
     def __init__(

@@ -90,11 +90,7 @@ class JobBuilder:
         self._options = options
 
     async def model(self, name: str | None) -> Model:
-        """The served model.
-
-        Raises:
-            ApiError: It has another name than the request's.
-        """
+        """The served model. Raises ApiError: it has another name than the request's."""
         model = await self._client.model()
         served = self.model_name(model)
         if name is not None and name != served:

@@ -18,12 +18,8 @@ from paceline.service.options import (
 
 @dataclass(frozen=True)
 class GatewayOptions:
-    """Options of one gateway, checked when created.
-
-    Raises:
-        OptionsError: They contradict each other, or would serve beyond this machine without TLS
-            and a key.
-    """
+    """Options of one gateway, checked when created. Raises OptionsError: they contradict each
+    other, or would serve beyond this machine without TLS and a key."""
 
     address: str = option(
         "127.0.0.1:8080",
@@ -111,11 +107,8 @@ class GatewayOptions:
 
     @property
     def metrics(self) -> ServerOptions:
-        """Options of the metrics endpoint, with the API key as its token.
-
-        Raises:
-            OptionsError: Metrics would be served beyond this machine without TLS and a key.
-        """
+        """Options of the metrics endpoint, with the API key as its token. Raises OptionsError:
+        metrics would be served beyond this machine without TLS and a key."""
         return ServerOptions(
             address="127.0.0.1:0",  # unused
             tls_cert=self.tls_cert,

@@ -53,10 +53,8 @@ async def read_request(request: web.Request, kind: type[AnyBody], *, strict: boo
     """Reads and validates a request. Unknown fields are noted in `request[UNKNOWN_FIELDS]`,
     or refused if `strict`.
 
-    The content type must be JSON, which pages of other sites cannot send without CORS.
-
-    Raises:
-        ApiError: The body is not a request of this kind, or does not arrive in time.
+    The content type must be JSON, which pages of other sites cannot send without CORS. Raises
+    ApiError: the body is not a request of this kind, or does not arrive in time.
     """
     if request.content_type != "application/json":
         raise ApiError(415, "send the request as application/json")
@@ -358,11 +356,8 @@ class Constrained(Body):
     """A grammar in llama.cpp's GBNF or in Lark's notation."""
 
     def constraint(self) -> dict[str, Any]:
-        """The constraint, as an argument of `Client.generate`; empty: none.
-
-        Raises:
-            ApiError: There are several.
-        """
+        """The constraint, as an argument of `Client.generate`; empty: none. Raises ApiError: there
+        are several."""
         form = self.response_format
         found: list[tuple[str, Any]] = []
         if isinstance(form, JsonSchema):
@@ -516,11 +511,8 @@ class ChatRequest(GenerationRequest):
     """End the prompt with the text of the last message, which the answer continues."""
 
     def tool_use(self) -> ToolUse:
-        """Its tools and how they may be called.
-
-        Raises:
-            ApiError: A tool that must be called does not exist.
-        """
+        """Its tools and how they may be called. Raises ApiError: a tool that must be called does
+        not exist."""
         choice = self.tool_choice
         if isinstance(choice, Tool):
             name = choice.function.name

@@ -24,27 +24,18 @@ class InputPart(TextPart):
     type: Literal["input_text", "output_text", "text", "refusal"]
 
 
-class InputItem(Body):
-    """An item of a conversation, such as one of an earlier response."""
-
-    id: str | None = None
-    status: str | None = None
-
-
-class InputMessage(InputItem):
+class InputMessage(Body):
     """A message."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[InputPart]
-    phase: str | None = None
 
     def as_message(self) -> dict[str, Any]:
-        """The message of a chat."""
         return {"role": self.role, "content": text_of(self.content)}
 
 
-class InputCall(InputItem):
+class InputCall(Body):
     """A call that the model made earlier."""
 
     type: Literal["function_call"]
@@ -53,13 +44,12 @@ class InputCall(InputItem):
     arguments: str
 
     def as_message(self) -> dict[str, Any]:
-        """The message of a chat."""
         function = {"name": self.name, "arguments": self.arguments}
         call = {"id": self.call_id, "type": "function", "function": function}
         return {"role": "assistant", "tool_calls": [call]}
 
 
-class InputResult(InputItem):
+class InputResult(Body):
     """The result of a call."""
 
     type: Literal["function_call_output"]
@@ -67,26 +57,16 @@ class InputResult(InputItem):
     output: str | list[InputPart]
 
     def as_message(self) -> dict[str, Any]:
-        """The message of a chat."""
         return {"role": "tool", "tool_call_id": self.call_id, "content": text_of(self.output)}
 
 
-class InputReasoning(InputItem):
-    """Reasoning of an earlier answer; it is left out."""
-
-    type: Literal["reasoning"]
-    summary: list[Any] = Field(default=[])
-    content: list[Any] = Field(default=[])
-    encrypted_content: str | None = None
-
-
-Item = InputMessage | InputCall | InputResult | InputReasoning
-_KINDS: dict[str, type[Item]] = {
+_KINDS: dict[str, type[InputMessage | InputCall | InputResult]] = {
     "message": InputMessage,
     "function_call": InputCall,
     "function_call_output": InputResult,
-    "reasoning": InputReasoning,
 }
+"""Items of a conversation that become messages. Reasoning of an earlier answer is left out, and so
+are other fields of its items, such as their status."""
 
 
 class TextFormat(Body):
@@ -144,11 +124,8 @@ class ResponsesRequest(CommonRequest):
     stream_options: dict[str, Any] | None = None
 
     def chat(self) -> ChatRequest:
-        """The same request as a chat.
-
-        Raises:
-            ApiError: It needs stored responses, or is invalid as a chat.
-        """
+        """The same request as a chat. Raises ApiError: it needs stored responses, or is invalid as
+        a chat."""
         if self.previous_response_id is not None or self.background:
             name = "background" if self.background else "previous_response_id"
             raise bad_request(f"{name} needs stored responses: send the whole conversation", name)
@@ -182,10 +159,10 @@ class ResponsesRequest(CommonRequest):
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
         for index, fields in enumerate(self.input):
-            item = _item(index, fields)
-            if isinstance(item, InputReasoning):
+            kind = "message" if fields.get("type") is None else fields["type"]
+            if kind == "reasoning":
                 continue
-            message = item.as_message()
+            message = _message(index, kind, fields)
             if message["role"] == "assistant" and messages and "tool_calls" in message:
                 last = messages[-1]
                 if last["role"] == "assistant":  # calls of one answer are one message
@@ -195,13 +172,13 @@ class ResponsesRequest(CommonRequest):
         return messages
 
 
-def _item(index: int, fields: dict[str, Any]) -> Item:
-    kind = "message" if fields.get("type") is None else fields["type"]
+def _message(index: int, kind: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """The message of an item in a chat."""
     if not isinstance(kind, str) or kind not in _KINDS:
-        known = ", ".join(_KINDS)
+        known = ", ".join((*_KINDS, "reasoning"))
         raise bad_request(f"an item of type {kind!r} is unknown; known are {known}", "input")
     try:
-        return _KINDS[kind].model_validate(fields)
+        return _KINDS[kind].model_validate(fields).as_message()
     except ValidationError as error:
         failure = from_validation(error)
         failure.param = f"input.{index}.{failure.param or ''}".rstrip(".")

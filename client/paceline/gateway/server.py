@@ -131,9 +131,7 @@ class Gateway:
         """Generates the texts of a job and sends them.
 
         `stream` sends each chunk as an event, `only_prompts` only what is known of the prompts.
-
-        Raises:
-            ApiError: The gateway is full or drains.
+        Raises ApiError: the gateway is full or drains.
         """
         if self.gate.closed:
             raise ApiError(

@@ -66,11 +66,9 @@ def hub_model(text: str) -> Path:
     """Path of a model of the Hugging Face hub, or of that at HF_ENDPOINT, by its id, as of
     `is_hub_id`. HF_TOKEN is the hub's token.
 
-    What is not here, or is older than the hub's, is downloaded, with the progress on stderr. If
-    the hub cannot be reached, what is here is taken.
-
-    Raises:
-        OSError: It is not here, and no hub can be reached, or the hub does not give it.
+    What is not here, or is older than the hub's, is downloaded, with the progress on stderr. If the
+    hub cannot be reached, what is here is taken. Raises OSError: it is not here, and no hub can be
+    reached, or the hub does not give it.
     """
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -93,10 +91,7 @@ def hub_model(text: str) -> Path:
 
 def model_path(text: str) -> Path:
     """Type of an argument that takes a model: its path, that of a named model, or of a hub's.
-
-    Raises:
-        ArgumentTypeError: The named model has not been fetched, or the hub does not give it.
-    """
+    Raises ArgumentTypeError: the named model has not been fetched, or the hub does not give it."""
     if is_hub_id(text):
         try:
             return hub_model(text)
