@@ -142,6 +142,12 @@ def test_bad_connection_arguments_are_told(
     assert "paceline drafters: " in capsys.readouterr().err
 
 
+def test_a_token_is_not_sent_unencrypted(capsys: pytest.CaptureFixture[str]) -> None:
+    """To no service of a list, if one is on another machine."""
+    assert main(["drafters", "list", "--address", "127.0.0.1:1,10.0.0.1:2"]) == 2
+    assert "a token would travel to 10.0.0.1:2 unencrypted" in capsys.readouterr().err
+
+
 def test_an_option_needs_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["drafters", "load", "x", "ngram", "--option", "nodes"])

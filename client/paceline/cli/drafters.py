@@ -137,6 +137,8 @@ async def _call_all(args: argparse.Namespace) -> None:
     with exit_with(1, OSError):
         found = [await addresses_of(entry) for entry in parse_addresses(args.address, "drafter")]
     services = {address: name for each in found for address, name in each.items()}
+    for address in services:
+        connections.check(address)
     failures = []
     for address, name in services.items():
         if len(services) > 1:
