@@ -30,23 +30,19 @@ class Command:
     help: str
     extra: str | None = None
     """Extra of the distribution that it needs; None: no extra."""
-    shares_module: bool = False
-    """Whether its functions have its name."""
 
 
 COMMANDS = (
     Command("fetch", "paceline.cli.fetch", "download a model by name"),
     Command("chat", "paceline.cli.chat", "hold a conversation in the terminal", "gateway"),
     Command("serve", "paceline.cli.serve", "run a verifier, a drafter and a gateway", "server"),
-    Command(
-        "verifier", "paceline.cli.services", "run a verifier: the target model", "server", True
-    ),
-    Command("drafter", "paceline.cli.services", "run a drafter", "server", True),
+    Command("verifier", "paceline.cli.services", "run a verifier: the target model", "server"),
+    Command("drafter", "paceline.cli.services", "run a drafter", "server"),
     Command("generate", "paceline.cli.generate", "generate text through running services"),
-    Command("gateway", "paceline.cli.services", "serve OpenAI's HTTP interface", "gateway", True),
+    Command("gateway", "paceline.cli.services", "serve OpenAI's HTTP interface", "gateway"),
     Command("compare", "paceline.cli.compare", "compare drafters with plain decoding", "gateway"),
     Command("drafters", "paceline.cli.drafters", "list, load, activate and unload drafters"),
-    Command("health", "paceline.cli.connection", "check the health of a service", "server", True),
+    Command("health", "paceline.cli.connection", "check the health of a service", "server"),
     Command("doctor", "paceline.cli.doctor", "report on this machine and installation"),
     Command(
         "demo",
@@ -63,9 +59,7 @@ COMMANDS = (
     Command("tune", "paceline.cli.tune", "find a drafter's best settings here", "server"),
     Command("train", "paceline.train.cli", "train targets and drafters", "train"),
     Command("bench", "paceline.bench.cli", "measure speed and resilience", "dev"),
-    Command(
-        "completion", "paceline.cli.main", "print a shell's completion script", shares_module=True
-    ),
+    Command("completion", "paceline.cli.main", "print a shell's completion script"),
 )
 
 ALIASES = {"run": ("chat",), "pull": ("fetch",), "ps": ("drafters", "list")}
@@ -138,9 +132,9 @@ def build_parser(expanded: Collection[Command]) -> argparse.ArgumentParser:
     for command in COMMANDS:
         sub = commands.add_parser(command.name, help=command.help, description=command.help)
         if command in expanded:
-            part = f"_{command.name}" if command.shares_module else ""
             try:
                 module = importlib.import_module(command.module)
+                part = f"_{command.name}" if hasattr(module, f"run_{command.name}") else ""
                 getattr(module, f"add{part}_arguments")(sub)
                 sub.set_defaults(run=getattr(module, f"run{part}"))
             except ModuleNotFoundError as error:
