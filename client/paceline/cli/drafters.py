@@ -24,12 +24,7 @@ from paceline.cli.connection import (
     verifier_address,
 )
 from paceline.client import DraftOptions, PacelineError, Stats
-from paceline.client._transport import (
-    Connections,
-    DrafterTransport,
-    addresses_of,
-    parse_addresses,
-)
+from paceline.client._transport import Connections, DrafterTransport, addresses_of, parse_addresses
 from paceline.harness import read_prompts
 from paceline.service.options import OptionsError, read_token
 from paceline.v1 import drafter_pb2

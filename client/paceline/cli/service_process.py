@@ -80,10 +80,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
         help="TOML file with more arguments, in the tables [verifier] and [drafter]",
     )
     group.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="threads (default: the cores of one NUMA node)",
+        "--threads", type=int, metavar="N", help="threads (default: the cores of one NUMA node)"
     )
     add_log_arguments(group)
 

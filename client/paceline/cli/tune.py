@@ -290,7 +290,7 @@ def to_toml(
     best = steps[-1].chosen
     lines = [
         f"# Found by paceline tune: {best.tokens_per_second:.1f} tokens/s, accepted length "
-        f"{best.accepted_length:.2f}; {baseline:.1f} tokens/s without a drafter.",
+        f"{best.accepted_length:.2f}; {baseline:.1f} tokens/s without a drafter."
     ]
     if best.tokens_per_second < baseline:
         lines.append("# Drafting does not pay with these prompts here: services will not draft.")

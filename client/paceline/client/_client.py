@@ -28,13 +28,7 @@ from ._options import (
     user_cache_dir,
 )
 from ._text import Chunk, Model, TokenizerCache
-from ._transport import (
-    Connections,
-    DrafterTransport,
-    Pool,
-    Transport,
-    parse_addresses,
-)
+from ._transport import Connections, DrafterTransport, Pool, Transport, parse_addresses
 
 DEFAULT_ADDRESS = "127.0.0.1:7431"
 """Address of a verifier that is started without one."""

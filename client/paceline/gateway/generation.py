@@ -26,13 +26,7 @@ from paceline.telemetry.names import Span
 
 from .errors import ApiError, bad_request
 from .options import GatewayOptions
-from .requests import (
-    MAX_PROMPTS,
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    StreamOptions,
-)
+from .requests import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 
 # Maximum number of texts of one request at once. More do not make a verifier's step more efficient.
 _MAX_CONCURRENT = 64

@@ -162,11 +162,7 @@ class Message(Body):
         return {"role": self.role, "content": text, **shown}
 
 
-_NO_ARGUMENTS: dict[str, Any] = {
-    "type": "object",
-    "properties": {},
-    "additionalProperties": False,
-}
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class Function(Body):

@@ -120,8 +120,7 @@ def name_of(path: Path) -> str | None:
     if path.is_relative_to(hub_folder()):
         return str(path.relative_to(hub_folder()))
     return next(
-        (n for n, model in MODELS.items() if path in (model.path, model.path.with_suffix(""))),
-        None,
+        (n for n, model in MODELS.items() if path in (model.path, model.path.with_suffix(""))), None
     )
 
 
