@@ -90,7 +90,13 @@ async def test_a_client_without_certificate_is_refused(
     assert not verifier.creates
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1:7431", "example.com:7431", "127.0.0.1.evil.org:1"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("10.0.0.1:7431", "example.com:7431", "127.0.0.1.evil.org:1"),
+        *("unix.example.com:1", "unixes:1", "dns:///unix:1"),
+    ],
+)
 def test_a_token_is_not_sent_unencrypted(address: str) -> None:
     for verifier, drafter in ((address, None), ("127.0.0.1:7431", address)):
         with pytest.raises(InvalidRequestError, match="unencrypted"):

@@ -63,10 +63,9 @@ def parse_addresses(text: str, kind: str) -> tuple[str, ...]:
 
 def host_of(address: str) -> str:
     """The host of an address; "localhost" if it is on this machine."""
-    address = address.removeprefix(_DNS)
-    host = address.rpartition(":")[0].strip("[]")
-    if address.startswith("unix"):
+    if address.startswith(("unix:", "unix-abstract:")):
         return "localhost"
+    host = address.removeprefix(_DNS).rpartition(":")[0].strip("[]")
     try:
         return "localhost" if ipaddress.ip_address(host).is_loopback else host
     except ValueError:
