@@ -145,11 +145,9 @@ def _details(
         status = rpc_status.from_call(error)
     for detail in status.details if status is not None else ():
         if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            info = error_details_pb2.ErrorInfo()
-            detail.Unpack(info)
+            info = error_details_pb2.ErrorInfo.FromString(detail.value)
         elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-            retry = error_details_pb2.RetryInfo()
-            detail.Unpack(retry)
+            retry = error_details_pb2.RetryInfo.FromString(detail.value)
             retry_after = retry.retry_delay.ToTimedelta().total_seconds()
     return info, retry_after
 
