@@ -44,7 +44,7 @@ from paceline.kernels import (
     History,
     choose_token,
     filter_logits,
-    gumbel_noise,
+    gumbel_noise_at,
     plan_trees,
     streaming,
 )
@@ -336,7 +336,9 @@ def beam_search(
         for path, score in frontier.items():
             scores = filter_logits(logits_after(path), params, History(text, path))
             if not params.greedy:
-                scores = scores + gumbel_noise(params.seed, len(text) + level, VOCAB)
+                scores = scores + gumbel_noise_at(
+                    params.seed, len(text) + level, torch.arange(VOCAB)
+                )
             logs = adjust(path, scores.log_softmax(0))
             for token in logs.topk(width).indices.tolist():
                 if logs[token] > -torch.inf:

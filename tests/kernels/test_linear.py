@@ -17,11 +17,11 @@ from paceline.kernels._compile import levels_here
 from paceline.kernels.blocks import Blocks, quantise
 from paceline.kernels.linear import (
     FORMATS,
-    NativeLinear,
     PackedMatrix,
     multiply,
     multiply_blocks,
     multiply_floats,
+    multiply_natively,
     pack,
     pack_blocks,
 )
@@ -51,7 +51,7 @@ def random_blocks(outs: int, ins: int, bits: int, minima: bool, half: bool, seed
 def at_level(level: str, x: Tensor, packed: PackedMatrix) -> Tensor:
     library = compiled(level).library
     assert library is not None
-    return NativeLinear(library).multiply(x, packed.matrix())
+    return multiply_natively(library, x, packed.matrix())
 
 
 def multiplied_in_tiles(level: str, x: Tensor, packed: PackedMatrix) -> Tensor:
@@ -59,7 +59,7 @@ def multiplied_in_tiles(level: str, x: Tensor, packed: PackedMatrix) -> Tensor:
     library = compiled(level).library
     assert library is not None
     with in_tiles(library):
-        return NativeLinear(library).multiply(x, packed.matrix())
+        return multiply_natively(library, x, packed.matrix())
 
 
 def in_plain_c(x: Tensor, packed: PackedMatrix) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.kernels import gumbel_noise, gumbel_noise_at, philox
+from paceline.kernels import gumbel_noise_at
 from paceline.kernels._native import library
-from paceline.kernels.noise import _slow_gumbel, _slow_mantissas
+from paceline.kernels.noise import _slow_gumbel, _slow_mantissas, philox
 
 # Known answers of philox4x32-10 from the Random123 distribution: counter, key, output.
 KNOWN = [
@@ -31,16 +31,18 @@ def words(text: str) -> list[int]:
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
 def test_philox_gives_the_known_answers(counter: str, key: str, expected: str) -> None:
-    columns = np.array([words(counter)] * 3, dtype=np.uint32).T
-    found = philox(columns, (words(key)[0], words(key)[1]))
-    assert found.T.tolist() == [words(expected)] * 3
+    a, b, c, d = words(counter)
+    k, other = words(key)
+    assert list(philox((a, b, c, d), (k, other))) == words(expected)
+    many = [np.full(3, word, np.uint64) for word in (a, b, c, d)]
+    found = philox((many[0], many[1], many[2], many[3]), (k, other))
+    assert np.array(found).T.tolist() == [words(expected)] * 3
 
 
 def spelled_out(seed: int, position: int, token: int) -> float:
     """The documented layout, one number at a time."""
-    counter = [position & 0xFFFFFFFF, position >> 32, token >> 1, 0]
-    columns = np.array([counter], dtype=np.uint32).T
-    out = philox(columns, (seed & 0xFFFFFFFF, seed >> 32))[:, 0].tolist()
+    counter = (position & 0xFFFFFFFF, position >> 32, token >> 1, 0)
+    out = philox(counter, (seed & 0xFFFFFFFF, seed >> 32))
     high, low = (out[0], out[1]) if token % 2 == 0 else (out[2], out[3])
     u = (((high << 20) | (low >> 12)) + 0.5) * 2.0**-52
     return float(np.float32(-math.log(-math.log(u))))
@@ -53,7 +55,7 @@ def spelled_out(seed: int, position: int, token: int) -> float:
     vocab=st.integers(1, 40),
 )
 def test_noise_follows_the_documented_layout(seed: int, position: int, vocab: int) -> None:
-    noise = gumbel_noise(seed, position, vocab)
+    noise = gumbel_noise_at(seed, position, torch.arange(vocab))
     assert noise.dtype == torch.float32
     assert noise.shape == (vocab,)
     for token in {0, vocab // 2, vocab - 1}:
@@ -79,11 +81,13 @@ def test_with_a_compiler_and_without_it_is_the_same(
 @pytest.mark.parametrize("vocab", [1, 2, 8191, 8192, 8193, 20001])
 def test_some_ids_get_the_noise_of_all(vocab: int) -> None:
     ids = torch.randint(vocab, (50,))
-    assert torch.equal(gumbel_noise_at(7, 9, ids), gumbel_noise(7, 9, vocab)[ids])
+    whole = gumbel_noise_at(7, 9, torch.arange(vocab))
+    assert torch.equal(gumbel_noise_at(7, 9, ids), whole[ids])
 
 
 def test_noise_is_standard_gumbel() -> None:
-    noise = torch.cat([gumbel_noise(3, position, 50000) for position in range(20)]).double()
+    ids = torch.arange(50000)
+    noise = torch.cat([gumbel_noise_at(3, position, ids) for position in range(20)]).double()
     assert noise.mean().item() == pytest.approx(0.57722, abs=4e-3)
     assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=2e-2)
     ranked = noise.sort().values
@@ -101,4 +105,4 @@ def test_the_extreme_draws_are_finite(mantissa: int, largest: bool) -> None:
 @pytest.mark.parametrize(("seed", "position"), [(-1, 0), (2**64, 0), (0, -1)])
 def test_numbers_out_of_range_are_refused(seed: int, position: int) -> None:
     with pytest.raises(ValueError, match="expected"):
-        gumbel_noise(seed, position, 4)
+        gumbel_noise_at(seed, position, torch.arange(4))

@@ -21,9 +21,7 @@ from paceline.kernels import (
     accept_or_resample,
     choose_token,
     filter_logits,
-    philox,
 )
-from paceline.kernels.noise import philox_words
 
 VOCAB, DEPTH, SAMPLES = 5, 3, 800
 PROMPT = [0, 1]
@@ -169,12 +167,6 @@ def test_a_drafter_like_the_target_gets_everything_accepted() -> None:
         proposal = Proposal.likeliest(row, VOCAB)
         token = proposal.draw(seed, 7)
         assert accept_or_resample(row, params, 7, history, token, proposal) == token
-
-
-@given(st.tuples(*[st.integers(0, 2**32 - 1)] * 4), st.tuples(*[st.integers(0, 2**32 - 1)] * 2))
-def test_one_counter_at_a_time(counter: tuple[int, int, int, int], key: tuple[int, int]) -> None:
-    words = philox(np.array(counter, dtype=np.uint32)[:, None], key)
-    assert philox_words(counter, key) == tuple(words[:, 0].tolist())
 
 
 @given(

@@ -18,7 +18,7 @@ from paceline.kernels import (
     choose_token,
     cpu_kernels,
     filter_logits,
-    gumbel_noise,
+    gumbel_noise_at,
     raw_logprobs,
     sampling,
 )
@@ -101,7 +101,7 @@ def test_the_choice_is_the_best_filtered_noisy_logit(params: SamplingParams, pos
     history = History([1, 2, 2], [2, int(logits.argmax())])
     expected = filter_logits(logits, params, history)
     if params.temperature:
-        expected = expected + gumbel_noise(params.seed, position, 300)
+        expected = expected + gumbel_noise_at(params.seed, position, torch.arange(300))
     assert choose_token(logits, params, position, history) == int(expected.argmax())
 
 

@@ -15,7 +15,7 @@ from paceline.kernels.caches import KVCacheView, LayerTable, PagedPlane, Plane
 from paceline.kernels.delta import MAX_TAPS, Delta, DeltaShape, RecurrentStates
 from paceline.kernels.dense import MAX_PROBES, AttentionCall, GraphProbes, Probe, ProbedBlock
 from paceline.kernels.executor import Executor
-from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox
+from paceline.kernels.noise import gumbel_noise_at
 from paceline.kernels.program import MAX_EXPERTS, Context, Heads, Pass, Program, Recorder, Routing
 from paceline.kernels.rows import Norm, RowKernels, row_kernels
 from paceline.kernels.sampling import (
@@ -102,10 +102,8 @@ __all__ = [
     "edits",
     "filter_logits",
     "get_numerics",
-    "gumbel_noise",
     "gumbel_noise_at",
     "perturbed_logits",
-    "philox",
     "plan_trees",
     "processor",
     "processor_name",

@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,22 @@ LANES = 16
 """Widths must be multiples of this."""
 
 VARIABLE = "PACELINE_CPU_LEVEL"
+
+_AT, _COUNT, _KEY = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "paceline_set_numerics": (None, ctypes.c_int),
+    "paceline_linear_check": (_COUNT,),
+    "paceline_linear_scratch": (_COUNT, _AT, _COUNT),
+    "paceline_linear": (None, _AT, _AT, _COUNT, _AT, _AT),
+    "paceline_program_bytes": (_COUNT, _AT, _AT),
+    "paceline_run_program": (_COUNT, _AT, _AT),
+    "paceline_draft": (_COUNT, _AT, _AT, _COUNT, _AT, _COUNT, _COUNT),
+    "paceline_gumbel": (None, _KEY, _KEY, _AT, _COUNT, _AT),
+    "paceline_weights": (_COUNT, _AT, _COUNT, _AT),
+    "paceline_logsumexp": (ctypes.c_double, _AT, _COUNT, _AT),
+    "paceline_candidates": (None, _AT, *[_COUNT] * 4, ctypes.c_float, _AT, _AT, _AT),
+}
+"""Types of the result and the arguments of each function."""
 
 _log = logging.getLogger(__name__)
 
@@ -95,13 +112,21 @@ def load(level: str) -> CpuKernels:
     """Load the kernels of a level; falls back to torch operations if that fails."""
     ahead = _compile.PREBUILT / _compile.file_name(level)
     with suppress(OSError):  # missing, or built for a newer C library than this machine's
-        return CpuKernels(level, ctypes.CDLL(str(ahead)), "the wheel", str(ahead))
+        return CpuKernels(level, _open(ahead), "the wheel", str(ahead))
     try:
         made = _compile.build(level, _folder())
-        return CpuKernels(level, ctypes.CDLL(str(made)), "compiled on this machine", str(made))
+        return CpuKernels(level, _open(made), "compiled on this machine", str(made))
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("CPU kernels run on torch operations, several times slower: %s", error)
         return CpuKernels("none", None, str(error))
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name, (result, *arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
 
 
 def _levels() -> tuple[str, ...]:
@@ -117,7 +142,7 @@ def _levels() -> tuple[str, ...]:
 
 def _wrong_format(library: ctypes.CDLL) -> str | None:
     """The first format of linear layers whose bits are not those of plain C."""
-    failed = int(library.paceline_linear_check())
+    failed: int = library.paceline_linear_check()
     return ("float32", "bfloat16", "int8", "int4")[failed - 1] if failed else None
 
 
@@ -181,5 +206,5 @@ def set_numerics(requested: str) -> str:
         raise ValueError(f"numerics is {requested!r}, expected one of {NUMERICS[: 2 + able]}")
     _chosen = "amx" if able and requested != "portable" else "portable"
     if kernels.library is not None:
-        kernels.library.paceline_set_numerics(int(_chosen == "amx"))
+        kernels.library.paceline_set_numerics(_chosen == "amx")
     return _chosen

@@ -155,11 +155,6 @@ class NativeDraft:
         if block is not None:
             self._add_block(block)
         self._draft: Callable[..., int] = native.paceline_draft
-        native.paceline_draft.argtypes = [
-            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
-            *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
-        ]
-        native.paceline_draft.restype = ctypes.c_int64
 
     def draft(self, texts: Sequence[DraftText], table: Tensor) -> None:
         """Draft a tree for each text; their fields from ``drafted`` on are the result.

@@ -269,11 +269,7 @@ class NativeProgram:
         )
         self._kept += [operations, buffers]
         self.address = ctypes.addressof(self._program)
-        self._bytes = library.paceline_program_bytes
-        self._run = library.paceline_run_program
-        for function in (self._bytes, self._run):
-            function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-            function.restype = ctypes.c_int64
+        self._library = library
         self._memory = threading.local()
 
     def run(self, call: Pass) -> PassResult:
@@ -333,9 +329,9 @@ class NativeProgram:
             run.states, run.committed = ctypes.addressof(own), ctypes.addressof(committed)
             kept += [own, committed]
         at = ctypes.addressof(run)
-        memory = self._reserve(self._bytes(self.address, at))
+        memory = self._reserve(self._library.paceline_program_bytes(self.address, at))
         run.memory = memory.data_ptr()
-        failed = self._run(self.address, at)
+        failed = self._library.paceline_run_program(self.address, at)
         if failed == _NOT_GATHERED:
             assert self._gather_error is not None
             raise self._gather_error

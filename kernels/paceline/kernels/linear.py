@@ -13,7 +13,7 @@ import mmap
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -74,24 +74,13 @@ class CMatrix(ctypes.Structure):
     ]
 
 
-class NativeLinear:
-    """The compiled linear layers of a library."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._scratch = library.paceline_linear_scratch
-        self._scratch.argtypes, self._scratch.restype = (pointer, number), number
-        self._multiply = library.paceline_linear
-        self._multiply.argtypes = (pointer, pointer, number, pointer, pointer)
-        self._multiply.restype = None
-
-    def multiply(self, x: Tensor, matrix: CMatrix) -> Tensor:
-        """``x W^T + bias``: float32 ``[rows, ins]`` -> ``[rows, outs]``, dense."""
-        rows, at = len(x), ctypes.addressof(matrix)
-        out = torch.empty(rows, matrix.outs)
-        scratch = torch.empty(self._scratch(at, rows), dtype=torch.uint8)
-        self._multiply(at, address(x, "x"), rows, scratch.data_ptr(), out.data_ptr())
-        return out
+def multiply_natively(native: ctypes.CDLL, x: Tensor, matrix: CMatrix) -> Tensor:
+    """``x W^T + bias`` by compiled kernels: float32 ``[rows, ins]`` to ``[rows, outs]``, dense."""
+    rows, at = len(x), ctypes.addressof(matrix)
+    out = torch.empty(rows, matrix.outs)
+    scratch = torch.empty(native.paceline_linear_scratch(at, rows), dtype=torch.uint8)
+    native.paceline_linear(at, address(x, "x"), rows, scratch.data_ptr(), out.data_ptr())
+    return out
 
 
 _ROWS = 64
@@ -324,22 +313,15 @@ def multiply(x: Tensor, packed: PackedMatrix, bias: Tensor | None = None) -> Ten
         raise ValueError(f"bias is {found}, expected dense float32 [{packed.outs}]")
     if not len(x):
         return torch.empty(0, packed.outs)
-    native = _native()
-    if native is not None:
+    if (native := library()) is not None:
         matrix = packed.matrix()
         if bias is not None:
             matrix.bias = address(bias, "bias")
-        return native.multiply(x, matrix)
+        return multiply_natively(native, x, matrix)
     weight = packed.unpacked
     if isinstance(weight, Blocks):
         return multiply_blocks(x, weight, bias)
     return multiply_floats(x, weight, bias)
-
-
-@cache
-def _native() -> NativeLinear | None:
-    found = library()
-    return None if found is None else NativeLinear(found)
 
 
 def _padded(rows: Tensor, multiple: int) -> Tensor:

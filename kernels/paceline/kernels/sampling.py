@@ -20,14 +20,12 @@ make u as there. Tokens drafted after a rejected one are discarded unread: each 
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.kernels._native import address, library
-from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox_words
+from paceline.kernels.noise import gumbel_noise_at, philox
 from paceline.kernels.trees import send
 
 
@@ -196,7 +194,7 @@ def choose_token(logits: Tensor, params: SamplingParams, position: int, history:
     scaled = changed.float() / params.temperature
     ids = _survivors(scaled, params)
     if ids is None:
-        scaled += gumbel_noise(params.seed, position, scaled.numel())
+        scaled += gumbel_noise_at(params.seed, position, torch.arange(scaled.numel()))
         return _largest(scaled)
     noisy = scaled[ids] + gumbel_noise_at(params.seed, position, ids)
     return int(ids[_largest(noisy)])
@@ -427,7 +425,7 @@ def _ranked(values: Tensor, count: int) -> Tensor:
 def _nucleus(values: Tensor, mass: float) -> Tensor:
     """Smallest prefix of the ranking whose probability reaches ``mass``; at least one token."""
     weights, total = _weights(values)
-    needed = needed_weight(mass, total)
+    needed = max(1, min(total, math.ceil(mass * float(total))))
     count = min(_FIRST_TOP_P_GUESS, values.numel())
     while True:
         ids = _ranked(values, count)
@@ -435,11 +433,6 @@ def _nucleus(values: Tensor, mass: float) -> Tensor:
         if reached[-1] >= needed:
             return ids[: int(np.searchsorted(reached, needed)) + 1]
         count = min(count * 8, values.numel())
-
-
-def needed_weight(mass: float, total: int) -> int:
-    """Weight that a nucleus must reach: ``mass`` of the total, at least 1 and at most all of it."""
-    return max(1, min(total, math.ceil(mass * float(total))))
 
 
 LOG2_E = 1549082005
@@ -467,11 +460,8 @@ def _weights(values: Tensor) -> tuple[NDArray[np.int64], int]:
         return weights, int(weights.sum())
     dense = values.contiguous()
     weights = np.empty(dense.numel(), np.int64)
-    function = native.paceline_weights
-    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
-    function.restype = ctypes.c_int64
-    total: int = function(address(dense, "logits"), dense.numel(), weights.ctypes.data)
-    return weights, total
+    at = address(dense, "logits")
+    return weights, native.paceline_weights(at, dense.numel(), weights.ctypes.data)
 
 
 def _logsumexp(values: Tensor) -> float:
@@ -480,28 +470,9 @@ def _logsumexp(values: Tensor) -> float:
     if native is None:
         return float(values.double().logsumexp(0))
     dense, memory = values.contiguous(), np.empty(values.numel(), np.float32)
-    total: float = _logsumexp_of(native)(
-        address(dense, "logits"), dense.numel(), memory.ctypes.data
-    )
+    at = address(dense, "logits")
+    total: float = native.paceline_logsumexp(at, dense.numel(), memory.ctypes.data)
     return total
-
-
-@cache
-def _logsumexp_of(native: ctypes.CDLL) -> Any:
-    function = native.paceline_logsumexp
-    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
-    function.restype = ctypes.c_double
-    return function
-
-
-@cache
-def _candidates_of(native: ctypes.CDLL) -> Any:
-    function = native.paceline_candidates
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    sizes = (number, number, number, number)
-    function.argtypes = (pointer, *sizes, ctypes.c_float, pointer, pointer, pointer)
-    function.restype = None
-    return function
 
 
 def best_candidates(
@@ -529,7 +500,7 @@ def best_candidates(
     ids = torch.empty(rows, width, dtype=torch.int64)
     logs = torch.empty(rows, width)
     both = None if noise is None else torch.cat([noise, noise])  # and memory for the scores
-    _candidates_of(native)(
+    native.paceline_candidates(
         address(logits, "logits"), logits.stride(0), rows, count, width,
         temperature, None if both is None else both.data_ptr(), ids.data_ptr(), logs.data_ptr(),
     )  # fmt: skip
@@ -653,7 +624,7 @@ def _uniform(seed: int, position: int, purpose: int) -> float:
     """Strictly between 0 and 1."""
     if not 0 <= seed < 1 << 64 or not 0 <= position < 1 << 64:
         raise ValueError(f"seed {seed} or position {position} is no unsigned 64-bit integer")
-    words = philox_words((position & _LOW, position >> 32, purpose, 1), (seed & _LOW, seed >> 32))
+    words = philox((position & _LOW, position >> 32, purpose, 1), (seed & _LOW, seed >> 32))
     return ((words[0] << 20 | words[1] >> 12) + 0.5) * 2.0**-52
 
 

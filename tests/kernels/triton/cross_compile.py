@@ -5,7 +5,6 @@ side on a multiprocessor, and whether it copies asynchronously and multiplies on
 interpreted, hence a process of its own.
 
     python cross_compile.py 90          # sm_80: A100; sm_90: H100, H200; sm_100: B200
-    python cross_compile.py 90 --all    # more shapes
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ def compile_sampling(kind: str) -> None:
 
 
 def compile_all() -> None:
-    """Every type, head size, kind of cache and option, each with others; all pairs with --all."""
+    """Every type, head size, kind of cache and option, each with others."""
     for nodes, probes in ((1, 0), (8, 0), (16, 0), (64, 0), (1, 1), (16, 2), (64, 2)):
         compile_attention("bf16", 128, nodes, 256, probes=probes)
     compile_attention("bf16", 256, 64, 256)
@@ -186,17 +185,5 @@ def compile_all() -> None:
     compile_sampling("bf16")
 
 
-def compile_pairs() -> None:
-    """Takes minutes."""
-    for kv in TYPES:
-        for dim in (64, 80, 96, 128, 256):
-            for page in (0, 1, 256):
-                for nodes in (1, 16, 64):
-                    compile_attention(kv, dim, nodes, page, probes=2 * (page == 256))
-        compile_attention(kv, 128, 16, 256, window=100, probes=1)
-        compile_rows(kv)
-        compile_sampling(kv)
-
-
 if __name__ == "__main__":
-    compile_pairs() if "--all" in sys.argv else compile_all()
+    compile_all()

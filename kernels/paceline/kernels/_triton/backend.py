@@ -37,10 +37,8 @@ from paceline.kernels._triton.plan import (
     MASK_ALIGN,
     MASK_WORDS,
     ProbeTable,
-    RowTables,
     Tables,
     Tiling,
-    WorkTables,
     large_tile,
 )
 from paceline.kernels.caches import PagedPlane, Plane
@@ -187,12 +185,12 @@ class TritonBackend:
         caches, tables, tiling = read_call(call)
         probed = ProbeTable.of(call.probes, call.plan, tiling)
         target = call.out if call.out.is_contiguous() else torch.empty_like(call.out)
-        q, lse, work = call.q.contiguous(), call.lse, tables.work(tiling)
+        q, lse = call.q.contiguous(), call.lse
         if lse is None and probed.wanted is not None:
             lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        attend(q, caches, tables.rows, work, tiling, probed, call.scale, target, lse, call.sinks)
+        attend(q, caches, tables, tiling, probed, call.scale, target, lse, call.sinks)
         if lse is not None and probed.wanted is not None:
-            record(q, caches, tables.rows, work, tiling, probed, call.scale, lse)
+            record(q, caches, tables, tiling, probed, call.scale, lse)
         if target is not call.out:
             call.out.copy_(target)
         record_scores(call, probed.others)
@@ -201,19 +199,14 @@ class TritonBackend:
 def read_call(call: AttentionCall) -> tuple[Caches, Tables, Tiling]:
     """The caches, tables and tiling of a call."""
     caches = Caches.of(call.keys, call.values, call.plan)
-    tables = Tables.of(call.plan, caches.sequences)
-    return (
-        caches,
-        tables,
-        tables.tiling(call.q.shape[1] // caches.kv_heads, caches.keys, call.window),
-    )
+    tables, group = Tables.of(call.plan, caches.sequences), call.q.shape[1] // caches.kv_heads
+    return caches, tables, tables.tiling(group, caches.keys, call.window)
 
 
 def attend(
     q: Tensor,
     caches: Caches,
-    rows: RowTables,
-    work: WorkTables,
+    tables: Tables,
     tiling: Tiling,
     probed: ProbeTable,
     scale: float,
@@ -226,15 +219,15 @@ def attend(
     Args:
         q: ``[M, Hq, D]``.
         caches: Keys and values.
-        rows: Packed rows, as many as ``q`` has or fewer.
-        work: Work items.
-        tiling: Their sizes.
+        tables: Packed rows, as many as ``q`` has or fewer, and work items.
+        tiling: Sizes of these.
         probed: Rows whose scores are recorded.
         scale: Factor on the scores.
         out: ``[M, Hq, D]``.
         lse: float32 ``[M, Hq]`` or None.
         sinks: float32 ``[Hq]`` or None.
     """
+    rows, work = tables.rows, tables.work(tiling)
     kv_heads, dim, items = caches.kv_heads, caches.dim, work.items.shape[0]
     shape, options = attend_shape(tiling, dim, caches.page_size, probed.count)
     part = q.new_empty((items, kv_heads, tiling.rows, dim), dtype=torch.float32)
@@ -279,8 +272,7 @@ def attend_shape(
 def record(
     q: Tensor,
     caches: Caches,
-    rows: RowTables,
-    work: WorkTables,
+    tables: Tables,
     tiling: Tiling,
     probed: ProbeTable,
     scale: float,
@@ -291,6 +283,7 @@ def record(
     Args:
         lse: Of the same attention, float32 ``[M, Hq]``; the others are as for :func:`attend`.
     """
+    rows, work = tables.rows, tables.work(tiling)
     shape, options = record_shape(tiling, caches.dim, caches.page_size)
     record_items[(work.items.shape[0], caches.kv_heads)](
         q, caches.keys, lse, work.items, rows.blocks, rows.rows, caches.tables, caches.origins,

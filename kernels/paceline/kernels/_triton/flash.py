@@ -253,8 +253,8 @@ class PackageBackend(TritonBackend):
             out = torch.empty_like(q, dtype=torch.float32)
             out_lse = q.new_empty(q.shape[:2], dtype=torch.float32)
             behind = replace(tiling, prefix=False)
-            attend(q.contiguous(), caches, tables.rows, tables.work(behind), behind,
-                   ProbeTable.of((), plan, tiling), call.scale, out, out_lse)  # fmt: skip
+            unprobed = ProbeTable.of((), plan, tiling)
+            attend(q.contiguous(), caches, tables, behind, unprobed, call.scale, out, out_lse)
             rest, rest_lse = out[rows], out_lse[rows]
             share = torch.sigmoid(lse - rest_lse)[..., None]
             out[rows] = torch.lerp(rest, found.float(), share)
