@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import torch
 import triton
 from cross_compile import compile_attention
 from triton.backends.nvidia import driver
@@ -13,7 +14,8 @@ from triton.runtime.build import compile_module_from_src
 
 
 def main() -> None:
-    compile_attention("bf16", 128, 16, 256)
+    del os.environ["TRITON_CACHE_MANAGER"]  # the image has the kernel
+    compile_attention(torch.bfloat16, 128, 16, 256)
     # The module that launches kernels, not linked: the driver's library comes with the GPU. So its
     # functions must not be looked up when it is loaded.
     sys.setdlopenflags(os.RTLD_LAZY)

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.decoder import Decoder, LocalCache, UnsupportedModelError
 from paceline.decoder.experts import Experts
 from paceline.decoder.weights import Linear
-from paceline.kernels import CpuKernels
+from paceline.kernels._native import CpuKernels
 
 MIXTURES = ["qwen3-moe", "mixtral"]
 PARENTS = (-1, 0, 0, 1, 2, 2, 3, 6, 7, 5)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from paceline.decoder import LocalCache, check_batch_invariance
 from paceline.decoder.weights import Linear
-from paceline.kernels import CpuKernels, Executor, Pass
+from paceline.kernels import Executor, Pass
+from paceline.kernels._native import CpuKernels
 from paceline.kernels.program import PassResult
 
 pytestmark = pytest.mark.bits

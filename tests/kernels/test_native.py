@@ -23,10 +23,9 @@ from paceline.kernels import (
     attention,
     backend_for,
     raw_logprobs,
-    row_kernels,
 )
 from paceline.kernels.linear import multiply, pack
-from paceline.kernels.rows import TorchRows
+from paceline.kernels.rows import TorchRows, row_kernels
 
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 x86_only = pytest.mark.skipif(platform.machine() != "x86_64", reason="compiled ahead for x86-64")

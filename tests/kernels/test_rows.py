@@ -7,9 +7,9 @@ import torch
 from kernel_cases import ProgramRows
 from torch import Tensor
 
-from paceline.kernels import Norm, RowKernels, TreeSegment, plan_trees
+from paceline.kernels import Norm, TreeSegment, plan_trees
 from paceline.kernels._native import library
-from paceline.kernels.rows import TorchRows
+from paceline.kernels.rows import RowKernels, TorchRows
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -4,7 +4,7 @@ Backends are chosen by device in :func:`backend_for`. Imports nothing but torch 
 """
 
 from paceline.kernels._compile import processor, processor_name
-from paceline.kernels._native import NUMERICS, CpuKernels, cpu_kernels, get_numerics, set_numerics
+from paceline.kernels._native import NUMERICS, cpu_kernels, get_numerics, set_numerics
 from paceline.kernels.attention import (
     AttentionBackend,
     backend_for,
@@ -17,7 +17,7 @@ from paceline.kernels.dense import MAX_PROBES, AttentionCall, GraphProbes, Probe
 from paceline.kernels.executor import Executor
 from paceline.kernels.noise import gumbel_noise_at
 from paceline.kernels.program import MAX_EXPERTS, Context, Heads, Pass, Program, Recorder, Routing
-from paceline.kernels.rows import Norm, RowKernels, row_kernels
+from paceline.kernels.rows import Norm
 from paceline.kernels.sampling import (
     Edits,
     History,
@@ -63,7 +63,6 @@ __all__ = [
     "AttentionBackend",
     "AttentionCall",
     "Context",
-    "CpuKernels",
     "Delta",
     "DeltaShape",
     "Edits",
@@ -86,7 +85,6 @@ __all__ = [
     "Recorder",
     "RecurrentStates",
     "Routing",
-    "RowKernels",
     "SamplingParams",
     "TreePlan",
     "TreeSegment",
@@ -109,7 +107,6 @@ __all__ = [
     "processor_name",
     "raw_logprobs",
     "register_backend",
-    "row_kernels",
     "send",
     "set_numerics",
     "streaming",

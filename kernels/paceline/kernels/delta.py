@@ -142,9 +142,11 @@ class RecurrentStates:
         self._slots[0].position = 0
         self._snapshot: _Slot | None = None
 
+    def _kept(self) -> list[_Slot]:
+        return [slot for slot in (*self._slots, self._snapshot) if slot is not None]
+
     def _covering(self, position: int) -> _Slot | None:
-        slots = [*self._slots, *([self._snapshot] if self._snapshot is not None else [])]
-        found = [slot for slot in slots if slot.covers(position)]
+        found = [slot for slot in self._kept() if slot.covers(position)]
         return max(found, key=lambda slot: slot.position or 0, default=None)
 
     def begin(self, start: int, drafted: int) -> tuple[_Slot, _Slot]:
@@ -197,11 +199,10 @@ class RecurrentStates:
 
     def reusable(self, tokens: int) -> int:
         """The longest prefix of at most so many committed tokens whose states are kept."""
-        slots = [*self._slots, *([self._snapshot] if self._snapshot is not None else [])]
         return max(
             (
                 min(tokens, slot.position + slot.rows)
-                for slot in slots
+                for slot in self._kept()
                 if slot.position is not None and slot.position <= tokens
             ),
             default=0,

@@ -41,41 +41,31 @@ class History:
     """Prompt and output of one sequence, with output counts.
 
     Stepping down a tree path is :meth:`push`, stepping back is :meth:`pop`; both take constant
-    time. Not safe for use from several threads at once.
+    time. Not safe for use from several threads at once. Attributes must not be changed.
+
+    Attributes:
+        prompt: Distinct prompt tokens.
+        output: Output tokens, oldest first.
+        counts: Count of each output token.
     """
 
     def __init__(self, prompt: Sequence[int], output: Iterable[int] = ()) -> None:
         """Start from a prompt and, when resuming, the tokens already emitted."""
-        self._prompt = frozenset(prompt)
+        self.prompt = frozenset(prompt)
+        self.output: list[int] = []
+        self.counts: dict[int, int] = {}
         self._prompt_length = len(prompt)
-        self._output: list[int] = []
-        self._counts: dict[int, int] = {}
         for token in output:
             self.push(token)
 
     def __len__(self) -> int:
         """Length of prompt and output: the absolute position of the next token."""
-        return self._prompt_length + len(self._output)
-
-    @property
-    def prompt(self) -> frozenset[int]:
-        """Distinct prompt tokens."""
-        return self._prompt
-
-    @property
-    def output(self) -> Sequence[int]:
-        """Output tokens, oldest first; a live view that must not be changed."""
-        return self._output
-
-    @property
-    def counts(self) -> dict[int, int]:
-        """Count of each output token; a live view that must not be changed."""
-        return self._counts
+        return self._prompt_length + len(self.output)
 
     def push(self, token: int) -> None:
         """Append an output token."""
-        self._output.append(token)
-        self._counts[token] = self._counts.get(token, 0) + 1
+        self.output.append(token)
+        self.counts[token] = self.counts.get(token, 0) + 1
 
     def pop(self) -> int:
         """Remove the newest output token and return it.
@@ -83,18 +73,18 @@ class History:
         Raises:
             IndexError: There is no output token.
         """
-        token = self._output.pop()
-        left = self._counts[token] - 1
+        token = self.output.pop()
+        left = self.counts[token] - 1
         if left:
-            self._counts[token] = left
+            self.counts[token] = left
         else:
-            del self._counts[token]
+            del self.counts[token]
         return token
 
     @cached_property
     def prompt_ids(self) -> NDArray[np.int64]:
         """Distinct prompt tokens, int64."""
-        return np.array(list(self._prompt), np.int64)
+        return np.array(list(self.prompt), np.int64)
 
 
 _FIRST_TOP_P_GUESS = 256
@@ -625,7 +615,8 @@ def _uniform(seed: int, position: int, purpose: int) -> float:
     if not 0 <= seed < 1 << 64 or not 0 <= position < 1 << 64:
         raise ValueError(f"seed {seed} or position {position} is no unsigned 64-bit integer")
     words = philox((position & _LOW, position >> 32, purpose, 1), (seed & _LOW, seed >> 32))
-    return ((words[0] << 20 | words[1] >> 12) + 0.5) * 2.0**-52
+    mantissa: int = words[0] << 20 | words[1] >> 12
+    return (mantissa + 0.5) * 2.0**-52
 
 
 def _pick(weights: NDArray[np.float64], u: float) -> int:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from paceline.bench.gpu.cases import Case, make_case
-from paceline.kernels import Norm, row_kernels
+from paceline.kernels import Norm
 from paceline.kernels.caches import span
 from paceline.kernels.float8 import Float8Matrix, quantise_rows, why_unsupported
-from paceline.kernels.rows import RowKernels, TorchRows
+from paceline.kernels.rows import RowKernels, TorchRows, row_kernels
 
 pytestmark = pytest.mark.gpu
 

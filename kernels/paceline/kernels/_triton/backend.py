@@ -310,10 +310,10 @@ _GATE_BLOCK = 1024
 
 
 class TritonRows:
-    """One kernel a step (see :class:`paceline.kernels.RowKernels`)."""
+    """One kernel a step (see :class:`paceline.kernels.rows.RowKernels`)."""
 
     def add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm, dtype: torch.dtype) -> Tensor:
-        """See :class:`paceline.kernels.RowKernels`."""
+        """See :class:`paceline.kernels.rows.RowKernels`."""
         out = torch.empty_like(x, dtype=dtype)
         block = triton.next_power_of_2(x.shape[1])
         add_norm_rows[(x.shape[0],)](
@@ -324,7 +324,7 @@ class TritonRows:
         return out
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """See :class:`paceline.kernels.RowKernels`."""
+        """See :class:`paceline.kernels.rows.RowKernels`."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
         grid = (rows, triton.cdiv(width, _GATE_BLOCK))
@@ -340,7 +340,7 @@ class TritonRows:
         keys: Sequence[Plane],
         values: Sequence[Plane],
     ) -> Tensor:
-        """See :class:`paceline.kernels.RowKernels`."""
+        """See :class:`paceline.kernels.rows.RowKernels`."""
         caches = Caches.of(keys, values, plan)
         tables = Tables.of(plan, caches.sequences)
         dim = caches.dim

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,13 +51,6 @@ class Batch:
             )
         which = self._there([caches.sequences[segment.sequence] for segment, _, _ in blocks])
         self.tables = caches.tables[which]
-        self.prepared: dict[str, Any] = {}
-
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What a package needs of the batch, made at its first call."""
-        if name not in self.prepared:
-            self.prepared[name] = make()
-        return self.prepared[name]
 
     @property
     def widest(self) -> int:
@@ -67,14 +61,17 @@ class Batch:
         """Row where each block starts, and the end."""
         return [sum(self.counts[:block]) for block in range(len(self.counts) + 1)]
 
+    @cached_property
     def lengths_there(self) -> Tensor:
         """Keys of each block, int32 on the device."""
         return self._there(self.keys, torch.int32)
 
+    @cached_property
     def starts_there(self) -> Tensor:
         """:meth:`starts`, int32 on the device."""
         return self._there(self.starts(), torch.int32)
 
+    @cached_property
     def padded(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rows as ``[blocks, widest]``, padded in front; block and place there of each row."""
         places = [
@@ -106,12 +103,12 @@ def flash_attention_2() -> Attend:
     def run(
         q: Tensor, keys: Tensor, values: Tensor, batch: Batch, scale: float
     ) -> tuple[Tensor, Tensor]:
-        rows, block, place = batch.once("padded", batch.padded)
+        rows, block, place = batch.padded
         found, lse = flash_attn_with_kvcache(
             q[rows],
             keys.transpose(1, 2),
             values.transpose(1, 2),
-            cache_seqlens=batch.once("lengths", batch.lengths_there),
+            cache_seqlens=batch.lengths_there,
             block_table=batch.tables,
             softmax_scale=scale,
             causal=batch.causal,
@@ -133,9 +130,9 @@ def flash_attention_3() -> Attend:
             q,
             keys.transpose(1, 2),
             values.transpose(1, 2),
-            cache_seqlens=batch.once("lengths", batch.lengths_there),
+            cache_seqlens=batch.lengths_there,
             page_table=batch.tables,
-            cu_seqlens_q=batch.once("starts", batch.starts_there),
+            cu_seqlens_q=batch.starts_there,
             max_seqlen_q=batch.widest,
             softmax_scale=scale,
             causal=batch.causal,
