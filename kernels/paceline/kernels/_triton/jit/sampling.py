@@ -171,7 +171,8 @@ def _source(
     return tl.where(key >= lowest, key, NONE)
 
 
-@triton.jit(do_not_specialize=["vocab"])
+# With wide loads of rows, which it seldom reads, its registers spill; so with finish_border.
+@triton.jit(do_not_specialize=["vocab", "stride"])
 def find_border(
     logits, integers, floats, best, candidates, sums, borders, pending, vocab, stride, chunks,
     CHUNKS: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr, SPANS: tl.constexpr,
@@ -287,7 +288,7 @@ def collect_span(
         tl.store(near + row * ROOM + place, key, mask=(kept > 0) & (place < ROOM))
 
 
-@triton.jit(do_not_specialize=["vocab", "chunks"])
+@triton.jit(do_not_specialize=["vocab", "stride", "chunks"])
 def finish_border(
     logits, integers, floats, best, pending, spans, filled, near, borders, vocab, stride, chunks,
     CHUNKS: tl.constexpr, SPANS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
