@@ -71,7 +71,7 @@ def test_longspec_reads_what_was_recorded_up_to_the_anchor(tmp_path: Path) -> No
     expected, length = [], 31
     while length + 2 <= len(recording.tokens):
         text = recording.tokens[:length]
-        kv = target_kv(target, drafter.layer.config, text)
+        kv = target_kv(target, drafter.shape, text)
         tree = start(drafter, text, kv).draft(Budget(64, 64))
         expected.append(accepted_tokens(tree, recording.tokens[length : length + 2]))
         length += expected[-1] + 1

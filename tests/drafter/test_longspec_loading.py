@@ -195,7 +195,7 @@ def test_the_embedding_stays_in_the_target_s_file(folder: Path, target: Path) ->
 
 def first_tree(drafter: LongSpecDrafter) -> Any:
     text = text_of(40)
-    return start(drafter, text, made_up_kv(drafter.layer.config, 39)).draft(Budget(16, 4))
+    return start(drafter, text, made_up_kv(drafter.shape, 39)).draft(Budget(16, 4))
 
 
 async def test_the_target_must_be_below_a_root(folder: Path, target: Path, tmp_path: Path) -> None:

@@ -99,8 +99,9 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[bool]]:
         monkeypatch.setattr("paceline.kernels.executor.row_kernels", lambda device: TritonRows())
         drafter.native, drafter.grows_there = None, True
         drafter.drafted_there = drafter.drafted_tokens
-        if (head := getattr(getattr(drafter, "heads", None), "_markov", None)) is not None:
-            drafter.heads._w2 = SimpleNamespace(weight=head.markov_w2.weight, packed=None)
+        heads = getattr(drafter.layers, "heads", None)
+        if (head := getattr(heads, "_markov", None)) is not None:
+            heads._w2 = SimpleNamespace(weight=head.markov_w2.weight, packed=None)
         monkeypatch.setattr(draft_graphs, "FED", (4,))
         drafter.use_graphs(drafter.graph_model())
         run, replayed = drafter.graphs.run, []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +20,7 @@ from paceline.decoder import (
     use_device,
 )
 from paceline.decoder.sources import Origin
-from paceline.decoder.weights import Checkpoint
-from paceline.drafter.kv import TRANSPORTS
-from paceline.drafter.methods.base import Fit, LoadError, Resources, check_choice
-from paceline.drafter.methods.beam import BeamOptions
+from paceline.drafter.methods.base import Fit, LoadError, Resources
 from paceline.drafter.methods.layers import (
     DRAFT_TOKENS,
     DRAFTED,
@@ -108,11 +105,6 @@ def refuse_recurrent(method: str, config: DecoderConfig) -> None:
             f"{method} does not draft with a model of type {config.model_type!r}, which has "
             "recurrent states; expected one with attention in all layers",
         )
-
-
-def weight_bytes(path: Path) -> int:
-    """Returns the size of a model's weight files. Unit: bytes."""
-    return open_model(path).weight_bytes
 
 
 def read_fit(folder: Path) -> Fit:
@@ -529,70 +521,3 @@ class TargetEmbedding:
         embedding = read(EMBEDDING, _TARGET_EMBEDDING)
         head = read(HEAD, _TARGET_EMBEDDING if tied else HEAD)
         return cls(embedding, head, dtype, tokens, bits)
-
-
-@dataclass(frozen=True)
-class TargetOptions(BeamOptions):
-    """Options of every method whose drafters share a target's embedding and LM head."""
-
-    formats: ClassVar[tuple[str, ...]] = (*BeamOptions.formats, "int8", "int4")
-
-    target: str = ""
-    """Folder of the target, for its embedding and LM head; empty: the drafter's folder has them."""
-    lora: str = ""
-    """Folder of the target's LoRA adapter; empty: it has none."""
-
-    def open_target(self) -> ModelSource | None:
-        """The target, if given."""
-        return open_model(self.target, self.lora) if self.target else None
-
-    def bits(self, folder: Path) -> int:
-        """Bits of the matrices, 8 or 4 in blocks of 32; by default 8 where the folder stores them
-        so; 0: as they come."""
-        if self.weights == "auto" and Checkpoint(folder, torch.float32).int8:
-            return 8
-        return {"int8": 8, "int4": 4}.get(self.weights, 0)
-
-    def torch_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """Returns the type of the model: that of ``weights`` or, if it has none, ``stored``."""
-        known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-        return known.get(self.weights, stored)
-
-    def read_embedding(
-        self,
-        folder: Path,
-        fit: Fit,
-        shape: LayerShape,
-        dtype: torch.dtype,
-        device: str,
-    ) -> tuple[TargetEmbedding, Fit]:
-        """Checks the target, then reads its embedding and LM head (:class:`TargetEmbedding`).
-
-        Returns:
-            Both, and the fit to the given target.
-
-        Raises:
-            LoadError: The drafter in ``folder`` was made for another target.
-            UnsupportedModelError: See :meth:`TargetEmbedding.read`.
-        """
-        target = self.open_target()
-        if target is not None:
-            fit = check_target(folder, target, fit)
-            check_shape(folder, shape, target)
-        bits = self.bits(folder)
-        return TargetEmbedding.read(folder, target, shape, dtype, device, bits), fit
-
-
-@dataclass(frozen=True)
-class StateOptions(TargetOptions):
-    """Options of methods that read the target's hidden states."""
-
-    states: str = "auto"
-    """Transport of hidden states: map (the verifier's memory), follow (copies over gRPC), or auto:
-    map where the drafter service can open the verifier's Unix socket, else follow."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.widths:
-            raise ValueError("option widths is empty, expected at least one number")
-        check_choice("states", self.states, TRANSPORTS)

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from paceline.decoder import WEIGHTS, Decoder, KVCacheView, LocalCache
+from paceline.decoder import WEIGHTS, Decoder, KVCacheView, LocalCache, open_model
 from paceline.drafter.methods.base import (
     Fit,
     GenerationInfo,
@@ -42,7 +42,6 @@ from paceline.drafter.methods.checkpoint import (
     read_fit,
     refuse_recurrent,
     required_folder,
-    weight_bytes,
 )
 from paceline.kernels import CHUNK, SELECTION_CHUNK, Probe, TreePlan, attention_weights, best_chunks
 from paceline.kernels.caches import span
@@ -403,7 +402,7 @@ class LmDrafter(BeamDrafter[LmSequence]):
             folder, resources, Decoder.load, folder, parsed.weights, resources.device
         )
         refuse_recurrent(cls.method, decoder.config)
-        return cls(decoder, parsed, fit, weight_bytes(folder))
+        return cls(decoder, parsed, fit, open_model(folder).weight_bytes)
 
     def start(self, generation: GenerationInfo) -> LmSequence:
         return LmSequence(self, generation)

@@ -30,7 +30,6 @@ from paceline.decoder import (
     open_model,
 )
 from paceline.drafter.kv import KvOptions
-from paceline.drafter.kv.reader import KvReader
 from paceline.drafter.methods.base import (
     Fit,
     GenerationInfo,
@@ -55,7 +54,6 @@ from paceline.drafter.methods.checkpoint import (
     read_fit,
     refuse_recurrent,
     required_folder,
-    weight_bytes,
 )
 from paceline.kernels import LayerTable, TreePlan
 
@@ -87,9 +85,9 @@ class SelfSpecSequence(BeamSequence):
 
     _drafter: SelfSpecDrafter
 
-    def __init__(self, drafter: SelfSpecDrafter, generation: GenerationInfo, kv: KvReader) -> None:
+    def __init__(self, drafter: SelfSpecDrafter, generation: GenerationInfo) -> None:
         super().__init__(drafter, generation)
-        self.kv = kv
+        self.kv = required(generation.kv, "selfspec", "KV")
         self._set_slots(0)
         self._begin = self._slot = self._fed = 0
         self.exponent = drafter.exponent
@@ -243,10 +241,10 @@ class SelfSpecDrafter(BeamDrafter[SelfSpecSequence]):
             folder, resources, _load_decoder, source, fit.target_fingerprint, parsed, resources
         )
         refuse_recurrent(cls.method, decoder.config)
-        return cls(decoder, parsed, fit, 0 if shared else weight_bytes(folder))
+        return cls(decoder, parsed, fit, 0 if shared else source.weight_bytes)
 
     def start(self, generation: GenerationInfo) -> SelfSpecSequence:
-        return SelfSpecSequence(self, generation, required(generation.kv, "selfspec", "KV"))
+        return SelfSpecSequence(self, generation)
 
     def grow_level(self, growing: Sequence[SelfSpecSequence]) -> None:
         def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:

@@ -2,72 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from paceline.decoder.config import Rope
-from paceline.drafter.methods.checkpoint import TargetEmbedding
 from paceline.drafter.methods.dspark.config import DSparkConfig
+from paceline.drafter.methods.dspark.heads import DSparkHeads
 from paceline.drafter.methods.layers import LayerWeights
 from paceline.drafter.methods.slots import WindowCache, chain_segments
+from paceline.drafter.methods.target_drafter import DraftLayers
 from paceline.drafter.methods.trees_there import HostPass, Passes
-from paceline.kernels import (
-    Context,
-    Executor,
-    Pass,
-    Program,
-    Recorder,
-    TreeSegment,
-    send,
-)
-from paceline.kernels.executor import NativeProgram
+from paceline.kernels import Context, Pass, Program, Recorder, TreeSegment, send
 
 
-class DSparkBackbone:
-    """Weights and forward pass. Used on one thread.
+class DSparkBackbone(DraftLayers):
+    """The backbone. A block's keys follow the newest context; the next round overwrites them."""
 
-    In bfloat16 models the residual stream, norms and rotations are float32, as in the decoder.
-    """
+    config: DSparkConfig
 
-    def __init__(
-        self,
-        config: DSparkConfig,
-        weights: Mapping[str, Tensor],
-        embedding: TargetEmbedding,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        bits: int = 0,
-    ) -> None:
-        """Builds the backbone from its tensors by name and the target's.
-
-        Its matrices get ``bits``, 8 or 4, in blocks of 32, or stay as they came.
-        """
-        self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.rope = Rope(config, device)
-        tensors = LayerWeights(config, weights, bits)
-        self._writing = Executor(_record_context(config, tensors, dtype))
-        self._drafting = Executor(_record_block(config, tensors, embedding, dtype))
-
-    @property
-    def native(self) -> tuple[NativeProgram, NativeProgram] | None:
-        """The programs of :meth:`write_states` and :meth:`run_blocks` for compiled kernels."""
-        writing, drafting = self._writing.native, self._drafting.native
-        if writing is None or drafting is None or self.device.type != "cpu":
-            return None
-        return writing, drafting
-
-    def new_context(self) -> WindowCache:
-        """Returns an empty context for one generation: the KV of its hidden states.
-
-        A block's keys follow the newest context, and the next round overwrites them.
-        """
-        config = self.config
-        return WindowCache(
-            config, config.layers, config.window, config.block, self.dtype, self.device
-        )
+    def record(self, tensors: LayerWeights) -> list[Program]:
+        self.heads = DSparkHeads(self.config, tensors.tensors, self.dtype, self.device, self.bits)
+        return [_record_context(self, tensors), _record_block(self, tensors)]
 
     def states_pass(self, batch: Sequence[tuple[int, WindowCache, int, Tensor]]) -> HostPass:
         """Makes room for hidden states in contexts.
@@ -96,7 +53,7 @@ class DSparkBackbone:
         plan = passes.plan(index)
         if plan is not None:
             table, states = self.rope.table(plan.longest), passes.inputs(index)
-            self._writing.run(Pass(None, plan, passes.caches, table, inputs=states))
+            self.programs[0].run(Pass(None, plan, passes.caches, table, inputs=states))
 
     def block_pass(
         self, blocks: Sequence[tuple[WindowCache, int, Tensor]]
@@ -152,14 +109,14 @@ class DSparkBackbone:
             contexts=passes.contexts,
             inputs=passes.inputs(index),
         )
-        result = self._drafting.run(call)
+        result = self.programs[1].run(call)
         shape = (-1, self.config.levels)
         return result.taps[0].unflatten(0, shape), result.logits.unflatten(0, shape)
 
 
-def _record_context(config: DSparkConfig, tensors: LayerWeights, dtype: torch.dtype) -> Program:
+def _record_context(backbone: DSparkBackbone, tensors: LayerWeights) -> Program:
     """Hidden states to the keys and values of all layers."""
-    program = Recorder(tensors.heads, dtype)
+    config, program = backbone.config, Recorder(tensors.heads, backbone.dtype)
     states = program.input(len(config.taps) * config.hidden)
     projected = program.multiply(states, tensors.matrix("fc"))
     inputs = program.add_norm(projected, 0, tensors.norm("hidden_norm"))
@@ -171,11 +128,10 @@ def _record_context(config: DSparkConfig, tensors: LayerWeights, dtype: torch.dt
     return program.finish()
 
 
-def _record_block(
-    config: DSparkConfig, tensors: LayerWeights, embedding: TargetEmbedding, dtype: torch.dtype
-) -> Program:
+def _record_block(backbone: DSparkBackbone, tensors: LayerWeights) -> Program:
     """Tokens of blocks to logits; the tap is the hidden state that the LM head reads."""
-    program = Recorder(tensors.heads, dtype)
+    config, embedding = backbone.config, backbone.embedding
+    program = Recorder(tensors.heads, backbone.dtype)
     x, delta = program.embed(embedding.embedding, config.embedding_factor), 0
     if config.state_input:
         states = program.input(len(config.taps) * config.hidden)

@@ -9,7 +9,7 @@ costs one pass of the heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -17,28 +17,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from paceline.decoder import load_config
-from paceline.drafter.kv.reader import StateReader
-from paceline.drafter.methods.base import (
-    Fit,
-    GenerationInfo,
-    Needs,
-    Resources,
-    parse_options,
-)
-from paceline.drafter.methods.beam_drafter import BeamDrafter, BeamSequence, required
-from paceline.drafter.methods.checkpoint import (
-    StateOptions,
-    load_model,
-    load_weights,
-    read_fit,
-    required_folder,
-)
-from paceline.drafter.methods.draft_graphs import GraphModel, PassShape, graphs_work_on
+from paceline.decoder import ModelSource, load_config
+from paceline.drafter.methods.base import Fit, GenerationInfo
+from paceline.drafter.methods.draft_graphs import GraphModel, PassShape
 from paceline.drafter.methods.dspark.backbone import DSparkBackbone
-from paceline.drafter.methods.dspark.config import read_dspark
+from paceline.drafter.methods.dspark.config import DSparkConfig, read_dspark
 from paceline.drafter.methods.dspark.heads import DSparkHeads
 from paceline.drafter.methods.dspark.module import DSparkModel
+from paceline.drafter.methods.target_drafter import StateOptions, StateSequence, TargetDrafter
 from paceline.drafter.methods.trees_there import (
     HostDraft,
     Passes,
@@ -48,9 +34,10 @@ from paceline.drafter.methods.trees_there import (
 )
 from paceline.kernels import send
 from paceline.kernels.draft import BlockModel, DraftText, NativeDraft
+from paceline.kernels.executor import NativeProgram
 
 
-class DSparkSequence(BeamSequence):
+class DSparkSequence(StateSequence):
     """One generation of ``dspark``.
 
     A round adds the hidden states since the last round to the context, runs the backbone once over
@@ -60,14 +47,11 @@ class DSparkSequence(BeamSequence):
 
     _drafter: DSparkDrafter
 
-    def __init__(
-        self, drafter: DSparkDrafter, generation: GenerationInfo, states: StateReader
-    ) -> None:
-        super().__init__(drafter, generation, 1)
-        self.states = states
-        backbone = drafter.backbone
-        self.context = backbone.new_context()
-        width = len(backbone.config.taps) * backbone.config.hidden
+    def __init__(self, drafter: DSparkDrafter, generation: GenerationInfo) -> None:
+        config, backbone = drafter.layers.config, drafter.layers
+        cache = backbone.new_cache(config.block, config.layers)
+        super().__init__(drafter, generation, cache, 1)
+        width = len(config.taps) * config.hidden
         self.newest = torch.empty(1, width, dtype=backbone.dtype, device=backbone.device)
         """Hidden states of the newest position in the context, ``[1, taps * hidden]``."""
         if self.draft_text is not None:
@@ -81,15 +65,11 @@ class DSparkSequence(BeamSequence):
         """Newest token of the text."""
         return self.text[-1]
 
-    @property
-    def backlog(self) -> int:
-        return max(0, self._readable - self.context.next_position(self._readable))
-
     def warm(self, limit: int) -> None:
         new = self.new_states(limit)
         if new is not None:
-            backbone = self._drafter.backbone
-            draft = HostDraft([backbone.states_pass([(0, self.context, *new)])], [self.context])
+            backbone = self._drafter.layers
+            draft = HostDraft([backbone.states_pass([(0, self.cache, *new)])], [self.cache])
             backbone.write_states(PassesThere(draft, backbone.device), 0)
             self.states.check()
 
@@ -99,8 +79,8 @@ class DSparkSequence(BeamSequence):
         Returns:
             The first position and the states, ``[n, taps * hidden]``; None if there are none.
         """
-        end = self._readable
-        begin = self.context.next_position(end)
+        end = self.readable
+        begin = self.cache.next_position(end)
         if limit is not None:
             end = min(end, begin + limit)
         if begin >= end:
@@ -111,16 +91,10 @@ class DSparkSequence(BeamSequence):
         self.newest.copy_(states[-1:], non_blocking=True)
         return first, states
 
-    def prepare(self) -> bool:
-        """Returns False unless the hidden states of all positions before the anchor are there."""
-        self.states.check()
-        self._state = None
-        return self._readable >= self.length - 1 and self.length >= 2
-
     def set_block(self, hidden: Tensor, logits: Tensor) -> None:
         """Sets the block that the tree grows from: hidden states ``[levels, hidden]`` and their
         logits."""
-        self._block = hidden, logits
+        self._block, self._state = (hidden, logits), None
 
     def add_level(self, heads: DSparkHeads) -> None:
         """Adds a level to the tree."""
@@ -135,34 +109,20 @@ class DSparkSequence(BeamSequence):
             self._state = state[:, [beam.parents[n] - parents.start for n in beam.frontier]]
 
     def fill(self, text: DraftText) -> None:
-        drafter, context = self._drafter, self.context
+        layers, cache = self._drafter.layers, self.cache
         new = self.new_states()
-        text.first = text.length = self._readable
+        text.first = text.length = self.readable
         if new is not None:
             text.first, states = new
-            self._fresh = states.to(drafter.backbone.dtype).contiguous()
+            self._fresh = states.to(layers.dtype).contiguous()
             text.fresh = self._fresh.data_ptr()
-        context.reserve(text.length)
-        context.length = text.length
-        assert context.table is not None
-        text.context, text.base = context.table.address, context.base
-        text.anchor, text.row = self.anchor, drafter.heads.row(self.anchor)
+        cache.reserve(text.length)
+        cache.length = text.length
+        super().fill(text)
+        text.row = layers.heads.row(self.anchor)
 
-    def finish(self) -> None:
-        self._clear_block()
-        self.states.check()
-
-    def close(self) -> None:
-        super().close()
-        self._clear_block()
-
-    def _clear_block(self) -> None:
+    def clear(self) -> None:
         self._block = self._state = None
-
-    @property
-    def _readable(self) -> int:
-        """Positions below this are read: committed ones, and none beyond this text's anchor."""
-        return min(self.states.committed, self.length - 1)
 
 
 @dataclass(frozen=True)
@@ -173,54 +133,29 @@ class DSparkOptions(StateOptions):
     max_nodes: int = 16
 
 
-class DSparkDrafter(BeamDrafter[DSparkSequence]):
+class DSparkDrafter(TargetDrafter[DSparkSequence]):
     """The method ``dspark``."""
 
     method: ClassVar[str] = "dspark"
-    path_options: ClassVar[tuple[str, ...]] = ("target",)
-    options: DSparkOptions
+    options_type, layers_type, model_type = DSparkOptions, DSparkBackbone, DSparkModel
+    layers: DSparkBackbone
 
-    def __init__(
-        self,
-        backbone: DSparkBackbone,
-        heads: DSparkHeads,
-        options: DSparkOptions,
-        fit: Fit,
-        size: int,
-        drafted_tokens: Tensor | None,
-    ) -> None:
-        config = backbone.config
-        depth = min(options.depth or config.levels, config.levels)
-        super().__init__(config, replace(options, depth=depth), fit, size)
-        self.backbone, self.heads = backbone, heads
-        self.set_device(backbone.device, drafted_tokens)
-        self.native, self.rope = self._native(), backbone.rope
-        if graphs_work_on(self.device) and config.conv is None:
-            self.use_graphs(self.graph_model())
-        self.needs = Needs(
-            hidden_state_layers=config.taps,
-            hidden_state_window=config.window,
-            hidden_state_transport=options.states,
-        )
+    def __init__(self, layers: DSparkBackbone, options: DSparkOptions, fit: Fit, size: int) -> None:
+        levels = layers.config.levels
+        depth = min(options.depth or levels, levels)
+        super().__init__(layers, replace(options, depth=depth), fit, size)
 
-    @classmethod
-    def load(
-        cls, folder: Path | None, options: Mapping[str, str], resources: Resources
-    ) -> DSparkDrafter:
-        folder = required_folder(cls.method, folder)
-        parsed = parse_options(DSparkOptions, options)
-        fit = read_fit(folder)
-        return load_model(folder, resources, _read, folder, fit, parsed, resources.device)
+    @staticmethod
+    def read_config(folder: Path, target: ModelSource | None) -> tuple[DSparkConfig, torch.dtype]:
+        return read_dspark(folder, load_config(target).layers if target else 0)
 
     def start(self, generation: GenerationInfo) -> DSparkSequence:
-        states = required(generation.states, "dspark", "hidden states")
-        return DSparkSequence(self, generation, states)
+        return DSparkSequence(self, generation)
 
-    def _native(self) -> NativeDraft | None:
-        programs, heads = self.backbone.native, self.heads.native()
-        if programs is None or heads is None:
+    def native_draft(self, programs: list[NativeProgram], ids: Tensor) -> NativeDraft | None:
+        config, heads = self.layers.config, self.layers.heads.native()
+        if heads is None:
             return None
-        config, tokens = self.backbone.config, self.drafted_tokens
         block = BlockModel(
             programs[0],
             length=config.block,
@@ -230,28 +165,28 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
             head=heads[0],
             confidence=heads[1],
         )
-        ids = torch.arange(config.vocab_size) if tokens is None else tokens
-        return NativeDraft(programs[1], self.backbone.dtype, ids, block)
+        return NativeDraft(programs[1], self.layers.dtype, ids, block)
 
     def grow_level(self, growing: Sequence[DSparkSequence]) -> None:
         if growing[0].tree.level == 0:
             passes = PassesThere(self.draft_passes(growing), self.device)
-            self.backbone.write_states(passes, 0)
-            for sequence, *block in zip(growing, *self.backbone.run_blocks(passes, 1), strict=True):
+            self.layers.write_states(passes, 0)
+            for sequence, *block in zip(growing, *self.layers.run_blocks(passes, 1), strict=True):
                 sequence.set_block(*block)
         for sequence in growing:
-            sequence.add_level(self.heads)
+            sequence.add_level(self.layers.heads)
 
-    def graph_model(self) -> GraphModel:
-        """Returns what graphs need."""
-        config, width = self.backbone.config, len(self.backbone.config.taps)
+    def graph_model(self) -> GraphModel | None:
+        config = self.layers.config
+        if config.conv is not None:
+            return None
         windows = tuple((w + 1 if w else None) for w, causal in config.attention if causal)
         contexts = tuple(
             (w + config.block if w else None) for w, causal in config.attention if not causal
         )
 
         def passes(fed: int, shape: TreeShape) -> list[PassShape]:
-            states = PassShape(fed, 2, inputs=width * config.hidden)
+            states = PassShape(fed, 2, inputs=len(config.taps) * config.hidden)
             inputs = states.inputs if config.state_input else 0
             return [
                 states,
@@ -260,7 +195,7 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
 
         longest = config.max_position + config.block
         return GraphModel(
-            config, config.layers, config.layers, self.backbone.dtype, longest,
+            config, config.layers, config.layers, self.layers.dtype, longest,
             self.drafted_there, passes, self.grow_there,
         )  # fmt: skip
 
@@ -268,41 +203,25 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
         self, growing: Sequence[DSparkSequence], shape: TreeShape | None = None
     ) -> HostDraft:
         found = [sequence.new_states() for sequence in growing]
-        caches = [sequence.context for sequence in growing]
-        states = self.backbone.states_pass(
+        caches = [sequence.cache for sequence in growing]
+        states = self.layers.states_pass(
             [(n, caches[n], *new) for n, new in enumerate(found) if new is not None]
         )
-        blocks = [(each.context, each.anchor, each.newest) for each in growing]
-        block, contexts = self.backbone.block_pass(blocks)
+        blocks = [(each.cache, each.anchor, each.newest) for each in growing]
+        block, contexts = self.layers.block_pass(blocks)
         return HostDraft([states, block], caches, contexts)
 
     def grow_there(self, passes: Passes, trees: TreesThere) -> None:
-        self.backbone.write_states(passes, 0)
-        hidden, logits = self.backbone.run_blocks(passes, 1)
+        self.layers.write_states(passes, 0)
+        hidden, logits = self.layers.run_blocks(passes, 1)
         before = passes.tokens(1).view(len(hidden), -1)[:, :1]  # the anchors
         state: Tensor | None = None
         while trees.grows:
             level = trees.level
-            scores, state, logs = self.heads.forward(
+            scores, state, logs = self.layers.heads.forward(
                 hidden[:, level], logits[:, level], before, state
             )
             trees.add_level(scores.flatten(0, 1), logs)
             before = trees.tokens[:, trees.newest]
             if state is not None:
                 state = state.gather(1, trees.places[..., None].expand(-1, -1, state.shape[2]))
-
-
-def _read(folder: Path, fit: Fit, options: DSparkOptions, device: str) -> DSparkDrafter:
-    target = options.open_target()
-    config, dtype = read_dspark(folder, load_config(target).layers if target else 0)
-    dtype = options.torch_dtype(dtype)
-    embedding, fit = options.read_embedding(folder, fit, config, dtype, device)
-    weights = load_weights(folder, config, DSparkModel, dtype, device)
-    bits = options.bits(folder)
-    with torch.inference_mode():
-        backbone = DSparkBackbone(config, weights, embedding, dtype, device, bits)
-        heads = DSparkHeads(config, weights, dtype, device, bits)
-    size = sum(tensor.nbytes for tensor in weights.values()) + embedding.private_bytes
-    drafter = DSparkDrafter(backbone, heads, options, fit, size, embedding.tokens)
-    drafter.warm_up()
-    return drafter

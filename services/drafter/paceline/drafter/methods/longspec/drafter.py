@@ -19,43 +19,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from paceline.decoder import ModelSource
 from paceline.drafter.kv import KvOptions
-from paceline.drafter.kv.reader import KvReader, StreamingReader
-from paceline.drafter.methods.base import (
-    Fit,
-    GenerationInfo,
-    LoadError,
-    Needs,
-    Resources,
-    parse_options,
-)
+from paceline.drafter.kv.reader import StreamingReader
+from paceline.drafter.methods.base import GenerationInfo, Needs
 from paceline.drafter.methods.beam import check_context
-from paceline.drafter.methods.beam_drafter import (
-    BeamDrafter,
-    BeamSequence,
-    Block,
-    forward_blocks,
-    required,
-    text_pass,
-)
-from paceline.drafter.methods.checkpoint import (
-    TargetEmbedding,
-    TargetOptions,
-    load_model,
-    load_weights,
-    read_fit,
-    required_folder,
-    weight_bytes,
-)
-from paceline.drafter.methods.draft_graphs import (
-    GraphModel,
-    PassShape,
-    graphs_work_on,
-    text_and_levels,
-)
-from paceline.drafter.methods.longspec.config import read_longspec
+from paceline.drafter.methods.beam_drafter import Block, forward_blocks, required, text_pass
+from paceline.drafter.methods.draft_graphs import GraphModel, PassShape, text_and_levels
+from paceline.drafter.methods.longspec.config import LongSpecConfig, read_longspec
 from paceline.drafter.methods.longspec.layer import LongSpecLayer, TargetKv
 from paceline.drafter.methods.longspec.module import LongSpecModel
+from paceline.drafter.methods.target_drafter import TargetDrafter, TargetOptions, TargetSequence
 from paceline.drafter.methods.trees_there import (
     HostDraft,
     Passes,
@@ -63,11 +37,12 @@ from paceline.drafter.methods.trees_there import (
     TreesThere,
     level_passes,
 )
-from paceline.kernels import CHUNK, Context, TreePlan, plan_trees, send
+from paceline.kernels import CHUNK, Context, TreePlan
 from paceline.kernels.draft import DraftText, NativeDraft
+from paceline.kernels.executor import NativeProgram
 
 
-class LongSpecSequence(BeamSequence):
+class LongSpecSequence(TargetSequence):
     """One generation of ``longspec``.
 
     Its memory does not depend on the context: keys, values and tokens of a window. (Only the
@@ -77,11 +52,11 @@ class LongSpecSequence(BeamSequence):
 
     _drafter: LongSpecDrafter
 
-    def __init__(self, drafter: LongSpecDrafter, generation: GenerationInfo, kv: KvReader) -> None:
-        layer = drafter.layer
+    def __init__(self, drafter: LongSpecDrafter, generation: GenerationInfo) -> None:
+        layer = drafter.layers
         super().__init__(drafter, generation, layer.config.window)
-        self.kv = kv
-        in_place = isinstance(kv, StreamingReader) and layer.device.type == "cpu"
+        self.kv = required(generation.kv, "longspec", "KV")
+        in_place = isinstance(self.kv, StreamingReader) and layer.device.type == "cpu"
         self._default_context = 0 if in_place else DEFAULT_CONTEXT
         self.cache = layer.new_cache(drafter.options.drafted)
         self._target = TargetKv(layer.config, layer.dtype, layer.device)
@@ -93,15 +68,13 @@ class LongSpecSequence(BeamSequence):
         return max(0, self.length - 1 - self.cache.next_position(self.length))
 
     def warm(self, limit: int) -> None:
-        cache, layer = self.cache, self._drafter.layer
+        cache = self.cache
         begin = cache.next_position(self.length)
         end = begin + min(limit, self.backlog)
         if begin < end:
             cache.reserve(end)
             block = self.text_block(0, begin, end, begin - cache.base)
-            plan = plan_trees(block.segments, positions=block.positions, device=layer.device)
-            tokens = send(torch.tensor(block.tokens), layer.device)
-            layer.write_kv(tokens, plan, [cache])
+            self._drafter.layers.write_kv(block, cache)
             cache.length = end
 
     def prepare(self) -> bool:
@@ -112,7 +85,7 @@ class LongSpecSequence(BeamSequence):
         below = self.length - 1  # the verifier may have committed more than this text
         context = self._drafter.options.context
         self.kv.refresh(below, self._default_context if context is None else context)
-        parts = self.kv.parts(self._drafter.layer.config.target_layer)
+        parts = self.kv.parts(self._drafter.layers.config.target_layer)
         self.context = self._target.context(parts)
         return True
 
@@ -130,16 +103,15 @@ class LongSpecSequence(BeamSequence):
         self.grow(logits)
 
     def fill(self, text: DraftText) -> None:
+        super().fill(text)
         cache, target = self.cache, self.context
         text.length = self.length - 1
         text.first = min(cache.next_position(self.length), text.length)
         self._fed = torch.tensor([self.text[at] for at in range(text.first - self.length, 0)])
-        text.tokens, text.anchor = self._fed.data_ptr(), self.text[-1]
+        text.tokens = self._fed.data_ptr()
         cache.length = self.length
-        assert cache.table is not None
         assert target is not None
         assert target.cache.table is not None
-        text.context, text.base = cache.table.address, cache.base
         text.target, text.slots = target.cache.table.address, target.length
 
     def finish(self) -> None:
@@ -156,10 +128,10 @@ MAX_FED_TOKENS = 16
 """Maximum number of tokens that a round feeds through the whole layer. Of more, as of a prompt,
 all but the newest get keys and values alone."""
 
-GPU_WIDTHS = (4, 16, 16, 16, 16)
+GPU_SHAPE = {"widths": "4,16,16,16,16"}
 """The paper's (LongSpec, appendix D)."""
 
-CPU_WIDTHS, CPU_NODES = (8, 8), 10
+CPU_SHAPE = {"widths": "8,8", "max_nodes": "10"}
 """The fastest shape with the demo pair, see docs/longspec.md. For a target whose step takes
 more of a round's time a deeper tree is better, such as 4,8,8,8 with 16 nodes."""
 
@@ -181,90 +153,62 @@ class LongSpecOptions(TargetOptions, KvOptions):
     None: all where a mapped cache is read in place, as on a CPU, and 512 of a cache that is copied.
     With a budget, a draft takes as long at 128k tokens as at 1k. Unit: tokens."""
 
-    def for_device(self, device: str) -> LongSpecOptions:
-        """Returns the options with the defaults of a device, by its torch name.
-
-        Raises:
-            ValueError: The default widths at this depth draft too many nodes.
-        """
-        if self.widths:
-            return self
-        cpu = device.startswith("cpu")
-        filled = replace(self, widths=CPU_WIDTHS if cpu else GPU_WIDTHS)
-        return replace(filled, max_nodes=self.max_nodes or (CPU_NODES if cpu else 0))
-
     def __post_init__(self) -> None:
         TargetOptions.__post_init__(self)
         KvOptions.__post_init__(self)
         self.check_drafted()
         check_context(self.context or 0)
 
+    def needs(self, config: LongSpecConfig) -> Needs:
+        budget = DEFAULT_CONTEXT if self.context is None else self.context
+        return Needs((config.target_layer,), self, budget)
 
-class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
+
+class LongSpecDrafter(TargetDrafter[LongSpecSequence]):
     """The method ``longspec``."""
 
     method: ClassVar[str] = "longspec"
-    path_options: ClassVar[tuple[str, ...]] = ("target",)
+    options_type, layers_type, model_type = LongSpecOptions, LongSpecLayer, LongSpecModel
     options: LongSpecOptions
-
-    def __init__(self, layer: LongSpecLayer, options: LongSpecOptions, fit: Fit, size: int) -> None:
-        """Builds a drafter; ``options`` must be those :meth:`~LongSpecOptions.for_device`."""
-        super().__init__(layer.config, options, fit, size)
-        self.layer = layer
-        self.set_device(layer.device, layer.drafted_tokens)
-        budget = DEFAULT_CONTEXT if options.context is None else options.context
-        self.needs = Needs((layer.config.target_layer,), options, budget)
-        self.rope, program = layer.rope, layer.native
-        if program is not None:
-            tokens = self.drafted_tokens
-            ids = torch.arange(layer.config.vocab_size) if tokens is None else tokens
-            self.native = NativeDraft(program, layer.dtype, ids)
-        if graphs_work_on(self.device):
-            self.use_graphs(self.graph_model())
+    layers: LongSpecLayer
 
     @classmethod
-    def load(
-        cls, folder: Path | None, options: Mapping[str, str], resources: Resources
-    ) -> LongSpecDrafter:
-        folder = required_folder(cls.method, folder)
-        try:
-            parsed = parse_options(LongSpecOptions, options).for_device(resources.device)
-        except ValueError as error:
-            raise LoadError("INVALID_OPTION", str(error)) from error
-        fit = read_fit(folder)
-        layer, shared, fit = load_model(
-            folder, resources, _read, folder, fit, parsed, resources.device
-        )
-        drafter = cls(layer, parsed, fit, weight_bytes(folder) + shared.private_bytes)
-        if drafter.graphs is not None:
-            load_model(folder, resources, drafter.warm_up)
-        return drafter
+    def defaults(cls, given: Mapping[str, str], device: str) -> Mapping[str, str]:
+        if "widths" in given:
+            return {}
+        return CPU_SHAPE if device == "cpu" else GPU_SHAPE
+
+    @staticmethod
+    def read_config(folder: Path, target: ModelSource | None) -> tuple[LongSpecConfig, torch.dtype]:
+        return read_longspec(folder)
 
     def start(self, generation: GenerationInfo) -> LongSpecSequence:
-        return LongSpecSequence(self, generation, required(generation.kv, "longspec", "KV"))
+        return LongSpecSequence(self, generation)
+
+    def native_draft(self, programs: list[NativeProgram], ids: Tensor) -> NativeDraft:
+        return NativeDraft(programs[-1], self.layers.dtype, ids)
 
     def grow_level(self, growing: Sequence[LongSpecSequence]) -> None:
         caches = [sequence.cache for sequence in growing]
         contexts = [sequence.context for sequence in growing if sequence.context is not None]
 
         def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
-            return self.layer.forward(tokens, plan, caches, contexts, rows)
+            return self.layers.forward(tokens, plan, caches, contexts, rows)
 
         blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
-        logits = forward_blocks(run, blocks, self.layer.device)
+        logits = forward_blocks(run, blocks, self.layers.device)
         for sequence, part in zip(growing, logits, strict=True):
             sequence.add_level(part)
 
     def graph_model(self) -> GraphModel:
-        """Returns what graphs need."""
-        config, levels = self.layer.config, self.max_depth
+        config, levels = self.layers.config, self.max_depth
 
         def passes(fed: int, shape: TreeShape) -> list[PassShape]:
             level = PassShape(0, 1, (config.window,), (None,))
             return text_and_levels(replace(level, rows=fed, blocks=2), level, shape)
 
         return GraphModel(
-            config, 1, 1, self.layer.dtype, config.max_position + levels, self.drafted_there,
+            config, 1, 1, self.layers.dtype, config.max_position + levels, self.drafted_there,
             passes, self.grow_there,
         )  # fmt: skip
 
@@ -285,17 +229,5 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
     def grow_there(self, passes: Passes, trees: TreesThere) -> None:
         while trees.grows:
             tokens, plan, rows = trees.next_pass(passes)
-            logits = self.layer.forward(tokens, plan, passes.caches, passes.contexts, rows)
+            logits = self.layers.forward(tokens, plan, passes.caches, passes.contexts, rows)
             trees.add_level(logits)
-
-
-def _read(
-    folder: Path, fit: Fit, options: LongSpecOptions, device: str
-) -> tuple[LongSpecLayer, TargetEmbedding, Fit]:
-    config, dtype = read_longspec(folder)
-    dtype = options.torch_dtype(dtype)
-    embedding, fit = options.read_embedding(folder, fit, config, dtype, device)
-    weights = load_weights(folder, config, LongSpecModel, dtype, device)
-    with torch.inference_mode():
-        layer = LongSpecLayer(config, weights, embedding, dtype, device, options.bits(folder))
-    return layer, embedding, fit

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.decoder.config import Rope
-from paceline.drafter.methods.checkpoint import TargetEmbedding
 from paceline.drafter.methods.layers import LayerWeights
 from paceline.drafter.methods.longspec.config import LongSpecConfig
-from paceline.drafter.methods.slots import WindowCache
+from paceline.drafter.methods.target_drafter import DraftLayers
 from paceline.kernels import (
     Context,
-    Executor,
     KVCacheView,
     LayerTable,
     Pass,
+    Program,
     Recorder,
     TreePlan,
 )
-from paceline.kernels.executor import NativeProgram
 
 
 class TargetKv:
@@ -67,75 +64,18 @@ class TargetKv:
         return self._copies[:, :, :slots]
 
 
-class LongSpecLayer:
-    """Weights and forward pass. Used on one thread.
+class LongSpecLayer(DraftLayers):
+    """The layer.
 
-    In bfloat16 models the residual stream, norms and rotations are float32, as in the decoder.
+    A tree's nodes follow the text's slots (LongSpec, appendix D). Keys and values of self-attention
+    depend on token and position alone, because the layer begins with it. So a text is prefilled
+    with one small product per token.
     """
 
-    def __init__(
-        self,
-        config: LongSpecConfig,
-        weights: Mapping[str, Tensor],
-        embedding: TargetEmbedding,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        bits: int = 0,
-    ) -> None:
-        """Builds the layer from its tensors by name and the target's.
+    config: LongSpecConfig
 
-        Its matrices get ``bits``, 8 or 4, in blocks of 32, or stay as they came.
-        """
-        self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.rope = Rope(config, device)
-        self.drafted_tokens = embedding.tokens
-        """The target's token id of each logit, int64 ``[R]``; None: all ids."""
-        tensors = LayerWeights(config, weights, bits)
-        base = "layers.0."
-        qkv = tensors.matrix(*(f"{base}self_attn.{name}_proj" for name in "qkv"))
-        self_norm = tensors.norm(f"{base}input_layernorm")
-
-        program = Recorder(tensors.heads, dtype)
-        x = program.embed(embedding.embedding)
-        program.rotate(program.multiply(program.add_norm(x, 0, self_norm), qkv), None, 0)
-        self._writing = Executor(program.finish())
-
-        program = Recorder(tensors.heads, dtype)
-        x = program.embed(embedding.embedding)
-        q = program.rotate(program.multiply(program.add_norm(x, 0, self_norm), qkv), None, 0)
-        attended = program.attend(q, 0, config.window)
-        delta = program.multiply(attended, tensors.matrix(f"{base}self_attn.o_proj"))
-        inputs = program.add_norm(x, delta, tensors.norm(f"{base}cross_layernorm"))
-        q = program.multiply(inputs, tensors.matrix(f"{base}cross_attn.q_proj"))
-        attended = program.attend_context(program.rotate_queries(q), 0, None)
-        delta = program.multiply(attended, tensors.matrix(f"{base}cross_attn.o_proj"))
-        program.add(x, tensors.feed_forward(program, x, delta, base))
-        x = program.select(x)
-        last = program.add_norm(x, 0, tensors.norm("norm")) if config.final_norm else x
-        program.multiply(last, embedding.head)
-        self._drafting = Executor(program.finish())
-
-    @property
-    def native(self) -> NativeProgram | None:
-        """The program of :meth:`forward` for compiled kernels."""
-        return self._drafting.native if self.device.type == "cpu" else None
-
-    def new_cache(self, nodes: int) -> WindowCache:
-        """Returns a cache for one generation whose trees have at most ``nodes`` nodes.
-
-        A tree's nodes follow the text's slots (LongSpec, appendix D). Accepted nodes are not kept:
-        their tokens are fed again as text.
-        """
-        return WindowCache(self.config, 1, self.config.window, nodes, self.dtype, self.device)
-
-    @torch.inference_mode()
-    def write_kv(self, tokens: Tensor, plan: TreePlan, caches: Sequence[WindowCache]) -> None:
-        """Writes the self-attention KV of tokens, and computes nothing else.
-
-        It depends on token and position alone, because the layer begins with self-attention. So a
-        text is prefilled with one small product per token. Arguments as of :meth:`forward`.
-        """
-        self._writing.run(Pass(tokens, plan, caches, self.rope.table(plan.longest)))
+    def record(self, tensors: LayerWeights) -> list[Program]:
+        return [_record(self, tensors, outputs=outputs) for outputs in (False, True)]
 
     @torch.inference_mode()
     def forward(
@@ -160,4 +100,27 @@ class LongSpecLayer:
         """
         table = self.rope.table(plan.longest)
         call = Pass(tokens, plan, caches, table, logit_rows, contexts=contexts)
-        return self._drafting.run(call).logits
+        return self.programs[-1].run(call).logits
+
+
+def _record(layer: LongSpecLayer, tensors: LayerWeights, *, outputs: bool) -> Program:
+    """Tokens to logits; without ``outputs`` to keys and values alone."""
+    config, embedding, base = layer.config, layer.embedding, "layers.0."
+    program = Recorder(tensors.heads, layer.dtype)
+    x = program.embed(embedding.embedding)
+    inputs = program.add_norm(x, 0, tensors.norm(f"{base}input_layernorm"))
+    qkv = tensors.matrix(*(f"{base}self_attn.{name}_proj" for name in "qkv"))
+    q = program.rotate(program.multiply(inputs, qkv), None, 0)
+    if not outputs:
+        return program.finish()
+    attended = program.attend(q, 0, config.window)
+    delta = program.multiply(attended, tensors.matrix(f"{base}self_attn.o_proj"))
+    inputs = program.add_norm(x, delta, tensors.norm(f"{base}cross_layernorm"))
+    q = program.multiply(inputs, tensors.matrix(f"{base}cross_attn.q_proj"))
+    attended = program.attend_context(program.rotate_queries(q), 0, None)
+    delta = program.multiply(attended, tensors.matrix(f"{base}cross_attn.o_proj"))
+    program.add(x, tensors.feed_forward(program, x, delta, base))
+    x = program.select(x)
+    last = program.add_norm(x, 0, tensors.norm("norm")) if config.final_norm else x
+    program.multiply(last, embedding.head)
+    return program.finish()

@@ -1,0 +1,274 @@
+"""Drafters with layers of their own that share a target's embedding and LM head."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from paceline.decoder import ModelSource, open_model
+from paceline.decoder.config import Rope
+from paceline.decoder.weights import Checkpoint
+from paceline.drafter.kv import TRANSPORTS
+from paceline.drafter.methods.base import (
+    Fit,
+    GenerationInfo,
+    Needs,
+    Resources,
+    check_choice,
+    parse_options,
+)
+from paceline.drafter.methods.beam import BeamOptions
+from paceline.drafter.methods.beam_drafter import BeamDrafter, BeamSequence, Block, required
+from paceline.drafter.methods.checkpoint import (
+    TargetEmbedding,
+    check_shape,
+    check_target,
+    load_model,
+    load_weights,
+    read_fit,
+    required_folder,
+)
+from paceline.drafter.methods.draft_graphs import GraphModel, graphs_work_on
+from paceline.drafter.methods.layers import DraftModel, LayerWeights, TappedShape
+from paceline.drafter.methods.slots import WindowCache
+from paceline.kernels import Executor, Pass, Program, plan_trees, send
+from paceline.kernels.draft import DraftText, NativeDraft
+from paceline.kernels.executor import NativeProgram
+
+
+@dataclass(frozen=True)
+class TargetOptions(BeamOptions):
+    """Options of every method whose drafters share a target's embedding and LM head."""
+
+    formats: ClassVar[tuple[str, ...]] = (*BeamOptions.formats, "int8", "int4")
+
+    target: str = ""
+    """Folder of the target, for its embedding and LM head; empty: the drafter's folder has them."""
+    lora: str = ""
+    """Folder of the target's LoRA adapter; empty: it has none."""
+
+    def bits(self, folder: Path) -> int:
+        """Bits of the matrices, 8 or 4 in blocks of 32; by default 8 where the folder stores them
+        so; 0: as they come."""
+        if self.weights == "auto" and Checkpoint(folder, torch.float32).int8:
+            return 8
+        return {"int8": 8, "int4": 4}.get(self.weights, 0)
+
+    def torch_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """Returns the type of the model: that of ``weights`` or, if it has none, ``stored``."""
+        known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+        return known.get(self.weights, stored)
+
+    def needs(self, config: Any) -> Needs:
+        """Returns the target's data that a drafter of this shape reads."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class StateOptions(TargetOptions):
+    """Options of methods that read the target's hidden states."""
+
+    states: str = "auto"
+    """Transport of hidden states: map (the verifier's memory), follow (copies over gRPC), or auto:
+    map where the drafter service can open the verifier's Unix socket, else follow."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.widths:
+            raise ValueError("option widths is empty, expected at least one number")
+        check_choice("states", self.states, TRANSPORTS)
+
+    def needs(self, config: TappedShape) -> Needs:
+        return Needs(
+            hidden_state_layers=config.taps,
+            hidden_state_window=config.window,
+            hidden_state_transport=self.states,
+        )
+
+
+class DraftLayers(ABC):
+    """Weights and forward passes of a drafter's layers. Used on one thread.
+
+    In bfloat16 models the residual stream, norms and rotations are float32, as in the decoder.
+    """
+
+    config: Any
+    """Shape, a :class:`~paceline.drafter.methods.layers.LayerShape`."""
+
+    def __init__(
+        self,
+        config: Any,
+        weights: Mapping[str, Tensor],
+        embedding: TargetEmbedding,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        bits: int = 0,
+    ) -> None:
+        """Builds the layers from their tensors by name, and the embedding and LM head they use.
+
+        Their matrices get ``bits``, 8 or 4, in blocks of 32, or stay as they came.
+        """
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.embedding, self.bits = embedding, bits
+        self.rope = Rope(config, device)
+        self.programs = [
+            Executor(each) for each in self.record(LayerWeights(config, weights, bits))
+        ]
+
+    @abstractmethod
+    def record(self, tensors: LayerWeights) -> list[Program]:
+        """Returns the programs. The first writes keys and values of a text, and computes nothing
+        else; the last drafts."""
+
+    @property
+    def native(self) -> list[NativeProgram] | None:
+        """The programs for compiled kernels; None: they do not run all of them."""
+        found = [each.native for each in self.programs if each.native is not None]
+        return found if self.device.type == "cpu" and len(found) == len(self.programs) else None
+
+    def new_cache(self, extra: int, layers: int = 1) -> WindowCache:
+        """Returns a cache for one generation, with this many slots behind its text.
+
+        They are for a tree or a block. What was accepted is not kept: it is fed again as text.
+        """
+        return WindowCache(self.config, layers, self.config.window, extra, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def write_kv(self, block: Block, cache: WindowCache, states: Tensor | None = None) -> None:
+        """Writes keys and values of a text's tokens, which read ``states`` if the layer does, and
+        computes nothing else."""
+        plan = plan_trees(block.segments, positions=block.positions, device=self.device)
+        tokens, table = send(torch.tensor(block.tokens), self.device), self.rope.table(plan.longest)
+        self.programs[0].run(Pass(tokens, plan, [cache], table, inputs=states))
+
+
+class TargetSequence(BeamSequence):
+    """One generation of a :class:`TargetDrafter`."""
+
+    cache: WindowCache
+
+    def fill(self, text: DraftText) -> None:
+        cache = self.cache
+        assert cache.table is not None
+        text.context, text.base, text.anchor = cache.table.address, cache.base, self.text[-1]
+
+
+class StateSequence(TargetSequence):
+    """One generation of a drafter that reads the target's hidden states."""
+
+    def __init__(
+        self,
+        drafter: TargetDrafter[Any],
+        generation: GenerationInfo,
+        cache: WindowCache,
+        kept: int | None = None,
+    ) -> None:
+        """See :class:`BeamSequence`; ``cache`` is an empty one."""
+        super().__init__(drafter, generation, kept)
+        self.states = required(generation.states, drafter.method, "hidden states")
+        self.cache = cache
+
+    @property
+    def backlog(self) -> int:
+        return max(0, self.readable - self.cache.next_position(self.readable))
+
+    @property
+    def readable(self) -> int:
+        """Positions below this are read: committed ones, and none beyond this text's anchor."""
+        return min(self.states.committed, self.length - 1)
+
+    def prepare(self) -> bool:
+        """Returns False unless the hidden states of all positions before the anchor are there."""
+        self.states.check()
+        return self.readable >= self.length - 1 > 0
+
+    def finish(self) -> None:
+        self.clear()
+        self.states.check()
+
+    def close(self) -> None:
+        super().close()
+        self.clear()
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drops what belongs to the round."""
+
+
+S = TypeVar("S", bound=TargetSequence)
+
+
+class TargetDrafter(BeamDrafter[S]):
+    """A drafter with layers of its own that shares a target's embedding and LM head.
+
+    A subclass names the types of its parts.
+    """
+
+    path_options: ClassVar[tuple[str, ...]] = ("target",)
+    options_type: ClassVar[type[TargetOptions]]
+    layers_type: ClassVar[type[DraftLayers]]
+    model_type: ClassVar[type[DraftModel]]
+    """The drafter in training, whose tensors have the same names."""
+
+    def __init__(self, layers: DraftLayers, options: TargetOptions, fit: Fit, size: int) -> None:
+        """Builds a drafter; ``fit`` and ``size`` as in :class:`BeamDrafter`."""
+        super().__init__(layers.config, options, fit, size)
+        self.needs = options.needs(layers.config)
+        self.set_device(layers.device, layers.embedding.tokens)
+        self.rope, tokens = layers.rope, self.drafted_tokens
+        if (programs := layers.native) is not None:
+            ids = torch.arange(self.shape.vocab_size) if tokens is None else tokens
+            self.native = self.native_draft(programs, ids)
+        if graphs_work_on(self.device) and (model := self.graph_model()) is not None:
+            self.use_graphs(model)
+
+    @classmethod
+    def load(cls, folder: Path | None, options: Mapping[str, str], resources: Resources) -> Self:
+        folder = required_folder(cls.method, folder)
+        given = {**cls.defaults(options, resources.device), **options}
+        parsed = parse_options(cls.options_type, given)
+        return load_model(
+            folder, resources, cls._read, folder, read_fit(folder), parsed, resources.device
+        )
+
+    @classmethod
+    def defaults(cls, given: Mapping[str, str], device: str) -> Mapping[str, str]:
+        """Returns the values of options that depend on the device, by its torch name."""
+        return {}
+
+    @classmethod
+    def _read(cls, folder: Path, fit: Fit, options: TargetOptions, device: str) -> Self:
+        target = open_model(options.target, options.lora) if options.target else None
+        config, dtype = cls.read_config(folder, target)
+        dtype, bits = options.torch_dtype(dtype), options.bits(folder)
+        if target is not None:
+            fit = check_target(folder, target, fit)
+            check_shape(folder, config, target)
+        embedding = TargetEmbedding.read(folder, target, config, dtype, device, bits)
+        weights = load_weights(folder, config, cls.model_type, dtype, device)
+        with torch.inference_mode():
+            layers = cls.layers_type(config, weights, embedding, dtype, device, bits)
+        size = open_model(folder).weight_bytes + embedding.private_bytes
+        drafter = cls(layers, options, fit, size)
+        drafter.warm_up()
+        return drafter
+
+    @staticmethod
+    @abstractmethod
+    def read_config(folder: Path, target: ModelSource | None) -> tuple[Any, torch.dtype]:
+        """Reads the shape of the layers from a folder, and the type of its tensors."""
+
+    @abstractmethod
+    def native_draft(self, programs: list[NativeProgram], ids: Tensor) -> NativeDraft | None:
+        """Returns what drafts in one native call by :attr:`DraftLayers.native`, if that is
+        possible; ``ids`` are the target's ids of the logits, int64 ``[R]``."""
+
+    @abstractmethod
+    def graph_model(self) -> GraphModel | None:
+        """Returns what CUDA graphs need; None: the drafter cannot be captured."""
