@@ -236,7 +236,7 @@ def test_rotary_embedding_equals_the_target_s(tmp_path: Path, kind: Any, rope: s
 
 def test_a_folder_holds_no_frozen_weights(tmp_path: Path) -> None:
     LlamaConfig(**_SHAPE).save_pretrained(tmp_path / "target")
-    config = LongSpecConfig.for_target(tmp_path / "target", layer=1)
+    config = LongSpecConfig.for_target(tmp_path / "target", target_layer=1)
     model = LongSpecModel(config)
     save_longspec(tmp_path / "drafter", config, model.state_dict(), REF, notes={"steps": 3})
     assert read_longspec(tmp_path / "drafter") == (config, torch.bfloat16)
@@ -254,7 +254,7 @@ def test_a_folder_holds_no_frozen_weights(tmp_path: Path) -> None:
 def test_a_layer_that_the_target_lacks_is_refused(tmp_path: Path, layer: int) -> None:
     LlamaConfig(**_SHAPE).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="0 to 3"):
-        LongSpecConfig.for_target(tmp_path, layer=layer)
+        LongSpecConfig.for_target(tmp_path, target_layer=layer)
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ CASES = {
     "longspec, last layer": Case("longspec"),
     "longspec, window": Case("longspec", drafter={"window": 16}),
     "longspec, first layer, tied": Case(
-        "longspec", "llama", {"tie_word_embeddings": True}, {"layer": 0, "window": 5}
+        "longspec", "llama", {"tie_word_embeddings": True}, {"target_layer": 0, "window": 5}
     ),
     "longspec, no final norm": Case(
         "longspec", drafter={"final_norm": False, "window": 1, "intermediate": 48}

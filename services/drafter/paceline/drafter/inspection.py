@@ -22,13 +22,14 @@ from paceline.drafter.methods.checkpoint import (
     check_tensors,
     read_fit,
 )
-from paceline.drafter.methods.dspark import DSparkModel
-from paceline.drafter.methods.dspark.config import dspark_config, layout_of
-from paceline.drafter.methods.eagle3 import Eagle3Model
-from paceline.drafter.methods.eagle3.config import eagle3_config, is_eagle3
+from paceline.drafter.methods.dspark import DSparkModel, read_dspark
+from paceline.drafter.methods.dspark.config import layout_of
+from paceline.drafter.methods.eagle3 import Eagle3Model, read_eagle3
+from paceline.drafter.methods.eagle3.config import is_eagle3
 from paceline.drafter.methods.layers import (
     SECTION,
     DrafterWeights,
+    DraftModel,
     LayerShape,
     drafted_tokens,
 )
@@ -64,15 +65,16 @@ def inspect_drafter(folder: Path, target: Path | None = None) -> Inspection:
     facts = {"method": "", "layout": ""}
     problems: list[str] = []
     try:
-        facts["method"], facts["layout"], read, module = _kind(described)
+        facts["method"], facts["layout"], parts = _kind(described)
         if made_for := _made_for(described):
             facts["made for"] = made_for
-        if module is None:
+        if parts is None:
             facts |= {"vocabulary": f"{load_config(folder).vocab_size:,} tokens"}
         else:
-            config = read(folder, described, layers)
+            read, model = parts
+            config, _ = read(folder, layers)
             _check_own(folder, config)
-            check_tensors(folder, config, module)
+            check_tensors(folder, config, model)
             drafted_tokens(folder, config)
             if source is not None:
                 check_shape(folder, config, source)
@@ -85,23 +87,23 @@ def inspect_drafter(folder: Path, target: Path | None = None) -> Inspection:
     return Inspection(facts, problems)
 
 
-Kind = tuple[str, str, Callable[[Path, Json, int], Any], Callable[[Any], Any] | None]
+Parts = tuple[Callable[[Path, int], tuple[Any, torch.dtype]], type[DraftModel]]
+"""How the shape is read, and the module with the tensors."""
 
 
-def _kind(described: Json) -> Kind:
-    """Method, layout, how the shape is read, and the module with the tensors; None: any model."""
+def _kind(described: Json) -> tuple[str, str, Parts | None]:
+    """Method, layout and parts of a drafter; None: it is any model."""
     own = SECTION in described
     method = described[SECTION].get("method") if own else None
     if method == "longspec":
-        return method, "paceline", lambda folder, _, layers: read_longspec(folder)[0], LongSpecModel
+        return method, "paceline", (read_longspec, LongSpecModel)
     if is_eagle3(described):
         speculators = "speculators" if "speculators_model_type" in described else "EAGLE"
-        layout = "paceline" if own else speculators
-        return "eagle3", layout, lambda _, found, n: eagle3_config(found, n), Eagle3Model
+        return "eagle3", "paceline" if own else speculators, (read_eagle3, Eagle3Model)
     if method == "dspark" or described.get("speculators_model_type") or _is_block(described):
         layout = "paceline" if own else layout_of(described).value
-        return "dspark", layout, lambda _, found, n: dspark_config(found, n), DSparkModel
-    return "lm", "transformers", lambda folder, *_: load_config(folder), None
+        return "dspark", layout, (read_dspark, DSparkModel)
+    return "lm", "transformers", None
 
 
 def _is_block(described: Json) -> bool:

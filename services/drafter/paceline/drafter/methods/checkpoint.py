@@ -322,39 +322,33 @@ def write_checkpoint(
     (base / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def read_config_file(folder: str | Path, method: str) -> dict[str, Any]:
-    """Reads a drafter's config.json.
+def read_shape(
+    folder: str | Path,
+    method: str,
+    parse: Callable[[dict[str, Any]], Shape],
+    tensor: str = "fc.weight",
+) -> tuple[Shape, torch.dtype]:
+    """Reads a drafter's shape from its config.json with ``parse``, and the type of its tensors, by
+    that of one of them.
 
     Raises:
-        UnsupportedModelError: Its ``paceline`` section is of another method or format.
+        UnsupportedModelError: Its ``paceline`` section is of another method or format, ``parse``
+            refuses it, or the type is not supported.
         FileNotFoundError: There is no config.json.
     """
     path = Path(folder) / CONFIG_FILE
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    section = config.get(SECTION)
+    described: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    section = described.get(SECTION)
     if section is not None and (section.get("method"), section.get("format")) != (method, FORMAT):
         raise UnsupportedModelError(
             f"{path} is of method {section.get('method')!r}, format {section.get('format')!r}; "
             f"expected {method!r}, format {FORMAT}"
         )
-    return config
-
-
-def read_shape(
-    folder: str | Path, method: str, parse: Callable[[dict[str, Any]], Shape]
-) -> tuple[Shape, torch.dtype]:
-    """Reads a drafter's shape from its config.json with ``parse``, and the type of its tensors.
-
-    Raises:
-        UnsupportedModelError: It is of another method, or ``parse`` refuses it.
-        FileNotFoundError: There is no config.json.
-    """
-    described = read_config_file(folder, method)
     try:
         config = parse(described)
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{Path(folder) / CONFIG_FILE}: {error}") from error
-    return config, stored_dtype(folder, "fc.weight")
+        raise UnsupportedModelError(f"{path}: {error}") from error
+    return config, _stored_dtype(folder, tensor)
 
 
 _OTHER_TENSORS = frozenset({EMBEDDING, HEAD, DRAFTED, DRAFT_TOKENS})
@@ -367,12 +361,7 @@ _DTYPES = {
 """Type of a drafter by that of its tensors."""
 
 
-def stored_dtype(folder: str | Path, name: str) -> torch.dtype:
-    """Returns the type for the tensors of a folder, by that of one of them.
-
-    Raises:
-        UnsupportedModelError: There is no such tensor, or it has a type that is not supported.
-    """
+def _stored_dtype(folder: str | Path, name: str) -> torch.dtype:
     weights = DrafterWeights(folder, torch.float32)
     if name not in weights:
         raise UnsupportedModelError(

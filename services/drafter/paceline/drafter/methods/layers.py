@@ -192,6 +192,38 @@ class LayerShape:
             **rest,
         )
 
+    @classmethod
+    def for_target(cls, path: str | Path, **fields: Any) -> Self:
+        """Returns the shape of a drafter's layers for a target.
+
+        Args:
+            path: The target's Hugging Face folder or GGUF file.
+            fields: Fields that replace the target's, unless they are None, or that it does not
+                have. Negative numbers of target layers count from the last.
+
+        Raises:
+            UnsupportedModelError: The decoder does not support the target, or it lacks a layer.
+            FileNotFoundError: There is no such file, or the folder has no config.json.
+        """
+        source = open_model(path)
+        target = source.config()
+        found = {
+            **{name: getattr(target, name) for name in LayerShape.HF_FIELDS},
+            "norm_eps": target.norm_eps,
+            "rope_parameters": rope_parameters(source.hf_config),
+            "target_layers": target.layers,
+            **{name: value for name, value in fields.items() if value is not None},
+        }
+
+        def number(layer: int) -> int:
+            return layer + target.layers if layer < 0 else layer
+
+        if "target_layer" in found:
+            found["target_layer"] = number(found["target_layer"])
+        else:
+            found["taps"] = tuple(map(number, found["taps"]))
+        return cls(**found)
+
     @property
     def drafted(self) -> int:
         """Tokens that can be drafted: rows of the LM head."""
@@ -320,31 +352,6 @@ def whole_config(layer: Mapping[str, Any], kinds: Sequence[str]) -> Mapping[str,
     return hf
 
 
-def target_fields(path: str | Path, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a drafter's configuration that follow from its target.
-
-    Args:
-        path: The target's Hugging Face folder or GGUF file.
-        fields: Fields that replace the target's, unless they are None, or that it does not have.
-
-    Returns:
-        The fields of a :class:`LayerShape`, ``target_layers``, and ``fields``.
-
-    Raises:
-        UnsupportedModelError: The decoder does not support the target.
-        FileNotFoundError: There is no such file, or the folder has no config.json.
-    """
-    source = open_model(path)
-    target = source.config()
-    return {
-        **{name: getattr(target, name) for name in LayerShape.HF_FIELDS},
-        "norm_eps": target.norm_eps,
-        "rope_parameters": rope_parameters(source.hf_config),
-        "target_layers": target.layers,
-        **{name: value for name, value in fields.items() if value is not None},
-    }
-
-
 @contextmanager
 def config_errors(drafter: str) -> Iterator[None]:
     """Raises ``UnsupportedModelError`` for fields of a config.json that are missing or invalid."""
@@ -364,15 +371,18 @@ class DraftModel(nn.Module):
     Parameters have the names of the folder's tensors.
 
     Attributes:
+        config: Shape of the layers.
         d2t: The target's id of each drafted token, rising, int64 ``[R]``; None: all tokens.
         rope_inv_freq: Inverse frequencies of the rotary embedding.
     """
 
+    config: LayerShape
     d2t: Tensor | None
     rope_inv_freq: Tensor
 
     def __init__(self, config: LayerShape) -> None:
         super().__init__()
+        self.config = config
         count = config.draft_vocab_size
         # On the meta device this would import sympy.
         tokens = torch.arange(count, device="cpu") if count else None
@@ -387,6 +397,11 @@ class DraftModel(nn.Module):
     def draft_rows(self, tokens: Tensor) -> Tensor:
         """See :func:`~paceline.drafter.methods.layers.draft_rows`."""
         return draft_rows(self.d2t, tokens)
+
+    def rope_factors(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions ``[..., S]``, each ``[..., 1, S, D / 2]``."""
+        angles = positions[..., None, :, None].float() * self.rope_inv_freq
+        return angles.cos() * self.config.rope_scaling, angles.sin() * self.config.rope_scaling
 
 
 @dataclass(frozen=True)
@@ -462,6 +477,26 @@ class RmsNorm(nn.Module):
         wide = x.float()
         scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         return (wide * scale * self.weight.float()).to(x.dtype)
+
+
+class Projections(nn.Module):
+    """Projections of an attention: all four, or only those of query and output.
+
+    Inputs have a width of ``inputs``. With ``norms``, heads of queries and keys are normalised.
+    """
+
+    def __init__(
+        self, config: LayerShape, inputs: int, *, own_keys: bool = True, norms: bool = False
+    ) -> None:
+        super().__init__()
+        q, kv = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(inputs, q, bias=False)
+        if own_keys:
+            self.k_proj = nn.Linear(inputs, kv, bias=False)
+            self.v_proj = nn.Linear(inputs, kv, bias=False)
+        self.o_proj = nn.Linear(q, config.hidden, bias=False)
+        self.q_norm = RmsNorm(config.head_dim, config.norm_eps) if norms else nn.Identity()
+        self.k_norm = RmsNorm(config.head_dim, config.norm_eps) if norms else nn.Identity()
 
 
 class Mlp(nn.Module):

@@ -7,11 +7,11 @@ error, so none of these fields has a default: a config.json without them is refu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from paceline.drafter.methods.layers import (
     config_errors,
     reduced_vocabulary,
     target_depth,
-    target_fields,
     whole_config,
 )
 
@@ -154,29 +153,12 @@ class DSparkConfig(TappedShape):
         return self.drafted + (1 if self.draft_vocab_size else 0)
 
     @classmethod
-    def for_target(
-        cls, folder: str | Path, *, taps: Sequence[int], confidence: bool = True, **fields: Any
-    ) -> DSparkConfig:
-        """Returns the configuration of a drafter for a target.
-
-        Args:
-            folder: The target's Hugging Face folder.
-            taps: See the class; negative ones count from the last layer.
-            confidence: See the class; the head reads the Markov embedding if there is one.
-            fields: Other fields, such as ``block`` and ``mask_token``; None: the target's.
-
-        Raises:
-            UnsupportedModelError: The decoder does not support the target, or it lacks a layer.
-            FileNotFoundError: The folder has no config.json.
-        """
-        found = target_fields(folder, {"layers": 1, **fields})
-        count = found["target_layers"]
-        return cls(
-            **found,
-            taps=tuple(tap + count if tap < 0 else tap for tap in taps),
-            confidence=confidence,
-            confidence_markov=confidence and bool(found.get("markov_rank")),
-        )
+    def for_target(cls, path: str | Path, *, confidence: bool = True, **fields: Any) -> Self:
+        """See :meth:`LayerShape.for_target`; the confidence head reads the Markov embedding if
+        there is one."""
+        markov = confidence and bool(fields.get("markov_rank"))
+        fields = {"layers": 1, **fields, "confidence": confidence, "confidence_markov": markov}
+        return super().for_target(path, **fields)
 
 
 Json = Mapping[str, Any]

@@ -10,28 +10,28 @@ from torch.nn import functional as F
 
 from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.dspark.heads import ConfidenceHead, MarkovHead
-from paceline.drafter.methods.layers import DraftModel, Mlp, RmsNorm, apply_rope
+from paceline.drafter.methods.layers import (
+    DraftModel,
+    Mlp,
+    Projections,
+    RmsNorm,
+    apply_rope,
+    split_heads,
+)
 from paceline.kernels.rows import convolve_blocks
 
 
-class DSparkAttention(nn.Module):
+class DSparkAttention(Projections):
     """Attention of a block to the context and, in both directions, to itself (equation 3)."""
 
     def __init__(self, config: DSparkConfig) -> None:
-        super().__init__()
-        q, kv = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden, q, bias=False)
-        self.k_proj = nn.Linear(config.hidden, kv, bias=False)
-        self.v_proj = nn.Linear(config.hidden, kv, bias=False)
-        self.o_proj = nn.Linear(q, config.hidden, bias=False)
-        self.q_norm = RmsNorm(config.head_dim, config.norm_eps)
-        self.k_norm = RmsNorm(config.head_dim, config.norm_eps)
+        super().__init__(config, config.hidden, norms=True)
         self._dim, self._group = config.head_dim, config.group
 
     def keys_values(self, x: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
-        """Projects ``[..., hidden]`` to keys after RoPE and values, each ``[..., Hkv, D]``."""
-        keys = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self._dim)))
-        return apply_rope(keys, factors), self.v_proj(x).unflatten(-1, (-1, self._dim))
+        """Projects ``[N, S, hidden]`` to keys after RoPE and values, each ``[N, Hkv, S, D]``."""
+        keys = self.k_norm(split_heads(self.k_proj(x), self._dim))
+        return apply_rope(keys, factors), split_heads(self.v_proj(x), self._dim)
 
     def forward(
         self, x: Tensor, factors: Factors, context: tuple[Tensor, Tensor], seen: Tensor
@@ -41,16 +41,16 @@ class DSparkAttention(nn.Module):
         Args:
             x: The blocks of each text, ``[N, Q, hidden]``.
             factors: Cosines and sines of their positions.
-            context: Keys and values of the texts, each ``[N, C, Hkv, D]``.
+            context: Keys and values of the texts, each ``[N, Hkv, C, D]``.
             seen: Which context and which positions of blocks each one attends to, bool
                 ``[N, 1, Q, C + Q]``.
         """
-        q = apply_rope(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self._dim))), factors)
+        q = apply_rope(self.q_norm(split_heads(self.q_proj(x), self._dim)), factors)
         k, v = (
-            torch.cat(parts, dim=1).transpose(1, 2).repeat_interleave(self._group, dim=1)
+            torch.cat(parts, dim=2).repeat_interleave(self._group, dim=1)
             for parts in zip(context, self.keys_values(x, factors), strict=True)
         )
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, seen)
+        out = F.scaled_dot_product_attention(q, k, v, seen)
         attended: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return attended
 
@@ -102,9 +102,10 @@ class DSparkModel(DraftModel):
     Blocks of one text share its context: all of them are one attention call under a mask.
     """
 
+    config: DSparkConfig
+
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
-        self.config = config
         self.fc = nn.Linear(len(config.taps) * config.hidden, config.hidden, bias=False)
         self.hidden_norm = RmsNorm(config.hidden, config.norm_eps)
         self.layers = nn.ModuleList([DSparkLayer(config) for _ in range(config.layers)])
@@ -130,9 +131,9 @@ class DSparkModel(DraftModel):
         config, shape = self.config, embedded.shape
         projected = self.fc(taps)
         context = self.hidden_norm(projected)
-        context_factors = self._factors(tap_positions)
+        context_factors = self.rope_factors(tap_positions)
         offsets = torch.arange(config.block, device=anchors.device)
-        factors = self._factors((anchors[..., None] + offsets).flatten(1))
+        factors = self.rope_factors((anchors[..., None] + offsets).flatten(1))
         seen = self._seen(anchors, tap_positions)
         if config.state_input:
             places = tap_positions[:, None]
@@ -194,10 +195,6 @@ class DSparkModel(DraftModel):
             masks[window, causal] = mask
         return [masks[each] for each in self.config.attention]
 
-    def _factors(self, positions: Tensor) -> Factors:
-        angles = positions[..., None, None].float() * self.rope_inv_freq
-        return angles.cos() * self.config.rope_scaling, angles.sin() * self.config.rope_scaling
-
 
 Factors = tuple[Tensor, Tensor]
-"""Cosines and sines of positions, each ``[..., 1, D / 2]``."""
+"""Cosines and sines of positions, each ``[N, 1, S, D / 2]``."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from paceline.decoder import UnsupportedModelError
+from paceline.decoder import UnsupportedModelError, load_config
 from paceline.drafter.methods.checkpoint import (
     TargetRef,
     read_shape,
@@ -28,7 +28,6 @@ from paceline.drafter.methods.layers import (
     config_errors,
     reduced_vocabulary,
     target_depth,
-    target_fields,
     whole_config,
 )
 
@@ -87,24 +86,10 @@ class Eagle3Config(TappedShape):
         return len(self.taps) * (self.target_hidden or self.hidden)
 
     @classmethod
-    def for_target(
-        cls, folder: str | Path, *, taps: Sequence[int] = (), **fields: Any
-    ) -> Eagle3Config:
-        """Returns the configuration of a layer for a target.
-
-        Args:
-            folder: The target's Hugging Face folder.
-            taps: See the class; negative ones count from the last layer; none: the usual ones.
-            fields: Other fields, such as ``window``; None: the target's.
-
-        Raises:
-            UnsupportedModelError: The decoder does not support the target, or it lacks a layer.
-            FileNotFoundError: The folder has no config.json.
-        """
-        found = target_fields(folder, fields)
-        count = found["target_layers"]
-        taps = tuple(tap + count if tap < 0 else tap for tap in taps)
-        return cls(**found, taps=taps or _usual_taps(count))
+    def for_target(cls, path: str | Path, *, taps: Sequence[int] = (), **fields: Any) -> Self:
+        """See :meth:`LayerShape.for_target`; without ``taps`` they are the usual ones."""
+        taps = taps or _usual_taps(load_config(path).layers)
+        return super().for_target(path, taps=taps, **fields)
 
 
 def _usual_taps(layers: int) -> tuple[int, ...]:

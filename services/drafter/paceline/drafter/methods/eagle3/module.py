@@ -7,25 +7,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.drafter.methods.eagle3.config import Eagle3Config
-from paceline.drafter.methods.layers import DraftModel, Mlp, RmsNorm, apply_rope, split_heads
+from paceline.drafter.methods.layers import (
+    DraftModel,
+    Mlp,
+    Projections,
+    RmsNorm,
+    apply_rope,
+    split_heads,
+)
 
 KeysValues = tuple[Tensor, Tensor]
 """Keys after RoPE and values, each ``[B, Hkv, S, D]``."""
-
-
-class Eagle3Attention(nn.Module):
-    """Projections of the attention; their inputs are an embedding and a hidden state."""
-
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        q, kv = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(2 * config.hidden, q, bias=False)
-        self.k_proj = nn.Linear(2 * config.hidden, kv, bias=False)
-        self.v_proj = nn.Linear(2 * config.hidden, kv, bias=False)
-        self.o_proj = nn.Linear(q, config.hidden, bias=False)
-        norm = config.qk_norm
-        self.q_norm = RmsNorm(config.head_dim, config.norm_eps) if norm else nn.Identity()
-        self.k_norm = RmsNorm(config.head_dim, config.norm_eps) if norm else nn.Identity()
 
 
 class DenseEagle3Layer(nn.Module):
@@ -35,7 +27,7 @@ class DenseEagle3Layer(nn.Module):
         super().__init__()
         self.input_layernorm = RmsNorm(config.hidden, config.norm_eps)
         self.hidden_norm = RmsNorm(config.hidden, config.norm_eps)
-        self.self_attn = Eagle3Attention(config)
+        self.self_attn = Projections(config, 2 * config.hidden, norms=config.qk_norm)
         self.post_attention_layernorm = RmsNorm(config.hidden, config.norm_eps)
         self.mlp = Mlp(config.hidden, config.intermediate)
 
@@ -43,9 +35,10 @@ class DenseEagle3Layer(nn.Module):
 class Eagle3Model(DraftModel):
     """Fusion of the target's hidden states, the layer, and the final norm (EAGLE-3, section 3)."""
 
+    config: Eagle3Config
+
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
-        self.config = config
         each = config.states // len(config.taps)
         eps = config.norm_eps
         self.input_norm = RmsNorm(config.states, eps) if config.norm_before_fc else None
@@ -93,8 +86,7 @@ class Eagle3Model(DraftModel):
         normed = layer.hidden_norm(hidden)
         inputs = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
         x = (normed if config.norm_before_residual else hidden)[:, last]
-        angles = positions[:, None, :, None].float() * self.rope_inv_freq
-        cos, sin = angles.cos() * config.rope_scaling, angles.sin() * config.rope_scaling
+        cos, sin = self.rope_factors(positions)
         q = attention.q_norm(split_heads(attention.q_proj(inputs[:, last]), config.head_dim))
         k = attention.k_norm(split_heads(attention.k_proj(inputs), config.head_dim))
         q, k = apply_rope(q, (cos[:, :, last], sin[:, :, last])), apply_rope(k, (cos, sin))

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods.checkpoint import (
-    CONFIG_FILE,
     TargetRef,
-    read_config_file,
+    read_shape,
     speculators_fields,
     write_checkpoint,
 )
-from paceline.drafter.methods.layers import SECTION, LayerShape, config_errors, target_fields
+from paceline.drafter.methods.layers import SECTION, LayerShape, config_errors
 
 METHOD = "longspec"
 
@@ -67,19 +66,9 @@ class LongSpecConfig(LayerShape):
         return {**super().of_target, **read}
 
     @classmethod
-    def for_target(cls, folder: str | Path, *, layer: int = -1, **fields: Any) -> LongSpecConfig:
-        """Returns the configuration of a layer for a target.
-
-        Negative layers count from the last. ``fields`` are others, such as ``window``; None: the
-        target's.
-
-        Raises:
-            UnsupportedModelError: The decoder does not support the target, or it lacks the layer.
-            FileNotFoundError: The folder has no config.json.
-        """
-        found = target_fields(folder, fields)
-        count = found["target_layers"]
-        return cls(**found, target_layer=layer + count if layer < 0 else layer)
+    def for_target(cls, path: str | Path, *, target_layer: int = -1, **fields: Any) -> Self:
+        """See :meth:`LayerShape.for_target`; by default the last layer is read."""
+        return super().for_target(path, target_layer=target_layer, **fields)
 
 
 def save_longspec(
@@ -109,31 +98,28 @@ def save_longspec(
     )
 
 
-def read_longspec(folder: str | Path) -> tuple[LongSpecConfig, torch.dtype]:
-    """Reads the shape of a drafter's layer and the type of its tensors from its config.json.
+@config_errors(METHOD)
+def longspec_config(described: Mapping[str, Any]) -> LongSpecConfig:
+    """Reads the shape of a drafter from all of a config.json.
 
     Raises:
-        UnsupportedModelError: It is no LongSpec drafter, of another format, or a field is missing.
-        FileNotFoundError: There is no config.json.
+        UnsupportedModelError: It is no LongSpec drafter, or a field is missing.
     """
-    path = Path(folder) / CONFIG_FILE
-    described = read_config_file(folder, METHOD)
     section, layer = described.get(SECTION), described.get("transformer_layer_config")
     if not isinstance(section, dict) or not isinstance(layer, dict):
         raise UnsupportedModelError(
-            f"{path} has no '{SECTION}' section or no 'transformer_layer_config', expected a "
+            f"there is no '{SECTION}' section or no 'transformer_layer_config', expected a "
             "folder written by paceline's training"
-        )
-    dtype = getattr(torch, str(described.get("dtype")), None)
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise UnsupportedModelError(
-            f"{path} has the dtype {described.get('dtype')!r}, expected float32 or bfloat16"
         )
     if layer.get("hidden_act") != "silu":
         raise UnsupportedModelError(
             f"activation {layer.get('hidden_act')!r} is not supported, only 'silu'"
         )
-    with config_errors("longspec"):
-        section = {"draft_vocab_size": 0, **section}  # older folders do not have it
-        rest = {name: kind(section[name]) for name, kind in _SECTION_FIELDS.items()}
-        return LongSpecConfig.from_hf(layer, **rest), dtype
+    section = {"draft_vocab_size": 0, **section}  # older folders do not have it
+    rest = {name: kind(section[name]) for name, kind in _SECTION_FIELDS.items()}
+    return LongSpecConfig.from_hf(layer, **rest)
+
+
+def read_longspec(folder: str | Path, target_layers: int = 0) -> tuple[LongSpecConfig, torch.dtype]:
+    """See :func:`read_shape`; config.json has the depth of the target."""
+    return read_shape(folder, METHOD, longspec_config, "layers.0.self_attn.q_proj.weight")

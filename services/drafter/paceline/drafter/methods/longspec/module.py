@@ -6,22 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.drafter.methods.layers import DraftModel, Mlp, RmsNorm, apply_rope, split_heads
+from paceline.drafter.methods.layers import (
+    DraftModel,
+    Mlp,
+    Projections,
+    RmsNorm,
+    apply_rope,
+    split_heads,
+)
 from paceline.drafter.methods.longspec.config import LongSpecConfig
 from paceline.kernels import SINKS
-
-
-class LongSpecAttention(nn.Module):
-    """Projections of one attention: all four, or only those of query and output."""
-
-    def __init__(self, config: LongSpecConfig, *, own_keys: bool) -> None:
-        super().__init__()
-        q, kv = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden, q, bias=False)
-        if own_keys:
-            self.k_proj = nn.Linear(config.hidden, kv, bias=False)
-            self.v_proj = nn.Linear(config.hidden, kv, bias=False)
-        self.o_proj = nn.Linear(q, config.hidden, bias=False)
 
 
 class DenseLongSpecLayer(nn.Module):
@@ -30,9 +24,9 @@ class DenseLongSpecLayer(nn.Module):
     def __init__(self, config: LongSpecConfig) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(config.hidden, config.norm_eps)
-        self.self_attn = LongSpecAttention(config, own_keys=True)
+        self.self_attn = Projections(config, config.hidden)
         self.cross_layernorm = RmsNorm(config.hidden, config.norm_eps)
-        self.cross_attn = LongSpecAttention(config, own_keys=False)
+        self.cross_attn = Projections(config, config.hidden, own_keys=False)
         self.post_attention_layernorm = RmsNorm(config.hidden, config.norm_eps)
         self.mlp = Mlp(config.hidden, config.intermediate)
 
@@ -43,9 +37,10 @@ class LongSpecModel(DraftModel):
     Memory grows with queries times keys.
     """
 
+    config: LongSpecConfig
+
     def __init__(self, config: LongSpecConfig) -> None:
         super().__init__(config)
-        self.config = config
         self.layers = nn.ModuleList([DenseLongSpecLayer(config)])
         self.norm = RmsNorm(config.hidden, config.norm_eps) if config.final_norm else None
 
@@ -95,13 +90,6 @@ class LongSpecModel(DraftModel):
         if self.norm is not None:
             x = self.norm(x)
         return x
-
-    def rope_factors(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = positions[..., None].float() * self.rope_inv_freq
-        if angles.dim() == 2:
-            angles = angles[None]
-        scaling = self.config.rope_scaling
-        return (angles.cos() * scaling)[:, None], (angles.sin() * scaling)[:, None]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
