@@ -103,7 +103,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[bool]]:
         if (head := getattr(heads, "_markov", None)) is not None:
             heads._w2 = SimpleNamespace(weight=head.markov_w2.weight, packed=None)
         monkeypatch.setattr(draft_graphs, "FED", (4,))
-        drafter.use_graphs(drafter.graph_model())
+        drafter.use_graphs()
         run, replayed = drafter.graphs.run, []
 
         def recorded(*args: Any) -> Any:

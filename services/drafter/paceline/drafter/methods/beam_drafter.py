@@ -26,13 +26,12 @@ from paceline.drafter.methods.base import (
     Update,
 )
 from paceline.drafter.methods.beam import Beam, BeamOptions, Chain, Ranked, Ranker
-from paceline.drafter.methods.draft_graphs import DraftGraphs, GraphModel
+from paceline.drafter.methods.draft_graphs import DraftGraphs
 from paceline.drafter.methods.slots import chain_segments
 from paceline.drafter.methods.trees_there import (
     HostDraft,
     HostPass,
     Passes,
-    PassesThere,
     TreeShape,
     TreesThere,
     rank_there,
@@ -347,12 +346,6 @@ class BeamDrafter(Drafter, Generic[S]):
             sequence.finish()
         return found
 
-    def use_graphs(self, model: GraphModel) -> None:
-        """Drafts by CUDA graphs, on a device that has them."""
-        count = self.shape.vocab_size if model.drafted is None else len(model.drafted)
-        shape = TreeShape.of(self.options, self.max_depth, count)
-        self.graphs = DraftGraphs(model, shape, self.device)
-
     def warm_up(self) -> None:
         """Captures the CUDA graphs of all batches. If that fails, there are none."""
         try:
@@ -374,7 +367,7 @@ class BeamDrafter(Drafter, Generic[S]):
         if nodes is None:
             worst = send(torch.tensor(last)[:, None], self.device)
             trees = TreesThere(shape, worst, rank_there(rankers, lengths, shape))
-            self.grow_there(PassesThere(draft, self.device), trees)
+            self.grow_there(Passes(draft, self.device), trees)
             nodes = trees.packed()
         self.drafted(batch)
         for sequence, each in zip(batch, nodes.cpu().tolist(), strict=True):
@@ -477,7 +470,7 @@ def forward_blocks(forward: Forward, blocks: Sequence[Block], device: torch.devi
     Returns:
         Logits ``[logit_rows, V]`` of each block.
     """
-    passes = PassesThere(HostDraft([text_pass(blocks)], []), device)
+    passes = Passes(HostDraft([text_pass(blocks)], []), device)
     plan = passes.plan(0)
     assert plan is not None
     logits = forward(passes.tokens(0), plan, passes.logit_rows(0))

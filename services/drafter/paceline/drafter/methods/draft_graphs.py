@@ -17,7 +17,6 @@ from torch import Tensor
 
 from paceline.decoder import Capturing
 from paceline.drafter.methods.beam import Ranker, best_tokens
-from paceline.drafter.methods.layers import LayerShape
 from paceline.drafter.methods.trees_there import (
     HostDraft,
     HostPass,
@@ -25,11 +24,12 @@ from paceline.drafter.methods.trees_there import (
     TreeShape,
     TreesThere,
 )
-from paceline.kernels import Context, KVCacheView, SamplingParams, TreePlan, plan_trees
+from paceline.kernels import Context, SamplingParams, TreePlan, plan_trees
 from paceline.kernels.trees import ContextSegment
 
 if TYPE_CHECKING:
-    from paceline.kernels._triton.plan import PassTables, Shape, Tiling
+    from paceline.drafter.methods.target_drafter import TargetDrafter
+    from paceline.kernels._triton.plan import Shape, Tiling
 
 SEQUENCES = (1, 2, 4, 8, 16, 32)
 """Sequences that graphs are made for."""
@@ -64,31 +64,6 @@ class PassShape:
     inputs: int = 0
 
 
-@dataclass(frozen=True)
-class GraphModel:
-    """What graphs need of a drafter.
-
-    Attributes:
-        heads: Heads of its layers.
-        layers: Layers of its caches.
-        context_layers: Layers of its contexts.
-        dtype: Type of both.
-        longest: Largest position of a node.
-        drafted: The target's id of each logit, int64, on the device; None: its index.
-        passes: Shapes of the passes, by the new positions of each text and the shape of trees.
-        grow: Grows trees by the passes.
-    """
-
-    heads: LayerShape
-    layers: int
-    context_layers: int
-    dtype: torch.dtype
-    longest: int
-    drafted: Tensor | None
-    passes: Callable[[int, TreeShape], Sequence[PassShape]]
-    grow: Callable[[Passes, TreesThere], None]
-
-
 def text_and_levels(text: PassShape, level: PassShape, shape: TreeShape) -> list[PassShape]:
     """Returns the shapes of a pass over texts, and of those over the nodes of their trees."""
     first = replace(text, tokens=True, logit_rows=1)
@@ -101,18 +76,21 @@ class DraftGraphs:
     On the CPU, without graphs, it runs the same kernels with the same tables. Not thread-safe.
     """
 
-    def __init__(self, model: GraphModel, shape: TreeShape, device: torch.device) -> None:
+    def __init__(self, drafter: TargetDrafter[Any], shape: TreeShape) -> None:
         """Makes a runner without graphs for trees of one shape."""
-        self._model, self._shape, self._device = model, shape, device
-        self._passes = {fed: model.passes(fed, shape) for fed in FED}
+        self._drafter, self._shape = drafter, shape
+        self._passes = {fed: drafter.pass_shapes(fed, shape) for fed in FED}
         self._graphs: dict[tuple[int, int, str], _Graph] = {}
-        self._capturing = Capturing(device)
-        heads = model.heads.kv_heads, 1, model.heads.head_dim
+        self._capturing = Capturing(drafter.device)
+        layers, heads = drafter.layers, drafter.layers.config
         with torch.inference_mode(False):
             self._bases = [
-                torch.zeros(layers, *heads, dtype=model.dtype, device=device)
-                for layers in (model.layers, model.context_layers)
-            ]
+                torch.zeros(
+                    count, heads.kv_heads, 1, heads.head_dim,
+                    dtype=layers.dtype, device=drafter.device,
+                )
+                for count in (layers.cached_layers, layers.context_layers)
+            ]  # fmt: skip
 
     def __len__(self) -> int:
         """Graphs captured so far."""
@@ -166,9 +144,7 @@ class DraftGraphs:
         key = (sequences, fed, noise)
         if key not in self._graphs:
             passes = self._passes[fed]
-            graph = _Graph(
-                self._model, self._shape, self._bases, self._device, sequences, passes, noise
-            )
+            graph = _Graph(self._drafter, self._shape, self._bases, sequences, passes, noise)
             with torch.inference_mode():
                 graph.run = self._capturing.capture(graph.draft)
             self._graphs[key] = graph
@@ -194,27 +170,27 @@ class _Placed:
         return self._bases[index], self._bases[index]
 
 
-class _Graph:
-    """A captured draft and its tables; the ``Passes`` of what is captured."""
+class _Graph(Passes):
+    """A captured draft and its tables; the passes of what is captured."""
 
     def __init__(
         self,
-        model: GraphModel,
+        drafter: TargetDrafter[Any],
         shape: TreeShape,
         bases: Sequence[Tensor],
-        device: torch.device,
         sequences: int,
         passes: Sequence[PassShape],
         noise: str,
     ) -> None:
         from paceline.kernels._triton.plan import PassTables, Staging
 
-        self._model, self._shape, self._noise, self._sequences = model, shape, noise, sequences
+        device, dtype = drafter.device, bases[0].dtype
+        contexts = [Context(_Placed(bases[1]), 1)] if len(bases[1]) else []
+        super().__init__(HostDraft([], [_Placed(bases[0])], contexts), device)
+        self._drafter, self._shape, self._noise, self._sequences = drafter, shape, noise, sequences
         self._bases = bases
         self._shapes = passes
         self.run: Callable[[], Tensor] = self.draft
-        self.caches: Sequence[KVCacheView] = [_Placed(bases[0])]
-        self.contexts = [Context(_Placed(bases[1]), 1)] if model.context_layers else []
         shapes: list[Shape] = []
 
         def add(*more: Shape) -> slice:
@@ -240,17 +216,17 @@ class _Graph:
                 tilings = self._tilings(each.rows, windows)
                 tables.append((add(*PassTables.shapes(rows, blocks, tilings)), rows, tilings))
         self._staging = Staging(shapes, device)
+        # A tree is no deeper than the rows of its passes.
+        longest = drafter.shape.max_position + max(each.rows for each in self._shapes)
         placed = [
-            PassTables(self._staging, at.start, rows, tilings, model.longest)
+            PassTables(self._staging, at.start, rows, tilings, longest)
             for at, rows, tilings in tables
         ]
-        self._passes: list[tuple[PassTables, PassTables]] = list(
-            zip(placed[::2], placed[1::2], strict=True)
-        )
+        self._tables = list(zip(placed[::2], placed[1::2], strict=True))
         with torch.inference_mode(False):
             self._zeros = torch.zeros(4, dtype=torch.int32, device=device)
             self._inputs = [
-                torch.zeros(sequences * each.rows, each.inputs, dtype=model.dtype, device=device)
+                torch.zeros(sequences * each.rows, each.inputs, dtype=dtype, device=device)
                 for each in self._shapes
             ]
         self.clear()
@@ -258,7 +234,7 @@ class _Graph:
     def _tilings(self, widest: int, windows: Sequence[int | None]) -> tuple[Tiling, ...]:
         from paceline.kernels._triton.plan import tilings_for
 
-        return tilings_for(widest, self._model.heads.group, self._bases[0], windows)
+        return tilings_for(widest, self._drafter.layers.config.group, self._bases[0], windows)
 
     def clear(self) -> None:
         """Writes an empty batch to the tables."""
@@ -296,7 +272,7 @@ class _Graph:
             tokens, rows = self._given[index]
             _fill(host[tokens], np.array(each.tokens, np.int64))
             _fill(host[rows], np.array(each.logit_rows, np.int64))
-            own, context = self._passes[index]
+            own, context = self._tables[index]
             plan = of_contexts = None
             if each.segments:
                 plan = plan_trees(each.segments, positions=each.positions)
@@ -323,23 +299,22 @@ class _Graph:
     def draft(self) -> Tensor:
         """The draft of the batch in the tables; see :meth:`TreesThere.packed`."""
         trees = TreesThere(self._shape, self._staging.device[self._last], self._rank)
-        self._model.grow(self, trees)
+        self._drafter.grow_there(self, trees)
         return trees.packed()
 
     def _rank(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
         from paceline.kernels._triton.backend import perturbed_by
 
-        scores, drafted = logits[:, : self._shape.count], self._model.drafted
+        scores, drafted = logits[:, : self._shape.count], self._drafter.drafted_there
         if self._noise != "none":
             record = self._staging.device[self._records[level]]
             scores = perturbed_by(scores, record, drafted, filtered=self._noise == "filters")
         return best_tokens(scores, drafted, self._shape.widths[level])
 
     def plan(self, index: int, ancestors: Tensor | None = None) -> TreePlan:
-        """See :class:`Passes`."""
         from paceline.kernels._triton.backend import PLACES
 
-        own, context = self._passes[index]
+        own, context = self._tables[index]
         plan, of_contexts = own.plan(ancestors), context.plan()
         plan.prepared[ContextSegment] = of_contexts
         for each, bases, tables in zip((plan, of_contexts), self._bases, self._places, strict=True):
@@ -350,15 +325,12 @@ class _Graph:
         return plan
 
     def tokens(self, index: int) -> Tensor:
-        """See :class:`Passes`."""
         return self._staging.device[self._given[index][0]]
 
     def logit_rows(self, index: int) -> Tensor:
-        """See :class:`Passes`."""
         return self._staging.device[self._given[index][1]]
 
     def inputs(self, index: int) -> Tensor | None:
-        """See :class:`Passes`."""
         return self._inputs[index] if self._shapes[index].inputs else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -34,9 +34,10 @@ from paceline.drafter.methods.checkpoint import (
     read_fit,
     required_folder,
 )
-from paceline.drafter.methods.draft_graphs import GraphModel, graphs_work_on
+from paceline.drafter.methods.draft_graphs import DraftGraphs, PassShape, graphs_work_on
 from paceline.drafter.methods.layers import DraftModel, LayerWeights, TappedShape
 from paceline.drafter.methods.slots import WindowCache
+from paceline.drafter.methods.trees_there import TreeShape
 from paceline.kernels import Executor, Pass, Program, plan_trees, send
 from paceline.kernels.draft import DraftText, NativeDraft
 from paceline.kernels.executor import NativeProgram
@@ -101,6 +102,12 @@ class DraftLayers(ABC):
     config: Any
     """Shape, a :class:`~paceline.drafter.methods.layers.LayerShape`."""
 
+    cached_layers: int = 1
+    """Layers with keys and values of a text."""
+
+    context_layers: int = 0
+    """Layers that attend to contexts."""
+
     def __init__(
         self,
         config: Any,
@@ -132,12 +139,13 @@ class DraftLayers(ABC):
         found = [each.native for each in self.programs if each.native is not None]
         return found if self.device.type == "cpu" and len(found) == len(self.programs) else None
 
-    def new_cache(self, extra: int, layers: int = 1) -> WindowCache:
+    def new_cache(self, extra: int) -> WindowCache:
         """Returns a cache for one generation, with this many slots behind its text.
 
         They are for a tree or a block. What was accepted is not kept: it is fed again as text.
         """
-        return WindowCache(self.config, layers, self.config.window, extra, self.dtype, self.device)
+        config, count = self.config, self.cached_layers
+        return WindowCache(config, count, config.window, extra, self.dtype, self.device)
 
     @torch.inference_mode()
     def write_kv(self, block: Block, cache: WindowCache, states: Tensor | None = None) -> None:
@@ -219,14 +227,15 @@ class TargetDrafter(BeamDrafter[S]):
     def __init__(self, layers: DraftLayers, options: TargetOptions, fit: Fit, size: int) -> None:
         """Builds a drafter; ``fit`` and ``size`` as in :class:`BeamDrafter`."""
         super().__init__(layers.config, options, fit, size)
+        self.layers = layers
         self.needs = options.needs(layers.config)
         self.set_device(layers.device, layers.embedding.tokens)
         self.rope, tokens = layers.rope, self.drafted_tokens
         if (programs := layers.native) is not None:
             ids = torch.arange(self.shape.vocab_size) if tokens is None else tokens
             self.native = self.native_draft(programs, ids)
-        if graphs_work_on(self.device) and (model := self.graph_model()) is not None:
-            self.use_graphs(model)
+        if graphs_work_on(self.device):
+            self.use_graphs()
 
     @classmethod
     def load(cls, folder: Path | None, options: Mapping[str, str], resources: Resources) -> Self:
@@ -269,6 +278,11 @@ class TargetDrafter(BeamDrafter[S]):
         """Returns what drafts in one native call by :attr:`DraftLayers.native`, if that is
         possible; ``ids`` are the target's ids of the logits, int64 ``[R]``."""
 
+    def use_graphs(self) -> None:
+        """Drafts by CUDA graphs, on a device that has them."""
+        count = self.shape.vocab_size if self.drafted_tokens is None else len(self.drafted_tokens)
+        self.graphs = DraftGraphs(self, TreeShape.of(self.options, self.max_depth, count))
+
     @abstractmethod
-    def graph_model(self) -> GraphModel | None:
-        """Returns what CUDA graphs need; None: the drafter cannot be captured."""
+    def pass_shapes(self, fed: int, shape: TreeShape) -> Sequence[PassShape]:
+        """Returns the shapes of a draft's passes for texts with ``fed`` new positions."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -127,46 +126,21 @@ def level_passes(starts: Sequence[int], lengths: Sequence[int], shape: TreeShape
     return found
 
 
-class Passes(Protocol):
-    """The passes of a draft on the device."""
+class Passes:
+    """The passes of a draft on the device, sent there one by one.
 
-    @property
-    def caches(self) -> Sequence[KVCacheView]:
-        """KV of each sequence."""
-        ...
-
-    @property
-    def contexts(self) -> Sequence[Context]:
-        """Contexts of each sequence."""
-        ...
-
-    def plan(self, index: int, ancestors: Tensor | None = None) -> TreePlan | None:
-        """Returns the plan of a pass, None if it has no rows; ``ancestors`` as in
-        :class:`~paceline.kernels.TreePlan`."""
-        ...
-
-    def tokens(self, index: int) -> Tensor:
-        """Returns the tokens of its rows, int64 ``[M]``."""
-        ...
-
-    def logit_rows(self, index: int) -> Tensor:
-        """Returns its rows that need logits, int64 ``[R]``."""
-        ...
-
-    def inputs(self, index: int) -> Tensor | None:
-        """Returns the hidden states of its rows."""
-        ...
-
-
-class PassesThere:
-    """The passes of one draft, sent to the device one by one."""
+    Attributes:
+        caches: KV of each sequence.
+        contexts: Contexts of each sequence.
+    """
 
     def __init__(self, draft: HostDraft, device: torch.device) -> None:
         self._passes, self._device = draft.passes, device
         self.caches, self.contexts = draft.caches, draft.contexts
 
     def plan(self, index: int, ancestors: Tensor | None = None) -> TreePlan | None:
-        """See :class:`Passes`."""
+        """Returns the plan of a pass, None if it has no rows; ``ancestors`` as in
+        :class:`~paceline.kernels.TreePlan`."""
         each = self._passes[index]
         if not each.segments:
             return None
@@ -175,15 +149,15 @@ class PassesThere:
         )
 
     def tokens(self, index: int) -> Tensor:
-        """See :class:`Passes`."""
+        """Returns the tokens of its rows, int64 ``[M]``."""
         return send(torch.tensor(self._passes[index].tokens), self._device)
 
     def logit_rows(self, index: int) -> Tensor:
-        """See :class:`Passes`."""
+        """Returns its rows that need logits, int64 ``[R]``."""
         return send(torch.tensor(self._passes[index].logit_rows), self._device)
 
     def inputs(self, index: int) -> Tensor | None:
-        """See :class:`Passes`."""
+        """Returns the hidden states of its rows."""
         return self._passes[index].inputs
 
 

@@ -23,6 +23,7 @@ class DSparkBackbone(DraftLayers):
     config: DSparkConfig
 
     def record(self, tensors: LayerWeights) -> list[Program]:
+        self.cached_layers = self.context_layers = self.config.layers
         self.heads = DSparkHeads(self.config, tensors.tensors, self.dtype, self.device, self.bits)
         return [_record_context(self, tensors), _record_block(self, tensors)]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.decoder import ModelSource, load_config
 from paceline.drafter.methods.base import Fit, GenerationInfo
-from paceline.drafter.methods.draft_graphs import GraphModel, PassShape
+from paceline.drafter.methods.draft_graphs import PassShape
 from paceline.drafter.methods.dspark.backbone import DSparkBackbone
 from paceline.drafter.methods.dspark.config import DSparkConfig, read_dspark
 from paceline.drafter.methods.dspark.heads import DSparkHeads
@@ -28,7 +28,6 @@ from paceline.drafter.methods.target_drafter import StateOptions, StateSequence,
 from paceline.drafter.methods.trees_there import (
     HostDraft,
     Passes,
-    PassesThere,
     TreeShape,
     TreesThere,
 )
@@ -49,8 +48,7 @@ class DSparkSequence(StateSequence):
 
     def __init__(self, drafter: DSparkDrafter, generation: GenerationInfo) -> None:
         config, backbone = drafter.layers.config, drafter.layers
-        cache = backbone.new_cache(config.block, config.layers)
-        super().__init__(drafter, generation, cache, 1)
+        super().__init__(drafter, generation, backbone.new_cache(config.block), 1)
         width = len(config.taps) * config.hidden
         self.newest = torch.empty(1, width, dtype=backbone.dtype, device=backbone.device)
         """Hidden states of the newest position in the context, ``[1, taps * hidden]``."""
@@ -70,7 +68,7 @@ class DSparkSequence(StateSequence):
         if new is not None:
             backbone = self._drafter.layers
             draft = HostDraft([backbone.states_pass([(0, self.cache, *new)])], [self.cache])
-            backbone.write_states(PassesThere(draft, backbone.device), 0)
+            backbone.write_states(Passes(draft, backbone.device), 0)
             self.states.check()
 
     def new_states(self, limit: int | None = None) -> tuple[int, Tensor] | None:
@@ -169,35 +167,27 @@ class DSparkDrafter(TargetDrafter[DSparkSequence]):
 
     def grow_level(self, growing: Sequence[DSparkSequence]) -> None:
         if growing[0].tree.level == 0:
-            passes = PassesThere(self.draft_passes(growing), self.device)
+            passes = Passes(self.draft_passes(growing), self.device)
             self.layers.write_states(passes, 0)
             for sequence, *block in zip(growing, *self.layers.run_blocks(passes, 1), strict=True):
                 sequence.set_block(*block)
         for sequence in growing:
             sequence.add_level(self.layers.heads)
 
-    def graph_model(self) -> GraphModel | None:
+    def use_graphs(self) -> None:
+        if self.layers.config.conv is None:
+            super().use_graphs()
+
+    def pass_shapes(self, fed: int, shape: TreeShape) -> list[PassShape]:
         config = self.layers.config
-        if config.conv is not None:
-            return None
         windows = tuple((w + 1 if w else None) for w, causal in config.attention if causal)
         contexts = tuple(
             (w + config.block if w else None) for w, causal in config.attention if not causal
         )
-
-        def passes(fed: int, shape: TreeShape) -> list[PassShape]:
-            states = PassShape(fed, 2, inputs=len(config.taps) * config.hidden)
-            inputs = states.inputs if config.state_input else 0
-            return [
-                states,
-                PassShape(config.block, 1, windows, contexts, True, config.levels, inputs),
-            ]
-
-        longest = config.max_position + config.block
-        return GraphModel(
-            config, config.layers, config.layers, self.layers.dtype, longest,
-            self.drafted_there, passes, self.grow_there,
-        )  # fmt: skip
+        states = PassShape(fed, 2, inputs=len(config.taps) * config.hidden)
+        inputs = states.inputs if config.state_input else 0
+        block = PassShape(config.block, 1, windows, contexts, True, config.levels, inputs)
+        return [states, block]
 
     def draft_passes(
         self, growing: Sequence[DSparkSequence], shape: TreeShape | None = None

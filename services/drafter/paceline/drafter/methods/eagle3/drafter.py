@@ -23,7 +23,7 @@ from paceline.decoder import ModelSource, load_config
 from paceline.decoder.weights import Linear
 from paceline.drafter.methods.base import GenerationInfo
 from paceline.drafter.methods.beam_drafter import Block, forward_blocks, text_pass
-from paceline.drafter.methods.draft_graphs import GraphModel, PassShape, text_and_levels
+from paceline.drafter.methods.draft_graphs import PassShape, text_and_levels
 from paceline.drafter.methods.eagle3.config import Eagle3Config, read_eagle3
 from paceline.drafter.methods.eagle3.module import Eagle3Model
 from paceline.drafter.methods.layers import LayerWeights, linear
@@ -283,18 +283,11 @@ class Eagle3Drafter(TargetDrafter[Eagle3Sequence]):
         for sequence, each, part in zip(growing, logits, parts, strict=True):
             sequence.add_level(each, part)
 
-    def graph_model(self) -> GraphModel:
-        config, levels = self.layers.config, self.max_depth
-
-        def passes(fed: int, shape: TreeShape) -> list[PassShape]:
-            level = PassShape(0, 1, (config.window or None,))
-            text = replace(level, rows=fed, blocks=2, inputs=config.states)
-            return text_and_levels(text, level, shape)
-
-        return GraphModel(
-            config, 1, 0, self.layers.dtype, config.max_position + levels, self.drafted_there,
-            passes, self.grow_there,
-        )  # fmt: skip
+    def pass_shapes(self, fed: int, shape: TreeShape) -> list[PassShape]:
+        config = self.layers.config
+        level = PassShape(0, 1, (config.window or None,))
+        text = replace(level, rows=fed, blocks=2, inputs=config.states)
+        return text_and_levels(text, level, shape)
 
     def draft_passes(self, growing: Sequence[Eagle3Sequence], shape: TreeShape) -> HostDraft:
         blocks = [sequence.block(index) for index, sequence in enumerate(growing)]

@@ -25,7 +25,7 @@ from paceline.drafter.kv.reader import StreamingReader
 from paceline.drafter.methods.base import GenerationInfo, Needs
 from paceline.drafter.methods.beam import check_context
 from paceline.drafter.methods.beam_drafter import Block, forward_blocks, required, text_pass
-from paceline.drafter.methods.draft_graphs import GraphModel, PassShape, text_and_levels
+from paceline.drafter.methods.draft_graphs import PassShape, text_and_levels
 from paceline.drafter.methods.longspec.config import LongSpecConfig, read_longspec
 from paceline.drafter.methods.longspec.layer import LongSpecLayer, TargetKv
 from paceline.drafter.methods.longspec.module import LongSpecModel
@@ -200,17 +200,9 @@ class LongSpecDrafter(TargetDrafter[LongSpecSequence]):
         for sequence, part in zip(growing, logits, strict=True):
             sequence.add_level(part)
 
-    def graph_model(self) -> GraphModel:
-        config, levels = self.layers.config, self.max_depth
-
-        def passes(fed: int, shape: TreeShape) -> list[PassShape]:
-            level = PassShape(0, 1, (config.window,), (None,))
-            return text_and_levels(replace(level, rows=fed, blocks=2), level, shape)
-
-        return GraphModel(
-            config, 1, 1, self.layers.dtype, config.max_position + levels, self.drafted_there,
-            passes, self.grow_there,
-        )  # fmt: skip
+    def pass_shapes(self, fed: int, shape: TreeShape) -> list[PassShape]:
+        level = PassShape(0, 1, (self.layers.config.window,), (None,))
+        return text_and_levels(replace(level, rows=fed, blocks=2), level, shape)
 
     def draft_passes(self, growing: Sequence[LongSpecSequence], shape: TreeShape) -> HostDraft:
         blocks = [sequence.block(index) for index, sequence in enumerate(growing)]

@@ -73,6 +73,7 @@ class LongSpecLayer(DraftLayers):
     """
 
     config: LongSpecConfig
+    context_layers = 1
 
     def record(self, tensors: LayerWeights) -> list[Program]:
         return [_record(self, tensors, outputs=outputs) for outputs in (False, True)]
