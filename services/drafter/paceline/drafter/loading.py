@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 from paceline.drafter.calibration import FILE, Calibration
@@ -13,6 +13,7 @@ from paceline.drafter.methods import CALIBRATION, LOOKUP, method_class, path_opt
 from paceline.drafter.methods.base import Drafter, LoadError, Resources, parse_options
 from paceline.drafter.methods.lookup import LookupDrafter, LookupOptions
 from paceline.drafter.spec import DrafterSpec, Roots
+from paceline.drafter.worker import settle
 from paceline.service.runtime import available_memory, trim
 
 OUT_OF_MEMORY = "OUT_OF_MEMORY"
@@ -37,7 +38,10 @@ class Loader:
         ``LoadError``: the method, a folder or an option is wrong.
         """
         async with self._loading:
-            return await _in_thread(lambda: self._load(spec))
+            done: Future[Drafter] = Future()
+            work = partial(settle, done, partial(self._load, spec))
+            threading.Thread(target=work, name="load", daemon=True).start()
+            return await asyncio.wrap_future(done)
 
     def is_short_of_memory(self, spec: DrafterSpec) -> bool:
         """Whether the files of a drafter for the CPU are larger than the free memory."""
@@ -75,28 +79,3 @@ class Loader:
             raise LoadError(OUT_OF_MEMORY, why) from error
         trim()  # what was used to load it
         return LookupDrafter(drafter) if wanted else drafter
-
-
-async def _in_thread(load: Callable[[], Drafter]) -> Drafter:
-    """The result of a function on a daemon thread; dropped if the caller is cancelled."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Drafter] = loop.create_future()
-
-    def run() -> None:
-        try:
-            result, error = load(), None
-        except BaseException as raised:
-            result, error = None, raised
-        with suppress(RuntimeError):  # the loop is closed: the service has stopped
-            loop.call_soon_threadsafe(finish, result, error)
-
-    def finish(result: Drafter | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if result is not None:
-            done.set_result(result)
-        elif error is not None:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="load", daemon=True).start()
-    return await done

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from paceline.drafter.methods.base import Budget, Drafter, Update
@@ -117,26 +118,9 @@ class DraftWorker:
 
     async def run(self, call: Callable[[], _Result]) -> _Result:
         """Run a function on the thread and wait for its result. Event loop."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[_Result] = loop.create_future()
-
-        def deliver(result: _Result | None, error: Exception | None) -> None:
-            if done.done():
-                return
-            if error is not None:
-                done.set_exception(error)
-            else:
-                done.set_result(result)  # type: ignore[arg-type]
-
-        def run() -> None:
-            try:
-                result, error = call(), None
-            except Exception as raised:
-                result, error = None, raised
-            loop.call_soon_threadsafe(deliver, result, error)
-
-        self.post(run)
-        return await done
+        done: Future[_Result] = Future()
+        self.post(partial(settle, done, call))
+        return await asyncio.wrap_future(done)
 
     def stop(self) -> None:
         """End the thread after all posted calls. Queued rounds are dropped. Any thread, once."""
@@ -356,3 +340,16 @@ class DraftWorker:
         if fault is not None and not self._fault.done():
             logger.critical("%s: the drafter service ends", fault)
             self._fault.set_exception(fault)
+
+
+def settle(done: Future[_Result], call: Callable[[], _Result]) -> None:
+    """Give a future the result of a call, or what it raised, unless it was cancelled before."""
+    waiting = done.set_running_or_notify_cancel()
+    try:
+        result = call()
+    except BaseException as error:
+        if waiting:
+            done.set_exception(error)
+    else:
+        if waiting:
+            done.set_result(result)

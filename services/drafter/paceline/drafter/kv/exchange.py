@@ -242,7 +242,7 @@ class KvExchange:
         """
         request = exchange_pb2.GetWeightsRequest(target_fingerprint=fingerprint, weights=weights)
         for address in self.verifiers:
-            with self._blocking_channel(address) as channel:
+            with self._connect(grpc, address) as channel:
                 stub: Any = exchange_pb2_grpc.DraftExchangeServiceStub(channel)
                 with suppress(grpc.RpcError, OSError):  # not started yet, or on another host
                     found = stub.GetWeights(request, metadata=self.metadata, timeout=CALL_SECONDS)
@@ -251,10 +251,11 @@ class KvExchange:
                         return files[0] if files else None
         return None
 
-    def _blocking_channel(self, address: str) -> grpc.Channel:
+    def _connect(self, api: Any, address: str) -> Any:
+        """Open a channel of ``grpc``, which blocks, or ``grpc.aio``."""
         if self._credentials is None:
-            return grpc.insecure_channel(address, options=_OPTIONS)
-        return grpc.secure_channel(address, self._credentials, options=_OPTIONS)
+            return api.insecure_channel(address, options=_OPTIONS)
+        return api.secure_channel(address, self._credentials, options=_OPTIONS)
 
     def _follow(self, address: str) -> Any:
         """Open a FollowCache call."""
@@ -284,11 +285,7 @@ class KvExchange:
     def channel(self, address: str) -> grpc.aio.Channel:
         """Returns the channel to a verifier, which is opened if there is none."""
         if address not in self._channels:
-            if self._credentials is None:
-                channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
-            else:
-                channel = grpc.aio.secure_channel(address, self._credentials, options=_OPTIONS)
-            self._channels[address] = channel
+            self._channels[address] = self._connect(grpc.aio, address)
         return self._channels[address]
 
     def drop(self, address: str) -> None:
