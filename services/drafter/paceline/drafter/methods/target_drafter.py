@@ -38,9 +38,18 @@ from paceline.drafter.methods.draft_graphs import DraftGraphs, PassShape, graphs
 from paceline.drafter.methods.layers import DraftModel, LayerWeights, TappedShape
 from paceline.drafter.methods.slots import WindowCache
 from paceline.drafter.methods.trees_there import TreeShape
-from paceline.kernels import Executor, Pass, Program, plan_trees, send
+from paceline.kernels import (
+    Executor,
+    KVCacheView,
+    Pass,
+    Program,
+    TreePlan,
+    plan_trees,
+    send,
+)
 from paceline.kernels.draft import DraftText, NativeDraft
 from paceline.kernels.executor import NativeProgram
+from paceline.kernels.program import PassResult
 
 
 @dataclass(frozen=True)
@@ -148,12 +157,28 @@ class DraftLayers(ABC):
         return WindowCache(config, count, config.window, extra, self.dtype, self.device)
 
     @torch.inference_mode()
+    def run(
+        self,
+        number: int,
+        tokens: Tensor | None,
+        plan: TreePlan,
+        caches: Sequence[KVCacheView],
+        rows: Tensor | None = None,
+        **more: Any,
+    ) -> PassResult:
+        """Runs a program by its number; arguments as of :class:`~paceline.kernels.Pass`.
+
+        Logits are of all tokens, or of the drafted ones alone.
+        """
+        table = self.rope.table(plan.longest)
+        return self.programs[number].run(Pass(tokens, plan, caches, table, rows, **more))
+
     def write_kv(self, block: Block, cache: WindowCache, states: Tensor | None = None) -> None:
         """Writes keys and values of a text's tokens, which read ``states`` if the layer does, and
         computes nothing else."""
         plan = plan_trees(block.segments, positions=block.positions, device=self.device)
-        tokens, table = send(torch.tensor(block.tokens), self.device), self.rope.table(plan.longest)
-        self.programs[0].run(Pass(tokens, plan, [cache], table, inputs=states))
+        tokens = send(torch.tensor(block.tokens), self.device)
+        self.run(0, tokens, plan, [cache], inputs=states)
 
 
 class TargetSequence(BeamSequence):

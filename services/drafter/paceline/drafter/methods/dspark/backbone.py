@@ -14,7 +14,7 @@ from paceline.drafter.methods.layers import LayerWeights
 from paceline.drafter.methods.slots import WindowCache, chain_segments
 from paceline.drafter.methods.target_drafter import DraftLayers
 from paceline.drafter.methods.trees_there import HostPass, Passes
-from paceline.kernels import Context, Pass, Program, Recorder, TreeSegment, send
+from paceline.kernels import Context, Program, Recorder, TreeSegment, send
 
 
 class DSparkBackbone(DraftLayers):
@@ -48,13 +48,11 @@ class DSparkBackbone(DraftLayers):
         found = [send(each, self.device).to(self.dtype) for *_, each in batch]
         return HostPass(segments, positions, inputs=torch.cat(found) if found else None)
 
-    @torch.inference_mode()
-    def write_states(self, passes: Passes, index: int) -> None:
-        """Writes the keys and values of hidden states to contexts, by a pass."""
-        plan = passes.plan(index)
+    def write_states(self, passes: Passes) -> None:
+        """Writes the keys and values of hidden states to contexts, by the first pass."""
+        plan = passes.plan(0)
         if plan is not None:
-            table, states = self.rope.table(plan.longest), passes.inputs(index)
-            self.programs[0].run(Pass(None, plan, passes.caches, table, inputs=states))
+            self.run(0, None, plan, passes.caches, inputs=passes.inputs(0))
 
     def block_pass(
         self, blocks: Sequence[tuple[WindowCache, int, Tensor]]
@@ -66,7 +64,7 @@ class DSparkBackbone(DraftLayers):
                 and the hidden states of the position before it, ``[1, taps * hidden]``.
 
         Returns:
-            The pass of :meth:`run_blocks`, and its contexts.
+            The pass of :meth:`draft`, and its contexts.
         """
         config, length = self.config, self.config.block
         caches = [context for context, _, _ in blocks]
@@ -90,27 +88,20 @@ class DSparkBackbone(DraftLayers):
             Context(cache, start + length) for cache, start in zip(caches, starts, strict=True)
         ]
 
-    @torch.inference_mode()
-    def run_blocks(self, passes: Passes, index: int) -> tuple[Tensor, Tensor]:
-        """Drafts a block after each context, by a pass.
+    def draft(self, passes: Passes) -> tuple[Tensor, Tensor]:
+        """Writes hidden states to contexts, and drafts a block after each, by the second pass.
 
         Returns:
             Hidden states ``[S, levels, hidden]`` of the positions that predict, in the weights'
             type, and the target's logits of them ``[S, levels, V]``, or of drafted tokens alone.
         """
-        plan = passes.plan(index)
+        self.write_states(passes)
+        plan = passes.plan(1)
         assert plan is not None
-        call = Pass(
-            passes.tokens(index),
-            plan,
-            passes.caches,
-            self.rope.table(plan.longest),
-            passes.logit_rows(index),
-            taps=(0,),
-            contexts=passes.contexts,
-            inputs=passes.inputs(index),
-        )
-        result = self.programs[1].run(call)
+        result = self.run(
+            1, passes.tokens(1), plan, passes.caches, passes.logit_rows(1),
+            taps=(0,), contexts=passes.contexts, inputs=passes.inputs(1),
+        )  # fmt: skip
         shape = (-1, self.config.levels)
         return result.taps[0].unflatten(0, shape), result.logits.unflatten(0, shape)
 

@@ -68,7 +68,7 @@ class DSparkSequence(StateSequence):
         if new is not None:
             backbone = self._drafter.layers
             draft = HostDraft([backbone.states_pass([(0, self.cache, *new)])], [self.cache])
-            backbone.write_states(Passes(draft, backbone.device), 0)
+            backbone.write_states(Passes(draft, backbone.device))
             self.states.check()
 
     def new_states(self, limit: int | None = None) -> tuple[int, Tensor] | None:
@@ -168,8 +168,7 @@ class DSparkDrafter(TargetDrafter[DSparkSequence]):
     def grow_level(self, growing: Sequence[DSparkSequence]) -> None:
         if growing[0].tree.level == 0:
             passes = Passes(self.draft_passes(growing), self.device)
-            self.layers.write_states(passes, 0)
-            for sequence, *block in zip(growing, *self.layers.run_blocks(passes, 1), strict=True):
+            for sequence, *block in zip(growing, *self.layers.draft(passes), strict=True):
                 sequence.set_block(*block)
         for sequence in growing:
             sequence.add_level(self.layers.heads)
@@ -202,8 +201,7 @@ class DSparkDrafter(TargetDrafter[DSparkSequence]):
         return HostDraft([states, block], caches, contexts)
 
     def grow_there(self, passes: Passes, trees: TreesThere) -> None:
-        self.layers.write_states(passes, 0)
-        hidden, logits = self.layers.run_blocks(passes, 1)
+        hidden, logits = self.layers.draft(passes)
         before = passes.tokens(1).view(len(hidden), -1)[:, :1]  # the anchors
         state: Tensor | None = None
         while trees.grows:

@@ -40,10 +40,9 @@ from paceline.drafter.methods.trees_there import (
     TreesThere,
     level_passes,
 )
-from paceline.kernels import KVCacheView, Pass, Program, Recorder, TreePlan, send
+from paceline.kernels import Program, Recorder, TreePlan, send
 from paceline.kernels.draft import DraftText, NativeDraft, StateText
 from paceline.kernels.executor import NativeProgram
-from paceline.kernels.program import PassResult
 
 
 class Eagle3Layer(DraftLayers):
@@ -53,7 +52,11 @@ class Eagle3Layer(DraftLayers):
     config: Eagle3Config
 
     def record(self, tensors: LayerWeights) -> list[Program]:
-        """Returns what writes keys and values, what reads a text, and what drafts."""
+        """Returns what writes keys and values, what reads a text, and what drafts.
+
+        The second reads :meth:`states`, the last reads outputs of the layer at the positions
+        before; tap 0 of both are these outputs.
+        """
         self._norms = _state_norms(self.config, tensors.tensors)
         qkv = [tensors.tensors[f"layers.0.self_attn.{name}_proj.weight"] for name in "qkv"]
         halves = torch.cat(qkv).chunk(2, dim=1)
@@ -70,36 +73,6 @@ class Eagle3Layer(DraftLayers):
         scale = (wide.square().mean(-1, keepdim=True) + self.config.norm_eps).rsqrt()
         normed: Tensor = wide * scale * self._norms
         return normed.flatten(1).to(self.dtype)
-
-    @torch.inference_mode()
-    def forward(
-        self,
-        tokens: Tensor,
-        plan: TreePlan,
-        caches: Sequence[KVCacheView],
-        inputs: Tensor,
-        rows: Tensor,
-        *,
-        drafted: bool,
-    ) -> PassResult:
-        """Runs tokens of several generations.
-
-        Args:
-            tokens: Token ids, int64 ``[M]``.
-            plan: Their blocks.
-            caches: Keys and values of each generation.
-            inputs: Hidden states of the positions before: of texts :meth:`states` of the target,
-                ``[M, states]``, of drafted tokens outputs of the layer, ``[M, hidden]``.
-            rows: Rows that need logits, int64 ``[R]``.
-            drafted: Whether the tokens are drafted ones.
-
-        Returns:
-            Logits ``[R, V]``, or of drafted tokens alone, and as tap 0 the outputs that are inputs
-            again.
-        """
-        table = self.rope.table(plan.longest)
-        call = Pass(tokens, plan, caches, table, rows, taps=(0,), inputs=inputs)
-        return self.programs[2 if drafted else 1].run(call)
 
 
 def _state_norms(config: Eagle3Config, weights: Mapping[str, Tensor]) -> Tensor | None:
@@ -269,11 +242,11 @@ class Eagle3Drafter(TargetDrafter[Eagle3Sequence]):
     def grow_level(self, growing: Sequence[Eagle3Sequence]) -> None:
         caches = [sequence.cache for sequence in growing]
         inputs = torch.cat([sequence.inputs() for sequence in growing])
-        drafted = growing[0].tree.level > 0  # all have as many levels
+        number = 2 if growing[0].tree.level else 1  # all have as many levels
         outputs: list[Tensor] = []
 
         def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
-            result = self.layers.forward(tokens, plan, caches, inputs, rows, drafted=drafted)
+            result = self.layers.run(number, tokens, plan, caches, rows, taps=(0,), inputs=inputs)
             outputs.append(result.taps[0])
             return result.logits
 
@@ -310,9 +283,9 @@ class Eagle3Drafter(TargetDrafter[Eagle3Sequence]):
                 parents = trees.parents[:, : trees.newest.stop, None] + 1
                 own = torch.cat(outputs, 1)
                 inputs = own.gather(1, parents.expand(-1, -1, own.shape[2])).flatten(0, 1)
-            assert inputs is not None
-            result = self.layers.forward(
-                tokens, plan, passes.caches, inputs, rows, drafted=trees.level > 0
+            number = 2 if trees.level else 1
+            result = self.layers.run(
+                number, tokens, plan, passes.caches, rows, taps=(0,), inputs=inputs
             )
             outputs.append(result.taps[0].unflatten(0, (len(trees.tokens), -1)))
             trees.add_level(result.logits)

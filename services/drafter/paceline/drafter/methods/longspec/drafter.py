@@ -193,7 +193,7 @@ class LongSpecDrafter(TargetDrafter[LongSpecSequence]):
         contexts = [sequence.context for sequence in growing if sequence.context is not None]
 
         def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
-            return self.layers.forward(tokens, plan, caches, contexts, rows)
+            return self.layers.run(-1, tokens, plan, caches, rows, contexts=contexts).logits
 
         blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
         logits = forward_blocks(run, blocks, self.layers.device)
@@ -221,5 +221,6 @@ class LongSpecDrafter(TargetDrafter[LongSpecSequence]):
     def grow_there(self, passes: Passes, trees: TreesThere) -> None:
         while trees.grows:
             tokens, plan, rows = trees.next_pass(passes)
-            logits = self.layers.forward(tokens, plan, passes.caches, passes.contexts, rows)
-            trees.add_level(logits)
+            caches, contexts = passes.caches, passes.contexts
+            result = self.layers.run(-1, tokens, plan, caches, rows, contexts=contexts)
+            trees.add_level(result.logits)

@@ -10,15 +10,7 @@ from torch import Tensor
 from paceline.drafter.methods.layers import LayerWeights
 from paceline.drafter.methods.longspec.config import LongSpecConfig
 from paceline.drafter.methods.target_drafter import DraftLayers
-from paceline.kernels import (
-    Context,
-    KVCacheView,
-    LayerTable,
-    Pass,
-    Program,
-    Recorder,
-    TreePlan,
-)
+from paceline.kernels import Context, LayerTable, Program, Recorder
 
 
 class TargetKv:
@@ -77,31 +69,6 @@ class LongSpecLayer(DraftLayers):
 
     def record(self, tensors: LayerWeights) -> list[Program]:
         return [_record(self, tensors, outputs=outputs) for outputs in (False, True)]
-
-    @torch.inference_mode()
-    def forward(
-        self,
-        tokens: Tensor,
-        plan: TreePlan,
-        caches: Sequence[KVCacheView],
-        contexts: Sequence[Context],
-        logit_rows: Tensor,
-    ) -> Tensor:
-        """Runs tokens of several generations.
-
-        Args:
-            tokens: Token ids, int64 ``[M]``.
-            plan: Their blocks.
-            caches: Self-attention KV of each generation.
-            contexts: The target's KV of each generation.
-            logit_rows: Rows to compute logits for, int64 ``[R]``.
-
-        Returns:
-            Logits ``[R, V]``, or of the drafted tokens alone.
-        """
-        table = self.rope.table(plan.longest)
-        call = Pass(tokens, plan, caches, table, logit_rows, contexts=contexts)
-        return self.programs[-1].run(call).logits
 
 
 def _record(layer: LongSpecLayer, tensors: LayerWeights, *, outputs: bool) -> Program:
