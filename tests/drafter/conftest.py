@@ -15,7 +15,8 @@ from distributions import write_distribution
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from paceline.drafter import DrafterSpec, build_service
+from paceline.drafter import DrafterSpec
+from paceline.drafter.service import build_service
 from paceline.service import ServerOptions, run_server
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 

@@ -17,10 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "kv"))
 
 from stub_driver import NO_FILES, NO_HANDLES, StubDriver
 
-from paceline.drafter import VerifierAccess
 from paceline.drafter.kv import KvGone, KvNotShared, KvOptions
 from paceline.drafter.kv.cuda import CudaKv, CudaStates
-from paceline.drafter.kv.exchange import KvExchange
+from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
 from paceline.drafter.kv.mapped import CacheFile
 from paceline.kv.cuda import DriverError, close_unused
 from paceline.v1 import kv_pb2, kv_pb2_grpc

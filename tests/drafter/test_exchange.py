@@ -453,7 +453,7 @@ async def test_metrics_count_rounds_sequences_and_links() -> None:
 
 def test_nothing_loads_torch_before_a_method_needs_it() -> None:
     code = (
-        "import sys; from paceline.drafter import build_service, DrafterSpec; "
+        "import sys; from paceline.drafter.service import DrafterSpec, build_service; "
         "import paceline.drafter.methods.ngram; "
         "build_service([DrafterSpec.parse('ngram')]); "
         "assert not {'torch', 'transformers'} & set(sys.modules)"

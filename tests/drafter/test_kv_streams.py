@@ -12,7 +12,7 @@ import pytest
 import torch
 from certificates import Authority
 
-from paceline.drafter import VerifierAccess
+from paceline.drafter.kv.exchange import VerifierAccess
 
 from .conftest import Drafting, drafting, until
 from .fake_verifier import Refused, Text

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from distributions import write_distribution
 
-from paceline.drafter import LoadError, Resources, build_service
+from paceline.drafter import LoadError, Resources
 from paceline.drafter.methods import method_class
+from paceline.drafter.service import build_service
 from paceline.harness import ServiceProcess
 
 from .fake_verifier import fake_verifier

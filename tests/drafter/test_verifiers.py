@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from paceline.drafter import DrafterSpec, build_service
+from paceline.drafter import DrafterSpec
+from paceline.drafter.service import build_service
 from paceline.service import OptionsError
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 

@@ -96,7 +96,7 @@ def _build_verifier(args: argparse.Namespace, metrics: CollectorRegistry | None)
 
 @dataclass(frozen=True)
 class DrafterOptions:
-    """Options of a drafter service; None: the default of `paceline.drafter.build_service`."""
+    """Options of a drafter service; None: the default of `drafter.service.build_service`."""
 
     device: str = option(
         "auto",
@@ -240,7 +240,9 @@ def run_drafter(args: argparse.Namespace) -> int:
 
 def _build_drafter(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Service:
     from paceline.cli.shipped import drafters_for
-    from paceline.drafter import DrafterSpec, VerifierAccess, build_service, drafting_device
+    from paceline.drafter import DrafterSpec
+    from paceline.drafter.kv.exchange import VerifierAccess
+    from paceline.drafter.service import build_service, drafting_device
 
     options = DrafterOptions(**given_options(args, DrafterOptions))
     load = args.load

@@ -69,10 +69,8 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
             version = await self._registry.load(spec, activate=request.activate)
         except LoadError as error:
             raise ServiceError.invalid_argument(error.reason, str(error)) from error
-        await self._exchange.listed()
-        logger.info(
-            "drafter loaded",
-            extra={"drafter": spec.name, "version": version.version, "method": spec.method},
+        await self._changed(
+            "loaded", drafter=spec.name, version=version.version, method=spec.method
         )
         return drafter_pb2.LoadDrafterResponse(drafter=version.info())
 
@@ -82,10 +80,8 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
         """Gives a version a share of new generations."""
         share = request.traffic_share or 1.0
         version = self._registry.activate(request.name, request.version, share)
-        await self._exchange.listed()
-        logger.info(
-            "drafter activated",
-            extra={"drafter": request.name, "version": version.version, "share": version.share},
+        await self._changed(
+            "activated", drafter=request.name, version=version.version, share=version.share
         )
         return drafter_pb2.ActivateDrafterResponse(drafter=version.info())
 
@@ -94,11 +90,8 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
     ) -> drafter_pb2.RollbackDrafterResponse:
         """Restores the shares from before the last activation."""
         versions = self._registry.rollback(request.name)
-        await self._exchange.listed()
-        logger.info(
-            "drafter rolled back",
-            extra={"drafter": request.name, "versions": [each.version for each in versions]},
-        )
+        names = [each.version for each in versions]
+        await self._changed("rolled back", drafter=request.name, versions=names)
         return drafter_pb2.RollbackDrafterResponse(drafters=[each.info() for each in versions])
 
     async def UnloadDrafter(
@@ -106,10 +99,8 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
     ) -> drafter_pb2.UnloadDrafterResponse:
         """Removes versions; those in use are freed with their last sequence."""
         unloaded = self._registry.unload(request.name, request.version, force=request.force)
-        await self._exchange.listed()
-        logger.info(
-            "drafter unloading",
-            extra={"drafter": request.name, "version": request.version, "done": unloaded},
+        await self._changed(
+            "unloading", drafter=request.name, version=request.version, done=unloaded
         )
         return drafter_pb2.UnloadDrafterResponse(unloaded=unloaded)
 
@@ -119,6 +110,11 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
         """Joins a verifier that the service's list allows."""
         link = await self._exchange.join(request.address)
         return drafter_pb2.JoinVerifierResponse(verifier=link)
+
+    async def _changed(self, what: str, **extra: object) -> None:
+        """Wait until the joined verifiers list a change, and log it."""
+        await self._exchange.listed()
+        logger.info("drafter %s", what, extra=extra)
 
 
 RECORD_BYTES = 64 << 20

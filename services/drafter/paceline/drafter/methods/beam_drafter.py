@@ -330,10 +330,15 @@ class BeamDrafter(Drafter, Generic[S]):
         there = [each for each in own if each[0].drafts_there]
         rest = [each for each in own if each[0].draft_text is None and not each[0].drafts_there]
         trees = self._draft_natively(native)
-        trees |= self._draft_there(there) | self._draft_by_levels(rest)
-        return [trees[sequence] for sequence, _ in own]
+        self._grow_batches(there)
+        self._grow_by_levels(rest)
+        for sequence, _ in own:
+            sequence.finish()
+            if sequence.beam is not None:
+                trees[sequence] = sequence.beam.tree()
+        return [trees.get(sequence, EMPTY) for sequence, _ in own]
 
-    def _draft_there(self, rounds: Sequence[tuple[S, Budget]]) -> dict[S, TokenTree]:
+    def _grow_batches(self, rounds: Sequence[tuple[S, Budget]]) -> None:
         growing: dict[int, list[S]] = {}
         for sequence, budget in rounds:
             if sequence.begin(budget):
@@ -341,10 +346,6 @@ class BeamDrafter(Drafter, Generic[S]):
         for batch in growing.values():  # one, but for services of targets with other vocabularies
             with torch.inference_mode():
                 self._grow_batch(batch)
-        found = {s: s.beam.tree() if s.beam is not None else EMPTY for s, _ in rounds}
-        for sequence in found:
-            sequence.finish()
-        return found
 
     def warm_up(self) -> None:
         """Captures the CUDA graphs of all batches. If that fails, there are none."""
@@ -384,7 +385,7 @@ class BeamDrafter(Drafter, Generic[S]):
         """Grows trees by these passes on a GPU, without waiting for it."""
         raise NotImplementedError
 
-    def _draft_by_levels(self, rounds: Sequence[tuple[S, Budget]]) -> dict[S, TokenTree]:
+    def _grow_by_levels(self, rounds: Sequence[tuple[S, Budget]]) -> None:
         growing = [
             (sequence, budget)
             for sequence, budget in rounds
@@ -400,10 +401,6 @@ class BeamDrafter(Drafter, Generic[S]):
                 for sequence, budget in growing
                 if sequence.tree.grows and next_end < budget.deadline
             ]
-        trees = {s: s.beam.tree() if s.beam is not None else EMPTY for s, _ in rounds}
-        for sequence in trees:
-            sequence.finish()
-        return trees
 
     def _draft_natively(self, rounds: Sequence[tuple[S, Budget]]) -> dict[S, TokenTree]:
         texts = {
@@ -416,10 +413,7 @@ class BeamDrafter(Drafter, Generic[S]):
             assert self.rope is not None
             longest = max(t.length + max(t.depth, self.max_depth) for t in texts.values())
             self.native.draft(list(texts.values()), self.rope.table(longest))
-        for sequence, _ in rounds:
-            sequence.finish()
-        empty = dict.fromkeys((sequence for sequence, _ in rounds), EMPTY)
-        return empty | {sequence: _drafted_tree(text) for sequence, text in texts.items()}
+        return {sequence: _drafted_tree(text) for sequence, text in texts.items()}
 
     def draft_ahead(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         going = [each for each in cast(Sequence[S], sequences) if each.begin_ahead()]
