@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from paceline.decoder import (
     WEIGHTS,
     Decoder,
+    LocalCache,
     ModelSource,
     PackedWeights,
     open_model,
@@ -55,14 +55,12 @@ from paceline.drafter.methods.checkpoint import (
     refuse_recurrent,
     required_folder,
 )
-from paceline.kernels import LayerTable, TreePlan
+from paceline.kernels import TreePlan
 
 MAX_NEW_TOKENS = 128
 """Maximum number of tokens behind the target's KV that a round feeds. With more of them, as after
 a lost connection, catching up would take longer than a draft saves: the tree is empty.
 Unit: tokens."""
-
-_GROWTH = 256
 
 _EXPONENT = 0.25
 """Exponent on confidences before any token was compared: a copy of the target agrees with it far
@@ -76,9 +74,9 @@ _RATE = 0.1
 
 
 class SelfSpecSequence(BeamSequence):
-    """One generation of ``selfspec``; a ``KVCacheView`` for the decoder.
+    """One generation of ``selfspec``.
 
-    Each round begins with a table of the target's selected positions, in any order, since their
+    Each round begins with a cache of the target's selected positions, in any order, since their
     keys are rotated already. They are followed by the tokens that the target's KV does not contain
     yet, which include the anchor, and then by the nodes of the tree.
     """
@@ -88,7 +86,7 @@ class SelfSpecSequence(BeamSequence):
     def __init__(self, drafter: SelfSpecDrafter, generation: GenerationInfo) -> None:
         super().__init__(drafter, generation)
         self.kv = required(generation.kv, "selfspec", "KV")
-        self._set_slots(0)
+        self.cache = LocalCache(drafter.decoder.config, drafter.decoder.device)
         self._begin = self._slot = self._fed = 0
         self.exponent = drafter.exponent
         """A probability to this power is the confidence of a node of a chain."""
@@ -102,25 +100,20 @@ class SelfSpecSequence(BeamSequence):
     def _is_chain(self) -> bool:
         return max(self._widths) == 1  # powers of siblings' probabilities would sum to more than 1
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of a layer, each ``[Hkv, capacity, D]``."""
-        return self._layers[index]
-
     def prepare(self) -> bool:
         """Copies the selected positions of all layers. Returns False without any, or too few."""
         self.kv.check()
         below = self.length - 1
         budget = self._drafter.needs.kv_budget_at(below)
         self._begin = self.kv.refresh(below, budget)
-        layers = [self.kv.parts(layer) for layer in range(self._drafter.decoder.config.layers)]
+        layers = [self.kv.parts(layer) for layer in self._drafter.needs.kv_layers]
         self._slot = sum(keys.shape[1] for keys, _ in layers[0])
         new = self.length - self._begin
         if not self._slot or new > MAX_NEW_TOKENS:
             return False
-        slots = self._slot + new + self.room
-        if slots > self._layers[0][0].shape[1]:
-            self._set_slots(-(-slots // _GROWTH) * _GROWTH)
-        for (own_keys, own_values), parts in zip(self._layers, layers, strict=True):
+        self.cache.reserve(self._slot + new + self.room)
+        for layer, parts in enumerate(layers):
+            own_keys, own_values = self.cache.layer(layer)
             begin = 0
             for keys, values in parts:
                 stop = begin + keys.shape[1]
@@ -135,7 +128,7 @@ class SelfSpecSequence(BeamSequence):
         fed = self.length - self._begin
         self._slot += fed - self._fed
         self._fed = fed
-        return fed <= MAX_NEW_TOKENS and self._slot + self.room <= self._layers[0][0].shape[1]
+        return fed <= MAX_NEW_TOKENS and self._slot + self.room <= self.cache.capacity
 
     def block(self, index: int) -> Block:
         """Returns what to feed for the next level; ``index`` is that of its cache in the pass."""
@@ -158,7 +151,7 @@ class SelfSpecSequence(BeamSequence):
 
     def close(self) -> None:
         super().close()
-        self._set_slots(0)
+        del self.cache
 
     def _calibrate(self, beam: Beam, emitted: Sequence[int]) -> None:
         """Compares a chain with the tokens that the verifier chose, up to the first difference."""
@@ -169,16 +162,6 @@ class SelfSpecSequence(BeamSequence):
                 break
         self.exponent = min(1.0, max(_MIN_EXPONENT, self.exponent * math.exp(_RATE * surplus)))
         self._drafter.exponent = self.exponent
-
-    def _set_slots(self, slots: int) -> None:
-        """Makes new memory of this many slots; its content is 0."""
-        decoder = self._drafter.decoder
-        config = decoder.config
-        shape = (config.layers, 2, config.kv_heads, slots, config.head_dim)
-        with torch.inference_mode(False):
-            store = torch.zeros(shape, dtype=config.dtype, device=decoder.device)
-        self._layers = [(both[0], both[1]) for both in store]
-        self.table = LayerTable.of(self._layers)
 
 
 _SHARED_WEIGHTS_TIMEOUT = 60.0
@@ -247,8 +230,10 @@ class SelfSpecDrafter(BeamDrafter[SelfSpecSequence]):
         return SelfSpecSequence(self, generation)
 
     def grow_level(self, growing: Sequence[SelfSpecSequence]) -> None:
+        caches = [sequence.cache for sequence in growing]
+
         def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
-            return self.decoder.forward(tokens, plan, growing, logit_rows=rows).logits
+            return self.decoder.forward(tokens, plan, caches, logit_rows=rows).logits
 
         blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
         logits = forward_blocks(run, blocks, self.decoder.device)
