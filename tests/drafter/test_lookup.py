@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter.calibration import Calibration, Scaling
-from paceline.drafter.loading import Loader
 from paceline.drafter.methods.base import Budget, GenerationInfo, LoadError, Resources, Update
 from paceline.drafter.methods.lookup import LookupDrafter, merge
+from paceline.drafter.registry import Loader
 from paceline.drafter.spec import DrafterSpec, Roots
 from paceline.tree import EMPTY, TokenTree
 from paceline.v1 import sampling_pb2

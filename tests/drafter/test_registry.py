@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from paceline.drafter import DrafterSpec, LoadError
 from paceline.drafter.kv import KvOptions
-from paceline.drafter.loading import Loader
 from paceline.drafter.methods.base import Drafter, Needs, Resources
-from paceline.drafter.registry import Registry
+from paceline.drafter.registry import Loader, Registry
 from paceline.drafter.spec import Roots
 from paceline.service import ServiceError
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from paceline.decoder import Decoder
 from paceline.drafter import DrafterSpec, LoadError, Resources
 from paceline.drafter.calibration import Calibration, Scaling
-from paceline.drafter.loading import Loader
 from paceline.drafter.methods import method_class
+from paceline.drafter.registry import Loader
 from paceline.drafter.spec import Roots
 from paceline.train.acceptance import record, replay
 from paceline.train.calibration import (

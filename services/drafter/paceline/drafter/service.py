@@ -15,10 +15,9 @@ import grpc
 from paceline.drafter.connection import Parts
 from paceline.drafter.exchange import Exchange
 from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
-from paceline.drafter.loading import Loader
 from paceline.drafter.methods.base import Drafter, LoadError, Resources
 from paceline.drafter.recordings import TextRecorder
-from paceline.drafter.registry import Registry
+from paceline.drafter.registry import Loader, Registry
 from paceline.drafter.spec import DrafterSpec, Roots
 from paceline.drafter.worker import DraftWorker
 from paceline.service import Service, ServiceError

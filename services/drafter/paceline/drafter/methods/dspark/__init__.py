@@ -4,7 +4,7 @@ See DSpark, section 3: a parallel backbone drafts a block, a small sequential he
 of the block depend on the previous one, and a confidence head estimates whether each is accepted.
 Without the two heads it is DFlash. Training imports
 :mod:`~paceline.drafter.methods.dspark.module`, the drafter in dense PyTorch. The backbone that
-drafts (:mod:`~paceline.drafter.methods.dspark.backbone`) is tested against it.
+drafts (:mod:`~paceline.drafter.methods.dspark.drafter`) is tested against it.
 """
 
 from paceline.drafter.methods.dspark.config import (

@@ -3,8 +3,8 @@
 See LongSpec, section 3.1: sliding-window self-attention over the layer's own keys, cross-attention
 to the keys and values of one target layer, a gated feed-forward block, the target's frozen
 embedding and LM head. Training imports :mod:`~paceline.drafter.methods.longspec.module`, the layer
-in dense PyTorch. The layer that drafts (:mod:`~paceline.drafter.methods.longspec.layer`) is tested
-against it.
+in dense PyTorch; the layer that drafts (:mod:`~paceline.drafter.methods.longspec.drafter`) is
+tested against it.
 """
 
 from paceline.drafter.methods.checkpoint import TargetRef
