@@ -484,7 +484,9 @@ class DenseDSpark(_Dense):
     def after(self, hidden: Tensor, tokens: Sequence[int]) -> tuple[Tensor, float]:
         """Logits after the anchor and a path, and the log confidence of that position."""
         levels, drafted = len(tokens), self.model.d2t
-        own = self.model.draft_logits(hidden[levels - 1], self.model.draft_head(self.head))
+        own = self.model.draft_head(self.head) @ hidden[levels - 1] * self.config.logit_factor
+        if cap := self.config.logit_cap:
+            own = cap * (own / cap).tanh()
         scores, confidence, rows = own, 0.0, None
         if self.model.markov_head is not None:
             before = self.model.markov_rows(torch.tensor(tokens))[None]

@@ -180,4 +180,3 @@ def test_a_full_ring_holds_the_newest_tokens(others: list[list[int]], text: list
     found = shared.matches(text, limit=100, match_limit=100)
     places = {(shared.continuation(p, 100), n) for p, n in found}
     assert places == naive_shared(kept, text, 2)
-    assert shared.byte_size == 32 * (4 + 8)

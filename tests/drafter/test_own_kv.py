@@ -105,7 +105,8 @@ def test_after_many_rounds_the_window_is_that_of_the_text(
     drafter = load_window(target, tmp_path, window, widths="4,4,4,4", min_survival=0)
     kv, text = endless_kv(drafter), text_of(5)
     sequence = start(drafter, text, kv)
-    place, size = sequence.cache.layer(0)[0].data_ptr(), sequence.cache.nbytes
+    keys, _ = sequence.cache.layer(0)
+    place, size = keys.data_ptr(), keys.nbytes
 
     def check_window() -> None:
         """The newest window equals that of one pass over the text."""
@@ -121,7 +122,8 @@ def test_after_many_rounds_the_window_is_that_of_the_text(
             check_window()
     check_window()
     assert len(text) > 1000
-    assert (sequence.cache.layer(0)[0].data_ptr(), sequence.cache.nbytes) == (place, size)
+    keys, _ = sequence.cache.layer(0)
+    assert (keys.data_ptr(), keys.nbytes) == (place, size)
     assert sequence.draft(Budget(16, 4)) == start(drafter, text, kv).draft(Budget(16, 4))
 
 
@@ -141,7 +143,7 @@ def test_memory_does_not_depend_on_the_length_of_the_text(target: Path, tmp_path
         while sequence.backlog:
             sequence.warm(256)
         sequence.extend(Update(sequence.draft(Budget(16, 4)).path(0)))
-        sizes.append((sequence.cache.nbytes, tracemalloc.get_traced_memory()[0]))
+        sizes.append((sequence.cache.layer(0)[0].nbytes, tracemalloc.get_traced_memory()[0]))
         tracemalloc.stop()
     assert sizes[0][0] == sizes[1][0]
     assert sizes[1][1] < sizes[0][1] + (1 << 17), "a byte a token is less than any copy of the text"

@@ -146,7 +146,6 @@ def test_captured_drafts_are_those_of_the_cpu(
     replayed = on_triton(drafter)
     found = trees_of(drafter, target, sampling, count)
     assert replayed == [True] * 2
-    assert len(drafter.graphs) == 1
     assert sum(map(len, expected)) > 4 * count
     for tree, right in zip(found, expected, strict=True):
         assert (tree.tokens, tree.parents) == (right.tokens, right.parents)

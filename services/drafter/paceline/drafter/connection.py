@@ -242,9 +242,10 @@ class Connection:
         sequence = self._find(number)
         if sequence is not None:
             del self.sequences[number]
-            opened = sequence.seat is not None
-            self._leave(sequence)
-            self._call_soon(self._closed, sequence, opened)
+            seat, sequence.seat = sequence.seat, None
+            if seat is not None:
+                self._unseat(seat)
+            self._call_soon(self._closed, sequence, seat is not None)
 
     def _refuse(self, sequence: _Sequence, error: ServiceError) -> None:
         """Give a sequence up, if it is still open."""
@@ -437,13 +438,8 @@ class Connection:
             )
             self._refuse(sequence, ServiceError.unavailable("DRAFTER_UNLOADED", message))
 
-    def _leave(self, sequence: _Sequence) -> None:
-        """Give the place of a sequence back."""
-        seat, sequence.seat = sequence.seat, None
-        if seat is not None:
-            self._unseat(seat)
-
     def _unseat(self, seat: _Seat) -> None:
+        """Give a place back."""
         self._worker.close(seat.session)
         if self._parts.metrics is not None:
             self._parts.metrics.closed(seat.session)

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.drafter.kv import KvGone, KvNotShared
-from paceline.drafter.kv.mapped import (
-    CacheFile,
-    MappedReader,
-    SharedKv,
-    SharedStates,
-    oldest_kept,
-)
+from paceline.drafter.kv.mapped import CacheFile, MappedReader, oldest_kept
 from paceline.drafter.kv.reader import KvReader, StateReader
 from paceline.kernels import send
 from paceline.kv.cuda import (
@@ -24,13 +18,10 @@ from paceline.kv.cuda import (
     DriverError,
     MappedMemory,
     NotMappable,
-    close_unused,
     cuda_driver,
 )
 from paceline.kv.segment import HEADER_BYTES
 from paceline.kv.selection import streaming_positions
-
-__all__ = ["CudaKv", "CudaStates", "close_unused", "open_kv", "open_states"]
 
 
 class PoolReader(MappedReader):
@@ -249,37 +240,12 @@ class CudaStates(PoolReader, StateReader):
         super().close()
 
 
-def open_kv(file: CacheFile, layers: Iterable[int], device: str) -> SharedKv | CudaKv:
-    """Map KV in main memory, or on a GPU for a drafter that runs on ``device``, by its torch name.
-
-    Negative layers count from the last.
+def pool_reader(file: CacheFile, device: str) -> tuple[CudaDriver, int]:
+    """Returns the driver, and the ordinal of the device that reads the pool of a cache in pages.
 
     Raises:
-        KvNotShared: See :class:`SharedKv` and :class:`CudaKv`, or the KV is on
-            a GPU and the drafter is not.
+        KvNotShared: Other processes cannot map it, or the drafter, on ``device``, cannot read it.
     """
-    if not file.layout.HasField("pages"):
-        return SharedKv(file, layers)
-    return CudaKv(file, layers, *_reader(file, device))
-
-
-def open_states(
-    file: CacheFile, layers: Sequence[int], window: int, device: str
-) -> SharedStates | CudaStates:
-    """Map hidden states in main memory, or on a GPU for a drafter that runs on ``device``.
-
-    Layers and window are those of :class:`SharedStates`.
-
-    Raises:
-        KvNotShared: See :class:`SharedStates`, :class:`CudaStates` and :func:`open_kv`.
-    """
-    if not file.layout.HasField("pages"):
-        return SharedStates(file, layers, window)
-    return CudaStates(file, layers, window, *_reader(file, device))
-
-
-def _reader(file: CacheFile, device: str) -> tuple[CudaDriver, int]:
-    """Returns the driver, and the ordinal of the device that reads a pool."""
     reader = torch.device(device)
     if not file.layout.pages.HasField("memory"):
         raise KvNotShared("the verifier's KV lies in pages that other processes cannot map")

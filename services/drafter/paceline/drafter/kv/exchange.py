@@ -168,15 +168,17 @@ class KvExchange:
         Raises:
             KvNotShared: As for :meth:`open`, or the cache does not keep them.
         """
-        from paceline.drafter.kv.cuda import close_unused, open_states
+        from paceline.drafter.kv.cuda import CudaStates, pool_reader
+        from paceline.drafter.kv.mapped import SharedStates
         from paceline.drafter.kv.remote import RemoteStates
 
-        self._close_unused = close_unused
+        def read(file: CacheFile) -> StateReader:
+            if not file.paged:
+                return SharedStates(file, layers, window)
+            return CudaStates(file, layers, window, *pool_reader(file, self._device))
 
         async def map_states() -> StateReader:
-            return await self._map(
-                address, read_grant, lambda file: open_states(file, layers, window, self._device)
-            )
+            return await self._map(address, read_grant, read)
 
         async def follow_states() -> StateReader:
             subscribe = kv_pb2.FollowSubscribe(
@@ -215,12 +217,15 @@ class KvExchange:
         self, address: str, read_grant: bytes, layers: Sequence[int]
     ) -> SharedKv | CudaKv:
         """Map keys and values of a cache. See :meth:`open`."""
-        from paceline.drafter.kv.cuda import close_unused, open_kv
+        from paceline.drafter.kv.cuda import CudaKv, pool_reader
+        from paceline.drafter.kv.mapped import SharedKv
 
-        self._close_unused = close_unused
-        return await self._map(
-            address, read_grant, lambda file: open_kv(file, layers, self._device)
-        )
+        def read(file: CacheFile) -> SharedKv | CudaKv:
+            if not file.paged:
+                return SharedKv(file, layers)
+            return CudaKv(file, layers, *pool_reader(file, self._device))
+
+        return await self._map(address, read_grant, read)
 
     async def close(self) -> None:
         """Close all connections. Open readers keep what they have."""
@@ -274,6 +279,9 @@ class KvExchange:
                 f"the verifier at {address[:80]} was joined without its Unix socket; run both on "
                 "one host, and let them share the folder of --draft-socket"
             )
+        from paceline.kv.cuda import close_unused
+
+        self._close_unused = close_unused
         # In a thread: its result frees itself if nobody waits for it any more.
         file = await asyncio.to_thread(_map_file, path, read_grant, CALL_SECONDS)
         try:

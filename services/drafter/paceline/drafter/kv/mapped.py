@@ -131,6 +131,11 @@ class CacheFile:
         return numbers
 
     @property
+    def paged(self) -> bool:
+        """Whether keys, values and hidden states lie in pages of a pool."""
+        return self.layout.HasField("pages")
+
+    @property
     def kv_dtype(self) -> torch.dtype:
         """Type of keys and values. Raises ``KvNotShared``: it is unknown."""
         return _dtype(self.layout.dtype, KV_TYPES)

@@ -92,10 +92,6 @@ class DraftGraphs:
                 for count in (layers.cached_layers, layers.context_layers)
             ]  # fmt: skip
 
-    def __len__(self) -> int:
-        """Graphs captured so far."""
-        return len(self._graphs)
-
     def warm_up(self) -> None:
         """Captures all graphs, the largest first. Their kernels are those of smaller ones too."""
         for noise in NOISES:

@@ -155,11 +155,6 @@ class SharedTexts:
         self._token = self._tokens.data
         self._views = [(a.data, b.data) for a, b in zip(self._latest, self._earlier, strict=True)]
 
-    @property
-    def byte_size(self) -> int:
-        """Maximum memory that it uses. Unit: bytes."""
-        return sum(a.nbytes for a in (self._tokens, *self._latest, *self._earlier))
-
     def add(self, tokens: Sequence[int]) -> None:
         """Adds a text; of one beyond the capacity, its newest tokens."""
         text = np.array(tokens[-self._mask :], np.uint64)

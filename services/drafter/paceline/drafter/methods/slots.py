@@ -55,11 +55,6 @@ class WindowCache:
         self._dim, self._dtype, self._device = shape.head_dim, dtype, device
         self._keep(self._allocate(window + CHUNK + extra if window else _GROWTH))
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the buffer. Unit: bytes."""
-        return self._store.nbytes
-
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values of a layer, ``[Hkv, slots, D]``; invalid after reserve."""
         return self._views[index]

@@ -154,12 +154,6 @@ class DSparkModel(DraftModel):
         """Rows of W1 of tokens."""
         return tokens if self.config.markov_all else self.draft_rows(tokens)
 
-    def draft_logits(self, hidden: Tensor, head: Tensor) -> Tensor:
-        """The backbone's logits of hidden states, by the rows of the drafted tokens of a head."""
-        config = self.config
-        logits = F.linear(hidden, head) * config.logit_factor
-        return config.logit_cap * (logits / config.logit_cap).tanh() if config.logit_cap else logits
-
     def _around(
         self, conv: nn.Module | None, part: nn.Module, inputs: Tensor, *more: Any
     ) -> Tensor:
