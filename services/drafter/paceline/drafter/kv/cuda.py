@@ -160,7 +160,6 @@ class CudaKv(PoolReader, KvReader):
         return self._copy(layer, *self._places(positions, self._page[3]))
 
     def close(self) -> None:
-        """See :class:`PoolReader`."""
         self._selected = None
         self._pages = torch.empty(0)
         super().close()
@@ -235,7 +234,6 @@ class CudaStates(PoolReader, StateReader):
             raise KvGone("the verifier has overwritten hidden states while they were read")
 
     def close(self) -> None:
-        """See :class:`PoolReader`."""
         self._rows = torch.empty(0)
         super().close()
 

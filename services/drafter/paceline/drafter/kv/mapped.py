@@ -182,11 +182,9 @@ class MappedReader(CacheReader):
 
     @property
     def committed(self) -> int:
-        """See :class:`CacheFile`."""
         return self._file.committed
 
     def check(self) -> None:
-        """See :class:`CacheFile`."""
         self._file.check()
 
     def close(self) -> None:

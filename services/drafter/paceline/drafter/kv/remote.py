@@ -400,7 +400,6 @@ class SparseView(KvReader):
         return [self._mapped.gather(layer, part) for part in (positions, self._newer) if len(part)]
 
     def check(self) -> None:
-        """See :class:`KvReader`."""
         self._mapped.check()
         self.selection.check()
 

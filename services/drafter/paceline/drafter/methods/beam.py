@@ -368,7 +368,8 @@ class Beam:
         self.trunk = 0
         self.fed = 0
         """Nodes below this have been fed: their KV is in the cache."""
-        self._budget = budget
+        self.limits = budget
+        """Maximum number of nodes and greatest depth."""
         self._widths = widths
         self._min_score = math.log(min_survival) if min_survival > 0 else -math.inf
         if drafted is not None:
@@ -382,7 +383,7 @@ class Beam:
     @property
     def grows(self) -> bool:
         """Whether another level fits the budget and has a node to expand."""
-        return self.level < self._budget.depth and len(self.frontier) > 0
+        return self.level < self.limits.depth and len(self.frontier) > 0
 
     def block(self) -> tuple[list[int], tuple[int, ...]]:
         """Returns tokens and parents of the block to feed; the frontier is at its end."""
@@ -446,11 +447,6 @@ class Beam:
                 self.scores.append(score)
                 self.log_probs.append(log)
 
-    @property
-    def limits(self) -> Budget:
-        """Maximum number of nodes and greatest depth."""
-        return self._budget
-
     def expand_last(self) -> bool:
         """Makes the last node of a chain the frontier, whatever its score and the budget.
 
@@ -476,7 +472,7 @@ class Beam:
         """Returns the best nodes within the budget, sorted by falling survival."""
         # A child scores no more than its parent and has a higher number: parents come first.
         best = sorted(range(len(self.tokens)), key=lambda node: (-self.scores[node], node))
-        best = best[: self._budget.nodes]
+        best = best[: self.limits.nodes]
         index = {node: i for i, node in enumerate(best)} | {-1: -1}
         return TokenTree(
             tuple(self.tokens[node] for node in best),
@@ -535,6 +531,6 @@ class Beam:
 
     def _worst_kept_score(self) -> float:
         """Score of the worst node that still fits the budget."""
-        if len(self.scores) < self._budget.nodes:
+        if len(self.scores) < self.limits.nodes:
             return -math.inf
-        return sorted(self.scores, reverse=True)[self._budget.nodes - 1]
+        return sorted(self.scores, reverse=True)[self.limits.nodes - 1]

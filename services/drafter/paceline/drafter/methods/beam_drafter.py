@@ -93,7 +93,7 @@ class BeamSequence(DraftSequence):
         self._ahead: Chain | None = None
         """What was drafted ahead and is the text's continuation; None: nothing."""
         self._drafter = drafter
-        self._ranker = Ranker(
+        self.ranker = Ranker(
             sampling_params(generation.sampling),
             prompt=generation.tokens[: generation.prompt_length],
             output=generation.tokens[generation.prompt_length :],
@@ -102,19 +102,14 @@ class BeamSequence(DraftSequence):
             drafted=drafter.drafted_tokens,
             drafted_there=drafter.drafted_there,
         )
-        self._widths = self._ranker.widths(drafter.options.widths)
+        self._widths = self.ranker.widths(drafter.options.widths)
         self.draft_text = self._draft_text()
         """The text for native drafts; None: there are none of its drafter, or of its sampling."""
 
     @property
     def drafts_there(self) -> bool:
         """Whether a tree grows on the drafter's device without the host."""
-        return self._drafter.grows_there and not self._ranker.by_paths
-
-    @property
-    def ranker(self) -> Ranker:
-        """Ranks candidates."""
-        return self._ranker
+        return self._drafter.grows_there and not self.ranker.by_paths
 
     def extend(self, update: Update) -> None:
         if update.tokens:
@@ -122,7 +117,7 @@ class BeamSequence(DraftSequence):
             self.beam = None
         self.text.extend(update.tokens)
         self.length += len(update.tokens)
-        self._ranker.extend(update.tokens)
+        self.ranker.extend(update.tokens)
 
     def draft(self, budget: Budget) -> TokenTree:
         return self._drafter.draft_many([(self, budget)])[0]
@@ -164,10 +159,10 @@ class BeamSequence(DraftSequence):
         """Sets the fields of :attr:`draft_text` that differ from round to round."""
 
     def _draft_text(self) -> DraftText | None:
-        drafter, count = self._drafter, self._ranker.plain_logits()
+        drafter, count = self._drafter, self.ranker.plain_logits()
         if not count or drafter.native is None:
             return None
-        params, survival = self._ranker.params, drafter.options.min_survival
+        params, survival = self.ranker.params, drafter.options.min_survival
         text = DraftText(
             count=count,
             temperature=params.temperature,
@@ -208,7 +203,7 @@ class BeamSequence(DraftSequence):
         """Ranks the children of the frontier's nodes from their logits ``[frontier, V]``."""
         beam = self.tree
         position = self.length + beam.level
-        return self._ranker.rank(logits, position, beam.frontier_tokens(), beam.width)
+        return self.ranker.rank(logits, position, beam.frontier_tokens(), beam.width)
 
     def grow(self, logits: Tensor, exponent: float = 1.0) -> None:
         """Adds a level to the tree from the logits ``[frontier, V]`` of the block that was fed.
@@ -413,7 +408,11 @@ class BeamDrafter(Drafter, Generic[S]):
             assert self.rope is not None
             longest = max(t.length + max(t.depth, self.max_depth) for t in texts.values())
             self.native.draft(list(texts.values()), self.rope.table(longest))
-        return {sequence: _drafted_tree(text) for sequence, text in texts.items()}
+        trees = {}
+        for sequence, text in texts.items():
+            columns = (each[: text.drafted] for each in (text.token, text.parent, text.chance))
+            trees[sequence] = TokenTree(*map(tuple, columns))
+        return trees
 
     def draft_ahead(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         going = [each for each in cast(Sequence[S], sequences) if each.begin_ahead()]
@@ -424,12 +423,6 @@ class BeamDrafter(Drafter, Generic[S]):
     @abstractmethod
     def grow_level(self, growing: Sequence[S]) -> None:
         """Adds one level to the tree of each sequence, by one forward pass over all frontiers."""
-
-
-def _drafted_tree(text: DraftText) -> TokenTree:
-    count = text.drafted
-    tokens, parents, chances = text.token[:count], text.parent[:count], text.chance[:count]
-    return TokenTree(tuple(tokens), tuple(parents), tuple(chances))
 
 
 @dataclass(frozen=True)

@@ -217,11 +217,6 @@ class DSparkSequence(StateSequence):
         """Hidden states and logits of the block, by level."""
         self._state: Tensor | None = None
 
-    @property
-    def anchor(self) -> int:
-        """Newest token of the text."""
-        return self.text[-1]
-
     def warm(self, limit: int) -> None:
         new = self.new_states(limit)
         if new is not None:
@@ -258,7 +253,7 @@ class DSparkSequence(StateSequence):
         assert self._block is not None
         beam, parents = self.tree, self.tree.frontier
         hidden, logits = (each[beam.level, None] for each in self._block)
-        tokens = [beam.tokens[node] for node in parents] if beam.level else [self.anchor]
+        tokens = [beam.tokens[node] for node in parents] if beam.level else [self.text[-1]]
         before = send(torch.tensor([tokens]), hidden.device)
         scores, state, logs = heads.forward(hidden, logits, before, self._state)
         beam.add_level(self.rank(scores[0]), None if logs is None else logs[0].tolist())
@@ -276,7 +271,7 @@ class DSparkSequence(StateSequence):
         cache.reserve(text.length)
         cache.length = text.length
         super().fill(text)
-        text.row = layers.heads.row(self.anchor)
+        text.row = layers.heads.row(self.text[-1])
 
     def clear(self) -> None:
         self._block = self._state = None
@@ -355,7 +350,7 @@ class DSparkDrafter(TargetDrafter[DSparkSequence]):
         states = self.layers.states_pass(
             [(n, caches[n], *new) for n, new in enumerate(found) if new is not None]
         )
-        blocks = [(each.cache, each.anchor, each.newest) for each in growing]
+        blocks = [(each.cache, each.text[-1], each.newest) for each in growing]
         block, contexts = self.layers.block_pass(blocks)
         return HostDraft([states, block], caches, contexts)
 

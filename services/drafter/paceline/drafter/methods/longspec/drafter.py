@@ -48,46 +48,26 @@ from paceline.kernels.executor import NativeProgram
 
 
 class TargetKv:
-    """The target's KV that rounds of one generation read; a ``KVCacheView`` of one layer."""
+    """The target's KV that a round of one generation reads; a ``KVCacheView`` of one layer."""
 
-    def __init__(self, config: LongSpecConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self._shape = (2, config.kv_heads, 0, config.head_dim)
-        self._copies = torch.empty(self._shape, dtype=dtype, device=device)
-
-    def context(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Context:
+    def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], layer: LongSpecLayer) -> None:
         """Takes keys and values from :meth:`KvReader.parts`.
 
         They are copied if there are several parts, or of another type or device than the layer.
         """
         if not parts:  # a key with value 0 stands for nothing
-            keys, values = self._reserve(1).zero_()
-            parts = [(keys, values)]
-        first, own = parts[0][0], self._copies
-        if len(parts) > 1 or (first.dtype, first.device) != (own.dtype, own.device):
-            parts = [self._copy(parts)]
-        (self._planes,) = parts
+            nothing = torch.zeros(layer.config.kv_heads, 1, layer.config.head_dim)
+            parts = [(nothing, nothing)]
+        keys, values = (
+            (each[0] if len(each) == 1 else torch.cat(each, dim=1)).to(layer.device, layer.dtype)
+            for each in zip(*parts, strict=True)
+        )
+        self._planes = keys, values
         self.table = LayerTable.of([self._planes])
-        return Context(self, self._planes[0].shape[1])
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values, each ``[Hkv, n, D]``."""
         return self._planes
-
-    def _copy(self, parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        counts = [keys.shape[1] for keys, _ in parts]
-        keys, values = self._reserve(sum(counts))
-        for plane, each in zip((keys, values), zip(*parts, strict=True), strict=True):
-            for to, part in zip(plane.split(counts, dim=1), each, strict=True):
-                to.copy_(part)
-        return keys, values
-
-    def _reserve(self, slots: int) -> Tensor:
-        """Memory of this object, ``[2, Hkv, slots, D]``."""
-        if self._copies.shape[2] < slots:
-            two, heads, _, dim = self._shape
-            with torch.inference_mode(False):
-                self._copies = self._copies.new_empty(two, heads, slots, dim)
-        return self._copies[:, :, :slots]
 
 
 class LongSpecLayer(DraftLayers):
@@ -145,7 +125,6 @@ class LongSpecSequence(TargetSequence):
         in_place = isinstance(self.kv, StreamingReader) and layer.device.type == "cpu"
         self._default_context = 0 if in_place else DEFAULT_CONTEXT
         self.cache = layer.new_cache(drafter.options.drafted)
-        self._target = TargetKv(layer.config, layer.dtype, layer.device)
         self.context: Context | None = None
         """The target's KV that the round reads; None outside of a round."""
 
@@ -171,8 +150,9 @@ class LongSpecSequence(TargetSequence):
         below = self.length - 1  # the verifier may have committed more than this text
         context = self._drafter.options.context
         self.kv.refresh(below, self._default_context if context is None else context)
-        parts = self.kv.parts(self._drafter.layers.config.target_layer)
-        self.context = self._target.context(parts)
+        layer = self._drafter.layers
+        target = TargetKv(self.kv.parts(layer.config.target_layer), layer)
+        self.context = Context(target, target.layer(0)[0].shape[1])
         return True
 
     def block(self, index: int) -> Block:
