@@ -28,6 +28,7 @@ from paceline.decoder.weights import Checkpoint
 from paceline.drafter.kv.reader import StreamingReader
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import GenerationInfo, Resources
+from paceline.drafter.methods.beam_drafter import chain_segments
 from paceline.drafter.methods.checkpoint import TargetRef, load_weights
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, read_dspark, save_dspark
 from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model, read_eagle3, save_eagle3
@@ -39,7 +40,6 @@ from paceline.drafter.methods.longspec import (
     save_longspec,
     window_mask,
 )
-from paceline.drafter.methods.slots import chain_segments
 from paceline.kernels import (
     History,
     choose_token,

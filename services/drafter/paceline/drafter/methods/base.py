@@ -294,12 +294,11 @@ def parse_options(kind: type[Options], given: Mapping[str, str]) -> Options:
             raise LoadError(
                 "UNKNOWN_OPTION", f"unknown option {name!r}; known are {listed or 'none'}"
             )
+        parse, what = _TYPES[types[name]]
         try:
-            values[name] = _PARSERS[types[name]](text.strip())
+            values[name] = parse(text.strip())
         except ValueError as error:
-            raise LoadError(
-                "INVALID_OPTION", f"option {name}={text!r} is not a {_NAMES[types[name]]}"
-            ) from error
+            raise LoadError("INVALID_OPTION", f"option {name}={text!r} is not a {what}") from error
     try:
         return kind(**values)
     except ValueError as error:
@@ -328,21 +327,13 @@ def _parse_ints(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-_PARSERS: dict[Any, Callable[[str], Any]] = {
-    int: int,
-    int | None: int,
-    float: float,
-    str: str,
-    bool: _parse_bool,
-    tuple[int, ...]: _parse_ints,
-}
-_NAMES = {
-    int: "whole number",
-    int | None: "whole number",
-    float: "number",
-    str: "text",
-    bool: "truth value (true or false)",
-    tuple[int, ...]: "list of whole numbers (such as 4,4,2)",
+_TYPES: dict[Any, tuple[Callable[[str], Any], str]] = {
+    int: (int, "whole number"),
+    int | None: (int, "whole number"),
+    float: (float, "number"),
+    str: (str, "text"),
+    bool: (_parse_bool, "truth value (true or false)"),
+    tuple[int, ...]: (_parse_ints, "list of whole numbers (such as 4,4,2)"),
 }
 
 

@@ -10,11 +10,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from paceline.decoder import DecoderConfig
 from paceline.decoder.config import Rope
 from paceline.decoder.sampling import sampling_params
 from paceline.drafter.methods.base import (
@@ -27,7 +28,7 @@ from paceline.drafter.methods.base import (
 )
 from paceline.drafter.methods.beam import Beam, BeamOptions, Chain, Ranked, Ranker
 from paceline.drafter.methods.draft_graphs import DraftGraphs
-from paceline.drafter.methods.slots import chain_segments
+from paceline.drafter.methods.layers import LayerShape
 from paceline.drafter.methods.trees_there import (
     HostDraft,
     HostPass,
@@ -36,7 +37,7 @@ from paceline.drafter.methods.trees_there import (
     TreesThere,
     rank_there,
 )
-from paceline.kernels import MAX_TREE_NODES, TreePlan, TreeSegment, send
+from paceline.kernels import CHUNK, MAX_TREE_NODES, TreePlan, TreeSegment, send
 from paceline.kernels.draft import DraftText, NativeDraft
 from paceline.tree import EMPTY, TokenTree
 
@@ -59,14 +60,17 @@ def required(source: Source | None, method: str, what: str) -> Source:
     return source
 
 
-class ModelShape(Protocol):
-    """What a beam needs of a model's configuration."""
+def chain_segments(index: int, begin: int, end: int) -> list[TreeSegment]:
+    """Returns positions ``begin`` to ``end`` of cache ``index``, cut at multiples of ``CHUNK``.
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_position(self) -> int: ...
+    With these cuts the bits of their KV do not depend on how a text is split over forward passes.
+    """
+    segments = []
+    while begin < end:
+        stop = min(end, (begin // CHUNK + 1) * CHUNK)
+        segments.append(TreeSegment(index, begin, None, stop - begin))
+        begin = stop
+    return segments
 
 
 class BeamSequence(DraftSequence):
@@ -273,7 +277,9 @@ class BeamDrafter(Drafter, Generic[S]):
     All but :meth:`start` runs on one thread at a time.
     """
 
-    def __init__(self, shape: ModelShape, options: BeamOptions, fit: Fit, size: int) -> None:
+    def __init__(
+        self, shape: DecoderConfig | LayerShape, options: BeamOptions, fit: Fit, size: int
+    ) -> None:
         """Sets what the interface describes.
 
         Args:

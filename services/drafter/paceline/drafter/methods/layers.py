@@ -523,4 +523,4 @@ def apply_rope(x: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
 
 def split_heads(x: Tensor, dim: int) -> Tensor:
     """Reshapes ``[B, S, H D]`` to ``[B, H, S, D]``."""
-    return x.view(*x.shape[:2], -1, dim).transpose(1, 2)
+    return x.unflatten(-1, (-1, dim)).transpose(1, 2)

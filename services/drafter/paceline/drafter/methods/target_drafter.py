@@ -36,11 +36,12 @@ from paceline.drafter.methods.checkpoint import (
 )
 from paceline.drafter.methods.draft_graphs import DraftGraphs, PassShape, graphs_work_on
 from paceline.drafter.methods.layers import DraftModel, LayerWeights, TappedShape
-from paceline.drafter.methods.slots import WindowCache
 from paceline.drafter.methods.trees_there import TreeShape
 from paceline.kernels import (
+    CHUNK,
     Executor,
     KVCacheView,
+    LayerTable,
     Pass,
     Program,
     TreePlan,
@@ -148,14 +149,6 @@ class DraftLayers(ABC):
         found = [each.native for each in self.programs if each.native is not None]
         return found if self.device.type == "cpu" and len(found) == len(self.programs) else None
 
-    def new_cache(self, extra: int) -> WindowCache:
-        """Returns a cache for one generation, with this many slots behind its text.
-
-        They are for a tree or a block. What was accepted is not kept: it is fed again as text.
-        """
-        config, count = self.config, self.cached_layers
-        return WindowCache(config, count, config.window, extra, self.dtype, self.device)
-
     @torch.inference_mode()
     def run(
         self,
@@ -181,6 +174,68 @@ class DraftLayers(ABC):
         self.run(0, tokens, plan, [cache], inputs=states)
 
 
+_GROWTH = 512
+
+
+class WindowCache:
+    """KV of one generation's text, followed by slots for a tree or a block; a ``KVCacheView``.
+
+    Position p of the text has slot ``p - base``. With a window, the newest positions are moved to
+    the front when the slots are used up, so memory is constant. ``base`` is a multiple of
+    ``CHUNK``: attention has the same bits after any number of moves.
+    """
+
+    def __init__(self, layers: DraftLayers, extra: int) -> None:
+        """Creates an empty cache, with this many slots behind the text.
+
+        They are for a tree or a block. What was accepted is not kept: it is fed again as text.
+        """
+        self.length = 0
+        """Positions of the text below this were written."""
+        self.base = 0
+        """Position in the first slot."""
+        self.window: int = layers.config.window
+        """Positions of the text that are kept; 0: all."""
+        self._extra, self._layers = extra, layers
+        slots = self.window + CHUNK + extra if self.window else _GROWTH
+        self._keep(self._allocate(slots))
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of a layer, ``[Hkv, slots, D]``; invalid after reserve."""
+        return self._views[index]
+
+    def next_position(self, end: int) -> int:
+        """Returns the first position below ``end`` that is to be written, in the newest window."""
+        return max(self.length, end - self.window) if self.window else self.length
+
+    def reserve(self, end: int) -> None:
+        """Makes room for the positions below ``end`` and the extra slots."""
+        slots = self._store.shape[3]
+        if end - self.base + self._extra <= slots:
+            return
+        if not self.window:
+            grown = self._allocate(max(end + self._extra, 2 * slots))
+            grown[..., :slots, :] = self._store
+            self._keep(grown)
+            return
+        base = (end - self.window) // CHUNK * CHUNK
+        kept = self._store[..., base - self.base : max(base, self.length) - self.base, :].clone()
+        self._store[..., : kept.shape[3], :] = kept
+        self.base = base
+
+    def _keep(self, store: Tensor) -> None:
+        self._store = store
+        self._views = [(both[0], both[1]) for both in store]
+        self.table = LayerTable.of(self._views)
+
+    def _allocate(self, slots: int) -> Tensor:
+        layers, config = self._layers, self._layers.config
+        shape = layers.cached_layers, 2, config.kv_heads, slots, config.head_dim
+        with torch.inference_mode(False):  # otherwise only inference mode could write to it
+            # Zeros: a slot that was never written is masked, but still multiplied by 0.
+            return torch.zeros(shape, dtype=layers.dtype, device=layers.device)
+
+
 class TargetSequence(BeamSequence):
     """One generation of a :class:`TargetDrafter`."""
 
@@ -199,13 +254,13 @@ class StateSequence(TargetSequence):
         self,
         drafter: TargetDrafter[Any],
         generation: GenerationInfo,
-        cache: WindowCache,
+        extra: int,
         kept: int | None = None,
     ) -> None:
-        """See :class:`BeamSequence`; ``cache`` is an empty one."""
+        """See :class:`BeamSequence`; ``extra`` as of :class:`WindowCache`."""
         super().__init__(drafter, generation, kept)
         self.states = required(generation.states, drafter.method, "hidden states")
-        self.cache = cache
+        self.cache = WindowCache(drafter.layers, extra)
 
     @property
     def backlog(self) -> int:

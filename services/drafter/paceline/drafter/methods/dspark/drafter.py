@@ -19,17 +19,18 @@ from torch import Tensor
 
 from paceline.decoder import ModelSource, load_config
 from paceline.drafter.methods.base import Fit, GenerationInfo
+from paceline.drafter.methods.beam_drafter import chain_segments
 from paceline.drafter.methods.draft_graphs import PassShape
 from paceline.drafter.methods.dspark.config import DSparkConfig, read_dspark
 from paceline.drafter.methods.dspark.heads import DSparkHeads
 from paceline.drafter.methods.dspark.module import DSparkModel
 from paceline.drafter.methods.layers import LayerWeights
-from paceline.drafter.methods.slots import WindowCache, chain_segments
 from paceline.drafter.methods.target_drafter import (
     DraftLayers,
     StateOptions,
     StateSequence,
     TargetDrafter,
+    WindowCache,
 )
 from paceline.drafter.methods.trees_there import (
     HostDraft,
@@ -207,7 +208,7 @@ class DSparkSequence(StateSequence):
 
     def __init__(self, drafter: DSparkDrafter, generation: GenerationInfo) -> None:
         config, backbone = drafter.layers.config, drafter.layers
-        super().__init__(drafter, generation, backbone.new_cache(config.block), 1)
+        super().__init__(drafter, generation, config.block, 1)
         width = len(config.taps) * config.hidden
         self.newest = torch.empty(1, width, dtype=backbone.dtype, device=backbone.device)
         """Hidden states of the newest position in the context, ``[1, taps * hidden]``."""

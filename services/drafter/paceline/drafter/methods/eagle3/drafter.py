@@ -126,7 +126,7 @@ class Eagle3Sequence(StateSequence):
     _drafter: Eagle3Drafter
 
     def __init__(self, drafter: Eagle3Drafter, generation: GenerationInfo) -> None:
-        super().__init__(drafter, generation, drafter.layers.new_cache(drafter.options.drafted))
+        super().__init__(drafter, generation, drafter.options.drafted)
         self._fresh = torch.empty(0, 0)
         """States of the newest positions before the anchor, of the round."""
         self._outputs = torch.empty(0, 0)

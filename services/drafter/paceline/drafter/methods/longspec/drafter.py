@@ -34,6 +34,7 @@ from paceline.drafter.methods.target_drafter import (
     TargetDrafter,
     TargetOptions,
     TargetSequence,
+    WindowCache,
 )
 from paceline.drafter.methods.trees_there import (
     HostDraft,
@@ -124,7 +125,7 @@ class LongSpecSequence(TargetSequence):
         self.kv = required(generation.kv, "longspec", "KV")
         in_place = isinstance(self.kv, StreamingReader) and layer.device.type == "cpu"
         self._default_context = 0 if in_place else DEFAULT_CONTEXT
-        self.cache = layer.new_cache(drafter.options.drafted)
+        self.cache = WindowCache(layer, drafter.options.drafted)
         self.context: Context | None = None
         """The target's KV that the round reads; None outside of a round."""
 
