@@ -131,7 +131,7 @@ class BeamSequence(DraftSequence):
 
         Args:
             budget: Its limits.
-            text: :attr:`draft_text`, if one native call drafts the tree: gets all that it reads.
+            text: :attr:`draft_text`, if one native call drafts the tree: gets its limits.
         """
         self.beam = None
         limits = self._limits(budget)
@@ -145,7 +145,6 @@ class BeamSequence(DraftSequence):
         if text is not None:
             late = time.monotonic() >= budget.deadline
             text.nodes, text.depth = limits.nodes, 1 if late else limits.depth
-            self.fill(text)
         else:
             if self.drafts_there and time.monotonic() >= budget.deadline:
                 limits = replace(limits, depth=1)
@@ -160,7 +159,8 @@ class BeamSequence(DraftSequence):
         return Budget(nodes, depth) if nodes > 0 and depth > 0 else None
 
     def fill(self, text: DraftText) -> None:
-        """Sets the fields of :attr:`draft_text` that differ from round to round."""
+        """Sets the other fields of :attr:`draft_text` that differ from round to round, and counts
+        what the native call will write as written."""
 
     def _draft_text(self) -> DraftText | None:
         drafter, count = self._drafter, self.ranker.plain_logits()
@@ -409,6 +409,8 @@ class BeamDrafter(Drafter, Generic[S]):
             for sequence, budget in rounds
             if sequence.draft_text is not None and sequence.begin(budget, sequence.draft_text)
         }
+        for sequence, text in texts.items():  # only now: to begin another may have failed
+            sequence.fill(text)
         if texts:
             assert self.native is not None
             assert self.rope is not None

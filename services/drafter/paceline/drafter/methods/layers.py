@@ -523,4 +523,5 @@ def apply_rope(x: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
 
 def split_heads(x: Tensor, dim: int) -> Tensor:
     """Reshapes ``[B, S, H D]`` to ``[B, H, S, D]``."""
-    return x.unflatten(-1, (-1, dim)).transpose(1, 2)
+    heads: Tensor = x.unflatten(-1, (-1, dim))
+    return heads.transpose(1, 2)
