@@ -155,17 +155,5 @@ def random_tree(nodes: int, vocab_size: int, draws: random.Random) -> TokenTree:
     )
 
 
-METHODS = {
-    kind.method: f"{__name__}:{kind.__name__}"
-    for kind in (
-        RandomTree,
-        AlwaysWrong,
-        Duplicates,
-        Huge,
-        Changing,
-        Malformed,
-        Failing,
-        Raising,
-    )
-}
+METHODS = {kind.method: f"{__name__}:{kind.__name__}" for kind in Hostile.__subclasses__()}
 """Import paths by name, for `test_methods`."""

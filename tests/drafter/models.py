@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import (
@@ -92,6 +93,14 @@ def write_model(folder: Path, family: str = "llama", seed: int = 0, **shape: Any
     model(config(**{**_SHAPE, **shape})).save_pretrained(folder)
     vocab = {f"t{i}": i for i in range(VOCAB)}
     Tokenizer(models.WordLevel(vocab, unk_token="t0")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def write_folder(folder: Path, described: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    """Write the folder of a drafter as it is published."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(described))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

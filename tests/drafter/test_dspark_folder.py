@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods.checkpoint import TargetRef, load_weights
@@ -22,6 +21,7 @@ from paceline.drafter.methods.dspark import (
     save_dspark,
 )
 
+from .models import write_folder
 from .shapes import DSPARK, randomised
 
 REF = TargetRef("some-target", ("Qwen3ForCausalLM",), "f" * 64, "a" * 64)
@@ -103,20 +103,13 @@ def tensors(markov: str | None, *, confidence: bool = True, frozen: bool = False
     return {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
 
 
-def write(folder: Path, described: dict[str, Any], weights: dict[str, Tensor]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(described))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 @pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn"])
 @pytest.mark.parametrize("layout", [Layout.DEEPSPEC, Layout.SPECULATORS])
 def test_published_layouts_load(tmp_path: Path, layout: Layout, markov: str) -> None:
     deepspec = layout is Layout.DEEPSPEC
     described = (DEEPSPEC if deepspec else SPECULATORS) | {"markov_head_type": markov}
     weights = tensors(markov, frozen=deepspec)
-    folder = write(tmp_path, described, weights)
+    folder = write_folder(tmp_path, described, weights)
     config, dtype = read_dspark(folder, target_layers=4)
     assert config == replace(DSPARK, markov_head=markov)
     assert dtype == torch.bfloat16
@@ -130,14 +123,14 @@ def test_dflash_loads(tmp_path: Path) -> None:
     """From speculators as a type of its own, from DeepSpec as a DSpark without heads."""
     plain = replace(DSPARK, **NO_HEADS)
     weights = tensors(None, confidence=False)
-    config, _ = read_dspark(write(tmp_path / "a", DFLASH, weights), target_layers=4)
+    config, _ = read_dspark(write_folder(tmp_path / "a", DFLASH, weights), target_layers=4)
     assert config == replace(plain, from_anchor=False)
     assert config.levels == 3
     load_weights(tmp_path / "a", config, DSparkModel, torch.bfloat16)
     described = {k: v for k, v in DEEPSPEC.items() if k not in (
         "markov_head_type", "confidence_head_with_markov")}  # fmt: skip
     described |= {"markov_rank": 0, "enable_confidence_head": False}
-    config, _ = read_dspark(write(tmp_path / "b", described, weights))
+    config, _ = read_dspark(write_folder(tmp_path / "b", described, weights))
     assert config == plain
 
 
@@ -232,7 +225,7 @@ def test_ambiguous_configurations_are_refused(
     tmp_path: Path, base: dict[str, Any], change: dict[str, Any], message: str
 ) -> None:
     described = {key: value for key, value in (base | change).items() if value is not None}
-    write(tmp_path, described, tensors("vanilla"))
+    write_folder(tmp_path, described, tensors("vanilla"))
     with pytest.raises(UnsupportedModelError, match=message):
         read_dspark(tmp_path, target_layers=4)
 
@@ -252,7 +245,7 @@ def test_other_tensors_are_refused(
     weights.pop(name, None)
     if shape is not None:
         weights[name] = torch.zeros(shape).bfloat16()
-    folder = write(tmp_path, SPECULATORS, weights)
+    folder = write_folder(tmp_path, SPECULATORS, weights)
     config, dtype = read_dspark(folder)
     with pytest.raises(UnsupportedModelError, match=message):
         load_weights(folder, config, DSparkModel, dtype)

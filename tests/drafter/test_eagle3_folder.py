@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.decoder import UnsupportedModelError
@@ -19,7 +18,16 @@ from paceline.drafter.methods.checkpoint import TargetRef, load_weights
 from paceline.drafter.methods.eagle3 import Eagle3Model, read_eagle3, save_eagle3
 from paceline.drafter.methods.eagle3.config import eagle3_config
 
-from .models import VOCAB, load, made_up_states, start, text_of, write_eagle3, write_model
+from .models import (
+    VOCAB,
+    load,
+    made_up_states,
+    start,
+    text_of,
+    write_eagle3,
+    write_folder,
+    write_model,
+)
 from .shapes import EAGLE3, randomised
 
 REF = TargetRef("some-target", ("LlamaForCausalLM",), "f" * 64, "a" * 64)
@@ -70,13 +78,6 @@ def tensors(first: str, **more: tuple[int, ...]) -> dict[str, Tensor]:
     chosen = torch.zeros(V, dtype=torch.bool)
     chosen[IDS] = True
     return {**made, "d2t": IDS - torch.arange(R), "t2d": chosen}
-
-
-def write(folder: Path, described: dict[str, Any], weights: dict[str, Tensor]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(described))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 PUBLISHED = {
@@ -152,7 +153,7 @@ def test_real_configurations(name: str) -> None:
 def test_a_target_of_another_width_is_refused(tmp_path: Path) -> None:
     """Even where embedding and head are the drafter's own."""
     whole = {"embed_tokens.weight": (V, D)}
-    folder = write(tmp_path / "raw", SPECFORGE, tensors("midlayer", **whole))
+    folder = write_folder(tmp_path / "raw", SPECFORGE, tensors("midlayer", **whole))
     target = write_model(tmp_path / "target", vocab_size=V, num_hidden_layers=8)
     with pytest.raises(LoadError, match="is for a target with hidden 24"):
         load("eagle3", folder, target)
@@ -162,7 +163,7 @@ def test_a_target_of_another_width_is_refused(tmp_path: Path) -> None:
 def test_published_layouts_load(tmp_path: Path, layout: str) -> None:
     """Without numbers of layers they are the usual ones of a target with 8 layers."""
     described, weights, norms = PUBLISHED[layout]
-    folder = write(tmp_path, described, weights)
+    folder = write_folder(tmp_path, described, weights)
     config, dtype = read_eagle3(folder, target_layers=8)
     assert config == replace(EAGLE3, draft_vocab_size=R, **norms)
     assert dtype == torch.bfloat16
@@ -186,7 +187,7 @@ def test_an_own_head_is_used(tmp_path: Path) -> None:
     described = json.loads((ours / "config.json").read_text())["transformer_layer_config"]
     described |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40}
     described["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
-    raw = write(tmp_path / "raw", described, weights)
+    raw = write_folder(tmp_path / "raw", described, weights)
     states = made_up_states(read_eagle3(ours)[0], 29)
     trees = []
     for folder in (ours, raw):
@@ -196,7 +197,7 @@ def test_an_own_head_is_used(tmp_path: Path) -> None:
     assert trees[0] == trees[1]
     described["draft_vocab_size"] = 39
     with pytest.raises(LoadError, match="expected 39 rising token ids"):
-        load("eagle3", write(raw, described, weights), target)
+        load("eagle3", write_folder(raw, described, weights), target)
 
 
 def test_a_folder_of_this_project_is_read_back(tmp_path: Path) -> None:
@@ -234,14 +235,14 @@ def test_unsupported_configurations_are_refused(
     tmp_path: Path, base: dict[str, Any], change: dict[str, Any], message: str
 ) -> None:
     described = {key: value for key, value in (base | change).items() if value is not None}
-    write(tmp_path, described, tensors("midlayer"))
+    write_folder(tmp_path, described, tensors("midlayer"))
     with pytest.raises(UnsupportedModelError, match=message):
         read_eagle3(tmp_path, target_layers=8)
 
 
 def test_usual_layers_need_the_target(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="give it as the option target=PATH"):
-        read_eagle3(write(tmp_path, SPECFORGE, tensors("midlayer")))
+        read_eagle3(write_folder(tmp_path, SPECFORGE, tensors("midlayer")))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +265,7 @@ def test_other_tensors_are_refused(
     weights.pop(name, None)
     if tensor is not None:
         weights[name] = tensor if tensor.dtype == torch.int64 else tensor.bfloat16()
-    folder = write(tmp_path, SPECFORGE, weights)
+    folder = write_folder(tmp_path, SPECFORGE, weights)
     config, dtype = read_eagle3(folder, target_layers=8)
     with pytest.raises(UnsupportedModelError, match=message):
         load_weights(folder, config, Eagle3Model, dtype)

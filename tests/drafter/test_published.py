@@ -8,14 +8,12 @@ sgl-project/SpecForge ``configs/qwen3-8b-dspark.json`` @4e3f455 and
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods.base import Budget
@@ -31,6 +29,7 @@ from .models import (
     random_weights,
     start,
     text_of,
+    write_folder,
     write_model,
 )
 
@@ -194,10 +193,7 @@ def publish(folder: Path, described: dict[str, Any]) -> Path:
         weights |= {"d2t": ids - torch.arange(len(ids)), "t2d": chosen}
     if config.markov_head == "product":
         weights = {SELECTOR.get(name, name): tensor for name, tensor in weights.items()}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(described))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return write_folder(folder, described, weights)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

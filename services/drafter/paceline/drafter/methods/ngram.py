@@ -229,21 +229,12 @@ def _hash(tokens: Iterable[Any], bits: int) -> Any:
     return key >> (64 - bits)
 
 
-def step_confidence(match: int) -> float:
-    """Prior probability that a match of ``match`` tokens continues: ``match / (match + 1)``.
-
-    This is the rule of succession, not a measurement. Its product over a path telescopes: a match
-    of n tokens continues for k more with probability n / (n + k). So a longer match drafts a longer
-    continuation.
-    """
-    return match / (match + 1)
-
-
 class MatchStatistics:
     """How often matches of each length continued, in one text or in all texts of an owner.
 
     Texts differ in repetitiveness more than match lengths show, and so do owners. The prior of a
-    text are its owner's texts, and that of an owner is :func:`step_confidence`.
+    text are its owner's texts. That of an owner is that a match of n tokens continues for one more
+    with probability n / (n + 1) (rule of succession), and so for k more with n / (n + k).
     """
 
     def __init__(self, longest: int, prior: MatchStatistics | None = None) -> None:
@@ -262,7 +253,7 @@ class MatchStatistics:
 
     def confidence(self, match: int) -> float:
         """Returns the probability that a match of ``match`` tokens continues for one more."""
-        prior = step_confidence(match) if self._prior is None else self._prior.confidence(match)
+        prior = match / (match + 1) if self._prior is None else self._prior.confidence(match)
         group = self._groups[min(match, len(self._groups) - 1)]
         return (self._correct[group] + _PRIOR_WEIGHT * prior) / (self._total[group] + _PRIOR_WEIGHT)
 
