@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from longspec_masks import window_mask
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
@@ -39,7 +40,6 @@ from paceline.drafter.methods.longspec import (
     LongSpecModel,
     read_longspec,
     save_longspec,
-    window_mask,
 )
 from paceline.kernels import (
     History,

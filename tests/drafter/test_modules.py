@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from longspec_masks import lag_mask, window_mask
 from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.drafter.methods.dspark import MARKOV_HEADS, ConfidenceHead, DSparkModel, MarkovHead
 from paceline.drafter.methods.eagle3 import Eagle3Model
-from paceline.drafter.methods.longspec import LongSpecModel, lag_mask, window_mask
+from paceline.drafter.methods.longspec import LongSpecModel
 from paceline.kernels import streaming
 
 from .shapes import DSPARK, EAGLE3, LONGSPEC, randomised
@@ -274,17 +275,6 @@ def test_a_lag_mask_equals_drafting(model: LongSpecModel, lag: int, context: int
             read[:, part.start : part.stop] = True
         drafted = model(x, at, window, keys[:, :, :known], values[:, :, :known], read)
         torch.testing.assert_close(trained[0, p], drafted[0, p], rtol=1e-4, atol=1e-5)
-
-
-def test_a_lag_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="1 or more"):
-        lag_mask(4, 0)
-    assert window_mask(4, 2).tolist() == [
-        [True, False, False, False],
-        [True, True, False, False],
-        [False, True, True, False],
-        [False, False, True, True],
-    ]
 
 
 EAGLE3_NORMS = {

@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from longspec_masks import lag_mask, window_mask
 from torch.nn import functional as F
 
 from paceline.drafter.methods.layers import apply_rope
-from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel, lag_mask, window_mask
+from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel
 from paceline.kernels import SINKS, streaming
 from paceline.train import longspec as training
 from paceline.train.batches import PADDING

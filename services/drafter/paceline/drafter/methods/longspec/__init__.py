@@ -9,14 +9,12 @@ tested against it.
 
 from paceline.drafter.methods.checkpoint import TargetRef
 from paceline.drafter.methods.longspec.config import LongSpecConfig, read_longspec, save_longspec
-from paceline.drafter.methods.longspec.module import LongSpecModel, lag_mask, window_mask
+from paceline.drafter.methods.longspec.module import LongSpecModel
 
 __all__ = [
     "LongSpecConfig",
     "LongSpecModel",
     "TargetRef",
-    "lag_mask",
     "read_longspec",
     "save_longspec",
-    "window_mask",
 ]

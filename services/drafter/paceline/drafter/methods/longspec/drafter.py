@@ -4,9 +4,8 @@ After Yang et al., "LongSpec: Long-Context Lossless Speculative Decoding with Ef
 Verification", section 3.1 and appendix D. Self-attention of a token covers the last ``window``
 positions on its path, including its own. Cross-attention covers the committed positions before the
 anchor, the same ones for every level: all of them, or the first and the newest within a KV budget
-(:func:`paceline.kernels.streaming`). Training expresses this as lags
-(:func:`paceline.drafter.methods.longspec.lag_mask`). Scores include the verifier's noise, and trees
-grow as in :mod:`paceline.drafter.methods.beam`.
+(:func:`paceline.kernels.streaming`). Training expresses this as lags. Scores include the verifier's
+noise, and trees grow as in :mod:`paceline.drafter.methods.beam`.
 """
 
 from __future__ import annotations

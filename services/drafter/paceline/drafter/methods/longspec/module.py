@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,7 +14,6 @@ from paceline.drafter.methods.layers import (
     split_heads,
 )
 from paceline.drafter.methods.longspec.config import LongSpecConfig
-from paceline.kernels import SINKS
 
 
 class DenseLongSpecLayer(nn.Module):
@@ -101,39 +99,3 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     # The softmax of a row without keys is undefined: it gets all keys, and its result is dropped.
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | empty)
     return out.masked_fill(empty, 0.0).transpose(1, 2).flatten(2)
-
-
-def window_mask(length: int, window: int) -> Tensor:
-    """Returns a self-attention mask: each token sees itself and the ``window - 1`` before it.
-
-    Returns:
-        bool ``[length, length]``, rows are queries.
-    """
-    seen = torch.ones(length, length, dtype=torch.bool).tril()
-    return seen.triu(1 - window)
-
-
-def lag_mask(length: int, lag: int, context: int = 0) -> Tensor:
-    """Returns a cross-attention mask: the token at position p sees the target up to ``p - lag``.
-
-    While drafting, the anchor sees all positions before it (lag 1), and a node of level d all
-    positions before the anchor (lag d + 1). Flash noisy training (LongSpec, algorithm 2) trains
-    with each of these lags.
-
-    Args:
-        length: Tokens.
-        lag: 1 or more, because a token's own KV is not committed yet.
-        context: Maximum number of positions seen, selected as by
-            :func:`paceline.kernels.streaming`; 0: all.
-
-    Returns:
-        bool ``[length, length]``, rows are queries; the first ``lag`` rows see nothing.
-    """
-    if lag < 1:
-        raise ValueError(f"lag is {lag}, expected 1 or more: a token never sees its own target KV")
-    seen = torch.ones(length, length, dtype=torch.bool).tril(-lag)
-    if context:
-        near = seen.triu(SINKS + 1 - lag - context)
-        near[:, :SINKS] = seen[:, :SINKS]
-        return near
-    return seen
