@@ -180,8 +180,8 @@ async def test_a_version_that_is_taken_out_gives_its_share_to_the_others(
     registry.take_out(new, "broken")
     registry.take_out(new, "broken again")
     assert (shares(registry, "x"), new.failing) == ({"1": 1.0, "2": 0.0}, "broken")
-    assert registry.has_replacement(new)
-    assert not registry.has_replacement(old)
+    assert registry.replacement(new)
+    assert not registry.replacement(old)
     registry.unload("x", "1")
     assert (shares(registry, "x"), new.failing) == ({"2": 1.0}, "")
 

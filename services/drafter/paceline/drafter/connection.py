@@ -331,7 +331,8 @@ class Connection:
 
     def _replaceable(self, sequence: _Sequence, version: Version) -> bool:
         """Whether another version may draft for a sequence."""
-        return not sequence.message.version and self._parts.registry.has_replacement(version)
+        other = self._parts.registry.replacement(version)
+        return not sequence.message.version and other is not None
 
     def _draft(self, sequence: _Sequence) -> None:
         """Queue the round of a sequence, if it is still open."""

@@ -256,7 +256,7 @@ class Registry:
             raise ServiceError.failed_precondition(
                 "DRAINING", f"version {version!r} of drafter {name!r} is being unloaded"
             )
-        rest = self._replacement(chosen)
+        rest = self.replacement(chosen)
         if share < 1.0 and rest is None:
             raise ServiceError.failed_precondition(
                 "NO_OTHER_VERSION",
@@ -324,7 +324,7 @@ class Registry:
 
         It may have lost its share already.
         """
-        if not version.share or self._replacement(version) is None:
+        if not version.share or self.replacement(version) is None:
             return
         version.failing, version.share = error[:_MAX_REASON_CHARS], 0.0
         self._normalize_shares(version.spec.name)
@@ -361,10 +361,6 @@ class Registry:
         chosen = max(active, key=lambda v: v.credit)
         chosen.credit -= 1.0
         return chosen
-
-    def has_replacement(self, version: Version) -> bool:
-        """Whether another version of its name has a share. Any thread."""
-        return self._replacement(version) is not None
 
     def attach(self, version: Version, end: Callable[[], None]) -> None:
         """Add a stream. The drafter is not freed before :meth:`detach`.
@@ -451,8 +447,8 @@ class Registry:
         """The versions of a name that have a share of new generations."""
         return [version for version in tuple(self._of(name)) if version.share]
 
-    def _replacement(self, version: Version) -> Version | None:
-        """The other active version of its name with the largest share."""
+    def replacement(self, version: Version) -> Version | None:
+        """The other active version of its name with the largest share. Any thread."""
         others = [each for each in self._active(version.spec.name) if each is not version]
         return max(others, key=lambda v: v.share, default=None)
 

@@ -38,9 +38,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Shape = TypeVar("Shape", bound=LayerShape)
 
-TOKENIZER_FILE = "tokenizer.json"
-
-
 CONFIG_FILE = "config.json"
 
 WEIGHTS_FILE = "model.safetensors"
@@ -119,7 +116,12 @@ def read_fit(folder: Path) -> Fit:
             config.json is not that of tokenizer.json, or a GGUF file is damaged.
     """
     if folder.is_file():
-        return _read_gguf_fit(folder)
+        try:
+            source = open_model(folder)
+            vocab_size = source.config().vocab_size
+        except UnsupportedModelError as error:
+            raise LoadError("UNSUPPORTED_MODEL", str(error)) from error
+        return Fit(tokenizer_digest=source.tokenizer_digest, vocab_size=vocab_size)
     config = _read_config(folder)
     if not any(folder.glob("*.safetensors")):
         raise LoadError(
@@ -133,7 +135,7 @@ def read_fit(folder: Path) -> Fit:
         raise LoadError(
             "TOKENIZER_MISMATCH",
             f"config.json of {folder} has the tokenizer_digest {declared}, but that of "
-            f"{TOKENIZER_FILE} is {found}; restore the one the drafter was trained with",
+            f"tokenizer.json is {found}; restore the one the drafter was trained with",
         )
     origin = section.get("target_origin")
     return Fit(
@@ -142,15 +144,6 @@ def read_fit(folder: Path) -> Fit:
         tokenizer_digest=declared or found,
         vocab_size=_vocab_size(config, folder),
     )
-
-
-def _read_gguf_fit(file: Path) -> Fit:
-    try:
-        source = open_model(file)
-        vocab_size = source.config().vocab_size
-        return Fit(tokenizer_digest=source.tokenizer_digest, vocab_size=vocab_size)
-    except UnsupportedModelError as error:
-        raise LoadError("UNSUPPORTED_MODEL", str(error)) from error
 
 
 def check_target(folder: Path, target: Path | ModelSource, fit: Fit) -> Fit:
