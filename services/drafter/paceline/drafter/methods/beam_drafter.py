@@ -224,23 +224,15 @@ class BeamSequence(DraftSequence):
     def text_block(self, index: int, begin: int, end: int, slot: int) -> Block:
         """Returns positions ``begin`` to ``end`` of the text, to be fed.
 
-        Args:
-            index: Index of this sequence's cache in the forward pass.
-            begin: First position.
-            end: One past the last position.
-            slot: Cache slot of the first position.
+        ``index`` is that of this sequence's cache in the pass, ``slot`` that of the first position.
         """
         tokens = [self.text[at - self.length] for at in range(begin, end)]
         segments = chain_segments(index, slot, slot + end - begin)
         return Block(tokens, range(begin, end), segments, 1)
 
     def tree_block(self, index: int, slot: int) -> Block:
-        """Returns the nodes of the tree to be fed for its next level.
-
-        Args:
-            index: Index of this sequence's cache in the forward pass.
-            slot: Cache slot of the first node of the tree.
-        """
+        """Returns the nodes of the tree to be fed for its next level; arguments as of
+        :meth:`text_block`, ``slot`` is that of the tree's first node."""
         beam = self.tree
         tokens, parents = beam.block()
         segment = TreeSegment(index, slot + beam.trunk, parents, len(tokens))

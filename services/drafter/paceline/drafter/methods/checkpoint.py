@@ -347,7 +347,6 @@ def read_shape(
 _OTHER_TENSORS = frozenset({EMBEDDING, HEAD, DRAFTED, DRAFT_TOKENS})
 """Tensors that a folder may also hold: the target's own, and maps between vocabularies."""
 
-
 _DTYPES = {
     torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch.float16: torch.bfloat16
 }  # fmt: skip
