@@ -25,8 +25,7 @@ def native_backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]
     Tiles are those of the fastest level: instructions of the processor, or their emulation.
     """
     tiles = request.param == "tiles"
-    library = compiled(levels_here()[0] if tiles else request.param).library
-    assert library is not None
+    library = compiled(levels_here()[0] if tiles else request.param)
     with in_tiles(library) if tiles else nullcontext():
         yield from _serving(ProgramBackend(library))
 
@@ -37,9 +36,7 @@ def cpu_backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
     if request.param == "none":
         yield from _serving(DenseBackend())
     else:
-        library = compiled(request.param).library
-        assert library is not None
-        yield from _serving(ProgramBackend(library))
+        yield from _serving(ProgramBackend(compiled(request.param)))
 
 
 def _serving(backend: AttentionBackend) -> Iterator[AttentionBackend]:

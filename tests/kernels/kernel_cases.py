@@ -30,7 +30,7 @@ from paceline.kernels import (
     plan_trees,
     tree_attention,
 )
-from paceline.kernels._native import CpuKernels, cpu_kernels, load
+from paceline.kernels._native import cpu_kernels, load
 from paceline.kernels.caches import to_rows
 from paceline.kernels.executor import NativeProgram, run_one_by_one, supported
 
@@ -38,11 +38,13 @@ HEADS = [(6, 2, 64), (4, 4, 16), (8, 2, 80), (3, 1, 96), (8, 1, 128), (7, 1, 32)
 PREFIXES = [0, 1, 7, 15, 16, 200, 250, 255, 256, 257, 511, 512, 700, 1025, 2303, 2304]
 
 
-def compiled(level: str) -> CpuKernels:
+def compiled(level: str) -> ctypes.CDLL:
     """The kernels of a level; skips the test where they cannot be compiled."""
     if cpu_kernels().library is None:
         pytest.skip(f"no compiled kernels: {cpu_kernels().origin}")
-    return load(level)
+    library = load(level).library
+    assert library is not None
+    return library
 
 
 class _Cache:

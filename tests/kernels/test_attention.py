@@ -40,8 +40,7 @@ def test_any_tree_agrees_with_the_reference(case: Case) -> None:
 @given(case=cases(max_nodes=40, dtypes=[torch.bfloat16]))
 def test_tiles_agree_with_the_reference(case: Case) -> None:
     """Scaled queries are rounded in the reference too; the rest is the rounding of weights."""
-    library = compiled(levels_here()[0]).library
-    assert library is not None
+    library = compiled(levels_here()[0])
     with in_tiles(library):
         found = case.run_by(ProgramBackend(library))
     scaled = replace(case, q=(case.q.float() * case.scale).bfloat16().double() / case.scale)

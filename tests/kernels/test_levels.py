@@ -27,8 +27,7 @@ def level(request: pytest.FixtureRequest) -> str:
 def attention_at(
     level: str, case: Case, tiles: bool = False, cap: float = 0.0, sinks: Tensor | None = None
 ) -> Tensor:
-    library = compiled(level).library
-    assert library is not None
+    library = compiled(level)
     with in_tiles(library) if tiles else nullcontext():
         return case.run_by(ProgramBackend(library), cap, sinks)
 
@@ -69,9 +68,7 @@ def test_row_operations_have_the_bits_of_plain_c(level: str, dtype: torch.dtype)
     table = torch.randn(12, 96, generator=generator)
     results = []
     for name in (level, "generic"):
-        library = compiled(name).library
-        assert library is not None
-        rows = ProgramRows(library)
+        rows = ProgramRows(compiled(name))
         norm = Norm(weight[0], 1e-5)
         caches = [
             torch.zeros(1, 9, row_width(96, each), dtype=each)

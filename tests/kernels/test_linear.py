@@ -49,25 +49,20 @@ def random_blocks(outs: int, ins: int, bits: int, minima: bool, half: bool, seed
 
 
 def at_level(level: str, x: Tensor, packed: PackedMatrix) -> Tensor:
-    library = compiled(level).library
-    assert library is not None
-    return multiply_natively(library, x, packed.matrix())
+    return multiply_natively(compiled(level), x, packed.matrix())
 
 
 def multiplied_in_tiles(level: str, x: Tensor, packed: PackedMatrix) -> Tensor:
     """In tiles of the processor, or emulated ones."""
-    library = compiled(level).library
-    assert library is not None
+    library = compiled(level)
     with in_tiles(library):
         return multiply_natively(library, x, packed.matrix())
 
 
 def in_plain_c(x: Tensor, packed: PackedMatrix) -> Tensor:
-    library = compiled("generic").library
-    assert library is not None
     out, pointer = torch.empty(len(x), packed.outs), ctypes.c_void_p
     matrix = packed.matrix()
-    library.paceline_linear_plain(
+    compiled("generic").paceline_linear_plain(
         ctypes.byref(matrix), pointer(x.data_ptr()), ctypes.c_int64(len(x)), pointer(out.data_ptr())
     )
     return out
@@ -259,8 +254,7 @@ def test_numerics_are_chosen_by_name() -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_single_rows_are_those_that_were_packed(level: str, format: str) -> None:
-    library = compiled(level).library
-    assert library is not None
+    library = compiled(level)
     if format in FLOATS:
         stored = random((50, 96)).to(getattr(torch, format)).float()
         packed = pack(stored, format=format)

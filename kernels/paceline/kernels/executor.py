@@ -373,19 +373,13 @@ class NativeProgram:
             weights[0] = ctypes.addressof(rule)
         for index, norm in enumerate(op.norms):
             weights[index] = address(norm.weight, "a norm")
+        alike = ("kind", "source", "delta", "out", "layer", "window", "rope", "gelu", "factor")
         return _Operation(
-            kind=op.kind,
-            source=op.source,
-            delta=op.delta,
-            out=op.out,
-            layer=op.layer,
-            window=op.window,
+            **{name: getattr(op, name) for name in alike},
             q_heads=0 if op.heads is None else op.heads.q_heads,
             kv_heads=0 if op.heads is None else op.heads.kv_heads,
             bf16=isinstance(op.table, Tensor) and op.table.dtype == torch.bfloat16,
-            rope=op.rope,
             whole=_whole(op),
-            gelu=op.gelu,
             experts=len(op.matrices)
             if op.experts
             else 0
@@ -395,7 +389,6 @@ class NativeProgram:
             weight=weights[0],
             second=weights[1],
             eps=op.norms[0].eps if op.norms else 0.0,
-            factor=op.factor,
             limit=op.limit,
         )
 

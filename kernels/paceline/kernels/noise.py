@@ -70,16 +70,15 @@ def gumbel_noise_at(seed: int, position: int, ids: Tensor) -> Tensor:
     Raises:
         ValueError: Seed or position out of range.
     """
-    _check(seed, position)
-    tokens = np.ascontiguousarray(ids.cpu().numpy())
-    return torch.from_numpy(_gumbel(seed, position, tokens))
+    check_range(seed, position)
+    return torch.from_numpy(_gumbel(seed, position, np.ascontiguousarray(ids.cpu().numpy())))
 
 
-def _check(seed: int, position: int) -> None:
-    if not 0 <= seed < 1 << 64:
-        raise ValueError(f"seed is {seed}, expected an unsigned 64-bit integer")
-    if not 0 <= position < 1 << 64:
-        raise ValueError(f"position is {position}, expected 0 to 2**64 - 1")
+def check_range(seed: int, position: int) -> None:
+    """Raise ``ValueError`` unless both are unsigned 64-bit integers."""
+    for name, number in (("seed", seed), ("position", position)):
+        if not 0 <= number < 1 << 64:
+            raise ValueError(f"{name} is {number}, expected an unsigned 64-bit integer")
 
 
 def _gumbel(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.kernels._native import address, library
-from paceline.kernels.noise import gumbel_noise_at, philox
+from paceline.kernels.noise import check_range, gumbel_noise_at, philox
 from paceline.kernels.trees import send
 
 
@@ -612,8 +612,7 @@ def _accept_or_resample(
 
 def _uniform(seed: int, position: int, purpose: int) -> float:
     """Strictly between 0 and 1."""
-    if not 0 <= seed < 1 << 64 or not 0 <= position < 1 << 64:
-        raise ValueError(f"seed {seed} or position {position} is no unsigned 64-bit integer")
+    check_range(seed, position)
     words = philox((position & _LOW, position >> 32, purpose, 1), (seed & _LOW, seed >> 32))
     mantissa: int = words[0] << 20 | words[1] >> 12
     return (mantissa + 0.5) * 2.0**-52
