@@ -1,9 +1,9 @@
 """Compiles the kernels of a verifier's warm-up for GPUs that are not there.
 
-    python -m paceline.verifier.compile_ahead 80 90 100 [--model FOLDER ...]
+    python -m paceline.verifier.compile_ahead 80 90 100 [--model FOLDER ...] [--weights FORMAT ...]
 
 It fills Triton's cache with what a first start on such a GPU looks up, for models of the shapes
-below or of the config.json in each folder, in bfloat16. Images for GPUs are built with it.
+below or of the config.json in each folder, in bfloat16 and fp8. Images for GPUs are built with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.decoder import Decoder, GraphRunner
-from paceline.decoder.config import decoder_config
+from paceline.decoder.config import FP8, decoder_config
 from paceline.kernels import SamplingParams, register_backend
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool, PoolView
@@ -52,12 +52,13 @@ _META = torch.device("meta")
 _KV_BYTES = 1 << 40  # of memory that is not there
 
 
-def compile_for(capability: int, folders: Sequence[Path]) -> int:
-    """Compile what models need on a GPU of a compute capability; returns the number of kernels."""
+def compile_for(capability: int, folders: Sequence[Path], formats: Sequence[str]) -> int:
+    """Compile what models in some formats of weights need on a GPU of a compute capability; returns
+    the number of kernels."""
     import triton
 
     from paceline.kernels._triton.ahead import compile_only
-    from paceline.kernels._triton.backend import TritonBackend, perturbed
+    from paceline.kernels._triton.backend import TritonBackend
 
     compiled: set[str] = set()
 
@@ -69,22 +70,30 @@ def compile_for(capability: int, folders: Sequence[Path]) -> int:
     register_backend("meta", TritonBackend)
     configs = [AutoConfig.from_pretrained(folder) for folder in folders]
     for hf in configs or [AutoConfig.for_model(**shape) for shape in MODELS]:
-        config = decoder_config(hf, (), torch.bfloat16)
         with _META:
-            weights = AutoModelForCausalLM.from_config(hf).state_dict()
-        decoder = Decoder(config, weights, _META)
-        layout = KvLayout(
-            config.kv_layers, config.kv_heads, config.head_dim, config.kv_dtype,
-            config.hidden, config.dtype,
-        )  # fmt: skip
-        pool = PagePool(
-            layout, _META, kv_bytes=_KV_BYTES, max_sequences=1, max_context=config.max_position
-        )
-        for _ in GraphRunner(decoder, PoolView(pool)).warm_up():
-            pass
-        row = torch.empty(1, config.vocab_size, dtype=config.dtype, device=_META)
-        perturbed(row, [SamplingParams(top_k=1)], [0])  # all kernels
+            model = AutoModelForCausalLM.from_config(hf).bfloat16()
+        for each in formats:
+            if each != FP8 or capability >= 89:
+                _warm_up(Decoder(decoder_config(hf, (), each), model.state_dict(), _META))
     return len(compiled)
+
+
+def _warm_up(decoder: Decoder) -> None:
+    """Launch what a verifier launches before it is ready."""
+    from paceline.kernels._triton.backend import perturbed
+
+    config = decoder.config
+    layout = KvLayout(
+        config.kv_layers, config.kv_heads, config.head_dim, config.kv_dtype,
+        config.hidden, config.dtype,
+    )  # fmt: skip
+    pool = PagePool(
+        layout, _META, kv_bytes=_KV_BYTES, max_sequences=1, max_context=config.max_position
+    )
+    for _ in GraphRunner(decoder, PoolView(pool)).warm_up():
+        pass
+    row = torch.empty(1, config.vocab_size, dtype=config.dtype, device=_META)
+    perturbed(row, [SamplingParams(top_k=1)], [0])  # all kernels
 
 
 def main() -> None:
@@ -92,10 +101,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("capabilities", type=int, nargs="+", help="such as 90 for sm_90")
     parser.add_argument("--model", type=Path, nargs="*", default=[], help="with a config.json")
+    parser.add_argument("--weights", nargs="+", default=["bfloat16", FP8], help="bfloat16, fp8")
     args = parser.parse_args()
     # A process each: Triton keeps the target of a kernel's first launch.
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        counts = pool.map(partial(compile_for, folders=args.model), args.capabilities)
+        compile_models = partial(compile_for, folders=args.model, formats=args.weights)
+        counts = pool.map(compile_models, args.capabilities)
         for capability, count in zip(args.capabilities, counts, strict=True):
             print(f"sm_{capability}: {count} kernels", flush=True)
 
