@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 _MAX_IDLE = 5.0  # seconds; a longer wait was not for trees
 
 _SETTLING = 4
-"""Plain steps behind a prompt or a draft that are not measured. They are slower, by up to a half:
-the caches are cold, the clock is low, and a drafter may be opening a sequence."""
+"""Plain steps of one generation behind a prompt or a draft that are not measured. They are slower,
+by up to a half: caches are cold, and a drafter may be opening the sequence. Of several generations
+fewer: their steps are longer, and others come and go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ class Scheduler:
             self.costs.observe(len(plan.jobs), plan.tokens, plan.context, ended - began)
             same = plan.plain and plan.jobs == self._before
             self._plain_steps = self._plain_steps + 1 if same else 0
-            if self._plain_steps > _SETTLING:
+            if self._plain_steps > _SETTLING // len(plan.jobs):
                 self._clock.observe(self._load, passed, plan.plain_seconds)
         self._before = plan.jobs
         if not plan.plain:
