@@ -128,8 +128,8 @@ class Admission:
 
     def expected_length(self, generation: GenerationParams) -> int:
         """Tokens that a generation is expected to have at its end."""
-        so_far = len(generation.prompt) + len(generation.output)
-        return min(so_far + math.ceil(self.expected_output), generation.length_limit)
+        expected = generation.prefilled + math.ceil(self.expected_output)
+        return min(expected, generation.length_limit)
 
     def ended(self, sequence: Sequence) -> None:
         """Learn from the length of a generation that has ended."""

@@ -45,14 +45,7 @@ class RoundSpans:
         parent: context.Context,
         rounds: tuple[int, int] = (0, 1),
     ) -> None:
-        """Begin with the first round.
-
-        Args:
-            tracer: Of this process.
-            traceparent: Of the generation's span.
-            parent: The same, parsed.
-            rounds: Number of first rounds that are traced, and n of each n-th one after them.
-        """
+        """Begin; ``rounds``: how many first ones are traced, and n of each n-th after them."""
         self.traceparent = traceparent
         self.parent = parent
         self._tracer = tracer
@@ -65,10 +58,7 @@ class RoundSpans:
         return self._step < self._first or self._step % self._every == 0
 
     def begin_draft(self, round_began: float) -> str:
-        """Begin the spans of a round and its draft.
-
-        Args:
-            round_began: When the round began (time.perf_counter).
+        """Begin the spans of a round, which began at a time of time.perf_counter, and of its draft.
 
         Returns:
             The traceparent of the draft; empty: the round is not traced.
@@ -92,7 +82,7 @@ class RoundSpans:
         span, draft, sequence = self._open.draft, job.draft, job.sequence_at_drafter
         if sequence is not None:
             span.set_attribute(Attribute.DRAFTER_NAME, sequence.name)
-            span.set_attribute(Attribute.DRAFT_CARRIER, sequence.link.carrier_name)
+            span.set_attribute(Attribute.DRAFT_CARRIER, sequence.link.carrier)
             if sequence.opened is not None:
                 transport = sequence.opened.kv_transport or "none"
                 span.set_attribute(Attribute.KV_TRANSPORT, transport)
@@ -203,14 +193,14 @@ class Telemetry:
         if self._tracer is not None and traceparent:
             attributes: dict[str, Any] = {
                 **CREATE_CACHE,
-                Attribute.INPUT_TOKENS: job.total,
+                Attribute.INPUT_TOKENS: job.sequence.generation.prefilled,
                 Attribute.REUSED_TOKENS: job.reused,
                 Attribute.QUEUE_DURATION: job.queue_us / 1e6,
                 Attribute.COMPUTE_DURATION: job.step_us / 1e6,
                 Attribute.CACHE_EPOCH: cache.epoch,
             }
             name = Span.VERIFIER_PREFILL
-            ended = _wall_clock() + _ns(job.ended)
+            ended = _wall_clock() + _ns(job.ended) if job.ended else None
             add_server_span(self._tracer, name, traceparent, began_ns, ended, attributes, job.error)
 
 

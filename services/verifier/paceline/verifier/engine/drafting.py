@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from time import perf_counter
 
 from google.protobuf.message import DecodeError
@@ -16,7 +17,7 @@ from google.protobuf.message import DecodeError
 from paceline.service import ServiceError
 from paceline.service.exchange import FramedSocket, PeerGone, Waiter
 from paceline.tree import TokenTree
-from paceline.v1 import drafter_pb2, exchange_pb2, tree_pb2, verifier_pb2
+from paceline.v1 import drafter_pb2, exchange_pb2, tree_pb2
 from paceline.verifier.engine.job import Decode, Draft, DrafterVersion, NoDraft, microseconds
 
 _log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ ReadTree = Callable[[tree_pb2.TokenTree, Decode], TokenTree]
 """Reads and checks a drafted tree for a job; raises ServiceError."""
 
 
+@dataclass(eq=False)
 class Link:
     """The connection to one drafter service.
 
@@ -63,6 +65,8 @@ class Link:
 
     Attributes:
         drafters: What the service announced last.
+        write: Sends a message over the gRPC stream. Called on the engine thread.
+        end: Ends the Join call with an error. Called on the engine thread.
         socket: Its Unix socket; None: its messages travel over the gRPC stream.
         sequences: Open sequences by number.
         last: The newest number that was given out.
@@ -71,41 +75,19 @@ class Link:
         joined: Whether the engine uses it.
     """
 
-    def __init__(
-        self,
-        drafters: exchange_pb2.DrafterList,
-        write: Callable[[exchange_pb2.JoinResponse], None],
-        end: Callable[[ServiceError], None],
-        socket: FramedSocket | None = None,
-    ) -> None:
-        """Make a link.
-
-        Args:
-            drafters: The first message of the service.
-            write: Sends a message over the gRPC stream. Called on the engine thread.
-            end: Ends the Join call with an error. Called on the engine thread.
-            socket: Its Unix socket, if it uses one.
-        """
-        self.drafters = drafters
-        self.socket = socket
-        self.sequences: dict[int, SequenceAtDrafter] = {}
-        self.last = 0
-        self.message = exchange_pb2.JoinResponse()
-        self.latency: dict[str, float] = {}
-        self.joined = False
-        self._write = write
-        self.end = end
+    drafters: exchange_pb2.DrafterList
+    write: Callable[[exchange_pb2.JoinResponse], None]
+    end: Callable[[ServiceError], None]
+    socket: FramedSocket | None = None
+    sequences: dict[int, SequenceAtDrafter] = field(default_factory=dict)
+    last: int = 0
+    message: exchange_pb2.JoinResponse = field(default_factory=exchange_pb2.JoinResponse)
+    latency: dict[str, float] = field(default_factory=dict)
+    joined: bool = False
 
     @property
-    def carrier(self) -> verifier_pb2.Carrier:
-        """How its messages travel."""
-        if self.socket is None:
-            return verifier_pb2.CARRIER_STREAM
-        return verifier_pb2.CARRIER_SOCKET
-
-    @property
-    def carrier_name(self) -> str:
-        """The same as a word: socket or stream."""
+    def carrier(self) -> str:
+        """How its messages travel: socket or stream."""
         return "stream" if self.socket is None else "socket"
 
     def offers(self, name: str, version: str) -> bool:
@@ -130,11 +112,12 @@ class Link:
         """Send a message without a wait. Raises ``PeerGone``: the socket is closed, or the peer
         does not read."""
         if self.socket is None:
-            self._write(message)
+            self.write(message)
         else:
             self.socket.send(message.SerializeToString())
 
 
+@dataclass(slots=True, eq=False)
 class SequenceAtDrafter:
     """A generation that is open at a drafter service.
 
@@ -143,32 +126,26 @@ class SequenceAtDrafter:
         number: Its number there.
         job: The generation.
         name: Name of the drafter.
+        sent: Tokens of the text that were sent.
+        asked_at: When its tree, or the sequence, was requested (time.perf_counter).
         opened: What the service answered; None: it has not answered.
         drafter: The version that drafts; None: the service has not answered.
-        sent: Tokens of the text that were sent.
         round: Number of the newest round.
         pending: Whether its tree has not come.
-        asked_at: When it, or the sequence, was requested (time.perf_counter).
         budget: Nodes that were requested at most.
     """
 
-    __slots__ = (
-        *("link", "number", "job", "name", "opened", "sent", "round", "pending", "asked_at"),
-        *("budget", "drafter"),
-    )
-
-    def __init__(self, link: Link, number: int, job: Decode, name: str, now: float) -> None:
-        self.link = link
-        self.number = number
-        self.job = job
-        self.name = name
-        self.opened: exchange_pb2.SequenceOpened | None = None
-        self.drafter: DrafterVersion | None = None
-        self.sent = len(job.sequence.tokens)
-        self.round = 0
-        self.pending = False
-        self.asked_at = now
-        self.budget = 0
+    link: Link
+    number: int
+    job: Decode
+    name: str
+    sent: int
+    asked_at: float
+    opened: exchange_pb2.SequenceOpened | None = None
+    drafter: DrafterVersion | None = None
+    round: int = 0
+    pending: bool = False
+    budget: int = 0
 
 
 class Drafting:
@@ -384,10 +361,9 @@ class Drafting:
             return None
         link = min(offering, key=lambda each: (each.socket is None, len(each.sequences)))
         link.last += 1
-        sequence = SequenceAtDrafter(link, link.last, job, name, now)
-        link.sequences[link.last] = sequence
-        job.sequence_at_drafter = sequence
         text = job.sequence
+        sequence = SequenceAtDrafter(link, link.last, job, name, len(text.tokens), now)
+        link.sequences[link.last] = job.sequence_at_drafter = sequence
         link.message.open.add(
             sequence=sequence.number,
             drafter=name,

@@ -182,6 +182,7 @@ def merge(outputs: Items[StepOutput]) -> StepOutput:
     )
 
 
+@dataclass(eq=False)
 class EngineJob:
     """Work on one sequence.
 
@@ -198,15 +199,14 @@ class EngineJob:
         on_done: Called once on the event loop when it is done, after its waiter has run.
     """
 
-    def __init__(self, sequence: Sequence) -> None:
-        self.sequence = sequence
-        self.error: Exception | None = None
-        self.done = False
-        self.cancelled = False
-        self.queued = False
-        self.ready_at = perf_counter()
-        self.on_done: Callable[[], None] | None = None
-        self._updated = asyncio.Event()
+    sequence: Sequence
+    error: Exception | None = None
+    done: bool = False
+    cancelled: bool = False
+    queued: bool = False
+    ready_at: float = field(default_factory=perf_counter)
+    on_done: Callable[[], None] | None = None
+    _updated: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add_output(self, output: StepOutput | None, began: float, ended: float) -> None:
         """Add the output of a step from ``began`` to ``ended`` (time.perf_counter).
@@ -239,30 +239,26 @@ class EngineJob:
             await self.updated()
 
 
+@dataclass(eq=False)
 class Prefill(EngineJob):
     """Computes the KV of a text and emits the first token after it.
 
     Attributes:
-        total: Tokens to compute or copy. Unit: tokens.
         reused: Tokens whose KV came from another cache. Unit: tokens.
         output: The first token, once done without an error.
         prompt_logprobs: Raw log-probability of each prompt token but the first, and the likeliest
             (token, log-probability) pairs at its position; empty unless the request has them.
         queue_us: Wait for the first step. Unit: microseconds.
         step_us: Time of all its steps so far. Unit: microseconds.
-        ended: When its newest step ended (time.perf_counter).
+        ended: When its newest step ended (time.perf_counter); 0: none did.
     """
 
-    def __init__(self, sequence: Sequence) -> None:
-        super().__init__(sequence)
-        self.total = len(sequence.tokens)
-        self.reused = 0
-        self.output: StepOutput | None = None
-        self.prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] = []
-        self.queue_us = 0
-        self.step_us = 0
-        self.ended = self.ready_at
-        self._began = False
+    reused: int = 0
+    output: StepOutput | None = None
+    prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
+    queue_us: int = 0
+    step_us: int = 0
+    ended: float = 0.0
 
     def reuse(self, parent: Sequence) -> None:
         """Copy the KV of the longest common prefix with another sequence. Engine thread only.
@@ -278,15 +274,15 @@ class Prefill(EngineJob):
 
     def add_output(self, output: StepOutput | None, began: float, ended: float) -> None:
         """Add a step; the last one has the first token."""
-        if not self._began:
+        if not self.ended:
             self.queue_us = microseconds(began - self.ready_at)
-            self._began = True
         self.step_us += microseconds(ended - began)
         self.ended = ended
         self.output = output
         self.done = output is not None
 
 
+@dataclass(eq=False)
 class Decode(EngineJob):
     """The steps of one generation, for as long as a Generate stream lasts.
 
@@ -302,6 +298,7 @@ class Decode(EngineJob):
             Unit: seconds.
         isolated: Whether the drafter uses no other texts for it, nor it for others.
         credits: Steps that may still be run.
+        spans: Spans of the next round; None: it is not traced.
         outputs: One for each step that the event loop has not taken.
         draft: The tree that was drafted for the next step; None: there is none.
         tree: Its nodes to verify, likeliest first, without nodes too deep to be emitted.
@@ -311,43 +308,28 @@ class Decode(EngineJob):
         retry_at: When it may be opened at a drafter again after a failure (time.perf_counter).
         failures: Failures of drafting since the last tree.
         fallbacks: Those that were not reported: reason and message.
-        spans: Spans of the next round; None: it is not traced.
         round_began: When the step before ended (time.perf_counter).
         notified_at: When the event loop was notified of steps (time.perf_counter).
     """
 
-    def __init__(
-        self,
-        sequence: Sequence,
-        *,
-        drafter: str | None = None,
-        always_draft: bool = False,
-        max_nodes: int = 0,
-        timeout: float | None = None,
-        isolated: bool = False,
-        credits: int = 0,
-        spans: RoundSpans | None = None,
-    ) -> None:
-        """Make a job; see the attributes."""
-        super().__init__(sequence)
-        self.drafter = drafter
-        self.always_draft = always_draft
-        self.max_nodes = max_nodes
-        self.timeout = timeout
-        self.isolated = isolated
-        self.credits = credits
-        self.outputs: deque[StepOutput] = deque()
-        self.draft: Draft | None = None
-        self.tree: TokenTree = EMPTY
-        self.nodes: tuple[int, ...] = ()
-        self.no_draft = NoDraft.NO_DRAFTER
-        self.sequence_at_drafter: SequenceAtDrafter | None = None
-        self.retry_at = 0.0
-        self.failures = 0
-        self.fallbacks: list[tuple[str, str]] = []
-        self.spans = spans
-        self.round_began = self.ready_at
-        self.notified_at = float("-inf")
+    drafter: str | None = None
+    always_draft: bool = False
+    max_nodes: int = 0
+    timeout: float | None = None
+    isolated: bool = False
+    credits: int = 0
+    spans: RoundSpans | None = None
+    outputs: deque[StepOutput] = field(default_factory=deque)
+    draft: Draft | None = None
+    tree: TokenTree = EMPTY
+    nodes: tuple[int, ...] = ()
+    no_draft: NoDraft = NoDraft.NO_DRAFTER
+    sequence_at_drafter: SequenceAtDrafter | None = None
+    retry_at: float = 0.0
+    failures: int = 0
+    fallbacks: list[tuple[str, str]] = field(default_factory=list)
+    round_began: float = field(default_factory=perf_counter)
+    notified_at: float = float("-inf")
 
     def set_draft(self, draft: Draft) -> None:
         """Take the tree for the next step."""
@@ -429,6 +411,11 @@ class GenerationParams:
     prompt_logprobs: int | None = None
     sampling_message: sampling_pb2.SamplingParams | None = None
 
+    @property
+    def prefilled(self) -> int:
+        """Tokens before the first that is emitted: prompt and earlier output."""
+        return len(self.prompt) + len(self.output)
+
 
 HiddenStates = Mapping[int, Tensor]
 """Outputs of tapped layers for the rows of a batch, ``[M, hidden]`` each, by layer."""
@@ -507,7 +494,7 @@ class Sequence:
     @property
     def prefilling(self) -> bool:
         """Whether it has not emitted its first token."""
-        return len(self.tokens) == len(self.generation.prompt) + len(self.generation.output)
+        return len(self.tokens) == self.generation.prefilled
 
     def common_prefix(self, other: Sequence) -> int:
         """Positions whose KV can be copied from another sequence. Unit: tokens.

@@ -77,7 +77,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             verifier_pb2.JoinedService(
                 drafters=link.drafters.drafters,
                 default_drafter=link.drafters.default_drafter,
-                carrier=link.carrier,
+                carrier=f"CARRIER_{link.carrier.upper()}",
                 sequences=len(link.sequences),
             )
             for link in self._links
@@ -224,7 +224,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         lists = 1
         put(exchange_pb2.JoinResponse(lists=lists))
         writing = asyncio.create_task(_write_all(outgoing, context))
-        extra = {"carrier": link.carrier_name, "drafters": _names(drafters)}
+        extra = {"carrier": link.carrier, "drafters": sorted({d.name for d in drafters.drafters})}
         _log.info("a drafter service joined", extra=extra)
         try:
             while True:
@@ -315,10 +315,6 @@ def _remove_dead(path: str) -> None:
             os.unlink(path)
         except OSError:
             return  # bind() tells what is wrong
-
-
-def _names(drafters: exchange_pb2.DrafterList) -> list[str]:
-    return sorted({each.name for each in drafters.drafters})
 
 
 def _check(message: exchange_pb2.JoinRequest) -> None:

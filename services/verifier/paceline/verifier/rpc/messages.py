@@ -15,7 +15,6 @@ from paceline.tree import MAX_NODES, TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 from paceline.verifier.engine.drafting import MAX_NAME
 from paceline.verifier.engine.job import (
-    FinishReason,
     GenerationParams,
     Sequence,
     SequenceClosed,
@@ -67,11 +66,6 @@ def cache_not_found() -> ServiceError:
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 1024
 
-_FINISH = {
-    None: sampling_pb2.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
-}
 Model = verifier_pb2.GetModelResponse
 """Description of the served model."""
 
@@ -120,16 +114,11 @@ async def read_generation(
             f"{MAX_STOP_TOKENS}",
         )
     _check_tokens("stop_token_ids", request.stop_token_ids, model)
-    if request.top_logprobs > MAX_TOP_LOGPROBS:
-        raise _invalid(
-            "BAD_TOP_LOGPROBS",
-            f"top_logprobs is {request.top_logprobs}, expected at most {MAX_TOP_LOGPROBS}",
-        )
-    if request.prompt_logprobs > MAX_TOP_LOGPROBS:
-        raise _invalid(
-            "BAD_TOP_LOGPROBS",
-            f"prompt_logprobs is {request.prompt_logprobs}, expected at most {MAX_TOP_LOGPROBS}",
-        )
+    for name in ("top_logprobs", "prompt_logprobs"):
+        if (count := getattr(request, name)) > MAX_TOP_LOGPROBS:
+            raise _invalid(
+                "BAD_TOP_LOGPROBS", f"{name} is {count}, expected at most {MAX_TOP_LOGPROBS}"
+            )
     if len(request.drafter) > MAX_NAME:
         raise _invalid(
             "BAD_DRAFTER",
@@ -198,7 +187,7 @@ def write_result(output: StepOutput) -> verifier_pb2.RoundResult:
         tokens=output.tokens,
         accepted_nodes=output.accepted,
         logprobs=output.logprobs,
-        finish_reason=_FINISH[output.finish],
+        finish_reason=output.finish and f"FINISH_REASON_{output.finish.name}",
         committed_length=output.committed,
     )
     result.top_logprobs.extend(map(write_top, output.top_logprobs))

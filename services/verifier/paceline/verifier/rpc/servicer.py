@@ -8,13 +8,11 @@ from typing import Any
 import grpc
 
 from paceline.service import Gate, ServiceError, owner_of
-from paceline.tree import TokenTree
-from paceline.v1 import tree_pb2, verifier_pb2, verifier_pb2_grpc
+from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.verifier.engine.drafting import MAX_NAME
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import (
     Decode,
-    NoDraft,
     Prefill,
     StepOutput,
     merge,
@@ -36,15 +34,6 @@ from paceline.verifier.store import CAPABILITY_BYTES, Cache, CacheNotFound, Cach
 from paceline.verifier.telemetry import Telemetry
 
 _MAX_CREDITS = (1 << 31) - 1
-_REASONS = {
-    None: verifier_pb2.NO_DRAFT_REASON_UNSPECIFIED,
-    NoDraft.NO_DRAFTER: verifier_pb2.NO_DRAFT_REASON_NO_DRAFTER,
-    NoDraft.NODE_BUDGET: verifier_pb2.NO_DRAFT_REASON_NODE_BUDGET,
-    NoDraft.NOT_READY: verifier_pb2.NO_DRAFT_REASON_NOT_READY,
-    NoDraft.LATE: verifier_pb2.NO_DRAFT_REASON_LATE,
-    NoDraft.EMPTY: verifier_pb2.NO_DRAFT_REASON_EMPTY,
-    NoDraft.LAST_TOKEN: verifier_pb2.NO_DRAFT_REASON_LAST_TOKEN,
-}
 
 
 class GenerateStream:
@@ -156,7 +145,7 @@ class GenerateStream:
             result=write_result(output),
             steps=output.steps,
             checked_nodes=output.checked,
-            no_draft=_REASONS[output.no_draft],
+            no_draft=output.no_draft and f"NO_DRAFT_REASON_{output.no_draft.name}",
             round_us=microseconds(output.ended - output.round_began),
             verify_us=output.step_us,
             queue_us=output.queue_us,
@@ -172,7 +161,8 @@ class GenerateStream:
             response.drafter = str(output.drafter)
         draft = output.draft
         if draft is not None:
-            response.tree.CopyFrom(_shape(draft.tree))
+            response.tree.tokens.extend(draft.tree.tokens)
+            response.tree.parents.extend(draft.tree.parents)
             response.draft_us = draft.draft_us
             response.queue_us += draft.queue_us
             response.kv_bytes = draft.kv_bytes
@@ -197,10 +187,6 @@ class GenerateStream:
 
 def _message(*rounds: verifier_pb2.Round) -> verifier_pb2.GenerateResponse:
     return verifier_pb2.GenerateResponse(rounds=rounds)
-
-
-def _shape(tree: TokenTree) -> tree_pb2.TokenTree:
-    return tree_pb2.TokenTree(tokens=tree.tokens, parents=tree.parents)
 
 
 def _check(start: verifier_pb2.GenerateStart, cache: Cache) -> None:
@@ -308,17 +294,16 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         return verifier_pb2.ReleaseCacheResponse(released=True)
 
     def _find(self, handle: bytes, owner: str) -> Cache:
-        try:
+        with as_service_errors():
             return self._store.find(_checked(handle), owner)
-        except CacheNotFound as error:
-            raise cache_not_found() from error
 
     async def _send_progress(self, prefill: Prefill, context: Any) -> None:
         while not prefill.done:
             await prefill.updated()
             if not prefill.done:
                 progress = verifier_pb2.PrefillProgress(
-                    prefilled_tokens=prefill.sequence.committed, total_tokens=prefill.total
+                    prefilled_tokens=prefill.sequence.committed,
+                    total_tokens=prefill.sequence.generation.prefilled,
                 )
                 await context.write(verifier_pb2.CreateCacheResponse(progress=progress))
         if prefill.error is not None:
