@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.verifier.kv.base import KvLayout, SequenceKv
-from paceline.verifier.kv.segment import Segment
+from paceline.verifier.kv.segment import Segment, SegmentMemory
 
 GRANT = bytes(range(16))
 GENERATION = 7
@@ -22,7 +22,8 @@ COMMITTED = 200
 @contextmanager
 def new_segment() -> Iterator[Segment]:
     """A cache with 200 committed positions of random KV."""
-    segment = Segment(KvLayout(LAYERS, HEADS, DIM, torch.float32), CAPACITY)
+    memory = SegmentMemory(KvLayout(LAYERS, HEADS, DIM, torch.float32), 1 << 30)
+    segment = Segment(memory, CAPACITY)
     try:
         segment.header.open(GENERATION)
         segment.reserve(COMMITTED)

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from verifier_support import FAMILIES, LAYOUT, Client, Clock, DrafterService, make_model, serving
+from verifier_support import FAMILIES, MEMORY, Client, Clock, DrafterService, make_model, serving
 
 from paceline.verifier import service
 from paceline.verifier.engine import drafting
@@ -81,6 +81,6 @@ def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def segment() -> Iterator[Segment]:
     """An empty segment of 1024 slots."""
-    made = Segment(LAYOUT, 1024)
+    made = Segment(MEMORY, 1024)
     yield made
     made.close()

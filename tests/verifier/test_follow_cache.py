@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_support import caught_up, following
-from verifier_support import LAYOUT, Client, failure, reason_of, until
+from verifier_support import LAYOUT, MEMORY, Client, failure, reason_of, until
 
 from paceline.drafter.kv import KvGone
 from paceline.drafter.kv.remote import DeltaCache
@@ -65,7 +65,7 @@ def test_updates_add_up_to_the_selection(
     steps: list[tuple[int, int]], seed: int, layers: tuple[int, ...], messages: int
 ) -> None:
     """Growing texts, changing budgets, any selection, messages of any size."""
-    segment = Segment(LAYOUT, 1024)
+    segment = Segment(MEMORY, 1024)
     cache, limit = new_cache(segment), kv_exchange.MESSAGE_BYTES
     try:
         kv_exchange.MESSAGE_BYTES = messages

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kv_support import mapping
-from verifier_support import LAYOUT, serving, text
+from verifier_support import LAYOUT, MEMORY, serving, text
 
 from paceline.drafter.kv import KvNotShared
 from paceline.kv.segment import HEADER_BYTES, TAP_AHEAD
@@ -21,7 +21,7 @@ from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.engine.acceptance import walk
 from paceline.verifier.kv.base import OutOfMemory, TapLayout, Taps
 from paceline.verifier.kv.pool import PAGE_TOKENS, PagedKv, PagePool
-from paceline.verifier.kv.segment import Segment
+from paceline.verifier.kv.segment import Segment, SegmentMemory
 from paceline.verifier.service import _default_kv_bytes
 
 CPU = torch.device("cpu")
@@ -117,7 +117,7 @@ def test_writing_moving_and_copying_are_as_in_shared_memory() -> None:
     pool = make_pool(pages=8, sequences=3)
     other = PagedKv(pool, 256)
     other.reserve(256)
-    paged, plain = PagedKv(pool, 768), Segment(LAYOUT, 768)
+    paged, plain = PagedKv(pool, 768), Segment(MEMORY, 768)
     everywhere = torch.arange(512)
     for kv in (paged, plain):
         torch.manual_seed(0)
@@ -168,7 +168,10 @@ def test_hidden_states_are_kept_in_pages() -> None:
     taps = TapLayout.of(Taps((0, 3), 100), pool.layout, 1024)
     assert (taps.slots, pool.bytes_of(1024, taps)) == (768, 10 * pool.page_bytes)
     states = {layer: torch.randn(1100, 96) for layer in (0, 3)}
-    paged, plain = PagedKv(pool, 1024, taps), Segment(pool.layout, 1024, taps)
+    paged, plain = (
+        PagedKv(pool, 1024, taps),
+        Segment(SegmentMemory(pool.layout, 1 << 30), 1024, taps),
+    )
     for kv in (paged, plain):
         assert kv.taps is not None
         kv.reserve(1000)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from verifier_support import LAYOUT, Client, reason_of, serving, text, until
+from verifier_support import LAYOUT, MEMORY, Client, reason_of, serving, text, until
 
 from paceline.verifier.engine.job import GenerationParams, Sequence
 from paceline.verifier.engine.queue import CHUNK_TOKENS, PrefixCache
@@ -140,7 +140,7 @@ async def client_reusing(model: Path, tmp_path: Path) -> Any:
 def sequence(owner: str, tokens: list[int]) -> Sequence:
     """A sequence whose whole text but the newest token is committed."""
     made = Sequence(
-        GenerationParams(tuple(tokens), length_limit=1000), Segment(LAYOUT, 1024), owner
+        GenerationParams(tuple(tokens), length_limit=1000), Segment(MEMORY, 1024), owner
     )
     made.committed = len(tokens) - 1
     return made

@@ -18,7 +18,8 @@ def test_memory_comes_when_reserved(segment: Segment) -> None:
     def pages() -> int:
         return os.fstat(segment.file).st_blocks * 512
 
-    assert os.fstat(segment.file).st_size == LAYOUT.byte_size(1024) == segment.file_bytes
+    size = HEADER_BYTES + 1024 * LAYOUT.token_bytes
+    assert os.fstat(segment.file).st_size == segment.file_bytes == size
     assert pages() == HEADER_BYTES
     segment.reserve(1)
     assert segment.reserved == 256

@@ -23,7 +23,7 @@ from paceline.kv.policies import load_policy
 from paceline.kv.selection import PAGE, ScoreObserver, TopScores
 from paceline.verifier.engine.batch import BatchObserver
 from paceline.verifier.kv.base import KvLayout
-from paceline.verifier.kv.segment import Segment
+from paceline.verifier.kv.segment import Segment, SegmentMemory
 
 POLICIES = ("verified", "chunk_topk", "quest", "last_token")
 ROWS = (*POLICIES, "verified_weights", "verified_all", "verified_all_weights")
@@ -62,7 +62,8 @@ def test_scores_are_right_and_observers_change_nothing(
     decoder = Decoder.load(models[family], kv_cache_dtype=kv)
     config = decoder.config
     layout = KvLayout(config.layers, config.kv_heads, config.head_dim, config.kv_dtype)
-    pairs = [(Segment(layout, 768), Segment(layout, 768)) for _ in range(3)]
+    memory = SegmentMemory(layout, 1 << 30)
+    pairs = [(Segment(memory, 768), Segment(memory, 768)) for _ in range(3)]
     prefixes, trees = (40, 300, 17), ((-1, 0, 0, 1), (-1, 0, 1, 2), None)
     observers = [observer_of(policy, watched) for watched, _ in pairs]
     weights = [torch.zeros(config.layers, 768, dtype=torch.float64) for _ in pairs]

@@ -15,7 +15,7 @@ from paceline.decoder import Decoder, LocalCache
 from paceline.drafter.kv import KvNotShared
 from paceline.kernels import TreeSegment, plan_trees
 from paceline.verifier.kv.base import TapLayout, Taps
-from paceline.verifier.kv.segment import Segment, TapPlanes
+from paceline.verifier.kv.segment import Segment, SegmentMemory, TapPlanes
 
 PROMPT = [3, 1, 4, 1, 5]
 FIELDS = {"max_new_tokens": 60, "ignore_eos": True}
@@ -120,7 +120,7 @@ def test_memory_is_reserved_with_the_kv() -> None:
     layout = LAYOUT.__class__(**{**LAYOUT.__dict__, "hidden": 32})
     taps = TapLayout.of(Taps((0, 1), 100), layout, 4096)
     assert taps.slots == 256 + 512
-    segment = Segment(layout, 4096, taps)
+    segment = Segment(SegmentMemory(layout, 1 << 30), 4096, taps)
     try:
         before = os.fstat(segment.file).st_blocks
         segment.reserve(1024)

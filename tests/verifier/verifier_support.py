@@ -33,10 +33,12 @@ from paceline.v1 import (
 from paceline.verifier import VerifierService, build_service
 from paceline.verifier import service as service_module
 from paceline.verifier.kv.base import KvLayout
+from paceline.verifier.kv.segment import SegmentMemory
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 VOCAB = 61
 LAYOUT = KvLayout(layers=2, kv_heads=3, head_dim=8, dtype=torch.float32)
+MEMORY = SegmentMemory(LAYOUT, 1 << 30)
 CONTEXT = 2048
 CARRIERS = pytest.mark.parametrize("socket", [True, False], ids=["socket", "stream"])
 Drafter = Callable[[list[int], random.Random], TokenTree | tree_pb2.TokenTree | None]

@@ -18,7 +18,7 @@ from paceline.kv.selection import AttentionScores, PageScores, Rows
 from paceline.verifier.engine.batch import Batch, BatchObserver
 from paceline.verifier.engine.job import GenerationParams, Prefill, Sequence
 from paceline.verifier.kv.base import KvLayout
-from paceline.verifier.kv.pool import PagePool, PoolView
+from paceline.verifier.kv.pool import PagePool
 
 CONFIG = DecoderConfig(
     model_type="llama", layers=2, hidden=64, intermediate=96, q_heads=4, kv_heads=2, head_dim=32,
@@ -61,7 +61,7 @@ def test_padded_batches_give_what_the_plain_decoder_gives(
     caches = [LocalCache(CONFIG) for _ in range(2)]
     request.getfixturevalue("triton_on_cpu")
     pool.kv.fill_(torch.nan)
-    runner = GraphRunner(make_decoder(), PoolView(pool))
+    runner = GraphRunner(make_decoder(), pool)
     steps = [
         [TreeSegment(0, 0, None, 9), TreeSegment(1, 0, None, 5)],
         [TreeSegment(1, 5, (-1, 0, 0), 3), TreeSegment(0, 9, None, 2)],
@@ -112,7 +112,7 @@ def test_scores_are_noted_in_a_captured_pass_as_in_a_plain_one(
             batch.add(observer, block, segments[block], 3 * block)
         if captured:
             request.getfixturevalue("triton_on_cpu")
-            runner = GraphRunner(decoder, PoolView(pool))
+            runner = GraphRunner(decoder, pool)
             layers, probed = batch.scratch(CONFIG.windows)
             found = runner.forward([5, 6, 7, 8], segments, [1, 2], (), layers, probed)
             assert found is not None
@@ -172,7 +172,7 @@ class RowView:
 
 
 def test_batches_beyond_every_shape_are_left_to_others(pool: PagePool) -> None:
-    runner = GraphRunner(make_decoder(), PoolView(pool))
+    runner = GraphRunner(make_decoder(), pool)
     segments = [TreeSegment(0, start, None, 256) for start in (0, 256)]
     segments.append(TreeSegment(0, 512, None, 1))
     assert runner.forward([0] * 513, segments, [1]) is None
@@ -185,7 +185,7 @@ def test_a_batch_that_needs_no_logits(request: pytest.FixtureRequest, pool: Page
     kv.reserve(20)
     batch = Batch()
     batch.add_prefill(Prefill(Sequence(GenerationParams(tuple(range(9))), kv)), 6)
-    logits, _ = batch.forward(decoder, GraphRunner(decoder, PoolView(pool)))
+    logits, _ = batch.forward(decoder, GraphRunner(decoder, pool))
     assert logits.shape == (0, 50)
     kv.close()
 
@@ -195,7 +195,7 @@ def test_a_long_piece_of_a_prompt_takes_no_graph(
 ) -> None:
     """Which would compute logits of all rows; trees of many sequences need them."""
     decoder, kv = make_decoder(), pool.allocate(512, None)
-    runner = GraphRunner(decoder, PoolView(pool))
+    runner = GraphRunner(decoder, pool)
     monkeypatch.setattr(runner, "_capture", lambda plan, *_: Captured(plan))
     kv.reserve(300)
     for scored in (None, 0):  # all rows of a prompt are read for their log-probabilities
@@ -213,7 +213,7 @@ def test_after_the_warm_up_no_step_captures_a_graph(
     """Nor compiles a kernel; half precision has tiles of several sizes."""
     kv = torch.empty(pool.kv.shape, dtype=torch.float16)
     monkeypatch.setattr(pool, "kv", kv)
-    runner = GraphRunner(make_decoder(), PoolView(pool))
+    runner = GraphRunner(make_decoder(), pool)
     monkeypatch.setattr(runner, "_capture", lambda plan, *_: Captured(plan))
     reported = list(runner.warm_up())
     assert reported == [(n, len(runner)) for n in range(1, len(runner) + 1)]
@@ -259,7 +259,7 @@ def test_a_layer_launches_its_kernels_and_no_others(
     monkeypatch.setattr(float8, "quantise_rows", quantise)
     dtype = torch.bfloat16 if weights == "fp8" else CONFIG.dtype
     decoder = make_decoder(replace(CONFIG, weights=weights, dtype=dtype))
-    runner = GraphRunner(decoder, PoolView(pool))
+    runner = GraphRunner(decoder, pool)
     blocks = [TreeSegment(0, 0, None, 2)]
     runner.forward([1, 2], blocks, [1])
     launched = Launches()

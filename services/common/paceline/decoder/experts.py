@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from paceline.decoder.config import UnsupportedModelError
-from paceline.decoder.weights import Checkpoint, Linear, Weight
+from paceline.decoder.weights import Checkpoint, Linear, Tensors, Weight
 from paceline.kernels.blocks import check_finite, mxfp4
 
 _NAMES = {
@@ -44,7 +44,7 @@ class _Part:
     half: int | None
 
 
-class ExpertTensors(Mapping[str, Weight]):
+class ExpertTensors(Tensors[Weight]):
     """The tensors of a folder, those of experts by the same names in all families.
 
     ``mlp.router`` has the scores of all experts; ``mlp.experts.N`` has ``gate_proj``, ``up_proj``
@@ -120,15 +120,6 @@ class ExpertTensors(Mapping[str, Weight]):
         if part.half is None:
             return outputs
         return outputs[part.half :: 2] if self._interleaved else outputs.chunk(2)[part.half]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names  # without reading it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 class Experts:

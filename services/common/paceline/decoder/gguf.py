@@ -25,14 +25,13 @@ from paceline.decoder.config import (
 from paceline.decoder.families import FAMILIES, GGUF_NAMES, expert_name
 from paceline.decoder.gguf_file import (
     GgufFile,
-    GgufTensor,
     check_format,
     converts,
     decode,
     read_gguf,
 )
 from paceline.decoder.model_source import ModelSource, file_facts, remembered_by_transformers
-from paceline.decoder.weights import Weight, fingerprint_files, plain
+from paceline.decoder.weights import Tensors, Weight, fingerprint_files, plain
 from paceline.kernels.blocks import Blocks
 from paceline.kernels.linear import PackedMatrix, pack_blocks
 
@@ -347,13 +346,12 @@ class GgufModel(ModelSource):
         local = {"rope_type": "default", "rope_theta": base}
         return {"full_attention": found, "sliding_attention": local}
 
-    def _long_factors(self, name: str) -> list[float]:
-        found = self._file.tensors.get(name)
-        shape = (self._metadata.rope_dim // 2,)
+    def _factors(self, name: str, width: int) -> Tensor:
+        """Factors on the frequencies of ``width`` rotated dimensions, float32 ``[width / 2]``."""
+        found, shape = self._file.tensors.get(name), (width // 2,)
         if found is None or found.shape != shape:
             raise UnsupportedModelError(f"{self.path} lacks the tensor {name!r} of shape {shape}")
-        factors: list[float] = plain(decode(self._file, found), torch.float32).tolist()
-        return factors
+        return plain(decode(self._file, found), torch.float32)
 
     def _rope_scaling(self) -> dict[str, Any]:
         values = self._metadata
@@ -363,10 +361,13 @@ class GgufModel(ModelSource):
                 "rope_type": "longrope",
                 "attention_factor": values.real("rope.scaling.attn_factor", 1.0),
                 "original_max_position_embeddings": context,
-                **{key: self._long_factors(name) for key, name in _LONG_FACTORS.items()},
+                **{
+                    key: self._factors(name, values.rope_dim).tolist()
+                    for key, name in _LONG_FACTORS.items()
+                },
             }
         if _ROPE_FACTORS in self._file.tensors:
-            factor = plain(decode(self._file, self._rope_factors()), torch.float32).max()
+            factor = self._factors(_ROPE_FACTORS, values.head_dim).max()
             original = {"original_max_position_embeddings": _LLAMA3_CONTEXT}
             return {"rope_type": "llama3", "factor": float(factor), **_LLAMA3, **original}
         kind = values.get("rope.scaling.type", "none")
@@ -384,18 +385,9 @@ class GgufModel(ModelSource):
                 found["truncate"] = False  # as in all models of this type
         return found
 
-    def _rope_factors(self) -> GgufTensor:
-        found = self._file.tensors[_ROPE_FACTORS]
-        if found.shape != (self._metadata.head_dim // 2,):
-            raise UnsupportedModelError(
-                f"{self.path}: tensor {_ROPE_FACTORS!r} has shape {found.shape}, expected "
-                f"{(self._metadata.head_dim // 2,)}"
-            )
-        return found
-
     def _check_rope_factors(self, config: Any) -> None:
         """The file has the factors only, not the rule: they must be those of Llama 3."""
-        factors = plain(decode(self._file, self._rope_factors()), torch.float32)
+        factors = self._factors(_ROPE_FACTORS, self._metadata.head_dim)
         exponents = torch.arange(len(factors), dtype=torch.float32) / len(factors)
         stored = 1.0 / config.rope_parameters["rope_theta"] ** exponents / factors
         if not torch.allclose(stored, rope_frequencies(config)[0], rtol=1e-4, atol=0):
@@ -404,7 +396,7 @@ class GgufModel(ModelSource):
             )
 
 
-class _Tensors(Mapping[str, Weight]):
+class _Tensors(Tensors[Weight]):
     """Tensors of a file by their Hugging Face names, each decoded on access."""
 
     def __init__(
@@ -442,15 +434,6 @@ class _Tensors(Mapping[str, Weight]):
         if isinstance(found, Blocks):
             return found
         return found.to(self._device, self._dtype)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names  # without decoding it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def _hf_rows(rows: int, heads: int) -> Tensor:

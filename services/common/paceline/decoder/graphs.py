@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.kernels._triton.plan import GraphPlan, Tiling
 
 T = TypeVar("T")
+Pass = Callable[[], ForwardResult]
 
 SHAPES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Packed rows that graphs are made for. Larger batches, such as prefills, gain nothing by them."""
@@ -81,7 +82,7 @@ class GraphRunner:
         key = planes.layer(0)[0]
         assert isinstance(key, PagedPlane), "graphs need KV in pages"
         self._keys = key.pool
-        self._graphs: dict[tuple[object, ...], _Graph] = {}
+        self._graphs: dict[tuple[object, ...], tuple[GraphPlan, Pass]] = {}
         self._capturing = Capturing(self._keys.device)
         # One for all graphs, whose own would take gigabytes.
         self._logits: Tensor | None = None
@@ -119,9 +120,9 @@ class GraphRunner:
         if rows is None or (probed and any(each.group > each.rows for each in tilings)):
             return None
         again = any(each.again for each in probed)
-        graph = self._graph(rows, tilings, tuple(taps), tuple(probed_layers), again=again)
-        graph.plan.fill(tokens, segments, table_rows, probed)
-        result = graph.run()
+        plan, run = self._graph(rows, tilings, tuple(taps), tuple(probed_layers), again=again)
+        plan.fill(tokens, segments, table_rows, probed)
+        result = run()
         count = len(tokens)
         return ForwardResult(result.logits[:count], tuple(tap[:count] for tap in result.taps))
 
@@ -159,8 +160,8 @@ class GraphRunner:
         probed: tuple[int, ...],
         *,
         again: bool = False,
-    ) -> _Graph:
-        """The graph of a shape, captured if there is none; ``again``: see ``ProbedBlock``."""
+    ) -> tuple[GraphPlan, Pass]:
+        """Plan and graph of a shape, captured if there is none; ``again``: see ``ProbedBlock``."""
         from paceline.kernels._triton.plan import GraphPlan
 
         key = (rows, tilings, taps, probed, again)
@@ -169,10 +170,10 @@ class GraphRunner:
             plan = GraphPlan(
                 rows, self._keys, tilings, longest, probes=bool(probed), weights=again
             )  # fmt: skip
-            self._graphs[key] = self._capture(plan, taps, probed)
+            self._graphs[key] = plan, self._capture(plan, taps, probed)
         return self._graphs[key]
 
-    def _capture(self, plan: GraphPlan, taps: Sequence[int], layers: Sequence[int]) -> _Graph:
+    def _capture(self, plan: GraphPlan, taps: Sequence[int], layers: Sequence[int]) -> Pass:
         """Capture a pass over an empty batch: rows of padding write nothing."""
         observer = _GraphObserver(layers) if layers else None
 
@@ -186,7 +187,7 @@ class GraphRunner:
                 self._logits = result.logits.new_empty(SHAPES[-1], vocab)
             return ForwardResult(self._logits[: plan.rows].copy_(result.logits), result.taps)
 
-        return _Graph(plan, self._capturing.capture(run))
+        return self._capturing.capture(run)
 
 
 class _GraphObserver:
@@ -204,14 +205,6 @@ class _GraphObserver:
 
     def attended(self, layer: int, q: Tensor) -> None:
         """Never called."""
-
-
-class _Graph:
-    """A captured pass and its plan."""
-
-    def __init__(self, plan: GraphPlan, run: Any) -> None:
-        self.plan = plan
-        self.run = run
 
 
 def table_row(cache: KVCacheView) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 from paceline.decoder.experts import shared_name
 from paceline.decoder.model_source import ModelSource, file_facts
-from paceline.decoder.weights import Weight, fingerprint_files
+from paceline.decoder.weights import Tensors, Weight, fingerprint_files
 from paceline.kernels.linear import PackedMatrix
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -185,29 +185,20 @@ class LoraModel(ModelSource):
         return self._base.architectures
 
 
-class _Merged(Mapping[str, Weight]):
+class _Merged(Tensors[Weight]):
     """Tensors of a model, those that an adapter changes with its changes."""
 
     def __init__(self, base: Mapping[str, Weight], model: LoraModel) -> None:
-        self._base, self._model = base, model
+        self._names, self._model = base, model
         for name in sorted(model.changed):
             if name not in base:
                 raise model.missing(name)
 
     def __getitem__(self, name: str) -> Weight:
-        found = self._base[name]
+        found: Weight = self._names[name]
         if name not in self._model.changed:
             return found
         return self._model.merge(name, found if isinstance(found, Tensor) else found.dequantise())
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._base
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._base)
-
-    def __len__(self) -> int:
-        return len(self._base)
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:

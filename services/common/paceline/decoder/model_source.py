@@ -42,11 +42,24 @@ def remembered(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
             ``repr`` that shows its value.
         make: Makes the value, which JSON can store. What it raises is not stored.
     """
-    key = repr((_FORMAT, version("transformers"), facts)).encode()
-    file = _folder() / f"{hashlib.sha256(key).hexdigest()[:32]}.json"
+    file = cache_file("configs", (_FORMAT, version("transformers"), facts))
     with suppress(OSError, ValueError):  # it is not stored, or damaged
         return json.loads(file.read_text(encoding="utf-8"))
     value = make()
+    store(file, value)
+    return value
+
+
+def cache_file(kind: str, facts: tuple[object, ...]) -> Path:
+    """The file for a value that depends on ``facts``, in the user's cache folder for its kind."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+    return Path(root, "paceline", kind, f"{key}.json")
+
+
+def store(file: Path, value: Any) -> None:
+    """Write a value as JSON, and remove the oldest files beside it, with their locks, beyond 256.
+    A failure is logged."""
     fresh = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -55,9 +68,9 @@ def remembered(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
         files = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
         for old in files[:-_MAX_FILES]:
             old.unlink(missing_ok=True)
+            old.with_suffix(".lock").unlink(missing_ok=True)
     except OSError as error:
         _log.warning("%s could not be stored: %s", file, error)
-    return value
 
 
 def remembered_by_transformers(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
@@ -95,11 +108,6 @@ def file_facts(path: Path) -> tuple[object, ...]:
     """What tells a file from a changed one without reading it."""
     found = path.stat()
     return str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ino
-
-
-def _folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root, "paceline", "configs")
 
 
 class ModelSource(ABC):

@@ -38,7 +38,26 @@ _DECAYS = (".linear_attn.in_proj_a.weight", ".linear_attn.in_proj_b.weight")
 _BITS = {"int8": 8, "int4": 4}
 
 
-class WeightsOf(Mapping[str, Weight]):
+W = TypeVar("W", bound=Weight)
+
+
+class Tensors(Mapping[str, W]):
+    """Tensors by name, each read on access: none is read to tell whether it is there."""
+
+    _names: Mapping[str, Any]
+    """What a tensor is read from, by its name."""
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class WeightsOf(Tensors[Weight]):
     """Tensors by name, each converted to the format of a configuration when it is read.
 
     int8 and int4 quantise every matrix but routers; blocks of as many bits or fewer stay as they
@@ -50,11 +69,11 @@ class WeightsOf(Mapping[str, Weight]):
         self, stored: Mapping[str, Weight], config: DecoderConfig, device: torch.device
     ) -> None:
         """Take tensors as they are stored, of any type."""
-        self._stored = stored
+        self._names = stored
         self._weights, self._dtype, self._device = config.weights, config.dtype, device
 
     def __getitem__(self, name: str) -> Weight:
-        found = self._stored[name]
+        found: Weight = self._names[name]
         bits = 0 if name.endswith(ROUTER) else _BITS.get(self._weights, 0)
         if len(found.shape) != 2:
             return found.to(self._device) if isinstance(found, Tensor) else found
@@ -67,15 +86,6 @@ class WeightsOf(Mapping[str, Weight]):
         if isinstance(found, Blocks) and quantised:
             return found
         return plain(found, self._dtype).to(self._device)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._stored  # without reading it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
 
 
 def plain(weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -145,8 +155,8 @@ _INT8 = {"format": "paceline-int8"}
 """Metadata of a safetensors file with 8-bit blocks."""
 
 
-class Checkpoint(Mapping[str, Tensor]):
-    """Tensors of a folder by name, each read on access and not cached.
+class Checkpoint(Tensors[Tensor]):
+    """Tensors of a folder by name, which are not cached.
 
     A matrix in 8-bit blocks (:func:`store_int8`) comes as bfloat16 values.
     """
@@ -158,7 +168,7 @@ class Checkpoint(Mapping[str, Tensor]):
         ``UnsupportedModelError``: the folder has no safetensors weights, or a shard is missing."""
         from safetensors import safe_open
 
-        self._files: dict[str, tuple[Any, str]] = {}  # and the name in it
+        self._names: dict[str, tuple[Any, str]] = {}  # file, and the name in it
         self._scales: dict[str, Any] = {}
         for path in weight_files(folder):
             file: Any = safe_open(str(path), framework="pt")
@@ -167,7 +177,7 @@ class Checkpoint(Mapping[str, Tensor]):
                 scales = {name for name in names if name.endswith(_SCALE)}
                 self._scales.update(dict.fromkeys(scales, file))
                 names -= scales
-            self._files |= {name.replace(_TEXT_PART, "", 1): (file, name) for name in names}
+            self._names |= {name.replace(_TEXT_PART, "", 1): (file, name) for name in names}
         self._dtype = dtype
         self._device = device
 
@@ -190,7 +200,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def stored(self, name: str) -> Tensor:
         """A tensor in the type of the file; bfloat16 if it is in 8-bit blocks. Raises
         ``UnsupportedModelError``: blocks of other types or shapes."""
-        file, stored = self._files[name]
+        file, stored = self._names[name]
         found: Tensor = file.get_tensor(stored)
         scale = name + _SCALE
         if scale not in self._scales:
@@ -201,15 +211,6 @@ class Checkpoint(Mapping[str, Tensor]):
     def int8(self) -> bool:
         """Whether matrices are in 8-bit blocks."""
         return bool(self._scales)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._files  # without reading it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
 
 
 def _values(name: str, values: Tensor, scale: Tensor) -> Tensor:
@@ -276,9 +277,6 @@ def plain_folder(folder: Path, copy: Path) -> Path:
     tensors = {name: weights.stored(name) for name in weights}
     save_file(tensors, copy / _SINGLE, metadata={"format": "pt"})
     return copy
-
-
-W = TypeVar("W", bound=Weight)
 
 
 def take(weights: Mapping[str, W], name: str, shape: tuple[int, ...]) -> W:

@@ -35,7 +35,7 @@ from paceline.telemetry.tracing import tracer
 from paceline.v1 import exchange_pb2_grpc, kv_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.kv.base import BLOCK_TOKENS, TREE_TOKENS, KvLayout
-from paceline.verifier.kv.pool import PagePool, PoolView
+from paceline.verifier.kv.pool import PagePool
 from paceline.verifier.kv.segment import SegmentMemory
 from paceline.verifier.model import ModelInfo, read_model_info
 from paceline.verifier.options import VerifierOptions
@@ -136,7 +136,7 @@ class VerifierService:
             )
             graphs = decoder.device.type == "cuda" and find_spec("triton") is not None
             if graphs and followers is None:
-                self._graphs = GraphRunner(decoder, PoolView(self._pool))
+                self._graphs = GraphRunner(decoder, self._pool)
         else:
             memory = SegmentMemory(layout, kv_bytes, followers)
         self.engine = Engine(

@@ -217,18 +217,10 @@ class KvLayout:
         """Returns the slots for a text of up to ``text_tokens`` and one tree behind it."""
         return round_up(text_tokens) + TREE_TOKENS
 
-    def byte_size(self, capacity: int) -> int:
-        """Returns the bytes of a cache of ``capacity`` slots, header included."""
-        return HEADER_BYTES + capacity * self.token_bytes
-
     def bytes_of(self, slots: int, taps: TapLayout | None) -> int:
         """Returns the memory of so many slots, their hidden and recurrent states. Unit: bytes."""
         rows = 0 if taps is None else taps.rows_of(slots) * taps.row_bytes
         return slots * self.token_bytes + rows + (self.state_bytes if slots else 0)
-
-    def offset(self, plane: int, capacity: int) -> int:
-        """Returns the start of a plane. Unit: bytes from the start of the file."""
-        return HEADER_BYTES + plane * capacity * self.row_bytes
 
 
 _open_files: set[int] = set()
@@ -304,7 +296,17 @@ class SequenceKv(ABC):
             raise OutOfMemory(f"cannot map {self.file_bytes} bytes of KV: {error}") from error
         _open_files.add(self.file)
         self.header = SegmentHeader(mapping)
-        self.header.describe(self._describe(taps, pages))
+        self.header.describe(
+            kv_pb2.SegmentLayout(
+                layers=layout.layers,
+                heads=layout.kv_heads,
+                head_dim=layout.head_dim,
+                dtype=cache_dtype(layout.dtype),
+                capacity=capacity,
+                pages=pages,
+                hidden_states=taps,
+            )
+        )
         self._body: Tensor = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES)
 
     @abstractmethod
@@ -324,10 +326,15 @@ class SequenceKv(ABC):
             Each ``[kv_heads, n, head_dim]`` (int8 with its scales).
         """
 
-    @abstractmethod
     def reserve(self, tokens: int) -> None:
         """Give memory to the first ``tokens`` slots, rounded up to steps of 256. Raises
         ``OutOfMemory``: there is not enough. What was reserved before stays reserved."""
+        if tokens > self.reserved:
+            self._take(min(round_up(tokens), self.capacity))
+
+    @abstractmethod
+    def _take(self, slots: int) -> None:
+        """Take the memory that is missing for so many slots."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -388,20 +395,6 @@ class SequenceKv(ABC):
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
         return self.file < 0
-
-    def _describe(
-        self, taps: kv_pb2.HiddenStateLayout | None, pages: kv_pb2.KvPages | None
-    ) -> kv_pb2.SegmentLayout:
-        layout = self.layout
-        return kv_pb2.SegmentLayout(
-            layers=layout.layers,
-            heads=layout.kv_heads,
-            head_dim=layout.head_dim,
-            dtype=cache_dtype(layout.dtype),
-            capacity=self.capacity,
-            pages=pages,
-            hidden_states=taps,
-        )
 
     def publish(self, committed: int) -> None:
         """Publish the committed length, after its KV was written. Unit: tokens."""

@@ -49,6 +49,8 @@ class PagePool:
         exported: The exported allocation; None on the CPU, where other processes cannot map it.
     """
 
+    table = None
+
     def __init__(
         self,
         layout: KvLayout,
@@ -135,19 +137,12 @@ class PagePool:
 
     def allocate(self, capacity: int, taps: TapLayout | None) -> PagedKv:
         """Take a page table for a sequence; see :class:`PagedKv`."""
-        paged = PagedKv(self, capacity, taps)
-        paged.followers = self.followers
-        return paged
+        return PagedKv(self, capacity, taps)
 
     @property
     def free_pages(self) -> int:
         """Number of free pages."""
         return len(self._free_pages)
-
-    @property
-    def free_rows(self) -> int:
-        """Number of free page tables."""
-        return len(self._free_rows)
 
     def planes(self, row: int, capacity: int) -> list[tuple[PagedPlane, PagedPlane]]:
         """Returns keys and values of each layer for the sequence of a page table."""
@@ -158,6 +153,10 @@ class PagePool:
             )
             for layer in range(self.layout.layers)
         ]
+
+    def layer(self, index: int) -> tuple[PagedPlane, PagedPlane]:
+        """Returns keys and values of a layer at row 0: the pool is a cache of no sequence too."""
+        return self.planes(0, self.tables.shape[1] * PAGE_TOKENS)[index]
 
     def beside_steps(self) -> AbstractContextManager[object]:
         """Returns a context in which reads of committed positions do not wait for a running step.
@@ -303,8 +302,8 @@ class PagePool:
             sorted(self._free_rows) != list(range(1, rows + 1))
         ):
             raise AssertionError(
-                f"{self.free_pages} of {pages} pages and {self.free_rows} of {rows} page tables "
-                "are free, expected each of them once"
+                f"{self.free_pages} of {pages} pages and {len(self._free_rows)} of {rows} page "
+                "tables are free, expected each of them once"
             )
 
     def close(self) -> None:
@@ -312,19 +311,6 @@ class PagePool:
         self.kv = self.states = torch.empty(0)
         if self.exported is not None:
             self.exported.close()
-
-
-class PoolView:
-    """The pool as the cache of row 0, for code that needs a cache of no sequence."""
-
-    table = None
-
-    def __init__(self, pool: PagePool) -> None:
-        self._layers = pool.planes(0, pool.tables.shape[1] * PAGE_TOKENS)
-
-    def layer(self, index: int) -> tuple[PagedPlane, PagedPlane]:
-        """Returns keys and values of a layer."""
-        return self._layers[index]
 
 
 class TapPages(TapRows):
@@ -450,7 +436,7 @@ class PagedKv(SequenceKv):
         except BaseException:
             pool.free(self._row, [])
             raise
-        self.device = pool.device
+        self.device, self.followers = pool.device, pool.followers
         self.pool = pool
         self._table = self._body.view(torch.int32)
         if taps is not None:
@@ -467,15 +453,9 @@ class PagedKv(SequenceKv):
             slots = positions.to(self.device)
             return keys.gather(slots).cpu(), values.gather(slots).cpu()
 
-    def reserve(self, tokens: int) -> None:
-        if tokens <= self.reserved:
-            return
-        self._take(min(round_up(tokens), self.capacity))
-
-    def _take(self, tokens: int) -> None:
-        """Take the pages that are missing for so many positions."""
-        count = tokens // PAGE_TOKENS - len(self._pages)
-        kept = 0 if self.taps is None else self.taps.lacking(tokens)
+    def _take(self, slots: int) -> None:
+        count = slots // PAGE_TOKENS - len(self._pages)
+        kept = 0 if self.taps is None else self.taps.lacking(slots)
         new = self.pool.take_pages(count + kept)
         self._append(new[:count])
         if self.taps is not None:

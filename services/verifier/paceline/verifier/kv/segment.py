@@ -18,7 +18,6 @@ from paceline.verifier.kv.base import (
     SequenceKv,
     TapLayout,
     TapRows,
-    round_up,
 )
 
 
@@ -82,9 +81,7 @@ class SegmentMemory:
 
     def allocate(self, capacity: int, taps: TapLayout | None) -> Segment:
         """Make a segment, which has no memory yet; see :class:`Segment`."""
-        segment = Segment(self.layout, capacity, taps, self)
-        segment.followers = self.followers
-        return segment
+        return Segment(self, capacity, taps)
 
     def bytes_of(self, slots: int, taps: TapLayout | None) -> int:
         """Memory of so many slots and their states. Unit: bytes."""
@@ -102,12 +99,6 @@ class SegmentMemory:
     def give_back(self, byte_size: int) -> None:
         """Give memory back."""
         self.used_bytes -= byte_size
-
-    def check_integrity(self) -> None:
-        """Check that nothing is taken. Call it only when there is no segment. Raises
-        ``AssertionError``: memory leaked, or was given back twice."""
-        if self.used_bytes:
-            raise AssertionError(f"{self.used_bytes} bytes of KV are taken, expected 0")
 
 
 class Segment(SequenceKv):
@@ -131,24 +122,18 @@ class Segment(SequenceKv):
         kv: ``[layers, 2, kv_heads, capacity, row_width]`` over the mapping; 0 is keys, 1 values.
     """
 
-    def __init__(
-        self,
-        layout: KvLayout,
-        capacity: int,
-        taps: TapLayout | None = None,
-        memory: SegmentMemory | None = None,
-    ) -> None:
+    def __init__(self, memory: SegmentMemory, capacity: int, taps: TapLayout | None = None) -> None:
         """Make a segment. It has an address range, but memory for its header only.
 
         Args:
-            layout: Shape of the model's KV.
+            memory: Where it takes its memory from.
             capacity: Slots, a multiple of 256.
             taps: Layout of the hidden states; None: none are kept.
-            memory: Where it takes its memory from; None: it has no limit but its capacity.
 
         Raises:
             OutOfMemory: It cannot be made or mapped.
         """
+        layout = memory.layout
         kv_bytes = capacity * layout.token_bytes
         self._taps_offset = HEADER_BYTES + kv_bytes
         super().__init__(
@@ -157,7 +142,7 @@ class Segment(SequenceKv):
             kv_bytes + (0 if taps is None else taps.byte_size),
             taps=None if taps is None else taps.describe(offset=self._taps_offset),
         )
-        self._memory = memory
+        self._memory, self.followers = memory, memory.followers
         shape = (layout.layers, 2, layout.kv_heads, capacity, layout.row_width)
         self.kv: Tensor = self._body[:kv_bytes].view(layout.dtype).view(shape)
         if taps is not None:
@@ -173,35 +158,29 @@ class Segment(SequenceKv):
         keys, values = self._layers[layer]
         return keys[:, positions], values[:, positions]
 
-    def reserve(self, tokens: int) -> None:
-        if tokens <= self.reserved:
-            return
-        target = min(round_up(tokens), self.capacity)
-        taken = self._bytes_of(target) - self.reserved_bytes
-        if self._memory is not None:
-            self._memory.take(taken)
+    def _take(self, slots: int) -> None:
+        taken = self._bytes_of(slots) - self.reserved_bytes
+        self._memory.take(taken)
         try:
-            row = self.layout.row_bytes
-            for plane in range(self.layout.planes):
-                start = self.layout.offset(plane, self.capacity) + self.reserved * row
-                self._fill(start, (target - self.reserved) * row, target - self.reserved)
-            self._fill_taps(self.reserved, target)
+            layout = self.layout
+            planes = HEADER_BYTES, layout.planes, self.capacity, layout.row_bytes
+            self._fill_planes(*planes, self.reserved, slots)
+            if self.taps is not None:
+                kept = self.taps.layout
+                planes = self._taps_offset, len(kept.taps.layers), kept.slots, kept.row_bytes
+                self._fill_planes(*planes, min(self.reserved, kept.slots), min(slots, kept.slots))
         except BaseException:
-            if self._memory is not None:
-                self._memory.give_back(taken)
+            self._memory.give_back(taken)
             raise
-        self.reserved = target
+        self.reserved = slots
 
-    def _fill_taps(self, done: int, goal: int) -> None:
-        """Give memory to the hidden states of positions ``done`` to ``goal``, if any are kept."""
-        if self.taps is None:
-            return
-        layout = self.taps.layout
-        done, goal = min(done, layout.slots), min(goal, layout.slots)
-        for plane in range(len(layout.taps.layers) if done < goal else 0):
-            row = plane * layout.slots + done
-            size = (goal - done) * layout.row_bytes
-            self._fill(self._taps_offset + row * layout.row_bytes, size, goal - done)
+    def _fill_planes(
+        self, offset: int, planes: int, slots: int, row_bytes: int, begin: int, end: int
+    ) -> None:
+        """Give memory to slots ``begin`` to ``end`` of planes with so many slots."""
+        for plane in range(planes if begin < end else 0):
+            start = offset + (plane * slots + begin) * row_bytes
+            self._fill(start, (end - begin) * row_bytes, end - begin)
 
     def _copy_kv(self, source: Self, tokens: int) -> None:
         self.kv[..., :tokens, :].copy_(source.kv[..., :tokens, :])
@@ -217,8 +196,7 @@ class Segment(SequenceKv):
 
     def close(self) -> None:
         """See :class:`SequenceKv`. Gives its memory back."""
-        if self._memory is not None:
-            self._memory.give_back(self.reserved_bytes)
+        self._memory.give_back(self.reserved_bytes)
         super().close()
         self._layers = []
         self.table = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -79,16 +79,9 @@ class CostTable:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> CostTable:
-        """The table of :meth:`to_json`. Raises ``ValueError``: the fields are not those of a valid
-        table."""
-        try:
-            return cls(**{name: _tuple(value) for name, value in fields.items()})
-        except (AttributeError, TypeError) as error:
-            raise ValueError(f"not a cost table: {error!r}") from error
-
-    def to_json(self) -> dict[str, Any]:
-        """The table as values of JSON."""
-        return asdict(self)
+        """Inverse of ``dataclasses.asdict``, with JSON's lists for tuples."""
+        points = {name: tuple(fields[name]) for name in ("tokens", "seconds")}
+        return cls(**{**fields, **points})
 
 
 class Costs:
@@ -272,7 +265,3 @@ def _points(run: Run) -> tuple[int, ...]:
         if index and min(run(tokens, _ROWS, _NEAR) for _ in range(2)) > _LONG_STEP:
             return TOKENS[: index + 1]
     return TOKENS
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

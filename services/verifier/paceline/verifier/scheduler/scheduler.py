@@ -10,14 +10,12 @@ most tokens per second.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
-import logging
 import os
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -25,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.decoder import Decoder
+from paceline.decoder.model_source import cache_file, store
 from paceline.kernels import cpu_kernels, processor_name
 from paceline.tree import TokenTree
 from paceline.verifier.scheduler.controller import Drafters, PlainClock, SequenceState
@@ -227,14 +226,11 @@ class Scheduler:
         }
 
     def load_json(self, stored: dict[str, Any]) -> None:
-        """Take over what an earlier process stored. Raises ``ValueError``: it is not what
-        ``to_json`` returns."""
-        try:
-            self._clock.load_json(stored["plain"])
-            self._drafters.load_json(stored["drafters"])
-            self.costs.load_json(stored["costs"])
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"not the state of a scheduler: {error!r}") from error
+        """Take over what an earlier process stored. Raises any error of a value that has not the
+        form of :meth:`to_json`."""
+        self._clock.load_json(stored["plain"])
+        self._drafters.load_json(stored["drafters"])
+        self.costs.load_json(stored["costs"])
 
     def _charge(self, plan: _Plan, passed: float) -> None:
         """Charge drafting sequences with the time by which they make a step longer.
@@ -316,8 +312,6 @@ def _survivals(job: Decode, tree: TokenTree, state: SequenceState) -> list[float
     return [survival**state.own.exponent for survival in tree.survivals]
 
 
-_log = logging.getLogger(__name__)
-_MAX_FILES = 64
 _FORMAT = 7  # of the file, and of what is measured
 _TOO_SLOW = 0.75  # learnt scale of a table below which it was measured beside other processes
 
@@ -340,7 +334,8 @@ def load_scheduler(
     """
     file = _file(decoder)
     with _alone(file.with_suffix(".lock")):
-        with suppress(OSError, ValueError, LookupError, TypeError):  # nothing, or it is damaged
+        # Nothing, or it is damaged.
+        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             stored = json.loads(file.read_text())
             table, learnt = CostTable.from_json(stored["table"]), stored["learnt"]
             if not again and (learnt is None or learnt["costs"]["scale"] >= _TOO_SLOW):
@@ -351,13 +346,14 @@ def load_scheduler(
         # On a GPU a profile would run without the engine's graphs.
         on_cpu = decoder.device.type == "cpu"
         table = profile(decoder, max_context) if on_cpu else flat_table()
-        _write(file, table, None)
+        store(file, {"table": asdict(table), "learnt": None})
     return Scheduler(table, max_nodes)
 
 
 def save_scheduler(scheduler: Scheduler, decoder: Decoder) -> None:
     """Store what a scheduler learnt. Of several verifiers of one model the last one counts."""
-    _write(_file(decoder), scheduler.costs.profiled, scheduler.to_json())
+    learnt = scheduler.to_json()
+    store(_file(decoder), {"table": asdict(scheduler.costs.profiled), "learnt": learnt})
 
 
 def _file(decoder: Decoder) -> Path:
@@ -371,9 +367,7 @@ def _file(decoder: Decoder) -> Path:
         cpu_kernels().level,
         (processor_name(), len(os.sched_getaffinity(0))),
     )
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-    return Path(root, "paceline", "costs", f"{key}.json")
+    return cache_file("costs", facts)
 
 
 @contextmanager
@@ -384,17 +378,3 @@ def _alone(file: Path) -> Iterator[None]:
             file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             fcntl.flock(held.enter_context(file.open("w")), fcntl.LOCK_EX)
         yield
-
-
-def _write(file: Path, table: CostTable, learnt: dict[str, Any] | None) -> None:
-    fresh = file.with_suffix(f".{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fresh.write_text(json.dumps({"table": table.to_json(), "learnt": learnt}))
-        fresh.replace(file)
-        files = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
-        for old in files[:-_MAX_FILES]:
-            old.unlink(missing_ok=True)
-            old.with_suffix(".lock").unlink(missing_ok=True)
-    except OSError as error:
-        _log.warning("%s could not be stored: %s", file, error)
