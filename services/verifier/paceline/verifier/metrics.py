@@ -138,7 +138,6 @@ _METRICS = {
         ),
     ),
 }
-Joined = Callable[[], Iterable[verifier_pb2.JoinedService]]
 
 
 @dataclass(slots=True)
@@ -159,10 +158,11 @@ class RequestTimes:
         self.tokens += tokens
 
 
-class VerifierMetrics:
+class VerifierMetrics(Collector):
     """Counters and histograms of one verifier. Gauges are read when scraped.
 
-    Used on the event loop, except `step`, which the engine thread calls.
+    Used on the event loop, except `step`, which the engine thread calls, and `collect`, which runs
+    on the endpoint's thread.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class VerifierMetrics:
         store: CacheStore,
         engine: Engine,
         follows: FollowCounts,
-        joined: Joined,
+        joined: Callable[[], Iterable[verifier_pb2.JoinedService]],
     ) -> None:
         """Add the metrics of a verifier to a registry.
 
@@ -184,6 +184,8 @@ class VerifierMetrics:
             follows: Counts of streams that follow caches.
             joined: Lists the drafter services that have joined.
         """
+        self._model, self._store, self._engine = model.name, store, engine
+        self._follows, self._joined = follows, joined
         fixed = {"model_name": model.name, "gen_ai_request_model": model.name}
         fixed |= {"gen_ai_operation_name": Span.GENERATION, "gen_ai_provider_name": PROVIDER}
         self._metrics: dict[str, Counter | Histogram] = {}
@@ -210,7 +212,7 @@ class VerifierMetrics:
             f"{Metric.TARGET}_info", "1, with facts of the served model", target, registry=registry
         )
         info.labels(**target).set(1)
-        registry.register(_State(store, engine, follows, joined, model.name))
+        registry.register(self)
 
     def admitted(self, cache: Cache) -> None:
         """A cache was admitted: its generation begins."""
@@ -309,27 +311,9 @@ class VerifierMetrics:
         if cache.sequence.finish is not None:
             self.released(cache, "")
 
-
-class _State(Collector):
-    """State of caches and queues at the time of a scrape."""
-
-    def __init__(
-        self,
-        store: CacheStore,
-        engine: Engine,
-        follows: FollowCounts,
-        joined: Joined,
-        model: str,
-    ) -> None:
-        self._store = store
-        self._engine = engine
-        self._follows = follows
-        self._joined = joined
-        self._model = model
-
     def collect(self) -> Iterator[Family]:
-        """Runs on the endpoint's thread: reads single values and copies only."""
-        store, engine, follows = self._store, self._engine, self._follows
+        """The state of caches and queues. Reads single values and copies only."""
+        store, follows = self._store, self._follows
         caches = list(store)
         used = sum(each.sequence.segment.reserved_bytes for each in caches)
         kept = sum(each.segment.reserved_bytes for each in store.prefixes)
@@ -338,49 +322,43 @@ class _State(Collector):
         prefills = sum(isinstance(job, Prefill) for job in waiting)
         running = sum(cache.sequence.finish is None for cache in caches)
         queued = len(waiting) + store.admission.waiting
-        device = {"device": str(engine.device)}
-        for name, text, value, labels in (
-            (Metric.REQUESTS_RUNNING, "Texts that have a cache and have not ended", running, {}),
+        carriers = Counts(verifier_pb2.Carrier.Name(each.carrier) for each in self._joined())
+        links = {name: carriers[f"CARRIER_{name.upper()}"] for name in ("socket", "stream")}
+        queues = {"round": len(waiting) - prefills, "prefill": prefills}
+        device = str(self._engine.device)
+        for name, text, label, values in (
+            (Metric.REQUESTS_RUNNING, "Texts that have a cache and have not ended", "", running),
             (
                 Metric.REQUESTS_WAITING,
                 "Texts that wait for a step or for KV memory; rising: the verifier is overloaded",
+                "",
                 queued,
-                {},
             ),
-            (Metric.LEASES, "Caches that clients hold", len(caches), {}),
-            (Metric.LEASES_LIMIT, "Maximum number of caches at once", store.max_sequences, {}),
-            (Metric.FOLLOW_STREAMS, "Drafters that copy KV over gRPC", follows.streams, {}),
-            (Metric.KV_USED_BYTES, "KV memory of texts that have not ended", used, device),
+            (Metric.LEASES, "Caches that clients hold", "", len(caches)),
+            (Metric.LEASES_LIMIT, "Maximum number of caches at once", "", store.max_sequences),
+            (Metric.FOLLOW_STREAMS, "Drafters that copy KV over gRPC", "", follows.streams),
+            (Metric.KV_USED_BYTES, "KV memory of texts that have not ended", "device", used),
             (
                 Metric.KV_PREFIX_BYTES,
                 "KV memory of ended texts, kept for prompts that begin in the same way",
+                "device",
                 kept,
-                device,
             ),
-            (Metric.KV_LIMIT_BYTES, "KV memory that may be used (--kv-bytes)", limit, device),
-            (Metric.KV_USAGE, "Share of KV memory that texts use, 0 to 1", used / limit, device),
+            (Metric.KV_LIMIT_BYTES, "KV memory that may be used (--kv-bytes)", "device", limit),
+            (Metric.KV_USAGE, "Share of KV memory that texts use, 0 to 1", "device", used / limit),
+            (
+                Metric.DRAFT_LINKS,
+                "Drafter services that have joined, by socket or gRPC stream",
+                "carrier",
+                links,
+            ),
+            (Metric.ENGINE_QUEUE, "Rounds and prefills that wait for a step", "kind", queues),
         ):
-            gauge = GaugeMetricFamily(name, text, labels=["model_name", *labels])
-            gauge.add_metric([self._model, *labels.values()], value)
+            gauge = GaugeMetricFamily(name, text, labels=["model_name", *filter(None, [label])])
+            found = values if isinstance(values, dict) else {device: values}
+            for place, value in found.items():
+                gauge.add_metric([self._model, *([place] if label else [])], value)
             yield gauge
-        carriers = Counts(verifier_pb2.Carrier.Name(each.carrier) for each in self._joined())
-        links = GaugeMetricFamily(
-            Metric.DRAFT_LINKS,
-            "Drafter services that have joined, by socket or gRPC stream",
-            labels=["model_name", "carrier"],
-        )
-        for carrier in ("CARRIER_SOCKET", "CARRIER_STREAM"):
-            word = carrier.removeprefix("CARRIER_").lower()
-            links.add_metric([self._model, word], carriers[carrier])
-        yield links
-        queue = GaugeMetricFamily(
-            Metric.ENGINE_QUEUE,
-            "Rounds and prefills that wait for a step",
-            labels=["model_name", "kind"],
-        )
-        queue.add_metric([self._model, "round"], len(waiting) - prefills)
-        queue.add_metric([self._model, "prefill"], prefills)
-        yield queue
         for name, text, value in (
             (Metric.LEASES_EXPIRED, "Caches freed since their client disappeared", store.expired),
             (Metric.FOLLOW_UPDATES, "Updates of KV sent to drafters over gRPC", follows.updates),
