@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from paceline.client import Client
-from paceline.service.runtime import Gate
+from paceline.service import Gate
 from paceline.telemetry.names import Metric
 
 from .generation import TextEvent

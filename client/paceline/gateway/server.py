@@ -18,10 +18,10 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from paceline.client import Client, GenerationResult, PacelineError
-from paceline.service.interceptor import https_context
+from paceline.service.interceptor import Gate, https_context
 from paceline.service.metrics import MetricsEndpoint, new_registry, serve_metrics
 from paceline.service.options import OptionsError, socket_path_of, split_address
-from paceline.service.runtime import Gate, Stop, files_left
+from paceline.service.runtime import Stop, files_left
 
 from . import middleware
 from .errors import ApiError

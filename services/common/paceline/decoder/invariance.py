@@ -8,7 +8,6 @@ import torch
 
 from paceline.decoder.cache import LocalCache
 from paceline.decoder.model import Decoder
-from paceline.decoder.weights import Linear
 from paceline.kernels import CHUNK, TreeSegment, cpu_kernels, plan_trees
 
 _PREFIX = CHUNK - 3  # so that the tree crosses a chunk border
@@ -65,29 +64,20 @@ def _plain_attention(decoder: Decoder) -> str:
     return ""
 
 
+@torch.inference_mode()
 def _rows_that_differ(decoder: Decoder) -> str:
-    shapes = {(each.in_features, each.out_features): each for each in decoder.linears()}
-    for (ins, outs), layer in shapes.items():
-        rows = _rows_that_depend_on_others(layer, decoder)
-        if not rows:
-            continue
-        return (
-            f"a linear layer of {ins} to {outs} in {decoder.config.dtype} gives a row other bits "
-            f"in a batch of {rows} rows than in one of {_MAX_ROWS}"
-        )
-    return ""
-
-
-def _rows_that_depend_on_others(layer: Linear, decoder: Decoder) -> int:
-    """The first number of rows with which a row has other bits, or 0."""
-    generator = torch.Generator().manual_seed(layer.in_features)
-    x = torch.randn(_MAX_ROWS, layer.in_features, generator=generator)
-    x = x.to(decoder.device, decoder.config.dtype)
-    with torch.inference_mode():
+    for layer in decoder.linears():
+        ins, outs = layer.in_features, layer.out_features
+        x = torch.randn(_MAX_ROWS, ins, generator=torch.Generator().manual_seed(ins))
+        x = x.to(decoder.device, decoder.config.dtype)
         together = layer(x)
-        return next(
-            (rows for rows in _ROWS if not torch.equal(layer(x[-rows:]), together[-rows:])), 0
-        )
+        for rows in _ROWS:
+            if not torch.equal(layer(x[-rows:]), together[-rows:]):
+                return (
+                    f"a linear layer of {ins} to {outs} in {decoder.config.dtype} gives a row "
+                    f"other bits in a batch of {rows} rows than in one of {_MAX_ROWS}"
+                )
+    return ""
 
 
 def _tree_that_differs(decoder: Decoder) -> str:

@@ -33,6 +33,11 @@ _MODES = {
 _ACCEPTANCE = {mode: name for name, mode in _MODES.items()} | {
     sampling_pb2.ACCEPTANCE_MODE_UNSPECIFIED: "invariant"
 }
+_SAME = (
+    *("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed"),
+    *("regex", "grammar"),
+)
+"""Parameters that are the same in the message."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
@@ -284,19 +289,12 @@ class Sampling(Checked):
     def to_proto(self) -> sampling_pb2.SamplingParams:
         """The protocol message."""
         return sampling_pb2.SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
+            **{name: getattr(self, name) for name in _SAME},
             top_p=self.top_p,
-            min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
             logit_bias=dict(self.logit_bias or {}),
-            seed=self.key,
             mode=_MODES[self.acceptance],
             json_schema=self._schema_text(),
-            regex=self.regex,
-            grammar=self.grammar,
         )
 
     @staticmethod
@@ -311,17 +309,10 @@ class Sampling(Checked):
                 "acceptance", f"mode {message.mode} is unknown, expected INVARIANT or REJECTION"
             )
         return Sampling(
-            temperature=message.temperature,
-            top_k=message.top_k,
+            **{name: getattr(message, name) for name in _SAME},
             top_p=message.top_p or 1.0,
-            min_p=message.min_p,
             repetition_penalty=message.repetition_penalty or 1.0,
-            presence_penalty=message.presence_penalty,
-            frequency_penalty=message.frequency_penalty,
             logit_bias=dict(message.logit_bias),
-            seed=message.seed,
             acceptance=_ACCEPTANCE[message.mode],
             json_schema=message.json_schema,
-            regex=message.regex,
-            grammar=message.grammar,
         )

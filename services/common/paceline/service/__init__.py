@@ -3,13 +3,13 @@
 Imports no torch.
 """
 
-from paceline.service.interceptor import ServiceError, owner_of
+from paceline.service.interceptor import Gate, ServiceError, owner_of
 from paceline.service.options import (
     OptionsError,
     ServerOptions,
     add_server_arguments,
 )
-from paceline.service.runtime import Gate, Service, check_address, configure_logging, run_server
+from paceline.service.runtime import Service, check_address, configure_logging, run_server
 
 __all__ = [
     "Gate",

@@ -10,8 +10,8 @@ import re
 import secrets
 import ssl
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -241,6 +241,51 @@ _REQUEST_ID_KEY = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
+class Gate:
+    """Admits generations or calls until it is closed, and waits for those in flight.
+
+    Not thread-safe: used on one event loop. A service enters it once per generation, and closes
+    and awaits it in `Service.drain`.
+
+    Attributes:
+        inside: Number of those in flight.
+        closed: True once the service drains.
+    """
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.closed = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Count the body as in flight. Raises ServiceError: UNAVAILABLE with reason DRAINING after
+        `close`."""
+        if self.closed:
+            raise ServiceError.unavailable(
+                "DRAINING",
+                "the service is shutting down and takes no new generations; "
+                "try another instance, or this one again after its restart",
+            )
+        self.inside += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self.inside -= 1
+            if not self.inside:
+                self._empty.set()
+
+    def close(self) -> None:
+        """Refuse new work from now on."""
+        self.closed = True
+
+    async def drained(self) -> None:
+        """Return when nothing is in flight."""
+        await self._empty.wait()
+
+
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Checks the token, maps exceptions to rich statuses, counts and logs calls.
 
@@ -249,6 +294,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     Attributes:
         address: Where the server listens, for spans; set before the first call.
+        calls: The calls in flight, health watchers not counted.
     """
 
     def __init__(
@@ -266,13 +312,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._on_end = on_end
         self._tracer = tracer
         self.address = ""
-        self._running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    async def idle(self) -> None:
-        """Return when no handler runs (health watchers not counted)."""
-        await self._idle.wait()
+        self.calls = Gate()
 
     async def intercept_service(
         self,
@@ -336,12 +376,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         async def guarded(request: Any, context: Any) -> Any:
             token = request_id.set(_request_id_of(context))
             started = time.monotonic()
-            self._running += 1
-            self._idle.clear()
             error: ServiceError | None = None
             outcome = "CANCELLED"
             try:
-                response = await call(request, context)
+                with self.calls.enter():
+                    response = await call(request, context)
                 outcome = "OK"
                 return response
             except ServiceError as raised:
@@ -358,9 +397,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             finally:
                 if error is not None:
                     outcome = error.code.name
-                self._running -= 1
-                if not self._running:
-                    self._idle.set()
                 _log_call(method, outcome, time.monotonic() - started, error)
                 if self._on_end is not None:
                     # Callers could add any number of series by calls of unknown methods.

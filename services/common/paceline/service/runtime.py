@@ -29,7 +29,6 @@ import grpc
 from paceline.service.interceptor import (
     CallInterceptor,
     OnEnd,
-    ServiceError,
     request_id,
     server_credentials,
 )
@@ -147,57 +146,6 @@ def _fields(path: str) -> dict[str, int]:
     """The first number of each line of a file, by the line's name."""
     words = (line.split() for line in Path(path).read_text().splitlines())
     return {line[0].rstrip(":"): int(line[1]) for line in words if len(line) > 1}
-
-
-class Gate:
-    """Admits generations until it is closed, and waits for those in flight.
-
-    Not thread-safe: used on one event loop. A service enters it once per generation, and closes
-    and awaits it in `Service.drain`.
-    """
-
-    def __init__(self) -> None:
-        self._inside = 0
-        self._closed = False
-        self._empty = asyncio.Event()
-        self._empty.set()
-
-    @property
-    def inside(self) -> int:
-        """Number of generations in flight."""
-        return self._inside
-
-    @property
-    def closed(self) -> bool:
-        """True once the service drains."""
-        return self._closed
-
-    @contextmanager
-    def enter(self) -> Iterator[None]:
-        """Count a generation in flight for the body. Raises ServiceError: UNAVAILABLE with reason
-        DRAINING after `close`."""
-        if self._closed:
-            raise ServiceError.unavailable(
-                "DRAINING",
-                "the service is shutting down and takes no new generations; "
-                "try another instance, or this one again after its restart",
-            )
-        self._inside += 1
-        self._empty.clear()
-        try:
-            yield
-        finally:
-            self._inside -= 1
-            if not self._inside:
-                self._empty.set()
-
-    def close(self) -> None:
-        """Refuse new work from now on."""
-        self._closed = True
-
-    async def drained(self) -> None:
-        """Return when no generation is in flight."""
-        await self._empty.wait()
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -396,7 +344,7 @@ async def _serve(
     finally:
         await server.stop(0 if stop.hard.is_set() else CLOSE_GRACE_SECONDS)
         with suppress(TimeoutError):
-            await asyncio.wait_for(interceptor.idle(), CANCEL_GRACE_SECONDS)
+            await asyncio.wait_for(interceptor.calls.drained(), CANCEL_GRACE_SECONDS)
 
 
 async def _add_health(server: grpc.aio.Server, names: tuple[str, ...]) -> Any:
