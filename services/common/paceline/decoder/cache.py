@@ -55,14 +55,8 @@ class LocalCache:
         self._keep(grown)
 
     def commit(self, path: Sequence[int]) -> None:
-        """Commit these nodes of the block, in order, and drop the others.
-
-        Args:
-            path: Block indices from the root down, strictly rising.
-
-        Raises:
-            ValueError: The indices do not rise or lie outside the cache.
-        """
+        """Commit these nodes of the block, by strictly rising indices from the root down, and drop
+        the others. Raises ``ValueError``: the indices do not rise or lie outside the cache."""
         nodes = list(path)
         if any(b <= a for a, b in zip([-1, *nodes], nodes, strict=False)):
             raise ValueError(f"path {nodes} must be strictly rising block indices")

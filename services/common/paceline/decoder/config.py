@@ -323,15 +323,9 @@ def rope_parameters(hf: Any, layers: str = "full_attention") -> dict[str, Any]:
 
 
 def check_rope(hf: Any, *, partial: bool = True) -> None:
-    """Refuse rotary embeddings that :func:`rope_frequencies` does not support.
-
-    Args:
-        hf: A transformers config.
-        partial: Whether the model may leave dimensions of a head as they are.
-
-    Raises:
-        UnsupportedModelError: Another type, or a partial one.
-    """
+    """Refuse rotary embeddings that :func:`rope_frequencies` does not support, and, unless
+    ``partial``, those that leave dimensions of a head as they are. Raises
+    ``UnsupportedModelError``: it is one."""
     for layers in ("full_attention", "sliding_attention"):
         rope_type = rope_parameters(hf, layers).get("rope_type", "default")
         if rope_type not in SUPPORTED_ROPE:

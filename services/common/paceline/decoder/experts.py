@@ -55,10 +55,8 @@ class ExpertTensors(Tensors[Weight]):
     def __init__(self, folder: Checkpoint, *, interleaved: bool) -> None:
         """Take a folder's tensors, each read on access.
 
-        Args:
-            folder: The folder.
-            interleaved: Tensors of all experts are ``[experts, ins, outs]`` with gates and ups in
-                turns (gpt-oss), not ``[experts, outs, ins]`` with all gates first.
+        ``interleaved``: those of all experts are ``[experts, ins, outs]`` with gates and ups in
+        turns (gpt-oss), not ``[experts, outs, ins]`` with all gates first.
         """
         self._folder, self._interleaved = folder, interleaved
         self._names: dict[str, str | _Part] = {}

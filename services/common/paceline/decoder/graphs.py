@@ -71,12 +71,7 @@ class GraphRunner:
     """
 
     def __init__(self, decoder: Decoder, planes: KVCacheView) -> None:
-        """Make a runner without graphs.
-
-        Args:
-            decoder: The model.
-            planes: The cache of any sequence in the pool of all batches.
-        """
+        """Make a runner without graphs; ``planes`` is the cache of any sequence in the pool."""
         self._decoder = decoder
         self._planes = planes
         key = planes.layer(0)[0]

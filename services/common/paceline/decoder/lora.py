@@ -43,15 +43,8 @@ class LoraModel(ModelSource):
     """A model with an adapter: that of the model but for its weights and fingerprint."""
 
     def __init__(self, base: ModelSource, folder: Path) -> None:
-        """Open an adapter, and check that it is one that can be merged into the model.
-
-        Args:
-            base: The model.
-            folder: A PEFT folder: ``adapter_config.json`` and ``adapter_model.safetensors``.
-
-        Raises:
-            UnsupportedModelError: The folder has no such adapter, or it does not fit the model.
-        """
+        """Open a PEFT folder: ``adapter_config.json`` and ``adapter_model.safetensors``. Raises
+        ``UnsupportedModelError``: it has no such adapter, or one that does not fit the model."""
         from safetensors import SafetensorError, safe_open
 
         self.path, self._base, self._folder = base.path, base, folder

@@ -92,12 +92,8 @@ class AttentionObserver(Protocol):
         ...
 
     def attended(self, layer: int, q: Tensor) -> None:
-        """Called after the pass for layers with wanted rows, with their queries after RoPE.
-
-        Args:
-            layer: The layer.
-            q: float32 ``[n, Hq, D]``, in the order of :meth:`rows`.
-        """
+        """Called after the pass for layers with wanted rows, with their queries after RoPE, float32
+        ``[n, Hq, D]`` in the order of :meth:`rows`."""
         ...
 
 

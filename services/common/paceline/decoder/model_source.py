@@ -35,12 +35,10 @@ _CHILD_SECONDS = 60.0
 
 
 def remembered(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
-    """What ``make`` returned for the same facts, now or in an earlier process.
+    """What ``make`` returned for the same facts, now or in an earlier process: a value of JSON.
 
-    Args:
-        facts: All that the value depends on, besides the version of transformers; each with a
-            ``repr`` that shows its value.
-        make: Makes the value, which JSON can store. What it raises is not stored.
+    ``facts`` are all that it depends on, besides the version of transformers; each has a ``repr``
+    that shows its value. What ``make`` raises is not stored.
     """
     file = cache_file("configs", (_FORMAT, version("transformers"), facts))
     with suppress(OSError, ValueError):  # it is not stored, or damaged
@@ -129,12 +127,9 @@ class ModelSource(ABC):
     def config(self, weights: torch.dtype | str = "auto") -> DecoderConfig:
         """The decoder's configuration, kept between starts.
 
-        Args:
-            weights: float32, bfloat16, int8, int4, fp8, or auto for the stored format (bfloat16
-                for float16).
-
-        Raises:
-            UnsupportedModelError: Architecture, feature or format that is not supported.
+        ``weights`` are float32, bfloat16, int8, int4, fp8, or auto for the stored format (bfloat16
+        for float16). Raises ``UnsupportedModelError``: an architecture, feature or format is not
+        supported.
         """
 
         def read() -> Any:

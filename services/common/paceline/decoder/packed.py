@@ -41,15 +41,9 @@ class PackedWeights:
     """
 
     def __init__(self, file: int) -> None:
-        """Map what :func:`publish` returned, in this process or another.
-
-        Args:
-            file: The descriptor; the caller closes it.
-
-        Raises:
-            OSError: It is no memfd, or cannot be mapped.
-            ValueError: It is not sealed, or was written in another layout.
-        """
+        """Map what :func:`publish` returned, in this process or another; the caller closes it.
+        Raises ``OSError``: it is no memfd, or cannot be mapped. Raises ``ValueError``: it is not
+        sealed, or was written in another layout."""
         if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise ValueError("the packed weights are not sealed")
         memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)

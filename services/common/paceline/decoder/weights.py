@@ -312,13 +312,8 @@ class Linear:
     def __init__(
         self, weight: Weight | PackedMatrix | Float8Matrix, bias: Tensor | None = None
     ) -> None:
-        """Make a layer.
-
-        Args:
-            weight: ``[out, in]`` in float32, bfloat16, blocks or 8-bit floats. A packed one
-                contains its bias.
-            bias: ``[out]``, or None.
-        """
+        """Make a layer of a weight ``[out, in]`` in float32, bfloat16, blocks or 8-bit floats, and
+        a bias ``[out]`` or None. A packed weight contains its bias."""
         self.packed: PackedMatrix | None = None
         if isinstance(weight, PackedMatrix):
             self.packed = weight

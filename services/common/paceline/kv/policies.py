@@ -46,15 +46,8 @@ def kv_policies() -> Mapping[str, EntryPoint]:
 
 
 def load_policy(name: str) -> PolicyFactory:
-    """Returns the factory of a policy.
-
-    Args:
-        name: Name of the policy; empty: ``streaming``.
-
-    Raises:
-        ValueError: No such policy is installed.
-        Exception: What importing the policy's module raises.
-    """
+    """Returns the factory of a policy; without a name that of ``streaming``. Raises ``ValueError``:
+    no such policy is installed. Raises what importing the policy's module raises."""
     policies = kv_policies()
     if (name or STREAMING) not in policies:
         raise ValueError(

@@ -77,13 +77,9 @@ class ScoreObserver(ABC):
         self._known: torch.cuda.Event | None = None
 
     def best(self, scores: Tensor, count: int) -> Tensor:
-        """The chunks with the highest scores; of equal ones any.
-
-        A GPU selects them beside the step that runs, and only their positions are copied.
-
-        Args:
-            scores: What :attr:`scores` was.
-            count: Chunks of each layer, at most as many as have scores.
+        """The ``count`` chunks of each layer with the highest of scores that were :attr:`scores`;
+        of equal ones any. A GPU selects them beside the step that runs, and only their positions
+        are copied.
 
         Returns:
             Their rising positions, int64 ``[layers, count * chunk]`` on the CPU.
@@ -109,25 +105,16 @@ class ScoreObserver(ABC):
 
     @abstractmethod
     def begin(self, block: int, nodes: Sequence[int], prefix: int) -> None:
-        """Begin a step.
-
-        Args:
-            block: Index of the sequence's block in the plan.
-            nodes: Rows of the block that are observed, as :meth:`nodes` returned them.
-            prefix: Committed positions. Unit: tokens.
-        """
+        """Begin a step that observes nodes, as :meth:`nodes` returned them, of this block of the
+        plan, behind a prefix of so many committed positions."""
 
     def probes(self, layer: int) -> Sequence[Probe]:
         """Returns the scores or weights that the attention kernel is to store in a layer."""
         return ()
 
     def attended(self, layer: int, q: Tensor) -> None:  # noqa: B027 - only if queries are wanted
-        """Called after the pass with the queries of the observed nodes in one of the layers.
-
-        Args:
-            layer: Which one.
-            q: Queries after RoPE, float32 ``[nodes, Hq, D]``.
-        """
+        """Called after the pass with the queries of the observed nodes in one of the layers, after
+        RoPE, float32 ``[nodes, Hq, D]``."""
 
     def scratch(self) -> Tensor | None:
         """Returns a buffer where a captured CUDA graph can store the scores of all layers.

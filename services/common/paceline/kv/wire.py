@@ -41,11 +41,8 @@ def position_bytes(heads: int, head_dim: int, wire: kv_pb2.KvDtype) -> int:
 
 
 def encode(plane: Tensor, wire: kv_pb2.KvDtype) -> tuple[bytes, list[float]]:
-    """Encode keys or values.
-
-    Args:
-        plane: ``[heads, n, D]`` on the CPU; int8 as in :mod:`paceline.kernels.caches`.
-        wire: Type on the wire.
+    """Encode keys or values, ``[heads, n, D]`` on the CPU; int8 as in
+    :mod:`paceline.kernels.caches`.
 
     Returns:
         Row-major bytes, and the scales, row-major ``[heads, n]``; none for types without scales. A

@@ -300,14 +300,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def __init__(
         self, token: str | None, on_end: OnEnd | None = None, tracer: Tracer | None = None
     ) -> None:
-        """Make an interceptor.
-
-        Args:
-            token: required of callers; None: not required.
-            on_end: called when a call has ended.
-            tracer: makes spans of unary calls with a traceparent in their metadata; messages of
-                streams have their own.
-        """
+        """Make an interceptor. A token is required of callers, if there is one; `on_end` is called
+        when a call has ended; `tracer` makes spans of unary calls with a traceparent in their
+        metadata (messages of streams have their own)."""
         self._token = token
         self._on_end = on_end
         self._tracer = tracer

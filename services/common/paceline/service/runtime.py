@@ -44,12 +44,8 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 def configure_logging(format: LogFormat = "auto", level: str = "INFO") -> None:
-    """Send all logs of this process to stderr.
-
-    Args:
-        format: "auto" is "text" when stderr is a terminal and "json" otherwise.
-        level: least severe level shown, such as "DEBUG".
-    """
+    """Send all logs of this process to stderr, from a level such as "DEBUG" on. The format "auto"
+    is "text" when stderr is a terminal and "json" otherwise."""
     readable = format == "text" or (format == "auto" and sys.stderr.isatty())
     handler = logging.StreamHandler()
     handler.setFormatter(TextFormatter() if readable else JsonFormatter())

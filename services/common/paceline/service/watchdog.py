@@ -45,16 +45,10 @@ class Watchdog:
     async def watch(
         self, fault: Future[None], find_fault: Callable[[], Exception | None] | None = None
     ) -> None:
-        """Wait until the service cannot go on.
+        """Wait until the service cannot go on, and raise why: ``fault``, which another thread has
+        set, or what ``find_fault`` returns, which is asked every second.
 
         If work hangs, nothing can be freed any more: the process ends at once.
-
-        Args:
-            fault: Fails if another thread has found out.
-            find_fault: Asked every second for an error to raise.
-
-        Raises:
-            Exception: That of ``fault`` or ``find_fault``.
         """
         waiting = asyncio.wrap_future(fault)
         idle = find_fault is None and self._limit == math.inf

@@ -69,13 +69,8 @@ def http_span(
     """The span of an HTTP request around the body, as the current span; None without tracing.
 
     It joins the trace in the request's headers, or begins one. The sampler decides whether it is
-    recorded, by default as the caller did.
-
-    Args:
-        method: HTTP method; one that HTTP does not define becomes `_OTHER`.
-        route: Path template, such as "/v1/models/{name}".
-        headers: Of the request.
-        attributes: By `names.Attribute`.
+    recorded, by default as the caller did. A method that HTTP does not define becomes `_OTHER`;
+    `route` is a path template, such as "/v1/models/{name}".
     """
     source = tracer()
     if source is None:
@@ -132,17 +127,11 @@ def add_server_span(
     attributes: Attributes,
     error: BaseException | None = None,
 ) -> None:
-    """Add a service's span that has ended; none without a valid traceparent.
+    """Add a service's span that has ended, with an error if its work failed; none without a valid
+    traceparent.
 
-    Args:
-        tracer: Of this process.
-        name: One of `names.Span`.
-        traceparent: Of the caller.
-        began_ns: When the message arrived. Unit: nanoseconds since 1970.
-        ended_ns: When the answer was sent; None: now. A span that ends later would outlast its
-            parent, which ends with the answer.
-        attributes: By `names.Attribute`.
-        error: The error that the work failed with, if any.
+    It began when the message arrived, and ended when the answer was sent; None: now. A span that
+    ends later would outlast its parent, which ends with the answer. Unit: nanoseconds since 1970.
     """
     span = _start(tracer, name, traceparent, attributes, began_ns)
     if span is not None:

@@ -174,16 +174,8 @@ class VerifierMetrics(Collector):
         follows: FollowCounts,
         joined: Callable[[], Iterable[verifier_pb2.JoinedService]],
     ) -> None:
-        """Add the metrics of a verifier to a registry.
-
-        Args:
-            registry: The registry.
-            model: The served model.
-            store: The caches.
-            engine: The engine.
-            follows: Counts of streams that follow caches.
-            joined: Lists the drafter services that have joined.
-        """
+        """Add the metrics of a verifier to a registry; ``joined`` lists the services that have
+        joined."""
         self._model, self._store, self._engine = model.name, store, engine
         self._follows, self._joined = follows, joined
         fixed = {"model_name": model.name, "gen_ai_request_model": model.name}

@@ -51,14 +51,8 @@ def read_model_info(
 ) -> ModelInfo:
     """Describe a loaded model. Reads all weight files once for the fingerprint.
 
-    Args:
-        source: The model on disk.
-        decoder: The model.
-        max_context: Maximum length of prompt and output together; None: the model's own limit.
-        lease_seconds: Lifetime of a cache without use.
-
-    Raises:
-        ValueError: ``max_context`` is more than the model's own limit, or less than 2.
+    ``max_context`` is the maximum length of prompt and output together; None: the model's own
+    limit. Raises ``ValueError``: it is more than that limit, or less than 2.
     """
     config = decoder.config
     context = config.max_position if max_context is None else max_context

@@ -224,16 +224,8 @@ class CacheStore:
         prefixes: PrefixCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make an empty store.
-
-        Args:
-            memory: KV memory of all caches.
-            free: Ends a sequence; the engine's ``release``.
-            max_sequences: Maximum number of caches.
-            lease_seconds: Lifetime of a cache without use. Unit: seconds.
-            prefixes: Ended texts that the engine keeps; None: none.
-            clock: Monotonic clock. Unit: seconds.
-        """
+        """Make an empty store; ``free`` ends a sequence, ``prefixes`` are the ended texts that the
+        engine keeps. Unit of ``lease_seconds`` and of the clock, which is monotonic: seconds."""
         self.memory = memory
         self.prefixes = PrefixCache(0) if prefixes is None else prefixes
         self.lease_seconds = lease_seconds
@@ -332,11 +324,8 @@ class CacheStore:
     async def release(self, cache: Cache, error: str = "") -> None:
         """Invalidate the capabilities at once, and free the memory when no step uses it.
 
-        A second call only waits. A cancelled call frees the memory too.
-
-        Args:
-            cache: The cache.
-            error: Name of the fault that ended the generation; empty: none did.
+        A second call only waits. A cancelled call frees the memory too. ``error`` names the fault
+        that ended the generation; empty: none did.
         """
         if not cache.released:
             cache.released = True
@@ -353,13 +342,11 @@ class CacheStore:
             await asyncio.shield(self._releasing[cache])
 
     async def make_room(self, since: float) -> None:
-        """Release the youngest unfinished generation, unless memory was freed meanwhile.
+        """Release the youngest unfinished generation, unless memory was freed since a time of
+        perf_counter, when the job that found none began to wait for its step.
 
         Its client creates its cache again when there is memory; the tokens are the same. The oldest
         is never released, so one generation always comes to its end.
-
-        Args:
-            since: When the job that found no memory began to wait for its step (perf_counter).
         """
         async with self._preempting:
             if self._freed_at > since:

@@ -69,12 +69,9 @@ class Sampler:
     ) -> None:
         """Make a sampler for one step of a sequence.
 
-        Args:
-            sequence: The sequence.
-            logits: Of the anchor and the tree's nodes, ``[1 + nodes, V]`` on the CPU.
-            tree: The tree.
-            tokens: The token after each row, where the device chose them; logits are needed then
-                for log-probabilities only.
+        ``logits`` are those of the anchor and the tree's nodes, ``[1 + nodes, V]`` on the CPU.
+        ``tokens`` has the token after each row, where the device chose them; logits are needed then
+        for log-probabilities only.
         """
         self._sequence = sequence
         self._logits = logits
@@ -126,15 +123,8 @@ def _proposal(chain: TokenTree, node: int) -> Proposal:
 
 
 def score_prompt(sequence: Sequence, logits: Tensor) -> list[tuple[float, list[tuple[int, float]]]]:
-    """Log-probabilities of the prompt's tokens after the committed ones.
-
-    Args:
-        sequence: A sequence before the commit of these positions.
-        logits: Of consecutive positions from the committed length on, ``[rows, V]``; may be empty.
-
-    Returns:
-        For each row the next token's raw log-probability, and the likeliest tokens with theirs.
-    """
+    """For each row of logits, ``[rows, V]`` of consecutive positions from the committed length on,
+    the raw log-probability of the prompt's next token, and the likeliest tokens with theirs."""
     first, top = sequence.committed + 1, sequence.generation.prompt_logprobs or 0
     tokens = sequence.tokens[first : first + len(logits)]
     return [raw_logprobs(row, token, top) for row, token in zip(logits, tokens, strict=True)]
@@ -194,13 +184,8 @@ def accept_batch(
     states: HiddenStates,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> list[StepOutput | None]:
-    """Accept the tokens of every entry of a batch. A GPU is waited for once.
-
-    Args:
-        entries: Of the batch.
-        logits: Of the whole batch, ``[rows, V]``.
-        states: Outputs of tapped layers for the whole batch.
-        meanwhile: Called once a GPU has all its work, before it is waited for.
+    """Accept the tokens of every entry of a batch, by its logits ``[rows, V]`` and outputs of
+    tapped layers. A GPU is waited for once, after ``meanwhile`` was called.
 
     Returns:
         The output of each entry; None in the middle of a prefill, and for a job that failed.

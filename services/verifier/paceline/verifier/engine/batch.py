@@ -62,14 +62,8 @@ class BatchObserver:
         return len(self._observed)
 
     def add(self, observer: ScoreObserver, block: int, segment: TreeSegment, first: int) -> None:
-        """Add the observer of one sequence.
-
-        Args:
-            observer: The observer; its step begins.
-            block: Index of the sequence's block in the plan.
-            segment: That block.
-            first: Its first row in the batch.
-        """
+        """Add the observer of a sequence, whose step begins: of a ``segment``, which is this block
+        of the plan and begins at the row ``first`` of the batch."""
         nodes = observer.nodes(segment)
         observer.begin(block, nodes, segment.start)
         rows = tuple(first + node for node in nodes)
@@ -91,12 +85,9 @@ class BatchObserver:
     def scratch(self, windows: Items[int | None]) -> tuple[tuple[int, ...], list[ProbedBlock]]:
         """Returns what a captured graph has to store: layers, and blocks with scratch buffers.
 
-        Args:
-            windows: Sliding window of each layer of the model, or None.
-
-        Returns:
-            Nothing if one captured graph cannot serve all observers: it stores scores or weights of
-            the same layers for all, of layers without a window, and once for each block.
+        Nothing if one graph cannot serve all observers: it stores scores or weights of the same
+        layers for all, of layers without a window (``windows``: of each layer, or None), and once
+        for each block.
         """
         observed = {tuple(each.observer.layers) for each in self._observed}
         if len(observed) != 1 or len({e.block for e in self._observed}) < len(self._observed):
@@ -227,11 +218,8 @@ class Batch:
     def forward(
         self, decoder: Decoder, graphs: GraphRunner | None = None
     ) -> tuple[Tensor, HiddenStates]:
-        """Run the model, which writes the KV of all blocks.
-
-        Args:
-            decoder: The model.
-            graphs: Its CUDA graphs; a batch that no graph can run is run without.
+        """Run the model, or a CUDA graph of it that can run the batch, which writes the KV of all
+        blocks.
 
         Returns:
             Logits ``[rows, V]`` on the model's device, and the outputs of all layers whose hidden

@@ -164,12 +164,7 @@ class Drafting:
     """
 
     def __init__(self, waiter: Waiter, read_tree: ReadTree) -> None:
-        """Make it without services.
-
-        Args:
-            waiter: The engine thread's.
-            read_tree: Reads and checks a tree.
-        """
+        """Make it without services; ``waiter`` is the engine thread's."""
         self.links: list[Link] = []
         self.waiting: dict[Decode, float] = {}
         self.ready: list[Decode] = []
@@ -217,18 +212,13 @@ class Drafting:
         return next(filter(None, names), None)
 
     def ask(self, job: Decode, nodes: int, now: float) -> bool:
-        """Request a tree for the next step of a generation; it is sent by :meth:`flush`.
+        """Request a tree of at most so many nodes for the next step of a generation, which waits
+        then. It is sent by :meth:`flush`.
 
         While a service opens the sequence, which takes it several plain steps, the generation goes
         on without trees, unless it drafts in every step.
 
-        Args:
-            job: The generation; it waits then.
-            nodes: Maximum number of nodes.
-            now: The time (time.perf_counter).
-
-        Returns:
-            Whether it was requested. If not, the job's ``no_draft`` says why.
+        Returns whether it was requested. If not, the job's ``no_draft`` says why.
         """
         job.no_draft = NoDraft.NOT_READY
         sequence = job.sequence_at_drafter or self._open(job, now)
@@ -477,12 +467,8 @@ class Drafting:
 def eligible(
     links: Iterable[exchange_pb2.DrafterList], drafter: str
 ) -> list[drafter_pb2.DrafterInfo]:
-    """All versions of a drafter that a generation may be given.
-
-    Args:
-        links: The drafters of each service that has joined.
-        drafter: NAME or NAME@VERSION; empty: the default.
-    """
+    """All versions of a drafter that a generation may be given, by the drafters of each service
+    that has joined and NAME, NAME@VERSION, or nothing for the default."""
     lists = list(links)
     name, _, version = drafter.partition("@")
     if not drafter:

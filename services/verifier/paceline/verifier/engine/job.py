@@ -519,14 +519,8 @@ class Sequence:
 
     def record(self, first: int, states: HiddenStates, rows: slice | list[int]) -> None:
         """Keep hidden states of positions about to be committed, if the request has taps and the
-        device has not kept them.
-
-        Args:
-            first: First position.
-            states: Outputs of tapped layers for a whole batch, by layer, ``[M, hidden]`` each;
-                empty if the device has kept them.
-            rows: The rows of these positions, in order.
-        """
+        device has not kept them: the given rows, for positions from ``first`` on, of the outputs of
+        tapped layers for a whole batch."""
         if self.segment.taps is not None and states:
             self.segment.taps.record(first, states, rows)
 

@@ -102,13 +102,8 @@ class TapRows(ABC):
 
     @abstractmethod
     def record(self, first: int, states: Mapping[int, Tensor], rows: slice | list[int]) -> None:
-        """Write the rows of positions from ``first`` on.
-
-        Args:
-            first: Position of the first row.
-            states: Outputs of the layers, ``[M, hidden]`` each, on the device of the rows.
-            rows: The rows to write, in order of positions.
-        """
+        """Write the rows of positions from ``first`` on: these rows of the outputs of the layers,
+        ``[M, hidden]`` each, on the device of the rows, in order of positions."""
 
     @abstractmethod
     def gather(self, layers: Sequence[int], begin: int, end: int) -> list[Tensor]:
@@ -123,16 +118,11 @@ class TapRows(ABC):
         return max(self.first, committed + self.ahead - self.layout.slots)
 
     def reusable(self, source: TapRows | None, committed: int, shared: int) -> int:
-        """Returns how many positions can be copied from another cache with their hidden states.
+        """Returns how many positions of a common prefix can be copied with their hidden states from
+        another cache, by its hidden states and committed length.
 
-        Args:
-            source: Hidden states of the other cache, or None.
-            committed: Committed length of the other cache.
-            shared: Length of the common prefix of both texts.
-
-        Returns:
-            ``shared`` if the other cache has all rows of the window; else fewer, so that prefill
-            computes the missing rows again.
+        All ``shared`` ones if it has all rows of the window; else fewer, so that prefill computes
+        the missing rows again.
         """
         taps = self.layout.taps
         needed = max(0, shared - taps.window) if taps.window else 0
@@ -275,15 +265,8 @@ class SequenceKv(ABC):
     ) -> None:
         """Make a segment. It has an address range, but memory for its header only.
 
-        Args:
-            layout: Shape of the model's KV.
-            capacity: Slots.
-            body_bytes: Size of the body.
-            taps: Hidden states; None: none are kept.
-            pages: The pool of the KV's pages; None: the KV is in the body.
-
-        Raises:
-            OutOfMemory: It cannot be made or mapped.
+        ``taps`` describes the hidden states that are kept, ``pages`` the pool of the KV's pages;
+        without it the KV is in the body. Raises ``OutOfMemory``: it cannot be made or mapped.
         """
         self.layout = layout
         self.capacity = capacity
@@ -316,15 +299,8 @@ class SequenceKv(ABC):
 
     @abstractmethod
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy keys and values of some positions to the CPU.
-
-        Args:
-            layer: Counted from 0.
-            positions: int64 ``[n]`` on the CPU.
-
-        Returns:
-            Each ``[kv_heads, n, head_dim]`` (int8 with its scales).
-        """
+        """Copy keys and values of a layer at positions, int64 ``[n]`` on the CPU, to the CPU: each
+        ``[kv_heads, n, head_dim]`` (int8 with its scales)."""
 
     def reserve(self, tokens: int) -> None:
         """Give memory to the first ``tokens`` slots, rounded up to steps of 256. Raises
@@ -362,12 +338,7 @@ class SequenceKv(ABC):
 
     def keep(self, slots: list[int], start: int, *, moved: bool = False) -> None:
         """Move the KV at ``slots`` to ``start``, ``start + 1``, ...; none moves to a later slot.
-
-        Args:
-            slots: Where it is.
-            start: Where it goes.
-            moved: Whether it has moved in this process.
-        """
+        ``moved``: in this process it has moved."""
         if self.followers is not None:
             self.followers.keep(self, slots, start)
         if not moved:

@@ -62,19 +62,10 @@ class PagePool:
         driver: CudaDriver | None = None,
         followers: Followers | None = None,
     ) -> None:
-        """Allocate all of it.
+        """Allocate whole pages of at most ``kv_bytes``.
 
-        Args:
-            layout: Shape of the model's KV.
-            device: Device of the memory.
-            kv_bytes: Size, rounded down to whole pages. Unit: bytes.
-            max_sequences: Maximum number of sequences at once.
-            max_context: Longest text. Unit: tokens.
-            driver: Driver that allocates; None: libcuda for a GPU, PyTorch on the CPU.
-            followers: See :class:`SequenceKv`.
-
-        Raises:
-            OutOfMemory: The device has too little memory, or the size is less than a page.
+        ``driver`` allocates; None: libcuda for a GPU, PyTorch on the CPU. Raises ``OutOfMemory``:
+        the device has too little memory, or the size is less than a page.
         """
         self.layout = layout
         self.device = device
@@ -328,13 +319,7 @@ class TapPages(TapRows):
     ahead = TAP_AHEAD
 
     def __init__(self, layout: TapLayout, pool: PagePool, table: Tensor) -> None:
-        """Take no pages yet.
-
-        Args:
-            layout: Their layout.
-            pool: Pool of the pages.
-            table: The page table, int32 in the cache's file.
-        """
+        """Take no pages yet; ``table`` is the page table, int32 in the cache's file."""
         super().__init__(layout)
         self.pages: list[int] = []
         self.pool = pool
@@ -409,16 +394,8 @@ class PagedKv(SequenceKv):
     taps: TapPages | None = None
 
     def __init__(self, pool: PagePool, capacity: int, taps: TapLayout | None = None) -> None:
-        """Take a page table, and no pages yet.
-
-        Args:
-            pool: Pool of the pages.
-            capacity: Slots, a multiple of 256.
-            taps: Layout of the hidden states; None: none are kept.
-
-        Raises:
-            OutOfMemory: No page table is free, or there is no memory.
-        """
+        """Take a page table for so many slots, a multiple of 256, and no pages yet. Raises
+        ``OutOfMemory``: no page table is free, or there is no memory."""
         entries = capacity // PAGE_TOKENS
         if entries > pool.tables.shape[1]:
             raise OutOfMemory(f"{capacity} tokens need more pages than a table of the pool has")

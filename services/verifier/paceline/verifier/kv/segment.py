@@ -123,16 +123,8 @@ class Segment(SequenceKv):
     """
 
     def __init__(self, memory: SegmentMemory, capacity: int, taps: TapLayout | None = None) -> None:
-        """Make a segment. It has an address range, but memory for its header only.
-
-        Args:
-            memory: Where it takes its memory from.
-            capacity: Slots, a multiple of 256.
-            taps: Layout of the hidden states; None: none are kept.
-
-        Raises:
-            OutOfMemory: It cannot be made or mapped.
-        """
+        """Make a segment of so many slots, a multiple of 256. It has an address range, but memory
+        for its header only. Raises ``OutOfMemory``: it cannot be made or mapped."""
         layout = memory.layout
         kv_bytes = capacity * layout.token_bytes
         self._taps_offset = HEADER_BYTES + kv_bytes

@@ -51,13 +51,9 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
     ) -> None:
         """Make a servicer; :meth:`start` opens its socket.
 
-        Args:
-            model: The served model.
-            engine: The engine.
-            store: The caches.
-            path: File of the Unix socket, which drafter services must see under the same path;
-                None: it has an abstract name, for the network namespace of this process.
-            weights: Descriptor of the packed weights; None: they are not shared.
+        ``path`` is the file of the Unix socket, which drafter services must see under the same
+        path; None: it has an abstract name, for the network namespace of this process. ``weights``
+        is the descriptor of the packed weights; None: they are not shared.
         """
         self._model = model
         self._engine = engine
@@ -84,11 +80,8 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         ]
 
     def taps(self, drafter: str | None) -> Taps | None:
-        """Hidden states that a cache must keep for a drafter.
-
-        Args:
-            drafter: NAME or NAME@VERSION; empty: the default; None: no drafter.
-        """
+        """Hidden states that a cache must keep for a drafter: NAME or NAME@VERSION; empty: the
+        default; None: no drafter."""
         if drafter is None:
             return None
         layers, window = hidden_states((link.drafters for link in self._links), drafter)
@@ -98,11 +91,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         return Taps(layers, window if window < self._model.max_context else 0)
 
     def scored(self, drafter: str | None) -> set[tuple[str, tuple[int, ...]]]:
-        """Selection policies of a drafter that score positions, each with its layers.
-
-        Args:
-            drafter: As of :meth:`taps`.
-        """
+        """Selection policies of a drafter (see :meth:`taps`) that score positions, and layers."""
         links = (link.drafters for link in self._links)
         found = eligible(links, drafter) if drafter is not None else ()
         return {(each.kv_policy, tuple(each.scored_layers)) for each in found if each.kv_policy}

@@ -31,13 +31,8 @@ class StateFeed:
     """
 
     def __init__(self, cache: Cache, layers: Sequence[int], window: int) -> None:
-        """Start from a drafter that has no rows.
-
-        Args:
-            cache: The followed cache, which keeps the hidden states of these layers.
-            layers: Layers sent, counted from 0.
-            window: Only this many newest positions; 0: all. Unit: tokens.
-        """
+        """Start from a drafter that has no rows. It is sent layers that the cache keeps, of the
+        newest positions of ``window`` only; 0: of all. Unit: tokens."""
         self._sequence = cache.sequence
         self._layers = layers
         self._window = window
@@ -52,10 +47,8 @@ class StateFeed:
     ) -> Iterator[list[verifier_pb2.HiddenStates]]:
         """Yields the rows up to a committed length, in pieces of one message each.
 
-        Args:
-            committed: The committed length now. Unit: tokens.
-            message_bytes: Maximum size of a piece, unless one position is larger. Between two
-                pieces the caller may wait, but the cache must not be released.
+        A piece has at most ``message_bytes``, unless one position is larger. Between two pieces the
+        caller may wait, but the cache must not be released.
         """
         rows = max(1, message_bytes // self.row_bytes)
         begin = max(self._next, committed - self._window if self._window else 0)
@@ -129,14 +122,9 @@ class FollowStream:
     ) -> None:
         """Start from a drafter that has no positions.
 
-        Args:
-            cache: The followed cache.
-            layers: Layers sent, counted from 0.
-            policy: Chooses positions of these layers.
-            budget: Maximum number of positions per layer. Unit: tokens.
-            wire: Type of keys and values on the wire; None: chunks carry positions only.
-            states: Hidden states to send along; None: none.
-            counts: Where the stream is counted; None: nowhere.
+        ``policy`` chooses at most ``budget`` positions of each of the layers, which are counted
+        from 0. ``wire`` is the type of keys and values on the wire; None: chunks carry positions
+        only.
         """
         layout = cache.sequence.segment.layout
         self._cache = cache

@@ -75,17 +75,8 @@ _invalid = ServiceError.invalid_argument
 async def read_generation(
     request: verifier_pb2.CreateCacheRequest, model: Model, grammars: Grammars, taps: Taps | None
 ) -> GenerationParams:
-    """Read and check a generation request.
-
-    Args:
-        request: The request.
-        model: The served model.
-        grammars: Compiler for the request's constraint.
-        taps: Hidden states that its drafter reads; None: none.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Read and check a generation request; ``taps`` are the hidden states that its drafter reads.
+    Raises ``ServiceError``: INVALID_ARGUMENT."""
     prompt, output = request.prompt_tokens, request.output_tokens
     if not prompt:
         raise _invalid("PROMPT_EMPTY", "the prompt has no token; send at least one")
@@ -155,16 +146,8 @@ def read_sampling(message: sampling_pb2.SamplingParams, model: Model) -> Samplin
 
 
 def read_tree(message: tree_pb2.TokenTree, model: Model, sequence: Sequence) -> TokenTree:
-    """Read and check a drafted tree.
-
-    Args:
-        message: The tree.
-        model: The served model.
-        sequence: What it was drafted for.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Read and check a tree that was drafted for a sequence. Raises ``ServiceError``:
+    INVALID_ARGUMENT."""
     sampling = sequence.generation.sampling
     if len(message.distributions) and not sampling.rejection:
         raise _invalid(

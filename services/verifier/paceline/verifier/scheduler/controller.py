@@ -99,13 +99,7 @@ class SequenceState:
     """
 
     def __init__(self, name: str | None, drafter: Account, now: float) -> None:
-        """Begin with the account of its drafter.
-
-        Args:
-            name: Name of its drafter; None: none drafts for it.
-            drafter: Account of the drafter.
-            now: Reading of the plain clock.
-        """
+        """Begin with the account of its drafter; ``now`` is the reading of the plain clock."""
         self.name = name
         self.own = replace(drafter, balance=min(drafter.balance, 0.0), trials=-1.0)
         self.drafting = False
@@ -141,13 +135,7 @@ class SequenceState:
         self.drafting |= budget > 0
 
     def answered(self, now: float, emitted: int, *, tree: bool) -> None:
-        """A step gave it tokens.
-
-        Args:
-            now: Reading of the plain clock.
-            emitted: Number of tokens.
-            tree: Whether it had a tree.
-        """
+        """A step, with a tree or without, gave it tokens at a reading of the plain clock."""
         paying = self._drafter.balance > _START
         gain = emitted - (now - self._began) - self.owed
         drafter = self._drafter

@@ -107,13 +107,9 @@ class Costs:
         return _seconds(self.profiled, self.profiled.seconds, sequences, tokens, context, 0)[0]
 
     def seconds(self, sequences: int, tokens: int, context: float, nodes: int = 0) -> list[float]:
-        """Times of a step with 0, 1, 2, ... nodes more.
+        """Times of a step with 0, 1, 2, ... nodes more than its batch tokens.
 
-        Args:
-            sequences: Sequences in it.
-            tokens: Its batch tokens without the nodes.
-            context: KV tokens that each batch token attends to, on average.
-            nodes: Maximum number of nodes.
+        ``context`` is the number of KV tokens that each batch token attends to, on average.
         """
         times = _seconds(self.profiled, self._seconds, sequences, tokens, context, nodes)
         return [self.scale * each for each in times]

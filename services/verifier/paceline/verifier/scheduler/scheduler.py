@@ -73,12 +73,7 @@ class Scheduler:
     """
 
     def __init__(self, costs: CostTable, max_nodes: int) -> None:
-        """Make a scheduler.
-
-        Args:
-            costs: Step times as profiled; corrected as steps run.
-            max_nodes: Largest node budget.
-        """
+        """Make a scheduler by step times as profiled, which are corrected as steps run."""
         self.costs = Costs(costs)
         self._max_nodes = max_nodes
         self._clock = PlainClock()
