@@ -13,7 +13,7 @@ from paceline.decoder.device import (
 )
 from paceline.decoder.graphs import Capturing, GraphRunner
 from paceline.decoder.invariance import BatchInvariance, check_batch_invariance
-from paceline.decoder.model import AttentionObserver, Decoder, ForwardResult
+from paceline.decoder.model import Decoder, ForwardResult
 from paceline.decoder.model_source import ModelSource
 from paceline.decoder.packed import PackedWeights, publish
 from paceline.decoder.parallel import Followers, ParallelDecoder, follow
@@ -25,7 +25,6 @@ from paceline.kernels import KVCacheView
 __all__ = [
     "ACCELERATORS",
     "WEIGHTS",
-    "AttentionObserver",
     "BatchInvariance",
     "Capturing",
     "Decoder",

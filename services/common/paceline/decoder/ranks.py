@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -121,14 +120,8 @@ class Ranks:
 
     def rows(self, *widths: int) -> Tensor:
         """This rank's rows of a matrix that consists of parts with so many rows, int64 ``[n]``."""
-        starts = [sum(widths[:index]) for index in range(len(widths) + 1)]
-        own = [
-            torch.arange(start, stop)[self.rank * (stop - start) // self.size :][
-                : (stop - start) // self.size
-            ]
-            for start, stop in pairwise(starts)
-        ]
-        return torch.cat(own)
+        parts = torch.arange(sum(widths)).split(widths)
+        return torch.cat([part.chunk(self.size)[self.rank] for part in parts])
 
     def gather(self, columns: Tensor) -> Tensor:
         """The columns of all ranks: ``[rows, width]`` of each to ``[rows, size * width]``. Raises

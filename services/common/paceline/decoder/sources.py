@@ -20,7 +20,7 @@ from paceline.decoder.experts import ExpertTensors
 from paceline.decoder.families import FAMILIES
 from paceline.decoder.lora import LoraModel
 from paceline.decoder.model_source import ModelSource, file_facts
-from paceline.decoder.weights import Checkpoint, Weight, fingerprint_files, plain, weight_files
+from paceline.decoder.weights import Checkpoint, fingerprint_files, plain, weight_files
 
 _log = logging.getLogger(__name__)
 
@@ -72,16 +72,13 @@ class ModelFolder(ModelSource):
             return ()
         return (found,) if isinstance(found, int) else tuple(found)
 
-    def tensors(self, dtype: torch.dtype, device: torch.device | str) -> Mapping[str, Weight]:
-        return self._tensors(dtype, device)
-
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        weights = self._tensors(dtype, device)
+        weights = self.tensors(dtype, device)
         if name not in weights:
             raise UnsupportedModelError(f"{self.path} lacks the tensor {name!r}")
         return plain(weights.mapped(name), dtype).to(device)
 
-    def _tensors(self, dtype: torch.dtype, device: torch.device | str) -> ExpertTensors:
+    def tensors(self, dtype: torch.dtype, device: torch.device | str) -> ExpertTensors:
         family = FAMILIES.get(json.loads(self._read("config.json")).get("model_type"))
         interleaved = family is not None and family.interleaved
         return ExpertTensors(Checkpoint(self.path, dtype, device), interleaved=interleaved)

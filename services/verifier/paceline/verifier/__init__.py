@@ -13,27 +13,12 @@ from typing import TYPE_CHECKING
 from paceline.verifier.options import VerifierOptions
 
 if TYPE_CHECKING:
-    from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
-    from paceline.verifier.rpc.servicer import VerifierServicer
     from paceline.verifier.service import VerifierService, build_service
 
-__all__ = [
-    "KvExchangeServicer",
-    "VerifierOptions",
-    "VerifierService",
-    "VerifierServicer",
-    "build_service",
-]
-
-_IMPORTED_ON_USE = {
-    "KvExchangeServicer": "paceline.verifier.rpc.kv_exchange",
-    "VerifierService": "paceline.verifier.service",
-    "VerifierServicer": "paceline.verifier.rpc.servicer",
-    "build_service": "paceline.verifier.service",
-}
+__all__ = ["VerifierOptions", "VerifierService", "build_service"]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _IMPORTED_ON_USE:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_IMPORTED_ON_USE[name]), name)
+    return getattr(import_module("paceline.verifier.service"), name)

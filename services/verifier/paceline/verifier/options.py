@@ -151,10 +151,9 @@ class VerifierOptions:
             raise ValueError(f"gpu_memory is {self.gpu_memory}, expected a share above 0, up to 1")
         if not 0 <= self.node_budget <= MAX_NODES:
             raise ValueError(f"node_budget is {self.node_budget}, expected 0 to {MAX_NODES}")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule is {self.schedule!r}, expected {', '.join(SCHEDULES)}")
-        if self.numerics not in NUMERICS:
-            raise ValueError(f"numerics is {self.numerics!r}, expected {', '.join(NUMERICS)}")
+        for name, known in (("schedule", SCHEDULES), ("numerics", NUMERICS)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name} is {value!r}, expected {', '.join(known)}")
         if self.paged_kv and self.kv_cache_dtype != "auto":
             raise ValueError(
                 f"kv_cache_dtype is {self.kv_cache_dtype!r}, expected auto: KV in pages has the "

@@ -52,7 +52,7 @@ class _Observed:
 
 
 class BatchObserver:
-    """All observers of a forward pass; a :class:`paceline.decoder.AttentionObserver`."""
+    """All observers of a forward pass; a :class:`paceline.decoder.model.AttentionObserver`."""
 
     def __init__(self) -> None:
         self._observed: list[_Observed] = []

@@ -297,8 +297,7 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
         segment = cache.sequence.segment
         layers: list[int] = []
         if request.layers or not request.hidden_state_layers:
-            count = segment.layout.layers
-            layers = _layers((n + count if n < 0 else n for n in request.layers), count)
+            layers = _layers(request.layers, segment.layout.layers)
             if not request.budget:
                 raise ServiceError.invalid_argument(
                     "NO_BUDGET", "the budget is 0, expected the most positions per layer"
@@ -344,10 +343,9 @@ def score_prompt(cache: Cache, scored: Iterable[tuple[str, Sequence[int]]]) -> N
     Those that no stream could follow are left out: its drafter is told why.
     """
     segment = cache.sequence.segment
-    count = segment.layout.layers
     for name, requested in scored:
         try:
-            layers = _layers((n + count if n < 0 else n for n in requested), count)
+            layers = _layers(requested, segment.layout.layers)
             policy = _policy(name, segment, layers)
         except ServiceError:
             continue
@@ -357,8 +355,8 @@ def score_prompt(cache: Cache, scored: Iterable[tuple[str, Sequence[int]]]) -> N
 
 
 def _layers(requested: Iterable[int], count: int) -> list[int]:
-    """Returns the requested layers, each once; all if none is named."""
-    layers = list(dict.fromkeys(requested))
+    """Returns the requested layers, each once; all if none is named. -1 is the last one."""
+    layers = list(dict.fromkeys(n + count if n < 0 else n for n in requested))
     for layer in layers:
         if not 0 <= layer < count:
             raise ServiceError.invalid_argument(
@@ -381,17 +379,12 @@ def _policy(name: str, segment: SequenceKv, layers: Sequence[int]) -> SelectionP
 
 def _state_feed(cache: Cache, request: kv_pb2.FollowSubscribe) -> StateFeed | None:
     layers = list(dict.fromkeys(request.hidden_state_layers))
-    if not layers:
-        return None
-    _check_kept(cache.sequence.segment, layers)
-    return StateFeed(cache, layers, request.hidden_state_window)
-
-
-def _check_kept(segment: SequenceKv, requested: Iterable[int]) -> None:
-    kept = segment.taps.layout.taps.layers if segment.taps is not None else ()
-    if missing := sorted(set(requested) - set(kept)):
+    taps = cache.sequence.segment.taps
+    kept = () if taps is None else taps.layout.taps.layers
+    if missing := sorted(set(layers) - set(kept)):
         raise ServiceError.failed_precondition(
             "HIDDEN_STATES_NOT_KEPT",
             f"hidden states of layers {missing} were requested, but this cache keeps those of "
             f"{list(kept)}; create it with hidden_state_layers",
         )
+    return StateFeed(cache, layers, request.hidden_state_window) if layers else None

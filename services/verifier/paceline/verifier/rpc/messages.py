@@ -110,12 +110,7 @@ async def read_generation(
             raise _invalid(
                 "BAD_TOP_LOGPROBS", f"{name} is {count}, expected at most {MAX_TOP_LOGPROBS}"
             )
-    if len(request.drafter) > MAX_NAME:
-        raise _invalid(
-            "BAD_DRAFTER",
-            f"the drafter's name has {len(request.drafter)} characters, expected at most "
-            f"{MAX_NAME}; shorten it or leave it out",
-        )
+    check_drafter(request.drafter)
     stop_ids = set(request.stop_token_ids)
     if not request.ignore_eos:
         stop_ids.update(model.eos_token_ids)
@@ -132,6 +127,16 @@ async def read_generation(
         prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         sampling_message=request.sampling,
     )
+
+
+def check_drafter(name: str) -> None:
+    """Check the length of a drafter's name. Raises ``ServiceError``: INVALID_ARGUMENT."""
+    if len(name) > MAX_NAME:
+        raise _invalid(
+            "BAD_DRAFTER",
+            f"the drafter's name has {len(name)} characters, expected at most {MAX_NAME}; shorten "
+            "it or leave it out",
+        )
 
 
 def read_sampling(message: sampling_pb2.SamplingParams, model: Model) -> SamplingParams:

@@ -9,7 +9,6 @@ import grpc
 
 from paceline.service import Gate, ServiceError, owner_of
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
-from paceline.verifier.engine.drafting import MAX_NAME
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import (
     Decode,
@@ -26,6 +25,7 @@ from paceline.verifier.rpc.kv_exchange import score_prompt
 from paceline.verifier.rpc.messages import (
     as_service_errors,
     cache_not_found,
+    check_drafter,
     read_generation,
     write_result,
     write_top,
@@ -192,11 +192,7 @@ def _message(*rounds: verifier_pb2.Round) -> verifier_pb2.GenerateResponse:
 def _check(start: verifier_pb2.GenerateStart, cache: Cache) -> None:
     """Check the first message against the cache. Raises ``ServiceError``: INVALID_ARGUMENT or
     FAILED_PRECONDITION."""
-    if len(start.drafter) > MAX_NAME:
-        raise ServiceError.invalid_argument(
-            "BAD_DRAFTER",
-            f"the drafter's name has {len(start.drafter)} characters, expected at most {MAX_NAME}",
-        )
+    check_drafter(start.drafter)
     sequence = cache.sequence
     first, emitted = len(sequence.generation.output), sequence.output_tokens
     if not first <= start.position <= emitted:
