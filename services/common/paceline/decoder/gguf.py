@@ -176,12 +176,8 @@ class GgufModel(ModelSource):
     """A GGUF file of an architecture in ``FAMILIES``."""
 
     def __init__(self, path: Path) -> None:
-        """Open a file, and check that it has all tensors of its configuration and no others.
-
-        Raises:
-            UnsupportedModelError: The file is damaged or of a kind that is not supported.
-            FileNotFoundError: There is no such file.
-        """
+        """Open a file, and check that it has all tensors of its configuration and no others; see
+        :func:`read_gguf` for the errors."""
         self.path = path
         self._file = read_gguf(path)
         self._metadata = Metadata(self._file)

@@ -89,12 +89,8 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read metadata and places of tensors, and map the file.
-
-    Raises:
-        UnsupportedModelError: The file is damaged, or of a kind that is not supported.
-        OSError: It cannot be read.
-    """
+    """Read metadata and places of tensors, and map the file. Raises ``UnsupportedModelError``: it
+    is damaged, or of a kind that is not supported; ``OSError``: it cannot be read."""
     if not path.stat().st_size:
         raise UnsupportedModelError(f"{path} is empty, expected a GGUF file")
     with path.open("rb") as opened:

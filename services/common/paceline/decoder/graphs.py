@@ -34,12 +34,9 @@ class Capturing:
         self._memory: Any = None
 
     def capture(self, run: Callable[[], T]) -> Callable[[], T]:
-        """Capture a function without arguments that only launches kernels.
-
-        Returns:
-            A function that launches them again, and returns the same tensors, which the next call
-            overwrites. On devices without graphs, ``run``.
-        """
+        """Capture a function without arguments that only launches kernels. Returns one that
+        launches them again, and returns the same tensors, which the next call overwrites. On
+        devices without graphs it is ``run``."""
         if self._device.type != "cuda":
             if self._device.type == "meta":  # compiles kernels for a GPU that is not there
                 run()
@@ -122,13 +119,11 @@ class GraphRunner:
         return ForwardResult(result.logits[:count], tuple(tap[:count] for tap in result.taps))
 
     def warm_up(self) -> Iterator[tuple[int, int]]:
-        """Capture the graphs of all steps without taps and scores, the largest first.
+        """Capture the graphs of all steps without taps and scores, the largest first. Yields how
+        many are captured so far, and their number.
 
         Their kernels are those of larger steps too. Each graph takes seconds if its kernels have to
         be compiled.
-
-        Yields:
-            Graphs captured so far, and their number.
         """
         keys = [
             (rows, tilings)

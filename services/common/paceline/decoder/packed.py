@@ -77,13 +77,8 @@ class PackedWeights:
 
 
 def publish(weights: Mapping[str, Tensor | PackedMatrix]) -> int:
-    """Write dense tensors and packed matrices, by name, for :class:`PackedWeights`.
-
-    Returns:
-        A descriptor, which the caller closes; mappings stay valid.
-
-    Raises:
-        OSError: Memory is short.
+    """Write dense tensors and packed matrices, by name, for :class:`PackedWeights`. Returns a
+    descriptor, which the caller closes; mappings stay valid. Raises ``OSError``: memory is short.
     """
     entries, tensors, size = _entries(weights)
     header = json.dumps({"layout": _layout(), "weights": entries}).encode()

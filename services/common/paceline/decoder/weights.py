@@ -259,12 +259,8 @@ def store_int8(folder: Path) -> None:
 
 
 def plain_folder(folder: Path, copy: Path) -> Path:
-    """A folder of the same model that transformers reads.
-
-    Returns:
-        ``folder`` itself, unless its weights are 8-bit blocks. Then ``copy``, which is written with
-        plain bfloat16 tensors.
-    """
+    """A folder of the same model that transformers reads: ``folder`` itself, unless its weights are
+    8-bit blocks. Then ``copy``, which is written with plain bfloat16 tensors."""
     from safetensors.torch import save_file
 
     weights = Checkpoint(folder, torch.bfloat16)

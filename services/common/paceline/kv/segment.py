@@ -39,16 +39,12 @@ _LAYOUT_BYTES = HEADER_BYTES - 8 * _WORDS
 
 
 def new_segment(byte_size: int) -> tuple[int, mmap.mmap]:
-    """Make a segment that only its returned mapping can write.
+    """Make a segment that only its returned mapping can write, and return it with a descriptor,
+    which the caller closes.
 
-    It has memory for its header only; the owner gives it more with ``posix_fallocate``.
-
-    Returns:
-        A descriptor, which the caller closes, and a writable mapping.
-
-    Raises:
-        OSError: It cannot be made or mapped, or the kernel is older than Linux 5.1.
-        ValueError: It is too large to be mapped.
+    It has memory for its header only; the owner gives it more with ``posix_fallocate``. Raises
+    ``OSError``: it cannot be made or mapped, or the kernel is older than Linux 5.1; ``ValueError``:
+    it is too large to be mapped.
     """
     file = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -63,13 +59,9 @@ def new_segment(byte_size: int) -> tuple[int, mmap.mmap]:
 
 
 def map_segment(file: int) -> mmap.mmap:
-    """Map the segment of a descriptor, read-only.
-
-    Raises:
-        OSError: The descriptor is no memfd, or cannot be mapped.
-        ValueError: It is not sealed, so that its owner could take memory away from the mapping, or
-            it has no header.
-    """
+    """Map the segment of a descriptor, read-only. Raises ``OSError``: the descriptor is no memfd,
+    or cannot be mapped; ``ValueError``: it is not sealed, so that its owner could take memory away
+    from the mapping, or it has no header."""
     if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise ValueError("it is not sealed")
     size = os.fstat(file).st_size

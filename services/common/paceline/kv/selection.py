@@ -117,12 +117,9 @@ class ScoreObserver(ABC):
         RoPE, float32 ``[nodes, Hq, D]``."""
 
     def scratch(self) -> Tensor | None:
-        """Returns a buffer where a captured CUDA graph can store the scores of all layers.
-
-        Returns:
-            float32 ``[layers, nodes or more, Hkv, n]`` with n at least the prefix; None if the
-            observer needs more than a captured graph stores.
-        """
+        """Returns where a captured CUDA graph can store the scores of all layers: float32
+        ``[layers, nodes or more, Hkv, n]`` with n at least the prefix; None if the observer needs
+        more than a captured graph stores."""
         return None
 
     @abstractmethod

@@ -159,11 +159,8 @@ class Waiter:
         self._poll.modify(descriptor, select.POLLIN | (select.POLLOUT if writable else 0))
 
     def wait(self, seconds: float | None) -> list[int]:
-        """Wait at most ``seconds`` (None: for ever; 0: not at all), or an hour.
-
-        Returns:
-            Descriptors that can be read, written or have failed.
-        """
+        """Wait at most ``seconds`` (None: for ever; 0: not at all), or an hour. Returns the
+        descriptors that can be read, written or have failed."""
         milliseconds = None if seconds is None else max(0.0, min(seconds, _MAX_WAIT) * 1e3)
         ready = [descriptor for descriptor, _ in self._poll.poll(milliseconds)]
         if self._event in ready:

@@ -116,11 +116,8 @@ def _library_pages() -> Iterator[tuple[int, int]]:
 
 
 def available_memory() -> int:
-    """Main memory that this process can still take: the machine's, or less in a container.
-
-    Returns:
-        Unit: bytes.
-    """
+    """Main memory that this process can still take: the machine's, or less in a container. Unit:
+    bytes."""
     found = _fields("/proc/meminfo")["MemAvailable"] << 10
     # Of both versions of control groups; page caches are given up when memory is needed.
     for folder, names in (

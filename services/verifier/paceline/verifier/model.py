@@ -62,6 +62,7 @@ def read_model_info(
         )
     tokenizer = source.tokenizer
     invariance = _batch_invariance(decoder)
+    promised = decoder.device.type == "cpu" and cpu_kernels().library is not None
     if not invariance.holds:
         _log.warning(
             "batch_invariant is false: the output may depend on the drafter at numeric ties: %s",
@@ -88,7 +89,7 @@ def read_model_info(
         batch_invariant=invariance.holds,
         batch_invariance_reason=invariance.reason,
         lease_ms=round(lease_seconds * 1000),
-        numerics=get_numerics() if _promises_numerics(decoder) else "",
+        numerics=get_numerics() if promised else "",
         weights=config.weights,
         kv_cache_dtype=str(config.kv_dtype).removeprefix("torch."),
     )
@@ -106,7 +107,3 @@ def _batch_invariance(decoder: Decoder) -> BatchInvariance:
     machine = kernels.file, processor_name(), torch.__version__, torch.get_num_threads()
     facts = ("batch invariance", decoder.config, *machine)
     return BatchInvariance(**remembered(facts, lambda: asdict(check_batch_invariance(decoder))))
-
-
-def _promises_numerics(decoder: Decoder) -> bool:
-    return decoder.device.type == "cpu" and cpu_kernels().library is not None

@@ -108,12 +108,8 @@ def load_target(
     ranks: Ranks | None = None,
     shared: PackedWeights | None = None,
 ) -> Decoder:
-    """Load the model, or this rank's part of it.
-
-    Raises:
-        ValueError: The model or an option is not supported.
-        RanksLost: Another rank could not load its part.
-    """
+    """Load the model, or this rank's part of it. Raises ``ValueError``: the model or an option is
+    not supported; ``RanksLost``: another rank could not load its part."""
     _choose_numerics(source, options)
     kind = Decoder if ranks is None else ParallelDecoder
     decoder = kind.load(
@@ -132,13 +128,9 @@ def load_target(
 
 
 def follow_rank_0(target: Path, options: VerifierOptions) -> None:
-    """Be another rank than 0, until rank 0 ends.
-
-    Raises:
-        ValueError: The model or an option is not supported.
-        RanksDiffer: Weights or options of the ranks differ.
-        RanksLost: Another rank has ended.
-    """
+    """Be another rank than 0, until rank 0 ends. Raises ``ValueError``: the model or an option is
+    not supported; ``RanksDiffer``: weights or options of the ranks differ; ``RanksLost``: another
+    rank has ended."""
     for each in (signal.SIGTERM, signal.SIGINT):  # rank 0 drains, then it ends this one
         signal.signal(each, signal.SIG_IGN)
     device = rank_device(options)

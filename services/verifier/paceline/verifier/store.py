@@ -10,12 +10,13 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import count
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from paceline.kv.selection import SelectionPolicy
 from paceline.verifier.engine.job import EngineJob, GenerationParams, Sequence
 from paceline.verifier.engine.queue import PrefixCache
-from paceline.verifier.kv.base import KvLayout, SequenceKv, TapLayout, open_segments, round_up
+from paceline.verifier.kv.base import TapLayout, open_segments, round_up
+from paceline.verifier.kv.pool import PagePool
 from paceline.verifier.kv.segment import SegmentMemory
 
 if TYPE_CHECKING:
@@ -166,20 +167,8 @@ FreeSequence = Callable[[Sequence], Awaitable[None]]
 """Ends a sequence when no step uses it."""
 
 
-class KvMemory(Protocol):
-    """KV memory of all sequences, taken as they grow: ``SegmentMemory`` or ``PagePool``."""
-
-    layout: KvLayout
-
-    @property
-    def limit_bytes(self) -> int: ...
-
-    @property
-    def used_bytes(self) -> int: ...
-
-    def bytes_of(self, slots: int, taps: TapLayout | None) -> int: ...
-
-    def allocate(self, capacity: int, taps: TapLayout | None) -> SequenceKv: ...
+KvMemory = SegmentMemory | PagePool
+"""KV memory of all sequences, taken as they grow."""
 
 
 class StoreFull(Exception):
@@ -251,12 +240,9 @@ class CacheStore:
         return iter(list(self._caches.values()))
 
     async def admit(self, generation: GenerationParams, owner: str) -> Cache:
-        """Create a cache as soon as the generation is expected to fit beside the others.
-
-        Raises:
-            StoreFull: There is not enough memory, or there are too many caches.
-            OutOfMemory: The machine cannot map it.
-        """
+        """Create a cache as soon as the generation is expected to fit beside the others. Raises
+        ``StoreFull``: there is not enough memory, or there are too many caches; ``OutOfMemory``:
+        the machine cannot map it."""
         capacity = self.memory.layout.capacity(generation.length_limit)
         taps = None
         if generation.taps is not None:
@@ -372,11 +358,8 @@ class CacheStore:
         self.admission.wake()
 
     async def sweep(self) -> int:
-        """Free every cache whose lease expired, and renew leases of busy caches.
-
-        Returns:
-            The number of caches freed.
-        """
+        """Free every cache whose lease expired, and renew leases of busy ones; returns how many
+        were freed."""
         expired: list[Cache] = []
         for cache in self:
             if cache.busy:

@@ -59,10 +59,7 @@ class RoundSpans:
 
     def begin_draft(self, round_began: float) -> str:
         """Begin the spans of a round, which began at a time of time.perf_counter, and of its draft.
-
-        Returns:
-            The traceparent of the draft; empty: the round is not traced.
-        """
+        Returns the traceparent of the draft; empty: the round is not traced."""
         if not self._traced:
             return ""
         from opentelemetry.trace import SpanKind, set_span_in_context

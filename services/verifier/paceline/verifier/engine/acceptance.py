@@ -212,14 +212,9 @@ def _accept_or_fail(entry: BatchEntry, read: _Read, states: HiddenStates) -> Ste
 
 
 def _accept(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput | None:
-    """Commit the tokens of one entry to its sequence.
-
-    Returns:
-        What the step emitted; None in the middle of a prefill.
-
-    Raises:
-        Exception: A token could not be chosen. Text and history are as before the step.
-    """
+    """Commit the tokens of one entry to its sequence, and return what the step emitted; None in the
+    middle of a prefill. Raises any error if no token could be chosen: text and history are as
+    before the step."""
     job, sequence = entry.job, entry.job.sequence
     if isinstance(job, Prefill):
         sequence.record(sequence.committed, states, entry.rows)

@@ -485,11 +485,8 @@ def eligible(
 def hidden_states(
     links: Iterable[exchange_pb2.DrafterList], drafter: str
 ) -> tuple[tuple[int, ...], int]:
-    """Hidden states that a drafter reads, over all its versions that are :func:`eligible`.
-
-    Returns:
-        Layers, counted from 0 and rising, and the number of newest positions that are read; 0: all.
-    """
+    """Hidden states that a drafter reads, over all its versions that are :func:`eligible`: layers,
+    counted from 0 and rising, and the number of newest positions; 0: all."""
     reading = [each for each in eligible(links, drafter) if each.hidden_state_layers]
     windows = [each.hidden_state_window for each in reading]
     layers = {layer for each in reading for layer in each.hidden_state_layers}

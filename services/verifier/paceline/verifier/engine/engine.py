@@ -93,7 +93,7 @@ class Engine:
         self._scheduler = scheduler
         self._node_budget = node_budget
         self._graphs = graphs
-        self._thread = CommandThread("paceline-engine")
+        self._thread = CommandThread()
         self.prefixes = PrefixCache(max_prefixes)
         self._reuses = max_prefixes > 0
         self._queue = JobQueue(step_tokens, prefill_tokens, self.prefixes)
@@ -259,14 +259,8 @@ class Engine:
             return trees
 
     def _run_batch(self, batch: Batch) -> list[StepOutput | None]:
-        """Run the model and accept tokens.
-
-        Returns:
-            The output of each entry; None in the middle of a prefill, and for a job that failed.
-
-        Raises:
-            Exception: The model could not be run. All sequences are as before.
-        """
+        """Run the model and accept tokens; see :func:`accept_batch`. Raises any error if the model
+        could not be run: all sequences are as before."""
         logits, states = batch.forward(self._decoder, self._graphs)
         return accept_batch(batch.entries, logits, states, self._answer_meanwhile)
 

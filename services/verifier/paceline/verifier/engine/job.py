@@ -363,11 +363,8 @@ def microseconds(seconds: float) -> int:
 
 
 def rank(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]:
-    """Sort a tree by survival, without nodes below ``max_depth``.
-
-    Returns:
-        The tree, with a confidence for each node, and the index in ``tree`` of each node.
-    """
+    """Sort a tree by survival, without nodes below ``max_depth``. Returns it with a confidence for
+    each node, and the index in ``tree`` of each node."""
     if not len(tree):
         return tree, ()
     confidences = tuple(min(each, _MAX_CONFIDENCE) for each in tree.acceptance_probabilities)

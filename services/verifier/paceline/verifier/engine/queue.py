@@ -255,10 +255,9 @@ class CommandThread:
         waiter: What the thread waits with. Its work adds sockets.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         """Make a thread; :meth:`start` starts it."""
         self.waiter = Waiter()
-        self._name = name
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -266,7 +265,7 @@ class CommandThread:
     def start(self, work: Callable[[], None]) -> None:
         """Start the thread with ``work``. Callbacks go to the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=work, name=self._name, daemon=True)
+        self._thread = threading.Thread(target=work, name="paceline-engine", daemon=True)
         self._thread.start()
 
     def submit(self, command: Callable[[], None]) -> None:
@@ -300,11 +299,8 @@ class CommandThread:
         self.run_commands(0.0)
 
     def run_commands(self, seconds: float | None) -> list[int]:
-        """Wait at most ``seconds`` (None: for ever) for commands and sockets; run the commands.
-
-        Returns:
-            Descriptors of sockets that are ready.
-        """
+        """Wait at most ``seconds`` (None: for ever) for commands and sockets, and run the commands.
+        Returns the descriptors of sockets that are ready."""
         ready = self.waiter.wait(seconds)
         while not self._commands.empty():
             try:
