@@ -196,7 +196,7 @@ def test_a_long_piece_of_a_prompt_takes_no_graph(
     """Which would compute logits of all rows; trees of many sequences need them."""
     decoder, kv = make_decoder(), pool.allocate(512, None)
     runner = GraphRunner(decoder, pool)
-    monkeypatch.setattr(runner, "_capture", lambda plan, *_: Captured(plan))
+    monkeypatch.setattr(runner, "_capture", lambda plan, *_: Captured(plan).run)
     kv.reserve(300)
     for scored in (None, 0):  # all rows of a prompt are read for their log-probabilities
         params = GenerationParams(tuple(range(40)) * 8, prompt_logprobs=scored)
@@ -214,7 +214,7 @@ def test_after_the_warm_up_no_step_captures_a_graph(
     kv = torch.empty(pool.kv.shape, dtype=torch.float16)
     monkeypatch.setattr(pool, "kv", kv)
     runner = GraphRunner(make_decoder(), pool)
-    monkeypatch.setattr(runner, "_capture", lambda plan, *_: Captured(plan))
+    monkeypatch.setattr(runner, "_capture", lambda plan, *_: Captured(plan).run)
     reported = list(runner.warm_up())
     assert reported == [(n, len(runner)) for n in range(1, len(runner) + 1)]
     # 69 rows are those of LongSpec's tree, 288 those of 32 sequences with 8 nodes each.
@@ -266,9 +266,9 @@ def test_a_layer_launches_its_kernels_and_no_others(
     kernels = ("attend_items", "merge_items", "rotate_rows", "add_norm_rows", "gate_rows")
     for name in (*kernels, "scale_rows"):
         monkeypatch.setattr(backend, name, Recorded(name, launched.names))
-    (graph,) = runner._graphs.values()
+    ((_, run),) = runner._graphs.values()
     with torch.inference_mode(), launched:
-        graph.run()
+        run()
     layers = CONFIG.layers
     expected = dict.fromkeys(kernels, layers) | {"add_norm_rows": 2 * layers + 1}
     if weights == "fp8":  # other products are compiled ones on a CPU, which take float32
