@@ -22,7 +22,7 @@ from paceline.kernels import SamplingParams, TreeSegment, executor, plan_trees, 
 from paceline.kernels._triton.backend import TritonBackend, TritonRows, perturbed, scaled_rows
 from paceline.kernels.float8 import LARGEST, SMALLEST
 from paceline.verifier.kv.base import KvLayout
-from paceline.verifier.kv.pool import PagePool, PoolView
+from paceline.verifier.kv.pool import PagePool
 
 
 class Driver:
@@ -53,8 +53,7 @@ def main() -> None:
     pool = PagePool(
         layout, torch.device("cpu"), kv_bytes=8 << 20, max_sequences=4, max_context=1024
     )
-    view = PoolView(pool)
-    graphs = GraphRunner(decoder, view)
+    graphs = GraphRunner(decoder, pool)
     for _ in graphs.warm_up():
         pass
     perturbed(torch.zeros(1, config.vocab_size, dtype=config.dtype), [SamplingParams(top_k=1)], [0])
@@ -65,7 +64,7 @@ def main() -> None:
         assert graphs.forward([0] * count, [TreeSegment(0, 0, None, count)], [1]) is not None
     prompt = plan_trees([TreeSegment(0, 0, None, 256), TreeSegment(0, 256, None, 250)])
     tokens = torch.zeros(prompt.rows, dtype=torch.int64)
-    logits = decoder.forward(tokens, prompt, [view], logit_rows=None).logits
+    logits = decoder.forward(tokens, prompt, [pool], logit_rows=None).logits
     some = [SamplingParams(temperature=1.0, top_p=0.9, seed=seed) for seed in range(5)]
     perturbed(logits[:5], some, range(5))
 

@@ -23,7 +23,7 @@ from paceline.decoder import Decoder, GraphRunner
 from paceline.decoder.config import FP8, decoder_config
 from paceline.kernels import SamplingParams, register_backend
 from paceline.verifier.kv.base import KvLayout
-from paceline.verifier.kv.pool import PagePool, PoolView
+from paceline.verifier.kv.pool import PagePool
 
 _LLAMA = {"model_type": "llama", "vocab_size": 128_256, "max_position_embeddings": 131_072}
 
@@ -83,14 +83,9 @@ def _warm_up(decoder: Decoder) -> None:
     from paceline.kernels._triton.backend import perturbed
 
     config = decoder.config
-    layout = KvLayout(
-        config.kv_layers, config.kv_heads, config.head_dim, config.kv_dtype,
-        config.hidden, config.dtype,
-    )  # fmt: skip
-    pool = PagePool(
-        layout, _META, kv_bytes=_KV_BYTES, max_sequences=1, max_context=config.max_position
-    )
-    for _ in GraphRunner(decoder, PoolView(pool)).warm_up():
+    layout, longest = KvLayout.of(config), config.max_position
+    pool = PagePool(layout, _META, kv_bytes=_KV_BYTES, max_sequences=1, max_context=longest)
+    for _ in GraphRunner(decoder, pool).warm_up():
         pass
     row = torch.empty(1, config.vocab_size, dtype=config.dtype, device=_META)
     perturbed(row, [SamplingParams(top_k=1)], [0])  # all kernels

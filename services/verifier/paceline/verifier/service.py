@@ -105,15 +105,7 @@ class VerifierService:
                 f"paged_kv is not supported for {config.model_type!r}, whose recurrent states lie "
                 "beside segments"
             )
-        layout = KvLayout(
-            config.kv_layers,
-            config.kv_heads,
-            config.head_dim,
-            config.kv_dtype,
-            config.hidden,
-            config.dtype,
-            config.delta,
-        )
+        layout = KvLayout.of(config)
         kv_bytes = options.kv_bytes
         if kv_bytes is None:
             kv_bytes = _default_kv_bytes(decoder.device, options.gpu_memory)

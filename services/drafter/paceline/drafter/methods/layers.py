@@ -47,11 +47,11 @@ class DrafterWeights(Checkpoint):
         self, folder: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
         super().__init__(folder, dtype, device)
-        self._files = {_own_name(name): file for name, file in self._files.items()}
+        self._names = {_own_name(name): file for name, file in self._names.items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the file's header."""
-        file, stored = self._files[name]
+        file, stored = self._names[name]
         return tuple(file.get_slice(stored).get_shape())
 
 

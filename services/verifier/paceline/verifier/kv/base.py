@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from paceline.decoder import Followers
+from paceline.decoder import DecoderConfig, Followers
 from paceline.kernels import DeltaShape, LayerTable, Plane, RecurrentStates
 from paceline.kernels.caches import first_heads, row_width
 from paceline.kv.segment import HEADER_BYTES, TAP_MARGIN, SegmentHeader, new_segment
@@ -177,6 +177,12 @@ class KvLayout:
     hidden: int = 0
     hidden_dtype: torch.dtype = torch.float32
     delta: DeltaShape | None = None
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> KvLayout:
+        """Returns the layout for a model."""
+        kv = config.kv_layers, config.kv_heads, config.head_dim, config.kv_dtype
+        return cls(*kv, config.hidden, config.dtype, config.delta)
 
     @property
     def state_bytes(self) -> int:
