@@ -165,10 +165,10 @@ class RowView:
     device = torch.device("cpu")
 
     def __init__(self, pool: PagePool, row: int) -> None:
-        self._layers = pool.planes(row, 256)
+        self._pool, self._row = pool, row
 
     def layer(self, index: int) -> tuple[PagedPlane, PagedPlane]:
-        return self._layers[index]
+        return self._pool.layer(index, self._row, 256)
 
 
 def test_batches_beyond_every_shape_are_left_to_others(pool: PagePool) -> None:

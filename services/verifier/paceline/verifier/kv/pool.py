@@ -135,19 +135,13 @@ class PagePool:
         """Number of free pages."""
         return len(self._free_pages)
 
-    def planes(self, row: int, capacity: int) -> list[tuple[PagedPlane, PagedPlane]]:
-        """Returns keys and values of each layer for the sequence of a page table."""
-        return [
-            (
-                PagedPlane(self.kv[:, layer, 0], self.tables, row, capacity),
-                PagedPlane(self.kv[:, layer, 1], self.tables, row, capacity),
-            )
-            for layer in range(self.layout.layers)
-        ]
-
-    def layer(self, index: int) -> tuple[PagedPlane, PagedPlane]:
-        """Returns keys and values of a layer at row 0: the pool is a cache of no sequence too."""
-        return self.planes(0, self.tables.shape[1] * PAGE_TOKENS)[index]
+    def layer(
+        self, index: int, row: int = 0, capacity: int | None = None
+    ) -> tuple[PagedPlane, PagedPlane]:
+        """Returns keys and values of a layer for the sequence of a page table. Row 0 belongs to
+        none: with it the pool is a cache itself."""
+        where = self.tables, row, capacity or self.tables.shape[1] * PAGE_TOKENS
+        return PagedPlane(self.kv[:, index, 0], *where), PagedPlane(self.kv[:, index, 1], *where)
 
     def beside_steps(self) -> AbstractContextManager[object]:
         """Returns a context in which reads of committed positions do not wait for a running step.
@@ -419,7 +413,8 @@ class PagedKv(SequenceKv):
         if taps is not None:
             self.taps = TapPages(taps, pool, self._table[entries:])
         self._pages: list[int] = []
-        self._layers = pool.planes(self._row, capacity)
+        layers = range(pool.layout.layers)
+        self._layers = [pool.layer(index, self._row, capacity) for index in layers]
 
     def layer(self, index: int) -> tuple[PagedPlane, PagedPlane]:
         return self._layers[index]
