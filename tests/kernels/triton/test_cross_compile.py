@@ -19,19 +19,8 @@ MAX_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 BUDGETS = Path(__file__).with_name("budgets.csv")
 """What a program of each kernel may use, and how many of them a multiprocessor holds at least."""
 
-SHAPE = (
-    "DIM",
-    "BLOCK_M",
-    "NODES",
-    "HEADS",
-    "PAGE",
-    "WINDOW",
-    "PROBES",
-    "HAS_LSE",
-    "HAS_NORM",
-    "HAS_DELTA",
-)
-SHAPE += ("FILTERED", "REDUCED")
+SHAPE = ("DIM", "BLOCK_M", "NODES", "HEADS", "PAGE", "WINDOW", "PROBES")
+SHAPE += ("HAS_LSE", "HAS_NORM", "HAS_DELTA", "FILTERED", "REDUCED")
 
 
 def shape_of(each: dict[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import Phase, example, given, settings
@@ -24,48 +26,22 @@ ONE = SamplingParams(temperature=0.7, top_k=3, min_p=0.5)  # one token is left o
 FLAT = SamplingParams(temperature=1.9, top_p=0.999)  # more tokens are left than candidates
 
 
+FINE: dict[str, Any] = {
+    "position": 0, "vocab": 1023, "coarse": False, "dtype": torch.float32, "seed": 1, "keep": 16,
+    "room": 5000,
+}  # fmt: skip
+COARSE = FINE | {"vocab": 1500, "coarse": True, "dtype": torch.bfloat16, "seed": 2}
+
+
 # Shrinking takes minutes in Triton's interpreter.
 @settings(max_examples=8, phases=set(Phase) - {Phase.shrink})
-@example(
-    params=[ONE, FLAT],
-    position=0,
-    vocab=1023,
-    coarse=False,
-    dtype=torch.float32,
-    seed=1,
-    keep=16,
-    room=5000,
-)
-@example(  # sums of floats kept 15 tokens here and 16 there
-    params=[SamplingParams(temperature=0.3, top_p=0.999)],
-    position=0,
-    vocab=1023,
-    coarse=False,
-    dtype=torch.float32,
-    seed=314,
-    keep=64,
-    room=5000,
-)
-@example(  # both filters keep more tokens than there are candidates
-    params=[SamplingParams(temperature=1.9, top_p=0.9, top_k=900), FLAT],
-    position=0,
-    vocab=1500,
-    coarse=True,
-    dtype=torch.bfloat16,
-    seed=2,
-    keep=16,
-    room=5000,
-)
-@example(  # and than there is room for
-    params=[SamplingParams(temperature=1.9, top_p=0.9), FLAT],
-    position=0,
-    vocab=1500,
-    coarse=True,
-    dtype=torch.bfloat16,
-    seed=2,
-    keep=16,
-    room=8,
-)
+@example(params=[ONE, FLAT], **FINE)
+# Sums of floats kept 15 tokens here and 16 there.
+@example(params=[SamplingParams(temperature=0.3, top_p=0.999)], **FINE | {"seed": 314, "keep": 64})
+# Both filters keep more tokens than there are candidates.
+@example(params=[SamplingParams(temperature=1.9, top_p=0.9, top_k=900), FLAT], **COARSE)
+# And than there is room for.
+@example(params=[SamplingParams(temperature=1.9, top_p=0.9), FLAT], **COARSE | {"room": 8})
 @given(
     params=st.lists(sampling_params(), min_size=1, max_size=2),
     position=st.integers(0, 2**40),
