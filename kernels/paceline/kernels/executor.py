@@ -76,15 +76,6 @@ class CProbes(ctypes.Structure):
     _fields_ = [*numbers("count"), *pointers("probe")]
 
 
-def probe_rows(probes: Sequence[Probe]) -> ctypes.Array[_Probe]:
-    """Probes as a C array."""
-    rows = (_Probe * len(probes))()
-    for row, probe in zip(rows, probes, strict=True):
-        row.block, row.node, row.weights = probe.segment, probe.node, probe.weights
-        row.stride, row.out = probe.out.stride(0), address(probe.out, "a probe's output")
-    return rows
-
-
 class BlockTables:
     """A plan's blocks, and their tiles, as C arrays; see ``native/attention.h``.
 
@@ -459,7 +450,10 @@ class NativeProgram:
             return None
         table = (CProbes * self._layers)()
         for layer, each in probes.items():
-            rows = probe_rows(each)
+            rows = (_Probe * len(each))()
+            for row, probe in zip(rows, each, strict=True):
+                row.block, row.node, row.weights = probe.segment, probe.node, probe.weights
+                row.stride, row.out = probe.out.stride(0), address(probe.out, "a probe's output")
             table[layer] = CProbes(len(rows), ctypes.addressof(rows))
             kept.append(rows)
         kept.append(table)

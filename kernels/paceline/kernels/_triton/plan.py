@@ -356,7 +356,9 @@ class ProbeTable:
                 outside = 0.0 if probe.weights else -torch.inf
                 probe.out[:, : plan.segments[probe.segment].start] = outside
         # The next layer records to the same addresses.
-        key = tuple((p.segment, p.node, p.weights, _address(p.out)) for p in probes)
+        key = tuple(
+            (p.segment, p.node, p.weights, p.out.data_ptr(), p.out.stride(0)) for p in probes
+        )
         if key not in plan.prepared:
             plan.prepared[key] = _sorted(probes, plan, tiling)
         table: ProbeTable = plan.prepared[key][0]
@@ -418,10 +420,6 @@ def _sorted(
     if not wanted.any():
         return ProbeTable(count, sent[0], base), others
     return ProbeTable(count, sent[0], base, sent[1], sent[2]), others
-
-
-def _address(out: Tensor) -> tuple[int, int]:
-    return out.data_ptr(), out.stride(0)
 
 
 Shape = tuple[torch.dtype, tuple[int, ...]]
