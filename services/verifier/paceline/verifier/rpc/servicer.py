@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -34,6 +35,7 @@ from paceline.verifier.store import CAPABILITY_BYTES, Cache, CacheNotFound, Cach
 from paceline.verifier.telemetry import Telemetry
 
 _MAX_CREDITS = (1 << 31) - 1
+_WRITE_SECONDS = 1.0  # for the end of a message whose stream is cancelled
 
 
 class GenerateStream:
@@ -85,7 +87,7 @@ class GenerateStream:
             raise cache_not_found()
         _check(start, cache)
         if start.position < cache.sequence.output_tokens:
-            await context.write(_message(self._again(start.position)))
+            await _write(context, _message(self._again(start.position)))
         if cache.sequence.finish is not None:
             return
         job = Decode(
@@ -134,7 +136,7 @@ class GenerateStream:
             if not outputs:
                 continue
             try:
-                await context.write(_message(*map(self._round, outputs)))
+                await _write(context, _message(*map(self._round, outputs)))
             finally:  # a client that has the last token cancels the stream meanwhile
                 for output in outputs:
                     self._telemetry.answered(self._cache, output, job.spans)
@@ -183,6 +185,18 @@ class GenerateStream:
             steps=0,
         )
         return self._round(output)
+
+
+async def _write(context: Any, message: verifier_pb2.GenerateResponse) -> None:
+    """Send a message. A cancellation waits for that: a call whose first message is interrupted can
+    carry no status, and its client would wait for ever."""
+    writing = asyncio.ensure_future(context.write(message))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        with suppress(Exception):  # the client has left, or does not read
+            await asyncio.wait_for(writing, _WRITE_SECONDS)
+        raise
 
 
 def _message(*rounds: verifier_pb2.Round) -> verifier_pb2.GenerateResponse:
