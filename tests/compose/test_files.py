@@ -15,7 +15,7 @@ import torch
 import yaml
 from compose_viz.spec.compose_spec import ComposeSpecification
 
-from paceline.cli import gateway, services
+from paceline.cli import services
 from paceline.decoder import find_device
 from paceline.drafter.service import drafting_device
 
@@ -73,7 +73,7 @@ def words(name: str, service: str) -> list[str]:
     [
         ("verifier", services.add_verifier_arguments),
         ("drafter", services.add_drafter_arguments),
-        ("gateway", gateway.add_arguments),
+        ("gateway", services.add_gateway_arguments),
     ],
 )
 def test_commands_are_ones_that_the_services_take(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.cli import gateway, services
+from paceline.cli import services
 from paceline.cli.service_process import VERIFIER_ADDRESS
 from paceline.client._transport import CLIENT_HEADER
 from paceline.telemetry.names import Metric
@@ -125,7 +125,7 @@ def test_arguments_are_ones_that_the_services_take(objects: list[dict[str, Any]]
                 commands = {
                     "verifier": services.add_verifier_arguments,
                     "drafter": services.add_drafter_arguments,
-                    "gateway": gateway.add_arguments,
+                    "gateway": services.add_gateway_arguments,
                 }
                 commands[name](parser)
                 parser.parse_args(container["args"])
