@@ -100,7 +100,7 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the plain PyTorch backend on both devices, in this thread."""
     for kind in ("cpu", "other"):
         monkeypatch.setitem(attention._LOADED, kind, DenseBackend())
-    for module in ("lm", "longspec.drafter", "dspark.drafter", "eagle3.drafter", "selfspec"):
+    for module in ("lm", "target_drafter", "selfspec"):
         monkeypatch.setattr(f"paceline.drafter.methods.{module}.load_model", _here)
 
 
@@ -116,7 +116,7 @@ def drafter_of(name: str, folders: dict[str, Path], device: str, **more: str) ->
     folder = folders.get(name, folders[method])
     drafter: Any = method_class(method).load(folder, options, Resources(device=device))
     if name == "dspark, heads":
-        drafter.heads._best = 30  # only published folders name it
+        drafter.layers.heads._best = 30  # only published folders name it
     return drafter  # type: ignore[no-any-return]
 
 
