@@ -193,13 +193,13 @@ def test_the_host_waits_once_for_the_trees_of_all_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Whatever their depth."""
-    monkeypatch.setattr(beam, "perturbed_logits", perturbed_there)
+    monkeypatch.setattr(beam, "perturbed_logits", perturbed_on_device)
     with another_device():
         trees(drafter_of(name, folders, "other:0"), target, sampling, "other:0")
     assert (TRANSFERS["host"], TRANSFERS["waits"]) == (1, 1)
 
 
-def perturbed_there(logits: Tensor, params: Any, positions: Any, ids: Any) -> Tensor:
+def perturbed_on_device(logits: Tensor, params: Any, positions: Any, ids: Any) -> Tensor:
     """As the GPU's kernels do it: tensors stay where they are."""
     assert isinstance(logits, OnDevice)
     inner = None if ids is None else ids.inner
@@ -228,7 +228,7 @@ def test_candidates_are_selected_on_the_device(sampling: str) -> None:
     def ranked(logits: Tensor) -> Ranked:
         ranker = Ranker(
             params, prompt=[1], output=[], vocab_size=1200, candidates=64, drafted=drafted,
-            drafted_there=drafted.to(logits.device),
+            drafted_on_device=drafted.to(logits.device),
         )  # fmt: skip
         return ranker.rank(logits, 7, [[], [], []], 4)
 

@@ -164,7 +164,7 @@ def test_a_step_waits_once_for_any_number_of_sequences(
     waits: list[object] = []
     stream = SimpleNamespace(synchronize=lambda: waits.append(None))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
-    monkeypatch.setattr(sampling_module, "perturbed_logits", perturbed_there)
+    monkeypatch.setattr(sampling_module, "perturbed_logits", perturbed_on_device)
     monkeypatch.setattr(device_module, "ACCELERATORS", ("other",))
     with torch.inference_mode():
         decoder = Decoder.load(folder)
@@ -213,7 +213,7 @@ def test_rejection_sampling_waits_once(folder: Path, monkeypatch: pytest.MonkeyP
     waits: list[object] = []
     stream = SimpleNamespace(synchronize=lambda: waits.append(None))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
-    monkeypatch.setattr(sampling_module, "perturbed_logits", perturbed_there)
+    monkeypatch.setattr(sampling_module, "perturbed_logits", perturbed_on_device)
     monkeypatch.setattr(sampling_module, "_accept_drafts", accepted_there)
     monkeypatch.setattr(device_module, "ACCELERATORS", ("other",))
     sampling = SamplingParams(
@@ -269,7 +269,7 @@ def test_scores_stay_on_the_device(
             assert TRANSFERS["host"] == 1
 
 
-def perturbed_there(logits: Tensor, *args: Any) -> Tensor:
+def perturbed_on_device(logits: Tensor, *args: Any) -> Tensor:
     """As the GPU's kernels do it: tensors stay where they are, parameters are sent."""
     if not isinstance(logits, OnDevice):
         return PERTURBED(logits, *args)

@@ -97,8 +97,8 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[bool]]:
 
         monkeypatch.setitem(attention._LOADED, "cpu", TritonBackend())
         monkeypatch.setattr("paceline.kernels.executor.row_kernels", lambda device: TritonRows())
-        drafter.native, drafter.grows_there = None, True
-        drafter.drafted_there = drafter.drafted_tokens
+        drafter.native, drafter.grows_on_device = None, True
+        drafter.drafted_on_device = drafter.drafted_tokens
         heads = getattr(drafter.layers, "heads", None)
         if (head := getattr(heads, "_markov", None)) is not None:
             heads._w2 = SimpleNamespace(weight=head.markov_w2.weight, packed=None)

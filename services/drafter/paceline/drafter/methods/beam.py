@@ -75,7 +75,7 @@ class Ranker:
         vocab_size: int,
         candidates: int,
         drafted: Tensor | None = None,
-        drafted_there: Tensor | None = None,
+        drafted_on_device: Tensor | None = None,
     ) -> None:
         """Creates a ranker.
 
@@ -88,14 +88,16 @@ class Ranker:
                 left out, unless the vocabulary is small.
             drafted: The target's token id of each logit, rising, int64 ``[R]`` on the CPU; None:
                 logit i is of token i.
-            drafted_there: The same on the device of the logits, if that is another one.
+            drafted_on_device: The same on the device of the logits, if that is another one.
         """
         self.params = params
         """Sampling parameters of the verifier."""
         self._vocab_size = vocab_size
         self._candidates = candidates
         self._drafted = None if drafted is None else drafted[drafted < vocab_size]
-        self.drafted_there = None if drafted_there is None else drafted_there[: self.count]
+        self.drafted_on_device = (
+            None if drafted_on_device is None else drafted_on_device[: self.count]
+        )
         """The target's id of each logit on their device, int64; None: logit i is of token i."""
         self._history = History(prompt, output) if params.penalised else History(())
         self._by_row = params.penalised or (
@@ -146,7 +148,7 @@ class Ranker:
             one path, the token that was drawn.
         """
         if not logits.is_cpu and not self.params.rejection:
-            return self._rank_there(logits, position, paths, width)
+            return self._rank_on_device(logits, position, paths, width)
         drafted = self._drafted
         if self._by_row or self.params.rejection:
             logits, drafted = self._all_tokens(logits.cpu(), drafted), None
@@ -172,11 +174,11 @@ class Ranker:
             return Ranked(ids.gather(1, best), logs)
         return Ranked(best if drafted is None else drafted[best], logs)
 
-    def _rank_there(
+    def _rank_on_device(
         self, logits: Tensor, position: int, paths: Sequence[Sequence[int]], width: int
     ) -> Ranked:
         """Ranks on the device of the logits, with noise for all tokens."""
-        drafted = self.drafted_there
+        drafted = self.drafted_on_device
         assert (drafted is None) == (self._drafted is None)
         if self.params.penalised:
             logits, drafted = self._all_tokens(logits, drafted), None
@@ -432,7 +434,7 @@ class Beam:
         self._end_level(start)
 
     def add_nodes(self, nodes: Sequence[tuple[float, float, float, float]], stop: int) -> None:
-        """Adds the nodes of all levels, as ``TreesThere.packed`` has them.
+        """Adds the nodes of all levels, as ``DeviceTrees.packed`` has them.
 
         Args:
             nodes: Token, parent, score and log of the confidence of each.

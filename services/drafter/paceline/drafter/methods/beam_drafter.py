@@ -27,16 +27,16 @@ from paceline.drafter.methods.base import (
     Update,
 )
 from paceline.drafter.methods.beam import Beam, BeamOptions, Chain, Ranked, Ranker
-from paceline.drafter.methods.draft_graphs import DraftGraphs
-from paceline.drafter.methods.layers import LayerShape
-from paceline.drafter.methods.trees_there import (
+from paceline.drafter.methods.device_trees import (
+    DeviceTrees,
     HostDraft,
     HostPass,
     Passes,
     TreeShape,
-    TreesThere,
-    rank_there,
+    rank_on_device,
 )
+from paceline.drafter.methods.draft_graphs import DraftGraphs
+from paceline.drafter.methods.layers import LayerShape
 from paceline.kernels import CHUNK, MAX_TREE_NODES, TreePlan, TreeSegment, send
 from paceline.kernels.draft import DraftText, NativeDraft
 from paceline.tree import EMPTY, TokenTree
@@ -104,16 +104,16 @@ class BeamSequence(DraftSequence):
             vocab_size=min(generation.vocab_size, drafter.shape.vocab_size),
             candidates=drafter.options.candidates,
             drafted=drafter.drafted_tokens,
-            drafted_there=drafter.drafted_there,
+            drafted_on_device=drafter.drafted_on_device,
         )
         self._widths = self.ranker.widths(drafter.options.widths)
         self.draft_text = self._draft_text()
         """The text for native drafts; None: there are none of its drafter, or of its sampling."""
 
     @property
-    def drafts_there(self) -> bool:
+    def drafts_on_device(self) -> bool:
         """Whether a tree grows on the drafter's device without the host."""
-        return self._drafter.grows_there and not self.ranker.by_paths
+        return self._drafter.grows_on_device and not self.ranker.by_paths
 
     def extend(self, update: Update) -> None:
         if update.tokens:
@@ -146,7 +146,7 @@ class BeamSequence(DraftSequence):
             late = time.monotonic() >= budget.deadline
             text.nodes, text.depth = limits.nodes, 1 if late else limits.depth
         else:
-            if self.drafts_there and time.monotonic() >= budget.deadline:
+            if self.drafts_on_device and time.monotonic() >= budget.deadline:
                 limits = replace(limits, depth=1)
             self.beam = Beam(limits, self._widths, self._drafter.options.min_survival, ahead)
         return True
@@ -288,7 +288,7 @@ class BeamDrafter(Drafter, Generic[S]):
         self.weight_bytes = size
         self.drafted_tokens: Tensor | None = None
         """The target's token id of each logit, rising, int64 ``[R]`` on the CPU; None: all ids."""
-        self.drafted_there: Tensor | None = None
+        self.drafted_on_device: Tensor | None = None
         """The same on the model's device, if that is another one."""
         self.device = torch.device("cpu")
         """Device of the model."""
@@ -297,8 +297,8 @@ class BeamDrafter(Drafter, Generic[S]):
         self.rope: Rope | None = None
         """Cosines and sines for native drafts."""
 
-    grows_there: bool = False
-    """Whether trees grow by :meth:`grow_there`."""
+    grows_on_device: bool = False
+    """Whether trees grow by :meth:`grow_on_device`."""
 
     graphs: DraftGraphs | None = None
     """Runs captured drafts; None: there are none."""
@@ -307,8 +307,10 @@ class BeamDrafter(Drafter, Generic[S]):
         """Sets :attr:`device` and :attr:`drafted_tokens`, and what follows from them."""
         self.device, self.drafted_tokens = device, drafted_tokens
         if device.type != "cpu":
-            self.grows_there = type(self).grow_there is not BeamDrafter.grow_there
-            self.drafted_there = None if drafted_tokens is None else send(drafted_tokens, device)
+            self.grows_on_device = type(self).grow_on_device is not BeamDrafter.grow_on_device
+            self.drafted_on_device = (
+                None if drafted_tokens is None else send(drafted_tokens, device)
+            )
 
     def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[TokenTree]:
         """Grows one tree for each round: in one native call or on a GPU where that is possible,
@@ -320,10 +322,10 @@ class BeamDrafter(Drafter, Generic[S]):
         """
         own = cast(Sequence[tuple[S, Budget]], rounds)
         native = [each for each in own if each[0].draft_text is not None]
-        there = [each for each in own if each[0].drafts_there]
-        rest = [each for each in own if each[0].draft_text is None and not each[0].drafts_there]
+        on_device = [each for each in own if each[0].drafts_on_device]
+        rest = [each for each in own if each[0].draft_text is None and not each[0].drafts_on_device]
         trees = self._draft_natively(native)
-        self._grow_batches(there)
+        self._grow_batches(on_device)
         self._grow_by_levels(rest)
         for sequence, _ in own:
             sequence.finish()
@@ -360,8 +362,8 @@ class BeamDrafter(Drafter, Generic[S]):
         nodes = None if self.graphs is None else self.graphs.run(draft, rankers, lengths, last)
         if nodes is None:
             worst = send(torch.tensor(last)[:, None], self.device)
-            trees = TreesThere(shape, worst, rank_there(rankers, lengths, shape))
-            self.grow_there(Passes(draft, self.device), trees)
+            trees = DeviceTrees(shape, worst, rank_on_device(rankers, lengths, shape))
+            self.grow_on_device(Passes(draft, self.device), trees)
             nodes = trees.packed()
         self.drafted(batch)
         for sequence, each in zip(batch, nodes.cpu().tolist(), strict=True):
@@ -374,7 +376,7 @@ class BeamDrafter(Drafter, Generic[S]):
     def drafted(self, growing: Sequence[S]) -> None:
         """Notes that the passes for sequences were launched."""
 
-    def grow_there(self, passes: Passes, trees: TreesThere) -> None:
+    def grow_on_device(self, passes: Passes, trees: DeviceTrees) -> None:
         """Grows trees by these passes on a GPU, without waiting for it."""
         raise NotImplementedError
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from paceline.decoder import Capturing
 from paceline.drafter.methods.beam import Ranker, best_tokens
-from paceline.drafter.methods.trees_there import (
+from paceline.drafter.methods.device_trees import (
+    DeviceTrees,
     HostDraft,
     HostPass,
     Passes,
     TreeShape,
-    TreesThere,
 )
 from paceline.kernels import Context, SamplingParams, TreePlan, plan_trees
 from paceline.kernels.trees import ContextSegment
@@ -112,10 +112,10 @@ class DraftGraphs:
             draft: Its passes.
             rankers: Rank the candidates of each sequence.
             lengths: Tokens of each text.
-            last: As of :class:`TreesThere`, by sequence.
+            last: As of :class:`DeviceTrees`, by sequence.
 
         Returns:
-            See :meth:`TreesThere.packed`; None if no graph is large enough, the trees have another
+            See :meth:`DeviceTrees.packed`; None if no graph is large enough, the trees have another
             shape, or a cache cannot be read by wide loads.
         """
         sequences = next((n for n in SEQUENCES if n >= len(rankers)), 0)
@@ -293,15 +293,15 @@ class _Graph(Passes):
             rows[:, 1] += level
 
     def draft(self) -> Tensor:
-        """The draft of the batch in the tables; see :meth:`TreesThere.packed`."""
-        trees = TreesThere(self._shape, self._staging.device[self._last], self._rank)
-        self._drafter.grow_there(self, trees)
+        """The draft of the batch in the tables; see :meth:`DeviceTrees.packed`."""
+        trees = DeviceTrees(self._shape, self._staging.device[self._last], self._rank)
+        self._drafter.grow_on_device(self, trees)
         return trees.packed()
 
     def _rank(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
         from paceline.kernels._triton.backend import perturbed_by
 
-        scores, drafted = logits[:, : self._shape.count], self._drafter.drafted_there
+        scores, drafted = logits[:, : self._shape.count], self._drafter.drafted_on_device
         if self._noise != "none":
             record = self._staging.device[self._records[level]]
             scores = perturbed_by(scores, record, drafted, filtered=self._noise == "filters")

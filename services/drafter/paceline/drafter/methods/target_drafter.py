@@ -34,9 +34,9 @@ from paceline.drafter.methods.checkpoint import (
     read_fit,
     required_folder,
 )
+from paceline.drafter.methods.device_trees import TreeShape
 from paceline.drafter.methods.draft_graphs import DraftGraphs, PassShape, graphs_work_on
 from paceline.drafter.methods.layers import DraftModel, LayerWeights, TappedShape
-from paceline.drafter.methods.trees_there import TreeShape
 from paceline.kernels import (
     CHUNK,
     Executor,

@@ -20,6 +20,13 @@ from torch import Tensor
 from paceline.decoder import ModelSource, load_config
 from paceline.drafter.methods.base import Fit, GenerationInfo
 from paceline.drafter.methods.beam_drafter import chain_segments
+from paceline.drafter.methods.device_trees import (
+    DeviceTrees,
+    HostDraft,
+    HostPass,
+    Passes,
+    TreeShape,
+)
 from paceline.drafter.methods.draft_graphs import PassShape
 from paceline.drafter.methods.dspark.config import DSparkConfig, read_dspark
 from paceline.drafter.methods.dspark.heads import DSparkHeads
@@ -31,13 +38,6 @@ from paceline.drafter.methods.target_drafter import (
     StateSequence,
     TargetDrafter,
     WindowCache,
-)
-from paceline.drafter.methods.trees_there import (
-    HostDraft,
-    HostPass,
-    Passes,
-    TreeShape,
-    TreesThere,
 )
 from paceline.kernels import Context, Program, Recorder, TreeSegment, send
 from paceline.kernels.draft import BlockModel, DraftText, NativeDraft
@@ -355,7 +355,7 @@ class DSparkDrafter(TargetDrafter[DSparkSequence]):
         block, contexts = self.layers.block_pass(blocks)
         return HostDraft([states, block], caches, contexts)
 
-    def grow_there(self, passes: Passes, trees: TreesThere) -> None:
+    def grow_on_device(self, passes: Passes, trees: DeviceTrees) -> None:
         hidden, logits = self.layers.draft(passes)
         before = passes.tokens(1).view(len(hidden), -1)[:, :1]  # the anchors
         state: Tensor | None = None

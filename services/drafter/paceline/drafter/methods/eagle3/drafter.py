@@ -23,6 +23,13 @@ from paceline.decoder import ModelSource, load_config
 from paceline.decoder.weights import Linear
 from paceline.drafter.methods.base import GenerationInfo
 from paceline.drafter.methods.beam_drafter import Block, forward_blocks, text_pass
+from paceline.drafter.methods.device_trees import (
+    DeviceTrees,
+    HostDraft,
+    Passes,
+    TreeShape,
+    level_passes,
+)
 from paceline.drafter.methods.draft_graphs import PassShape, text_and_levels
 from paceline.drafter.methods.eagle3.config import Eagle3Config, read_eagle3
 from paceline.drafter.methods.eagle3.module import Eagle3Model
@@ -32,13 +39,6 @@ from paceline.drafter.methods.target_drafter import (
     StateOptions,
     StateSequence,
     TargetDrafter,
-)
-from paceline.drafter.methods.trees_there import (
-    HostDraft,
-    Passes,
-    TreeShape,
-    TreesThere,
-    level_passes,
 )
 from paceline.kernels import Program, Recorder, TreePlan, send
 from paceline.kernels.draft import DraftText, NativeDraft, StateText
@@ -274,7 +274,7 @@ class Eagle3Drafter(TargetDrafter[Eagle3Sequence]):
         for sequence in growing:
             sequence.cache.length = sequence.length - 1
 
-    def grow_there(self, passes: Passes, trees: TreesThere) -> None:
+    def grow_on_device(self, passes: Passes, trees: DeviceTrees) -> None:
         outputs: list[Tensor] = []  # at the anchors, then at the nodes
         inputs = passes.inputs(0)
         while trees.grows:

@@ -24,6 +24,13 @@ from paceline.drafter.kv.reader import StreamingReader
 from paceline.drafter.methods.base import GenerationInfo, Needs
 from paceline.drafter.methods.beam import check_context
 from paceline.drafter.methods.beam_drafter import Block, forward_blocks, required, text_pass
+from paceline.drafter.methods.device_trees import (
+    DeviceTrees,
+    HostDraft,
+    Passes,
+    TreeShape,
+    level_passes,
+)
 from paceline.drafter.methods.draft_graphs import PassShape, text_and_levels
 from paceline.drafter.methods.layers import LayerWeights
 from paceline.drafter.methods.longspec.config import LongSpecConfig, read_longspec
@@ -34,13 +41,6 @@ from paceline.drafter.methods.target_drafter import (
     TargetOptions,
     TargetSequence,
     WindowCache,
-)
-from paceline.drafter.methods.trees_there import (
-    HostDraft,
-    Passes,
-    TreeShape,
-    TreesThere,
-    level_passes,
 )
 from paceline.kernels import CHUNK, Context, LayerTable, Program, Recorder, TreePlan
 from paceline.kernels.draft import DraftText, NativeDraft
@@ -284,7 +284,7 @@ class LongSpecDrafter(TargetDrafter[LongSpecSequence]):
         for sequence in growing:
             sequence.cache.length = sequence.length
 
-    def grow_there(self, passes: Passes, trees: TreesThere) -> None:
+    def grow_on_device(self, passes: Passes, trees: DeviceTrees) -> None:
         while trees.grows:
             tokens, plan, rows = trees.next_pass(passes)
             caches, contexts = passes.caches, passes.contexts

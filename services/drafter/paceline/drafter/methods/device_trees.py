@@ -165,20 +165,20 @@ Rank = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """Maps logits ``[S F, V]`` and the number of their level to candidates, as :func:`rank_rows`."""
 
 
-def rank_there(rankers: Sequence[Ranker], lengths: Sequence[int], shape: TreeShape) -> Rank:
+def rank_on_device(rankers: Sequence[Ranker], lengths: Sequence[int], shape: TreeShape) -> Rank:
     """Returns what ranks candidates for sequences with texts of some lengths."""
 
     def rank(logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
         parents = len(logits) // len(rankers)
         params = [each.params for each in rankers for _ in range(parents)]
         positions = [length + level for length in lengths for _ in range(parents)]
-        drafted = rankers[0].drafted_there
+        drafted = rankers[0].drafted_on_device
         return rank_rows(logits[:, : shape.count], params, positions, drafted, shape.widths[level])
 
     return rank
 
 
-class TreesThere:
+class DeviceTrees:
     """One tree of each of S sequences, on their device.
 
     Attributes:
