@@ -6,7 +6,7 @@ PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
 .PHONY: setup demo smollm2 test test-slow families levels resolve chart containers up down lint imports types proto \
 	proto-check browser clients docs bench drills fuzz audit gpu-check gpu-kernels gpu-services \
-	gpu-speed gpu-wheels gpu-packages gpu-train clean
+	gpu-first gpu-speed gpu-wheels gpu-packages gpu-train clean
 
 # The version of OpenAI's client for Node that `make clients` tests.
 OPENAI_NODE := 7.57.0
@@ -147,12 +147,14 @@ GPU_PACKAGES := .make/gpu-packages
 GPU_PYTHON ?= 3.12
 GPU_PLATFORMS ?= manylinux2014_x86_64 manylinux_2_28_x86_64
 
+GPU_FIRST := bits texts step rounds
 GPU_TESTS := $(PYTHON) -m pytest -m gpu --confcutdir tests/gpu
 
-# Three parts of at most ten minutes each: tests of kernels, which mostly compile and so run side by
-# side; tests of services, which measure free memory and so run alone; speed, into OUT. A failure
-# does not stop the other parts.
-GPU_PARTS := gpu-kernels gpu-services gpu-speed
+# Four parts of at most ten minutes each: tests of kernels, which mostly compile and so run side by
+# side; tests of services, which measure free memory and so run alone; what to ask a GPU first, into
+# OUT (equal bits, equal texts, steps, and rounds with profiles); bandwidth and sampling, into OUT. A
+# failure does not stop the other parts.
+GPU_PARTS := gpu-kernels gpu-services gpu-first gpu-speed
 gpu-check:
 	$(MAKE) --keep-going $(GPU_PARTS)
 
@@ -161,8 +163,12 @@ gpu-kernels: gpu-wheels
 	timeout 600 $(GPU_TESTS) --numprocesses 8 tests/gpu/kernels
 gpu-services: gpu-wheels
 	timeout 600 $(GPU_TESTS) tests/gpu/processes
+gpu-first: gpu-wheels
+	mkdir -p $(OUT)
+	PACELINE_BENCH_PROFILES=$(OUT)/profiles.txt timeout 600 $(PYTHON) -m paceline.bench.gpu \
+	    --output $(OUT)/first $(GPU_FIRST:%=--only %)
 gpu-speed: gpu-wheels
-	timeout 600 $(PYTHON) -m paceline.bench.gpu --output $(OUT)
+	timeout 600 $(PYTHON) -m paceline.bench.gpu --output $(OUT) --only bandwidth --only sampling
 
 # Wheels that travelled with the repository.
 gpu-wheels:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.gpu import predict
+from paceline.bench.gpu import profiles, rounds, texts
 from paceline.bench.gpu.__main__ import MEASUREMENTS, main, run
 
 TESTS = Path(__file__).parents[1] / "gpu"
@@ -76,14 +77,14 @@ def test_results_are_written_and_failures_do_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(MEASUREMENTS, "nothing", 300.0)
-    command = ["gpu", "--device", "cpu", "--only", "nothing", "--only", "backends", "--seed", "5"]
+    command = ["gpu", "--device", "cpu", "--only", "nothing", "--only", "bits", "--seed", "5"]
     monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path)])
     assert main() == 1
     written = json.loads((tmp_path / "cpu.json").read_text())
     assert written["seed"] == 5
     assert "No module named" in written["results"]["nothing"]["error"]
-    assert "NVIDIA" in written["results"]["backends"]["skipped"]
-    assert "took more than 0.05 seconds" in run("backends", "cpu", 0, 0.05)["error"]
+    assert "interpreter" in written["results"]["bits"]["skipped"]
+    assert "took more than 0.05 seconds" in run("bits", "cpu", 0, 0.05)["error"]
 
 
 @pytest.mark.slow
@@ -102,6 +103,46 @@ def test_rounds_are_measured_by_their_parts() -> None:
     assert found["transformers"]["ms_a_token"] > 0
 
 
+def test_a_case_without_a_figure_misses_its_targets(capsys: pytest.CaptureFixture[str]) -> None:
+    """With no time left, every target is missed, and the process must fail."""
+    missed = asyncio.run(
+        rounds.measure_all(
+            "127.0.0.1:1", "127.0.0.1:1", ["count", "longspec", "dspark"],
+            rounds.EIGHT_BILLION, 0.0, None,
+        )
+    )  # fmt: skip
+    assert len(missed) == len(rounds.TARGETS)
+    assert all(each.endswith("has no figure") for each in missed)
+    assert "left out" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_texts_of_the_demo_are_compared_in_all_ways() -> None:
+    found = run("texts", "cpu", 0, 300.0)
+    assert "error" not in found, found
+    cases = [name for name in found if "at once" in name]
+    formats, ways = len(texts.FORMATS), len(texts.AT_ONCE) * (1 + len(texts.DRAFTERS)) - 1
+    assert len(cases) == formats * ways
+    assert all(found[name]["different"] == 0 for name in cases)
+
+
+def test_a_service_writes_a_profile_for_each_trigger(tmp_path: Path) -> None:
+    trigger, output = tmp_path / "trigger", tmp_path / "profiles.txt"
+    variables = profiles.install(tmp_path / "hook", "verifier", trigger, output)
+    (trigger / "1 x none").touch()
+    program = "import time\nfrom pathlib import Path\n" + (
+        f"while not Path({str(output)!r}).exists():\n    time.sleep(0.01)\n"
+    )
+    paths = [str(tmp_path / "hook"), *sys.path]
+    subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables},
+        check=True,
+        timeout=60,
+    )
+    assert "## verifier, 1 x none" in output.read_text()
+
+
 def test_it_needs_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,9 +150,3 @@ def test_it_needs_a_gpu(
     monkeypatch.setattr(sys, "argv", ["gpu", "--output", str(tmp_path)])
     assert main() == 2
     assert "needs a CUDA device" in capsys.readouterr().err
-
-
-def test_the_predictions_of_the_page_are_those_of_the_program() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
-    assert "\n".join(predict.lines()) in page
-    assert "\n".join(predict.draft_lines()) in page

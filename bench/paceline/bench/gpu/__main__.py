@@ -19,8 +19,10 @@ import torch
 from paceline.bench.record import describe
 
 MEASUREMENTS = {
-    "rounds": 300.0,
-    "step": 90.0,
+    "bits": 70.0,
+    "texts": 150.0,
+    "step": 40.0,
+    "rounds": 330.0,
     "bandwidth": 90.0,
     "sampling": 40.0,
     "backends": 40.0,

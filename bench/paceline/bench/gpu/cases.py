@@ -7,8 +7,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -192,26 +193,36 @@ class RandomWeights(Mapping[str, Tensor]):
 
 
 class Pages:
-    """KV of one sequence in shuffled pages of a pool; a cache for the decoder."""
+    """KV of some sequences in shuffled pages of one pool.
+
+    It is itself a cache for the decoder: that of the first sequence.
+    """
 
     table = None
 
-    def __init__(self, config: DecoderConfig, device: torch.device, slots: int) -> None:
-        count = -(-slots // PAGE)
-        shape = (count, config.layers, 2, config.kv_heads, PAGE, config.head_dim)
+    def __init__(
+        self, config: DecoderConfig, device: torch.device, slots: int, sequences: int = 1
+    ) -> None:
+        """Allocate ``slots`` positions, rounded up to pages, for each sequence."""
+        each = -(-slots // PAGE)
+        shape = (sequences * each, config.layers, 2, config.kv_heads, PAGE, config.head_dim)
         self.pool = torch.full(shape, torch.nan, dtype=config.dtype, device=device)
-        tables = torch.randperm(count).int().to(device)[None]
-        self._planes = [
-            (
-                PagedPlane(self.pool[:, layer, 0], tables, 0, count * PAGE),
-                PagedPlane(self.pool[:, layer, 1], tables, 0, count * PAGE),
-            )
-            for layer in range(config.layers)
-        ]
+        self._tables = torch.randperm(sequences * each).int().to(device).view(sequences, each)
+        self._row = 0
+
+    def sequence(self, row: int) -> Self:
+        """Return the cache of another sequence in the same pool."""
+        other = copy(self)
+        other._row = row
+        return other
 
     def layer(self, index: int) -> tuple[PagedPlane, PagedPlane]:
         """Keys and values of a layer."""
-        return self._planes[index]
+        slots = self._tables.shape[1] * PAGE
+        keys, values = (
+            PagedPlane(self.pool[:, index, kind], self._tables, self._row, slots) for kind in (0, 1)
+        )
+        return keys, values
 
 
 def arguments() -> torch.device:

@@ -19,7 +19,6 @@ from paceline.bench.gpu.cases import (
     median_ms,
     report,
 )
-from paceline.bench.gpu.predict import Step
 from paceline.decoder import Decoder, GraphRunner
 from paceline.kernels import ProbedBlock, TreeSegment, plan_trees
 
@@ -30,8 +29,8 @@ NODES_TARGET = 1.3
 
 
 def main() -> None:
-    """Report times of n nodes behind each context, beside those predicted for an H100 and the
-    bound by memory bandwidth. Fails if the target is missed."""
+    """Report times of n nodes behind each context, beside the bound by memory bandwidth. Fails if
+    the target is missed."""
     device = arguments()
     config = EIGHT_BILLION
     contexts: tuple[int, ...] = CONTEXTS
@@ -53,9 +52,6 @@ def main() -> None:
             "bound_ms": bound,
             "step_over_bound": by_nodes["1"] / bound,
             "64_nodes_over_step": by_nodes["64"] / by_nodes["1"],
-            "predicted_ms_by_nodes": {
-                str(nodes): Step(config, 1, context, nodes).graph_us / 1e3 for nodes in NODES
-            },
         }
         report(f"context {context}", found)
     missed = found["64_nodes_over_step"] > NODES_TARGET

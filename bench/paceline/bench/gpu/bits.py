@@ -1,0 +1,179 @@
+"""Compares rows of packed passes with plain decoding, bit by bit, as the verifier serves them.
+
+An 8B model with random weights decodes some tokens one at a time. The same tokens then run in
+chains, beside other sequences, on the paths of trees, and as the end of a prompt; each row must
+have the logits of plain decoding, bit for bit.
+
+    python -m paceline.bench.gpu.bits cuda 0      # reports lines of JSON
+
+Fails if a row differs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from paceline.bench.gpu.cases import EIGHT_BILLION, Pages, RandomWeights, arguments, report
+from paceline.decoder import Decoder, GraphRunner
+from paceline.kernels import TreeSegment, plan_trees
+
+CONTEXTS = (200, 250, 2040, 8000, 12280)
+"""Positions in front of the compared tokens. Some trees cross a multiple of 64, 256 or 1,024."""
+
+ROWS = 24
+"""Tokens that plain decoding takes one at a time."""
+
+OTHERS = 31
+"""Sequences beside the compared one, in shorter contexts."""
+
+LEVELS = 12
+"""Nodes on the compared path of a tree."""
+
+
+def comb(levels: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Parents of a tree with `width` children at each level, and the nodes of the compared path:
+    the last child of each level, so that its siblings lie in the slots before it."""
+    parents, path = [-1], [0]
+    for _ in range(1, levels):
+        parents += [path[-1]] * width
+        path.append(len(parents) - 1)
+    return tuple(parents), tuple(path)
+
+
+class Comparison:
+    """Plain decoding of some tokens behind a context of random KV, and what else has their bits."""
+
+    def __init__(self, decoder: Decoder, context: int) -> None:
+        """Fill the caches, and decode :data:`ROWS` tokens one at a time."""
+        config, device = decoder.config, decoder.device
+        self._decoder, self._context = decoder, context
+        self._pages = Pages(config, device, context + 512, OTHERS + 1)
+        self._pages.pool.normal_()
+        self._graphs = GraphRunner(decoder, self._pages)
+        self._vocab = config.vocab_size
+        self._tokens = [(7 * index + 11) % self._vocab for index in range(ROWS)]
+        self._plain = self._alone()
+
+    def _run(self, tokens: Sequence[int], segments: Sequence[TreeSegment]) -> Tensor:
+        rows = [segment.sequence for segment in segments]
+        blocks = [replace(segment, sequence=index) for index, segment in enumerate(segments)]
+        result = self._graphs.forward(tokens, blocks, rows)
+        assert result is not None, "no graph has so many rows"
+        return result.logits.clone()
+
+    def _alone(self) -> Tensor:
+        parts = [
+            self._run([token], [TreeSegment(0, self._context + index, None, 1)])
+            for index, token in enumerate(self._tokens)
+        ]
+        return torch.cat(parts)
+
+    def _differing(self, found: Tensor, wanted: Tensor | None = None) -> int:
+        wanted = self._plain[: len(found)] if wanted is None else wanted
+        return int((found != wanted).any(1).sum())
+
+    def again(self) -> int:
+        """Decode the same tokens alone once more."""
+        return self._differing(self._alone())
+
+    def chains(self, length: int) -> int:
+        """Decode the tokens in chains of a length."""
+        parts = [
+            self._run(
+                self._tokens[at : at + length], [TreeSegment(0, self._context + at, None, length)]
+            )
+            for at in range(0, ROWS, length)
+        ]
+        return self._differing(torch.cat(parts))
+
+    def beside(self, others: int, nodes: int) -> int:
+        """Decode each token in a pass with other sequences, which have trees of `nodes` nodes."""
+        parents = tuple((node - 1) // 2 for node in range(nodes))
+        beside = [
+            TreeSegment(row, self._context * row // (others + 1), parents, nodes)
+            for row in range(1, others + 1)
+        ]
+        filler = [(5 * index + 3) % self._vocab for index in range(others * nodes)]
+        parts = []
+        for index, token in enumerate(self._tokens):
+            one = TreeSegment(0, self._context + index, None, 1)
+            parts.append(self._run([*filler, token], [*beside, one])[-1:])
+        return self._differing(torch.cat(parts))
+
+    def tree(self, width: int) -> int:
+        """Decode the tokens on a path of a tree whose other nodes hold other tokens."""
+        parents, path = comb(LEVELS, width)
+        tokens = [(13 * node + 5) % self._vocab for node in range(len(parents))]
+        for node, token in zip(path, self._tokens, strict=False):
+            tokens[node] = token
+        found = self._run(tokens, [TreeSegment(0, self._context, parents, len(parents))])
+        differing = self._differing(found[list(path)])
+        self._alone()  # the slots of the tree get the KV of plain decoding again
+        return differing
+
+    def prompt(self) -> int:
+        """Run the tokens as the end of a prompt, kernel by kernel."""
+        return self._differing(self._eager(self._tokens, self._context, 0))
+
+    def cuts(self) -> int:
+        """Run one prompt in two sequences, cut at different places, and one step behind each."""
+        prompt = [(3 * index + 1) % self._vocab for index in range(min(self._context, 1200))]
+        found = []
+        for row, cuts in ((1, (512,)), (2, (100, 356, 700))):
+            start = 0
+            for stop in (*(cut for cut in cuts if cut < len(prompt)), len(prompt)):
+                last = self._eager(prompt[start:stop], start, row)[-1:]
+                start = stop
+            step = self._run([self._tokens[0]], [TreeSegment(row, len(prompt), None, 1)])
+            found.append(torch.cat([last, step]))
+        return self._differing(*found)
+
+    def _eager(self, tokens: Sequence[int], start: int, row: int) -> Tensor:
+        device = self._decoder.device
+        plan = plan_trees([TreeSegment(0, start, None, len(tokens))], device=device)
+        packed = torch.tensor(tokens, device=device)
+        cache = self._pages.sequence(row)
+        return self._decoder.forward(packed, plan, [cache], logit_rows=None).logits
+
+
+def compare(decoder: Decoder, context: int) -> dict[str, int]:
+    """Count rows that differ from plain decoding, by how they were packed."""
+    run = Comparison(decoder, context)
+    cases: dict[str, Callable[[], int]] = {
+        "alone again": run.again,
+        "chains of 8": lambda: run.chains(8),
+        f"a chain of {ROWS}": lambda: run.chains(ROWS),
+        f"beside {OTHERS // 4} trees": lambda: run.beside(OTHERS // 4, 8),
+        f"beside {OTHERS} trees": lambda: run.beside(OTHERS, 8),
+        "the path of a tree of 2 children": lambda: run.tree(2),
+        "the path of a tree of 5 children": lambda: run.tree(5),
+        "the end of a prompt": run.prompt,
+        "a prompt in other cuts": run.cuts,
+    }
+    return {name: case() for name, case in cases.items()}
+
+
+def main() -> None:
+    """Report the rows that differ behind each context."""
+    device = arguments()
+    if device.type == "cpu":
+        report("skipped", "tests compare the rows of Triton's interpreter on a CPU")
+        return
+    decoder = Decoder(EIGHT_BILLION, RandomWeights(EIGHT_BILLION, device, 0), device)
+    differing = 0
+    for context in CONTEXTS:
+        with torch.inference_mode():
+            found = compare(decoder, context)
+        report(f"rows that differ behind {context} tokens", found)
+        differing += sum(found.values())
+    if differing:
+        sys.exit(f"{differing} rows differ from plain decoding")
+
+
+if __name__ == "__main__":
+    main()
