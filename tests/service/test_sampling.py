@@ -65,11 +65,14 @@ def test_a_schema_is_text_or_an_object() -> None:
         ("min_p", 1.5, r"in \[0, 1\]"),
         ("repetition_penalty", 0.0, "> 0"),
         ("repetition_penalty", math.inf, "finite"),
+        ("repetition_penalty", 1e39, "finite"),  # the message has numbers of 32 bits
+        ("temperature", 1e39, "finite"),
+        ("presence_penalty", -1e39, "finite"),
         ("presence_penalty", math.inf, "finite"),
         ("frequency_penalty", math.nan, "finite"),
         ("logit_bias", {-1: 1.0}, "token id"),
-        ("logit_bias", {1: math.inf}, "a number, or -inf"),
-        ("logit_bias", {1: math.nan}, "a number, or -inf"),
+        ("logit_bias", {1: math.inf}, "a finite number, or -inf"),
+        ("logit_bias", {1: math.nan}, "a finite number, or -inf"),
         ("logit_bias", dict.fromkeys(range(4097), 1.0), "at most 4096"),
         ("seed", -1, "in"),
         ("seed", 2**64, "in"),
@@ -81,6 +84,25 @@ def test_a_value_out_of_range_is_refused_by_name(parameter: str, value: Any, mes
     with pytest.raises(SamplingError, match=f"{parameter}.*{message}") as raised:
         Sampling(**{parameter: value})
     assert raised.value.parameter == parameter
+
+
+@pytest.mark.parametrize("value", [5e-324, 1e-50, 1e-45, 1e-38, 1e-19])
+def test_the_smallest_values_stay_what_they_mean_in_the_message(value: float) -> None:
+    """And do not become 0, which means unset."""
+    given = Sampling(temperature=value, top_p=value, repetition_penalty=value, min_p=value)
+    message = given.to_proto()
+    assert given.temperature == message.temperature == 0.0
+    assert 0 < message.top_p < 1e-18
+    assert 0 < message.repetition_penalty < 1e-18
+    assert Sampling.from_proto(message).top_p == message.top_p
+
+
+def test_rejection_at_the_lowest_temperatures_is_greedy() -> None:
+    message = Sampling(acceptance="rejection").to_proto()
+    for temperature, rejects in ((1e-38, False), (0.1, True)):
+        message.temperature = temperature
+        params = sampling_params(message)
+        assert (params.rejection, params.greedy) == (rejects, not rejects)
 
 
 @pytest.mark.parametrize(

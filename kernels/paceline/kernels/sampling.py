@@ -7,6 +7,11 @@ output), presence and frequency penalties (output), logit bias, temperature, the
 top_p, each to the tokens that remain. Ties go to the lower token id. Arithmetic is float32, but for
 the probabilities that top_p adds up: these are integers, whose sum has no rounding.
 
+No parameter makes a finite logit infinite: :class:`SamplingParams` bounds each of them, at values
+from which on a larger one would choose the same tokens. Of a model whose logits are not finite,
+above temperature 0 NaN counts as the lowest float32 and plus infinity as the largest; minus
+infinity excludes a token.
+
 Speculative rejection sampling of chains, with position-keyed random numbers, is the other mode.
 After Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023, section
 2.3: a token drafted from q is accepted with probability min(1, p / q); a rejected one is replaced
@@ -24,7 +29,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 
 import numpy as np
@@ -88,22 +93,31 @@ class History:
 
 
 _FIRST_TOP_P_GUESS = 256
+_LARGEST = torch.finfo(torch.float32).max
+
+MIN_TEMPERATURE = 2.0**-60
+"""Below it, logits over temperature are so large that noise cannot change their order."""
+_MAX_TEMPERATURE = 2.0**60
+_MAX_PENALTY = 2.0**40
+"""Of a bias and of penalties; all of them together, over the temperature, are finite."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of a request. Their ranges are not checked here.
+    """Sampling parameters of a request. Their ranges are not checked here, but bounded.
 
     Attributes:
-        temperature: 0: the most likely token; otherwise logits are divided by it.
+        temperature: 0: the most likely token; otherwise logits are divided by it. Below
+            ``MIN_TEMPERATURE`` it becomes 0, and above 2^60 it becomes 2^60.
         top_k: Keep the k most likely tokens; 0 keeps all.
         top_p: Keep the smallest set of most likely tokens with this probability or more; 1 all.
         min_p: Keep tokens at least this fraction as likely as the most likely one; 0 all.
         repetition_penalty: Divides positive and multiplies negative logits of tokens seen in the
-            prompt or the output; 1 is off.
-        presence_penalty: Subtracted from the logit of every token in the output; 0 is off.
+            prompt or the output; 1 is off. At least 2^-40 and at most 2^40.
+        presence_penalty: Subtracted from the logit of every token in the output; 0 is off. At most
+            2^40, and at least -2^40, as are the next two.
         frequency_penalty: Subtracted per occurrence in the output; 0 is off.
-        logit_bias: Pairs (token id, value added to its logit).
+        logit_bias: Pairs (token id, value added to its logit); -inf excludes the token.
         seed: Unsigned 64-bit seed of the noise.
         rejection: Drafted tokens are accepted and replaced by rejection sampling
             (:mod:`paceline.kernels.sampling`), not by equality with the chosen token.
@@ -120,6 +134,17 @@ class SamplingParams:
     seed: int = 0
     rejection: bool = False
 
+    def __post_init__(self) -> None:
+        """Bound the parameters."""
+        keep = partial(object.__setattr__, self)
+        cold = self.temperature < MIN_TEMPERATURE
+        keep("temperature", 0.0 if cold else min(self.temperature, _MAX_TEMPERATURE))
+        keep("repetition_penalty", _bounded(self.repetition_penalty, 1 / _MAX_PENALTY))
+        keep("presence_penalty", _bounded(self.presence_penalty))
+        keep("frequency_penalty", _bounded(self.frequency_penalty))
+        biases = [(token, x if x == -math.inf else _bounded(x)) for token, x in self.logit_bias]
+        keep("logit_bias", tuple(biases))
+
     @property
     def greedy(self) -> bool:
         """Whether the temperature is 0."""
@@ -134,6 +159,10 @@ class SamplingParams:
             or self.frequency_penalty != 0
             or bool(self.logit_bias)
         )
+
+
+def _bounded(penalty: float, lowest: float = -_MAX_PENALTY) -> float:
+    return max(lowest, min(penalty, _MAX_PENALTY))
 
 
 def filter_logits(logits: Tensor, params: SamplingParams, history: History) -> Tensor:
@@ -157,7 +186,7 @@ def _filtered(logits: Tensor, params: SamplingParams) -> Tensor:
     """The filter without penalties and bias, as a new float32 ``[V]``; none at temperature 0."""
     if params.greedy:
         return logits.float()
-    scaled = logits.float() / params.temperature
+    scaled = _finite(logits.float() / params.temperature)
     ids = _survivors(scaled, params)
     if ids is None:
         return scaled
@@ -181,7 +210,7 @@ def choose_token(logits: Tensor, params: SamplingParams, position: int, history:
     changed = penalise(logits, params, history) if params.penalised else logits
     if params.greedy:
         return _largest(changed)
-    scaled = changed.float() / params.temperature
+    scaled = _finite(changed.float() / params.temperature)
     ids = _survivors(scaled, params)
     if ids is None:
         scaled += gumbel_noise_at(params.seed, position, torch.arange(scaled.numel()))
@@ -373,7 +402,7 @@ def raw_logprobs(logits: Tensor, token: int, top_n: int) -> tuple[float, list[tu
         The token's natural log-probability, and (id, log-probability) of the ``top_n`` most
         likely tokens, best first, ties by lower id.
     """
-    raw = logits.float()
+    raw = _finite(logits.float())
     total = _logsumexp(raw)
     best: list[tuple[int, float]] = []
     if top_n > 0:
@@ -385,6 +414,13 @@ def raw_logprobs(logits: Tensor, token: int, top_n: int) -> tuple[float, list[tu
 def _largest(values: Tensor) -> int:
     """Index of the largest of ``[n]`` values, the first on ties; much faster than torch."""
     return int(values.float().numpy().argmax())
+
+
+def _finite(values: Tensor) -> Tensor:
+    """float32 ``[n]`` without NaN and plus infinity; the same tensor if it has none."""
+    if math.isfinite(values.max()):  # the largest of values with a NaN is NaN
+        return values
+    return values.nan_to_num(nan=-_LARGEST, posinf=_LARGEST, neginf=-math.inf)
 
 
 def _survivors(scaled: Tensor, params: SamplingParams) -> Tensor | None:
@@ -420,7 +456,7 @@ def _nucleus(values: Tensor, mass: float) -> Tensor:
     while True:
         ids = _ranked(values, count)
         reached = weights[ids.numpy()].cumsum()
-        if reached[-1] >= needed:
+        if count == values.numel() or reached[-1] >= needed:
             return ids[: int(np.searchsorted(reached, needed)) + 1]
         count = min(count * 8, values.numel())
 
@@ -433,15 +469,16 @@ EXP2_TERMS = (123394, 1386885, 10304738, 59591844, 257940802, 744261112, 1 << 30
 
 
 def _weights(values: Tensor) -> tuple[NDArray[np.int64], int]:
-    """Probabilities in integers, and their sum: of float32 ``[n]`` whose largest is finite.
+    """Probabilities in integers, and their sum: of float32 ``[n]`` without NaN and plus infinity.
 
     The weight of x is 2^40 e^(x - max), by integer arithmetic: sums do not depend on their order,
     so that every device finds the same nucleus. ``native/sampling.c`` and the Triton kernels
-    compute the same.
+    compute the same. If all x are minus infinity, all weights are 0.
     """
     native = library()
     if native is None:
-        below = (values.max() - values).clamp(max=31.0)
+        below = values.max() - values
+        below = torch.where(below < 31.0, below, 31.0)
         octaves = (below * 2.0**25).to(torch.int64).numpy() * LOG2_E >> 25
         fraction, sums = octaves & (1 << 30) - 1, np.zeros_like(octaves)
         for term in EXP2_TERMS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -81,6 +82,33 @@ def test_any_row_gets_the_token_of_the_contract(
     kept = [filter_logits(row, each, NONE).isfinite() for row, each, _ in rows]
     assert torch.equal(found.isfinite(), torch.stack(kept))
     assert found.argmax(1).tolist() == [choose_token(row, each, at, NONE) for row, each, at in rows]
+
+
+EXTREMES = [
+    SamplingParams(temperature=1e-38, top_p=0.9),
+    SamplingParams(temperature=1e-17, top_p=0.9),
+    SamplingParams(temperature=3e38, top_p=0.999, min_p=1e-45),
+    SamplingParams(top_p=1e-45, top_k=2**32 - 1),
+    SamplingParams(temperature=0.5),
+]
+
+
+@pytest.mark.parametrize("place", [None, math.nan, math.inf, -math.inf])
+def test_extreme_parameters_and_logits_give_the_tokens_of_the_cpu(place: float | None) -> None:
+    """NaN is the lowest float, plus infinity the largest, minus infinity excludes a token."""
+    from paceline.kernels._triton import backend
+
+    logits = 3 * torch.randn(len(EXTREMES), 300, generator=torch.Generator().manual_seed(0))
+    if place is not None:
+        logits[:, 7:90] = place
+        logits[-1] = place
+    found = backend.perturbed(logits, EXTREMES, [5] * len(EXTREMES))
+    for row, tokens, params in zip(logits, found, EXTREMES, strict=True):
+        if params.greedy and place is not None:
+            continue  # bounds are those of sampling
+        kept = filter_logits(row, params, NONE)
+        assert torch.equal(tokens.isfinite(), kept.isfinite())
+        assert int(tokens.argmax()) == choose_token(row, params, 5, NONE)
 
 
 @settings(max_examples=8, phases=set(Phase) - {Phase.shrink})

@@ -26,6 +26,12 @@ MAX_LOGIT_BIAS = 4096
 MAX_TOKEN_IDS = 1 << 24
 """Maximum number of token ids in one argument."""
 
+MIN_TEMPERATURE = 2.0**-60
+"""A lower temperature is 0: it would choose the same tokens. The kernels have the same bound."""
+_LARGEST = (2 - 2.0**-23) * 2.0**127
+"""The largest float32, the type of the message's numbers."""
+_SMALLEST = 2.0**-126
+
 _MODES = {
     "invariant": sampling_pb2.ACCEPTANCE_MODE_INVARIANT,
     "rejection": sampling_pb2.ACCEPTANCE_MODE_REJECTION,
@@ -44,7 +50,8 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 def rejects(message: sampling_pb2.SamplingParams) -> bool:
     """Whether rejection sampling decides acceptance; at temperature 0 both modes are equal."""
-    return message.temperature > 0 and message.mode == sampling_pb2.ACCEPTANCE_MODE_REJECTION
+    sampled = message.temperature >= MIN_TEMPERATURE
+    return sampled and message.mode == sampling_pb2.ACCEPTANCE_MODE_REJECTION
 
 
 class SamplingError(ValueError):
@@ -175,6 +182,11 @@ def _encodable(text: str) -> bool:
         return False
 
 
+def _holds(number: float) -> bool:
+    """Whether a number is finite as a float32."""
+    return abs(number) <= _LARGEST
+
+
 class Checked:
     """A frozen dataclass that checks its fields when it is created."""
 
@@ -198,7 +210,7 @@ class Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Checked):
-    """Sampling parameters, checked when created.
+    """Sampling parameters, checked when created. Numbers are float32 in the message.
 
     Raises:
         SamplingError: A parameter is of another type or out of its range, or several constraints
@@ -237,13 +249,15 @@ class Sampling(Checked):
         if self.seed is None:
             self._keep("seed", secrets.randbits(64))
         take = self._take
-        take("temperature", float, "a finite number >= 0", lambda x: 0 <= x < math.inf)
+        take("temperature", float, "a finite number >= 0", lambda x: x >= 0 and _holds(x))
+        if self.temperature < MIN_TEMPERATURE:
+            self._keep("temperature", 0.0)
         take("top_k", int, "an integer >= 0 (0 keeps all tokens)", lambda x: 0 <= x < 2**32)
         take("top_p", float, "a number in (0, 1]", lambda x: 0 < x <= 1)
         take("min_p", float, "a number in [0, 1]", lambda x: 0 <= x <= 1)
-        take("repetition_penalty", float, "a finite number > 0", lambda x: 0 < x < math.inf)
-        take("presence_penalty", float, "a finite number", math.isfinite)
-        take("frequency_penalty", float, "a finite number", math.isfinite)
+        take("repetition_penalty", float, "a finite number > 0", lambda x: x > 0 and _holds(x))
+        take("presence_penalty", float, "a finite number", _holds)
+        take("frequency_penalty", float, "a finite number", _holds)
         take("seed", int, "an integer in [0, 2**64)", lambda x: 0 <= x < 2**64)
         take("acceptance", str, " or ".join(_MODES), lambda x: x in _MODES)
         take("regex", str, "a text", optional=True)
@@ -262,10 +276,15 @@ class Sampling(Checked):
         if len(biases) > MAX_LOGIT_BIAS:
             expected = f"a mapping of at most {MAX_LOGIT_BIAS} token ids"
             raise SamplingError.unexpected("logit_bias", expected, biases)
-        expected = "a number, or -inf (never)"
+        expected = "a finite number, or -inf (never)"
         return {
             _token_id("logit_bias", token, " (its keys)"): checked(
-                "logit_bias", bias, float, expected, lambda x: x < math.inf, f"[{token}]"
+                "logit_bias",
+                bias,
+                float,
+                expected,
+                lambda x: x == -math.inf or _holds(x),
+                f"[{token}]",
             )
             for token, bias in biases.items()
         }
@@ -290,8 +309,8 @@ class Sampling(Checked):
         """The protocol message."""
         return sampling_pb2.SamplingParams(
             **{name: getattr(self, name) for name in _SAME},
-            top_p=self.top_p,
-            repetition_penalty=self.repetition_penalty,
+            top_p=max(self.top_p, _SMALLEST),  # 0 would mean unset
+            repetition_penalty=max(self.repetition_penalty, _SMALLEST),
             logit_bias=dict(self.logit_bias or {}),
             mode=_MODES[self.acceptance],
             json_schema=self._schema_text(),

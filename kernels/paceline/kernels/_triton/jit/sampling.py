@@ -27,6 +27,8 @@ LOWEST: tl.constexpr = tl.constexpr(-(1 << 51))
 """At most any key."""
 NONE: tl.constexpr = tl.constexpr(-(1 << 52))
 """In the place of a key that is missing."""
+LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
+"""The largest float32: in the place of plus infinity, and below 0 in that of NaN."""
 
 
 @triton.jit
@@ -35,6 +37,8 @@ def _keys(logits, at, vocab, divisor):
     value = tl.load(logits + at, mask=at < vocab, other=0.0).to(tl.float32)
     value = tl.math.div_rn(value, tl.full(value.shape, 1.0, tl.float32) * divisor)
     value = tl.where(value == 0.0, 0.0, value)  # one zero
+    finite = tl.where(value > 0.0, LARGEST, -LARGEST)
+    value = tl.where(value <= LARGEST, value, finite)
     return tl.where(at < vocab, _key(value) | (LAST_ID - at), NONE)
 
 
@@ -55,7 +59,8 @@ def _value(key):
 @triton.jit
 def _weight(key, highest):
     """Probabilities in integers: see :func:`paceline.kernels.sampling._weights`."""
-    nats = (tl.minimum(highest - _value(key), 31.0) * 33554432.0).to(tl.int64)
+    below = highest - _value(key)  # NaN where both are minus infinity
+    nats = (tl.where(below < 31.0, below, 31.0) * 33554432.0).to(tl.int64)
     octaves = (nats * 1549082005) >> 25
     fraction = octaves & 0x3FFFFFFF
     power = tl.full(key.shape, 123394, tl.int64)
