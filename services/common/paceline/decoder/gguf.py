@@ -168,6 +168,17 @@ _LONG_FACTORS = {
     "short_factor": "rope_factors_short.weight",
 }
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_TEMPLATE = "tokenizer.chat_template"
+# Names of special tokens in transformers, and in the file, where one is misspelt.
+_SPECIAL_TOKENS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",
+    "pad_token": "padding_token_id",
+    "cls_token": "cls_token_id",
+    "mask_token": "mask_token_id",
+}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_CONTEXT = 8192  # original context of all Llama 3 models with scaled frequencies
 
@@ -289,8 +300,23 @@ class GgufModel(ModelSource):
         return text
 
     @property
-    def chat_template(self) -> str:
-        return str(self._file.metadata.get("tokenizer.chat_template", ""))
+    def chat_templates(self) -> Mapping[str, str]:
+        found = {
+            key.removeprefix(_TEMPLATE).removeprefix(".") or "default": str(value)
+            for key, value in self._file.metadata.items()
+            if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")
+        }
+        return {name: template for name, template in found.items() if template}
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        tokens = self._file.metadata.get("tokenizer.ggml.tokens", ())
+        ids = {name: self._metadata.token(key) for name, key in _SPECIAL_TOKENS.items()}
+        return {
+            name: str(tokens[token])
+            for name, token in ids.items()
+            if token is not None and token < len(tokens)
+        }
 
     def files(self) -> list[Path]:
         return [self.path]

@@ -163,8 +163,12 @@ class LoraModel(ModelSource):
         return self._base.tokenizer
 
     @property
-    def chat_template(self) -> str:
-        return self._base.chat_template
+    def chat_templates(self) -> Mapping[str, str]:
+        return self._base.chat_templates
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        return self._base.special_tokens
 
     def files(self) -> list[Path]:
         return [*self._base.files(), self._folder / _WEIGHTS]

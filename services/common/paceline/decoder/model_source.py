@@ -184,8 +184,19 @@ class ModelSource(ABC):
 
     @property
     @abstractmethod
+    def chat_templates(self) -> Mapping[str, str]:
+        """The chat templates (Jinja) by name; the usual one is "default"."""
+
+    @property
     def chat_template(self) -> str:
-        """The chat template (Jinja); empty if the model has none."""
+        """The usual chat template (Jinja); empty if the model has none."""
+        return self.chat_templates.get("default", "")
+
+    @property
+    @abstractmethod
+    def special_tokens(self) -> Mapping[str, str]:
+        """Texts of the tokenizer's special tokens by name, such as "eos_token", as in the
+        `special_tokens_map` of transformers."""
 
     @abstractmethod
     def files(self) -> list[Path]:

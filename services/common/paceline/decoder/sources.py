@@ -87,17 +87,37 @@ class ModelFolder(ModelSource):
     def tokenizer(self) -> bytes:
         return self._read("tokenizer.json")
 
-    @property
-    def chat_template(self) -> str:
-        own = self._read("chat_template.jinja")
-        if own:
-            return own.decode()
-        config = json.loads(self._read("tokenizer_config.json") or b"{}")
-        template = config.get("chat_template") or ""
-        if isinstance(template, list):  # several named ones
-            named = {entry["name"]: entry["template"] for entry in template}
-            template = named.get("default", "")
-        return str(template)
+    @cached_property
+    def chat_templates(self) -> Mapping[str, str]:
+        """As transformers finds them: in files of their own, or in tokenizer_config.json. Models
+        for texts and images may have one in chat_template.json."""
+        further = (self.path / "additional_chat_templates").glob("*.jinja")
+        found = {file.stem: file.read_text(encoding="utf-8") for file in sorted(further)}
+        if own := self._read("chat_template.jinja"):
+            found["default"] = own.decode()
+        if found:
+            return found
+        for name in ("tokenizer_config.json", "chat_template.json"):
+            template = self._read_json(name).get("chat_template")
+            if isinstance(template, list):  # several named ones
+                return {str(entry["name"]): str(entry["template"]) for entry in template}
+            if template:
+                return {"default": str(template)}
+        return {}
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, str]:
+        config = self._read_json("tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # of an older transformers
+            config |= self._read_json("special_tokens_map.json")
+        named = {key: value for key, value in config.items() if key.endswith("_token")}
+        if isinstance(further := config.get("extra_special_tokens"), dict):
+            named |= further
+        texts = {
+            name: value.get("content") if isinstance(value, dict) else value
+            for name, value in named.items()
+        }
+        return {name: text for name, text in texts.items() if isinstance(text, str)}
 
     def files(self) -> list[Path]:
         return weight_files(self.path)
@@ -107,6 +127,10 @@ class ModelFolder(ModelSource):
         for volatile in ("transformers_version", "_name_or_path", "torch_dtype", "dtype"):
             config.pop(volatile, None)
         return fingerprint_files(json.dumps(config, sort_keys=True).encode(), self.files())
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        found = json.loads(self._read(name) or b"{}")
+        return found if isinstance(found, dict) else {}
 
     def _read(self, name: str) -> bytes:
         file = self.path / name

@@ -80,6 +80,10 @@ def read_model_info(
         target_fingerprint=source.fingerprint(),
         tokenizer_digest=source.tokenizer_digest,
         chat_template=source.chat_template,
+        named_chat_templates={
+            name: text for name, text in source.chat_templates.items() if name != "default"
+        },
+        special_tokens=source.special_tokens,
         max_tree_nodes=MAX_NODES,
         layers=config.layers,
         kv_heads=config.kv_heads,
