@@ -78,7 +78,7 @@ class HttpFuzzer:
             case chance if chance < 0.95:
                 # The body of CONNECT and the like is a protocol of its own: not answered.
                 method, path = draws.choice(_METHODS), draws.choice((*_PATHS, *_VALID))
-                raw = f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+                raw = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
                 whole = method not in ("CONNECT", "X", "TRACE") and path.startswith("/")
                 return Request(raw, whole, head=method == "HEAD")
             case _:
@@ -158,5 +158,5 @@ class HttpFuzzer:
 
 
 def _post(path: str, body: bytes, headers: str = "") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode("latin-1") + body

@@ -51,12 +51,12 @@ async def serve_gateway(
         server = asyncio.create_task(
             run_gateway(
                 client,
-                GatewayOptions(address="127.0.0.1:0", **options),
+                GatewayOptions(**{"address": "127.0.0.1:0", **options}),
                 on_ready=ready.set_result,
                 stop_event=stop,
             )
         )
-        url = f"http://{await ready}"
+        url = f"http://127.0.0.1:{(await ready).rpartition(':')[2]}"
         async with AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as openai:
             yield Served(openai, transport, url, stop, server)
         stop.set()

@@ -170,7 +170,9 @@ async def test_the_expect_header_is_answered(served: Served) -> None:
     ):
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(
-            b"POST /v1/completions HTTP/" + sent + b"\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+            b"POST /v1/completions HTTP/"
+            + sent
+            + b"\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
         )
         assert (await reader.readline()).split()[1] == status
         writer.close()

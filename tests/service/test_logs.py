@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from paceline.service.runtime import JsonFormatter, configure_logging, request_id
+from paceline.service.runtime import JsonFormatter, TextFormatter, configure_logging, request_id
 
 from .conftest import Serve
 from .toy import ask
@@ -45,6 +45,32 @@ def test_an_exception_stays_on_the_one_line() -> None:
         line = JsonFormatter().format(record(exc_info=sys.exc_info()))
     assert "\n" not in line
     assert "ValueError: broken" in json.loads(line)["exception"]
+
+
+HOSTILE = "a\n12:00:00.000 INFO forged\r\x1b[2J\x7f\x9b2J\u2028b\u202ec\ud800"
+
+
+@pytest.mark.parametrize("form", [TextFormatter(), JsonFormatter()])
+@pytest.mark.parametrize("where", ["msg", "name", "model", "args", "exception"])
+def test_nothing_forges_lines_or_controls_the_terminal(form: logging.Formatter, where: str) -> None:
+    fields: dict[str, object] = {where: HOSTILE}
+    if where == "args":
+        fields = {"msg": "from %s", "args": (HOSTILE,)}
+    elif where == "msg":
+        fields["args"] = ()
+    elif where == "exception":
+        try:
+            raise ValueError(HOSTILE)
+        except ValueError:
+            fields = {"exc_info": sys.exc_info()}
+    first, *others = form.format(record(**fields)).split("\n")
+    assert all(line.isprintable() for line in (first, *others))
+    assert all(line.startswith("  ") for line in others)
+    assert where == "exception" or not others
+    if isinstance(form, JsonFormatter):
+        assert HOSTILE in json.loads(first).get("exception", str(json.loads(first)["message"])) or (
+            HOSTILE in (json.loads(first)["logger"], json.loads(first).get("model"))
+        )
 
 
 @pytest.mark.parametrize(

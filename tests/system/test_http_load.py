@@ -12,7 +12,7 @@ from paceline.harness import ServiceProcess
 
 CONNECTIONS = 1000
 MAX_GROWTH = 64 << 20
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 STATES = (b"", HEAD[:40], HEAD + b"Content-Length: 100\r\n\r\n{")
 """What connections have sent: nothing, a part of a head, a part of a body."""
 

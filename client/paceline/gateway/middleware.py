@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
     from .metrics import GatewayMetrics
+    from .options import GatewayOptions
 
 
 REQUEST_ID = web.RequestKey("request_id", str)
@@ -33,6 +34,8 @@ SPENT = web.RequestKey("spent", list)
 
 # Paths without a key: health checks, and what describes the gateway alone.
 _OPEN_PATHS = ("/", "/health", "/version")
+_LOCAL = frozenset(("localhost", "127.0.0.1", "[::1]"))
+_HOST = re.compile(r"(?P<name>[^\[\]:/@\s]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
 _EXPOSED = "x-request-id, x-paceline-warning, retry-after"
 
 _access = logging.getLogger("paceline.gateway.access")
@@ -40,28 +43,34 @@ _access = logging.getLogger("paceline.gateway.access")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+@web.middleware
+async def in_openai_form(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Returns every error in OpenAI's form."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        failure = from_http(error)
+    except Exception as error:
+        failure = from_error(error)
+    return web.json_response(failure.body, status=failure.status, headers=failure.headers)
+
+
 def guard(api_key: str | None) -> Middleware:
-    """Checks the API key, if there is one, and returns every error in OpenAI's form."""
+    """Checks the API key, if there is one."""
     expected = f"Bearer {api_key}".encode()
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            if api_key is not None and not _open(request.path) and request.method != "OPTIONS":
-                given = request.headers.get("Authorization", "").encode(errors="replace")
-                if not hmac.compare_digest(given, expected):
-                    raise ApiError(
-                        401,
-                        "the API key is missing or wrong: send 'Authorization: Bearer KEY'",
-                        code="invalid_api_key",
-                        headers={"WWW-Authenticate": "Bearer"},
-                    )
-            return await handler(request)
-        except web.HTTPException as error:
-            failure = from_http(error)
-        except Exception as error:
-            failure = from_error(error)
-        return web.json_response(failure.body, status=failure.status, headers=failure.headers)
+        if api_key is not None and not _open(request.path):
+            given = request.headers.get("Authorization", "").encode(errors="replace")
+            if not hmac.compare_digest(given, expected):
+                raise ApiError(
+                    401,
+                    "the API key is missing or wrong: send 'Authorization: Bearer KEY'",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+        return await handler(request)
 
     return guarded
 
@@ -98,7 +107,7 @@ def _span(request: web.Request, route: str) -> AbstractContextManager[Span | Non
     if _open(request.path):
         return nullcontext()
     attributes = {
-        Attribute.URL_PATH: request.path,
+        Attribute.URL_PATH: request.rel_url.raw_path,
         Attribute.URL_SCHEME: request.scheme,
         **server_attributes(request.host),
     }
@@ -120,7 +129,7 @@ def _log(request: web.Request, status: int, seconds: float) -> None:
     _access.info(
         "%s %s %d",
         request.method,
-        request.path,
+        request.rel_url.raw_path,  # as it was sent: decoded, it may hold control characters
         status,
         extra={
             "request_id": request[REQUEST_ID],
@@ -132,50 +141,97 @@ def _log(request: web.Request, status: int, seconds: float) -> None:
     )
 
 
-def allow_origins(origins: Sequence[str]) -> Middleware:
-    """Answers the preflight requests of pages from these origins; "*": of any page."""
+class Sites:
+    """Which hosts' names requests may come under, and which pages may send them.
 
-    @web.middleware
-    async def allowing(request: web.Request, handler: Handler) -> web.StreamResponse:
-        asked = request.headers.get("Access-Control-Request-Method")
-        if request.method != "OPTIONS" or asked is None or not _allowed(request, origins):
-            return await handler(request)
-        headers = request.headers.get("Access-Control-Request-Headers", "")
-        return web.Response(
-            status=204,
-            headers={
-                "Access-Control-Allow-Methods": "GET, POST",
-                "Access-Control-Allow-Headers": headers,
-                "Access-Control-Max-Age": "600",
-            },
-        )
+    A browser sends the name that a page's request is for in `Host`, and the page's own site in
+    `Origin`; no page can change either.
+    """
 
-    return allowing
+    def __init__(self, options: GatewayOptions) -> None:
+        self._hosts = options.hosts
+        self._origins = frozenset(options.cors_origins)
+        # A page that a program of this machine serves is as trusted as the program.
+        self._allows_local = options.api_key is None
 
+    def check(self) -> Middleware:
+        """Refuses requests of other sites, and answers the preflight requests of pages."""
 
-def add_headers(
-    origins: Sequence[str],
-) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """A signal that adds the id, warnings and CORS headers to every response."""
+        @web.middleware
+        async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
+            for host in request.headers.getall("Host", ()):
+                if self._hosts is not None and _name_of(host) not in self._hosts:
+                    raise ApiError(
+                        403,
+                        f"requests for the host {host[:256]!r} are not answered: use localhost, or "
+                        "start the gateway with --allowed-host, or with an API key",
+                        code="host_not_allowed",
+                    )
+            origin = request.headers.get("Origin")
+            if origin is None:
+                return await handler(request)
+            if not (self._allows(origin) or _is_own(origin, request)):
+                raise ApiError(
+                    403,
+                    f"pages of the origin {origin[:256]!r} may not send requests: start the "
+                    "gateway with --cors-origin to allow it",
+                    code="origin_not_allowed",
+                )
+            asked = request.headers.get("Access-Control-Request-Method")
+            if request.method != "OPTIONS" or asked is None:
+                return await handler(request)
+            headers = request.headers.get("Access-Control-Request-Headers", "")
+            return web.Response(
+                status=204,
+                headers={
+                    "Access-Control-Allow-Methods": "GET, POST",
+                    "Access-Control-Allow-Headers": headers,
+                    "Access-Control-Max-Age": "600",
+                },
+            )
 
-    async def added(request: web.Request, response: web.StreamResponse) -> None:
+        return checked
+
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Adds the id, warnings and CORS headers to every response."""
         response.headers["x-request-id"] = request.get(REQUEST_ID, "")
         unknown = request.get(UNKNOWN_FIELDS)
         if unknown:
             names = ", ".join(re.sub(r"[^\x21-\x7e]", "?", name)[:64] for name in unknown[:16])
             response.headers["x-paceline-warning"] = f"ignored unknown fields: {names}"
-        if _allowed(request, origins):
-            response.headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
+        origin = request.headers.get("Origin")
+        if origin is not None and self._allows(origin):
+            response.headers["Access-Control-Allow-Origin"] = origin
             response.headers["Access-Control-Expose-Headers"] = _EXPOSED
-        if origins:
-            response.headers["Vary"] = "Origin"
+        response.headers["Vary"] = "Origin"
 
-    return added
+    def _allows(self, origin: str) -> bool:
+        """Whether pages of an origin may send requests and read the responses."""
+        if "*" in self._origins or origin in self._origins:
+            return True
+        scheme, separator, host = origin.partition("://")
+        return (
+            self._allows_local
+            and bool(separator)
+            and scheme in ("http", "https")
+            and _name_of(host) in _LOCAL
+        )
 
 
-def _allowed(request: web.Request, origins: Sequence[str]) -> bool:
-    origin = request.headers.get("Origin")
-    return origin is not None and ("*" in origins or origin in origins)
+def _name_of(host: str) -> str:
+    """The name in a `Host` header, in lower case and without the port; empty: it is not one."""
+    found = _HOST.fullmatch(host.strip())
+    return found["name"].lower() if found else ""
+
+
+def _is_own(origin: str, request: web.Request) -> bool:
+    """Whether an origin is the site that a request is for, as that of this gateway's page is."""
+    scheme, separator, host = origin.partition("://")
+    default = {"http": ":80", "https": ":443"}.get(scheme)
+    own = request.headers.get("Host", "").lower()
+    return (
+        bool(separator) and default is not None and host.lower() in (own, own.removesuffix(default))
+    )
 
 
 def _open(path: str) -> bool:

@@ -12,6 +12,7 @@ from paceline.service.options import (
     ServerOptions,
     byte_count,
     option,
+    socket_path_of,
     stays_on_this_machine,
 )
 
@@ -61,6 +62,15 @@ class GatewayOptions:
         action="append",
         metavar="ORIGIN",
     )
+    allowed_hosts: Sequence[str] = option(
+        (),
+        "name under which requests may come besides localhost, 127.0.0.1 and [::1], which are all "
+        "on loopback without a key (can be repeated)",
+        flag="allowed_host",
+        type=str,
+        action="append",
+        metavar="HOST",
+    )
     access_log: bool = option(True, "log no line for each request")
     keep_alive_seconds: float = option(
         10.0, "time without a token after which a stream gets a comment", metavar="S"
@@ -96,6 +106,9 @@ class GatewayOptions:
         for origin in self.cors_origins:
             if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
                 raise OptionsError(f"{origin} is no origin: give one such as https://example.org")
+        for host in self.allowed_hosts:
+            if not re.fullmatch(r"[^/:\s]+|\[[0-9A-Fa-f:.]+\]", host):
+                raise OptionsError(f"{host} is no host: give a name without scheme and port")
         self.metrics  # noqa: B018 - checks the options of metrics
         secured = self.tls_cert is not None and self.api_key is not None
         if not (secured or self.insecure or stays_on_this_machine(self.address)):
@@ -104,6 +117,21 @@ class GatewayOptions:
                 "--http-tls-cert, --http-tls-key and --api-key-file, listen on 127.0.0.1 or "
                 "unix:/path, or give --insecure if a proxy in front of it has both"
             )
+
+    @property
+    def hosts(self) -> frozenset[str] | None:
+        """Host names under which requests may come; None: any.
+
+        A page whose name resolves to this machine comes under that name, and with no key nothing
+        else tells it from the user's own programs.
+        """
+        local = self.api_key is None and stays_on_this_machine(self.address)
+        if socket_path_of(self.address) is not None or not (local or self.allowed_hosts):
+            return None  # no page reaches a Unix socket
+        own = self.address.rpartition(":")[0]
+        return frozenset(
+            host.lower() for host in ("localhost", "127.0.0.1", "[::1]", own, *self.allowed_hosts)
+        )
 
     @property
     def metrics(self) -> ServerOptions:

@@ -74,15 +74,17 @@ class Gateway:
         self._metrics = metrics
         self._jobs = JobBuilder(client, options)
         self.gate = Gate()
+        sites = middleware.Sites(options)
         self.app = web.Application(
             middlewares=[
                 middleware.observe(metrics, access_log=options.access_log),
+                middleware.in_openai_form,
+                sites.check(),
                 middleware.guard(options.api_key),
-                middleware.allow_origins(options.cors_origins),
             ],
             client_max_size=options.max_body_bytes,
         )
-        self.app.on_response_prepare.append(middleware.add_headers(options.cors_origins))
+        self.app.on_response_prepare.append(sites.add_headers)
         get, post = (partial(route, expect_handler=_expect) for route in (web.get, web.post))
         self.app.add_routes(
             [

@@ -13,6 +13,7 @@ import errno
 import json
 import logging
 import mmap
+import re
 import resource
 import signal
 import socket
@@ -52,6 +53,18 @@ def configure_logging(format: LogFormat = "auto", level: str = "INFO") -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
+_UNSEEN = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Control characters, separators of lines, marks of direction and halves of surrogate pairs. In a
+terminal they would forge lines of a log, move the cursor or reorder what is shown."""
+
+
+def printable(text: str) -> str:
+    """A text on one line: characters that are not shown are escaped, as "\\x1b" or "\\u202e"."""
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: time, level, logger, message, then the record's fields."""
 
@@ -65,7 +78,9 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, default=str, ensure_ascii=False)
+        line = json.dumps(entry, default=str, ensure_ascii=False)
+        # JSON itself escapes only some of them. All are inside texts.
+        return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", line)
 
 
 class TextFormatter(logging.Formatter):
@@ -74,8 +89,12 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
         fields = "".join(f" {key}={value}" for key, value in _record_fields(record).items())
-        line = f"{time} {record.levelname} {record.name} {record.getMessage()}{fields}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        line = printable(f"{time} {record.levelname} {record.name} {record.getMessage()}{fields}")
+        if not record.exc_info:
+            return line
+        # Its message may have lines of its own: indented, none of them looks like a record.
+        lines = self.formatException(record.exc_info).split("\n")
+        return "\n".join([line, *(f"  {printable(each)}" for each in lines)])
 
 
 def _record_fields(record: logging.LogRecord) -> dict[str, object]:
