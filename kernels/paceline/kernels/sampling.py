@@ -517,6 +517,11 @@ def best_candidates(
         Ids, int64 ``[R, width]``, best first, and the logs of their softmax, ``[R, width]``; on the
         device of ``logits``. Ids with log -inf are arbitrary.
     """
+    if logits.device.type == "cuda":
+        with suppress(ImportError):
+            from paceline.kernels._triton.candidates import best_of_rows
+
+            return best_of_rows(logits, width)
     native = library() if logits.device.type == "cpu" else None
     if native is None or logits.dtype is not torch.float32 or logits.stride(1) != 1:
         scores = logits if noise is None else logits / temperature + noise

@@ -39,6 +39,7 @@ from paceline.kernels._triton.backend import (
     perturbed,
     scaled_rows,
 )
+from paceline.kernels._triton.candidates import best_of_rows, grow_trees
 from paceline.kernels.caches import Plane
 from paceline.kernels.float8 import LARGEST, SMALLEST
 
@@ -148,6 +149,28 @@ def compile_sampling(kind: torch.dtype, vocab: int = 151_936) -> None:
     accept_drafts(empty(2, vocab), empty(2, dtype=torch.int64), drafts, chances)
 
 
+def compile_candidates(kind: torch.dtype, vocab: int = 32_768, width: int = 16) -> None:
+    """The candidates of a drafter's logits, and a level of trees."""
+    logits, ids = empty(64, vocab, dtype=kind), empty(vocab, dtype=torch.int64)
+    record = empty(64, 6, dtype=torch.int64)
+    best_of_rows(logits, width)
+    best_of_rows(logits, width, ids=ids)
+    best_of_rows(logits, width, record, ids)
+    best_of_rows(logits, width, record, ids, filtered=True)
+    nodes = 68
+    tables = (
+        empty(4, nodes, dtype=torch.int64), empty(4, nodes, dtype=torch.int64),
+        empty(2, 4, nodes, dtype=torch.float64),
+    )  # fmt: skip
+    candidates = empty(64, width, dtype=torch.int64), empty(64, width)
+    above, last = empty(4, 16, dtype=torch.float64), empty(4, 1, dtype=torch.int64)
+    paths = empty(4, nodes, nodes, dtype=torch.bool)
+    grow_trees(
+        candidates, above, last, tables, paths, 52, 16, min_score=-4.0, chain=False,
+        confidences=above,
+    )  # fmt: skip
+
+
 def compile_all() -> None:
     """Every type, head size, kind of cache and option, each with others."""
     bf16, fp16 = torch.bfloat16, torch.float16
@@ -161,6 +184,7 @@ def compile_all() -> None:
     compile_rows(bf16, 128, 256, norms=True)
     compile_rows(fp16, 80, 0, norms=False)
     compile_sampling(bf16)
+    compile_candidates(bf16)
 
 
 triton.knobs.compilation.listener = report

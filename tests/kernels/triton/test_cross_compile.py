@@ -20,7 +20,7 @@ BUDGETS = Path(__file__).with_name("budgets.csv")
 """What a program of each kernel may use, and how many of them a multiprocessor holds at least."""
 
 SHAPE = ("DIM", "BLOCK_M", "NODES", "HEADS", "PAGE", "WINDOW", "PROBES")
-SHAPE += ("HAS_LSE", "HAS_NORM", "HAS_DELTA", "FILTERED", "REDUCED")
+SHAPE += ("HAS_LSE", "HAS_NORM", "HAS_DELTA", "FILTERED", "REDUCED", "NOISE")
 
 
 def shape_of(each: dict[str, Any]) -> str:
@@ -75,6 +75,7 @@ def test_kernels_keep_to_the_registers_and_memory_of_a_gpu(capability: int) -> N
         *("find_best", "find_candidates", "find_border", "perturb"),
         *("weigh_spans", "collect_span", "finish_border"),
         *("sum_chances", "sum_residuals", "accept_or_resample"),
+        *("best_of_chunks", "merge_chunks", "grow_level"),
     }
     for each in facts:
         assert each["shared"] <= MAX_SHARED[capability], each

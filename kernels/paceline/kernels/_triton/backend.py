@@ -402,44 +402,50 @@ def perturbed_by(logits: Tensor, record: Tensor, ids: Tensor | None, *, filtered
     """:func:`perturbed` with the rows' parameters as :func:`sampling_record` has them, on the
     device; whether a row has a filter is known."""
     rows, vocab = logits.shape
+    borders = find_borders(logits, record) if filtered else record
+    out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
+    perturb[(rows, triton.cdiv(vocab, NOISE_BLOCK))](
+        logits, out, record if ids is None else ids, record, record.view(torch.float64), borders,
+        vocab, logits.stride(0), FILTERED=filtered, REDUCED=ids is not None, BLOCK=NOISE_BLOCK,
+    )  # fmt: skip
+    return out
+
+
+def find_borders(logits: Tensor, record: Tensor) -> Tensor:
+    """The least key of each row that its filters keep, int64 ``[R]``, for ``perturb``; ``record``
+    as for :func:`perturbed_by`."""
+    rows, vocab = logits.shape
     floats = record.view(torch.float64)
     chunks = triton.cdiv(vocab, CHUNK)
     stride = logits.stride(0)
-    borders = record
-    if filtered:
-        best = record.new_empty(rows, chunks)
-        candidates, sums = record.new_empty(rows, chunks, KEEP), record.new_empty(rows, 2, chunks)
-        borders = record.new_empty(rows)
-        sizes = {"CHUNKS": triton.next_power_of_2(chunks), "KEEP": KEEP}
-        find_best[(rows, chunks)](logits, floats, best, vocab, stride, CHUNK=CHUNK)
-        find_candidates[(rows, chunks)](
-            logits, record, floats, best, candidates, sums, vocab, stride, CHUNK=CHUNK, **sizes,
-            num_warps=8,
-        )  # fmt: skip
-        pending = record.new_empty(rows, 3 + SPANS)
-        find_border[(rows,)](
-            logits, record, floats, best, candidates, sums, borders, pending, vocab, stride, chunks,
-            **sizes, BLOCK=SEARCH_BLOCK, SPANS=SPANS, num_warps=8,
-        )  # fmt: skip
-        row = (logits, record, floats, best, pending)
-        spans, keys = record.new_empty(rows, chunks, SPANS), record.new_empty(rows, ROOM)
-        filled = torch.zeros(rows, dtype=torch.int32, device=logits.device)
-        sizes = {"CHUNKS": sizes["CHUNKS"], "SPANS": SPANS}
-        weigh_spans[(rows, chunks)](*row, spans, vocab, stride, CHUNK=CHUNK, **sizes, num_warps=8)
-        collect_span[(rows, chunks)](
-            logits, floats, pending, spans, filled, keys, vocab, stride,
-            CHUNK=CHUNK, ROOM=ROOM, **sizes, num_warps=8,
-        )  # fmt: skip
-        finish_border[(rows,)](
-            *row, spans, filled, keys, borders, vocab, stride, chunks, ROOM=ROOM,
-            BLOCK=SEARCH_BLOCK, **sizes, num_warps=8,
-        )  # fmt: skip
-    out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
-    perturb[(rows, triton.cdiv(vocab, NOISE_BLOCK))](
-        logits, out, record if ids is None else ids, record, floats, borders, vocab, stride,
-        FILTERED=filtered, REDUCED=ids is not None, BLOCK=NOISE_BLOCK,
+    best = record.new_empty(rows, chunks)
+    candidates, sums = record.new_empty(rows, chunks, KEEP), record.new_empty(rows, 2, chunks)
+    borders = record.new_empty(rows)
+    sizes = {"CHUNKS": triton.next_power_of_2(chunks), "KEEP": KEEP}
+    find_best[(rows, chunks)](logits, floats, best, vocab, stride, CHUNK=CHUNK)
+    find_candidates[(rows, chunks)](
+        logits, record, floats, best, candidates, sums, vocab, stride, CHUNK=CHUNK, **sizes,
+        num_warps=8,
     )  # fmt: skip
-    return out
+    pending = record.new_empty(rows, 3 + SPANS)
+    find_border[(rows,)](
+        logits, record, floats, best, candidates, sums, borders, pending, vocab, stride, chunks,
+        **sizes, BLOCK=SEARCH_BLOCK, SPANS=SPANS, num_warps=8,
+    )  # fmt: skip
+    row = (logits, record, floats, best, pending)
+    spans, keys = record.new_empty(rows, chunks, SPANS), record.new_empty(rows, ROOM)
+    filled = torch.zeros(rows, dtype=torch.int32, device=logits.device)
+    sizes = {"CHUNKS": sizes["CHUNKS"], "SPANS": SPANS}
+    weigh_spans[(rows, chunks)](*row, spans, vocab, stride, CHUNK=CHUNK, **sizes, num_warps=8)
+    collect_span[(rows, chunks)](
+        logits, floats, pending, spans, filled, keys, vocab, stride,
+        CHUNK=CHUNK, ROOM=ROOM, **sizes, num_warps=8,
+    )  # fmt: skip
+    finish_border[(rows,)](
+        *row, spans, filled, keys, borders, vocab, stride, chunks, ROOM=ROOM,
+        BLOCK=SEARCH_BLOCK, **sizes, num_warps=8,
+    )  # fmt: skip
+    return borders
 
 
 def accept_drafts(

@@ -35,7 +35,7 @@ from paceline.drafter.methods.device_trees import (
     TreeShape,
     rank_on_device,
 )
-from paceline.drafter.methods.draft_graphs import DraftGraphs
+from paceline.drafter.methods.draft_graphs import DraftGraphs, graphs_work_on
 from paceline.drafter.methods.layers import LayerShape
 from paceline.kernels import CHUNK, MAX_TREE_NODES, TreePlan, TreeSegment, send
 from paceline.kernels.draft import DraftText, NativeDraft
@@ -362,7 +362,8 @@ class BeamDrafter(Drafter, Generic[S]):
         nodes = None if self.graphs is None else self.graphs.run(draft, rankers, lengths, last)
         if nodes is None:
             worst = send(torch.tensor(last)[:, None], self.device)
-            trees = DeviceTrees(shape, worst, rank_on_device(rankers, lengths, shape))
+            rank = rank_on_device(rankers, lengths, shape)
+            trees = DeviceTrees(shape, worst, rank, kernels=graphs_work_on(self.device))
             self.grow_on_device(Passes(draft, self.device), trees)
             nodes = trees.packed()
         self.drafted(batch)

@@ -187,7 +187,9 @@ class DeviceTrees:
         parents: Their parents' numbers, int64 ``[S, N]``; -1: the anchor.
     """
 
-    def __init__(self, shape: TreeShape, last: Tensor, rank: Rank) -> None:
+    def __init__(
+        self, shape: TreeShape, last: Tensor, rank: Rank, *, kernels: bool = False
+    ) -> None:
         """Begins trees.
 
         Args:
@@ -195,8 +197,9 @@ class DeviceTrees:
             last: Index of the worst node that fits each budget, among those sorted by score, int64
                 ``[S, 1]``, at most N - 1.
             rank: Ranks candidates.
+            kernels: Whether a Triton kernel adds the levels.
         """
-        self._shape, self._last, self._rank = shape, last, rank
+        self._shape, self._last, self._rank, self._kernels = shape, last, rank, kernels
         trees, nodes, device = len(last), shape.stops[-1], last.device
         self.level = 0
         self.tokens = torch.zeros(trees, nodes, dtype=torch.int64, device=device)
@@ -204,7 +207,7 @@ class DeviceTrees:
         self._scores = torch.full((2, trees, nodes), -torch.inf, dtype=torch.float64, device=device)
         self._above = torch.zeros(trees, 1, dtype=torch.float64, device=device)
         """Scores of the nodes that get children; -inf for the others of the newest level."""
-        self._paths: Tensor | None = None
+        self.paths: Tensor | None = None
         """Paths of all nodes to themselves, bool ``[S, N, N]``; None if no pass is over nodes."""
 
     @property
@@ -223,14 +226,20 @@ class DeviceTrees:
         before = self._shape.stops[self.level - 2] if self.level > 1 else -1
         return self.parents[:, self.newest] - before
 
+    def begin_paths(self) -> Tensor:
+        """Keeps paths from now on. Returns those of trees whose nodes have no parents."""
+        trees, nodes = self.tokens.shape
+        alone = torch.eye(nodes, dtype=torch.bool, device=self.tokens.device)
+        self.paths = alone.repeat(trees, 1, 1)
+        return self.paths
+
     def next_pass(self, passes: Passes) -> tuple[Tensor, TreePlan, Tensor]:
         """Returns tokens, plan and logit rows of the pass for the next level, if the first pass is
         over the texts and the others are :func:`level_passes`."""
-        level, stop, (trees, nodes) = self.level, self._shape.stops[self.level], self.tokens.shape
+        level, stop, trees = self.level, self._shape.stops[self.level], len(self.tokens)
         device = self._last.device
-        if self._paths is None:
-            self._paths = torch.eye(nodes, dtype=torch.bool, device=device).repeat(trees, 1, 1)
-        plan = passes.plan(level, self._paths[:, :stop, :stop] if level else None)
+        paths = self.begin_paths() if self.paths is None else self.paths
+        plan = passes.plan(level, paths[:, :stop, :stop] if level else None)
         assert plan is not None
         if not level:
             return passes.tokens(0), plan, passes.logit_rows(0)
@@ -245,9 +254,28 @@ class DeviceTrees:
                 drafted tokens alone.
             log_confidences: Of a confidence head for each of them, float64 ``[S, F]``.
         """
-        trees, parents = len(self._last), len(logits) // len(self._last)
-        ids, logs = self._rank(logits, self.level)
-        ids, logs = ids.view(trees, parents, -1), logs.view(trees, parents, -1).double()
+        candidates = self._rank(logits, self.level)
+        add = self._add_by_kernel if self._kernels else self._add
+        add(candidates, self._shape.stops[self.level], log_confidences)
+
+    def _add_by_kernel(
+        self, candidates: tuple[Tensor, Tensor], first: int, log_confidences: Tensor | None
+    ) -> None:
+        from paceline.kernels._triton.candidates import grow_trees
+
+        self._above = grow_trees(
+            candidates, self._above, self._last, (self.tokens, self.parents, self._scores),
+            self.paths, first, self._shape.sizes[self.level],
+            min_score=self._shape.min_score, chain=self._shape.chain, confidences=log_confidences,
+        )  # fmt: skip
+        self.level += 1
+
+    def _add(
+        self, candidates: tuple[Tensor, Tensor], first: int, log_confidences: Tensor | None
+    ) -> None:
+        trees, parents = len(self._last), len(candidates[0]) // len(self._last)
+        ids, logs = (each.view(trees, parents, -1) for each in candidates)
+        logs = logs.double()
         if log_confidences is not None:
             change = log_confidences - logs[..., 0]
             change = change if self._shape.chain else change.clamp(max=0.0)
@@ -255,7 +283,7 @@ class DeviceTrees:
         logs = logs.clamp(max=0.0)
         scores = (self._above[..., None] + logs).flatten(1)
         best, order = scores.sort(dim=1, descending=True, stable=True)
-        size, first = self._shape.sizes[self.level], self._shape.stops[self.level]
+        size = self._shape.sizes[self.level]
         best, order = best[:, :size], order[:, :size]
         of = order // ids.shape[2]
         self.level += 1
@@ -268,9 +296,9 @@ class DeviceTrees:
             self.parents[:, new] = of + before.start
         if not self.grows:
             return
-        if first and self._paths is not None:
+        if first and self.paths is not None:
             at = of[..., None].expand(-1, -1, first)
-            self._paths[:, new, :first] = self._paths[:, before, :first].gather(1, at)
+            self.paths[:, new, :first] = self.paths[:, before, :first].gather(1, at)
         worst = self._scores[0].sort(descending=True).values.gather(1, self._last)
         expanded = (best >= self._shape.min_score) & (best > worst)
         self._above = torch.where(expanded, best, -torch.inf)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.decoder import Capturing
-from paceline.drafter.methods.beam import Ranker, best_tokens
+from paceline.drafter.methods.beam import Ranker
 from paceline.drafter.methods.device_trees import (
     DeviceTrees,
     HostDraft,
@@ -294,18 +294,20 @@ class _Graph(Passes):
 
     def draft(self) -> Tensor:
         """The draft of the batch in the tables; see :meth:`DeviceTrees.packed`."""
-        trees = DeviceTrees(self._shape, self._staging.device[self._last], self._rank)
+        last = self._staging.device[self._last]
+        trees = DeviceTrees(self._shape, last, self._rank, kernels=True)
         self._drafter.grow_on_device(self, trees)
         return trees.packed()
 
     def _rank(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
-        from paceline.kernels._triton.backend import perturbed_by
+        from paceline.kernels._triton.candidates import best_of_rows
 
-        scores, drafted = logits[:, : self._shape.count], self._drafter.drafted_on_device
-        if self._noise != "none":
-            record = self._staging.device[self._records[level]]
-            scores = perturbed_by(scores, record, drafted, filtered=self._noise == "filters")
-        return best_tokens(scores, drafted, self._shape.widths[level])
+        record = None if self._noise == "none" else self._staging.device[self._records[level]]
+        scores, width = logits[:, : self._shape.count], self._shape.widths[level]
+        return best_of_rows(
+            scores, min(width, self._shape.count), record, self._drafter.drafted_on_device,
+            filtered=self._noise == "filters",
+        )  # fmt: skip
 
     def plan(self, index: int, ancestors: Tensor | None = None) -> TreePlan:
         from paceline.kernels._triton.backend import PLACES

@@ -1,0 +1,159 @@
+"""The likeliest tokens of rows of logits, and the level of a tree that grows from them.
+
+``best_of_chunks`` reads each logit once: it keeps the best keys of a chunk and the sum of its
+exponentials, so that neither scores nor probabilities of a whole row are written. ``merge_chunks``
+makes the candidates of a row of them. ``grow_level`` chooses the nodes of a level among the
+candidates after all nodes of the level before. Keys are those of the sampling kernels: no two are
+equal, and of equal scores the lower token comes first.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from paceline.kernels._triton.jit.sampling import LAST_ID, NONE, _gumbel, _key, _keys, _value
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def best_of_chunks(
+    logits, ids, integers, floats, borders, bests, sums, vocab, stride,
+    NOISE: tl.constexpr, FILTERED: tl.constexpr, REDUCED: tl.constexpr, KEEP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The best keys of each chunk of a row, best first, int64 ``[R, chunks, KEEP]``, and the sum of
+    the exponentials of its scores over the largest one, float32 ``[R, chunks]``.
+
+    Without ``NOISE`` scores are the logits, else those of
+    :func:`~paceline.kernels._triton.jit.sampling.perturb`, whose arguments the others are.
+    """
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    temperature, divisor = 0.0, 1.0
+    if NOISE:
+        temperature = tl.load(floats + row * 6 + 3).to(tl.float32)
+        divisor = tl.where(temperature == 0.0, 1.0, temperature)
+    key = _keys(logits + row * stride, at, vocab, divisor)
+    score = tl.where(at < vocab, _value(key), float("-inf"))
+    if NOISE:
+        kept = at < vocab
+        if temperature > 0.0:
+            if FILTERED:
+                kept = kept & (key >= tl.load(borders + row))
+            position = tl.load(integers + row * 6 + 1)
+            if (position >= 0) & (tl.max(kept.to(tl.int32), 0) > 0):
+                seed = tl.load(integers + row * 6)
+                tokens = tl.load(ids + at, mask=at < vocab, other=0) if REDUCED else at
+                score += _gumbel(seed, position, tokens)
+            score = tl.where(kept, score, float("-inf"))
+            score = tl.where(score == 0.0, 0.0, score)  # one zero
+            key = tl.where(at < vocab, _key(score) | (LAST_ID - at), NONE)
+    highest = tl.max(score, 0)
+    finite = tl.where(highest == float("-inf"), 0.0, highest)
+    place = row * tl.num_programs(1) + chunk
+    tl.store(sums + place, tl.sum(tl.exp(score - finite), 0))
+    for index in range(KEEP):
+        best = tl.max(key, 0)
+        tl.store(bests + place * KEEP + index, best)
+        key = tl.where(key == best, NONE, key)
+
+
+@triton.jit
+def merge_chunks(
+    bests, sums, ids, tokens, logs, chunks,
+    WIDTH: tl.constexpr, REDUCED: tl.constexpr, CHUNKS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Tokens and logarithms of the softmax of each row's best keys, best first: int64 and float32
+    ``[R, WIDTH]``.
+
+    Each chunk has ``WIDTH`` keys; ``CHUNKS`` and ``SIZE`` are powers of two of which all chunks,
+    and all their keys, are fewer. ``ids``: token of each logit, where ``REDUCED``.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    chunk, at = tl.arange(0, CHUNKS), tl.arange(0, SIZE)
+    bests += row * chunks * WIDTH
+    first = tl.load(bests + chunk * WIDTH, mask=chunk < chunks, other=NONE)
+    key = tl.load(bests + at, mask=at < chunks * WIDTH, other=NONE)
+    top = tl.where(first == NONE, float("-inf"), _value(first))
+    highest = tl.max(top, 0)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    part = tl.load(sums + row * chunks + chunk, mask=chunk < chunks, other=0.0)
+    # The sum is at least 1, but for a row of -inf.
+    total = highest + tl.log(tl.maximum(tl.sum(part * tl.exp(top - highest), 0), 1.0))
+    for index in range(WIDTH):
+        best = tl.max(key, 0)
+        key = tl.where(key == best, NONE, key)
+        token, score = (best & LAST_ID) ^ LAST_ID, _value(best)
+        if REDUCED:
+            token = tl.load(ids + token)
+        tl.store(tokens + row * WIDTH + index, token)
+        tl.store(
+            logs + row * WIDTH + index,
+            tl.where(score == float("-inf"), float("-inf"), score - total),
+        )
+
+
+@triton.jit
+def grow_level(
+    ids, logs, above, confidences, last, tokens, parents, scores, paths, chosen, trees,
+    FIRST: tl.constexpr, PARENTS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    NODES: tl.constexpr, MIN_SCORE: tl.constexpr, CHAIN: tl.constexpr, CONFIDENT: tl.constexpr,
+    PATHS: tl.constexpr, CANDIDATES: tl.constexpr, ROOM: tl.constexpr, BEFORE: tl.constexpr,
+):  # fmt: skip
+    """Adds ``SIZE`` nodes from number ``FIRST`` on to each tree, the best by score; see
+    :meth:`paceline.drafter.methods.device_trees.DeviceTrees.add_level`.
+
+    ``ids`` and ``logs`` ``[S PARENTS, WIDTH]`` are the candidates, ``above`` float64
+    ``[S, PARENTS]`` the scores of their parents, ``confidences`` float64 ``[S, PARENTS]`` where
+    ``CONFIDENT``, ``last`` int64 ``[S]``. Written are the tree's tables ``[S, NODES]``, ``scores``
+    ``[2, S, NODES]``, ``paths`` uint8 ``[S, NODES, NODES]`` where ``PATHS``, and ``chosen``
+    ``[S, SIZE]``: scores of new nodes, -inf for those that are not expanded. ``CANDIDATES``,
+    ``ROOM`` and ``BEFORE`` are powers of two, at least ``PARENTS WIDTH``, ``SIZE`` and ``FIRST``.
+    """
+    tree = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, CANDIDATES)
+    valid = at < PARENTS * WIDTH
+    begin = tree * PARENTS * WIDTH
+    log = tl.load(logs + begin + at, mask=valid, other=float("-inf")).to(tl.float64)
+    parent = at // WIDTH
+    if CONFIDENT:
+        likeliest = tl.load(logs + begin + parent * WIDTH, mask=valid, other=0.0).to(tl.float64)
+        change = tl.load(confidences + tree * PARENTS + parent, mask=valid, other=0.0) - likeliest
+        if not CHAIN:
+            change = tl.minimum(change, 0.0)
+        log += tl.where(tl.abs(change) < float("inf"), change, 0.0)
+    log = tl.minimum(log, 0.0)
+    score = tl.load(above + tree * PARENTS + parent, mask=valid, other=float("-inf")) + log
+    free = valid
+    new = tl.arange(0, ROOM)
+    found = tl.full([ROOM], float("-inf"), tl.float64)
+    origin = tl.full([ROOM], 0, tl.int32)
+    row = tree * NODES + FIRST
+    for index in range(SIZE):
+        best = tl.max(tl.where(free, score, float("-inf")), 0)
+        place = tl.min(tl.where(free & (score == best), at, CANDIDATES), 0)
+        free = free & (at != place)
+        of = place // WIDTH
+        tl.store(tokens + row + index, tl.load(ids + begin + place))
+        tl.store(scores + row + index, best)
+        own = tl.sum(tl.where(at == place, log, 0.0), 0)
+        tl.store(scores + trees.to(tl.int64) * NODES + row + index, own)
+        if FIRST > 0:
+            tl.store(parents + row + index, (FIRST - PARENTS + of).to(tl.int64))
+        found = tl.where(new == index, best, found)
+        origin = tl.where(new == index, of, origin)
+    # A node that fits the budget has at most ``last`` nodes with its score or a higher one.
+    own = tl.sum((found[None, :] >= found[:, None]).to(tl.int32) * (new < SIZE)[None, :], 1)
+    if FIRST > 0:
+        old = tl.arange(0, BEFORE)
+        other = tl.load(scores + tree * NODES + old, mask=old < FIRST, other=float("-inf"))
+        higher = (other[None, :] >= found[:, None]) & (old < FIRST)[None, :]
+        own += tl.sum(higher.to(tl.int32), 1)
+        if PATHS:
+            rows = (tree * NODES + FIRST - PARENTS + origin)[:, None] * NODES
+            within = (new < SIZE)[:, None] & (old < FIRST)[None, :]
+            path = tl.load(paths + rows + old[None, :], mask=within, other=0)
+            goals = (tree * NODES + FIRST + new)[:, None] * NODES
+            tl.store(paths + goals + old[None, :], path, mask=within)
+    expanded = (found >= tl.full([ROOM], MIN_SCORE, tl.float64)) & (own <= tl.load(last + tree))
+    tl.store(chosen + tree * SIZE + new, tl.where(expanded, found, float("-inf")), mask=new < SIZE)
