@@ -138,7 +138,8 @@ async def test_only_json_of_a_bounded_size_is_read(serve: Serve) -> None:
         (b'{"prompt": "a", "metadata": {"a": NaN}}', {}, "NaN"),
         (b'{"prompt": "a", "metadata": {"a": 1e999}}', {}, "too large"),
         (b'{"prompt": "a"}', {"Content-Encoding": "gzip"}, "encoding"),
-        (b"[" * 100_000, {}, "JSON"),
+        (b"[" * 100, {}, "JSON"),
+        (b"[" * 100_000, {}, "nested"),
     ],
 )
 async def test_bodies_that_are_no_json(

@@ -50,11 +50,10 @@ class TextCodec:
         # Truncation and padding that were saved with the tokenizer must not change prompts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._special = frozenset(
-            token
-            for token, added in self._tokenizer.get_added_tokens_decoder().items()
-            if added.special
-        )
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self._special = frozenset(token for token, found in added.items() if found.special)
+        self._texts: dict[int, str] = {}
         # The file itself as Python objects would take five times its size.
         state = self._tokenizer.decoder
         decoder = state and json.loads(state.__getstate__())
@@ -66,15 +65,20 @@ class TextCodec:
 
     def encode(self, text: str, bos_token_id: int | None = None) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds."""
-        tokens: list[int] = self._tokenizer.encode(text).ids
+        tokens = self._ids(text)
         if bos_token_id is not None and tokens[:1] != [bos_token_id]:
             tokens.insert(0, bos_token_id)
         return tokens
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of a chat template's output, which contains its special tokens."""
-        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return tokens
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        # Unlike `encode`, this lets other threads run, and finds no offsets.
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = found.ids
+        return ids
 
     def decode(self, tokens: list[int]) -> str:
         """Text of tokens, without special ones."""
@@ -98,7 +102,7 @@ class TextCodec:
         name = self._tokenizer.id_to_token(token)
         if name is None:
             return b""
-        if token in self._tokenizer.get_added_tokens_decoder():
+        if token in self._added:
             return str(name).encode()
         if self._is_byte_level:
             return bytes(BYTE_OF[character] for character in name if character in BYTE_OF)
@@ -110,11 +114,15 @@ class TextCodec:
 
     def token_text(self, token: int) -> str:
         """`token_bytes` as text; a part of a character in OpenAI's form "bytes:\\xe2\\x98"."""
-        raw = self.token_bytes(token)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        text = self._texts.get(token)
+        if text is None:
+            raw = self.token_bytes(token)
+            try:
+                text = raw.decode()
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+            self._texts[token] = text  # at most the vocabulary; log-probabilities need thousands
+        return text
 
     @cached_property
     def _raw_bytes(self) -> frozenset[int]:
@@ -262,21 +270,35 @@ class Model:
 
     async def encode(self, prompt: str) -> list[int]:
         """Token ids of a text prompt. Raises InvalidRequestError without a tokenizer."""
-        bos = self.facts.bos_token_id if self.facts.HasField("bos_token_id") else None
-        return await self._encode(prompt, lambda codec: codec.encode(prompt, bos))
+        return await _unblocked(self.tokens, prompt)
 
     async def encode_rendered(self, prompt: str) -> list[int]:
         """Token ids of a chat template's output, which contains its special tokens."""
-        return await self._encode(prompt, lambda codec: codec.encode_rendered(prompt))
+        return await _unblocked(self.tokens_of_rendered, prompt)
 
-    async def _encode(self, prompt: str, encode: Callable[[TextCodec], list[int]]) -> list[int]:
+    def tokens(self, prompt: str) -> list[int]:
+        """The same as `encode`, for threads: it takes long for a long prompt."""
+        bos = self.facts.bos_token_id if self.facts.HasField("bos_token_id") else None
+        return self._tokenizer.encode(prompt, bos)
+
+    def tokens_of_rendered(self, prompt: str) -> list[int]:
+        """The same as `encode_rendered`, for threads."""
+        return self._tokenizer.encode_rendered(prompt)
+
+    @property
+    def _tokenizer(self) -> TextCodec:
         if self.codec is None:
             raise InvalidRequestError(
                 f"{self.facts.name} is served without a tokenizer: give the prompt as token ids"
             )
-        if len(prompt) > _LONG_PROMPT:
-            return await asyncio.to_thread(encode, self.codec)
-        return encode(self.codec)
+        return self.codec
+
+
+async def _unblocked(encode: Callable[[str], list[int]], prompt: str) -> list[int]:
+    """Tokens of a prompt, in a thread if it is long."""
+    if len(prompt) > _LONG_PROMPT:
+        return await asyncio.to_thread(encode, prompt)
+    return encode(prompt)
 
 
 FinishReason = Literal["stop", "length", "cancelled"]

@@ -24,6 +24,10 @@ from paceline.client import (
 logger = logging.getLogger("paceline.gateway")
 
 
+# Longest message of an error. Unit: characters.
+_LONGEST = 2000
+
+
 @dataclass(eq=False)
 class ApiError(Exception):
     """An error response."""
@@ -44,8 +48,10 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """JSON body of the response."""
-        error = {"message": self.message, "type": self.kind}
-        return {"error": {**error, "param": self.param, "code": self.code}}
+        # Both may repeat texts of the request.
+        message, param = self.message[:_LONGEST], self.param and self.param[:_LONGEST]
+        error = {"message": message, "type": self.kind, "param": param, "code": self.code}
+        return {"error": error}
 
 
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
@@ -24,6 +25,7 @@ from paceline.client import (
 )
 from paceline.telemetry.names import Span
 
+from .admission import Place
 from .errors import ApiError, bad_request
 from .options import GatewayOptions
 from .requests import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
@@ -107,28 +109,32 @@ class JobBuilder:
         except PacelineError:
             return ()
 
-    async def completion(self, body: CompletionRequest) -> GenerationJob:
+    async def completion(self, body: CompletionRequest, place: Place) -> GenerationJob:
         """The job of a completion."""
-        model = await self.model(body.model)
+        model = await place.verifier(self.model(body.model))
+        return await place.work(self._completion, body, model)
+
+    async def chat(self, body: ChatRequest, place: Place) -> GenerationJob:
+        """The job of a conversation."""
+        model = await place.verifier(self.model(body.model))
+        return await place.work(self._chat, body, model)
+
+    def _completion(self, body: CompletionRequest, model: Model) -> GenerationJob:
         prompts = [
-            await model.encode(prompt) if isinstance(prompt, str) else prompt
+            model.tokens(prompt) if isinstance(prompt, str) else prompt
             for prompt in map(checked_prompt, body.prompts())
         ]
         if body.max_tokens == 0 and not body.echo:
             raise bad_request("max_tokens of 0 needs echo: nothing would be returned", "max_tokens")
         # The verifier always generates a token.
-        job = await self._job(
-            "prompt", body, model, prompts, max(1, body.max_tokens), body.logprobs
-        )
+        job = self._job("prompt", body, model, prompts, max(1, body.max_tokens), body.logprobs)
         if body.echo:
             job.choices[0]["prompt_logprobs"] = body.logprobs
         return job
 
-    async def chat(self, body: ChatRequest) -> GenerationJob:
-        """The job of a conversation."""
+    def _chat(self, body: ChatRequest, model: Model) -> GenerationJob:
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: set it to true", "top_logprobs")
-        model = await self.model(body.model)
         text = render_chat(
             model,
             [message.for_template() for message in body.messages],
@@ -138,13 +144,13 @@ class JobBuilder:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
-        prompt = await model.encode_rendered(text)
+        prompt = model.tokens_of_rendered(text)
         limit = body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        job = await self._job("messages", body, model, [prompt], limit, logprobs)
+        job = self._job("messages", body, model, [prompt], limit, logprobs)
         return replace(job, operation=Span.CHAT)
 
-    async def _job(
+    def _job(
         self,
         param: str,
         body: GenerationRequest,
@@ -180,8 +186,11 @@ class JobBuilder:
             "max_new_tokens": min(limit or room, room),
             "logprobs": logprobs or logprobs is not None,
         }
-        choices = [{**body.sampling(choice), **common} for choice in range(body.n)]
-        GenerationOptions(**choices[0])  # checks them before a text begins
+        same = {**body.sampling(), **common}
+        GenerationOptions(**same)  # checks them before a text begins
+        if isinstance(same.get("json_schema"), dict):
+            same["json_schema"] = json.dumps(same["json_schema"])  # once, not for each text
+        choices = [{**same, "seed": body.seed_of(choice)} for choice in range(body.n)]
         name = body.model or self.model_name(model)
         return GenerationJob(model, name, prompts, choices, body.stream_options)
 

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from .errors import ApiError, bad_request, from_validation
+from paceline.sampling import MAX_LOGIT_BIAS
+
+from .errors import bad_request, from_validation
 
 UNKNOWN_FIELDS = web.RequestKey("unknown_fields", list)
 """Paths of fields of a request that were ignored, for the warning header."""
 
-# Longest time for the arrival of a request's body. Unit: seconds.
-_BODY_TIMEOUT = 30.0
+MAX_VALUES = 1 << 17
+"""Maximum number of texts, names, arrays and objects in a request."""
+MAX_DEPTH = 128
+"""Maximum depth of arrays and objects in a request."""
+MAX_ITEMS = 4096
+"""Maximum number of items in a list of a request: messages, calls, parts, tools, choices."""
+MAX_NAME = 512
+"""Maximum length of a name in a request: of a model, a drafter, a user. Unit: characters."""
+MAX_PROMPTS = 1024
+"""Maximum number of prompts of one request."""
+MAX_CHOICES = 64
+"""Maximum number of choices of one prompt."""
+MAX_STOP_CHARACTERS = 4096
+"""Maximum length of a stop string. Unit: characters."""
+
+# A text of JSON, or the rest of the body behind one that does not end.
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 # An escaped half of a character outside the basic plane.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -49,24 +67,14 @@ class Body(BaseModel):
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-async def read_request(request: web.Request, kind: type[AnyBody], *, strict: bool) -> AnyBody:
-    """Reads and validates a request. Unknown fields are noted in `request[UNKNOWN_FIELDS]`,
-    or refused if `strict`.
+def parse_request(
+    content: bytes, kind: type[AnyBody], *, strict: bool
+) -> tuple[AnyBody, list[str]]:
+    """A validated request, and the paths of its fields that are unknown and ignored.
 
-    The content type must be JSON, which pages of other sites cannot send without CORS. Raises
-    ApiError: the body is not a request of this kind, or does not arrive in time.
+    Takes long for long requests: call it in a thread. Raises ApiError: the content is not a request
+    of this kind, or if `strict`, it has an unknown field.
     """
-    if request.content_type != "application/json":
-        raise ApiError(415, "send the request as application/json")
-    try:
-        async with asyncio.timeout(_BODY_TIMEOUT):
-            content = await request.read()
-    except TimeoutError:
-        raise ApiError(408, "the request's body took too long", code="timeout") from None
-    except web.RequestPayloadError as error:
-        raise bad_request(
-            f"the body is not in its content or transfer encoding: {error}", None
-        ) from None
     try:
         body = kind.model_validate(_parsed(content))
     except (ValueError, RecursionError) as error:
@@ -76,13 +84,13 @@ async def read_request(request: web.Request, kind: type[AnyBody], *, strict: boo
     unknown = list(dict.fromkeys(body.unknown()))
     if unknown and strict:
         raise bad_request(f"unrecognized request argument: {unknown[0]}", unknown[0])
-    request[UNKNOWN_FIELDS] = unknown
-    return body
+    return body, unknown
 
 
 def _parsed(content: bytes) -> Any:
     """JSON without what Python reads beyond it, since answers repeat parts of requests. Raises
-    ValueError: it is not that."""
+    ValueError: it is not that; and ApiError: it has too many values, or is nested too deep."""
+    _check_shape(content)
     value = json.loads(content, parse_constant=_no_number, parse_float=_finite)
     if _SURROGATE.search(content):
         try:
@@ -90,6 +98,31 @@ def _parsed(content: bytes) -> Any:
         except UnicodeEncodeError:
             raise ValueError("a text has half a surrogate pair") from None
     return value
+
+
+def _check_shape(content: bytes) -> None:
+    """Raises ApiError: JSON of this shape takes much more memory and time than its length. Numbers
+    are not counted: a prompt may have as many as a body has room for."""
+    opened = content.count(b"{") + content.count(b"[")
+    if opened <= MAX_DEPTH and content.count(b'"') <= 2 * MAX_VALUES:
+        return
+    bare, texts = _TEXT.subn(b"", content)
+    brackets = bare.translate(None, _NO_BRACKETS)
+    opened = brackets.count(b"{") + brackets.count(b"[")
+    if texts + opened > MAX_VALUES:
+        raise bad_request(
+            f"the body has {texts + opened} texts, names, arrays and objects, expected at most "
+            f"{MAX_VALUES}: send several requests",
+            None,
+            "request_too_complex",
+        )
+    deepest = max(accumulate(1 if each in b"[{" else -1 for each in brackets), default=0)
+    if deepest > MAX_DEPTH:
+        raise bad_request(
+            f"the body is nested {deepest} deep, expected at most {MAX_DEPTH}",
+            None,
+            "request_too_complex",
+        )
 
 
 def _no_number(text: str) -> NoReturn:
@@ -101,6 +134,11 @@ def _finite(text: str) -> float:
     if math.isinf(value):
         raise ValueError(f"{text} is too large")
     return value
+
+
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)]
+"""A list of a request. Its first invalid item is the only error."""
 
 
 class TextPart(Body):
@@ -142,13 +180,13 @@ class Message(Body):
     """One message of a conversation, such as one of this gateway's own answers."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] = ""
+    content: str | Items[ContentPart] = ""
     name: str | None = None
-    tool_calls: list[ToolCall] = Field(default=[])
+    tool_calls: Items[ToolCall] = Field(default=[])
     tool_call_id: str | None = None
     # Of OpenAI's answers, and without a place in a template.
     refusal: str | None = None
-    annotations: list[Any] = Field(default=[])
+    annotations: Items[Any] = Field(default=[])
 
     def for_template(self) -> dict[str, Any]:
         """The message for `render_chat`: all of its text, and the fields that templates know."""
@@ -282,7 +320,7 @@ def _moved(schema: Any, root: str) -> Any:
     }
 
 
-_Choices = Annotated[list[str], Field(min_length=1)]
+_Choices = Annotated[Items[str], Field(min_length=1)]
 
 
 class FreeText(Body):
@@ -378,15 +416,12 @@ class Constrained(Body):
         return dict(found)
 
 
-MAX_PROMPTS = 1024
-"""Maximum number of prompts of one request."""
-MAX_CHOICES = 64
-"""Maximum number of choices of one prompt."""
-
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Token = Annotated[int, Field(ge=0, lt=2**32)]
+_Tokens = Annotated[list[_Token], Field(min_length=1, fail_fast=True)]
 _TokenText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
-_StopText = Annotated[str, Field(min_length=1)]
+_StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_Name = Annotated[str, Field(max_length=MAX_NAME)]
 
 
 class StreamOptions(Body):
@@ -403,7 +438,7 @@ class StreamOptions(Body):
 class UnusedFields(Body):
     """Accepted and unused: many programs always send them, and no text depends on them."""
 
-    user: str | None = None
+    user: _Name | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
@@ -414,7 +449,7 @@ class UnusedFields(Body):
 class CommonRequest(UnusedFields):
     """Fields of every kind of request. Other ranges than those here are in `GenerationOptions`."""
 
-    model: str | None = None
+    model: _Name | None = None
     temperature: float = Field(default=1.0, le=100)
     top_p: float = 1.0
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
@@ -425,7 +460,7 @@ class CommonRequest(UnusedFields):
     """0 and -1 keep all tokens."""
     min_p: float = 0.0
     repetition_penalty: float = Field(default=1.0, le=100)
-    drafter: str | None = None
+    drafter: _Name | None = None
     """Name of a drafter; "none" turns speculation off. The text does not depend on it."""
 
 
@@ -435,18 +470,27 @@ class GenerationRequest(CommonRequest, Constrained):
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
-    logit_bias: dict[_TokenText, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    stop: _StopText | Annotated[list[_StopText], Field(max_length=16)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[_TokenText, Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_LOGIT_BIAS, fail_fast=True),
+        ]
+        | None
+    ) = None
+    stop: _StopText | Annotated[list[_StopText], Field(max_length=16, fail_fast=True)] | None = None
     stream_options: StreamOptions = StreamOptions()
-    stop_token_ids: Annotated[list[_Token], Field(max_length=1024)] = Field(default=[])
+    stop_token_ids: Annotated[list[_Token], Field(max_length=1024, fail_fast=True)] = Field(
+        default=[]
+    )
     ignore_eos: bool = False
 
-    def sampling(self, choice: int) -> dict[str, Any]:
-        """Sampling arguments of `Client.generate` for one of the n choices.
+    def seed_of(self, choice: int) -> int | None:
+        """Seed of one of the n choices: that of the request plus its index, so that the first
+        equals the only one of a request with n=1."""
+        return None if self.seed is None else (self.seed + choice) % 2**64
 
-        Choice i has the seed of the request plus i, so that the first equals the only one of a
-        request with n=1.
-        """
+    def sampling(self) -> dict[str, Any]:
+        """Sampling arguments of `Client.generate`, but the seed."""
         names = (
             *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
             *("repetition_penalty", "stop_token_ids", "ignore_eos", "drafter"),
@@ -455,7 +499,6 @@ class GenerationRequest(CommonRequest, Constrained):
             **{name: getattr(self, name) for name in names},
             "top_k": max(0, self.top_k),
             "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
-            "seed": None if self.seed is None else (self.seed + choice) % 2**64,
             "stop": self.stop or (),
             **self.constraint(),
         }
@@ -466,12 +509,9 @@ class CompletionRequest(GenerationRequest):
 
     prompt: (
         str
-        | Annotated[list[_Token], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[
-            list[Annotated[list[_Token], Field(min_length=1)]],
-            Field(min_length=1, max_length=MAX_PROMPTS),
-        ]
+        | _Tokens
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[_Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     max_tokens: int = Field(default=16, ge=0, lt=2**31)
     """0 with `echo` returns the prompt, and with `logprobs` its log-probabilities."""
@@ -490,15 +530,15 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    tools: list[Tool] = Field(default=[])
+    tools: Items[Tool] = Field(default=[])
     tool_choice: Literal["none", "auto", "required"] | Tool = "auto"
     parallel_tool_calls: bool = True
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """More variables of the chat template."""
     add_generation_prompt: bool = True

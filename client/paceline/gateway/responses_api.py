@@ -13,7 +13,7 @@ from paceline.client import Chunk, GenerationResult, TokenLogprob
 
 from .errors import bad_request, from_validation
 from .generation import GenerationJob
-from .requests import Body, ChatRequest, CommonRequest, TextPart, ToolUse, text_of
+from .requests import Body, ChatRequest, CommonRequest, Items, TextPart, ToolUse, text_of
 from .tool_calls import Call, CallParser
 from .writers import GeneratedText, Json, Writer, usage
 
@@ -29,7 +29,7 @@ class InputMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputPart]
+    content: str | Items[InputPart]
 
     def as_message(self) -> dict[str, Any]:
         return {"role": self.role, "content": text_of(self.content)}
@@ -54,7 +54,7 @@ class InputResult(Body):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputPart]
+    output: str | Items[InputPart]
 
     def as_message(self) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": self.call_id, "content": text_of(self.output)}
@@ -106,11 +106,11 @@ class NamedFunction(Body):
 class ResponsesRequest(CommonRequest):
     """`POST /v1/responses`. Nothing is stored: a conversation is sent whole."""
 
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    input: str | Annotated[Items[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     text: TextOptions = TextOptions()
-    tools: list[FunctionTool] = Field(default=[])
+    tools: Items[FunctionTool] = Field(default=[])
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
@@ -120,7 +120,7 @@ class ResponsesRequest(CommonRequest):
 
     # Accepted and unused.
     truncation: Literal["disabled"] | None = None
-    include: list[str] = Field(default=[])
+    include: Items[str] = Field(default=[])
     stream_options: dict[str, Any] | None = None
 
     def chat(self) -> ChatRequest:
@@ -166,7 +166,7 @@ class ResponsesRequest(CommonRequest):
             if message["role"] == "assistant" and messages and "tool_calls" in message:
                 last = messages[-1]
                 if last["role"] == "assistant":  # calls of one answer are one message
-                    last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+                    last.setdefault("tool_calls", []).extend(message["tool_calls"])
                     continue
             messages.append(message)
         return messages

@@ -18,17 +18,24 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from paceline.client import Client, GenerationResult, PacelineError
-from paceline.service.interceptor import Gate, https_context
+from paceline.service.interceptor import https_context
 from paceline.service.metrics import MetricsEndpoint, new_registry, serve_metrics
 from paceline.service.options import OptionsError, socket_path_of, split_address
 from paceline.service.runtime import Stop, files_left
 
 from . import middleware
-from .errors import ApiError
+from .admission import Admission, Place
+from .errors import ApiError, bad_request
 from .generation import GenerationJob, JobBuilder, TextEvent, generate_texts
 from .metrics import GatewayMetrics
 from .options import GatewayOptions
-from .requests import AnyBody, ChatRequest, CompletionRequest, read_request
+from .requests import (
+    UNKNOWN_FIELDS,
+    AnyBody,
+    ChatRequest,
+    CompletionRequest,
+    parse_request,
+)
 from .responses_api import ResponsesRequest, ResponsesWriter
 from .writers import ChatWriter, CompletionWriter, EventStream, WholeResponse, Writer
 
@@ -62,7 +69,7 @@ class Gateway:
     Attributes:
         app: The aiohttp application. Serve it with `handler_cancellation`, so that a disconnect
             stops the generation.
-        gate: Requests in flight. When it is closed, new requests are refused and health is 503.
+        admission: Requests in flight. When it is closed, new ones are refused and health is 503.
     """
 
     def __init__(
@@ -73,13 +80,14 @@ class Gateway:
         self._started = int(time.time())
         self._metrics = metrics
         self._jobs = JobBuilder(client, options)
-        self.gate = Gate()
+        self.admission = Admission(options.max_requests, options.max_body_bytes)
         sites = middleware.Sites(options)
         self.app = web.Application(
             middlewares=[
                 middleware.observe(metrics, access_log=options.access_log),
                 middleware.in_openai_form,
                 sites.check(),
+                self._refuse_while_draining,
                 middleware.guard(options.api_key),
             ],
             client_max_size=options.max_body_bytes,
@@ -101,29 +109,53 @@ class Gateway:
         )
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = await self._read(request, CompletionRequest)
-        job = await self._jobs.completion(body)
-        writer = CompletionWriter(job, body)
-        return await self._respond(
-            request, job, writer, stream=body.stream, only_prompts=body.max_tokens == 0
-        )
+        with self.admission.enter() as place:
+            body = await self._read(request, place, CompletionRequest)
+            job = await self._jobs.completion(body, place)
+            writer = await place.work(CompletionWriter, job, body)
+            return await self._respond(
+                request, place, job, writer, stream=body.stream, only_prompts=body.max_tokens == 0
+            )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = await self._read(request, ChatRequest)
-        job = await self._jobs.chat(body)
-        writer = ChatWriter(job, body.tool_use())
-        return await self._respond(request, job, writer, stream=body.stream)
+        with self.admission.enter() as place:
+            body = await self._read(request, place, ChatRequest)
+            job = await self._jobs.chat(body, place)
+            writer = ChatWriter(job, body.tool_use())
+            return await self._respond(request, place, job, writer, stream=body.stream)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        body = await self._read(request, ResponsesRequest)
-        chat = body.chat()
-        job = await self._jobs.chat(chat)
-        writer = ResponsesWriter(job, chat.tool_use(), body)
-        return await self._respond(request, job, writer, stream=body.stream)
+        with self.admission.enter() as place:
+            body = await self._read(request, place, ResponsesRequest)
+            chat = await place.work(body.chat)
+            job = await self._jobs.chat(chat, place)
+            writer = ResponsesWriter(job, chat.tool_use(), body)
+            return await self._respond(request, place, job, writer, stream=body.stream)
+
+    async def _read(self, request: web.Request, place: Place, kind: type[AnyBody]) -> AnyBody:
+        """Reads and validates a request. Its unknown fields are noted in `request[UNKNOWN_FIELDS]`.
+
+        The content type must be JSON, which pages of other sites cannot send without CORS. Raises
+        ApiError: the body is not a request of this kind, or does not arrive in time.
+        """
+        if request.content_type != "application/json":
+            raise ApiError(415, "send the request as application/json")
+        try:
+            content = await place.read(request)
+        except web.RequestPayloadError as error:
+            raise bad_request(
+                f"the body is not in its content or transfer encoding: {error}", None
+            ) from None
+        strict = self._options.strict
+        body, request[UNKNOWN_FIELDS] = await place.work(
+            parse_request, content, kind, strict=strict
+        )
+        return body
 
     async def _respond(
         self,
         request: web.Request,
+        place: Place,
         job: GenerationJob,
         writer: Writer,
         *,
@@ -133,30 +165,13 @@ class Gateway:
         """Generates the texts of a job and sends them.
 
         `stream` sends each chunk as an event, `only_prompts` only what is known of the prompts.
-        Raises ApiError: the gateway is full or drains.
         """
-        if self.gate.closed:
-            raise ApiError(
-                503,
-                "the gateway is shutting down: use another one",
-                kind="server_error",
-                code="service_unavailable",
-                headers={"Connection": "close"},
-            )
-        if self.gate.inside >= self._options.max_requests:
-            raise ApiError(
-                429,
-                f"{self.gate.inside} requests are in flight: retry in 1 s",
-                kind="rate_limit_error",
-                code="too_many_requests",
-                headers={"Retry-After": "1"},
-            )
         spent = request[middleware.SPENT] = [job.prompt_tokens, 0]
         count = self._metrics.text_counter() if self._metrics is not None else None
         response = (
-            EventStream(request, writer, job.count, self._options.keep_alive_seconds)
+            EventStream(request, writer, job.count, place, self._options.keep_alive_seconds)
             if stream
-            else WholeResponse(request, writer, job.count)
+            else WholeResponse(request, writer, job.count, place)
         )
 
         async def receive(event: TextEvent) -> None:
@@ -170,8 +185,7 @@ class Gateway:
                 spent[1] += len(event.chunk.token_ids)
             await response.receive(event)
 
-        with self.gate.enter():
-            return await response.send(generate_texts(self._client, job, receive))
+        return await response.send(generate_texts(self._client, job, receive))
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [await self._card(None)]})
@@ -181,7 +195,8 @@ class Gateway:
 
     async def _card(self, name: str | None) -> dict[str, Any]:
         """The served model and its drafters."""
-        model = await self._jobs.model(name)
+        async with self.admission.waiting():
+            model = await self._jobs.model(name)
         facts = model.facts
         return {
             "id": self._jobs.model_name(model),
@@ -197,7 +212,7 @@ class Gateway:
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         """200 while the verifier is reachable and new requests are accepted; with the drafters."""
-        if self.gate.closed:
+        if self.admission.gate.closed:
             return web.json_response({"status": "draining"}, status=503)
         if not files_left():
             reason = "as many files are open as the limit allows: raise `ulimit -n`"
@@ -210,8 +225,14 @@ class Gateway:
             return web.json_response({"status": "unavailable", "reason": reason}, status=503)
         return web.json_response({"status": "ok", "drafters": await self._jobs.drafters()})
 
-    async def _read(self, request: web.Request, kind: type[AnyBody]) -> AnyBody:
-        return await read_request(request, kind, strict=self._options.strict)
+    @web.middleware
+    async def _refuse_while_draining(
+        self, request: web.Request, handler: middleware.Handler
+    ) -> web.StreamResponse:
+        """Before anything else: what a request would wait for may be gone already."""
+        if request.path.startswith("/v1/"):
+            self.admission.check_open()
+        return await handler(request)
 
 
 def _without_text(result: GenerationResult) -> GenerationResult:
@@ -279,7 +300,7 @@ async def run_gateway(
     metrics, endpoint = serve_gateway_metrics(options)
     gateway = Gateway(client, options, metrics)
     if metrics is not None:
-        metrics.show(gateway.gate, client)
+        metrics.show(gateway.admission.gate, client)
     runner = web.AppRunner(
         gateway.app,
         handler_cancellation=True,
@@ -296,10 +317,11 @@ async def run_gateway(
                 on_ready(address)
             await stop.soft.wait()
             logger.info("draining", extra={"drain_seconds": options.drain_seconds})
-            gateway.gate.close()
+            gateway.admission.close()
             await stop.unless(stop.hard, _drain(gateway, options.drain_seconds))
         finally:
             await runner.cleanup()
+            gateway.admission.shut_down()
             if endpoint is not None:
                 await asyncio.to_thread(endpoint.close)
             logger.info("stopped")
@@ -309,7 +331,7 @@ async def run_gateway(
 
 async def _drain(gateway: Gateway, seconds: float) -> None:
     try:
-        await asyncio.wait_for(gateway.gate.drained(), seconds)
+        await asyncio.wait_for(gateway.admission.gate.drained(), seconds)
     except TimeoutError:
         logger.warning("requests were still in flight after the drain time; cancelling them")
 

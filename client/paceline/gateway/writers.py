@@ -10,12 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from paceline.client import Chunk, Detokenizer, GenerationResult, Stats, TextCodec, TokenLogprob
 
+from .admission import Place
 from .errors import from_error
 from .generation import GenerationJob, TextEvent
 from .requests import CompletionRequest, ToolUse
@@ -345,8 +347,8 @@ def of_completion(
 class WholeResponse:
     """Collects `count` texts, and sends one response."""
 
-    def __init__(self, request: web.Request, writer: Writer, count: int) -> None:
-        self._request, self._writer = request, writer
+    def __init__(self, request: web.Request, writer: Writer, count: int, place: Place) -> None:
+        self._request, self._writer, self._place = request, writer, place
         self._texts = [GeneratedText() for _ in range(count)]
 
     async def receive(self, event: TextEvent) -> None:
@@ -360,13 +362,16 @@ class WholeResponse:
     async def send(self, texts: Coroutine[Any, Any, None]) -> web.StreamResponse:
         """Runs `texts`, which calls `receive`, and sends the response."""
         await texts
-        content = json.dumps(self._writer.whole(self._texts)).encode()
+        content = await self._place.work(self._content)
         response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
         response.content_length = len(content)
         with suppress(ConnectionResetError):
             for begin in range(0, len(content), _PIECE):
                 await _send(self._request, response, content[begin : begin + _PIECE])
         return response
+
+    def _content(self) -> bytes:
+        return json.dumps(self._writer.whole(self._texts)).encode()
 
 
 class EventStream:
@@ -377,9 +382,14 @@ class EventStream:
     """
 
     def __init__(
-        self, request: web.Request, writer: Writer, count: int, keep_alive_seconds: float
+        self,
+        request: web.Request,
+        writer: Writer,
+        count: int,
+        place: Place,
+        keep_alive_seconds: float,
     ) -> None:
-        self._request, self._writer = request, writer
+        self._request, self._writer, self._place = request, writer, place
         self._keep_alive_seconds = keep_alive_seconds
         self._results: list[GenerationResult | None] = [None] * count
         self._opened = set[int]()
@@ -395,7 +405,9 @@ class EventStream:
         events = []
         if event.index not in self._opened:
             self._opened.add(event.index)
-            events += self._writer.opening(event.index, event.prompt_logprobs)
+            opening = partial(self._writer.opening, event.index, event.prompt_logprobs)
+            # An echoed prompt may have thousands of log-probabilities.
+            events += await self._place.work(opening) if event.prompt_logprobs else opening()
         if event.chunk is not None:
             events += self._writer.chunk(event.index, event.chunk)
         if event.result is not None:

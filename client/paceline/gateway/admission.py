@@ -1,0 +1,228 @@
+"""Which requests come in: how many at once, with how many bytes, until the gateway drains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from aiohttp import web
+
+from paceline.service.interceptor import Gate
+
+from .errors import ApiError
+
+# Bytes of each body that count for nothing, so that short requests come in beside any long ones.
+_FREE_BYTES = 64 << 10
+# Bodies of the longest kind that are in memory at once.
+_LONG_BODIES = 8
+# Longest time for the arrival of a body. Unit: seconds.
+_BODY_SECONDS = 30.0
+# Longest wait for a verifier before the first token of a text. Unit: seconds.
+_VERIFIER_SECONDS = 30.0
+# Threads for the work of short requests, and of long ones, which never hold up the short.
+_THREADS, _LONG_THREADS = 4, 1
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Wait:
+    """A wait that ends with an error after a time, or when somebody gives it one."""
+
+    def __init__(self, seconds: float, late: ApiError) -> None:
+        self.timeout = asyncio.timeout(seconds)
+        self.error = late
+
+    def end(self, error: ApiError) -> None:
+        """Ends it with an error."""
+        if self.timeout.expired():
+            return
+        self.error = error
+        self.timeout.reschedule(asyncio.get_running_loop().time())
+
+
+class Place:
+    """What a request holds from its head to the end of its response."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._size = 0
+        self.counted_bytes = 0
+        """Bytes of its body that count."""
+
+    async def read(self, request: web.Request) -> bytes:
+        """The body. Raises ApiError: it is too slow, or there is no memory for it now; and
+        web.HTTPException: it is too long."""
+        longest = request.client_max_size
+        if (request.content_length or 0) > longest:
+            raise web.HTTPRequestEntityTooLarge(longest)
+        content = bytearray()
+        async with self._admission.arriving(self):
+            while chunk := await request.content.readany():
+                content += chunk
+                if len(content) > longest:
+                    raise web.HTTPRequestEntityTooLarge(longest)
+                self._size = len(content)
+                self._admission.count(self, max(0, self._size - _FREE_BYTES))
+        return bytes(content)
+
+    async def work(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """The result of a function that runs in a thread, so that the streams of others go on.
+
+        If the caller is cancelled, it is not called, or its result is dropped.
+        """
+        return await self._admission.work(
+            self._size > _FREE_BYTES, partial(function, *args, **options)
+        )
+
+    async def verifier(self, answer: Awaitable[T]) -> T:
+        """What a verifier answers. Raises ApiError: it does not in time, or the gateway drains."""
+        async with self._admission.waiting():
+            return await answer
+
+
+class Admission:
+    """Gives requests a place. Not thread-safe: used on one event loop.
+
+    A request counts from its head on. Where there is no place, or no memory, the one whose body has
+    been arriving longest gives up its own: bodies that never end keep nobody out.
+
+    Attributes:
+        gate: Requests with a place. Once it is closed, no other gets one.
+    """
+
+    def __init__(self, max_requests: int, max_body_bytes: int) -> None:
+        self.gate = Gate()
+        self._max_requests = max_requests
+        self._max_bytes = _LONG_BODIES * max_body_bytes
+        self._bytes = 0
+        self._places: set[Place] = set()
+        self._arriving: dict[Place, Wait] = {}
+        self._waiting: set[Wait] = set()
+        self._short = ThreadPoolExecutor(_THREADS, "paceline-request")
+        self._long = ThreadPoolExecutor(_LONG_THREADS, "paceline-long-request")
+
+    def close(self) -> None:
+        """Begins the drain: whoever waits for a body or a verifier is refused, as new requests."""
+        self.gate.close()
+        for wait in (*self._arriving.values(), *self._waiting):
+            wait.end(_draining())
+
+    def shut_down(self) -> None:
+        """Ends the threads after the last request."""
+        for pool in (self._short, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def check_open(self) -> None:
+        """Raises ApiError: the gateway drains."""
+        if self.gate.closed:
+            raise _draining()
+
+    @contextmanager
+    def enter(self) -> Iterator[Place]:
+        """A place for a request. Raises ApiError: the gateway drains, or is full."""
+        self.check_open()
+        full = ApiError(
+            429,
+            f"{len(self._places)} requests are in flight: retry in 1 s",
+            kind="rate_limit_error",
+            code="too_many_requests",
+            headers={"Retry-After": "1"},
+        )
+        if len(self._places) >= self._max_requests and not self._take_from_another(None, full):
+            raise full
+        place = Place(self)
+        self._places.add(place)
+        try:
+            with self.gate.enter():
+                yield place
+        finally:
+            self._leave(place)
+
+    def count(self, place: Place, size: int) -> None:
+        """Counts the bytes of a body. Raises ApiError: there is no memory for them."""
+        self._bytes += size - place.counted_bytes
+        place.counted_bytes = size
+        full = ApiError(
+            503,
+            "the gateway reads other long requests: retry in 1 s",
+            kind="server_error",
+            code="overloaded",
+            headers={"Retry-After": "1"},
+        )
+        while self._bytes > self._max_bytes:
+            if not self._take_from_another(place, full):
+                raise full
+
+    def _take_from_another(self, place: Place | None, error: ApiError) -> bool:
+        """Refuses the request whose body has been arriving longest; whether there is one. Where
+        memory is needed for `place`, it is one that has some."""
+        for other, wait in self._arriving.items():
+            if place is None or (other is not place and other.counted_bytes):
+                self._leave(other)
+                wait.end(error)
+                return True
+        return False
+
+    def _leave(self, place: Place) -> None:
+        self._places.discard(place)
+        self._arriving.pop(place, None)
+        self._bytes -= place.counted_bytes
+        place.counted_bytes = 0
+
+    @asynccontextmanager
+    async def arriving(self, place: Place) -> AsyncIterator[None]:
+        """Reads a body, until it is too late or another request takes the place."""
+        wait = Wait(
+            _BODY_SECONDS, ApiError(408, "the request's body took too long", code="timeout")
+        )
+        self._arriving[place] = wait
+        try:
+            async with _ended(wait):
+                yield
+        finally:
+            self._arriving.pop(place, None)
+
+    @asynccontextmanager
+    async def waiting(self) -> AsyncIterator[None]:
+        """Waits for a verifier, until it is too late or the gateway drains."""
+        self.check_open()
+        late = ApiError(503, "no verifier answers", kind="server_error", code="service_unavailable")
+        wait = Wait(_VERIFIER_SECONDS, late)
+        self._waiting.add(wait)
+        try:
+            async with _ended(wait):
+                yield
+        finally:
+            self._waiting.discard(wait)
+
+    async def work(self, long: bool, function: Callable[[], T]) -> T:
+        """The result of a function that runs in a thread for long or for short requests."""
+        pool = self._long if long else self._short
+        return await asyncio.get_running_loop().run_in_executor(pool, function)
+
+
+@asynccontextmanager
+async def _ended(wait: Wait) -> AsyncIterator[None]:
+    """Raises the error of a wait that has ended."""
+    try:
+        async with wait.timeout:
+            yield
+    except TimeoutError:
+        if not wait.timeout.expired():
+            raise
+        raise wait.error from None
+
+
+def _draining() -> ApiError:
+    return ApiError(
+        503,
+        "the gateway is shutting down: use another one",
+        kind="server_error",
+        code="service_unavailable",
+        headers={"Connection": "close", "Retry-After": "1"},
+    )
