@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.decoder import LocalCache, check_batch_invariance
+from paceline.decoder import Decoder, LocalCache, check_batch_invariance, check_served
+from paceline.decoder.invariance import SERVED_SLOTS, ServedForward
 from paceline.decoder.weights import Linear
-from paceline.kernels import Executor, Pass
+from paceline.kernels import Executor, Pass, TreeSegment, plan_trees
 from paceline.kernels._native import CpuKernels
 from paceline.kernels.program import PassResult
 
@@ -73,6 +75,68 @@ def test_without_compiled_kernels_the_self_check_says_so(
     found = check_batch_invariance(load(models, "llama", torch.float32))
     assert not found.holds
     assert "there is no C compiler; install gcc" in found.reason
+
+
+def served(decoder: Decoder) -> ServedForward:
+    """As a verifier on a GPU runs its passes, over caches in the memory of the process."""
+    caches = [LocalCache(decoder.config) for _ in SERVED_SLOTS]
+    for cache, slots in zip(caches, SERVED_SLOTS, strict=True):
+        cache.reserve(slots)
+
+    def forward(
+        tokens: Sequence[int], segments: Sequence[TreeSegment], *, prompt: bool = False
+    ) -> Tensor:
+        packed = torch.tensor(tokens)
+        return decoder.forward(packed, plan_trees(segments), caches, logit_rows=None).logits
+
+    return forward
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_check_of_what_is_served_holds(models: dict[str, Path], dtype: torch.dtype) -> None:
+    decoder = load(models, "qwen3", dtype)
+    found = check_served(served(decoder), decoder.config.vocab_size)
+    assert (found.holds, found.reason) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        # As where attention walks the slots of a tree and not its paths.
+        (lambda blocks, prompt: blocks[0].parents is not None, {"position 192", "position 256"}),
+        # As where more rows than a tile has are split between other chunks.
+        (lambda blocks, prompt: sum(b.length for b in blocks) > 64 and not prompt,
+         {"step of 88 rows", "step of 288 rows"}),
+        # As where a product of few rows is split.
+        (lambda blocks, prompt: 1 < sum(b.length for b in blocks) < 16 and not prompt,
+         {"step of 9 rows"}),
+        # As where prompts take another way.
+        (lambda blocks, prompt: prompt and blocks[0].length > 200, {"behind a resume,"}),
+        (lambda blocks, prompt: prompt and blocks[0].start > 0, {"prompt in two parts"}),
+        (lambda blocks, prompt: blocks[0].start == 0 and len(blocks) > 1, {"288 rows of two"}),
+    ],
+)  # fmt: skip
+def test_the_check_of_what_is_served_names_what_differs(
+    models: dict[str, Path],
+    other: Callable[[Sequence[TreeSegment], bool], bool],
+    named: set[str],
+) -> None:
+    decoder = load(models, "llama", torch.float32)
+    forward = served(decoder)
+
+    def careless(
+        tokens: Sequence[int], segments: Sequence[TreeSegment], *, prompt: bool = False
+    ) -> Tensor:
+        logits = forward(tokens, segments, prompt=prompt)
+        if other(segments, prompt):
+            logits[-1] *= 1 + 2**-20
+        return logits
+
+    found = check_served(careless, decoder.config.vocab_size)
+    assert not found.holds
+    _, _, reasons = found.reason.partition(": ")
+    assert len(reasons.split("; ")) == len(named)
+    assert all(each in reasons for each in named)
 
 
 @settings(max_examples=12, suppress_health_check=list(HealthCheck))

@@ -24,7 +24,6 @@ from paceline.kernels.rows import (
     clamped_gate,
     convolve_blocks,
     gelu_gate,
-    normalised,
     row_kernels,
 )
 from paceline.kernels.trees import (
@@ -580,8 +579,10 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
                 ranked = torch.empty_like(x, dtype=torch.float32)
                 ranked[slots] = x.float()
                 shares = buffers[op.delta][:, program.top :].unsqueeze(-1)
-                sums = ranked.unflatten(0, (-1, program.top)).mul_(shares).sum(1)
-                buffers[op.out] = sums.to(program.dtype)
+                first, *others = ranked.unflatten(0, (-1, program.top)).mul_(shares).unbind(1)
+                for other in others:  # sum() has an order that depends on the number of rows
+                    first = first + other
+                buffers[op.out] = first.to(program.dtype)
             case Kind.TAP:
                 if op.layer in call.taps:
                     taps[op.layer] = x.to(program.dtype, copy=True)
@@ -616,7 +617,11 @@ def _rotate(program: Program, op: Operation, call: Pass, x: Tensor) -> Tensor:
     if norms is not None and _whole(op):
         widths = [len(norm.weight) for norm in norms]
         q, k, v = heads.split([*widths, widths[1]], dim=-1)
-        parts = [normalised(part.float(), norm) for part, norm in zip((q, k), norms, strict=True)]
+        rows = row_kernels(x.device)
+        parts = [
+            rows.add_norm(part.float().contiguous(), None, norm, torch.float32)
+            for part, norm in zip((q, k), norms, strict=True)
+        ]
         heads, norms = torch.cat([*(part.to(v.dtype) for part in parts), v], -1), None
     return row_kernels(x.device).rotate(heads, norms, table, call.plan, keys, values)
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear, pad
 
 from paceline.kernels._native import address, library
 from paceline.kernels.blocks import BLOCK, Blocks
@@ -87,11 +89,22 @@ _ROWS = 64
 _MIN_LARGEST = 2.0**-100
 
 
-def multiply_floats(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x W^T + bias`` in products of ``_ROWS`` rows: BLAS picks its kernel by their number."""
-    rows = len(x)
-    parts = torch.nn.functional.pad(x, (0, 0, 0, -rows % _ROWS)).split(_ROWS)
-    return torch.cat([torch.nn.functional.linear(part, weight, bias) for part in parts])[:rows]
+def multiply_floats(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int] = (_ROWS,)
+) -> Tensor:
+    """``x W^T + bias`` in products of so many rows: BLAS picks its kernel by their number.
+
+    ``sizes`` rise. Inputs are cut in pieces of the largest, and a piece is padded with zeros to the
+    next size.
+    """
+    rows, outs = len(x), []
+    for part in x.split(sizes[-1]):
+        size = next(size for size in sizes if size >= len(part))
+        if size > len(part):
+            part = pad(part, (0, 0, 0, size - len(part)))
+        outs.append(linear(part, weight, bias))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return out if len(out) == rows else out[:rows]
 
 
 def multiply_blocks(x: Tensor, blocks: Blocks, bias: Tensor | None) -> Tensor:
@@ -329,7 +342,7 @@ def _padded(rows: Tensor, multiple: int) -> Tensor:
     outs, ins = rows.shape
     if outs % _PADDED == ins % multiple == 0:
         return rows.contiguous()
-    return torch.nn.functional.pad(rows, (0, -ins % multiple, 0, -outs % _PADDED))
+    return pad(rows, (0, -ins % multiple, 0, -outs % _PADDED))
 
 
 def _outputs(panels: Tensor, which: Tensor | slice, outs: int) -> Tensor:

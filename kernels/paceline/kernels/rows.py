@@ -149,7 +149,8 @@ def clamped_gate(gate_up: Tensor, limit: float) -> Tensor:
 
 def normalised(x: Tensor, norm: Norm) -> Tensor:
     """The norm of float32 ``[..., width]``."""
-    # Not mean(): its order of summation depends on the number of rows.
+    # Not mean(): its order of summation depends on the number of rows. So does this one's on a GPU,
+    # whose kernels of their own norm a row by one program.
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = length.square_().mul_(1.0 / x.shape[-1]).add_(norm.eps).rsqrt_()
     scaled: Tensor = x * scale

@@ -12,7 +12,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.bench.gpu.cases import RandomWeights
-from paceline.decoder import Decoder, DecoderConfig, ForwardResult, GraphRunner, LocalCache
+from paceline.decoder import (
+    Decoder,
+    DecoderConfig,
+    DeviceLost,
+    ForwardResult,
+    GraphRunner,
+    LocalCache,
+)
+from paceline.decoder.graphs import FIXED_SHAPES, SHAPES
+from paceline.decoder.products import FIXED_ROWS, Products
 from paceline.kernels import PagedPlane, TreeSegment, attention, float8, plan_trees
 from paceline.kv.selection import AttentionScores, PageScores, Rows
 from paceline.verifier.engine.batch import Batch, BatchObserver
@@ -207,18 +216,27 @@ def test_a_long_piece_of_a_prompt_takes_no_graph(
     kv.close()
 
 
+# 69 rows are those of LongSpec's tree, 288 those of 32 sequences with 8 nodes each.
+NEXT_SHAPES = {1: 1, 3: 4, 17: 24, 69: 96, 100: 128, 256: 256, 288: 384, 512: 512}
+NEXT_FIXED = {1: 64, 64: 64, 69: 128, 129: 192, 256: 256, 257: 384, 512: 512}
+
+
+@pytest.mark.parametrize("shapes", [NEXT_SHAPES, NEXT_FIXED])
 def test_after_the_warm_up_no_step_captures_a_graph(
-    monkeypatch: pytest.MonkeyPatch, pool: PagePool
+    monkeypatch: pytest.MonkeyPatch, pool: PagePool, shapes: dict[int, int]
 ) -> None:
-    """Nor compiles a kernel; half precision has tiles of several sizes."""
+    """Nor compiles a kernel; half precision has tiles of several sizes. Where products have fixed
+    numbers of rows, so have graphs."""
     kv = torch.empty(pool.kv.shape, dtype=torch.float16)
     monkeypatch.setattr(pool, "kv", kv)
-    runner = GraphRunner(make_decoder(), pool)
+    decoder = make_decoder()
+    if shapes is NEXT_FIXED:
+        decoder.products = Products({}, "", "")
+    runner = GraphRunner(decoder, pool)
     monkeypatch.setattr(runner, "_capture", lambda plan, *_: Captured(plan).run)
     reported = list(runner.warm_up())
     assert reported == [(n, len(runner)) for n in range(1, len(runner) + 1)]
-    # 69 rows are those of LongSpec's tree, 288 those of 32 sequences with 8 nodes each.
-    for rows, shape in {1: 1, 3: 4, 17: 24, 69: 96, 100: 128, 256: 256, 288: 384, 512: 512}.items():
+    for rows, shape in shapes.items():
         for widest in (1, 5, 30, 200):
             blocks = [TreeSegment(0, 9, None, min(rows, widest))]
             blocks += [TreeSegment(1, 9, None, 1)] * (rows - blocks[0].length)
@@ -226,6 +244,63 @@ def test_after_the_warm_up_no_step_captures_a_graph(
             runner.forward([0] * rows, blocks, [1, 2])
             assert Captured.runs == [shape]
     assert len(runner) == len(reported)
+
+
+def test_graphs_have_sizes_that_products_have() -> None:
+    assert set(FIXED_SHAPES) <= set(FIXED_ROWS)
+    assert FIXED_SHAPES[-1] == SHAPES[-1], "no step loses its graph"
+
+
+def test_a_graph_that_cannot_be_captured_ends_no_start(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    pool: PagePool,
+) -> None:
+    """Whatever the error is, that of a compiler too; its batches run kernel by kernel."""
+    request.getfixturevalue("triton_on_cpu")
+    decoder, kv = make_decoder(), pool.allocate(256, None)
+    runner, capture = GraphRunner(decoder, pool), GraphRunner._capture
+
+    def fail(plan: Any, *given: Any) -> Any:
+        if plan.rows > 64:
+            raise MemoryError("out of resource: shared memory")
+        return capture(runner, plan, *given)
+
+    monkeypatch.setattr(runner, "_capture", fail)
+    shapes = [rows for rows in SHAPES if rows > 16]
+    monkeypatch.setattr(runner, "_shapes", shapes)
+    assert list(runner.warm_up())[-1] == (len(shapes), len(shapes))
+    assert (len(runner), runner.failed) == (4, len(shapes) - 4)
+    assert "no CUDA graph of 512 rows" in caplog.text
+    assert caplog.text.count("Traceback") == 1
+    kv.reserve(100)
+    expected = []
+    for graphs in (runner, None):
+        batch = Batch()
+        batch.add_prefill(Prefill(Sequence(GenerationParams(tuple(range(40)) * 2), kv)), 70)
+        expected.append(batch.forward(decoder, graphs)[0])
+    assert torch.equal(*expected)
+    assert runner.forward([1], [TreeSegment(0, 3, None, 1)], [1]) is not None
+    kv.close()
+    required = GraphRunner(decoder, pool, required=True)
+    monkeypatch.setattr(required, "_capture", fail)
+    with pytest.raises(MemoryError, match="shared memory"):
+        next(required.warm_up())
+
+
+def test_a_capture_that_loses_the_device_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch, pool: PagePool
+) -> None:
+    runner = GraphRunner(make_decoder(), pool)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(runner, "_capture", fail)
+    monkeypatch.setattr("paceline.decoder.graphs.device_lost", lambda device: DeviceLost("gone"))
+    with pytest.raises(DeviceLost):
+        next(runner.warm_up())
 
 
 class Captured:

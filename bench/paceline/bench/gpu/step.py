@@ -20,6 +20,7 @@ from paceline.bench.gpu.cases import (
     report,
 )
 from paceline.decoder import Decoder, GraphRunner
+from paceline.decoder.products import use_library_without_splits
 from paceline.kernels import ProbedBlock, TreeSegment, plan_trees
 
 CONTEXTS = (2048, 32768)
@@ -37,6 +38,9 @@ def main() -> None:
     if device.type == "cpu":
         config, contexts = replace(SMALL, layers=2, windows=(None, 300)), (300,)
     decoder = Decoder(config, RandomWeights(config, device, 0), device)
+    if device.type == "cuda":  # as a verifier serves by default
+        use_library_without_splits(fixed=True)
+        report("products", str(decoder.fix_products()))
     *layer, head = (linear.in_features * linear.out_features for linear in decoder.linears())
     weight_bytes = (sum(layer) * config.layers + head) * config.dtype.itemsize
     bandwidth = copy_bandwidth(device)

@@ -12,7 +12,7 @@ from paceline.decoder.device import (
     wait_for,
 )
 from paceline.decoder.graphs import Capturing, GraphRunner
-from paceline.decoder.invariance import BatchInvariance, check_batch_invariance
+from paceline.decoder.invariance import BatchInvariance, check_batch_invariance, check_served
 from paceline.decoder.model import Decoder, ForwardResult
 from paceline.decoder.model_source import ModelSource
 from paceline.decoder.packed import PackedWeights, publish
@@ -43,6 +43,7 @@ __all__ = [
     "RanksLost",
     "UnsupportedModelError",
     "check_batch_invariance",
+    "check_served",
     "check_split",
     "device_lost",
     "end_all",

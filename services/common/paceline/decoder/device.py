@@ -109,12 +109,16 @@ class DeviceLost(Exception):
 
 
 def device_lost(device: torch.device | str) -> DeviceLost | None:
-    """The error if every call of an accelerator fails, as on a GPU after a fault in a kernel."""
+    """The error if every call of an accelerator fails, as on a GPU after a fault in a kernel.
+
+    Waits for the calling thread's own stream: while another thread captures a graph, to wait for
+    the whole device is an error, which breaks the capture too.
+    """
     device = torch.device(device)
     if device.type == "cpu":
         return None
     try:
-        torch.accelerator.synchronize(device)
+        torch.accelerator.current_stream(device).synchronize()
     except RuntimeError as error:
         return DeviceLost(f"{device} fails every call since an error in a kernel: {error}")
     return None

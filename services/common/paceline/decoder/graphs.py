@@ -7,17 +7,22 @@ attention, hidden states, logits.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from paceline.decoder.device import device_lost
 from paceline.decoder.model import Decoder, ForwardResult
 from paceline.kernels import GraphProbes, KVCacheView, PagedPlane, Probe, ProbedBlock, TreeSegment
 
 if TYPE_CHECKING:
     from paceline.kernels._triton.plan import GraphPlan, Tiling
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Pass = Callable[[], ForwardResult]
@@ -25,13 +30,20 @@ Pass = Callable[[], ForwardResult]
 SHAPES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Packed rows that graphs are made for. Larger batches, such as prefills, gain nothing by them."""
 
+FIXED_SHAPES = (64, 128, 192, 256, 384, 512)
+"""The same where products have fixed numbers of rows (:mod:`paceline.decoder.products`)."""
+
 
 class Capturing:
-    """Captures CUDA graphs, which share their memory: only one runs at a time."""
+    """Captures CUDA graphs, which share their memory: only one runs at a time.
+
+    All are captured on one stream, since libraries keep a workspace for each stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: Any = None
+        self._stream: Any = None
 
     def capture(self, run: Callable[[], T]) -> Callable[[], T]:
         """Capture a function without arguments that only launches kernels. Returns one that
@@ -41,16 +53,28 @@ class Capturing:
             if self._device.type == "meta":  # compiles kernels for a GPU that is not there
                 run()
             return run
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles kernels and allocates workspaces
-            run()
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        # Other threads use the device meanwhile, such as those that read KV for drafters.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            result = run()
+        with torch.cuda.stream(self._stream):
+            run()  # compiles kernels and allocates workspaces
+            run()
+            # PyTorch's context manager for captures also waits for the whole device and empties
+            # its allocator's cache, for each graph, which stalls other threads.
+            self._stream.synchronize()
+            # Other threads use the device meanwhile, such as those that read KV for drafters.
+            pool = {} if self._memory is None else {"pool": self._memory}
+            graph.capture_begin(capture_error_mode="thread_local", **pool)
+            try:
+                result = run()
+            except BaseException:
+                with suppress(RuntimeError):  # the capture is broken, and has to end
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        current.wait_stream(self._stream)
         self._memory = graph.pool()
 
         def replay() -> T:
@@ -63,25 +87,38 @@ class Capturing:
 class GraphRunner:
     """Runs batches by the graph of the next larger shape, captured at its first use or before.
 
-    On the CPU, without graphs, it runs the same kernels with the same tables. Not thread-safe; the
-    next call overwrites what a call returned.
+    A graph that cannot be captured is left out: its batches are for others to run. On the CPU,
+    without graphs, it runs the same kernels with the same tables. Not thread-safe; the next call
+    overwrites what a call returned.
+
+    Attributes:
+        failed: Graphs that could not be captured.
     """
 
-    def __init__(self, decoder: Decoder, planes: KVCacheView) -> None:
-        """Make a runner without graphs; ``planes`` is the cache of any sequence in the pool."""
+    def __init__(self, decoder: Decoder, planes: KVCacheView, *, required: bool = False) -> None:
+        """Make a runner without graphs.
+
+        Args:
+            decoder: The model.
+            planes: Cache of any sequence in the pool.
+            required: Whether a graph that cannot be captured is an error.
+        """
+        self.failed = 0
+        self._required = required
+        self._shapes = SHAPES if decoder.products is None else FIXED_SHAPES
         self._decoder = decoder
         self._planes = planes
         key = planes.layer(0)[0]
         assert isinstance(key, PagedPlane), "graphs need KV in pages"
         self._keys = key.pool
-        self._graphs: dict[tuple[object, ...], tuple[GraphPlan, Pass]] = {}
+        self._graphs: dict[tuple[object, ...], tuple[GraphPlan, Pass] | None] = {}
         self._capturing = Capturing(self._keys.device)
         # One for all graphs, whose own would take gigabytes.
         self._logits: Tensor | None = None
 
     def __len__(self) -> int:
         """Graphs captured so far."""
-        return len(self._graphs)
+        return len(self._graphs) - self.failed
 
     def forward(
         self,
@@ -104,15 +141,21 @@ class GraphRunner:
             probed: Blocks whose scores are recorded, each once.
 
         Returns:
-            Logits of all rows, and taps; None if no shape is large enough, or if scores are to be
-            recorded of heads whose group is larger than a tile.
+            Logits of all rows, and taps; None if no shape is large enough, its graph could not be
+            captured, or scores are to be recorded of heads whose group is larger than a tile.
+
+        Raises:
+            DeviceLost: The device fails every call since a graph was captured.
         """
-        rows = next((shape for shape in SHAPES if shape >= len(tokens)), None)
+        rows = next((shape for shape in self._shapes if shape >= len(tokens)), None)
         tilings = self._tilings(max(segment.length for segment in segments))
         if rows is None or (probed and any(each.group > each.rows for each in tilings)):
             return None
         again = any(each.again for each in probed)
-        plan, run = self._graph(rows, tilings, tuple(taps), tuple(probed_layers), again=again)
+        graph = self._graph(rows, tilings, tuple(taps), tuple(probed_layers), again=again)
+        if graph is None:
+            return None
+        plan, run = graph
         plan.fill(tokens, segments, table_rows, probed)
         result = run()
         count = len(tokens)
@@ -127,7 +170,7 @@ class GraphRunner:
         """
         keys = [
             (rows, tilings)
-            for rows in reversed(SHAPES)
+            for rows in reversed(self._shapes)
             for tilings in dict.fromkeys(self._tilings(n) for n in SHAPES if n <= rows)
         ]
         for count, (rows, tilings) in enumerate(keys, 1):
@@ -150,17 +193,30 @@ class GraphRunner:
         probed: tuple[int, ...],
         *,
         again: bool = False,
-    ) -> tuple[GraphPlan, Pass]:
-        """Plan and graph of a shape, captured if there is none; ``again``: see ``ProbedBlock``."""
+    ) -> tuple[GraphPlan, Pass] | None:
+        """Plan and graph of a shape, captured if there is none; ``again``: see ``ProbedBlock``.
+        None: it could not be captured."""
         from paceline.kernels._triton.plan import GraphPlan
 
         key = (rows, tilings, taps, probed, again)
         if key not in self._graphs:
             longest = self._decoder.config.max_position - 1
-            plan = GraphPlan(
-                rows, self._keys, tilings, longest, probes=bool(probed), weights=again
-            )  # fmt: skip
-            self._graphs[key] = plan, self._capture(plan, taps, probed)
+            try:
+                plan = GraphPlan(
+                    rows, self._keys, tilings, longest, probes=bool(probed), weights=again
+                )  # fmt: skip
+                self._graphs[key] = plan, self._capture(plan, taps, probed)
+            except Exception as error:  # of kernels, their compiler, the driver: any that there is
+                if self._required:
+                    raise
+                if (lost := device_lost(self._keys.device)) is not None:
+                    raise lost from error
+                self._graphs[key] = None
+                self.failed += 1
+                _log.warning(
+                    "no CUDA graph of %d rows: its steps run kernel by kernel: %s", rows, error,
+                    exc_info=self.failed == 1,
+                )  # fmt: skip
         return self._graphs[key]
 
     def _capture(self, plan: GraphPlan, taps: Sequence[int], layers: Sequence[int]) -> Pass:
@@ -174,7 +230,7 @@ class GraphRunner:
             )  # fmt: skip
             if self._logits is None:
                 vocab = result.logits.shape[1]
-                self._logits = result.logits.new_empty(SHAPES[-1], vocab)
+                self._logits = result.logits.new_empty(self._shapes[-1], vocab)
             return ForwardResult(self._logits[: plan.rows].copy_(result.logits), result.taps)
 
         return self._capturing.capture(run)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from paceline.decoder.cache import LocalCache
 from paceline.decoder.model import Decoder
@@ -62,6 +65,86 @@ def _plain_attention(decoder: Decoder) -> str:
             "of 16, and heads of at most 512"
         )
     return ""
+
+
+class ServedForward(Protocol):
+    """A pass as it is served, over the blocks of two texts, 0 and 1, that begin empty."""
+
+    def __call__(
+        self, tokens: Sequence[int], segments: Sequence[TreeSegment], *, prompt: bool = False
+    ) -> Tensor:
+        """Logits of all rows, ``[M, V]``, in memory that the next call may overwrite; ``prompt``:
+        as a step that is mostly prompts."""
+        ...
+
+
+SERVED_SLOTS = (512, 256)
+"""Slots that :func:`check_served` needs of the two texts: whole pages."""
+
+_FIRST, _LAST, _BORDERS = 180, 268, (188, 250)
+"""Positions that are decoded, and where trees begin: their paths cross 192 and 256."""
+
+
+@torch.inference_mode()
+def check_served(forward: ServedForward, vocab_size: int) -> BatchInvariance:
+    """Check on the served model, by the passes that serve, that what is beside a row and how its
+    text came to be change no bit of its logits.
+
+    A text is decoded token by token across borders of 64 and of 256 positions. Its rows are
+    compared with those of trees and chains, with other texts beside them, with more rows than a
+    tile has, and with those of prompts: cut in two, and of the text so far, as behind a resume.
+    """
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(vocab_size, (_LAST,), generator=generator).tolist()
+    other = torch.randint(vocab_size, (SERVED_SLOTS[1],), generator=generator).tolist()
+
+    def chain(start: int, stop: int, sequence: int = 0) -> TreeSegment:
+        return TreeSegment(sequence, start, None, stop - start, final=start == 0)
+
+    def decoded(position: int, sequence: int = 0) -> Tensor:
+        at = chain(position, position + 1, sequence)
+        return forward(text[position : position + 1], [at])[0].clone()
+
+    prompt = forward(text[:_FIRST], [chain(0, _FIRST)], prompt=True).clone()
+    plain = torch.stack([decoded(position) for position in range(_FIRST, _LAST)])
+
+    def compare() -> Iterator[tuple[str, Tensor, Tensor]]:
+        # From the last position on: what is before it is then as plain decoding has written it.
+        for start in reversed(_BORDERS):
+            tokens, parents, path = _comb(text[start : start + 12], vocab_size)
+            tree = TreeSegment(0, start, parents, len(tokens))
+            rows = forward(tokens, [tree])[path]
+            border = (start // 64 + 1) * 64
+            yield f"a tree across position {border}", rows, plain[start - _FIRST :][:12]
+        for count in (9, 64, _LAST - _FIRST):
+            rows = forward(text[_FIRST : _FIRST + count], [chain(_FIRST, _FIRST + count)])
+            yield f"a step of {count} rows", rows, plain[:count]
+        both = [chain(0, 224, 1), chain(_FIRST, _FIRST + 64)]
+        rows = forward(other[:224] + text[_FIRST : _FIRST + 64], both)[224:]
+        yield "a step of 288 rows of two texts", rows, plain[:64]
+        forward(text[:100], [chain(0, 100, 1)], prompt=True)
+        rows = forward(text[100:_FIRST], [chain(100, _FIRST, 1)], prompt=True)
+        yield "a prompt in two parts", rows, prompt[100:]
+        yield "the token behind a prompt in two parts", decoded(_FIRST, 1)[None], plain[:1]
+        rows = forward(text[:220], [chain(0, 220, 1)], prompt=True)[_FIRST:]
+        yield "a prompt of the text so far, as behind a resume,", rows, plain[: 220 - _FIRST]
+        yield "the token behind a resume", decoded(220, 1)[None], plain[220 - _FIRST :][:1]
+
+    differs = [name for name, rows, expected in compare() if not torch.equal(rows, expected)]
+    if not differs:
+        return BatchInvariance(True)
+    return BatchInvariance(False, f"other bits than token by token: {'; '.join(differs)}")
+
+
+def _comb(tokens: Sequence[int], vocab_size: int) -> tuple[list[int], tuple[int, ...], list[int]]:
+    """A tree whose path has these tokens, with a wrong node before each but the first; its tokens,
+    parents, and the nodes of the path."""
+    found, parents, path = [tokens[0]], [-1], [0]
+    for token in tokens[1:]:
+        found += [(token + 5) % vocab_size, token]
+        parents += [path[-1], path[-1]]
+        path.append(len(found) - 1)
+    return found, tuple(parents), path
 
 
 @torch.inference_mode()

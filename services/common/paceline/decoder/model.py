@@ -29,6 +29,7 @@ from paceline.decoder.families import (
 )
 from paceline.decoder.model_source import ModelSource
 from paceline.decoder.packed import PackedWeights
+from paceline.decoder.products import Products, fix_products
 from paceline.decoder.ranks import Ranks
 from paceline.decoder.sources import open_model
 from paceline.decoder.weights import Linear, Weight, fuse, in_float8, in_order, plain, take
@@ -109,7 +110,11 @@ class Decoder:
         device: Where it runs.
         rope: Cosines and sines of positions.
         final_norm: The norm before the LM head, with the model's factor on logits.
+        products: How its products keep the bits of rows off the CPU; None: the library chooses by
+            their number.
     """
+
+    products: Products | None = None
 
     def __init__(
         self,
@@ -276,6 +281,13 @@ class Decoder:
             for layer, q in done.queries.items():
                 observer.attended(layer, q)
         return ForwardResult(done.logits, tuple(done.taps[i] for i in taps))
+
+    def fix_products(self) -> Products:
+        """Have all linear layers keep a row's bits, whatever rows are beside it; see
+        :mod:`paceline.decoder.products`. Returns which rules they have."""
+        layers = [each for layer in self._layers for _, each in _linears(layer)]
+        self.products = fix_products([*layers, self._head])
+        return self.products
 
     def linears(self) -> list[Linear]:
         """One linear layer of every shape, in the order of layers, and the LM head."""

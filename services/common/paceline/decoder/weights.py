@@ -303,7 +303,11 @@ class Linear:
 
     Attributes:
         packed: The packed weight of the compiled kernels; None: torch multiplies.
+        fixed_rows: Rising numbers of rows that products have off the CPU, see
+            :mod:`paceline.decoder.products`; None: as many as the input.
     """
+
+    fixed_rows: tuple[int, ...] | None = None
 
     def __init__(
         self, weight: Weight | PackedMatrix | Float8Matrix, bias: Tensor | None = None
@@ -338,6 +342,25 @@ class Linear:
         """What the layer can be made of again; it is not in fp8."""
         return self._weight if self.packed is None else self.packed
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its inputs off the CPU."""
+        return torch.bfloat16 if self._float8 is not None else self._weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weight is."""
+        if self.packed is not None:
+            return self.packed.values.device
+        return self._weight.device if self._float8 is None else self._float8.values.device
+
+    @property
+    def shape_key(self) -> tuple[object, ...]:
+        """Equal for layers whose products libraries compute alike."""
+        quantised = self.packed is not None or self._float8 is not None
+        kind = "quantised" if quantised else self._weight.dtype
+        return self.out_features, self.in_features, kind, self.bias is None
+
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``[rows, in]`` to ``[rows, out]`` in the type of ``x``; a ``bias`` ``[out]`` of this type
         replaces the layer's."""
@@ -347,6 +370,8 @@ class Linear:
         bias = self._bias if bias is None else bias
         if self._float8 is not None:
             return self._float8.multiply(x, bias)
-        if x.device.type != "cpu":
-            return linear(x, self._weight, bias)
-        return multiply_floats(x, self._weight, bias)
+        if x.device.type == "cpu":
+            return multiply_floats(x, self._weight, bias)
+        if self.fixed_rows is not None:
+            return multiply_floats(x, self._weight, bias, self.fixed_rows)
+        return linear(x, self._weight, bias)

@@ -111,6 +111,7 @@ class Metric:
     ENGINE_BUSY_SECONDS: Final = "specdec_engine_busy_seconds"
     ENGINE_BATCH_TOKENS: Final = "specdec_engine_batch_tokens"
     ENGINE_QUEUE: Final = "specdec_engine_queue_length"
+    CUDA_GRAPHS: Final = "specdec_cuda_graphs"
 
     KV_USED_BYTES: Final = "specdec_kv_cache_used_bytes"
     KV_PREFIX_BYTES: Final = "specdec_kv_cache_prefix_bytes"

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
+from paceline.decoder import GraphRunner
 from paceline.telemetry.names import PROVIDER, Metric, Span
 from paceline.v1 import verifier_pb2
 from paceline.verifier.engine.engine import Engine
@@ -173,11 +174,12 @@ class VerifierMetrics(Collector):
         engine: Engine,
         follows: FollowCounts,
         joined: Callable[[], Iterable[verifier_pb2.JoinedService]],
+        graphs: GraphRunner | None = None,
     ) -> None:
         """Add the metrics of a verifier to a registry; ``joined`` lists the services that have
-        joined."""
+        joined, and ``graphs`` are its CUDA graphs."""
         self._model, self._store, self._engine = model.name, store, engine
-        self._follows, self._joined = follows, joined
+        self._follows, self._joined, self._graphs, self._facts = follows, joined, graphs, model
         fixed = {"model_name": model.name, "gen_ai_request_model": model.name}
         fixed |= {"gen_ai_operation_name": Span.GENERATION, "gen_ai_provider_name": PROVIDER}
         self._metrics: dict[str, Counter | Histogram] = {}
@@ -193,17 +195,6 @@ class VerifierMetrics(Collector):
             if len(self._fixed[name]) == len(labels):
                 self._metrics[name].labels(*self._fixed[name])  # shown as 0 from now on
         self._versions: OrderedDict[tuple[str, str], None] = OrderedDict()
-        target = {
-            "model_name": model.name,
-            "architecture": model.architecture,
-            "dtype": model.dtype,
-            "fingerprint": model.target_fingerprint,
-            "batch_invariant": str(model.batch_invariant).lower(),
-        }
-        info = Gauge(
-            f"{Metric.TARGET}_info", "1, with facts of the served model", target, registry=registry
-        )
-        info.labels(**target).set(1)
         registry.register(self)
 
     def admitted(self, cache: Cache) -> None:
@@ -303,6 +294,20 @@ class VerifierMetrics(Collector):
         if cache.sequence.finish is not None:
             self.released(cache, "")
 
+    def _target(self) -> Family:
+        model = self._facts
+        target = {
+            "model_name": model.name,
+            "architecture": model.architecture,
+            "dtype": model.dtype,
+            "fingerprint": model.target_fingerprint,
+            "batch_invariant": str(model.batch_invariant).lower(),
+        }
+        text = "1, with facts of the served model"
+        info = GaugeMetricFamily(f"{Metric.TARGET}_info", text, labels=list(target))
+        info.add_metric(list(target.values()), 1)
+        return info
+
     def collect(self) -> Iterator[Family]:
         """The state of caches and queues. Reads single values and copies only."""
         store, follows = self._store, self._follows
@@ -317,7 +322,11 @@ class VerifierMetrics(Collector):
         carriers = Counts(verifier_pb2.Carrier.Name(each.carrier) for each in self._joined())
         links = {name: carriers[f"CARRIER_{name.upper()}"] for name in ("socket", "stream")}
         queues = {"round": len(waiting) - prefills, "prefill": prefills}
+        graphs = {"captured": 0, "failed": 0}
+        if self._graphs is not None:
+            graphs = {"captured": len(self._graphs), "failed": self._graphs.failed}
         device = str(self._engine.device)
+        yield self._target()
         for name, text, label, values in (
             (Metric.REQUESTS_RUNNING, "Texts that have a cache and have not ended", "", running),
             (
@@ -345,6 +354,13 @@ class VerifierMetrics(Collector):
                 links,
             ),
             (Metric.ENGINE_QUEUE, "Rounds and prefills that wait for a step", "kind", queues),
+            (
+                Metric.CUDA_GRAPHS,
+                "CUDA graphs of steps; batches of one that could not be captured run kernel by "
+                "kernel",
+                "state",
+                graphs,
+            ),
         ):
             gauge = GaugeMetricFamily(name, text, labels=["model_name", *filter(None, [label])])
             found = values if isinstance(values, dict) else {device: values}

@@ -5,16 +5,37 @@ from __future__ import annotations
 import gzip
 import logging
 import secrets
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
+from torch import Tensor
 
-from paceline.decoder import BatchInvariance, Decoder, ModelSource, check_batch_invariance
+from paceline.decoder import (
+    BatchInvariance,
+    Decoder,
+    GraphRunner,
+    ModelSource,
+    check_batch_invariance,
+    check_served,
+)
+from paceline.decoder.graphs import table_row
+from paceline.decoder.invariance import SERVED_SLOTS
 from paceline.decoder.model_source import remembered
-from paceline.kernels import cpu_kernels, get_numerics, processor_name
+from paceline.decoder.products import describe_device
+from paceline.kernels import (
+    TreeSegment,
+    cpu_kernels,
+    get_numerics,
+    plan_trees,
+    processor_name,
+    send,
+)
 from paceline.tree import MAX_NODES
 from paceline.v1 import verifier_pb2
 from paceline.verifier.grammar import Grammars
+from paceline.verifier.kv.base import OutOfMemory
+from paceline.verifier.kv.pool import PagePool
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +56,23 @@ class ModelInfo:
         """A compiler of grammars for the model's tokens."""
         tokenizer = gzip.decompress(self.tokenizer_gzip) if self.tokenizer_gzip else b""
         return Grammars(tokenizer, self.message.vocab_size, self.message.eos_token_ids)
+
+    def set_invariance(self, found: BatchInvariance, decoder: Decoder) -> None:
+        """Say whether texts depend on drafts, and what their bits depend on."""
+        if not found.holds:
+            _log.warning(
+                "batch_invariant is false: the output may depend on the drafter at numeric ties: "
+                "%s",
+                found.reason,
+            )
+        message = self.message
+        message.batch_invariant = found.holds
+        message.batch_invariance_reason = found.reason
+        message.numerics = ""
+        if decoder.device.type == "cpu":
+            message.numerics = get_numerics() if cpu_kernels().library is not None else ""
+        elif decoder.products is not None and found.holds:
+            message.numerics = f"{describe_device(decoder.device)}, {decoder.products}"
 
     def response(self, request: verifier_pb2.GetModelRequest) -> verifier_pb2.GetModelResponse:
         """The response to one request, with the tokenizer if the client lacks it."""
@@ -61,13 +99,6 @@ def read_model_info(
             f"max_context is {context}, expected 2 to {config.max_position}, the model's own limit"
         )
     tokenizer = source.tokenizer
-    invariance = _batch_invariance(decoder)
-    promised = decoder.device.type == "cpu" and cpu_kernels().library is not None
-    if not invariance.holds:
-        _log.warning(
-            "batch_invariant is false: the output may depend on the drafter at numeric ties: %s",
-            invariance.reason,
-        )
     message = verifier_pb2.GetModelResponse(
         name=source.name,
         protocol_version=verifier_pb2.PROTOCOL_VERSION_1,
@@ -90,17 +121,57 @@ def read_model_info(
         head_dim=config.head_dim,
         hidden_size=config.hidden,
         instance_id=secrets.token_hex(16),
-        batch_invariant=invariance.holds,
-        batch_invariance_reason=invariance.reason,
         lease_ms=round(lease_seconds * 1000),
-        numerics=get_numerics() if promised else "",
         weights=config.weights,
         kv_cache_dtype=str(config.kv_dtype).removeprefix("torch."),
     )
-    return ModelInfo(
+    info = ModelInfo(
         message=message,
         tokenizer_gzip=gzip.compress(tokenizer, compresslevel=3, mtime=0) if tokenizer else b"",
     )
+    if decoder.device.type != "cuda":  # there the passes that serve are checked, see check_steps
+        info.set_invariance(_batch_invariance(decoder), decoder)
+    return info
+
+
+def check_steps(decoder: Decoder, graphs: GraphRunner | None, pool: PagePool) -> BatchInvariance:
+    """Whether the steps of a model on a GPU keep the bits of rows; for the thread that runs them,
+    while no text is served."""
+    if decoder.products is None:
+        return BatchInvariance(
+            False,
+            "numerics are 'fast': products add up in an order that depends on their rows; use "
+            "--numerics auto if texts must not depend on drafts",
+        )
+    if decoder.products.differs:
+        return BatchInvariance(False, decoder.products.differs)
+    if decoder.config.max_position < SERVED_SLOTS[0]:
+        return BatchInvariance(False, "the model's texts are too short for the check")
+    try:
+        caches = [pool.allocate(slots, None) for slots in SERVED_SLOTS]
+    except OutOfMemory as error:
+        return BatchInvariance(False, f"there is no memory to check it: {error}")
+
+    def forward(
+        tokens: Sequence[int], segments: Sequence[TreeSegment], *, prompt: bool = False
+    ) -> Tensor:
+        if graphs is not None and not prompt:
+            rows = [table_row(cache) for cache in caches]
+            if (found := graphs.forward(tokens, segments, rows)) is not None:
+                return found.logits
+        plan = plan_trees(segments, device=decoder.device)
+        packed = send(torch.tensor(tokens), decoder.device)
+        return decoder.forward(packed, plan, caches, logit_rows=None).logits
+
+    try:
+        for cache in caches:
+            cache.reserve(cache.capacity)
+        return check_served(forward, decoder.config.vocab_size)
+    except OutOfMemory as error:
+        return BatchInvariance(False, f"there is no memory to check it: {error}")
+    finally:
+        for cache in caches:
+            cache.close()
 
 
 def _batch_invariance(decoder: Decoder) -> BatchInvariance:

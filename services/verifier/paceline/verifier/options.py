@@ -11,8 +11,9 @@ from paceline.tree import MAX_NODES
 
 WEIGHTS = ("auto", "float32", "bfloat16", "int8", "int4", "fp8")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
+CUDA_GRAPHS = ("auto", "on", "off")
 SCHEDULES = ("off", "auto", "profile")
-NUMERICS = ("auto", "portable")
+NUMERICS = ("auto", "portable", "fast")
 
 
 def round_sampling(text: str) -> tuple[int, int]:
@@ -59,9 +60,10 @@ class VerifierOptions:
     )
     numerics: str = option(
         "auto",
-        "how bfloat16 weights and caches are multiplied on the CPU. portable: the same tokens and "
-        "log-probabilities on every x86-64 and ARM processor; auto: the fastest way, which has "
-        "bits of its own on processors with AMX. Quantised weights are always portable",
+        "order of additions. auto: texts do not depend on drafts or on other texts; bits are those "
+        "of the kind of GPU, and on CPUs the fastest ones, of their own for bfloat16 with AMX. "
+        "portable: the same tokens on every x86-64 and ARM processor; fast: for GPUs, what their "
+        "libraries choose, so that texts may depend on drafts",
         choices=NUMERICS,
     )
     kv_cache_dtype: str = option(
@@ -122,6 +124,12 @@ class VerifierOptions:
         "profile: measure the table again; off: verify every node; a GPU always does",
         choices=SCHEDULES,
     )
+    cuda_graphs: str = option(
+        "auto",
+        "steps as CUDA graphs on a GPU. auto: batches whose graph cannot be captured run kernel by "
+        "kernel; on: a start without all graphs fails; off: none",
+        choices=CUDA_GRAPHS,
+    )
     draft_socket: str | None = option(
         None,
         "file of the Unix socket for drafter services on this host, which they must see under the "
@@ -151,7 +159,8 @@ class VerifierOptions:
             raise ValueError(f"gpu_memory is {self.gpu_memory}, expected a share above 0, up to 1")
         if not 0 <= self.node_budget <= MAX_NODES:
             raise ValueError(f"node_budget is {self.node_budget}, expected 0 to {MAX_NODES}")
-        for name, known in (("schedule", SCHEDULES), ("numerics", NUMERICS)):
+        choices = {"schedule": SCHEDULES, "numerics": NUMERICS, "cuda_graphs": CUDA_GRAPHS}
+        for name, known in choices.items():
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name} is {value!r}, expected {', '.join(known)}")
         if self.paged_kv and self.kv_cache_dtype != "auto":

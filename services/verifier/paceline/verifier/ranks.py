@@ -30,6 +30,7 @@ from paceline.decoder import (
     open_model,
     use_device,
 )
+from paceline.decoder.products import use_library_without_splits
 from paceline.kernels import set_numerics
 from paceline.service import configure_logging
 from paceline.verifier.options import VerifierOptions
@@ -111,6 +112,7 @@ def load_target(
     """Load the model, or this rank's part of it. Raises ``ValueError``: the model or an option is
     not supported; ``RanksLost``: another rank could not load its part."""
     _choose_numerics(source, options)
+    _check_numerics(options.numerics, device)
     kind = Decoder if ranks is None else ParallelDecoder
     decoder = kind.load(
         source,
@@ -121,9 +123,13 @@ def load_target(
         ranks,
         options.max_context,
     )
-    if ranks is None:
-        return decoder
-    ranks.wait()
+    if device.type == "cuda":
+        fixed = options.numerics == "auto"
+        use_library_without_splits(fixed=fixed)
+        if fixed:
+            decoder.fix_products()
+    if ranks is not None:
+        ranks.wait()
     return decoder
 
 
@@ -148,7 +154,21 @@ def follow_rank_0(target: Path, options: VerifierOptions) -> None:
 def _choose_numerics(source: ModelSource, options: VerifierOptions) -> str:
     # Other formats have one set of bits on all processors; tiles would change their caches.
     bfloat16 = source.config(options.weights).weights == "bfloat16"
-    return set_numerics(options.numerics if bfloat16 else "portable")
+    return set_numerics("auto" if bfloat16 and options.numerics == "auto" else "portable")
+
+
+def _check_numerics(numerics: str, device: torch.device) -> None:
+    """Raise ``ValueError`` for numerics that a device does not have."""
+    if device.type == "cpu":
+        if numerics == "fast":
+            raise ValueError(
+                "numerics is 'fast', which is for GPUs; on a CPU auto is the fastest way"
+            )
+    elif numerics == "portable":
+        raise ValueError(
+            f"numerics is 'portable', and {device} has the bits of its kind of GPU and of its "
+            "libraries: use auto, which gives the same text with any drafts, or --device cpu"
+        )
 
 
 def _facts(source: ModelSource, options: VerifierOptions) -> dict[str, str]:
@@ -160,7 +180,7 @@ def _facts(source: ModelSource, options: VerifierOptions) -> dict[str, str]:
         "dtype": str(config.dtype).removeprefix("torch."),
         "kv_cache_dtype": options.kv_cache_dtype,
         "max_context": str(options.max_context),
-        "numerics": _choose_numerics(source, options),
+        "numerics": "fast" if options.numerics == "fast" else _choose_numerics(source, options),
         "device": options.device,
         "tensor_parallel": str(options.tensor_parallel),
     }

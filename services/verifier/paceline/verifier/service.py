@@ -37,7 +37,7 @@ from paceline.verifier.engine.engine import Engine
 from paceline.verifier.kv.base import BLOCK_TOKENS, TREE_TOKENS, KvLayout
 from paceline.verifier.kv.pool import PagePool
 from paceline.verifier.kv.segment import SegmentMemory
-from paceline.verifier.model import ModelInfo, read_model_info
+from paceline.verifier.model import ModelInfo, check_steps, read_model_info
 from paceline.verifier.options import VerifierOptions
 from paceline.verifier.ranks import load_target, meet_ranks, rank_device
 from paceline.verifier.rpc.exchange import DraftExchangeServicer
@@ -98,7 +98,7 @@ class VerifierService:
             raise
         self._decoder = decoder
         followers = decoder.followers if isinstance(decoder, ParallelDecoder) else None
-        self._model, self._threads = model.message, threads
+        self._info, self._model, self._threads = model, model.message, threads
         config = decoder.config
         if config.delta_layers and options.paged_kv:
             raise ValueError(
@@ -127,8 +127,9 @@ class VerifierService:
                 followers=followers,
             )
             graphs = decoder.device.type == "cuda" and find_spec("triton") is not None
-            if graphs and followers is None:
-                self._graphs = GraphRunner(decoder, self._pool)
+            if graphs and followers is None and options.cuda_graphs != "off":
+                required = options.cuda_graphs == "on"
+                self._graphs = GraphRunner(decoder, self._pool, required=required)
         else:
             memory = SegmentMemory(layout, kv_bytes, followers)
         self.engine = Engine(
@@ -197,6 +198,7 @@ class VerifierService:
             self.engine,
             self._follow_counts,
             self._exchange.joined,
+            self._graphs,
         )
         self.engine.on_step = metrics.step
         self.store.on_release = metrics.released
@@ -241,6 +243,10 @@ class VerifierService:
         self.engine.start()
         if self._graphs is not None:
             await self._warm_up(self._graphs)
+        if self._decoder.device.type == "cuda":
+            assert self._pool is not None
+            check = partial(check_steps, self._decoder, self._graphs, self._pool)
+            self._info.set_invariance(await self.engine.between_steps(check), self._decoder)
         await self._exchange.start()
         self._sweeper = asyncio.create_task(self._sweep_leases())
 
@@ -256,7 +262,8 @@ class VerifierService:
         params = SamplingParams(top_k=1)  # all kernels
         choose = partial(choose_tokens, row.to(self._decoder.device), [params], [0])
         await self.engine.between_steps(choose)
-        _log.info("CUDA graphs: %d", len(graphs))
+        failed = f"; {graphs.failed} could not be captured" if graphs.failed else ""
+        _log.info("CUDA graphs: %d%s", len(graphs), failed)
 
     async def fault(self) -> None:
         """Wait until the device is lost. Raises ``DeviceLost``: it is."""

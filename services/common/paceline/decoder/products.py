@@ -1,0 +1,149 @@
+"""Products of linear layers off the CPU, with bits that do not depend on the number of rows.
+
+Libraries choose a kernel by the number of rows, and with it the order in which a product adds. Two
+things make the order one: cuBLASLt without split-K, and passes of at least 64 rows. Whether that
+is enough is checked for every shape of matrix when a model is loaded; the products of a matrix for
+which it is not run in slices of 64 rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor
+
+from paceline.decoder.weights import Linear
+
+_log = logging.getLogger(__name__)
+
+FIXED_ROWS = (*range(64, 513, 64), 768, 1024)
+"""Numbers of rows that products have; others are padded with zeros, larger ones cut in pieces."""
+
+SLICES = FIXED_ROWS[:1]
+"""The same where products of several sizes differ."""
+
+_DIGEST_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Products:
+    """How the products of a model are computed.
+
+    Attributes:
+        rules: By shape ``OUTSxINS``, the numbers of rows that its products have.
+        differs: Why the bits of a row still depend on other rows; empty if they do not.
+        digest: SHA-256 (hex) of test products.
+    """
+
+    rules: dict[str, str]
+    differs: str
+    digest: str
+
+    def __str__(self) -> str:
+        """What bits depend on: the rules with the shapes that have them, and the digest."""
+        shapes: dict[str, list[str]] = {}
+        for shape, rule in self.rules.items():
+            shapes.setdefault(rule, []).append(shape)
+        named = [f"products of {rule}: {' '.join(found)}" for rule, found in shapes.items()]
+        return ", ".join([*named, f"digest {self.digest[:16]}"])
+
+
+def use_library_without_splits(*, fixed: bool) -> None:
+    """Have this process multiply by cuBLASLt without split-K, or else by PyTorch's defaults."""
+    sums = (False, False) if fixed else (True, True)  # in 16 bits between splits, splits at all
+    try:
+        torch.backends.cuda.preferred_blas_library("cublaslt" if fixed else "default")
+        for name in ("bf16", "fp16"):
+            setattr(torch.backends.cuda.matmul, f"allow_{name}_reduced_precision_reduction", sums)
+    except (RuntimeError, TypeError, AttributeError) as error:  # another version of PyTorch
+        _log.warning("products may be split by the number of their rows: %s", error)
+
+
+@torch.inference_mode()
+def fix_products(layers: Iterable[Linear]) -> Products:
+    """Give layers products whose bits do not depend on the number of rows, as far as they can have
+    them, and check it: one layer of each shape, at every number of rows that products have."""
+    by_shape: dict[tuple[object, ...], list[Linear]] = {}
+    for layer in layers:
+        by_shape.setdefault(layer.shape_key, []).append(layer)
+    rules: dict[str, str] = {}
+    differs, digest = [], hashlib.sha256()
+    for alike in by_shape.values():
+        first = alike[0]
+        name = f"{first.out_features}x{first.in_features}"
+        for rows in (FIXED_ROWS, SLICES):
+            first.fixed_rows = rows
+            if not (found := _rows_that_differ(first)):
+                break
+        else:
+            differs.append(f"a linear layer of {first.in_features} to {first.out_features} {found}")
+        for each in alike:
+            each.fixed_rows = first.fixed_rows
+        rules[name] = f"{rows[0]} to {rows[-1]} rows" if len(rows) > 1 else f"{rows[0]} rows"
+        x = _inputs(first, SLICES[0])
+        digest.update(
+            first(x)[:_DIGEST_ROWS].contiguous().view(torch.uint8).cpu().numpy().tobytes()
+        )
+    return Products(rules, "; ".join(differs), digest.hexdigest())
+
+
+def _inputs(layer: Linear, rows: int) -> Tensor:
+    generator = torch.Generator().manual_seed(layer.in_features)
+    x = torch.randn(rows, layer.in_features, generator=generator)
+    return x.to(layer.device, layer.dtype)
+
+
+def _rows_that_differ(layer: Linear) -> str:
+    """What differs between a row's bits in products of all sizes and places; empty: nothing."""
+    assert layer.fixed_rows is not None
+    largest = layer.fixed_rows[-1]
+    x = _inputs(layer, FIXED_ROWS[-1])
+    together = layer(x)
+    for rows in FIXED_ROWS:
+        if rows > largest and rows != FIXED_ROWS[-1]:
+            continue  # slices alone differ by the place of a row only
+        # The last rows first: other rows beside each, at another place. A copy, since libraries
+        # choose by the alignment too, and inputs of layers begin where memory was allocated.
+        part = x[-rows:].flip(0)
+        if not torch.equal(layer(part).flip(0), together[-rows:]):
+            return (
+                f"in {layer.dtype} gives a row other bits in a batch of {rows} rows than in one of "
+                f"{FIXED_ROWS[-1]}"
+            )
+    return ""
+
+
+def describe_device(device: torch.device) -> str:
+    """What the bits of a GPU's products depend on besides their rules: capability, number of
+    multiprocessors, and versions of libraries."""
+    if device.type != "cuda":
+        return device.type
+    found = torch.cuda.get_device_properties(device)
+    parts = [
+        f"sm_{found.major}{found.minor}",
+        f"{found.multi_processor_count} multiprocessors",
+        f"torch {torch.__version__}",
+        f"CUDA {torch.version.cuda}",
+        f"cuBLAS {_cublas_version()}",
+    ]
+    with suppress(PackageNotFoundError):
+        parts.append(f"Triton {version('triton')}")
+    return ", ".join(parts)
+
+
+def _cublas_version() -> str:
+    """Of the library that PyTorch has loaded; empty if it is not found."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    try:
+        library = ctypes.CDLL(f"libcublasLt.so.{major}")
+    except OSError:
+        return ""
+    library.cublasLtGetVersion.restype = ctypes.c_size_t
+    return str(library.cublasLtGetVersion())

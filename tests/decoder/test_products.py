@@ -1,0 +1,123 @@
+"""Products whose bits do not depend on the number of rows, on a device whose library chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from paceline.decoder import products
+from paceline.decoder.products import FIXED_ROWS, SLICES, fix_products
+from paceline.decoder.weights import Linear
+from paceline.kernels import linear as linear_module
+from paceline.kernels._native import CpuKernels
+from paceline.kernels.linear import multiply_floats
+
+Library = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> list[Linear]:
+    """Two layers of one shape and one of another, multiplied as on a GPU."""
+    none = CpuKernels("none", None, "")
+    monkeypatch.setattr("paceline.decoder.weights.cpu_kernels", lambda: none)
+    torch.manual_seed(0)
+    return [Linear(torch.randn(outs, 32)) for outs in (48, 48, 16)]
+
+
+def off_the_cpu(monkeypatch: pytest.MonkeyPatch, library: Library) -> list[int]:
+    """Have layers multiply by a library; returns the numbers of rows that it was asked for."""
+    asked: list[int] = []
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        asked.append(len(x))
+        return library(x, weight, bias)
+
+    monkeypatch.setattr(linear_module, "linear", counted)
+
+    def multiply(layer: Linear, x: Tensor) -> Tensor:
+        sizes = layer.fixed_rows
+        return (
+            counted(x, layer.weight)
+            if sizes is None
+            else multiply_floats(x, layer.weight, layer.bias, sizes)
+        )
+
+    monkeypatch.setattr(Linear, "__call__", multiply)
+    return asked
+
+
+def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Any order of additions gives these."""
+    return linear(x.double(), weight.double()).round(decimals=3).float()
+
+
+def test_products_have_few_sizes_and_the_rows_of_the_input(
+    monkeypatch: pytest.MonkeyPatch, layers: list[Linear]
+) -> None:
+    asked = off_the_cpu(monkeypatch, exact)
+    found = fix_products(layers)
+    assert (found.differs, {each.fixed_rows for each in layers}) == ("", {FIXED_ROWS})
+    assert set(asked) <= set(FIXED_ROWS), "no number of rows is left unchecked"
+    for rows in (1, 63, 64, 65, 512, 513, 1024, 1025, 2560):
+        asked.clear()
+        x = torch.randn(rows, 32)
+        expected = exact(x, layers[0].weight, None)
+        assert torch.equal(layers[0](x), expected)
+        assert set(asked) <= set(FIXED_ROWS)
+        assert sum(asked) < rows + 256
+
+
+def test_a_matrix_whose_bits_depend_on_rows_is_multiplied_in_slices(
+    monkeypatch: pytest.MonkeyPatch, layers: list[Linear]
+) -> None:
+    """Each matrix has a rule of its own, whichever number of rows is at fault."""
+
+    for split in FIXED_ROWS[1:]:
+
+        def splitting(x: Tensor, weight: Tensor, bias: Tensor | None, split: int = split) -> Tensor:
+            out = exact(x, weight, bias)
+            return out * (1 + 2**-20) if len(x) == split and len(weight) == 48 else out
+
+        with monkeypatch.context() as patch:
+            asked = off_the_cpu(patch, splitting)
+            found = fix_products(layers)
+            assert [each.fixed_rows for each in layers] == [SLICES, SLICES, FIXED_ROWS]
+            assert not found.differs
+            assert str(found).startswith("products of 64 rows: 48x32, products of 64 to 1024 rows")
+            asked.clear()
+            layers[0](torch.randn(200, 32))
+            assert asked == [64] * 4
+
+
+def test_what_slices_do_not_mend_is_told(
+    monkeypatch: pytest.MonkeyPatch, layers: list[Linear]
+) -> None:
+    """The last row of a product has bits of its own."""
+
+    def placed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = exact(x, weight, bias)
+        out[-1] *= 1 + 2**-20
+        return out
+
+    off_the_cpu(monkeypatch, placed)
+    found = fix_products(layers)
+    assert "a linear layer of 32 to 48 in torch.float32 gives a row other bits" in found.differs
+
+
+def test_equal_products_have_equal_digests(
+    monkeypatch: pytest.MonkeyPatch, layers: list[Linear]
+) -> None:
+    off_the_cpu(monkeypatch, exact)
+    digest = fix_products(layers).digest
+    assert fix_products(layers).digest == digest
+    off_the_cpu(monkeypatch, lambda x, w, b: exact(x, w, b) * (1 + 2**-20))
+    assert fix_products(layers).digest != digest
+
+
+def test_a_device_without_a_gpu_has_a_name() -> None:
+    assert products.describe_device(torch.device("cpu")) == "cpu"
+    assert isinstance(products._cublas_version(), str)

@@ -1,0 +1,53 @@
+"""Bits of rows on a GPU: of products, and of the steps that a verifier serves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from paceline.bench.gpu.cases import EIGHT_BILLION, SMALL, RandomWeights
+from paceline.decoder import Decoder, DecoderConfig, GraphRunner
+from paceline.decoder.products import describe_device, use_library_without_splits
+from paceline.verifier.kv.base import KvLayout
+from paceline.verifier.kv.pool import PagePool
+from paceline.verifier.model import check_steps
+
+pytestmark = pytest.mark.gpu
+
+CONFIGS = {
+    "8B": replace(EIGHT_BILLION, layers=2, windows=(None, None)),
+    "float32": replace(SMALL, layers=2, windows=(None, 300)),
+    "bfloat16": replace(
+        SMALL, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, weights="bfloat16"
+    ),
+}  # fmt: skip
+
+
+def fixed(config: DecoderConfig, device: torch.device) -> Decoder:
+    use_library_without_splits(fixed=True)
+    decoder = Decoder(config, RandomWeights(config, device, 0), device)
+    decoder.fix_products()
+    return decoder
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_products_keep_the_bits_of_rows(device: torch.device, name: str) -> None:
+    found = fixed(CONFIGS[name], device).products
+    assert found is not None
+    print(f"{describe_device(device)}, {found}")
+    assert not found.differs
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_keep_the_bits_of_rows(device: torch.device, name: str) -> None:
+    """In trees and chains, beside other texts, behind prompts in any parts and behind a resume."""
+    config = CONFIGS[name]
+    decoder = fixed(config, device)
+    layout = KvLayout(config.layers, config.kv_heads, config.head_dim, config.kv_dtype)
+    pool = PagePool(layout, device, kv_bytes=1 << 28, max_sequences=4, max_context=2048)
+    with torch.inference_mode():
+        found = check_steps(decoder, GraphRunner(decoder, pool, required=True), pool)
+    pool.close()
+    assert not found.reason
