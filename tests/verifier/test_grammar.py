@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import string
 from collections.abc import AsyncIterator
@@ -44,7 +45,11 @@ GRAMMARS = Grammars(TOKENIZER.to_str().encode(), VOCAB, [0])
 
 
 def compiled(schema: Any = SMALL) -> Grammar:
-    return GRAMMARS.compile("json_schema", json.dumps(schema))
+    return of("json_schema", json.dumps(schema))
+
+
+def of(kind: Any, source: str, grammars: Grammars = GRAMMARS) -> Grammar:
+    return asyncio.run(grammars.compile(kind, source))
 
 
 def ids(text: str) -> list[int]:
@@ -53,7 +58,7 @@ def ids(text: str) -> list[int]:
 
 def allowed(grammar: Grammar, text: str) -> set[str]:
     """The tokens that may come after a text."""
-    masked = grammar.begin(ids(text)).mask(torch.zeros(VOCAB))
+    masked = grammar.after(ids(text)).begin().mask(torch.zeros(VOCAB))
     assert set(masked.tolist()) <= {0.0, -torch.inf}
     found = masked.isfinite().nonzero()[:, 0].tolist()
     return {"<end>" if token == 0 else TOKENIZER.decode([token]) for token in found}
@@ -72,7 +77,7 @@ def test_the_mask_leaves_what_may_come_next() -> None:
 @pytest.mark.parametrize("text", ["[", '{"ok":1', '{"ok":true,"n":7}x'])
 def test_a_text_that_does_not_match_is_refused(text: str) -> None:
     with pytest.raises(GrammarError):
-        compiled().begin(ids(text))
+        compiled().after(ids(text))
 
 
 @pytest.mark.parametrize(
@@ -94,14 +99,14 @@ def test_an_unsupported_schema_is_refused(schema: Any) -> None:
 
 def test_a_schema_needs_an_end_of_sequence_token() -> None:
     with pytest.raises(GrammarError, match="end-of-sequence"):
-        Grammars(TOKENIZER.to_str().encode(), VOCAB, []).compile("json_schema", "{}")
+        of("json_schema", "{}", Grammars(TOKENIZER.to_str().encode(), VOCAB, []))
 
 
 def test_regular_expressions_and_grammars() -> None:
-    assert allowed(GRAMMARS.compile("regex", "[ab]c|d"), "") == {"a", "b", "d"}
-    assert allowed(GRAMMARS.compile("regex", "[ab]c|d"), "ac") == {"<end>"}
+    assert allowed(of("regex", "[ab]c|d"), "") == {"a", "b", "d"}
+    assert allowed(of("regex", "[ab]c|d"), "ac") == {"<end>"}
     for source in ('start: "a" (B | "c")\nB: /[xy]/', 'root ::= "a" (b | "c")\nb ::= [xy]'):
-        assert allowed(GRAMMARS.compile("grammar", source), "a") == {"x", "y", "c"}
+        assert allowed(of("grammar", source), "a") == {"x", "y", "c"}
 
 
 @pytest.mark.parametrize(
@@ -110,7 +115,7 @@ def test_regular_expressions_and_grammars() -> None:
 )
 def test_wrong_expressions_and_grammars_are_refused(kind: Any, source: str) -> None:
     with pytest.raises(GrammarError, match="regular expression" if kind == "regex" else "grammar"):
-        GRAMMARS.compile(kind, source)
+        of(kind, source)
 
 
 PROMPT = [7, 8, 9, 10]

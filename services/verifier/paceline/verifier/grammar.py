@@ -1,13 +1,24 @@
 """Grammars of constrained texts: the tokens that may come next.
 
+Whatever somebody writes as a constraint, its cost is bounded. It is compiled first in a process of
+its own (``grammar_check.py``) with limits of time and memory, which is killed with its request,
+and then here. Few are compiled at a time. The limits are in :mod:`paceline.service.limits`.
+
 The grammar library is imported with the first constraint, so that verifiers without any run
 without it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+import sys
+import weakref
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -15,10 +26,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.service import limits
+from paceline.service.tasks import in_thread
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-
-MAX_SCHEMA_BYTES = 64 << 10
 
 Kind = Literal["json_schema", "regex", "grammar"]
 """What a constraint is written as: its field of the sampling parameters."""
@@ -30,14 +42,22 @@ _NAMES: dict[Kind, str] = {
 
 # White space between two parts of a text: as much as people write, but not without limit.
 _WHITESPACE = r"[ \n\r\t]{0,32}"
+_CHECK = Path(__file__).with_name("grammar_check.py")
+_RECENT = 16
+_SMALL_BYTES = 8 << 20
 
 
 class GrammarError(ValueError):
-    """A constraint is not supported, or a text does not match its constraint."""
+    """A constraint is not supported, too complex, or a text does not match its constraint. The
+    message has no part of the text."""
+
+
+class GrammarsBusy(Exception):
+    """Too many constraints are compiled or in use; the same one may be taken later."""
 
 
 class Grammars:
-    """Compiles grammars for the tokens of one model. Thread-safe.
+    """Compiles grammars for the tokens of one model. Used on the event loop.
 
     Args:
         tokenizer_json: The model's tokenizer.json; empty: it has none.
@@ -51,9 +71,16 @@ class Grammars:
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
+        self._places = asyncio.Semaphore(limits.CONSTRAINTS_COMPILING)
+        self._waiting = 0
+        self._live_bytes = 0
+        self._live: weakref.WeakValueDictionary[tuple[Kind, str], Grammar] = (
+            weakref.WeakValueDictionary()
+        )
+        self._recent: deque[Grammar] = deque(maxlen=_RECENT)
 
-    def compile(self, kind: Kind, source: str) -> Grammar:
-        """Compile a constraint. May take a second: call it in a thread.
+    async def compile(self, kind: Kind, source: str) -> Grammar:
+        """Compile a constraint, or take it from those in use. Cancellation ends it at once.
 
         References of a schema to other documents are not resolved. A grammar is in Lark's notation,
         with the extensions of llguidance, or in llama.cpp's GBNF, which has ``::=``.
@@ -61,30 +88,53 @@ class Grammars:
         Raises:
             GrammarError: The source is invalid, unsatisfiable, too complex or uses an unsupported
                 feature; or the model has no tokenizer, or no end-of-sequence token.
+            GrammarsBusy: Too many are compiled or in use.
         """
         what = _NAMES[kind]
         if not self._tokenizer_json or not self._eos_token_ids:
             raise GrammarError(
                 f"a {what} needs a model with a tokenizer and an end-of-sequence token"
             )
-        from llguidance import LLMatcher
-        from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
-
+        size = len(source.encode())
+        if size > limits.CONSTRAINT_BYTES:
+            raise GrammarError(
+                f"the {what} has {size} bytes, expected at most {limits.CONSTRAINT_BYTES}"
+            )
+        if self._waiting >= limits.CONSTRAINTS_WAITING:
+            raise GrammarsBusy(f"{self._waiting} constraints wait to be compiled")
+        self._waiting += 1
         try:
-            if kind == "json_schema":
-                grammar = LLMatcher.grammar_from_json_schema(
-                    source, overrides={"whitespace_pattern": _WHITESPACE}
-                )
-            elif kind == "regex":
-                grammar = LLMatcher.grammar_from_regex(source)
-            else:
-                grammar = LLMatcher.grammar_from_lark(any_to_lark(source))
-        except (ValueError, RecursionError, GbnfToLarkError) as error:
-            raise GrammarError(f"the {what} cannot be read: {error}") from None
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+            async with self._places:
+                known = self._live.get((kind, source))
+                return known or await self._compile(kind, source)
+        finally:
+            self._waiting -= 1
+
+    async def _compile(self, kind: Kind, source: str) -> Grammar:
+        prepared, size = await _check(kind, source)
+        if self._live_bytes + size > limits.CONSTRAINTS_LIVE_BYTES:
+            self._recent.clear()
+        if self._live_bytes + size > limits.CONSTRAINTS_LIVE_BYTES:
+            raise GrammarsBusy(f"constraints in use take {self._live_bytes} bytes")
+        matcher = await in_thread(lambda: self._matcher(prepared))
         if matcher.is_error():
-            raise GrammarError(f"the {what} is not supported: {matcher.get_error()}")
-        return Grammar(matcher, self._vocab_size)
+            raise GrammarError(f"the {_NAMES[kind]} is not supported: {matcher.get_error()}")
+        grammar = Grammar(matcher, self._vocab_size)
+        self._live[kind, source] = grammar
+        self._live_bytes += size
+        weakref.finalize(grammar, self._freed, size).atexit = False
+        if size <= _SMALL_BYTES:
+            self._recent.append(grammar)
+        return grammar
+
+    def _freed(self, size: int) -> None:
+        self._live_bytes -= size
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        bounds = LLParserLimits(verbose_errors=False, max_lexer_states=limits.CONSTRAINT_STATES)
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=bounds)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -95,20 +145,72 @@ class Grammars:
         )
 
 
-class Grammar:
-    """A compiled constraint. Immutable."""
+async def _check(kind: Kind, source: str) -> tuple[str, int]:
+    """Compile a constraint in a process of its own; returns what the library reads, and the memory
+    that it took. Raises ``GrammarError``: it cannot be compiled within the limits;
+    ``GrammarsBusy``: the machine had no time for it."""
+    from llguidance import _lib
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    what = _NAMES[kind]
+    request = {
+        "kind": kind,
+        "source": source,
+        "overrides": {"whitespace_pattern": _WHITESPACE},
+        "seconds": limits.CONSTRAINT_SECONDS,
+        "memory": limits.CONSTRAINT_MEMORY,
+        "states": limits.CONSTRAINT_STATES,
+    }
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", str(_CHECK), str(_lib.__file__)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={"RUST_BACKTRACE": "0"},
+    )
+    try:
+        async with asyncio.timeout(limits.CONSTRAINT_WAIT_SECONDS):
+            written, _ = await process.communicate(json.dumps(request).encode())
+    except TimeoutError:
+        raise GrammarsBusy(
+            f"the {what} was not compiled within {limits.CONSTRAINT_WAIT_SECONDS:g} s"
+        ) from None
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+    if process.returncode != 0:
+        raise GrammarError(
+            f"the {what} takes more than {limits.CONSTRAINT_SECONDS} s or "
+            f"{limits.CONSTRAINT_MEMORY >> 20} MiB to compile; make it simpler, such as by smaller "
+            "numbers in multipleOf and in repetitions"
+        )
+    answer = json.loads(written)
+    if "error" in answer:
+        raise GrammarError(f"the {what} {answer['error']}")
+    return answer["grammar"], answer["bytes"]
+
+
+class Grammar:
+    """A compiled constraint, at its beginning or after some tokens. Immutable."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, origin: Grammar | None = None) -> None:
+        """``origin`` is the same constraint at its beginning, which is counted while it is used."""
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._origin = origin
 
-    def begin(self, output: Sequence[int] = ()) -> Guide:
-        """Begin one text after ``output``. Raises ``GrammarError``: ``output`` is not the beginning
-        of a text of this grammar."""
-        guide = Guide(self._matcher.deep_copy(), self._vocab_size)
+    def begin(self) -> Guide:
+        """Begin one text."""
+        return Guide(self._matcher.deep_copy(), self._vocab_size)
+
+    def after(self, output: Sequence[int]) -> Grammar:
+        """The constraint of what follows ``output``. A long one takes a while: call it in a thread.
+        Raises ``GrammarError``: ``output`` is not the beginning of a text of this grammar."""
+        matcher = self._matcher.deep_copy()
+        guide = Guide(matcher, self._vocab_size)
         for token in output:
             guide.push(token)
-        return guide
+        return Grammar(matcher, self._vocab_size, self)
 
 
 class Guide:
@@ -144,5 +246,6 @@ class Guide:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise GrammarError(
-                f"the text does not match its constraint: {self._matcher.get_error()}"
+                "the text does not match its constraint, or the constraint is too complex: "
+                f"{self._matcher.get_error()}"
             )

@@ -34,6 +34,7 @@ from paceline.kernels import (
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.batch import BatchEntry
 from paceline.verifier.engine.job import (
+    ConstraintFailed,
     Decode,
     FinishReason,
     HiddenStates,
@@ -42,6 +43,7 @@ from paceline.verifier.engine.job import (
     StepFailed,
     StepOutput,
 )
+from paceline.verifier.grammar import GrammarError
 from paceline.verifier.kv.pool import PagedKv, TapPages
 
 _log = logging.getLogger(__name__)
@@ -205,6 +207,9 @@ def accept_batch(
 def _accept_or_fail(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput | None:
     try:
         return _accept(entry, read, states)
+    except GrammarError as error:
+        entry.job.fail(ConstraintFailed(f"no token could be chosen: {error}"))
+        return None
     except Exception as error:
         _log.exception("acceptance failed for one sequence")
         entry.job.fail(StepFailed(f"no token could be chosen: {error}"))
@@ -324,6 +329,8 @@ class _Rows:
         if sampling.penalised or sequence.guide is not None:
             try:
                 _add_contexts(contexts, sequence, entry.tree, -1)
+            except GrammarError:
+                return None
             except Exception as error:
                 _log.warning("tokens are chosen one by one: %s", error)
                 return None

@@ -32,6 +32,10 @@ class StepFailed(Exception):
     """A step could not be computed. It committed nothing; the job may be repeated."""
 
 
+class ConstraintFailed(StepFailed):
+    """A text cannot go on within its constraint. The message has no part of the text."""
+
+
 class SequenceClosed(Exception):
     """The sequence was released while a job of it waited."""
 
@@ -452,7 +456,7 @@ class Sequence:
         self.tokens: list[int] = [*generation.prompt, *generation.output]
         self.history = History(generation.prompt, generation.output)
         grammar = generation.grammar
-        self.guide = None if grammar is None else grammar.begin(generation.output)
+        self.guide = None if grammar is None else grammar.begin()
         self._committed = 0
         self.finish: FinishReason | None = None
         self.drafter: str | None = None

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
+from functools import partial
 
 from paceline.decoder.sampling import sampling_params
 from paceline.kernels import SamplingParams
 from paceline.sampling import CONSTRAINTS, SamplingError
 from paceline.service import ServiceError
+from paceline.service.tasks import in_thread
 from paceline.tree import MAX_NODES, TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 from paceline.verifier.engine.drafting import MAX_NAME
 from paceline.verifier.engine.job import (
+    ConstraintFailed,
     GenerationParams,
     Sequence,
     SequenceClosed,
     StepFailed,
     StepOutput,
 )
-from paceline.verifier.grammar import MAX_SCHEMA_BYTES, Grammar, GrammarError, Grammars, Kind
+from paceline.verifier.grammar import Grammar, GrammarError, Grammars, GrammarsBusy, Kind
 from paceline.verifier.kv.base import OutOfMemory, Taps
 from paceline.verifier.store import CacheNotFound, StoreFull
 
@@ -41,6 +43,8 @@ def as_service_errors() -> Iterator[None]:
         raise ServiceError.resource_exhausted("KV_FULL", str(error), retry) from error
     except OutOfMemory as error:
         raise ServiceError.resource_exhausted("KV_FULL", str(error), RETRY_SECONDS) from error
+    except ConstraintFailed as error:
+        raise _invalid("INVALID_SCHEMA", str(error)) from error
     except StepFailed as error:
         raise ServiceError.internal("STEP_FAILED", str(error)) from error
 
@@ -201,16 +205,16 @@ async def _read_grammar(
     if not given:
         return None
     ((kind, source),) = given
-    size = len(source.encode())
-    if size > MAX_SCHEMA_BYTES:
-        raise _invalid(
-            "INVALID_SCHEMA", f"{kind} has {size} bytes, expected at most {MAX_SCHEMA_BYTES}"
-        )
     try:
-        grammar = await asyncio.to_thread(grammars.compile, kind, source)
-        grammar.begin(output)
+        grammar = await grammars.compile(kind, source)
+        if output:
+            return await in_thread(partial(grammar.after, output))
     except GrammarError as error:
         raise _invalid("INVALID_SCHEMA", str(error)) from error
+    except GrammarsBusy as error:
+        raise ServiceError.resource_exhausted(
+            "TOO_MANY_CONSTRAINTS", f"{error}; try again later", RETRY_SECONDS
+        ) from error
     return grammar
 
 

@@ -1,0 +1,75 @@
+"""What callers and peers can use at most: the one table of limits that no option sets.
+
+Sampling parameters have theirs in :mod:`paceline.sampling`, options theirs where they are defined.
+Imports nothing.
+"""
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+# Messages. A longer one is refused before it is parsed.
+MESSAGE_BYTES = MIB
+"""Longest request of a method that is not listed by its service."""
+FRAME_BYTES = 4 * MIB
+"""Longest message of a drafter service to a verifier."""
+VERIFIER_FRAME_BYTES = 64 * MIB
+"""Longest message of a verifier to a drafter service that has joined it: texts of generations."""
+TOKEN_BYTES = 5
+"""Of a token id in a message, at most."""
+UNCOUNTED_BYTES = 64 * KIB
+"""In a longer message the parts are counted before it is parsed."""
+MESSAGE_PARTS = 1 << 16
+"""Most messages within a message. An empty one takes two bytes there, and hundreds in memory."""
+
+# What waits for a peer that does not read, which is then disconnected.
+UNSENT_BYTES = 256 * MIB
+UNSENT_MESSAGES = 4096
+
+# Connections.
+HANDSHAKES = 64
+"""Connections to the Unix socket that have not shown their token. The oldest makes room."""
+HANDSHAKE_SECONDS = 2.0
+"""Longest time for it."""
+TRANSPORT_SECONDS = 10
+"""Longest time for the handshakes of TLS and HTTP/2."""
+JOIN_SECONDS = 10.0
+"""Longest time between the answer to a Join call and the use of the socket or the stream."""
+JOINED_SERVICES = 256
+SPARE_FILES = 8
+"""With fewer files to open, health says that no request can be taken."""
+RETRY_SECONDS = 0.1
+"""Time before a background task goes on after an error, such as too many open files."""
+METRICS_CONNECTIONS = 16
+METRICS_SECONDS = 10.0
+"""Longest time of a connection to the metrics endpoint."""
+
+# Drafter services.
+READ_BYTES = 256 * KIB
+"""What is read from a drafter service's socket between two steps."""
+STEP_MESSAGES = 64
+"""Messages of a drafter service that are processed between two steps."""
+DRAFTERS = 256
+"""Drafters of a service."""
+DRAFTER_LIST_BYTES = 256 * KIB
+NAME_CHARS = 256
+"""Longest name or version of a drafter."""
+
+# Requests for text.
+STOP_TOKENS = 1024
+TOP_LOGPROBS = 20
+WAITING_FOR_MEMORY = 1024
+"""Requests that wait for KV memory."""
+
+# JSON schemas, regular expressions and grammars.
+CONSTRAINT_BYTES = 64 * KIB
+CONSTRAINT_SECONDS = 3
+"""Processor time to compile one."""
+CONSTRAINT_WAIT_SECONDS = 30.0
+"""Longest time until it is compiled, on a machine that has other work."""
+CONSTRAINT_MEMORY = 256 * MIB
+"""Memory to compile one, that of the process included."""
+CONSTRAINTS_COMPILING = 2
+CONSTRAINTS_WAITING = 64
+CONSTRAINTS_LIVE_BYTES = GIB
+"""Memory of all compiled constraints that are in use."""
+CONSTRAINT_STATES = 50_000
+"""States of the lexer of one; 1 to 2 KiB each."""
