@@ -16,9 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache, UnsupportedModelError
-from paceline.decoder.experts import Experts
-from paceline.decoder.weights import Linear
-from paceline.kernels._native import CpuKernels
 
 MIXTURES = ["qwen3-moe", "mixtral"]
 PARENTS = (-1, 0, 0, 1, 2, 2, 3, 6, 7, 5)
@@ -60,22 +57,6 @@ def test_a_tree_in_blocks_has_the_bits_of_decoding(models: dict[str, Path], weig
         path, alone = path_to(PARENTS, leaf), LocalCache(decoder.config)
         extend(decoder, alone, prompt)
         assert torch.equal(extend(decoder, alone, tree[path], max_tokens=1), found[path])
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_products_of_gpus_are_those_of_each_expert(
-    monkeypatch: pytest.MonkeyPatch, bias: bool
-) -> None:
-    none = CpuKernels("none", None, "")
-    monkeypatch.setattr("paceline.decoder.weights.cpu_kernels", lambda: none)
-    weights, biases = torch.randn(5, 24, 16), torch.randn(5, 24)
-    experts = Experts(
-        [Linear(w, b if bias else None) for w, b in zip(weights, biases, strict=True)]
-    )
-    chosen, x = torch.tensor([0, 0, 1, 3, 3, 3]), torch.randn(6, 16)
-    expected = experts(x, chosen)
-    experts.stack()
-    torch.testing.assert_close(experts(x, chosen), expected)
 
 
 def test_shares_over_all_experts_are_those_of_transformers(

@@ -16,7 +16,15 @@ from paceline.verifier.model import check_steps
 
 pytestmark = pytest.mark.gpu
 
+MIXTURE = replace(
+    SMALL, model_type="qwen3_moe", layers=2, windows=(None, None), intermediate=256, experts=16,
+    experts_per_token=4, qk_norm=True, norm_topk_prob=True,
+)  # fmt: skip
 CONFIGS = {
+    "mixture": replace(
+        MIXTURE, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, weights="bfloat16"
+    ),
+    "mixture in float32": MIXTURE,
     "8B": replace(EIGHT_BILLION, layers=2, windows=(None, None)),
     "float32": replace(SMALL, layers=2, windows=(None, 300)),
     "bfloat16": replace(

@@ -40,6 +40,7 @@ from paceline.kernels._triton.backend import (
     scaled_rows,
 )
 from paceline.kernels._triton.candidates import best_of_rows, grow_trees
+from paceline.kernels._triton.products import multiply_by_experts
 from paceline.kernels.caches import Plane
 from paceline.kernels.float8 import LARGEST, SMALLEST
 
@@ -140,6 +141,13 @@ def compile_rows(kv: torch.dtype, dim: int, page: int, *, norms: bool) -> None:
         scaled_rows(empty(8, 14336, dtype=kv), LARGEST, SMALLEST, torch.float8_e4m3fn)
 
 
+def compile_experts(kind: torch.dtype, experts: int = 128, width: int = 2048) -> None:
+    """The product of routed experts."""
+    weights, bias = empty(experts, 768, width, dtype=kind), empty(experts, 768, dtype=kind)
+    chosen = empty(512, dtype=torch.int64)
+    multiply_by_experts(empty(512, width, dtype=kind), weights, bias, chosen)
+
+
 def compile_sampling(kind: torch.dtype, vocab: int = 151_936) -> None:
     """The sampling contract over logits of a type, and rejection sampling."""
     logits, params = empty(2, vocab, dtype=kind), [SamplingParams(top_k=1)] * 2
@@ -183,6 +191,8 @@ def compile_all() -> None:
     compile_attention(torch.float32, 64, 16, 0, window=100)
     compile_rows(bf16, 128, 256, norms=True)
     compile_rows(fp16, 80, 0, norms=False)
+    compile_experts(bf16)
+    compile_experts(torch.float32)
     compile_sampling(bf16)
     compile_candidates(bf16)
 

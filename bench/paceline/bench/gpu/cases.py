@@ -169,12 +169,18 @@ class RandomWeights(Mapping[str, Tensor]):
                 f"{base}self_attn.k_proj.weight": (kv, width),
                 f"{base}self_attn.v_proj.weight": (kv, width),
                 f"{base}self_attn.o_proj.weight": (width, q),
-                f"{base}mlp.gate_proj.weight": (wide, width),
-                f"{base}mlp.up_proj.weight": (wide, width),
-                f"{base}mlp.down_proj.weight": (width, wide),
                 f"{base}input_layernorm.weight": (width,),
                 f"{base}post_attention_layernorm.weight": (width,),
             }
+            blocks = [f"{base}mlp."]
+            if config.experts:
+                self._shapes[f"{base}mlp.router.weight"] = config.experts, width
+                blocks = [f"{base}mlp.experts.{expert}." for expert in range(config.experts)]
+            for block in blocks:
+                self._shapes |= dict.fromkeys(
+                    (f"{block}gate_proj.weight", f"{block}up_proj.weight"), (wide, width)
+                )
+                self._shapes[f"{block}down_proj.weight"] = width, wide
             if config.qk_norm:
                 norms = (f"{base}self_attn.{name}_norm.weight" for name in "qk")
                 self._shapes |= dict.fromkeys(norms, (dim,))

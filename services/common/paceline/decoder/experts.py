@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm
 
 from paceline.decoder.config import UnsupportedModelError
 from paceline.decoder.weights import Checkpoint, Linear, Tensors, Weight
@@ -140,19 +140,21 @@ class Experts:
         """Make the layers views of one tensor, for products that run all experts in one call."""
         weights, biases = zip(*((each.weight, each.bias) for each in self.experts), strict=True)
         self._stacked = torch.stack(weights)
-        self._bias = None if biases[0] is None else torch.stack(biases)
+        self._bias = None if biases[0] is None else torch.stack(biases).to(weights[0].dtype)
         self.experts = [Linear(*each) for each in zip(self._stacked, biases, strict=True)]
 
     def __call__(self, x: Tensor, chosen: Tensor) -> Tensor:
         """``[slots, in]`` to ``[slots, out]``, each by its expert: int64 ``[slots]``, rising.
 
-        Off the CPU the shapes of all calculations depend on the number of slots alone.
+        On a GPU the shapes of all calculations depend on the number of slots alone.
         """
+        if self._stacked is not None and x.device.type in ("cuda", "meta"):
+            with suppress(ImportError):
+                from paceline.kernels._triton.products import multiply_by_experts
+
+                return multiply_by_experts(x, self._stacked, self._bias, chosen)
         numbers = torch.arange(len(self.experts), device=x.device)
         ends = torch.searchsorted(chosen, numbers, right=True)
-        if self._stacked is not None:
-            out = grouped_mm(x, self._stacked.transpose(1, 2), offs=ends.int())
-            return out if self._bias is None else out + self._bias[chosen]
         counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
         parts = zip(self.experts, x.split(counts), strict=True)
         return torch.cat([expert(part) for expert, part in parts if len(part)])

@@ -284,8 +284,14 @@ class Decoder:
 
     def fix_products(self) -> Products:
         """Have all linear layers keep a row's bits, whatever rows are beside it; see
-        :mod:`paceline.decoder.products`. Returns which rules they have."""
-        layers = [each for layer in self._layers for _, each in _linears(layer)]
+        :mod:`paceline.decoder.products`. Returns which rules they have. Experts have products of
+        their own."""
+        layers = [
+            each
+            for layer in self._layers
+            for each in (layer.qkv, layer.out, layer.router, layer.gate_up, layer.down)
+            if isinstance(each, Linear)
+        ]
         self.products = fix_products([*layers, self._head])
         return self.products
 
