@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +139,24 @@ def test_auto_takes_gpus_apart_where_there_are_two(
     if not count:  # a driver without a GPU
         monkeypatch.setattr("paceline.drafter.service._has_driver", lambda: True)
         assert drafting_device("auto") == "cpu"
+
+
+@pytest.mark.parametrize(("reads", "expected"), [(True, "cuda:1"), (False, "cuda:0")])
+def test_auto_takes_a_second_gpu_that_can_read_the_first_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reads: bool, expected: str
+) -> None:
+    """Else KV and hidden states would be copied over gRPC; a GPU that is named is taken."""
+    with_gpus(monkeypatch, 2)
+    asked = []
+
+    def reach(gpu: int, other: int) -> bool:
+        asked.append((gpu, other))
+        return reads
+
+    monkeypatch.setattr("paceline.kv.cuda.cuda_driver", lambda: SimpleNamespace(reach=reach))
+    assert (drafting_device("auto"), asked) == (expected, [(1, 0)])
+    assert ("cuda:1 has no peer access" in caplog.text) is not reads
+    assert drafting_device("cuda:1") == "cuda:1"
 
 
 @pytest.mark.parametrize("find", [find_device, drafting_device])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from dataclasses import replace
@@ -202,6 +203,55 @@ def test_hidden_states_are_kept_in_pages() -> None:
     pool.check_integrity()
 
 
+class Clock:
+    """Time that passes while it is slept."""
+
+    now = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("paceline.verifier.service.sleep", made.sleep)
+    monkeypatch.setattr("paceline.verifier.service.monotonic", lambda: made.now)
+    return made
+
+
+@pytest.mark.parametrize("until", [0.0, 3.0, math.inf])
+def test_memory_that_an_earlier_verifier_held_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: Clock, until: float
+) -> None:
+    """A drafter maps it until its connection has ended; a small pool is not taken silently."""
+    gib = 1 << 30
+
+    def mem_get_info(device: torch.device) -> tuple[int, int]:
+        return (64 if clock.now >= until else 17) * gib, 80 * gib
+
+    gpu = SimpleNamespace(mem_get_info=mem_get_info, memory_reserved=lambda device: 16 * gib)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
+    found = _default_kv_bytes(torch.device("cuda"), 0.8)
+    if math.isfinite(until):
+        assert (found, clock.now, caplog.text) == (48 * gib, until, "")
+    else:
+        assert found == int(0.9 * 17 * gib)
+        assert "other processes hold 50.5 of its 85.9 GB" in caplog.text
+
+
+def test_a_share_that_leaves_no_tenth_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: Clock
+) -> None:
+    gib = 1 << 30
+    gpu = SimpleNamespace(
+        mem_get_info=lambda device: (63 * gib, 80 * gib), memory_reserved=lambda device: 16 * gib
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
+    assert _default_kv_bytes(torch.device("cuda"), 1.0) == int(0.9 * 63 * gib)
+    assert (clock.now, caplog.text) == (0.0, "")
+
+
 @pytest.mark.parametrize(
     ("free", "own", "expected"),
     [
@@ -211,6 +261,7 @@ def test_hidden_states_are_kept_in_pages() -> None:
         (20, 70, 0),
     ],
 )
+@pytest.mark.usefixtures("clock")
 def test_kv_on_a_gpu_leaves_its_share_to_drafters(
     monkeypatch: pytest.MonkeyPatch, free: int, own: int, expected: int
 ) -> None:

@@ -100,6 +100,8 @@ class Loader:
             if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
                 raise
             why = f"drafter {spec.name!r} does not fit into memory: {error}; unload another version"
+            if self._resources.device != "cpu":
+                why += ", or give the verifier on this GPU a smaller --gpu-memory (default: 0.8)"
             raise LoadError(_OUT_OF_MEMORY, why) from error
         trim()  # what was used to load it
         return LookupDrafter(drafter) if wanted else drafter

@@ -274,7 +274,8 @@ def drafting_device(name: str) -> str:
 
     Args:
         name: auto, cpu, cuda or cuda:N. auto is the second GPU if there are two, since a verifier
-            on the same machine takes the first; else the only GPU, or the CPU.
+            on the same machine takes the first, and if the second can read the first's memory;
+            else the first GPU, or the CPU.
 
     Raises:
         ValueError: The name is malformed, or there is no such device.
@@ -289,7 +290,27 @@ def drafting_device(name: str) -> str:
         return "cpu"
     from paceline.decoder import find_device
 
-    return str(find_device(name, preferred=1))
+    device = find_device(name, preferred=1)
+    if name == "auto" and device.index and not _reads_first(device.index):
+        logging.getLogger("paceline.device").warning(
+            "device auto: using cuda:0 after all, since %s has no peer access to its memory: KV "
+            "and hidden states of a verifier there would be copied over gRPC; --device %s takes it "
+            "anyway (of `paceline serve`: --drafter-device)",
+            device,
+            device,
+        )
+        return str(find_device("cuda:0"))
+    return str(device)
+
+
+def _reads_first(gpu: int) -> bool:
+    """Whether a GPU can read the memory of the first one; True if the driver cannot be asked."""
+    from paceline.kv.cuda import DriverError, cuda_driver
+
+    try:
+        return cuda_driver().reach(gpu, 0)
+    except DriverError:
+        return True
 
 
 def _device_calls(

@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -56,6 +57,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _DRAIN_POLL_SECONDS = 0.02
+_FREE_SECONDS, _FREE_POLL_SECONDS = 10.0, 0.25
+"""How long a start waits for memory of a GPU that a process before it held."""
+_CONTEXTS = 0.05
+"""Share of a GPU's memory that processes without tensors there may have."""
 _OTHER_FILES = 64
 """Open files that are left for connections."""
 
@@ -359,13 +364,30 @@ def _default_kv_bytes(device: torch.device, share: float) -> int:
 
     Half of what is free on the CPU. On another device what the weights leave of the share of its
     memory: a drafter finds the same rest whichever of both starts first. Of what is free a tenth is
-    left in any case.
+    left in any case. A drafter may still map the KV of a verifier that has just ended: that memory
+    is waited for.
     """
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
+    if device.type == "cpu":
+        return available_memory() // 2
+    module = torch.get_device_module(device)
+    deadline = monotonic() + _FREE_SECONDS
+    while True:
         free, total = module.mem_get_info(device)
-        return max(0, int(min(share * total - module.memory_reserved(device), 0.9 * free)))
-    return available_memory() // 2
+        own = module.memory_reserved(device)
+        wanted, most = int(share * total - own), int(0.9 * free)
+        others = total - free - own
+        if most >= wanted or others < _CONTEXTS * total:
+            return max(0, min(wanted, most))
+        if monotonic() >= deadline:
+            break
+        sleep(_FREE_POLL_SECONDS)
+    _log.warning(
+        "KV on %s gets %.1f GB, not %.1f: other processes hold %.1f of its %.1f GB, such as a "
+        "drafter that maps the KV of an earlier verifier; end them, or set --gpu-memory or "
+        "--kv-bytes",
+        device, most / 1e9, wanted / 1e9, others / 1e9, total / 1e9,
+    )  # fmt: skip
+    return most
 
 
 def build_service(
