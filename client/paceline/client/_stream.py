@@ -396,6 +396,10 @@ class TokenStream:
             verifier.running -= created is None
         if created is None:
             raise ServerError("the verifier ended CreateCache without a cache")
+        if created.prompt_logprobs:  # of a prompt there may be thousands
+            self.prompt_logprobs = await asyncio.to_thread(
+                prompt_logprobs, self._request.prompt, created, self._codec
+            )
         return created
 
     def _creation(self, verifier: Verifier) -> verifier_pb2.CreateCacheRequest:
@@ -431,8 +435,6 @@ class TokenStream:
         self._instance, self._numerics = facts.instance_id, verifier.numerics
         self._verifier = verifier
         self.lease_seconds = (created.lease_ms or self._facts.lease_ms or 30_000) / 1000
-        if created.prompt_logprobs:
-            self.prompt_logprobs = prompt_logprobs(self._request.prompt, created, self._codec)
         stats.prefill_ms += created.prefill_us / 1000
         if self._trace is not None:
             self._trace.end_prefill(created)

@@ -12,6 +12,7 @@ from typing import ParamSpec, TypeVar
 from aiohttp import web
 
 from paceline.service.interceptor import Gate
+from paceline.service.runtime import trim_heap
 
 from .errors import ApiError
 
@@ -53,6 +54,11 @@ class Place:
         self._size = 0
         self.counted_bytes = 0
         """Bytes of its body that count."""
+
+    @property
+    def long(self) -> bool:
+        """Whether its body is a long one."""
+        return self._size > _FREE_BYTES
 
     async def read(self, request: web.Request) -> bytes:
         """The body. Raises ApiError: it is too slow, or there is no memory for it now; and
@@ -142,6 +148,8 @@ class Admission:
                 yield place
         finally:
             self._leave(place)
+            if place.long:  # else the C library keeps what it took
+                self._long.submit(trim_heap)
 
     def count(self, place: Place, size: int) -> None:
         """Counts the bytes of a body. Raises ApiError: there is no memory for them."""

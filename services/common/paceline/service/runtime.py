@@ -114,11 +114,18 @@ def trim() -> None:
     they are unmapped, and mapped again where they are needed. Other C libraries and systems have no
     such calls.
     """
+    trim_heap()
     with suppress(OSError, AttributeError):
         c = ctypes.CDLL(None)
-        c.malloc_trim(0)
         for start, stop in _library_pages():
             c.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
+
+
+def trim_heap() -> None:
+    """Return freed memory to the operating system, where the C library can. Other threads run
+    meanwhile."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _library_pages() -> Iterator[tuple[int, int]]:

@@ -1,0 +1,55 @@
+"""A gateway process before a verifier made of memory, which takes its time for each token.
+
+Prints its address, and serves until its standard input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from mock_transport import MockTransport, _MockStream
+
+from paceline.client import Client, RetryOptions
+from paceline.gateway import GatewayOptions, run_gateway
+from paceline.v1 import verifier_pb2
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 3
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+)
+SECONDS = 0.002
+"""Time for each token."""
+
+
+class SlowTransport(MockTransport):
+    """Emits one token at a time."""
+
+    def generate(self) -> _SlowStream:
+        return _SlowStream(self._caches)
+
+
+class _SlowStream(_MockStream):
+    async def read(self) -> verifier_pb2.GenerateResponse:
+        await asyncio.sleep(SECONDS)
+        kept, self._credits = self._credits, min(1, self._credits)
+        response = await super().read()
+        self._credits += max(0, kept - 1)
+        return response
+
+
+async def _main() -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_reader(0, stop.set)
+    options = GatewayOptions(address="127.0.0.1:0", chat_template=TEMPLATE, access_log=False)
+    transport, retry = SlowTransport(TEXT), RetryOptions(budget=0)
+    async with Client(transport=transport, cache_dir=None, retry=retry) as client:
+        await run_gateway(
+            client, options, on_ready=lambda address: print(address, flush=True), stop_event=stop
+        )
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())
+    sys.exit(0)

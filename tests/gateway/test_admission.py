@@ -1,0 +1,220 @@
+"""Which requests come in: bodies that do not end, memory for bodies, and the drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from mock_transport import MockTransport
+
+from paceline.client import UnavailableError, _fleet
+from paceline.gateway import admission
+
+from .conftest import Serve, Served, eventually
+
+BODY = 1 << 20
+ROUTES = ["completions", "chat/completions", "responses", "models", "models/mock", "nothing"]
+
+
+class Upload:
+    """A request whose body does not end."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def send(self, content: bytes) -> None:
+        self._writer.write(content)
+        await self._writer.drain()
+
+    async def answer(self) -> tuple[int, dict[str, str], Any]:
+        """Status, headers and JSON."""
+        async with asyncio.timeout(60):
+            head = (await self._reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+            headers = dict(line.split(": ", 1) for line in head[1:] if line)
+            content = await self._reader.readexactly(int(headers["Content-Length"]))
+        return int(head[0].split()[1]), headers, json.loads(content)
+
+    async def refused(self) -> bool:
+        """Whether there is an answer."""
+        try:
+            await asyncio.wait_for(asyncio.shield(asyncio.create_task(self._peek())), 0.2)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _peek(self) -> None:
+        while not self._reader._buffer:  # type: ignore[attr-defined]  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def upload(served: Served, length: int = BODY, sent: int = 1) -> AsyncIterator[Upload]:
+    host, port = served.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {length}\r\n\r\n".encode())
+    made = Upload(reader, writer)
+    await made.send(b" " * sent)
+    try:
+        yield made
+    finally:
+        writer.close()
+
+
+async def text(served: Served) -> int:
+    return (await served.post("/v1/completions", prompt="a", max_tokens=1))[0]
+
+
+async def test_bodies_that_do_not_end_keep_nobody_out(serve: Serve) -> None:
+    async with serve(MockTransport("x"), max_requests=2) as served:
+        async with upload(served) as first, upload(served) as second, upload(served) as third:
+            # The oldest one gave up its place for the third, and the second does for a text.
+            status, headers, body = await first.answer()
+            assert (status, headers["Retry-After"]) == (429, "1")
+            assert body["error"]["code"] == "too_many_requests"
+            for _ in range(3):
+                assert await text(served) == 200
+            assert (await second.answer())[0] == 429
+            assert not await third.refused() or (await third.answer())[0] == 429
+
+
+async def test_bodies_take_bounded_memory(serve: Serve) -> None:
+    """The oldest unfinished one is refused where there is no memory for another."""
+    async with serve(MockTransport("x"), max_body_bytes=BODY) as served:
+        async with _all([upload(served, sent=BODY - 1) for _ in range(20)]) as uploads:
+            fitting = admission._LONG_BODIES
+            for each in uploads[: -fitting - 1]:
+                status, headers, body = await each.answer()
+                assert (status, headers["Retry-After"]) == (503, "1")
+                assert body["error"]["code"] == "overloaded"
+            assert not await uploads[-1].refused()
+            # Short requests need none of it.
+            assert await text(served) == 200
+            long = {"prompt": "a", "max_tokens": 1, "metadata": {"a": "x" * (BODY // 2)}}
+            assert (await served.post("/v1/completions", **long))[0] == 200
+            await uploads[-1].send(b"x")
+            assert (await uploads[-1].answer())[0] == 400
+
+
+@asynccontextmanager
+async def _all(uploads: list[Any]) -> AsyncIterator[list[Upload]]:
+    """Begins them one after the other."""
+    async with contextlib.AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(each) for each in uploads]
+
+
+async def test_a_body_that_is_too_long_is_not_read(serve: Serve) -> None:
+    async with serve(MockTransport("x"), max_body_bytes=BODY) as served:
+        async with upload(served, length=BODY + 1, sent=1) as begun:
+            assert (await begun.answer())[0] == 413
+
+
+async def test_a_slow_body_is_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_BODY_SECONDS", 0.1)
+    async with serve(MockTransport("x")) as served, upload(served) as begun:
+        assert (await begun.answer())[0] == 408
+
+
+class Lost(MockTransport):
+    """Does not say what it serves while it is lost."""
+
+    def __init__(self) -> None:
+        super().__init__("x" * 20_000)
+        self.lost = False
+        self.asked = 0
+        self.found = asyncio.Event()
+
+    async def get_model(self, request: Any) -> Any:
+        if self.lost:
+            self.asked += 1
+            await self.found.wait()
+        return await super().get_model(request)
+
+
+@pytest.fixture
+def asks_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client asks the verifier for its model before each text."""
+    monkeypatch.setattr(_fleet, "_MAX_AGE", 0.0)
+
+
+@pytest.mark.usefixtures("asks_each_time")
+async def test_a_drain_refuses_every_route_at_once(serve: Serve) -> None:
+    """Also while no verifier answers, which may drain as well."""
+    transport = Lost()
+    async with serve(transport) as served:
+        stream = await served.openai.completions.create(
+            model="mock", prompt="a", max_tokens=30_000, stream=True
+        )
+        await anext(stream)
+        transport.lost = True
+        waiting = asyncio.create_task(served.post("/v1/completions", prompt="a"))
+        await eventually(lambda: transport.asked > 0)
+        async with upload(served) as begun:
+            await asyncio.sleep(0.1)
+            served.stop.set()
+            # Those that wait for a verifier, or whose body has not come, have not begun.
+            assert (await waiting)[0] == 503
+            assert (await begun.answer())[0] == 503
+        async with aiohttp.ClientSession(served.url) as session:
+            for route in ROUTES:
+                for method in ("GET", "POST"):
+                    body = {"json": {}} if method == "POST" else {}
+                    async with session.request(method, f"/v1/{route}", **body) as response:
+                        assert response.status == 503
+                        answer = await response.json()
+                        assert "shutting down" in answer["error"]["message"]
+            async with session.get("/health") as response:
+                assert (response.status, await response.json()) == (503, {"status": "draining"})
+        assert "".join([event.choices[0].text async for event in stream]) == "x" * 20_000
+        await served.server
+
+
+async def test_a_wait_for_a_verifier_ends(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_VERIFIER_SECONDS", 0.1)
+    transport = Lost()
+    transport.lost = True
+    async with serve(transport) as served:
+        assert await text(served) == 503
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{served.url}/v1/models") as response:
+                assert response.status == 503
+
+
+async def test_a_lost_verifier_is_named(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serve(MockTransport("x")) as served:
+
+        async def lost(*_: object) -> None:
+            raise UnavailableError("nobody is there")
+
+        monkeypatch.setattr(served.transport, "get_model", lost)
+        status, _, body = await served.post("/v1/completions", prompt="a")
+        assert (status, body["error"]["message"]) == (503, "nobody is there")
+
+
+@pytest.mark.usefixtures("asks_each_time")
+async def test_a_caller_that_goes_leaves_its_place_at_every_phase(serve: Serve) -> None:
+    transport = Lost()
+    async with serve(transport, max_requests=1) as served:
+        async with upload(served):
+            pass
+        await eventually_served(served)
+        transport.lost = True
+        asked = transport.asked
+        call = asyncio.create_task(served.post("/v1/completions", prompt="a"))
+        await eventually(lambda: transport.asked > asked)
+        call.cancel()
+        transport.lost = False
+        transport.found.set()
+        await eventually_served(served)
+
+
+async def eventually_served(served: Served) -> None:
+    async with asyncio.timeout(60):
+        while await text(served) != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
