@@ -30,7 +30,8 @@ from paceline.decoder.gguf_file import (
     decode,
     read_gguf,
 )
-from paceline.decoder.model_source import ModelSource, file_facts, remembered_by_transformers
+from paceline.decoder.gguf_tokenizer import GgufTokenizer
+from paceline.decoder.model_source import ModelSource, file_facts, remembered
 from paceline.decoder.weights import Tensors, Weight, fingerprint_files, plain
 from paceline.kernels.blocks import Blocks
 from paceline.kernels.linear import PackedMatrix, pack_blocks
@@ -111,7 +112,7 @@ class Metadata:
     def count(self, key: str, default: int | None = None) -> int:
         """An integer from 1 to 2^31 - 1."""
         found = self.get(key, default)
-        if not isinstance(found, int) or not 0 < found <= _MAX_NUMBER:
+        if isinstance(found, bool) or not isinstance(found, int) or not 0 < found <= _MAX_NUMBER:
             raise self._error(
                 f"{self.architecture}.{key} is {found!r}, expected a number from 1 to {_MAX_NUMBER}"
             )
@@ -124,13 +125,6 @@ class Metadata:
             raise self._error(
                 f"{self.architecture}.{key} is {found!r}, expected a finite number above 0"
             )
-        return found
-
-    def token(self, name: str) -> int | None:
-        """A token id of the tokenizer, None if it has none."""
-        found = self._values.get(f"tokenizer.ggml.{name}")
-        if found is not None and not (isinstance(found, int) and 0 <= found < self.vocab_size):
-            raise self._error(f"tokenizer.ggml.{name} is {found!r}, expected a token id")
         return found
 
     def _error(self, what: str) -> UnsupportedModelError:
@@ -167,18 +161,7 @@ _LONG_FACTORS = {
     "long_factor": "rope_factors_long.weight",
     "short_factor": "rope_factors_short.weight",
 }
-_END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _TEMPLATE = "tokenizer.chat_template"
-# Names of special tokens in transformers, and in the file, where one is misspelt.
-_SPECIAL_TOKENS = {
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "unk_token": "unknown_token_id",
-    "sep_token": "seperator_token_id",
-    "pad_token": "padding_token_id",
-    "cls_token": "cls_token_id",
-    "mask_token": "mask_token_id",
-}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_CONTEXT = 8192  # original context of all Llama 3 models with scaled frequencies
 
@@ -193,6 +176,7 @@ class GgufModel(ModelSource):
         self._file = read_gguf(path)
         self._metadata = Metadata(self._file)
         self._check_tensors()
+        self._tokenizer = GgufTokenizer(self._file, self._metadata.vocab_size)
         self._packed: WeakValueDictionary[str, PackedMatrix] = WeakValueDictionary()
 
     @property
@@ -220,8 +204,8 @@ class GgufModel(ModelSource):
             tie_word_embeddings=_HEAD not in self._file.tensors,
             attention_bias=values.attention_bias,
             mlp_bias=values.mlp_bias,
-            bos_token_id=values.token("bos_token_id"),
-            eos_token_id=values.token("eos_token_id"),
+            bos_token_id=self._tokenizer.bos,
+            eos_token_id=self._tokenizer.eos,
             pad_token_id=None,
             dtype=self._dtype(),
             **values.family.gguf_values(values),
@@ -240,10 +224,8 @@ class GgufModel(ModelSource):
     def read_config(self, weights: torch.dtype | str) -> DecoderConfig:
         floats = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
         stored = None if self._formats().keys() <= floats else "gguf"
-        found = [self._metadata.token(name) for name in _END_TOKENS]
-        ends = tuple(dict.fromkeys(token for token in found if token is not None))
-        # The norms of a file contain the offset.
-        return replace(decoder_config(self.hf_config, ends, weights, stored), norm_offset=0.0)
+        found = decoder_config(self.hf_config, self._tokenizer.ends(), weights, stored)
+        return replace(found, norm_offset=0.0)  # the norms of a file contain the offset
 
     def tensors(self, dtype: torch.dtype, device: torch.device | str) -> Mapping[str, Weight]:
         for kind, count in self._formats().items():
@@ -278,26 +260,9 @@ class GgufModel(ModelSource):
 
     @cached_property
     def tokenizer(self) -> bytes:
-        """As transformers builds it from the file. Raises ``UnsupportedModelError``: transformers
-        cannot build it."""
-        if "tokenizer.ggml.tokens" not in self._file.metadata:
-            return b""
+        """As llama.cpp reads it. Raises ``UnsupportedModelError``: it is of an unknown kind."""
         facts = ("tokenizer", *file_facts(self.path))
-        return str(remembered_by_transformers(facts, self._build_tokenizer)).encode()
-
-    def _build_tokenizer(self) -> str:
-        from transformers import PreTrainedTokenizerFast
-
-        try:
-            found = PreTrainedTokenizerFast.from_pretrained(
-                str(self.path.parent), gguf_file=self.path.name, local_files_only=True
-            )
-        except Exception as error:  # damaged values make the library raise anything
-            raise UnsupportedModelError(
-                f"{self.path}: cannot build a tokenizer from the file: {error!r}"
-            ) from error
-        text: str = found.backend_tokenizer.to_str(pretty=True)
-        return text
+        return str(remembered(facts, self._tokenizer.tokenizer_json)).encode()
 
     @property
     def chat_templates(self) -> Mapping[str, str]:
@@ -310,13 +275,7 @@ class GgufModel(ModelSource):
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
-        tokens = self._file.metadata.get("tokenizer.ggml.tokens", ())
-        ids = {name: self._metadata.token(key) for name, key in _SPECIAL_TOKENS.items()}
-        return {
-            name: str(tokens[token])
-            for name, token in ids.items()
-            if token is not None and token < len(tokens)
-        }
+        return self._tokenizer.special_tokens()
 
     def files(self) -> list[Path]:
         return [self.path]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -67,12 +67,49 @@ class GgufTensor:
 
 
 @dataclass(frozen=True)
+class GgufArray:
+    """An array of the metadata, whose values are read on demand.
+
+    Attributes:
+        key: Name in the file.
+        kind: Type of its values.
+        count: Number of its values.
+        data: Their bytes, mapped from the file.
+    """
+
+    key: str
+    kind: GGUFValueType
+    count: int
+    data: memoryview = field(repr=False)
+
+    def strings(self) -> list[str]:
+        """Its values. Raises ``ValueError``: they are no strings, or one is not UTF-8."""
+        if self.kind != GGUFValueType.STRING:
+            raise ValueError(f"{self.key} is an array of {self.kind.name}, expected strings")
+        found, at = [], 0
+        for index in range(self.count):
+            start = at + 8
+            at = start + int.from_bytes(self.data[at:start], "little")
+            try:
+                found.append(str(self.data[start:at], "utf-8"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{self.key}[{index}] is not UTF-8: {error}") from error
+        return found
+
+    def numbers(self) -> list[int] | list[float]:
+        """Its values. Raises ``ValueError``: they are no numbers."""
+        if self.kind not in _SCALARS:
+            raise ValueError(f"{self.key} is an array of {self.kind.name}, expected numbers")
+        return np.frombuffer(self.data, _SCALARS[self.kind]).tolist()
+
+
+@dataclass(frozen=True)
 class GgufFile:
     """A GGUF file whose structure has been checked.
 
     Attributes:
         path: The file.
-        metadata: Values by key; None for an array, whose values no caller needs.
+        metadata: Values by key; a :class:`GgufArray` for an array.
         tensors: Tensors by name.
         memory: The mapped file.
     """
@@ -106,7 +143,7 @@ def read_gguf(path: Path) -> GgufFile:
     tensors, values = reader.number("<Q"), reader.number("<Q")
     reader.expect_items(tensors, 24, "tensors")
     reader.expect_items(values, 12, "metadata values")
-    metadata = {reader.text("a metadata key"): reader.value() for _ in range(values)}
+    metadata = {key: reader.value(key) for key in reader.keys(values)}
     entries = [_entry(reader) for _ in range(tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
@@ -199,8 +236,13 @@ class _Reader:
                 "damaged"
             )
 
-    def value(self) -> str | float | None:
-        """The next metadata value; None for an array."""
+    def keys(self, count: int) -> Iterator[str]:
+        """Each next metadata key, of so many; its value is to be read before the next one."""
+        for _ in range(count):
+            yield self.text("a metadata key")
+
+    def value(self, key: str) -> str | float | GgufArray:
+        """The next metadata value, that of a key."""
         kind = self._kind()
         if kind == GGUFValueType.STRING:
             return self.text("a metadata value")
@@ -210,13 +252,14 @@ class _Reader:
         kind, count = self._kind(), self.number("<Q")
         if kind == GGUFValueType.ARRAY:
             raise self.damaged("arrays of arrays are not supported")
+        start = self.at
         if kind != GGUFValueType.STRING:
             self.take(count * struct.calcsize(_SCALARS[kind]))
-            return None
-        self.expect_items(count, 8, "strings")
-        for _ in range(count):
-            self.take(int.from_bytes(self.take(8), "little"))
-        return None
+        else:
+            self.expect_items(count, 8, "strings")
+            for _ in range(count):
+                self.take(int.from_bytes(self.take(8), "little"))
+        return GgufArray(key, kind, count, self._view[start : self.at])
 
     def _kind(self) -> GGUFValueType:
         number = self.number("<I")

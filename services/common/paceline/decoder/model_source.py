@@ -29,7 +29,7 @@ from paceline.decoder.weights import Weight, WeightsOf
 from paceline.kernels.linear import PackedMatrix
 
 _log = logging.getLogger(__name__)
-_FORMAT = 3
+_FORMAT = 4
 _MAX_FILES = 256
 _CHILD_SECONDS = 60.0
 
