@@ -269,7 +269,8 @@ class Model:
         return f"<Model {facts.name}: context {facts.max_context}, vocabulary {facts.vocab_size}>"
 
     async def encode(self, prompt: str) -> list[int]:
-        """Token ids of a text prompt. Raises InvalidRequestError without a tokenizer."""
+        """Token ids of a text prompt, those that the tokenizer itself gives. Raises
+        InvalidRequestError without a tokenizer."""
         return await _unblocked(self.tokens, prompt)
 
     async def encode_rendered(self, prompt: str) -> list[int]:

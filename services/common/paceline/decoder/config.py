@@ -59,7 +59,7 @@ class DecoderConfig:
         qk_norm: Whether q and k heads are RMS-normalised before RoPE.
         tied: Whether the LM head is the embedding.
         eos_token_ids: Tokens that end a text, from the generation config if there is one.
-        bos_token_id: Token that starts a text, or None.
+        bos_token_id: Token that the tokenizer puts before a text, or None.
         dtype: Data type of hidden states, and of weights that are not quantised.
         kv_dtype: Data type of caches; int8 as in :mod:`paceline.kernels.caches`.
         weights: Format of the matrices: float32, bfloat16, int8, int4, fp8, ``MXFP4``, or gguf,

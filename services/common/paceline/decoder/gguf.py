@@ -204,7 +204,7 @@ class GgufModel(ModelSource):
             tie_word_embeddings=_HEAD not in self._file.tensors,
             attention_bias=values.attention_bias,
             mlp_bias=values.mlp_bias,
-            bos_token_id=self._tokenizer.bos,
+            bos_token_id=self._tokenizer.added_bos,
             eos_token_id=self._tokenizer.eos,
             pad_token_id=None,
             dtype=self._dtype(),

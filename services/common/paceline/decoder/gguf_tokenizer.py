@@ -244,13 +244,30 @@ class GgufTokenizer:
         return found
 
     def special_tokens(self) -> dict[str, str]:
-        """Texts of the special tokens by their names in transformers."""
+        """Texts of the special tokens by their names in transformers; an id of padding and the like
+        that is no token has none, since nothing else needs it."""
         if not self.exists:
             return {}
         own = {"bos_token_id": self.bos, "eos_token_id": self.eos}
-        ids = {name: own.get(key, self.token(key)) for name, key in _SPECIAL_TOKENS.items()}
+        named = {**self._file.metadata, **{_KEY + key: token for key, token in own.items()}}
+        ids = {name: named.get(_KEY + key) for name, key in _SPECIAL_TOKENS.items()}
         tokens = self._vocabulary.tokens
-        return {name: tokens[token] for name, token in ids.items() if token is not None}
+        return {
+            name: tokens[token]
+            for name, token in ids.items()
+            if isinstance(token, int) and 0 <= token < len(tokens)
+        }
+
+    @property
+    def added_bos(self) -> int | None:
+        """The token that the tokenizer puts before a text."""
+        if not self.exists:
+            return self.bos
+        bos, named = self.bos, f"{_KEY}add_bos_token" in self._file.metadata
+        adds = self._flag("add_bos_token", self._is_spm or self._pre in _ADD_BOS)
+        if adds and bos is None and named:
+            raise self._error("add_bos_token", f"is true, but {_KEY}bos_token_id is not set")
+        return bos if adds else None
 
     @property
     def bos(self) -> int | None:
@@ -461,17 +478,13 @@ class GgufTokenizer:
 
     def _template(self) -> dict[str, Any] | None:
         """What the tokenizer adds before and behind a text."""
-        add_bos = self._flag("add_bos_token", self._is_spm or self._pre in _ADD_BOS)
-        named = f"{_KEY}add_bos_token" in self._file.metadata
-        if add_bos and self.bos is None and named:
-            raise self._error("add_bos_token", f"is true, but {_KEY}bos_token_id is not set")
+        bos, eos, tokens = self.added_bos, self.eos, self._vocabulary.tokens
         add_eos = self._flag("add_eos_token", False)
-        if add_eos and self.eos is None:
+        if add_eos and eos is None:
             raise self._error("add_eos_token", f"is true, but {_KEY}eos_token_id is not set")
-        tokens = self._vocabulary.tokens
         return added_template(
-            (tokens[self.bos], self.bos) if add_bos and self.bos is not None else None,
-            (tokens[self.eos], self.eos) if add_eos and self.eos is not None else None,
+            None if bos is None else (tokens[bos], bos),
+            (tokens[eos], eos) if add_eos and eos is not None else None,
         )
 
     def _flag(self, name: str, default: bool) -> bool:
