@@ -38,7 +38,7 @@ case $command in
         ;;
     all)
         choose_target
-        set -- "$target" --gateway-address 0.0.0.0:8000 --gateway-insecure "$@"
+        set -- "$target" --gateway-address 0.0.0.0:8000 --insecure "$@"
         command=serve
         ;;
     drafter)

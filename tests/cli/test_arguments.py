@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.command import CommandError, expand_config
-from paceline.cli.main import main
+from paceline.cli.main import COMMANDS, build_parser, main
 from paceline.cli.serve import Restarted
 from paceline.cli.service_process import default_threads
 from paceline.harness import ServiceProcess
@@ -22,6 +22,12 @@ lease-seconds = 2.5
 share-weights = true
 [drafter]
 load = ["x=ngram", "y=lm:d,depth=3"]
+device = "cpu"
+overlap = false
+[gateway]
+address = "127.0.0.1:8081"
+cors-origin = ["http://a", "http://b"]
+access-log = false
 """
 
 
@@ -32,45 +38,104 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+def expanded(*words: str) -> list[str]:
+    """A command line with the arguments of its config file in place of `--config`."""
+    (command,) = (each for each in COMMANDS if each.name == words[0])
+    subparsers = build_parser([command])._actions[-1].choices
+    return expand_config(words, dict(subparsers or {})[command.name])
+
+
 VERIFIER = ["--target=a b", "--kv-bytes=1GiB", "--lease-seconds=2.5", "--share-weights"]
 
 
+GATEWAY = ["--cors-origin=http://a", "--cors-origin=http://b", "--no-access-log"]
+
+
 @pytest.mark.parametrize(
-    ("words", "becomes"),
+    ("command", "becomes"),
     [
-        (["serve"], ["serve", *VERIFIER, "--drafter=x=ngram", "--drafter=y=lm:d,depth=3"]),
-        (["verifier"], ["verifier", *VERIFIER]),
-        (["drafter"], ["drafter", "--load=x=ngram", "--load=y=lm:d,depth=3"]),
+        (
+            "serve",
+            [
+                *(*VERIFIER, "--drafter=x=ngram", "--drafter=y=lm:d,depth=3"),
+                *("--drafter-device=cpu", "--gateway-address=127.0.0.1:8081", *GATEWAY),
+            ],
+        ),
+        ("verifier", VERIFIER),
+        ("drafter", ["--load=x=ngram", "--load=y=lm:d,depth=3", "--device=cpu", "--no-overlap"]),
+        ("gateway", ["--address=127.0.0.1:8081", *GATEWAY]),
     ],
 )
-def test_tables_become_arguments(words: list[str], becomes: list[str], config: Path) -> None:
-    assert expand_config([*words, "--config", str(config)]) == becomes
-    assert expand_config([words[0], f"--config={config}", "--threads=1"]) == [
-        *becomes,
-        "--threads=1",
+def test_tables_become_arguments(command: str, becomes: list[str], config: Path) -> None:
+    if command == "serve":  # it has no `overlap`
+        config.write_text(config.read_text().replace("overlap = false\n", ""))
+    assert expanded(command, "--config", str(config)) == [command, *becomes]
+    assert expanded(command, f"--config={config}", "--log-level=error") == [
+        *(command, *becomes, "--log-level=error")
     ]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_files_of_windows_are_read(encoding: str, config: Path) -> None:
+    config.write_bytes(FILE.replace("\n", "\r\n").encode(encoding))
+    assert expanded("verifier", f"--config={config}") == ["verifier", *VERIFIER]
+
+
 def test_the_command_line_overrides_the_file(config: Path) -> None:
-    words = ["serve", "--target", "t", "--config", str(config), "--drafter=ngram"]
-    assert expand_config(words) == ["serve", *VERIFIER[1:], "--target", "t", "--drafter=ngram"]
+    words = ("--target", "t", f"--config={config}", "--no-access-log", "--cors-origin=c")
+    assert expanded("gateway", *words[2:]) == [
+        *("gateway", "--address=127.0.0.1:8081", "--no-access-log", "--cors-origin=c")
+    ]
+    assert expanded("verifier", *words[:3]) == ["verifier", *VERIFIER[1:], "--target", "t"]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[other]\n", "'other'"),
-        ("verifier = 3\n", "'verifier'"),
-        ("[verifier\n", "cannot read"),
-        ("[verifier]\ntarget = {a = 1}\n", "target"),
-        ("[drafter]\nmax-streams = 3\n", "max-streams"),
+        ("[verifer]\n", r"c.toml has 'verifer', expected .*\[gateway\]; did you mean verifier\?"),
+        ("verifier = 3\n", "c.toml has 'verifier'"),
+        ("[verifier\n", "cannot read .*c.toml"),
+        ("[verifier]\ntarget = {a = 1}\n", r"c.toml: \[verifier\] target = {'a': 1}: expected"),
+        ("[verifier]\ntarget = true\n", r"c.toml: \[verifier\] target = True: expected a text"),
+        ("[verifier]\nshare-weights = 1\n", r"\[verifier\] share-weights = 1: expected true or"),
+        ("[verifier]\nkv-bytes = [1, 2]\n", r"\[verifier\] kv-bytes = .*expected one value"),
+        ("[verifier]\nkv-bytes = 'much'\n", r"\[verifier\] kv-bytes: 'much' is not a size"),
+        ("[verifier]\nmax-context = 'x'\n", r"\[verifier\] max-context = 'x' is no whole"),
+        ("[verifier]\nweights = 'int5'\n", r"\[verifier\] weights = 'int5': .*did you mean int8"),
+        ("[verifier]\nkv-byte = 1\n", r"\[verifier\] has no key 'kv-byte'; did you mean kv-bytes"),
+        ("[verifier]\ncors-origin = '*'\n", r"\[verifier\] has no key 'cors-origin'"),
+        ("[drafter]\nmax-streams = 3\n", r"\[drafter\] has no key 'max-streams'"),
+        ("[gateway]\ncors-origins = []\n", r"\[gateway\] .*did you mean cors-origin\?"),
+        ("[gateway]\nconfig = 'x'\n", r"\[gateway\] has no key 'config'"),
     ],
 )
 def test_invalid_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    """The error names file, table and key, and what was perhaps meant."""
     path = tmp_path / "c.toml"
     path.write_text(text)
     with pytest.raises(CommandError, match=message):
-        expand_config(["serve", "--config", str(path)])
+        expanded("serve", "--config", str(path))
+
+
+def test_what_a_flag_turns_around_is_a_key_too(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    for text, becomes in {
+        "prefix-caching = false": ["--no-prefix-caching"],
+        "no-prefix-caching = true": ["--no-prefix-caching"],
+        "prefix-caching = true": [],
+        "share-weights = false": [],
+    }.items():
+        path.write_text(f"[verifier]\n{text}\n")
+        assert expanded("verifier", f"--config={path}") == ["verifier", *becomes]
+
+
+@pytest.mark.parametrize("command", [each.name for each in COMMANDS])
+def test_no_command_takes_abbreviations(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They would change their meaning with each new option."""
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--hel"])
+    assert ended.value.code == 2
+    assert "usage" not in capsys.readouterr().out
 
 
 def test_a_missing_file_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:

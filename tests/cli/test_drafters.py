@@ -186,7 +186,15 @@ def test_a_folder_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert main(["drafters", "inspect", str(tmp_path)]) == 1
     assert "q_proj.weight' of" in capsys.readouterr().out
-    assert main(["drafters", "inspect", str(tmp_path / "none")]) == 2
+    capsys.readouterr()
+    (tmp_path / "empty").mkdir()
+    for folder, why in {
+        "none": "there is no such folder",
+        "empty": "it has no config.json",
+    }.items():
+        assert main(["drafters", "inspect", str(tmp_path / folder)]) == 2
+        expected = f"paceline drafters: {tmp_path / folder} is no drafter's folder: {why}\n"
+        assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize("method", ["dspark", "longspec"])

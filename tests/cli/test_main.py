@@ -5,10 +5,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from paceline.cli.main import COMMANDS, main
+from paceline.harness.models import MODELS
 
 # Runs the command line as on a machine where only `pip install paceline` was done.
 CLIENT_ONLY = """
@@ -80,7 +82,9 @@ def test_a_wrong_command_line_is_refused(
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
-    assert "usage: paceline" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("paceline")
+    assert "--help)" in line
 
 
 def test_service_commands_set_threads_and_pages_before_torch_is_imported() -> None:
@@ -135,7 +139,9 @@ def test_without_its_package_bench_names_the_source() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_names_that_other_tools_use(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_that_other_tools_use(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for alias, same in {"run": "chat", "pull": "fetch", "ps": "drafters list"}.items():
         with pytest.raises(SystemExit) as ended:
             main([alias, "--help"])
@@ -143,9 +149,18 @@ def test_names_that_other_tools_use(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"usage: paceline {same}" in capsys.readouterr().out
     assert main(["serve", "--port", "8000"]) == 2
     assert "there is no --port: host and port are one argument" in capsys.readouterr().err
+    for line, meant in {
+        "generate hi --max-token 8": "--max-token; did you mean --max-tokens?",
+        "drafters load a ngram --opton x=y": "--opton; did you mean --option?",
+        "serve smollm2 --insecure-metric": "--insecure-metric; did you mean --insecure-metrics?",
+    }.items():
+        monkeypatch.setitem(MODELS, "smollm2", SimpleNamespace(path=Path(__file__)))
+        with pytest.raises(SystemExit):
+            main(line.split())
+        assert f"there is no option {meant}" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["serv", "smollm2"])
-    assert "there is no command 'serv': did you mean serve?" in capsys.readouterr().err
+    assert "there is no command 'serv'; did you mean serve?" in capsys.readouterr().err
 
 
 def test_a_missing_model_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:

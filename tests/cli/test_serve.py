@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,15 +12,21 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import psutil
 import pytest
 
+from paceline.cli.main import main
+from paceline.harness import ServiceProcess
+from paceline.harness.models import MODELS
+
 from .conftest import eventually, serving
 
 OPTION = "--no-prefix-caching"
 """An option of the verifier."""
+OF_GATEWAY = ("--cors-origin=http://a", "--cors-origin=http://b", "--max-requests=7", "--strict")
 
 
 class Serve:
@@ -102,7 +110,7 @@ def test_one_signal_ends_all(serve: Callable[..., Serve]) -> None:
         other.bind(("127.0.0.1", port + 1))
     metrics = f"--metrics-address=127.0.0.1:{port}"
     drafters = ("--drafter", "ngram", "--drafter", "other=ngram")
-    running = serve(*drafters, metrics, OPTION, "--log-level=debug")
+    running = serve(*drafters, metrics, OPTION, *OF_GATEWAY, "--log-level=debug")
     addresses = running.addresses()
     assert len(addresses) == 3
     assert all(serving(address) for address in addresses[:2])
@@ -113,6 +121,11 @@ def test_one_signal_ends_all(serve: Callable[..., Serve]) -> None:
             assert name in response.read()
     children = [running.child(kind) for kind in ("verifier", "drafter", "gateway")]
     assert OPTION in running.command("verifier")
+    assert all(option in running.command("gateway") for option in OF_GATEWAY)
+    log = running.log.read_text()
+    assert "\nserving target0, drafters: ngram, other\n" in log
+    assert f"\ntry       curl --unix-socket {addresses[2].removeprefix('unix:')} http://" in log
+    assert log.count("\nCtrl-C stops all\n") == 1
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(300) == 0, running.log.read_text()
     assert not any(child.is_running() for child in children)
@@ -175,6 +188,64 @@ def test_a_failed_start_ends_with_code_2(
     assert running.process.wait(300) == 2
     assert "cannot serve" in running.log.read_text()
     assert not running.ready.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--drafter", "lm:/nowhere"], "--drafter lm:/nowhere: there is no /nowhere"),
+        (["--drafter", "none"], "'none' is not a valid drafter name"),
+        (["--lease-seconds", "-1"], "lease_seconds is -1.0"),
+        (["--threads", "0"], "threads is 0"),
+        (["--token-file", "/nowhere"], "cannot read the token file /nowhere"),
+        (["--verifier-address", "0.0.0.0:0"], "without TLS and a token"),
+        (["--gateway-address", "0.0.0.0:0"], "without TLS and a key"),
+        (["--gateway-address", "nonsense"], "address 'nonsense' is neither"),
+        (["--chat-template", "/nowhere"], "No such file or directory: '/nowhere'"),
+        (["--metrics-address", "0.0.0.0:0"], "refusing to serve metrics"),
+        (["--tls-cert", "x"], "TLS needs both a certificate and a key"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_before_anything_starts(
+    words: list[str],
+    reason: str,
+    target: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each option that the line advises is one of the command."""
+    monkeypatch.setattr(ServiceProcess, "spawn", lambda _: pytest.fail("a service starts"))
+    free = [f"--{kind}-address=127.0.0.1:0" for kind in ("verifier", "drafter", "gateway")]
+    assert main(["serve", str(target), *free, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("paceline serve: ")
+    assert reason in line
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    known = capsys.readouterr().out
+    assert all(f"{option} " in known for option in re.findall(r"--[a-z-]+", line))
+
+
+def test_one_may_load_what_is_in_the_working_folder(
+    serve: Callable[..., Serve],
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By a path from there, after the services have started; names of models are paths too."""
+    shutil.copytree(target, tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    drafter = serve("--drafter", "ngram").addresses()[1]
+    assert main(["drafters", "load", "--address", drafter, "mine", "lm", "mine"]) == 0
+    monkeypatch.setitem(MODELS, "named", SimpleNamespace(path=target / "config.json"))  # type: ignore[misc]
+    words = ["layer", "longspec", "mine", "--option", "target=named"]
+    assert main(["drafters", "load", "--address", drafter, *words]) == 1
+    assert f"{target} is not below" not in capsys.readouterr().err
+    assert main(["drafters", "load", "--address", drafter, "other", "lm", "/etc"]) == 1
+    error = capsys.readouterr().err
+    assert "/etc is not below a folder that drafters may be loaded from" in error
+    assert "--root DIR" in error
 
 
 def test_both_end_when_the_command_is_killed(serve: Callable[..., Serve]) -> None:

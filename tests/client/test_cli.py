@@ -19,6 +19,7 @@ from paceline.cli import compare as comparison
 from paceline.cli.command import CommandError
 from paceline.cli.generate import add_generation_arguments, generation_arguments
 from paceline.cli.main import main
+from paceline.harness import read_prompts
 from paceline.harness.models import MODELS
 
 from .fakes import World, continuation
@@ -72,9 +73,55 @@ async def test_generate_reads_files_and_stdin(
 ) -> None:
     (tmp_path / "prompt").write_text("hi")
     assert await generate(world, "--file", str(tmp_path / "prompt")) == 0
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hi"))
+    for words in (["-"], []):  # without a prompt a pipe is read
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi")))
+        assert await generate(world, *words) == 0
+    assert capsys.readouterr().out == 3 * (TEXT + "\n")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32-be"])
+async def test_files_of_windows_are_read(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, encoding: str
+) -> None:
+    """Their byte order marks are no part of prompts and schemas, their line ends are "\\n"."""
+    mark = "\ufeff" if encoding == "utf-32-be" else ""
+    prompt, schema, prompts = (tmp_path / name for name in ("prompt", "schema", "many.jsonl"))
+    prompt.write_bytes(f"{mark}hi\r\nyou".encode(encoding))
+    schema.write_bytes(f'{mark}{{"type": "integer"}}\r\n'.encode(encoding))
+    prompts.write_bytes(f'{mark}"hi\u2028you"\r\n\r\n{{"prompt": "b"}}\r\n'.encode(encoding))
+    assert await generate(world, "--file", str(prompt), "--json-schema", str(schema)) == 0
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(prompt.read_bytes())))
     assert await generate(world, "-") == 0
-    assert capsys.readouterr().out == 2 * (TEXT + "\n")
+    first, second = world.verifier.creates
+    assert bytes(first.prompt_tokens) == bytes(second.prompt_tokens) == b"hi\nyou"
+    assert json.loads(first.sampling.json_schema) == {"type": "integer"}
+    assert read_prompts(prompts) == ["hi\u2028you", "b"]
+
+
+async def test_what_is_no_text_is_a_message(
+    world: World,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\x80"), encoding="utf-8"))
+    assert await generate(world, "-") == 2
+    assert "standard input is not text in UTF-8: byte 1" in capsys.readouterr().err
+    (tmp_path / "latin").write_bytes("naïve".encode("latin-1"))
+    assert await generate(world, "--file", str(tmp_path / "latin")) == 2
+    assert "latin is not text in UTF-8: byte 2" in capsys.readouterr().err
+
+
+async def test_a_model_with_a_template_answers(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a user of other tools expects of a chat model; `--raw` continues the prompt."""
+    world.verifier.chat_template = "<{{ messages[0].role }}>{{ messages[0].content }}"
+    assert await generate(world, "hi") == 0
+    assert await generate(world, "hi", "--raw") == 0
+    assert capsys.readouterr().out.endswith(f"\n{TEXT}\n")
+    prompts = [bytes(asked.prompt_tokens) for asked in world.verifier.creates]
+    assert prompts == [b"<user>hi", b"hi"]
 
 
 async def test_generate_prints_statistics(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +168,8 @@ def test_every_parameter_becomes_an_argument(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "give either a prompt or --file"),
+        ([], "standard input is empty: give a prompt, --file, or a text through a pipe"),
+        ([""], "the prompt is empty"),
         (["hi", "--file", "x"], "give either a prompt or --file"),
         (["--file", "/nowhere/prompt"], "No such file"),
         (["hi", "--top-p", "2"], "top_p must be a number in"),
@@ -129,8 +177,13 @@ def test_every_parameter_becomes_an_argument(tmp_path: Path) -> None:
     ],
 )
 async def test_bad_arguments(
-    world: World, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    world: World,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    said: str,
 ) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     assert await generate(world, *arguments) == 2
     assert said in capsys.readouterr().err
 

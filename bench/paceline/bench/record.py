@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from paceline.cli.output import Output
 from paceline.kernels import processor
 
 PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "uvloop", "triton")
@@ -86,7 +87,7 @@ class Results:
 
 def make_console() -> Console:
     """A console that shows the widest table whole in a file."""
-    console = Console()
+    console = Output(soft_wrap=False)
     if not console.is_terminal:
         console.width = max(console.width, _WIDTH)
     return console

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from paceline.cli.command import exit_with, print_chunk
+from paceline.cli.command import exit_with
 from paceline.cli.generate import (
     add_client_arguments,
     add_generation_arguments,
@@ -22,6 +22,7 @@ from paceline.cli.generate import (
     speed,
     summary,
 )
+from paceline.cli.output import Output, print_chunk
 from paceline.cli.service_process import new_runner
 from paceline.cli.services import add_model_arguments, own_services
 from paceline.client import (
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Converse until the end of the input; fails with code 1 if the services do not start."""
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = Output()
     with exit_with(2, OptionsError, OSError, ValueError):
         options = generation_arguments(args)
     with exit_with(1, ProcessFailed, PacelineError), _services(args, console):

@@ -1,19 +1,14 @@
-"""What commands share: errors that end them, config files, and output."""
+"""What commands share: errors that end them, and config files."""
 
 from __future__ import annotations
 
+import argparse
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby
-from operator import itemgetter
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from paceline.client import Chunk
+from typing import Any
 
 
 class CommandError(Exception):
@@ -30,70 +25,147 @@ class CommandError(Exception):
 
 @contextmanager
 def exit_with(code: int, *errors: type[Exception]) -> Iterator[None]:
-    """Turn these errors into a CommandError with this exit code."""
+    """Turn these errors into a CommandError with this exit code. That nobody reads the output is
+    none of them: `main` ends the command quietly then."""
     try:
         yield
+    except BrokenPipeError:
+        raise
     except errors as error:
         raise CommandError(error, code) from error
 
 
 CONFIG = "--config"
-"""A TOML file with the tables `[verifier]` and `[drafter]`, whose keys are the long names of those
-commands' arguments. Arguments on the command line override the file."""
-TABLES = {"serve": ("verifier", "drafter"), "verifier": ("verifier",), "drafter": ("drafter",)}
-"""Tables that a command reads. For `serve` the drafter's `load` becomes `--drafter`."""
+"""A TOML file with the tables `[verifier]`, `[drafter]` and `[gateway]`, whose keys are the long
+names of those commands' arguments. Arguments on the command line override the file."""
+TABLES = {
+    "serve": ("verifier", "drafter", "gateway"),
+    "verifier": ("verifier",),
+    "drafter": ("drafter",),
+    "gateway": ("gateway",),
+}
+"""Tables that a command reads."""
 
 
-def expand_config(argv: Sequence[str]) -> list[str]:
-    """Replaces `--config FILE` in a command line by the arguments in the file. Raises CommandError:
-    the file cannot be read or is not a config file."""
-    command = next((word for word in argv if not word.startswith("-")), None)
-    if command not in TABLES:
-        return list(argv)
-    begin = argv.index(command) + 1
-    rest = list(argv[begin:])
+def meant(word: str, known: Iterable[str]) -> str:
+    """A question for the known word that was perhaps meant; empty if none is similar."""
+    names = list(known)
+    close = [name for name in names if name.startswith(word)] or get_close_matches(word, names, 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def expand_config(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Replaces `--config FILE` in a command line by the arguments in the file.
+
+    Args:
+        argv: The command line, which begins with the command's name.
+        parser: The command's parser.
+
+    Raises:
+        CommandError: The file cannot be read, or has another table, key or value.
+    """
+    command, *rest = argv
     at = next((i for i, word in enumerate(rest) if word.partition("=")[0] == CONFIG), None)
-    if at is None:
+    if command not in TABLES or at is None:
         return list(argv)
     file = rest.pop(at).partition("=")[2] or (rest.pop(at) if at < len(rest) else "")
     if not file:
         raise CommandError(f"{CONFIG} needs a file")
     given = {word.partition("=")[0] for word in rest if word.startswith("--")}
-    return [*argv[:begin], *_config_arguments(command, Path(file), given), *rest]
+    return [command, *_config_arguments(command, Path(file), given, parser), *rest]
 
 
-def _config_arguments(command: str, path: Path, given: set[str]) -> Iterator[str]:
+def _config_arguments(
+    command: str, path: Path, given: set[str], parser: argparse.ArgumentParser
+) -> Iterator[str]:
     """Arguments that are in the file and not among those given."""
+    from paceline.service.files import read_text  # with gRPC, which --help does not need
+
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(read_text(path))
     except (OSError, ValueError) as error:
         raise CommandError(f"cannot read {path}: {error}") from error
     for name, table in tables.items():
-        if name not in ("verifier", "drafter") or not isinstance(table, dict):
-            raise CommandError(f"{path} has {name!r}, expected only the tables verifier, drafter")
+        if name not in TABLES["serve"] or not isinstance(table, dict):
+            known = ", ".join(f"[{each}]" for each in TABLES["serve"])
+            raise CommandError(
+                f"{path} has {name!r}, expected only the tables {known}"
+                + meant(name, TABLES["serve"])
+            )
     for name in TABLES[command]:
+        actions = _actions_of(command, name, parser)
         for key, value in tables.get(name, {}).items():
-            if (command, name) == ("serve", "drafter"):
-                if key != "load":
-                    raise CommandError(f"[drafter] {key}: paceline serve reads only load from it")
-                key = "drafter"
-            if f"--{key}" not in given:
-                yield from _argument(key, value)
+            try:
+                flag, words = _argument(key, value, actions)
+            except ValueError as error:
+                raise CommandError(f"{path}: [{name}] {error}") from None
+            if flag not in given:
+                yield from words
 
 
-def _argument(key: str, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [f"--{key}"] if value else []
+def _actions_of(
+    command: str, table: str, parser: argparse.ArgumentParser
+) -> dict[str, argparse.Action]:
+    """Arguments of a command by the keys of one of its tables. Those of `serve` that begin with the
+    table's name have keys without it, as the arguments of the table's own command."""
+    groups: dict[str, list[argparse.Action]] = {name: [] for name in TABLES[command]}
+    for group in parser._action_groups:
+        groups.get(str(group.title), groups[TABLES[command][0]]).extend(group._group_actions)
+    found = {
+        flag.removeprefix("--"): action
+        for action in groups[table]
+        for flag in action.option_strings
+        if flag.startswith("--") and flag not in (CONFIG, "--help")
+    }
+    if command == "serve":
+        found |= {
+            key.removeprefix(f"{table}-"): action
+            for key, action in found.items()
+            if key.startswith(f"{table}-")
+        }
+        if table == "drafter":
+            found["load"] = found.pop("drafter")
+    return found
+
+
+def _argument(
+    key: str, value: Any, actions: Mapping[str, argparse.Action]
+) -> tuple[str, list[str]]:
+    """The argument of a key, and its words on the command line. Raises ValueError: there is no such
+    key, or the value is not of its type."""
+    action, negated = actions.get(key), actions.get(f"no-{key}")
+    if action is None and negated is None:
+        raise ValueError(f"has no key {key!r}{meant(key, actions)}")
+    flag = (action or negated).option_strings[-1 if action is None else 0]  # type: ignore[union-attr]
+    if action is None or action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ValueError(f"{key} = {value!r}: expected true or false")
+        if action is not None and value:
+            return flag, [flag]
+        off = negated if action is None else actions.get(f"no-{key}")
+        return flag, [off.option_strings[-1]] if off is not None and not value else []
     values = value if isinstance(value, list) else [value]
-    if not all(isinstance(each, str | int | float) for each in values):
-        raise CommandError(f"{key} = {value!r}: expected a text, a number, true or a list of them")
-    return [f"--{key}={each}" for each in values]
+    if isinstance(value, bool) or not all(isinstance(each, str | int | float) for each in values):
+        raise ValueError(f"{key} = {value!r}: expected a text, a number or a list of them")
+    if isinstance(value, list) and not isinstance(action, argparse._AppendAction):
+        raise ValueError(f"{key} = {value!r}: expected one value, not a list")
+    for each in map(str, values):
+        _check_value(key, each, action)
+    return flag, [f"{flag}={each}" for each in values]
 
 
-def print_chunk(console: Console, chunk: Chunk, style: str) -> None:
-    """Print the text of a chunk, accepted drafted tokens in `style`."""
-    pairs = zip(chunk.pieces, chunk.proposed_by, strict=False)
-    for proposer, pieces in groupby(pairs, key=itemgetter(1)):
-        text = "".join(piece for piece, _ in pieces)
-        drafted = style if proposer == "drafter" else None
-        console.out(text, style=drafted, highlight=False, end="")
+def _check_value(key: str, text: str, action: argparse.Action) -> None:
+    """Raises ValueError if an argument does not take a value. Names of models are left to argparse:
+    they may be downloaded."""
+    from paceline.service.options import byte_count
+
+    try:
+        value: Any = action.type(text) if action.type in (int, float, byte_count) else text
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{key}: {error}") from None
+    except ValueError:
+        kind = "whole number" if action.type is int else "number"
+        raise ValueError(f"{key} = {text!r} is no {kind}") from None
+    if action.choices is not None and value not in action.choices:
+        choices = [str(each) for each in action.choices]
+        raise ValueError(f"{key} = {text!r}: expected {', '.join(choices)}{meant(text, choices)}")

@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.command import CommandError, exit_with, print_chunk
+from paceline.cli.command import CommandError, exit_with
 from paceline.cli.connection import add_service_arguments, client_of
 from paceline.cli.fetch import FetchError, fetch
 from paceline.cli.generate import MEASURED, add_generation_arguments
+from paceline.cli.output import Output, print_chunk
 from paceline.cli.service_process import run_async
 from paceline.cli.services import ON_CPU, add_model_arguments, own_services
 from paceline.cli.shipped import models_folder
@@ -120,7 +121,7 @@ def run_compare(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(rows)))
     else:
-        _report(Console(highlight=False, markup=False, emoji=False, soft_wrap=True), rows)
+        _report(Output(), rows)
     return 0 if all(row.identical for row in rows) else 1
 
 
@@ -329,7 +330,7 @@ def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_demo(args: argparse.Namespace) -> int:
     """Run the demo; 0 if all tokens are identical, 1 if not, 2 if it cannot start."""
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = Output()
     with exit_with(2, OSError, ValueError):
         target = args.model or _default_target(console)
         prompts = read_prompts(args.prompts or _default_prompts(target))[:_PROMPTS]

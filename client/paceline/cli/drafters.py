@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import Message
-from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.command import CommandError, exit_with
@@ -23,9 +23,17 @@ from paceline.cli.connection import (
     tls_of,
     verifier_address,
 )
+from paceline.cli.output import Output
 from paceline.client import DraftOptions, PacelineError, Stats
-from paceline.client._transport import Connections, DrafterTransport, addresses_of, parse_addresses
+from paceline.client._transport import (
+    Connections,
+    DrafterTransport,
+    addresses_of,
+    host_of,
+    parse_addresses,
+)
 from paceline.harness import read_prompts
+from paceline.harness.models import MODELS, model_path
 from paceline.service.options import OptionsError, read_token
 from paceline.v1 import drafter_pb2
 
@@ -110,8 +118,10 @@ def run(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     """Prints facts about a folder, and what is wrong with it; returns 1 if anything is."""
     from paceline.drafter.inspection import inspect_drafter
-    from paceline.harness.models import model_path
 
+    if not (args.folder / "config.json").is_file():
+        what = "it has no config.json" if args.folder.is_dir() else "there is no such folder"
+        raise CommandError(f"{args.folder} is no drafter's folder: {what}")
     with exit_with(2, OSError, ValueError):
         found = inspect_drafter(args.folder, model_path(args.target) if args.target else None)
     if args.json:
@@ -120,7 +130,7 @@ def _inspect(args: argparse.Namespace) -> int:
     table = Table(show_header=False, box=None)
     for name, value in found.facts.items():
         table.add_row(name, value)
-    Console().print(table)
+    Output(soft_wrap=False).print(table)
     for problem in found.problems:
         print(f"does not fit: {problem}")
     return int(bool(found.problems))
@@ -187,12 +197,16 @@ async def _list(args: argparse.Namespace, call: Call) -> None:
 
 
 async def _load(args: argparse.Namespace, call: Call) -> None:
+    folder, options = args.folder, dict(args.option)
+    if host_of(args.address) == "localhost":  # its working folder is another
+        folder = _absolute(folder, is_path=folder != "")
+        options = {key: _absolute(text, is_path="/" in text) for key, text in options.items()}
     request = drafter_pb2.LoadDrafterRequest(
         name=args.name,
         version=args.version,
         method=args.method,
-        folder=args.folder,
-        options=dict(args.option),
+        folder=folder,
+        options=options,
         activate=args.activate and args.check is None,
     )
     with exit_with(2, OSError, ValueError):
@@ -270,6 +284,14 @@ async def _unload(args: argparse.Namespace, call: Call) -> None:
     print("unloaded" if gone else "draining: it is freed when its last generation has ended")
 
 
+def _absolute(text: str, *, is_path: bool) -> str:
+    """The path of a model's name, the absolute one of a path, or another text as it is. Raises
+    CommandError: the named model has not been fetched."""
+    with exit_with(2, argparse.ArgumentTypeError):
+        path = model_path(text) if text in MODELS else Path(text)
+    return os.path.abspath(path) if is_path or text in MODELS else text
+
+
 def _option(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not key or not equals:
@@ -313,7 +335,7 @@ def show(
             _state(info),
             _load_arguments(info),
         )
-    Console(highlight=False, markup=False, width=_WIDTH).print(table)
+    Output(width=_WIDTH).print(table)
     if check:
         print(f"check: {check['accepted_length']:.2f} tokens a round, {check['draft_ms']:.2f} ms")
 
@@ -352,7 +374,7 @@ def show_list(response: drafter_pb2.ListDraftersResponse, as_json: bool) -> None
         for link in response.verifiers:
             state = f"not joined: {link.error}" if link.error else "joined"
             table.add_row(link.address, link.carrier or "-", str(link.sequences), state)
-        Console(highlight=False, markup=False).print(table)
+        Output().print(table)
     if response.records_texts:
         print("This service records the texts of generations.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import dataclasses
 import json
 import re
@@ -24,6 +25,7 @@ from paceline.client import (
     Stats,
     field_docs,
 )
+from paceline.service.files import decoded, read_text
 from paceline.service.options import OptionsError
 from paceline.telemetry.exporters import traced
 
@@ -31,8 +33,14 @@ from paceline.telemetry.exporters import traced
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the prompt, the parameters of the generation, and the services."""
     add = parser.add_argument
-    add("prompt", nargs="?", help="text to continue; -: read it from stdin")
+    add(
+        "prompt",
+        nargs="?",
+        help="a message to a model with a chat template, which it answers, or a text to continue; "
+        "-: read it from stdin, as without a prompt from a pipe",
+    )
     add("--file", type=Path, metavar="F", help="read the prompt from a file")
+    add("--raw", action="store_true", help="continue the prompt as it is, without chat template")
     add("--json", action="store_true", help="print one JSON object at the end")
     add("--stats", action="store_true", help="print speed and drafting to stderr")
     add_generation_arguments(parser)
@@ -68,6 +76,10 @@ _TYPES: dict[str, dict[str, Any]] = {
 """Arguments by the type of the parameter; those of other types have no argument."""
 
 
+_ALIASES = {"max-new-tokens": ("--max-tokens",)}
+"""Other names of arguments, those of OpenAI's API."""
+
+
 def add_generation_arguments(
     parser: argparse.ArgumentParser, names: Collection[str] = (), **defaults: Any
 ) -> None:
@@ -85,7 +97,8 @@ def add_generation_arguments(
         elif default not in (None, False):
             text += " Default: %(default)s."
         flag = entry.name.replace("_", "-").replace("-ids", "-id")
-        group.add_argument(f"--{flag}", dest=entry.name, default=default, help=text, **settings)
+        flags = [f"--{flag}", *_ALIASES.get(flag, ())]
+        group.add_argument(*flags, dest=entry.name, default=default, help=text, **settings)
     if not names:
         help = "generate an instance of this JSON schema"
         group.add_argument("--json-schema", type=Path, metavar="FILE", help=help)
@@ -96,7 +109,7 @@ def generation_arguments(args: argparse.Namespace) -> dict[str, Any]:
     OSError: the schema's file cannot be read."""
     names = {field.name for field in dataclasses.fields(GenerationOptions)}
     options = {name: value for name, value in vars(args).items() if name in names}
-    schema = args.json_schema and args.json_schema.read_text(encoding="utf-8")
+    schema = args.json_schema and read_text(args.json_schema)
     return {**options, "json_schema": schema}
 
 
@@ -106,11 +119,18 @@ def run(args: argparse.Namespace) -> int:
         with exit_with(2, OptionsError, OSError, ValueError):
             prompt = _prompt(args)
             client = new_client(args)
-            generation = client.generate(prompt, **generation_arguments(args))
+            options = generation_arguments(args)
+            generation = client.generate(prompt, **options)
+            message = {"role": "user", "content": prompt}
+            answer = None if args.raw else client.chat([message], **options)
         with exit_with(1, PacelineError, OSError):
-            result = run_async(_generate(client, generation, show=not args.json))
+            result = run_async(_generate(client, generation, answer, show=not args.json))
     if args.json:
-        print(json.dumps(as_json(result), ensure_ascii=False))
+        # Any encoding has the characters of ASCII.
+        unicode = codecs.lookup(sys.stdout.encoding or "ascii").name.startswith("utf")
+        print(json.dumps(as_json(result), ensure_ascii=not unicode))
+    elif not result.text:
+        print("the model ended the text with its first token", file=sys.stderr)
     if args.stats:
         print(summary(result), file=sys.stderr)
     return 0
@@ -127,8 +147,13 @@ def as_json(result: GenerationResult) -> dict[str, object]:
     return {**dataclasses.asdict(result), "stats": result.stats.summary()}
 
 
-async def _generate(client: Client, generation: Generation, *, show: bool) -> GenerationResult:
+async def _generate(
+    client: Client, generation: Generation, answer: Generation | None, *, show: bool
+) -> GenerationResult:
+    """Runs the `answer`, if there is one and the model has a chat template; else the generation."""
     async with client:
+        if answer is not None and (await client.model()).facts.chat_template:
+            generation = answer
         if show:
             async for chunk in generation:
                 print(chunk.text, end="", flush=True)
@@ -137,11 +162,22 @@ async def _generate(client: Client, generation: Generation, *, show: bool) -> Ge
 
 
 def _prompt(args: argparse.Namespace) -> str:
-    if (args.prompt is None) == (args.file is None):
+    """The prompt. Raises ValueError: there is none or two, or it is no text; OSError: its file
+    cannot be read."""
+    if args.prompt is not None and args.file is not None:
         raise ValueError("give either a prompt or --file")
     if args.file is not None:
-        return str(args.file.read_text(encoding="utf-8"))
-    return sys.stdin.read() if args.prompt == "-" else str(args.prompt)
+        text, source = read_text(args.file), str(args.file)
+    elif args.prompt == "-" or (args.prompt is None and not sys.stdin.isatty()):
+        content = sys.stdin.buffer.read()
+        text, source = decoded(content, "standard input", sys.stdin.encoding), "standard input"
+    elif args.prompt is None:
+        raise ValueError("give a prompt, --file, or a text through a pipe")
+    else:
+        text, source = str(args.prompt), "the prompt"
+    if not text:
+        raise ValueError(f"{source} is empty: give a prompt, --file, or a text through a pipe")
+    return text
 
 
 def summary(result: GenerationResult) -> str:

@@ -10,11 +10,11 @@ import signal
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import metadata
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from paceline.cli.command import CommandError, expand_config
+from paceline.cli.command import CommandError, expand_config, meant
+from paceline.cli.environment import drop_output, prepared, require_files
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,40 @@ _ADDRESSES = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Adds to an error what was perhaps meant."""
+    """A parser without abbreviations, which would change their meaning with each new option. Its
+    errors are one line and say what was perhaps meant."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **settings})
+        self.set_defaults(**{_PARSER: self})  # of nested ones, the innermost is left in the result
 
     def error(self, message: str) -> NoReturn:
-        wrong = re.search(r"COMMAND: invalid choice: '(.*?)'", message)
+        wrong = re.match(r"argument ([A-Z]+): invalid choice: '(.*?)'", message)
         if wrong is not None:
-            names = [command.name for command in COMMANDS]
-            close = get_close_matches(wrong[1], names, 1)
-            meant = f"did you mean {close[0]}? " if close else ""
-            message = f"there is no command {wrong[1]!r}: {meant}paceline --help lists all"
-        super().error(message)
+            kind, word = wrong.groups()
+            names = [
+                name
+                for each in self._actions
+                if each.metavar == kind
+                for name in each.choices or ()
+            ]
+            message = f"there is no {kind.lower()} {word!r}{meant(word, names)}"
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        (file or sys.stderr).write(message)  # argparse's own hides that it cannot be written
+
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """Ends the command for words that are no arguments of it."""
+        options = [word.partition("=")[0] for word in words if word.startswith("--")]
+        if not options:
+            self.error(f"unexpected: {' '.join(words)}")
+        similar = meant(options[0], [flag for flag in self._option_string_actions if len(flag) > 2])
+        self.error(f"there is no option {options[0]}{similar}")
+
+
+_PARSER = "_parser"
+"""Name of the parser of a command in its parsed arguments."""
 
 
 # Top-level modules that only extras install. Any other missing module is a bug.
@@ -93,9 +117,21 @@ _OF_EXTRAS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `paceline` with `argv` (default: that of the process); returns the exit code."""
+    try:
+        with prepared():
+            return _main([*(sys.argv[1:] if argv is None else argv)])
+    except BrokenPipeError:
+        drop_output()
+        return 128 + signal.SIGPIPE  # as of a program that the signal ends
+    except OSError as error:
+        drop_output()
+        print(f"paceline: the output cannot be written: {error}", file=sys.stderr)
+        return 1
+
+
+def _main(argv: list[str]) -> int:
     if os.getpid() == 1:  # of a container: the kernel ends it by no signal that it does not handle
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
-    argv = [*(sys.argv[1:] if argv is None else argv)]
     if argv and argv[0] in ALIASES:
         argv[:1] = ALIASES[argv[0]]
     command = _command_of(argv)
@@ -103,7 +139,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for word in ("--port", "--host"):
             if any(each.partition("=")[0] == word for each in argv):
                 raise CommandError(f"there is no {word}: {_ADDRESSES}", 2)
-        args = build_parser([] if command is None else [command]).parse_args(expand_config(argv))
+        if command is not None:
+            require_files()
+        parser = build_parser([] if command is None else [command])
+        if command is not None and argv[0] == command.name:
+            argv = expand_config(argv, _parser_of(parser, command))
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:
+            getattr(args, _PARSER).refuse(unknown)
         return int(args.run(args))
     except CommandError as error:
         message, code = str(error), error.code
@@ -113,6 +156,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # of the machine: a folder that cannot be written, a full disk
+        message, code = str(error), 1
     print(f"paceline {command.name if command else ''}: {message}", file=sys.stderr)
     return code
 
@@ -141,6 +188,13 @@ def build_parser(expanded: Collection[Command]) -> argparse.ArgumentParser:
                 if len(expanded) == 1 or not _missing(command, error.name or ""):
                     raise
     return parser
+
+
+def _parser_of(parser: argparse.ArgumentParser, command: Command) -> argparse.ArgumentParser:
+    (commands,) = (each for each in parser._actions if each.metavar == "COMMAND")
+    found = dict(commands.choices or {})[command.name]
+    assert isinstance(found, argparse.ArgumentParser)
+    return found
 
 
 def add_completion_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import json
 import logging
+import os
 import shlex
 import signal
+import sys
 import time
 import webbrowser
 from collections.abc import Callable, Sequence
@@ -15,9 +18,9 @@ from contextlib import ExitStack
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import grpc
-from rich.console import Console
 
 from paceline.cli.command import CommandError, exit_with
 from paceline.cli.main import main
@@ -28,26 +31,47 @@ from paceline.cli.service_process import (
     set_torch_environment,
     write_atomically,
 )
-from paceline.cli.services import add_verifier_options, load_arguments
+from paceline.cli.services import (
+    KEY_FILE_VARIABLE,
+    KEY_VARIABLE,
+    add_gateway_options,
+    add_verifier_options,
+    gateway_options,
+    load_arguments,
+)
+from paceline.cli.shipped import models_folder
 from paceline.client import InvalidRequestError, TlsOptions
+from paceline.drafter import DrafterSpec, LoadError
 from paceline.harness import (
     JOIN_SECONDS,
+    NO_PROXY,
     Kind,
     ProcessFailed,
     ServiceProcess,
     has_drafter,
+    model_of,
     with_port,
 )
 from paceline.harness.models import MODEL, drafter_spec, local_model
 from paceline.service import ServerOptions, check_address, configure_logging
-from paceline.service.options import OptionsError, read_token, to_words, words_of
+from paceline.service.options import (
+    OptionsError,
+    given_options,
+    read_token,
+    socket_path_of,
+    to_words,
+    words_of,
+)
 from paceline.service.runtime import trim
+from paceline.v1 import verifier_pb2
 from paceline.verifier import VerifierOptions
 
 logger = logging.getLogger("paceline.cli")
 
 GATEWAY_ADDRESS = "127.0.0.1:8080"
 _METRICS = ("metrics_address", "insecure_metrics")
+_OF_ALL = ("address", "model_name", "drain_seconds", *_METRICS)
+"""Options of a gateway that `serve` gives all its services."""
 _SHARED_MODULES = ("paceline.verifier.service", "paceline.drafter.service", "paceline.decoder")
 """What verifier and drafter import."""
 
@@ -97,6 +121,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", nargs="?", type=local_model, metavar="MODEL", help=MODEL)
     # What a config file gives as the verifier's target.
     add("--target", type=local_model, help=argparse.SUPPRESS)
+    add("--open", action="store_true", help="open the gateway's page in a browser")
+    add("--verifier-address", default=VERIFIER_ADDRESS, metavar="A", help="default: %(default)s")
+    add(
+        "--ready-file",
+        type=Path,
+        metavar="FILE",
+        help="write the addresses of verifier, drafter and gateway, a line each, once calls are "
+        "answered",
+    )
+    add_verifier_options(parser)
+    _add_drafter_arguments(parser)
+    _add_gateway_arguments(parser)
+    add_shared_arguments(parser)
+    parser.set_defaults(log_level=None)
+
+
+def _add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("drafter").add_argument
+    add("--drafter-address", default=DRAFTER_ADDRESS, metavar="A", help="default: %(default)s")
     add(
         "--drafter",
         action="append",
@@ -112,21 +155,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="device of drafters with weights: auto, cpu, cuda or cuda:N, as of `paceline drafter` "
         "(default: cpu with --device cpu or --share-weights, else auto)",
     )
-    add("--open", action="store_true", help="open the gateway's page in a browser")
-    add("--verifier-address", default=VERIFIER_ADDRESS, metavar="A", help="default: %(default)s")
-    add("--drafter-address", default=DRAFTER_ADDRESS, metavar="A", help="default: %(default)s")
-    add(
-        "--gateway-address",
-        default=GATEWAY_ADDRESS,
-        metavar="A",
-        help="where to serve OpenAI's HTTP interface; none: do not (default: %(default)s)",
-    )
-    add(
-        "--gateway-insecure",
-        action="store_true",
-        help="let the gateway listen beyond this machine without TLS: `--insecure` of `paceline "
-        "gateway`",
-    )
     add(
         "--record",
         type=Path,
@@ -134,14 +162,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="record the texts of drafted generations in this folder, to train drafters with",
     )
     add(
-        "--ready-file",
+        "--root",
+        action="append",
         type=Path,
-        metavar="FILE",
-        help="write the addresses of verifier, drafter and gateway, a line each, once calls are "
-        "answered",
+        metavar="DIR",
+        help="folder below which `paceline drafters load` may load drafters; repeatable (default: "
+        "the working folder, and the folders beside MODEL and the loaded drafters)",
     )
-    add_verifier_options(parser)
-    add_shared_arguments(parser)
+
+
+def _add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("gateway")
+    group.add_argument(
+        "--gateway-address",
+        default=GATEWAY_ADDRESS,
+        metavar="A",
+        help="where to serve OpenAI's HTTP interface; none: do not (default: %(default)s)",
+    )
+    if find_spec("aiohttp") is not None:
+        add_gateway_options(group, _OF_ALL)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -152,9 +191,15 @@ def run(args: argparse.Namespace) -> int:
     model = args.model or args.target
     if model is None:
         raise CommandError(f"which model? Give a {MODEL}")
+    if args.log_level is None:
+        on_terminal = sys.stderr.isatty() and args.log_format != "json"
+        args.log_level = "warning" if on_terminal else "info"
     configure_logging(args.log_format, args.log_level)
     # Chosen beforehand, so that all start side by side.
-    verifier, drafter = with_port(args.verifier_address), with_port(args.drafter_address)
+    for name in ("verifier_address", "drafter_address", "gateway_address"):
+        setattr(args, name, with_port(getattr(args, name)))
+    _check(args)
+    verifier, drafter = args.verifier_address, args.drafter_address
     target = [f"--target={model}", *to_words(args, VerifierOptions), *_common(args, 0)]
     processes = [
         _service("verifier", verifier, target),
@@ -166,29 +211,21 @@ def run(args: argparse.Namespace) -> int:
         else:
             services = [f"--verifier-address={verifier}", f"--drafter-address={drafter}"]
             arguments = [*services, *_gateway_arguments(args)]
-            processes.append(_service("gateway", with_port(args.gateway_address), arguments))
+            processes.append(_service("gateway", args.gateway_address, arguments))
+    with exit_with(2, OptionsError, InvalidRequestError):
+        token = read_token(args.token_file)
+    metadata = [("authorization", f"Bearer {token}")] if token else []
 
-    with exit_with(2, OptionsError):
-        addresses = (verifier, drafter, args.gateway_address)[: len(processes)]
-        for address in addresses:
-            check_address(address)
+    def joined() -> bool:
+        return has_drafter(channel(), metadata)
 
     def ready() -> None:
-        for process in processes:
-            print(f"{process.kind:9} {_url(process, args)}", flush=True)
+        print(_announcement(model_of(channel(), metadata), processes, args), flush=True)
         if args.ready_file is not None:
             lines = (f"{process.address}\n" for process in processes)
             write_atomically(args.ready_file, "".join(lines))
         if args.open and (url := _url(processes[-1], args)).startswith("http"):
             webbrowser.open(url)
-
-    with exit_with(2, OptionsError, InvalidRequestError):
-        token = read_token(args.token_file)
-        set_torch_environment(args.threads)
-    metadata = [("authorization", f"Bearer {token}")] if token else []
-
-    def joined() -> bool:
-        return has_drafter(channel(), metadata)
 
     with ExitStack() as stack:
         # Its threads start with its first use, when the services have been forked.
@@ -196,13 +233,90 @@ def run(args: argparse.Namespace) -> int:
         return Supervisor(processes, joined, ready).run()
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Raises CommandError for arguments that a service would refuse, before anything starts."""
+    with exit_with(2, OptionsError, ValueError, OSError, LoadError):
+        servers = [
+            ServerOptions.from_args(_at(_shifted(args, offset), address))
+            for offset, address in enumerate((args.verifier_address, args.drafter_address))
+        ]
+        addresses = [(each.address, each.metrics_address) for each in servers]
+        if args.gateway_address != "none" and find_spec("aiohttp") is not None:
+            gateway = gateway_options(_of_gateway(args))
+            addresses.append((gateway.address, gateway.metrics_address))
+        for address in (each for pair in addresses for each in pair if each):
+            check_address(address)
+        VerifierOptions(**given_options(args, VerifierOptions), threads=args.threads)
+        set_torch_environment(args.threads)
+        for text in args.drafter or ():
+            spec = DrafterSpec.parse(text)  # imports the method, which may import torch
+            if missing := [str(each) for each in spec.folders if not each.exists()]:
+                raise OptionsError(f"--drafter {text}: there is no {missing[0]}")
+
+
+def _at(args: argparse.Namespace, address: str) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(args), "address": address})
+
+
+def _of_gateway(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments of the gateway. It serves with the services' certificate if it has no own."""
+    found = _at(_shifted(args, 2), args.gateway_address)
+    found.http_tls_cert, found.http_tls_key = _gateway_tls(args)
+    return found
+
+
+def _gateway_tls(args: argparse.Namespace) -> tuple[Path | None, Path | None]:
+    own = args.http_tls_cert, args.http_tls_key
+    return own if any(own) else (args.tls_cert, args.tls_key)
+
+
+def _announcement(
+    model: verifier_pb2.GetModelResponse | None,
+    processes: Sequence[ServiceProcess],
+    args: argparse.Namespace,
+) -> str:
+    """What is served, where, and how to ask it for a first text."""
+    services = model.drafter_services if model is not None else ()
+    drafters = dict.fromkeys(each.name for service in services for each in service.drafters)
+    name = model.name if model is not None else "the model"
+    lines = [
+        f"serving {name}, drafters: {', '.join(drafters) or 'none has joined yet'}",
+        *(f"{process.kind:9} {_url(process, args)}" for process in processes),
+    ]
+    if len(processes) > 2:
+        chat = model is not None and bool(model.chat_template)
+        lines.append(f"try       {_request(processes[2], name, args, chat=chat)}")
+    return "\n".join([*lines, "Ctrl-C stops all"])
+
+
+def _request(gateway: ServiceProcess, model: str, args: argparse.Namespace, *, chat: bool) -> str:
+    """A command line that asks the gateway for a text."""
+    url, (cert, _) = _url(gateway, args), _gateway_tls(args)
+    words = ["curl"] if cert is None else ["curl", "--cacert", str(cert)]
+    if url.startswith("unix:"):
+        words += ["--unix-socket", str(socket_path_of(url))]
+        url = f"{'http' if cert is None else 'https'}://localhost/"
+    path, prompt = "completions", dict[str, Any](prompt="Hello")
+    if chat:
+        path, prompt = "chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}
+    body = json.dumps({"model": model, **prompt})
+    words += [f"{url}v1/{path}", "-H", "Content-Type: application/json", "-d", body]
+    line = shlex.join(words)
+    file = args.api_key_file or os.environ.get(KEY_FILE_VARIABLE)
+    if args.api_key_file is None and os.environ.get(KEY_VARIABLE):
+        return f'{line} -H "Authorization: Bearer ${KEY_VARIABLE}"'
+    if file:
+        return f'{line} -H "Authorization: Bearer $(cat {shlex.quote(str(file))})"'
+    return line
+
+
 def _channel(address: str, args: argparse.Namespace) -> grpc.Channel:
     """A channel to the verifier, which trusts its certificate as the gateway does."""
     if args.tls_cert is None:
-        return grpc.insecure_channel(address)
+        return grpc.insecure_channel(address, NO_PROXY)
     own = args.tls_client_ca is not None
     tls = TlsOptions(args.tls_cert, *((args.tls_cert, args.tls_key) if own else (None, None)))
-    return grpc.secure_channel(address, tls.credentials())
+    return grpc.secure_channel(address, tls.credentials(), NO_PROXY)
 
 
 def _service(kind: Kind, address: str, arguments: Sequence[str]) -> ServiceProcess:
@@ -233,22 +347,44 @@ def _drafter_arguments(args: argparse.Namespace, model: Path) -> list[str]:
     if device is None:
         device = "cpu" if args.share_weights or args.device == "cpu" else "auto"
     loads = load_arguments(args.drafter or (), model, args.weights or "auto", args.lora)
-    arguments = [*loads, f"--device={device}", *words_of(args, ["record"]), *_common(args, 1)]
+    roots = args.root or _roots(args, model)
+    arguments = [
+        *(*loads, f"--device={device}", *(f"--root={root}" for root in roots)),
+        *(*words_of(args, ["record"]), *_common(args, 1)),
+    ]
     if args.tls_cert is not None:
         # Both serve with this certificate: the drafter trusts it when it joins the verifier.
         arguments.append(f"--verifier-tls-ca={args.tls_cert}")
     return arguments
 
 
+def _roots(args: argparse.Namespace, model: Path) -> list[Path]:
+    """Where the user who starts the services has drafters: the working folder, but not the whole
+    machine, and the folders beside the model and the drafters that are loaded."""
+    here = Path.cwd()
+    specs = (DrafterSpec.parse(text) for text in args.drafter or ())
+    beside = [model.resolve(), *(folder.resolve() for spec in specs for folder in spec.folders)]
+    shipped = models_folder()
+    return list(
+        dict.fromkeys(
+            [
+                *([here] if here != Path(here.anchor) else []),
+                *([shipped] if shipped is not None else []),
+                *(folder.parent for folder in beside),
+            ]
+        )
+    )
+
+
 def _gateway_arguments(args: argparse.Namespace) -> list[str]:
-    """The gateway serves with the services' certificate, and trusts it as the drafter does."""
-    names = ("token_file", "drain_seconds", "log_format", "log_level")
-    arguments = [*words_of(args, names), *words_of(_shifted(args, 2), _METRICS)]
-    if args.gateway_insecure:
-        arguments.append("--insecure")
+    """The gateway trusts the services' certificate as the drafter does."""
+    from paceline.gateway import GatewayOptions
+
+    names = ("token_file", "log_format", "log_level", "api_key_file", "chat_template")
+    without = ("address", "model_name")  # the verifier tells the name
+    arguments = [*words_of(args, names), *to_words(_of_gateway(args), GatewayOptions, without)]
     if args.tls_cert is not None:
         arguments.append(f"--tls-ca={args.tls_cert}")
-        arguments += [f"--http-tls-cert={args.tls_cert}", f"--http-tls-key={args.tls_key}"]
     if args.tls_client_ca is not None:
         arguments += [f"--tls-cert={args.tls_cert}", f"--tls-key={args.tls_key}"]
     return arguments
@@ -258,7 +394,7 @@ def _url(process: ServiceProcess, args: argparse.Namespace) -> str:
     """The address of a service, for a gateway that of its page."""
     if process.kind != "gateway" or process.address.startswith("unix:"):
         return process.address
-    return f"{'http' if args.tls_cert is None else 'https'}://{process.address}/"
+    return f"{'http' if _gateway_tls(args)[0] is None else 'https'}://{process.address}/"
 
 
 def _common(args: argparse.Namespace, offset: int) -> list[str]:
@@ -309,7 +445,9 @@ class Supervisor:
         try:
             return self._run()
         except ProcessFailed as failure:
-            logger.error("cannot serve: %s", failure)
+            # A service that refuses to start has said why.
+            if not any(process.returncode == 2 for process in self._processes):
+                logger.error("cannot serve: %s", failure)
             return 2
         finally:
             for process in self._processes:
@@ -325,15 +463,12 @@ class Supervisor:
             process.spawn()
         for process in self._processes:
             logger.debug("started: paceline %s", shlex.join((process.kind, *process.arguments)))
-        with Console(stderr=True).status("") as status:  # shown on a terminal only
-            while not self._signals:
-                starting = [each.kind for each in self._processes if not each.poll_ready()]
-                if not starting:
-                    break
-                status.update(f"starting {', '.join(starting)}")
-                time.sleep(_POLL_INTERVAL)
-            status.update("waiting for the drafter to join the verifier")
-            self._wait_joined()
+        while not self._signals:
+            ready = [each.poll_ready() for each in self._processes]  # each one, as any may fail
+            if all(ready):
+                break
+            time.sleep(_POLL_INTERVAL)
+        self._wait_joined()
         if self._signals:
             return self._drain()
         self._on_ready()

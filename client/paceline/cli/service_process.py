@@ -74,15 +74,20 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the server and of the process."""
     add_server_arguments(parser)
     group = parser.add_argument_group("process")
-    group.add_argument(
-        "--config",
-        metavar="FILE",
-        help="TOML file with more arguments, in the tables [verifier] and [drafter]",
-    )
+    add_config_argument(group)
     group.add_argument(
         "--threads", type=int, metavar="N", help="threads (default: the cores of one NUMA node)"
     )
     add_log_arguments(group)
+
+
+def add_config_argument(group: argparse._ActionsContainer) -> None:
+    """Add `--config`, which `command.expand_config` replaces."""
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML file with more arguments, in the tables [verifier], [drafter] and [gateway]",
+    )
 
 
 def add_log_arguments(group: argparse._ActionsContainer) -> None:
@@ -97,7 +102,7 @@ def add_log_arguments(group: argparse._ActionsContainer) -> None:
         "--log-level",
         choices=["debug", "info", "warning", "error"],
         default="info",
-        help="lowest level to log (default: %(default)s)",
+        help="lowest level to log (default: info; of serve on a terminal: warning)",
     )
 
 

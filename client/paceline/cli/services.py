@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from paceline.cli.connection import add_service_arguments, client_of
 from paceline.cli.service_process import (
     DRAFTER_ADDRESS,
     VERIFIER_ADDRESS,
+    add_config_argument,
     add_log_arguments,
     add_process_arguments,
     add_readiness_arguments,
@@ -29,6 +30,7 @@ from paceline.client import PacelineError
 from paceline.harness import local_services
 from paceline.harness.models import MODEL, WEIGHTS, drafter_spec, local_model, model_path, name_of
 from paceline.service import Service, configure_logging
+from paceline.service.files import read_text
 from paceline.service.options import (
     OptionsError,
     add_options,
@@ -270,10 +272,19 @@ def _build_drafter(args: argparse.Namespace, metrics: CollectorRegistry | None) 
 
 def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the HTTP server, its security, and the services."""
+    add_gateway_options(parser.add_argument_group("gateway"))
+    add_readiness_arguments(parser)
+    add_service_arguments(parser)
+    group = parser.add_argument_group("process")
+    add_config_argument(group)
+    add_log_arguments(group)
+
+
+def add_gateway_options(group: argparse._ArgumentGroup, without: Collection[str] = ()) -> None:
+    """Add the options of a gateway, but for those `without`, and the files that it reads."""
     from paceline.gateway import GatewayOptions
 
-    group = parser.add_argument_group("gateway")
-    add_options(group, GatewayOptions)
+    add_options(group, GatewayOptions, without)
     add = group.add_argument
     add(
         "--chat-template",
@@ -288,23 +299,28 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"file with the key that requests must carry as a bearer token (or set {KEY_VARIABLE} "
         f"or {KEY_FILE_VARIABLE})",
     )
-    add_readiness_arguments(parser)
-    add_service_arguments(parser)
-    add_log_arguments(parser)
+
+
+def gateway_options(args: argparse.Namespace) -> GatewayOptions:
+    """The options in the arguments of `add_gateway_options`. Raises OptionsError:
+    they contradict each other, or the key cannot be read; OSError, ValueError: the template
+    cannot be."""
+    from paceline.gateway import GatewayOptions
+
+    template = args.chat_template
+    return GatewayOptions(
+        api_key=read_secret("API key", args.api_key_file, KEY_VARIABLE, KEY_FILE_VARIABLE),
+        chat_template=template and read_text(template),
+        **given_options(args, GatewayOptions),
+    )
 
 
 def run_gateway(args: argparse.Namespace) -> int:
     """Serve until a signal; 0 after a drain, 2 for options that cannot be served."""
-    from paceline.gateway import GatewayOptions
-
     configure_logging(args.log_format, args.log_level)
     with traced("paceline-gateway"):
         try:
-            options = GatewayOptions(
-                api_key=read_secret("API key", args.api_key_file, KEY_VARIABLE, KEY_FILE_VARIABLE),
-                chat_template=args.chat_template and args.chat_template.read_text(encoding="utf-8"),
-                **given_options(args, GatewayOptions),
-            )
+            options = gateway_options(args)
             if args.stop_with_stdin:
                 stop_with_stdin()
             raise_file_limit()

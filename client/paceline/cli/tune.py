@@ -12,13 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.command import CommandError, exit_with
+from paceline.cli.output import Output
 from paceline.cli.service_process import run_async
 from paceline.client import Client, DraftOptions, Generation, GenerationResult, PacelineError
-from paceline.harness import PROMPT_FILE, ProcessFailed, ServiceProcess, read_prompts
+from paceline.harness import (
+    NO_PROXY,
+    PROMPT_FILE,
+    ProcessFailed,
+    ServiceProcess,
+    read_prompts,
+)
 from paceline.harness.models import MODEL, WEIGHTS, drafter_spec, model_path
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
@@ -121,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         tail = "".join(f",{name}={value}" for name, value in options.items())
         found = f"{spec.name}={spec.method}:{folder}{tail}"
         args.output.write_text(to_toml(verifier, found, steps, baseline), encoding="utf-8")
-    Console().print(*(to_table(step, baseline) for step in steps))
+    Output(soft_wrap=False).print(*(to_table(step, baseline) for step in steps))
     print(f"written: {args.output} (paceline serve --config {args.output})")
     return 0
 
@@ -212,7 +218,9 @@ async def measuring(
         drafting = ServiceProcess("drafter", drafter)
         for each in (verifying, drafting):
             await running.enter_async_context(each)
-        channel = await running.enter_async_context(grpc.aio.insecure_channel(drafting.address))
+        channel = await running.enter_async_context(
+            grpc.aio.insecure_channel(drafting.address, NO_PROXY)
+        )
         registry: Any = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
         client = await running.enter_async_context(
             Client(

@@ -65,11 +65,14 @@ def host_of(address: str) -> str:
     """The host of an address; "localhost" if it is on this machine."""
     if address.startswith(("unix:", "unix-abstract:")):
         return "localhost"
-    host = address.removeprefix(_DNS).rpartition(":")[0].strip("[]")
+    host = re.sub(f"^({_DNS}|ipv[46]:)", "", address).rpartition(":")[0].strip("[]")
     try:
-        return "localhost" if ipaddress.ip_address(host).is_loopback else host
+        found = ipaddress.ip_address(host)
     except ValueError:
-        return host
+        return "localhost" if host.lower().rstrip(".") == "localhost" else host
+    found = getattr(found, "ipv4_mapped", None) or found
+    # A connection to 0.0.0.0 or [::] is one to this machine.
+    return "localhost" if found.is_loopback or found.is_unspecified else host
 
 
 M = TypeVar("M", bound="Verifier | DrafterTransport")
@@ -237,11 +240,14 @@ class Connections:
             name: DNS name that was resolved to the address: its certificate has this name, or the
                 `server_name` of the TLS options; empty: that of the address.
         """
+        options = list(self._options)
+        if host_of(address) == "localhost":
+            # gRPC else sends calls to the proxy that the environment names.
+            options.append(("grpc.enable_http_proxy", 0))
         if self._credentials is None or self._tls is None:
-            return _aio.insecure_channel(address, options=self._options)
-        expected = self._tls.server_name or name
-        override = [("grpc.ssl_target_name_override", expected)] if expected else []
-        options = [*self._options, *override]
+            return _aio.insecure_channel(address, options=options)
+        if expected := self._tls.server_name or name:
+            options.append(("grpc.ssl_target_name_override", expected))
         return _aio.secure_channel(address, self._credentials, options=options)
 
 

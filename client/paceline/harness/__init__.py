@@ -22,6 +22,7 @@ from typing import Any, Literal, NoReturn, Self
 
 import grpc
 
+from paceline.service.files import read_text
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 
 Kind = Literal["verifier", "drafter", "gateway"]
@@ -31,6 +32,10 @@ _LOG_TAIL_BYTES = 8192
 _CALL_SECONDS = 5.0
 JOIN_SECONDS = 60.0
 """Longest time from the start of a verifier and a drafter until the drafter has joined."""
+
+NO_PROXY = (("grpc.enable_http_proxy", 0),)
+"""Options of a channel to a service of this machine: gRPC else sends its calls to the proxy that
+the environment names."""
 
 _PROMPT_FIELDS = ("prompt", "text", "turns", "question")
 """Keys of the prompt in common data sets: HumanEval, MBPP, MT-bench and GSM8K among them."""
@@ -292,7 +297,7 @@ def local_services(
             process.spawn()
         for process in processes:
             process.wait_ready()
-        with grpc.insecure_channel(address) as channel:
+        with grpc.insecure_channel(address, NO_PROXY) as channel:
             _wait_joined(channel, *processes)
         yield processes
     finally:
@@ -312,15 +317,25 @@ def with_port(address: str) -> str:
 
 
 def has_drafter(channel: grpc.Channel, metadata: Sequence[tuple[str, str]] = ()) -> bool:
-    """Whether a drafter service has joined the verifier of a channel. Its bearer token is in the
-    metadata of the call."""
+    """Whether a drafter service has joined the verifier of a channel; arguments of `model_of`."""
+    model = model_of(channel, metadata)
+    return model is not None and bool(model.drafter_services)
+
+
+def model_of(
+    channel: grpc.Channel, metadata: Sequence[tuple[str, str]] = ()
+) -> verifier_pb2.GetModelResponse | None:
+    """The model of the verifier of a channel, without its tokenizer; None: it does not answer. Its
+    bearer token is in the metadata of the call."""
     stub: Any = verifier_pb2_grpc.VerifierServiceStub
     request = verifier_pb2.GetModelRequest(omit_tokenizer=True)
     try:
-        model = stub(channel).GetModel(request, metadata=metadata, timeout=_CALL_SECONDS)
+        model: verifier_pb2.GetModelResponse = stub(channel).GetModel(
+            request, metadata=metadata, timeout=_CALL_SECONDS
+        )
     except grpc.RpcError:
-        return False
-    return bool(model.drafter_services)
+        return None
+    return model
 
 
 def _wait_joined(channel: grpc.Channel, verifier: ServiceProcess, drafter: ServiceProcess) -> None:
@@ -345,12 +360,13 @@ def read_prompts(path: Path) -> list[str | list[int]]:
         OSError: The file cannot be read.
         ValueError: It has no prompt, or a line that is not a prompt.
     """
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     if path.suffix not in (".jsonl", ".json"):
         if not text.strip():
             raise ValueError(f"{path} is empty; expected a prompt")
         return [text]
-    lines = [line for line in text.splitlines() if line.strip()]
+    # Not `splitlines`: a text in JSON may contain other characters that end lines.
+    lines = [line for line in text.split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{path} has no prompt; expected one a line")
     return [_prompt(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]

@@ -32,7 +32,9 @@ MEASUREMENTS = {
 
 def main() -> int:
     """Write JSON; 0 if all measurements ended well, 1 if not, 2 without a GPU."""
-    parser = argparse.ArgumentParser(prog="python -m paceline.bench.gpu", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m paceline.bench.gpu", description=__doc__
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the measurements")
     parser.add_argument("--only", choices=MEASUREMENTS, action="append", help="only these")

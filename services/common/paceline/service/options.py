@@ -5,10 +5,12 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, get_args, get_type_hints
+
+from paceline.service.files import read_text
 
 TOKEN_VARIABLE = "PACELINE_TOKEN"
 TOKEN_FILE_VARIABLE = "PACELINE_TOKEN_FILE"
@@ -31,15 +33,17 @@ def option(default: Any, help: str, **argument: Any) -> Any:
     return field(default=default, metadata={"help": help, **argument})
 
 
-def add_options(group: argparse._ActionsContainer, options: type[Any]) -> None:
-    """Add an argument for each `option` of a dataclass.
+def add_options(
+    group: argparse._ActionsContainer, options: type[Any], without: Collection[str] = ()
+) -> None:
+    """Add an argument for each `option` of a dataclass, but for the fields `without`.
 
     Its type is that of the field. A boolean is a flag that turns the default around: `--NAME`, or
     `--no-NAME` where the default is true. An argument that is not given has the value None.
     """
     types = get_type_hints(options)
     for entry in fields(options):
-        if "help" not in entry.metadata:
+        if "help" not in entry.metadata or entry.name in without:
             continue
         name = _argument_of(entry)
         settings = {"default": None, "dest": name, **entry.metadata}
@@ -63,21 +67,26 @@ def given_options(args: argparse.Namespace, options: type[Any]) -> dict[str, Any
     return {name: value for name, value in given.items() if value is not None}
 
 
-def to_words(args: argparse.Namespace, options: type[Any]) -> list[str]:
-    """The command line of the options of a dataclass that are in parsed arguments."""
-    names = [_argument_of(entry) for entry in fields(options) if "help" in entry.metadata]
-    return words_of(args, names)
+def to_words(
+    args: argparse.Namespace, options: type[Any], without: Collection[str] = ()
+) -> list[str]:
+    """The command line of the options of a dataclass that are in parsed arguments, but for the
+    fields `without`."""
+    entries = [entry for entry in fields(options) if "help" in entry.metadata]
+    return words_of(args, [_argument_of(each) for each in entries if each.name not in without])
 
 
 def words_of(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """The command line of the named arguments, without those that are None."""
+    """The command line of the named arguments, without those that are None; a list is repeated."""
     words = []
     for name in names:
         value, flag = getattr(args, name), name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
-            words.append(f"--{flag}={value}")
+            words += [
+                f"--{flag}={each}" for each in (value if isinstance(value, list) else [value])
+            ]
     return words
 
 
@@ -235,8 +244,8 @@ def read_secret(what: str, file: Path | None, variable: str, file_variable: str)
     if file is None:
         return None
     try:
-        secret = file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        secret = read_text(file).strip()
+    except (OSError, ValueError) as error:
         raise OptionsError(f"cannot read the {what} file {file}: {error}") from error
     if not secret:
         raise OptionsError(f"the {what} file {file} is empty")

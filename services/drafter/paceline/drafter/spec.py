@@ -111,7 +111,7 @@ class Roots:
             raise LoadError(
                 "FOLDER_NOT_ALLOWED",
                 f"{str(folder)[:200]} is not below a folder that drafters may be loaded from "
-                f"({listed}); move it there or start the service with another root",
+                f"({listed}); move it there or start the service with --root DIR",
             )
         if not os.path.exists(found):  # unlike Path.exists, False if the name is too long
             raise LoadError(

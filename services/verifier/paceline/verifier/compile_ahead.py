@@ -93,7 +93,7 @@ def _warm_up(decoder: Decoder) -> None:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.partition("\n")[0])
     parser.add_argument("capabilities", type=int, nargs="+", help="such as 90 for sm_90")
     parser.add_argument("--model", type=Path, nargs="*", default=[], help="with a config.json")
     parser.add_argument("--weights", nargs="+", default=["bfloat16", FP8], help="bfloat16, fp8")

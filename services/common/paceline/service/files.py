@@ -1,0 +1,43 @@
+"""Text files that users write, on any system."""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),  # begins with the mark of UTF-16
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+"""Byte order marks, which editors and shells of Windows write, and their encodings."""
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, as of `decoded`. Raises OSError: it cannot be read; ValueError: it is no
+    text."""
+    return decoded(path.read_bytes(), str(path))
+
+
+def decoded(content: bytes, name: str, encoding: str = "utf-8") -> str:
+    """Text that another program wrote. Line ends of Windows become "\\n".
+
+    Args:
+        content: Its bytes.
+        name: What it is, for the error: the path of a file.
+        encoding: Its encoding, unless it begins with a byte order mark. The mark, which is no part
+            of the text, names the encoding then.
+
+    Raises:
+        ValueError: The bytes are no text in this encoding.
+    """
+    encoding = next((each for mark, each in _MARKS if content.startswith(mark)), encoding)
+    try:
+        return content.decode(encoding).replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} is not text in {encoding.removesuffix('-sig').upper()}: byte {error.start} is "
+            f"invalid ({error.reason}); save it in UTF-8"
+        ) from None
