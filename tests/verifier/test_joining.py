@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import drafters
@@ -135,6 +138,34 @@ async def test_unloaded_drafters_close_their_sequences(socket: bool, client: Cli
         await service.update([])
         assert [each.no_draft for each in await step()] == [not_ready, not_ready]
         await until(lambda: not service.sequences)
+
+
+async def test_graphs_with_hidden_states_are_captured_when_a_drafter_joins(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between steps, one at a time; layers that the target does not have are left out."""
+    captured: list[tuple[tuple[int, ...], str]] = []
+
+    def warm_up(layers: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+        for number in (1, 2):
+            captured.append((layers, threading.current_thread().name))
+            yield number, 2
+
+    monkeypatch.setattr(client.service, "_graphs", SimpleNamespace(warm_up=warm_up))
+    async with client.new_drafter_service() as service:
+        await service.join()
+        assert not captured, "nothing is read"
+        reading = []
+        for name, layers in (("a", (1,)), ("b", (0, 1)), ("c", (7,))):
+            reading.append(service.info("0", name=name))
+            reading[-1].hidden_state_layers.extend(layers)
+        await service.update(reading[:1])
+        await until(lambda: len(captured) == 2)
+        await service.update(reading)
+        await until(lambda: len(captured) == 4)
+    assert [layers for layers, _ in captured] == [(1,), (1,), (0, 1), (0, 1)]
+    assert len({thread for _, thread in captured}) == 1
+    assert threading.current_thread().name not in {thread for _, thread in captured}
 
 
 # Connections that break the protocol

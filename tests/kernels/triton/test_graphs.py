@@ -246,6 +246,35 @@ def test_after_the_warm_up_no_step_captures_a_graph(
     assert len(runner) == len(reported)
 
 
+def test_graphs_with_hidden_states_are_captured_before_a_step_needs_one(
+    monkeypatch: pytest.MonkeyPatch, pool: PagePool
+) -> None:
+    """Those of all drafters at once: a step with some of the layers takes no graph of its own."""
+    runner = GraphRunner(make_decoder(), pool)
+    made: list[tuple[int, ...]] = []
+
+    def capture(plan: Any, taps: Any, layers: Any) -> Any:
+        made.append(taps)
+        run = Captured(plan).run
+        states = tuple(torch.full((plan.rows, 4), float(layer)) for layer in taps)
+        return lambda: replace(run(), taps=states)
+
+    monkeypatch.setattr(runner, "_capture", capture)
+    plain = len(list(runner.warm_up()))
+    assert len(list(runner.warm_up((0, 1)))) == plain
+    assert made == [()] * plain + [(0, 1)] * plain
+    for taps in ((), (1,), (0,), (0, 1), (1, 0)):
+        for rows in (1, 64, 300):
+            blocks = [TreeSegment(0, 9, None, 1)] * rows
+            found = runner.forward([0] * rows, blocks, [1], taps)
+            assert found is not None
+            assert [tap.unique().tolist() for tap in found.taps] == [[layer] for layer in taps]
+            assert all(len(tap) == rows for tap in found.taps)
+    assert len(runner) == 2 * plain
+    list(runner.warm_up((0, 1)))
+    assert len(runner) == 2 * plain, "drafters that join again need no more"
+
+
 def test_graphs_have_sizes_that_products_have() -> None:
     assert set(FIXED_SHAPES) <= set(FIXED_ROWS)
     assert FIXED_SHAPES[-1] == SHAPES[-1], "no step loses its graph"

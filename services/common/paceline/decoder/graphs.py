@@ -113,6 +113,7 @@ class GraphRunner:
         self._keys = key.pool
         self._graphs: dict[tuple[object, ...], tuple[GraphPlan, Pass] | None] = {}
         self._capturing = Capturing(self._keys.device)
+        self._tapped: list[tuple[int, ...]] = []  # layers that graphs return, the newest set first
         # One for all graphs, whose own would take gigabytes.
         self._logits: Tensor | None = None
 
@@ -152,29 +153,43 @@ class GraphRunner:
         if rows is None or (probed and any(each.group > each.rows for each in tilings)):
             return None
         again = any(each.again for each in probed)
-        graph = self._graph(rows, tilings, tuple(taps), tuple(probed_layers), again=again)
+        tapped = self._wider(rows, tilings, tuple(taps), tuple(probed_layers), again)
+        graph = self._graph(rows, tilings, tapped, tuple(probed_layers), again=again)
         if graph is None:
             return None
         plan, run = graph
         plan.fill(tokens, segments, table_rows, probed)
         result = run()
         count = len(tokens)
-        return ForwardResult(result.logits[:count], tuple(tap[:count] for tap in result.taps))
+        found = dict(zip(tapped, result.taps, strict=True))
+        return ForwardResult(result.logits[:count], tuple(found[layer][:count] for layer in taps))
 
-    def warm_up(self) -> Iterator[tuple[int, int]]:
-        """Capture the graphs of all steps without taps and scores, the largest first. Yields how
-        many are captured so far, and their number.
+    def _wider(
+        self, rows: int, tilings: tuple[Tiling, ...], taps: tuple[int, ...],
+        probed: tuple[int, ...], again: bool,
+    ) -> tuple[int, ...]:  # fmt: skip
+        """The taps of a graph that returns at least these: one that is captured, if there is."""
+        sets = [each for each in self._tapped if taps and set(taps) <= set(each)]
+        made = [each for each in sets if (rows, tilings, each, probed, again) in self._graphs]
+        return next(iter([*made, *sets]), taps)
+
+    def warm_up(self, taps: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
+        """Capture the graphs of all steps without scores, the largest first. Yields how many are
+        captured so far, and their number.
 
         Their kernels are those of larger steps too. Each graph takes seconds if its kernels have to
-        be compiled.
+        be compiled. Steps with some of the ``taps`` then use the graphs of all of them.
         """
+        layers = tuple(taps)
+        if layers and layers not in self._tapped:
+            self._tapped.insert(0, layers)
         keys = [
             (rows, tilings)
             for rows in reversed(self._shapes)
             for tilings in dict.fromkeys(self._tilings(n) for n in SHAPES if n <= rows)
         ]
         for count, (rows, tilings) in enumerate(keys, 1):
-            self._graph(rows, tilings, (), ())
+            self._graph(rows, tilings, layers, ())
             yield count, len(keys)
 
     def _tilings(self, widest: int) -> tuple[Tiling, ...]:

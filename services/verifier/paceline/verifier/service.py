@@ -160,6 +160,8 @@ class VerifierService:
         self._exchange = DraftExchangeServicer(
             model.message, self.engine, self.store, options.draft_socket, self._weights
         )
+        self._exchange.on_tapped = self._capture_taps
+        self._captures: set[asyncio.Task[None]] = set()
         kept = None if metrics is None else self._metrics(metrics, model)
         telemetry = Telemetry(kept, tracer(), options.trace_rounds)
         self._servicer = VerifierServicer(
@@ -270,6 +272,21 @@ class VerifierService:
         failed = f"; {graphs.failed} could not be captured" if graphs.failed else ""
         _log.info("CUDA graphs: %d%s", len(graphs), failed)
 
+    def _capture_taps(self, layers: tuple[int, ...]) -> None:
+        """Capture the graphs that return hidden states, before a step of a generation needs one."""
+        if self._graphs is not None:
+            task = asyncio.create_task(self._capture_between_steps(self._graphs, layers))
+            self._captures.add(task)
+            task.add_done_callback(self._captures.discard)
+
+    async def _capture_between_steps(self, graphs: GraphRunner, layers: tuple[int, ...]) -> None:
+        steps = graphs.warm_up(layers)
+        try:
+            while await self.engine.between_steps(lambda: next(steps, None)) is not None:
+                pass
+        except Exception:
+            _log.exception("graphs with hidden states of layers %s are missing", layers)
+
     async def fault(self) -> None:
         """Wait until the device is lost. Raises ``DeviceLost``: it is."""
         await self.engine.lost()
@@ -293,6 +310,9 @@ class VerifierService:
             with suppress(asyncio.CancelledError):
                 await self._sweeper
         await self._exchange.stop()
+        for task in self._captures:
+            task.cancel()
+        await asyncio.gather(*self._captures, return_exceptions=True)
         await self.engine.stop()
         if self._ranks is not None:
             await asyncio.to_thread(self._ranks.stop)

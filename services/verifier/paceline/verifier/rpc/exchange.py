@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -39,6 +39,10 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
     it uses the stream of its Join call. Who opens it shows the random token that was sent over the
     authenticated Join call. Who shows the read grant of a cache instead gets the descriptors of its
     memory, and with the token of GetWeights that of the packed weights. Used on the event loop.
+
+    Attributes:
+        on_tapped: Called with the layers whose hidden states the joined drafters read, whenever a
+            list of drafters has come.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         self._expected: dict[bytes, asyncio.Future[FramedSocket]] = {}
         self._handshakes: set[asyncio.Task[None]] = set()
         self._links: list[Link] = []
+        self.on_tapped: Callable[[tuple[int, ...]], None] = lambda layers: None
 
     def joined(self) -> list[verifier_pb2.JoinedService]:
         """The services that have joined, in order."""
@@ -89,6 +94,16 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             return None  # made for another target: the drafter refuses the sequence
         # A window as long as the context is the same as none.
         return Taps(layers, window if window < self._model.max_context else 0)
+
+    def _list_came(self) -> None:
+        """Tell which layers are read, by drafters that were made for this target."""
+        lists = [link.drafters for link in self._links]
+        found = set[int]()
+        for name in {each.name for listed in lists for each in listed.drafters}:
+            taps = self.taps(name)
+            found |= set(() if taps is None else taps.layers)
+        if found:
+            self.on_tapped(tuple(sorted(found)))
 
     def scored(self, drafter: str | None) -> set[tuple[str, tuple[int, ...]]]:
         """Selection policies of a drafter (see :meth:`taps`) that score positions, and layers."""
@@ -210,6 +225,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         link = Link(drafters, write, end, framed)
         self._links.append(link)
         self._engine.drafting(lambda drafting: drafting.join(link))
+        self._list_came()
         lists = 1
         put(exchange_pb2.JoinResponse(lists=lists))
         writing = asyncio.create_task(_write_all(outgoing, context))
@@ -245,6 +261,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             drafters = message.drafters
             link.drafters = drafters
             self._engine.drafting(lambda drafting: drafting.update(link, drafters))
+            self._list_came()
         if link.socket is None:
             self._engine.drafting(lambda drafting: drafting.receive(link, message))
 
