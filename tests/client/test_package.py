@@ -1,12 +1,15 @@
 """The package as users import it."""
 
 import dataclasses
+import importlib
 import inspect
 import pydoc
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +46,89 @@ def test_help_describes_each_field(kind: type) -> None:
     for field in dataclasses.fields(kind):
         described = "" if field.name in SAY_IT else r" \S.{8}"
         assert re.search(rf"\n \|      {field.name}:{described}", text), field.name
+
+
+METHODS = {
+    client.Client.generate: client.GenerationOptions,
+    client.Client.chat: client.ChatOptions,
+    client.SyncClient.generate: client.GenerationOptions,
+    client.SyncClient.stream: client.GenerationOptions,
+    client.SyncClient.chat: client.ChatOptions,
+    client.SyncClient.stream_chat: client.ChatOptions,
+}
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda each: each.__qualname__)
+def test_help_describes_each_parameter(method: Callable[..., object]) -> None:
+    """With its type, in the signature and in the text."""
+    text = pydoc.plain(pydoc.render_doc(method))
+    arguments = text.partition("Args:")[2]
+    fields = dataclasses.fields(METHODS[method])
+    signature = inspect.signature(method).parameters
+    assert list(signature)[2:] == [field.name for field in fields]
+    for field in fields:
+        assert signature[field.name].annotation == field.type
+        kind = re.escape(str(field.type))
+        assert re.search(rf"\n        {field.name}: {kind}. \S", arguments)
+    assert max(map(len, arguments.splitlines())) <= 100
+
+
+def test_dir_has_the_public_names() -> None:
+    assert dir(client) == client.__all__
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("client", "decoder", "drafter", "gateway", "harness", "kernels", "sampling", "service"),
+        *("tree", "verifier"),
+    ],
+)
+def test_packages_list_what_they_export(name: str) -> None:
+    """What a package defines, and takes from its modules; and no name twice."""
+    package = importlib.import_module(f"paceline.{name}")
+    public = {
+        key
+        for key, value in vars(package).items()
+        if not key.startswith("_")
+        and not inspect.ismodule(value)
+        and str(getattr(value, "__module__", "")).startswith(package.__name__)
+    }
+    assert public <= set(package.__all__)
+    assert all(hasattr(package, each) for each in package.__all__)
+    assert len(set(package.__all__)) == len(package.__all__)
+
+
+ANY: Any = client
+"""The package without types, for wrong calls."""
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: ANY.Client().generate("x", max_tokens=3),
+            "Client.generate() got an unexpected keyword argument 'max_tokens'; "
+            "did you mean max_new_tokens?",
+        ),
+        (
+            lambda: ANY.Client().generate("x", max_completion_tokens=3),
+            "'max_completion_tokens'; did you mean max_new_tokens?",
+        ),
+        (lambda: ANY.Client().chat([], tool=[]), "Client.chat() got .*; did you mean tools?"),
+        (lambda: ANY.Client().chat([], xyz=1), "Client.chat() got .* 'xyz'"),
+        (
+            lambda: ANY.SyncClient(verifier="x"),
+            "SyncClient.__init__() got .* 'verifier'; did you mean verifier_address?",
+        ),
+        (lambda: ANY.Client(tokens="x"), "Client.__init__() got .*; did you mean token?"),
+        (lambda: ANY.Client().generate("x", 3), "Client.generate() takes 2 positional"),
+    ],
+)
+def test_a_wrong_argument_names_the_users_function(call: Callable[[], object], said: str) -> None:
+    pattern = re.escape(said).replace(r"\.\*", ".*")
+    with pytest.raises(TypeError, match=pattern):
+        call()
 
 
 def test_each_type_has_a_readable_repr() -> None:

@@ -75,3 +75,8 @@ __all__ = [
 for _exported in [globals()[name] for name in __all__]:
     if isinstance(_exported, type) and is_dataclass(_exported):
         add_field_docs(_exported)
+del add_field_docs, is_dataclass
+
+
+def __dir__() -> list[str]:
+    return __all__

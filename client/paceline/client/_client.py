@@ -23,6 +23,7 @@ from ._options import (
     TlsOptions,
     checked_prompt,
     invalid_requests,
+    suggests,
     takes,
     takes_all,
     user_cache_dir,
@@ -70,6 +71,7 @@ class Client:
             file cannot be read.
     """
 
+    @suggests
     def __init__(
         self,
         verifier_address: str | None = None,

@@ -9,9 +9,12 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from functools import wraps
 from inspect import Signature, signature
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
@@ -239,9 +242,11 @@ class ChatOptions(GenerationOptions):
 def takes(
     options: Callable[P, GenerationOptions],
 ) -> Callable[[Callable[Concatenate[Any, A, ...], T]], Callable[Concatenate[Any, A, P], T]]:
-    """Decorates a method `(self, prompt, **options)` with the signature of its options.
+    """Decorates a method `(self, prompt, **options)` with the signature and the documentation of
+    its options.
 
-    Type checkers, editors and `help` show all of them, without a second list.
+    Type checkers, editors and `help` show all of them, without a second list. An unknown one is a
+    TypeError that names the method, and the option that was perhaps meant.
     """
     return lambda method: _with_parameters(method, 2, options)
 
@@ -253,11 +258,52 @@ def takes_all(
     return lambda method: _with_parameters(method, 1, of)
 
 
+def suggests(method: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a method: an unknown keyword argument is a TypeError that names the one that was
+    perhaps meant."""
+    found: Callable[P, T] = _with_parameters(
+        method, len(signature(method).parameters), lambda: None
+    )
+    return found
+
+
 def _with_parameters(method: Any, own: int, options: Callable[..., Any]) -> Any:
     """The method; its signature has its first parameters, `own` many, and those of `options`."""
     kept = list(signature(method).parameters.values())[:own]
-    method.__signature__ = Signature([*kept, *signature(options).parameters.values()])
-    return method
+    parameters = [*kept, *signature(options).parameters.values()]
+    names = [each.name for each in parameters]
+
+    @wraps(method)
+    def call(*args: Any, **given: Any) -> Any:
+        for name in given.keys() - set(names):
+            close = get_close_matches(name, names, 1, cutoff=0.5)
+            raise TypeError(
+                f"{method.__qualname__}() got an unexpected keyword argument {name!r}"
+                + (f"; did you mean {close[0]}?" if close else "")
+            )
+        return method(*args, **given)
+
+    call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    if isinstance(options, type) and is_dataclass(options):
+        call.__doc__ = _with_fields(method.__doc__ or "", options)
+    return call
+
+
+def _with_fields(doc: str, kind: type) -> str:
+    """A method's docstring with its options, the fields of a dataclass, among the arguments."""
+    types = {entry.name: entry.type for entry in fields(kind)}
+    entries = "\n".join(
+        fill(
+            re.sub(r"\s+", " ", f"{name}: {types[name]}. {text}"),
+            width=96,
+            initial_indent="    ",
+            subsequent_indent="        ",
+        )
+        for name, text in field_docs(kind).items()
+    )
+    text = inspect.cleandoc(doc)
+    before, found, after = text.partition(f"    options: see `{kind.__name__}`.")
+    return f"{before}{entries}{after}" if found else f"{text}\n\nArgs:\n{entries}"
 
 
 _FIELD = re.compile(r'^    (\w+): [^\n]*(?:\n    """(.*?)""")?$', re.MULTILINE | re.DOTALL)

@@ -25,6 +25,20 @@ import grpc
 from paceline.service.files import read_text
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 
+__all__ = [
+    "JOIN_SECONDS",
+    "NO_PROXY",
+    "PROMPT_FILE",
+    "Kind",
+    "ProcessFailed",
+    "ServiceProcess",
+    "has_drafter",
+    "local_services",
+    "model_of",
+    "read_prompts",
+    "with_port",
+]
+
 Kind = Literal["verifier", "drafter", "gateway"]
 
 _POLL_SECONDS = 0.01

@@ -17,7 +17,23 @@ from typing import Any, TypeVar
 
 from paceline.v1 import sampling_pb2
 
-T = TypeVar("T", bool, int, float, str)
+__all__ = [
+    "CONSTRAINTS",
+    "MAX_LOGIT_BIAS",
+    "MAX_TOKEN_IDS",
+    "Checked",
+    "Sampling",
+    "SamplingError",
+    "as_json",
+    "checked",
+    "exactly",
+    "items",
+    "rejects",
+    "require",
+    "token_ids",
+]
+
+_T = TypeVar("_T", bool, int, float, str)
 
 CONSTRAINTS = ("json_schema", "regex", "grammar")
 """Parameters that constrain the text; at most one is set."""
@@ -77,7 +93,7 @@ class SamplingError(ValueError):
         return cls(parameter, f"{parameter}{at} must be {expected}, not {shown}")
 
 
-def exactly(value: object, kind: type[T]) -> T | None:
+def exactly(value: object, kind: type[_T]) -> _T | None:
     """A value as a bool, int, float or str; None if it is not one, or would not stay the same.
 
     Scalars of numpy and torch are taken. A bool is no number.
@@ -90,7 +106,7 @@ def exactly(value: object, kind: type[T]) -> T | None:
         if not scalar or is_bool != (kind is bool):
             return None
         convert: Any = operator.index if kind is int else kind
-        converted: T = convert(value)
+        converted: _T = convert(value)
         return converted if converted == value else None
     except Exception:  # whatever the conversion of an unknown type raises
         return None
@@ -99,11 +115,11 @@ def exactly(value: object, kind: type[T]) -> T | None:
 def checked(
     parameter: str,
     value: object,
-    kind: type[T],
+    kind: type[_T],
     expected: str,
-    valid: Callable[[T], bool] = lambda _: True,
+    valid: Callable[[_T], bool] = lambda _: True,
     at: str = "",
-) -> T:
+) -> _T:
     """A value as `kind`, as of `exactly`.
 
     Args:
@@ -193,9 +209,9 @@ class Checked:
     def _take(
         self,
         parameter: str,
-        kind: type[T],
+        kind: type[_T],
         expected: str,
-        valid: Callable[[T], bool] = lambda _: True,
+        valid: Callable[[_T], bool] = lambda _: True,
         *,
         optional: bool = False,
     ) -> None:
