@@ -32,6 +32,7 @@ from ._options import (
     user_cache_dir,
 )
 from ._stats import RoundStats, Stats, Usage
+from ._template_process import TemplateProcess
 from ._text import Chunk, Detokenizer, Model, TextCodec, TokenLogprob, VerifiedTree
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "Stats",
     "SyncClient",
     "TargetChangedError",
+    "TemplateProcess",
     "TextCodec",
     "TlsOptions",
     "TokenLogprob",

@@ -2,52 +2,81 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
-from paceline.sampling import MAX_TOKEN_IDS, SamplingError, checked, exactly, items
+from paceline.sampling import MAX_TOKEN_IDS, SamplingError, as_json, checked, exactly, items
 
 from ._errors import InvalidRequestError
 from ._options import invalid_requests
+from ._templates import Conversation, TemplateRefusal
 from ._text import Model
-
-if TYPE_CHECKING:
-    from jinja2 import Template
-
-# The form of the Hermes models (https://github.com/NousResearch/Hermes-Function-Calling), which
-# many models were trained with.
-_HERMES_TOOLS = """You may call functions. Their signatures, as JSON, are inside <tools></tools>:
-<tools>
-{tools}
-</tools>
-For each call, write a JSON object with the function's name and arguments inside tags:
-<tool_call>
-{{"name": <function name>, "arguments": <object>}}
-</tool_call>"""
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
     """Messages as `render_chat` takes them. Raises InvalidRequestError: they are not a sequence of
-    mappings with the texts role and content."""
-    expected = "a message: a mapping with the texts role and content"
+    mappings with a role, whose values are those of JSON."""
+    expected = "a message: a mapping with the text role, and content, a text or a list of parts"
     with invalid_requests():
         found = items("messages", messages, "a list of messages", MAX_TOKEN_IDS)
         if not found:
             raise SamplingError.unexpected("messages", "at least one message", messages)
         for index, message in enumerate(found):
-            texts = (
-                [message.get(key) for key in ("role", "content")]
-                if isinstance(message, Mapping)
-                else [None]
-            )
-            for text in texts:
+            at = f"[{index}]"
+            if not isinstance(message, Mapping) or exactly(message.get("role"), str) is None:
+                raise SamplingError.unexpected("messages", expected, message, at)
+            for text in _texts(message):
                 if exactly(text, str) is None:
-                    raise SamplingError.unexpected("messages", expected, message, f"[{index}]")
-                checked("messages", text, str, "text", at=f"[{index}]")
+                    raise SamplingError.unexpected("messages", expected, message, at)
+                checked("messages", text, str, "text", at=at)
+        as_json("messages", found)
     return [dict(message) for message in found]
+
+
+def _texts(message: Mapping[str, Any]) -> list[Any]:
+    """What must be texts in a message: its role and its content, which calls may replace."""
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return [message["role"]]
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = [part.get("text", "") if isinstance(part, Mapping) else part for part in parts]
+    return [message["role"], *texts]
+
+
+def conversation(
+    model: Model,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    template: str | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+) -> Conversation:
+    """What `render_chat` renders. Raises InvalidRequestError: there is no template."""
+    facts = model.facts
+    templates = dict(facts.named_chat_templates)
+    if facts.chat_template:
+        templates["default"] = facts.chat_template
+    if not (template or templates):
+        raise InvalidRequestError(
+            f"{facts.name} has no chat template: give one (chat_template=, or "
+            "--chat-template of the gateway), or give a prompt (generate, or /v1/completions)",
+            reason="NO_CHAT_TEMPLATE",
+            metadata={"param": "messages"},
+        )
+    return Conversation(
+        templates,
+        messages,
+        template or None,
+        _special_tokens(model),
+        tools,
+        documents,
+        variables or {},
+        add_generation_prompt,
+        continue_final_message,
+    )
 
 
 def render_chat(
@@ -56,20 +85,26 @@ def render_chat(
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     template: str | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> str:
     """The prompt of a conversation, with its special tokens as text, for `Model.encode_rendered`.
 
-    A template that does not know tools gets them, their calls and their results as text in the form
-    of the Hermes models. Role "developer" is the same as "system".
+    It is that of transformers' `apply_chat_template`. What the template does not show becomes text
+    in the form of the Hermes models: tools, calls, their results. Arguments of calls are objects,
+    or text if the template takes only that. Role "developer" is the same as "system".
+
+    A template is a program. Nothing limits its time and memory here; the gateway does.
 
     Args:
-        model: model with its template and special tokens.
-        messages: in the form of OpenAI's API, with `content` as text.
+        model: model with its templates and special tokens.
+        messages: in the form of OpenAI's API.
         tools: in the form of OpenAI's API.
-        template: Jinja template; None: that of the model.
+        template: name of a template of the model, or a Jinja template; None: "tool_use" if the
+            model has it and there are tools, or its usual one.
+        documents: variable of templates that answer from documents.
         variables: more variables of the template.
         add_generation_prompt: end the prompt with the beginning of an answer.
         continue_final_message: end the prompt with the text of the last message instead.
@@ -78,119 +113,32 @@ def render_chat(
         InvalidRequestError: there is no template, or it refuses the messages. `metadata["param"]`
             is the argument at fault.
     """
-    from jinja2 import TemplateError
-
-    source = template or model.facts.chat_template
-    if not source:
-        raise InvalidRequestError(
-            f"{model.facts.name} has no chat template: give one (chat_template=, or "
-            "--chat-template of the gateway), or give a prompt (generate, or /v1/completions)",
-            reason="NO_CHAT_TEMPLATE",
-            metadata={"param": "messages"},
-        )
-    try:
-        conversation = [_for_template(message) for message in messages]
-        if "tools" not in source:
-            conversation = _in_hermes_form(conversation, tools)
-        values = {
-            **_special_tokens(model),
-            **(variables or {}),
-            "messages": conversation,
-            "tools": list(tools) or None,
-            "add_generation_prompt": add_generation_prompt and not continue_final_message,
-        }
-        text = _compiled(source).render(values)
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-        raise InvalidRequestError(
-            f"the chat template refuses these messages: {error}", metadata={"param": "messages"}
-        ) from None
-    return _up_to(text, messages[-1]["content"]) if continue_final_message else text
-
-
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: arguments of calls are parsed, if they are an object."""
-    fields = dict(message)
-    if fields["role"] == "developer":
-        fields["role"] = "system"
-    if "tool_calls" in fields:
-        fields["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _parsed(call["function"])}}
-            for call in fields["tool_calls"]
-        ]
-    return fields
-
-
-def _parsed(function: Mapping[str, Any]) -> Any:
-    try:
-        value = json.loads(function["arguments"])
-    except ValueError:
-        return function["arguments"]
-    return value if isinstance(value, dict) else function["arguments"]
-
-
-def _in_hermes_form(
-    messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Messages with tools, calls and results as text. Results have the role "user"."""
-    plain: list[dict[str, Any]] = []
-    for message in messages:
-        message = dict(message)
-        calls = message.pop("tool_calls", ())
-        texts = [message["content"]] if message["content"] else []
-        texts += [f"<tool_call>\n{json.dumps(call['function'])}\n</tool_call>" for call in calls]
-        message["content"] = "\n".join(texts)
-        if message["role"] == "tool":
-            answer = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if plain and plain[-1]["role"] == "user" and "<tool_response>" in plain[-1]["content"]:
-                plain[-1]["content"] += f"\n{answer}"
-                continue
-            message = {"role": "user", "content": answer}
-        plain.append(message)
-    if tools:
-        text = _HERMES_TOOLS.format(tools="\n".join(map(json.dumps, tools)))
-        if plain and plain[0]["role"] == "system":
-            plain[0]["content"] += f"\n\n{text}"
-        else:
-            plain.insert(0, {"role": "system", "content": text})
-    return plain
-
-
-def _up_to(text: str, message: str) -> str:
-    """A rendered conversation up to the end of its last message's text."""
-    message = message.strip()  # as many templates do
-    start = text.rfind(message)
-    if not message or start < 0:
-        raise InvalidRequestError(
-            "the last message cannot be continued: it is empty, or not in the template's text",
-            metadata={"param": "continue_final_message"},
-        )
-    return text[: start + len(message)]
-
-
-@lru_cache(maxsize=8)
-def _compiled(source: str) -> Template:
-    """Compiles a template in a sandbox, with the settings of transformers."""
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def as_json(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    def refuse(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    found = conversation(
+        model,
+        messages,
+        tools=tools,
+        template=template,
+        documents=documents,
+        variables=variables,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
     )
-    environment.filters["tojson"] = as_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
+    try:
+        return found.render()
+    except TemplateRefusal as refusal:
+        raise refused(refusal) from None
+
+
+def refused(refusal: TemplateRefusal) -> InvalidRequestError:
+    """The error of a conversation that cannot be rendered."""
+    return InvalidRequestError(str(refusal), metadata={"param": refusal.param})
 
 
 def _special_tokens(model: Model) -> dict[str, str]:
+    """Variables of a template. A verifier that serves no tokenizer's names has two of them."""
     facts, codec = model.facts, model.codec
+    if facts.special_tokens:
+        return dict(facts.special_tokens)
     tokens = {"bos_token": "", "eos_token": ""}
     if codec is not None and facts.HasField("bos_token_id"):
         tokens["bos_token"] = codec.token_text(facts.bos_token_id)

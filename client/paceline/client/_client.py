@@ -157,7 +157,7 @@ class Client:
         """Answers a conversation, as `generate` continues a prompt. The template is the model's.
 
         Args:
-            messages: in the form of OpenAI's API, with `content` as text, oldest first.
+            messages: in the form of OpenAI's API, oldest first.
             options: see `ChatOptions`.
 
         Raises:
@@ -169,8 +169,12 @@ class Client:
         conversation, chosen = checked_messages(messages), ChatOptions(**options)
 
         async def prompt(model: Model) -> list[int]:
-            text = render_chat(
-                model, conversation, tools=chosen.tools, template=chosen.chat_template
+            text = await asyncio.to_thread(
+                render_chat,
+                model,
+                conversation,
+                tools=chosen.tools,
+                template=chosen.chat_template,
             )
             return await model.encode_rendered(text)
 

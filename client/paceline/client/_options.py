@@ -226,7 +226,7 @@ class ChatOptions(GenerationOptions):
     tools: Sequence[Mapping[str, Any]] = ()
     """Functions that the model may call, in the form of OpenAI's API."""
     chat_template: str | None = None
-    """Jinja template; None: that of the model."""
+    """Jinja template, or the name of one of the model's; None: the model's own."""
 
     def _check(self) -> None:
         super()._check()

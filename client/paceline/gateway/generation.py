@@ -19,9 +19,9 @@ from paceline.client import (
     GenerationResult,
     Model,
     PacelineError,
+    TemplateProcess,
     TokenLogprob,
     checked_prompt,
-    render_chat,
 )
 from paceline.telemetry.names import Span
 
@@ -84,6 +84,11 @@ class JobBuilder:
     def __init__(self, client: Client, options: GatewayOptions) -> None:
         self._client = client
         self._options = options
+        self._templates = TemplateProcess()
+
+    async def close(self) -> None:
+        """Ends the process that renders chat templates."""
+        await asyncio.to_thread(self._templates.close)
 
     async def model(self, name: str | None) -> Model:
         """The served model. Raises ApiError: it has another name than the request's."""
@@ -135,12 +140,13 @@ class JobBuilder:
     def _chat(self, body: ChatRequest, model: Model) -> GenerationJob:
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: set it to true", "top_logprobs")
-        text = render_chat(
+        text = self._templates.render(
             model,
             [message.for_template() for message in body.messages],
             tools=[tool.model_dump(exclude_none=True) for tool in body.tool_use().tools],
             template=self._options.chat_template,
-            variables=body.chat_template_kwargs,
+            documents=body.documents,
+            variables=body.variables(),
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )

@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from paceline.sampling import MAX_LOGIT_BIAS
 
@@ -148,6 +149,19 @@ class TextPart(Body):
     text: str = ""
     refusal: str = ""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_known_type(cls, fields: Any) -> Any:
+        known = get_args(cls.model_fields["type"].annotation) if "type" in cls.model_fields else ()
+        kind = fields.get("type") if isinstance(fields, dict) else None
+        if isinstance(kind, str) and known and kind not in known:
+            raise PydanticCustomError(
+                "part",
+                "a part of type {kind} is not supported, expected text in a part of type {known}",
+                {"kind": repr(kind), "known": " or ".join(map(repr, known))},
+            )
+        return fields
+
 
 class ContentPart(TextPart):
     """A part of a message in a chat."""
@@ -163,10 +177,10 @@ def text_of(content: str | Sequence[TextPart]) -> str:
 
 
 class FunctionCall(Body):
-    """A function and its arguments, JSON as text."""
+    """A function and its arguments: JSON as text, or the object itself."""
 
     name: str
-    arguments: str = "{}"
+    arguments: str | dict[str, Any] = "{}"
 
 
 class ToolCall(Body):
@@ -181,24 +195,36 @@ class Message(Body):
     """One message of a conversation, such as one of this gateway's own answers."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Items[ContentPart] = ""
+    content: str | Items[ContentPart] | None = None
     name: str | None = None
     tool_calls: Items[ToolCall] = Field(default=[])
     tool_call_id: str | None = None
+    # Of other servers and of templates: what the model thought before, and functions of a system
+    # message.
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+    tool_plan: str | None = None
+    tools: str | Items[dict[str, Any]] | None = None
     # Of OpenAI's answers, and without a place in a template.
     refusal: str | None = None
     annotations: Items[Any] = Field(default=[])
 
     def for_template(self) -> dict[str, Any]:
-        """The message for `render_chat`: all of its text, and the fields that templates know."""
-        text = text_of(self.content or self.refusal or "")
+        """The message for `render_chat`: the fields that templates know, without absent ones."""
+        content: Any = self.content or self.refusal or self.content
+        if isinstance(content, list):
+            content = [{"type": "text", "text": part.text or part.refusal} for part in content]
         calls = [
             call.model_dump(include={"id": True, "type": True, "function": {"name", "arguments"}})
             for call in self.tool_calls
         ]
-        optional = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls}
-        shown = {name: value for name, value in optional.items() if value not in (None, [])}
-        return {"role": self.role, "content": text, **shown}
+        names = ("name", "tool_call_id", "tools", "tool_plan", "thinking")
+        optional = {name: getattr(self, name) for name in names}
+        optional |= {"reasoning_content": self.reasoning_content, "reasoning": self.reasoning}
+        fields = {"role": self.role, "content": content or "" if content == [] else content}
+        fields |= {**optional, "tool_calls": calls or None}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -542,10 +568,20 @@ class ChatRequest(GenerationRequest):
     modalities: Items[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """More variables of the chat template."""
+    reasoning_effort: str | None = None
+    """Variable of the chat template."""
+    documents: Items[dict[str, Any]] | None = None
+    """Variable of the chat template, for answers from documents."""
     add_generation_prompt: bool = True
     """End the prompt with the beginning of an answer."""
     continue_final_message: bool = False
     """End the prompt with the text of the last message, which the answer continues."""
+
+    def variables(self) -> dict[str, Any]:
+        """More variables of the chat template."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        return {"reasoning_effort": self.reasoning_effort, **self.chat_template_kwargs}
 
     def tool_use(self) -> ToolUse:
         """Its tools and how they may be called. Raises ApiError: a tool that must be called does

@@ -92,6 +92,7 @@ class Gateway:
             ],
             client_max_size=options.max_body_bytes,
         )
+        self.app.on_cleanup.append(lambda _: self._jobs.close())
         self.app.on_response_prepare.append(sites.add_headers)
         get, post = (partial(route, expect_handler=_expect) for route in (web.get, web.post))
         self.app.add_routes(

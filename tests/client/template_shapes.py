@@ -1,0 +1,748 @@
+# ruff: noqa: E501
+"""The constructs of published chat templates, one small template for each family of models.
+
+They are written for these tests. Each has what its family does differently: tags, filters, how
+tools, calls, results and system messages are told, and what it refuses.
+"""
+
+from __future__ import annotations
+
+CHATML = """\
+{%- if tools %}<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content + '\\n' }}{% endif %}\
+<tools>{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}</tools><|im_end|>
+{% elif messages[0].role == 'system' %}<|im_start|>system
+{{ messages[0].content }}<|im_end|>
+{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' or (m.role == 'system' and not loop.first) or (m.role == 'assistant' \
+and not m.tool_calls) %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% elif m.role == 'assistant' %}<|im_start|>assistant
+{%- if m.content %}{{ '\\n' + m.content }}{% endif %}
+{%- for call in m.tool_calls %}{% if call.function is defined %}{% set call = call.function %}\
+{% endif %}
+<tool_call>
+{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% elif m.role == 'tool' %}{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}\
+<|im_start|>user{% endif %}
+<tool_response>
+{{ m.content }}
+</tool_response>{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
+{% endif %}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+
+QWEN3 = CHATML.replace(
+    "{{ m.content }}<|im_end|>\n{% elif m.role == 'assistant'",
+    "{% set content = m.content.split('</think>')[-1].lstrip('\\n') if '</think>' in m.content "
+    "else m.content %}{{ content }}<|im_end|>\n{% elif m.role == 'assistant'",
+)
+
+QWEN3_CODER = """\
+{% macro extra(value, known) %}{% if value is mapping %}{% for key in value %}\
+{% if key not in known %}
+<{{ key }}>{{ value[key] | tojson if value[key] is not string else value[key] }}</{{ key }}>\
+{% endif %}{% endfor %}{% endif %}{% endmacro %}
+{%- if messages[0]['role'] == 'system' %}{% set system = messages[0].content %}
+{%- set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}
+{%- if not tools is defined %}{% set tools = [] %}{% endif %}
+{%- if system is defined or tools %}<|im_start|>system
+{{ system if system is defined else 'You are Qwen.' }}
+{%- if tools is iterable and tools | length > 0 %}<tools>{% for tool in tools %}\
+{% if tool.function is defined %}{% set tool = tool.function %}{% endif %}
+<function><name>{{ tool.name }}</name>{% for name, field in tool.parameters.properties | items %}
+<parameter><name>{{ name }}</name>{{ extra(field, ['name', 'type']) }}</parameter>{% endfor %}\
+{{ extra(tool, ['name', 'parameters']) }}</function>{% endfor %}</tools>{% endif %}<|im_end|>
+{% endif %}
+{%- for m in rest %}<|im_start|>{{ m.role if m.role != 'tool' else 'user' }}
+{%- if m.content is string and m.content | trim | length > 0 %}{{ '\\n' + m.content }}{% endif %}
+{%- for call in m.tool_calls or [] %}
+<tool_call>
+<function={{ call.function.name }}>{% for name, value in call.function.arguments | items %}
+<parameter={{ name }}>
+{{ value if value is string else value | tojson | safe }}
+</parameter>{% endfor %}
+</function>
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+LLAMA3 = """\
+{{- bos_token }}
+{%- if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}
+{%- if not tools_in_user_message is defined %}{% set tools_in_user_message = true %}{% endif %}
+{%- if not date_string is defined %}{% if strftime_now is defined %}\
+{% set date_string = strftime_now("%Y") %}{% else %}{% set date_string = "2024" %}{% endif %}\
+{% endif %}
+{%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] | trim %}\
+{% set messages = messages[1:] %}{% else %}{% set system = "" %}{% endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday: " + date_string + "\\n" + system }}\
+<|eot_id|>
+{%- if tools_in_user_message and tools is not none %}{% if messages | length != 0 %}\
+{% set first = messages[0]['content'] | trim %}{% set messages = messages[1:] %}{% else %}\
+{{ raise_exception("There is no first message of the user") }}{% endif %}
+{{- '<|start_header_id|>user<|end_header_id|>\\n\\n' }}{% for t in tools %}\
+{{ t | tojson(indent=4) }}{{ "\\n\\n" }}{% endfor %}{{ first + "<|eot_id|>" }}{% endif %}
+{%- for m in messages %}{% if not (m.role == 'ipython' or m.role == 'tool' or \
+'tool_calls' in m) %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + \
+m['content'] | trim + '<|eot_id|>' }}
+{%- elif 'tool_calls' in m %}{% if not m.tool_calls | length == 1 %}\
+{{ raise_exception("Only one call at a time") }}{% endif %}
+{%- set call = m.tool_calls[0].function %}<|start_header_id|>assistant<|end_header_id|>
+
+{{ '{"name": "' + call.name + '", ' }}"parameters": {{ call.arguments | tojson }}}<|eot_id|>
+{%- else %}<|start_header_id|>ipython<|end_header_id|>
+
+{% if m.content is mapping or m.content is iterable %}{{ m.content | tojson }}{% else %}\
+{{ m.content }}{% endif %}<|eot_id|>{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}\
+{% endif %}"""
+
+LLAMA32_VISION = """\
+{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>
+
+{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}\
+{% if part['type'] == 'image' %}<|image|>{% elif part['type'] == 'text' %}{{ part['text'] }}\
+{% endif %}{% endfor %}{% endif %}<|eot_id|>{% endfor %}\
+{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""
+
+MISTRAL_V3 = """\
+{%- if messages[0]["role"] == "system" %}{% set system = messages[0]["content"] %}\
+{% set turns = messages[1:] %}{% else %}{% set turns = messages %}{% endif %}
+{%- if not tools is defined %}{% set tools = none %}{% endif %}
+{%- set asked = turns | selectattr("role", "equalto", "user") | list %}
+{%- set ns = namespace() %}{% set ns.index = 0 %}
+{%- for m in turns %}{% if not (m.role == "tool" or m.role == "tool_results" or (m.tool_calls is \
+defined and m.tool_calls is not none)) %}{% if (m["role"] == "user") != (ns.index % 2 == 0) %}\
+{{ raise_exception("After the system message, roles alternate user and assistant") }}{% endif %}\
+{% set ns.index = ns.index + 1 %}{% endif %}{% endfor %}
+{{- bos_token }}
+{%- for m in turns %}{% if m["role"] == "user" %}{% if tools is not none and (m == asked[-1]) %}\
+[AVAILABLE_TOOLS] [{% for tool in tools %}{% set tool = tool.function %}{"type": "function", \
+"function": {{ "{" }}{% for key, val in tool.items() if key != "return" %}{% if val is string %}\
+"{{ key }}": "{{ val }}"{% else %}"{{ key }}": {{ val | tojson }}{% endif %}\
+{% if not loop.last %}, {% endif %}{% endfor %}}}{% if not loop.last %}, {% else %}]{% endif %}\
+{% endfor %}[/AVAILABLE_TOOLS]{% endif %}{% if loop.last and system is defined %}\
+[INST] {{ system }}
+
+{{ m["content"] }}[/INST]{% else %}[INST] {{ m["content"] }}[/INST]{% endif %}
+{%- elif m.tool_calls is defined and m.tool_calls is not none %}[TOOL_CALLS] [\
+{% for call in m.tool_calls %}{% set out = call.function | tojson %}{{ out[:-1] }}\
+{% if not call.id is defined or call.id | length != 9 %}\
+{{ raise_exception("Ids of calls are alphanumeric, with a length of 9") }}{% endif %}\
+, "id": "{{ call.id }}"}{% if not loop.last %}, {% else %}]{{ eos_token }}{% endif %}{% endfor %}
+{%- elif m["role"] == "assistant" %} {{ m["content"] | trim }}{{ eos_token }}
+{%- elif m["role"] == "tool" %}{% if m.content is defined and m.content.content is defined %}\
+{% set content = m.content.content %}{% else %}{% set content = m.content %}{% endif %}\
+[TOOL_RESULTS] {"content": {{ content }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]\
+{% if not m.tool_call_id is defined or m.tool_call_id | length != 9 %}\
+{{ raise_exception("Ids of calls are alphanumeric, with a length of 9") }}{% endif %}
+{%- else %}{{ raise_exception("Only the roles user, assistant, system and tool are known") }}\
+{% endif %}{% endfor %}"""
+
+MISTRAL_SMALL3 = """\
+{{- bos_token }}{% set today = strftime_now("%Y-%m") %}
+{%- if messages[0]['role'] == 'system' %}{% if messages[0]['content'] is string %}\
+{% set system = messages[0]['content'] %}{% else %}\
+{% set system = messages[0]['content'][0]['text'] %}{% endif %}{% set turns = messages[1:] %}\
+{% else %}{% set system = "Today is " + today %}{% set turns = messages %}{% endif %}
+{{- '[SYSTEM_PROMPT]' + system + '[/SYSTEM_PROMPT]' }}
+{%- if tools is defined and tools is not none and tools | length > 0 %}\
+{{- "[AVAILABLE_TOOLS]" + (tools | tojson) + "[/AVAILABLE_TOOLS]" }}{% endif %}
+{%- for m in turns %}{% if m['role'] == 'user' %}{% if m['content'] is string %}\
+{{ '[INST]' + m['content'] + '[/INST]' }}{% else %}[INST]{% for part in m['content'] %}\
+{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}[IMG]{% endif %}{% endfor %}[/INST]\
+{% endif %}
+{%- elif m['role'] == 'assistant' %}{% if m['content'] is defined and m['content'] %}\
+{{ m['content'] if m['content'] is string else m['content'][0]['text'] }}{% endif %}\
+{% for call in m.tool_calls or [] %}[TOOL_CALLS]{{ call.function.name }}[ARGS]\
+{{ call.function.arguments if call.function.arguments is string else \
+call.function.arguments | tojson }}{% endfor %}{{ eos_token }}
+{%- elif m['role'] == 'tool' %}[TOOL_RESULTS]{{ m.tool_call_id }}[TOOL_CONTENT]{{ m.content }}\
+[/TOOL_RESULTS]{% else %}{{ raise_exception('Role ' + m['role'] + ' is not known') }}{% endif %}\
+{% endfor %}"""
+
+MIXTRAL = """\
+{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('Roles alternate: user, assistant, user, ...') }}{% endif %}\
+{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}\
+{{ m['content'] + eos_token }}{% endif %}{% endfor %}"""
+
+GEMMA2 = """\
+{{ bos_token }}{% if messages[0]['role'] == 'system' %}\
+{{ raise_exception('There is no role system') }}{% endif %}{% for m in messages %}\
+{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('Roles alternate: user, assistant, user, ...') }}{% endif %}\
+{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}\
+{{ '<start_of_turn>' + role + '\\n' + m['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+
+GEMMA3 = """\
+{{ bos_token }}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- if messages[0]['content'] is string -%}
+        {%- set first = messages[0]['content'] + '\\n\\n' -%}
+    {%- else -%}
+        {%- set first = messages[0]['content'][0]['text'] + '\\n\\n' -%}
+    {%- endif -%}
+    {%- set turns = messages[1:] -%}
+{%- else -%}
+    {%- set first = "" -%}
+    {%- set turns = messages -%}
+{%- endif -%}
+{%- for m in turns -%}
+    {%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception("Roles alternate: user, assistant, user, ...") }}
+    {%- endif -%}
+    {{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\\n' + \
+(first if loop.first else "") }}
+    {%- if m['content'] is string -%}
+        {{ m['content'] | trim }}
+    {%- elif m['content'] is iterable -%}
+        {%- for part in m['content'] -%}
+            {%- if part['type'] == 'image' -%}<start_of_image>{%- else -%}
+                {{ part['text'] | trim }}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- else -%}
+        {{ raise_exception("Content is a text or a list") }}
+    {%- endif -%}
+    {{ '<end_of_turn>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{ '<start_of_turn>model\\n' }}
+{%- endif -%}"""
+
+PHI3 = """\
+{% for m in messages %}{% if m['role'] == 'system' and m['content'] %}\
+{{ '<|system|>\\n' + m['content'] + '<|end|>\\n' }}{% elif m['role'] == 'user' %}\
+{{ '<|user|>\\n' + m['content'] + '<|end|>\\n' }}{% elif m['role'] == 'assistant' %}\
+{{ '<|assistant|>\\n' + m['content'] + '<|end|>\\n' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
+
+PHI4_MINI = """\
+{% for m in messages %}{% if m['role'] == 'system' and 'tools' in m and m['tools'] is not none %}\
+{{ '<|' + m['role'] + '|>' + m['content'] + '<|tool|>' + m['tools'] + '<|/tool|>' + '<|end|>' }}\
+{% else %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"""
+
+DEEPSEEK_R1 = """\
+{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}\
+{% set ns = namespace(is_first=false, is_tool=false, is_output_first=true, system='') %}\
+{%- for m in messages %}{%- if m['role'] == 'system' %}{% set ns.system = m['content'] %}\
+{%- endif %}{%- endfor %}{{ bos_token }}{{ ns.system }}\
+{%- for m in messages %}{%- if m['role'] == 'user' %}{%- set ns.is_tool = false -%}\
+{{ '<｜User｜>' + m['content'] }}{%- endif %}\
+{%- if m['role'] == 'assistant' and m['content'] is none %}{%- set ns.is_tool = false -%}\
+{%- for tool in m['tool_calls'] %}{%- if not ns.is_first %}\
+{{ '<｜Assistant｜><｜tool▁calls▁begin｜>' }}{%- set ns.is_first = true -%}{%- endif %}\
+{{ '<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + tool['function']['name'] + '\\n' + \
+'```json' + '\\n' + tool['function']['arguments'] + '\\n' + '```' + '<｜tool▁call▁end｜>' }}\
+{%- endfor %}{{ '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}{%- endif %}\
+{%- if m['role'] == 'assistant' and m['content'] is not none %}\
+{%- if ns.is_tool %}{{ '<｜tool▁outputs▁end｜>' + m['content'] + '<｜end▁of▁sentence｜>' }}\
+{%- set ns.is_tool = false -%}{%- else %}{% set content = m['content'] %}\
+{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}\
+{{ '<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>' }}{%- endif %}{%- endif %}\
+{%- if m['role'] == 'tool' %}{%- set ns.is_tool = true -%}\
+{{ '<｜tool▁output▁begin｜>' + m['content'] + '<｜tool▁output▁end｜>' }}{%- endif %}{%- endfor -%}\
+{% if add_generation_prompt and not ns.is_tool %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}"""
+
+DEEPSEEK_V31 = """\
+{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ bos_token }}\
+{% set ns = namespace(last_user=false, text='') %}{% for m in messages %}\
+{% if m.role == 'system' %}{% set ns.text = ns.text + m.content %}{% endif %}{% endfor %}\
+{{ ns.text }}{% if tools is defined and tools is not none %}{% set list = namespace(text='## Tools\
+\\n') %}{% for tool in tools %}{% set list.text = list.text + '\\n### ' + tool.function.name + \
+'\\nParameters: ' + (tool.function.parameters | tojson) + '\\n' %}{% endfor %}{{ list.text }}\
+{% endif %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last_user = true %}\
+{{ '<｜User｜>' + m['content'] }}{% endif %}\
+{% if m['role'] == 'assistant' and m['tool_calls'] is defined and m['tool_calls'] is not none %}\
+{% if ns.last_user %}{{ '<｜Assistant｜></think>' }}{% endif %}{% set ns.last_user = false %}\
+{% if m['content'] is not none %}{{ m['content'] }}{% endif %}<｜tool▁calls▁begin｜>\
+{% for call in m['tool_calls'] %}<｜tool▁call▁begin｜>{{ call['function']['name'] + \
+'<｜tool▁sep｜>' + call['function']['arguments'] | tojson + '<｜tool▁call▁end｜>' }}{% endfor %}\
+<｜tool▁calls▁end｜><｜end▁of▁sentence｜>{% elif m['role'] == 'assistant' %}\
+{% if ns.last_user %}{{ '<｜Assistant｜></think>' }}{% endif %}{% set ns.last_user = false %}\
+{{ m['content'] + '<｜end▁of▁sentence｜>' }}{% endif %}{% if m['role'] == 'tool' %}\
+{% set ns.last_user = false %}{{ '<｜tool▁output▁begin｜>' + m['content'] + \
+'<｜tool▁output▁end｜>' }}{% endif %}{% endfor %}{% if add_generation_prompt and ns.last_user %}\
+{{ '<｜Assistant｜>' + ('<think>' if thinking else '</think>') }}{% endif %}"""
+
+GLM4 = """\
+[gMASK]<sop>{% if tools %}<|system|>
+# Tools
+{% for tool in tools %}{% if tool['type'] == 'function' %}
+## {{ tool['function']['name'] }}
+{{ tool['function'] | tojson(indent=4, ensure_ascii=False) }}{% endif %}{% endfor %}{% endif %}
+{%- for m in messages %}{% if m.role == 'system' %}<|system|>
+{{ m.content }}{% endif %}{% if m['role'] == 'user' %}<|user|>
+{{ m['content'] }}{% elif m['role'] == 'assistant' %}
+{%- if m.content %}<|assistant|>
+{{ m.content.split('</think>') | last | trim }}{% endif %}
+{%- for call in m.tool_calls or [] %}<|assistant|>{{ call.function.name }}
+{{ call.function.arguments | tojson(ensure_ascii=False) }}{% endfor %}
+{%- elif m['role'] == 'tool' %}<|observation|>
+{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+GLM45 = """\
+[gMASK]<sop>
+{%- if tools -%}
+<|system|>
+<tools>
+{% for tool in tools %}
+{{ tool | tojson(ensure_ascii=False) }}
+{% endfor %}
+</tools>{%- endif -%}
+{%- macro visible_text(content) -%}
+    {%- if content is string -%}
+        {{- content }}
+    {%- elif content is iterable and content is not mapping -%}
+        {%- for item in content -%}
+            {%- if item is mapping and item.type == 'text' -%}
+                {{- item.text }}
+            {%- elif item is string -%}
+                {{- item }}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- else -%}
+        {{- content }}
+    {%- endif -%}
+{%- endmacro -%}
+{%- set ns = namespace(last_user_index=-1) %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{% set ns.last_user_index = loop.index0 -%}{%- endif %}
+{%- endfor %}
+{% for m in messages %}
+{%- if m.role == 'user' -%}<|user|>
+{{ visible_text(m.content) }}
+{{- '/nothink' if (enable_thinking is defined and not enable_thinking) else '' -}}
+{%- elif m.role == 'assistant' -%}
+<|assistant|>
+{%- set content = visible_text(m.content) %}
+{%- if m.reasoning_content is string %}
+{{ '\\n<think>' + m.reasoning_content.strip() + '</think>' }}
+{%- else %}
+{{ '\\n<think></think>' }}
+{%- endif -%}
+{%- if content.strip() -%}
+{{ '\\n' + content.strip() }}
+{%- endif -%}
+{% if m.tool_calls %}
+{% for tc in m.tool_calls %}
+{%- if tc.function %}{%- set tc = tc.function %}{%- endif %}
+{{ '\\n<tool_call>' + tc.name }}
+{% set _args = tc.arguments %}
+{% for k, v in _args.items() %}
+<arg_key>{{ k }}</arg_key>
+<arg_value>{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>
+{% endfor %}
+</tool_call>{% endfor %}
+{% endif %}
+{%- elif m.role == 'tool' -%}
+{%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}{{- '<|observation|>' }}{%- endif %}
+{{- '\\n<tool_response>\\n' }}{{- m.content }}{{- '\\n</tool_response>' }}
+{%- elif m.role == 'system' -%}
+<|system|>
+{{ visible_text(m.content) }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{{- '\\n<think></think>' if (enable_thinking is \
+defined and not enable_thinking) else '' -}}{%- endif -%}"""
+
+SMOLLM2 = """\
+{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\
+{{ '<|im_start|>system\\nYou are SmolLM.<|im_end|>\\n' }}{% endif %}\
+{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+SMOLLM3 = """\
+{# ───── defaults ───── #}
+{%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}
+{%- set mode = "/think" if enable_thinking else "/no_think" -%}
+{%- set system = messages[0].content.rstrip() if messages[0].role == "system" else "" -%}
+<|im_start|>system
+Mode: {{ mode }}
+{{ system }}
+{%- if xml_tools or python_tools or tools -%}
+### Tools
+  {%- if xml_tools or tools -%}
+    {%- if tools -%}{%- set xml_tools = tools -%}{%- endif -%}
+    {%- set ns = namespace(text="Signatures:\\n<tools>\\n") -%}
+    {%- for tool in xml_tools[:] -%}{%- set ns.text = ns.text ~ (tool | string) ~ "\\n" -%}
+    {%- endfor -%}
+    {{ ns.text + "</tools>" }}
+  {%- endif -%}
+{%- endif -%}
+<|im_end|>
+{% for m in messages %}
+  {%- set content = m.content if m.content is string else "" -%}
+  {%- if m.role == "user" -%}{{ "<|im_start|>user\\n" + content + "<|im_end|>\\n" }}
+  {%- elif m.role == "assistant" -%}
+  {% generation %}
+  {%- if mode == "/think" -%}
+    {{ "<|im_start|>assistant\\n" + content.lstrip("\\n") + "<|im_end|>\\n" }}
+  {%- else -%}
+    {{ "<|im_start|>assistant\\n<think>\\n\\n</think>\\n" + content.lstrip("\\n") + "<|im_end|>\\n" }}
+  {%- endif -%}
+  {% endgeneration %}
+  {%- elif m.role == "tool" -%}{{ "<|im_start|>user\\n" + content + "<|im_end|>\\n" }}
+  {%- endif -%}
+{% endfor %}
+{%- if add_generation_prompt -%}
+{{ "<|im_start|>assistant\\n" + ("" if enable_thinking else "<think>\\n\\n</think>\\n") }}
+{%- endif -%}"""
+
+SMOLLM3_FIRST = SMOLLM3.replace(" or tools -%}", " -%}").replace(
+    "{%- if tools -%}{%- set xml_tools = tools -%}{%- endif -%}", ""
+)
+
+LFM2 = """\
+{{- bos_token -}}{%- set system = "" -%}{%- set ns = namespace(system_prompt="") -%}
+{%- if messages[0]["role"] == "system" -%}{%- set ns.system_prompt = messages[0]["content"] -%}
+{%- set messages = messages[1:] -%}{%- endif -%}
+{%- if tools -%}{%- set ns.system_prompt = ns.system_prompt + ("\\n" if ns.system_prompt else "") \
++ "List of tools: <|tool_list_start|>[" -%}{%- for tool in tools -%}
+{%- if tool is not string -%}{%- set tool = tool | tojson -%}{%- endif -%}
+{%- set ns.system_prompt = ns.system_prompt + tool -%}
+{%- if not loop.last -%}{%- set ns.system_prompt = ns.system_prompt + ", " -%}{%- endif -%}
+{%- endfor -%}{%- set ns.system_prompt = ns.system_prompt + "]<|tool_list_end|>" -%}{%- endif -%}
+{%- if ns.system_prompt -%}{{- "<|im_start|>system\\n" + ns.system_prompt + "<|im_end|>\\n" -}}
+{%- endif -%}
+{%- for m in messages -%}{{- "<|im_start|>" + m["role"] + "\\n" -}}{%- set content = m["content"] -%}
+{%- if content is not string -%}{%- set content = content | tojson -%}{%- endif -%}
+{%- if m["role"] == "tool" -%}
+{%- set content = "<|tool_response_start|>" + content + "<|tool_response_end|>" -%}
+{%- elif m["role"] == "assistant" -%}
+{% generation %}{{- content + "<|im_end|>\\n" -}}{% endgeneration %}{%- continue -%}{%- endif -%}
+{{- content + "<|im_end|>\\n" -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<|im_start|>assistant\\n" -}}{%- endif -%}"""
+
+GRANITE3 = """\
+{%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}\
+{% set turns = messages[1:] %}{% else %}{% set system = "You are Granite. Today is " + \
+strftime_now('%B') + "." %}\
+{%- if tools and documents %}{% set system = system + " Tools and documents." %}\
+{%- elif documents %}{% set system = system + " Documents." %}{% endif %}{% set turns = messages %}\
+{% endif %}<|start_of_role|>system<|end_of_role|>{{ system }}<|end_of_text|>
+{% if tools %}<|start_of_role|>tools<|end_of_role|>{{ tools | tojson(indent=4) }}<|end_of_text|>
+{% endif %}{% if documents %}<|start_of_role|>documents<|end_of_role|>{% for d in documents %}\
+Document {{ loop.index0 }}
+{{ d['text'] }}{% if not loop.last %}
+
+{% endif %}{% endfor %}<|end_of_text|>
+{% endif %}{% for m in turns %}<|start_of_role|>{{ m['role'] }}<|end_of_role|>{{ m['content'] }}\
+<|end_of_text|>
+{% if loop.last and add_generation_prompt %}<|start_of_role|>assistant{% if controls %}\
+{{ controls | tojson(sort_keys=True) }}{% endif %}<|end_of_role|>{% endif %}{% endfor %}"""
+
+COMMAND_R_DEFAULT = """\
+{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}\
+{% set system = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}\
+{% set system = false %}{% endif %}{% if system != false %}<|SYSTEM|>{{ system }}{% endif %}\
+{% for m in loop_messages %}{% if m['role'] == 'user' %}{{ '<|USER|>' + m['content'].strip() }}\
+{% elif m['role'] == 'assistant' %}{{ '<|CHATBOT|>' + m['content'].strip() }}{% endif %}\
+{% endfor %}{% if add_generation_prompt %}<|CHATBOT|>{% endif %}"""
+
+COMMAND_R_TOOLS = """\
+{%- macro json_to_python_type(json_spec) %}
+{%- set basic = {"string": "str", "number": "float", "integer": "int", "boolean": "bool"} %}
+{%- if basic[json_spec.type] is defined %}
+{{- basic[json_spec.type] }}
+{%- elif json_spec.type == "array" %}
+{{- "List[" + json_to_python_type(json_spec.items) + "]" }}
+{%- else %}
+{{- "Any" }}
+{%- endif %}
+{%- endmacro %}
+{{- bos_token }}<|SYSTEM|>
+{% for tool in tools %}{% if loop.first %}## Tools{% endif %}
+{%- set tool = tool.function or tool %}
+def {{ tool.name }}(
+{%- for name, fields in tool.parameters.properties.items() %}
+{%- if loop.index > 1 %}, {% endif %}{{ name }}: {% if not name in tool.parameters.required %}\
+Optional[{{ json_to_python_type(fields) }}] = None{% else %}{{ json_to_python_type(fields) }}\
+{% endif %}{% endfor %}):
+{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'system' %}{{ '<|SYSTEM|>' + m.content }}
+{%- elif m.role == 'user' %}{{ '<|USER|>' + m.content.strip() }}
+{%- elif m.role == 'assistant' or m.role == 'CHATBOT' %}<|CHATBOT|>{{ m.content | default('', true) }}
+{%- if m.tool_calls %}
+Action: ```json
+[{% for call in m.tool_calls %}
+{{ {"tool_name": call.function.name, "parameters": call.function.arguments} | \
+tojson(indent=4) | indent(4) }}{% if not loop.last %},{% endif %}{% endfor %}
+]```{% endif %}
+{%- elif m.role == 'tool' %}<|SYSTEM|><results>
+{{ loop.index0 }}: {{ m.content }}</results>{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|CHATBOT|>{% endif %}"""
+
+GPT_OSS = """\
+{%- macro render_type(spec) -%}
+    {%- if spec.type == "array" -%}
+        {{- render_type(spec['items']) + "[]" if spec['items'] else "any[]" }}
+    {%- elif spec.type is defined and spec.type is iterable and spec.type is not string and \
+spec.type is not mapping -%}
+        {{- spec.type | join(" | ") }}
+    {%- elif spec.enum -%}
+        {{- '"' + spec.enum | join('" | "') + '"' -}}
+    {%- else -%}
+        {{- spec.type | default("any") -}}
+    {%- endif -%}
+{%- endmacro -%}
+{%- macro render_tools(tools) -%}
+namespace functions {
+{% for tool in tools %}{% set tool = tool.function %}
+{{ "// " + tool.description + "\\n" if tool.description else "" }}
+{{- "type " + tool.name + " = (_: {" }}{% for name, spec in tool.parameters.properties.items() %}
+{{ name + ("" if name in (tool.parameters.required or []) else "?") + ": " }}{{ render_type(spec) }},
+{%- endfor %}}) => any;
+{% endfor %}}
+{%- endmacro -%}
+{{- "<|start|>system<|message|>Current date: " + strftime_now("%Y-%m-%d") + "\\n\\nReasoning: " + \
+(reasoning_effort | default("medium")) + "\\n<|end|>" }}
+{%- if messages[0].role == "developer" or messages[0].role == "system" %}
+{%- set developer = messages[0].content %}{% set turns = messages[1:] %}
+{%- else %}{% set developer = "" %}{% set turns = messages %}{% endif %}
+{%- if developer or tools %}<|start|>developer<|message|>
+{%- if developer %}{{ developer }}{% endif %}
+{%- if tools %}{{- render_tools(tools) }}{% endif %}<|end|>{% endif %}
+{%- set last_tool_call = namespace(name=none) %}
+{%- for m in turns -%}
+    {%- if m.role == 'assistant' -%}
+        {%- if "content" in m and m.content is string and "<|channel|>analysis" in m.content %}
+            {{- raise_exception("Pass thoughts apart from the content") }}
+        {%- endif %}
+        {%- if "tool_calls" in m %}
+            {%- set tool_call = m.tool_calls[0] %}
+            {%- if tool_call.function %}{%- set tool_call = tool_call.function %}{%- endif %}
+            {%- if m.content and m.thinking %}
+                {{- raise_exception("A call has content or thoughts, not both") }}
+            {%- elif m.content or m.thinking %}
+                {{- "<|start|>assistant<|channel|>analysis<|message|>" + \
+(m.content or m.thinking) + "<|end|>" }}
+            {%- endif %}
+            {{- "<|start|>assistant to=functions." + tool_call.name + \
+"<|channel|>commentary json<|message|>" }}
+            {{- tool_call.arguments | tojson }}
+            {{- "<|call|>" }}
+            {%- set last_tool_call.name = tool_call.name %}
+        {%- elif loop.last and not add_generation_prompt %}
+            {{- "<|start|>assistant<|channel|>final<|message|>" + m.content + "<|return|>" }}
+        {%- else %}
+            {{- "<|start|>assistant<|channel|>final<|message|>" + m.content + "<|end|>" }}
+            {%- set last_tool_call.name = none %}
+        {%- endif %}
+    {%- elif m.role == 'tool' -%}
+        {%- if last_tool_call.name is none %}
+            {{- raise_exception("There is no call before this result") }}
+        {%- endif %}
+        {{- "<|start|>functions." + last_tool_call.name }}
+        {{- " to=assistant<|channel|>commentary<|message|>" + m.content | tojson + "<|end|>" }}
+    {%- else -%}
+        {{- "<|start|>user<|message|>" + m.content + "<|end|>" }}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"""
+
+MINICPM = CHATML.replace("{{ tool | tojson }}", '{{ tool | tojson(separators=(",", ":")) }}')
+
+OLMO2 = """\
+{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}\
+{{ '<|system|>\\n' + m['content'] + '\\n' }}{% elif m['role'] == 'user' %}\
+{{ '<|user|>\\n' + m['content'] + '\\n' }}{% elif m['role'] == 'assistant' %}\
+{% if not loop.last %}{{ '<|assistant|>\\n' + m['content'] + eos_token + '\\n' }}{% else %}\
+{{ '<|assistant|>\\n' + m['content'] + eos_token }}{% endif %}{% endif %}\
+{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}{% endfor %}"""
+
+FALCON3 = """\
+{%- if tools %}{{- '<|system|>\\n' }}{%- if messages[0].role == 'system' %}\
+{{- messages[0].content }}{%- set remaining_messages = messages[1:] %}{%- else %}\
+{%- set remaining_messages = messages %}{%- endif %}{{- '\\n[' }}{%- for tool in tools %}\
+{{- tool.function | tojson }}{{- ', ' if not loop.last }}{%- endfor %}{{- ']\\n' }}{%- else %}\
+{%- set remaining_messages = messages %}{%- endif %}{%- for m in remaining_messages %}\
+{{- '<|' ~ m.role ~ '|>\\n' ~ (m.content or '') }}{%- if m.tool_calls %}{{- '<tool_call>' }}\
+{%- for call in m.tool_calls %}{{- call.function | tojson }}{%- endfor %}{{- '</tool_call>' }}\
+{%- endif %}{{- '\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}\
+{%- endif %}"""
+
+KIMI_K2 = """\
+{% if tools -%}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson(separators=(',', ':')) }}\
+<|im_end|>{%- endif -%}
+{%- for m in messages -%}{%- if loop.first and messages[0]['role'] != 'system' -%}\
+<|im_system|>system<|im_middle|>You are Kimi.<|im_end|>{%- endif -%}
+{%- set name = m.name or m.role -%}<|im_{{ m.role if m.role in ('user', 'assistant') else 'system' }}|>\
+{{ name }}<|im_middle|>
+{%- if m['role'] == 'assistant' and m.get('tool_calls') -%}
+{%- if m['content'] -%}{{ m['content'] }}{%- endif -%}<|tool_calls_section_begin|>
+{%- for call in m['tool_calls'] -%}{%- set id = call['id'] -%}<|tool_call_begin|>{{ id }}\
+<|tool_call_argument_begin|>{% if call['function']['arguments'] is string %}\
+{{ call['function']['arguments'] }}{% else %}{{ call['function']['arguments'] | tojson }}\
+{% endif %}<|tool_call_end|>{%- endfor -%}<|tool_calls_section_end|>
+{%- elif m['role'] == 'tool' -%}## Return of {{ m.tool_call_id }}
+{{ m['content'] }}
+{%- elif m['content'] is string -%}{{ m['content'] }}
+{%- elif m['content'] is not none -%}{% for part in m['content'] -%}
+{% if part['type'] == 'image' or 'image' in part or 'image_url' in part %}<|media|>{% else %}\
+{{ part['text'] }}{% endif %}{%- endfor -%}{%- endif -%}<|im_end|>{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}"""
+
+NEMOTRON = """\
+{%- set thinking = "off" not in (messages[0].content if messages[0].role == 'system' else '') %}
+{{- bos_token }}<SPECIAL_10>System
+{%- if messages and messages[0].role == 'system' %}{{ '\\n' + messages[0].content.strip() }}\
+{% endif %}
+{%- if tools -%}{{ '\\n<AVAILABLE_TOOLS>[' }}{%- for tool in tools -%}
+{{- (tool.function if tool.function is defined else tool) | tojson -}}
+{{- ', ' if not loop.last else '' -}}{%- endfor -%}{{- ']</AVAILABLE_TOOLS>' }}{%- endif -%}
+{%- for m in messages %}{%- if m.role == 'user' %}{{ '\\n<SPECIAL_11>User\\n' + m.content.strip() }}
+{%- elif m.role == 'tool' %}
+{%- if loop.first or (messages[loop.index0 - 1].role != 'tool') %}\
+{{ '\\n<SPECIAL_11>User\\n<TOOL_RESPONSE>[' }}{%- endif %}{{- m.content -}}
+{{- ', ' if not loop.last and (messages[loop.index0 + 1].role == 'tool') else '' -}}
+{%- if loop.last or (messages[loop.index0 + 1].role != 'tool') -%}{{- ']</TOOL_RESPONSE>' -}}\
+{%- endif -%}
+{%- elif m.role == 'assistant' %}{{ '\\n<SPECIAL_11>Assistant\\n' }}
+{%- if m.tool_calls -%}{{ '<TOOLCALL>[' }}{%- for call in m.tool_calls -%}
+{%- set fn = call.function if call.function is defined else call -%}
+{{- '{"name": "' + fn.name + '", "arguments": ' -}}
+{%- if fn.arguments is not string -%}{{- fn.arguments | tojson -}}{%- else -%}{{- fn.arguments -}}\
+{%- endif -%}{{- '}' + (', ' if not loop.last else '') -}}{%- endfor -%}{{- ']</TOOLCALL>' }}
+{%- else -%}{{ m.content.strip() }}{%- endif -%}{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt %}{{ '\\n<SPECIAL_11>Assistant\\n' }}\
+{%- if thinking %}{{ '<think>\\n' }}{%- else %}{{ '<think></think>' }}{%- endif %}{%- endif %}"""
+
+APERTUS = """\
+{%- macro render_params(parameters) -%}{%- for name, spec in parameters.properties.items() -%}
+{{ name }}: {{ spec.type | upper | lower }}{{ ", " if not loop.last }}{%- endfor -%}{%- endmacro -%}
+{{ bos_token }}{%- set loop_messages = messages -%}
+{%- if messages[0].role == 'system' -%}
+{%- if messages[0].content is string -%}{{ '<|system_start|>' + messages[0].content + '<|system_end|>' }}
+{%- elif messages[0].content is mapping and 'text' in messages[0].content -%}\
+{{ '<|system_start|>' + messages[0].content.text + '<|system_end|>' }}
+{%- else -%}{{- raise_exception("Invalid system message") -}}{%- endif -%}
+{%- set loop_messages = messages[1:] -%}
+{%- else -%}{{ '<|system_start|>You are Apertus.<|system_end|>' }}{%- endif -%}
+{{ '<|developer_start|>' }}{% if tools %}{% for tool in tools %}type {{ tool.function.name }}\
+({{ render_params(tool.function.parameters) }}){% endfor %}{% else %}Tools: disabled{% endif %}\
+{{ '<|developer_end|>' }}
+{%- for m in loop_messages -%}
+{%- if m.role == 'user' -%}<|user_start|>{{ m.content }}<|user_end|>
+{%- elif m.role == 'assistant' -%}<|assistant_start|>{{ m.content if m.content }}
+{%- if m.tool_calls -%}<|tools_prefix|>[{%- for call in m.tool_calls -%}\
+{"{{ call.function.name }}": {{ call.function.arguments | tojson }}}{{ ", " if not loop.last }}\
+{%- endfor -%}]<|tools_suffix|>{%- else -%}<|assistant_end|>{%- endif -%}
+{%- elif m.role == 'tool' -%}[{{ m.content }}]
+{%- else -%}{{- raise_exception("Role " ~ m.role ~ " is unknown") -}}{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant_start|>{%- endif -%}"""
+
+EXAONE4 = """\
+{%- set ns = namespace(turn=0, found=[]) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.found = ns.found + [loop.index0] %}\
+{% endif %}{% endfor %}
+{%- if messages[0].role == 'system' or tools %}[|system|]
+{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}{% if tools %}\
+{% for tool in tools %}<tool>{{ tool | tojson(ensure_ascii=False) | safe }}</tool>{% endfor %}\
+{% endif %}[|endofturn|]
+{% endif %}
+{%- for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}
+{%- if m.role == 'assistant' and m.tool_calls %}[|assistant|]
+{% if loop.index0 > ns.found[-1] %}<think>
+{{ m.reasoning_content | default('', true) }}</think>{% endif %}
+{%- for call in m.tool_calls %}<tool_call>{"name": "{{ call.function.name }}", "arguments": \
+{{ call.function.arguments | tojson(ensure_ascii=False) | safe }}}</tool_call>{% endfor %}\
+[|endofturn|]
+{% elif m.role == 'tool' %}[|tool|]
+<tool_result>{{ m.content }}</tool_result>[|endofturn|]
+{% else %}[|{{ m.role }}|]
+{{ m.content }}{{ '' if m.role == 'user' and loop.last and false else '[|endofturn|]' }}
+{% endif %}{% endfor %}{% if add_generation_prompt %}[|assistant|]
+{% if enable_thinking is defined and enable_thinking is true %}<think>
+{% else %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+
+HUNYUAN = """\
+{{- bos_token }}{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}\
+{%- set loop_messages = messages[1:] %}{%- else %}{%- set system = '' %}\
+{%- set loop_messages = messages %}{%- endif %}
+{%- if tools %}{{- system ~ '\\n<tools>\\n' }}{% for tool in tools %}\
+{{- '{"type": "function", "function": ' ~ tool.function | tojson ~ '}\\n' }}{% endfor %}\
+{{- '</tools><｜hy_place▁holder▁no▁3｜>' }}{%- elif system %}\
+{{- system ~ '<｜hy_place▁holder▁no▁3｜>' }}{%- endif %}
+{%- for m in loop_messages %}{%- if m['role'] == 'user' %}{{- '<｜hy_User｜>' ~ m['content'] }}
+{%- elif m['role'] == 'assistant' %}{%- if m['tool_calls'] is defined and m['tool_calls'] %}
+{{- '<｜hy_Assistant｜>' ~ (m['content'] or '') ~ '<tool_calls>' }}\
+{% for call in m.tool_calls %}{{- '<tool_call>' ~ call['function']['name'] ~ '\\n```json\\n' ~ \
+(call['function']['arguments'] | tojson) ~ '\\n```</tool_call>' }}{% endfor %}\
+{{- '</tool_calls>' }}{%- else %}{{- '<｜hy_Assistant｜>' ~ m['content'] ~ eos_token }}{%- endif %}
+{%- elif m['role'] == 'tool' %}{{- '<tool_responses>' ~ m['content'] ~ '</tool_responses>' }}\
+{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<｜hy_Assistant｜>' }}{%- endif %}"""
+
+YI = """\
+{% if messages[0]['role'] == 'system' %}{% set system_message = messages[0]['content'] %}{% endif %}\
+{% if system_message is defined %}{{ system_message }}{% endif %}{% for m in messages %}\
+{% set content = m['content'] %}{% if m['role'] == 'user' %}{{ '<|im_start|>user\\n' + content + \
+'<|im_end|>\\n<|im_start|>assistant\\n' }}{% elif m['role'] == 'assistant' %}\
+{{ content + '<|im_end|>' + '\\n' }}{% endif %}{% endfor %}"""
+
+INTERNLM = """\
+{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + \
+(' name=' + m['name'] if 'name' in m else '') + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}\
+{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+ZEPHYR = """\
+{% for m in messages %}
+{% if m['role'] == 'user' %}
+{{ '<|user|>\\n' + m['content'] + eos_token }}
+{% elif m['role'] == 'system' %}
+{{ '<|system|>\\n' + m['content'] + eos_token }}
+{% elif m['role'] == 'assistant' %}
+{{ '<|assistant|>\\n'  + m['content'] + eos_token }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}"""
+
+VICUNA = """\
+{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'].strip() + '\\n\\n' }}\
+{% set turns = messages[1:] %}{% else %}{{ 'A chat.\\n\\n' }}{% set turns = messages %}{% endif %}\
+{% for m in turns %}{% if m.role == 'user' %}USER: {{ m.content.strip() }}
+{% elif m.role == 'assistant' %}ASSISTANT: {{ m.content.strip() ~ eos_token }}
+{% endif %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"""
+
+IDEFICS = """\
+{% for m in messages %}{{ m['role'] | capitalize }}:{% for line in m['content'] %}\
+{% if line['type'] == 'text' %}{{ line['text'] }}{% elif line['type'] == 'image' %}<image>\
+{% endif %}{% endfor %}<end_of_utterance>
+{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"""
+
+LOOPS = """\
+{% macro each(n) %}{% for i in range(n) %}{{ caller(i) }}{% endfor %}{% endmacro %}\
+{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}{% for part in \
+[m.content, 'never'] %}{{ m.role }}: {{ part }}
+{% break %}{% endfor %}{% for call in m.tool_calls or [] %}{{ call.function.name }}\
+{{ cycler('a', 'b').next() }}{% endfor %}{% endfor %}{{ dict(a=1) | dictsort }}\
+{{ dict.fromkeys(['x']) }}{{ [3, 1] | sort | join(',') }}{{ {'b': 1} | tojson(sort_keys=true) }}\
+{{ namespace(self=2).self }}{% filter upper %}end{% endfilter %}{{ 'q' is in ['q'] }}\
+{{ undefined_thing is defined }}{% call(x) each(3) %}<{{ x }}>{% endcall %}"""
+
+SHAPES = {
+    name: value
+    for name, value in globals().items()
+    if name.isupper() and name != "IDEFICS" and isinstance(value, str)
+}
