@@ -52,6 +52,20 @@ def test_a_version_is_loaded_activated_and_unloaded(
     assert after == before
 
 
+def test_the_list_fits_a_terminal(
+    registry: ServiceProcess,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert drafters(registry, "list") == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "active, default" in shown
+    assert drafters(registry, "list", "--wide") == 0
+    assert "load again with" in capsys.readouterr().out
+
+
 def test_an_action_reaches_every_service_of_a_list(
     registry: ServiceProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,9 +87,9 @@ def test_loading_with_activate_and_options(
     assert drafters(registry, "load", *words, "--json") == 0
     (info,) = json.loads(capsys.readouterr().out)
     assert (info["traffic_share"], info["options"]) == (1.0, {"max_nodes": "4"})
-    assert drafters(registry, "list") == 0
+    assert drafters(registry, "list", "--wide") == 0
     (line,) = (row for row in capsys.readouterr().out.splitlines() if "second" in row)
-    again = line.partition("active")[2].split()
+    again = line.partition("active")[2].split()[1:]
     assert again == ["ngram", "--option=max_nodes=4"]
     assert drafters(registry, "load", "second", *again) == 0
     assert drafters(registry, "unload", "second", "--force") == 0
@@ -124,7 +138,7 @@ def test_beyond_loopback_with_mutual_tls_and_a_token(
         for arguments, code in ((mutual, 0), (mutual[:2], 1), ((), 1)):
             listing = ["drafters", "list", "--address", address, "--timeout", "60"]
             assert main([*listing, *arguments]) == code
-    assert "ngram (default)" in capsys.readouterr().out
+    assert "active, default" in capsys.readouterr().out
 
 
 def test_nobody_there_is_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 proxies, other encodings, folders that cannot be written."""
 
 import os
+import pwd
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.environment import MIN_FILES
+from paceline.cli.environment import MIN_FILES, prepared
+from paceline.client import Client
 from paceline.harness import ServiceProcess
 
 PACELINE = (sys.executable, "-m", "paceline.cli.main")
@@ -112,8 +114,6 @@ def test_libraries_of_a_command_bypass_proxies(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    from paceline.cli.environment import prepared
-
     with prepared():
         assert os.environ.get("no_proxy") == left
     monkeypatch.delenv("no_proxy", raising=False)
@@ -175,8 +175,21 @@ def test_a_full_disk_is_a_message(address: str) -> None:
         assert "No space left" in done.stderr
 
 
-@pytest.mark.parametrize("home", ["", "/proc"])
-def test_the_users_folders_need_not_exist(address: str, home: str) -> None:
-    environment = {"HOME": home, "XDG_CACHE_HOME": "", "XDG_RUNTIME_DIR": "/proc/nowhere"}
-    done = run(*generate(address, "hello"), environment=environment)
+@pytest.mark.parametrize("shell", ["HOME=/proc", "unset HOME"])
+def test_the_users_folders_need_not_exist(address: str, shell: str) -> None:
+    environment = {"XDG_CACHE_HOME": "", "XDG_RUNTIME_DIR": "/proc/no", "TMPDIR": "/proc"}
+    done = run(*generate(address, "hello"), shell=f"{shell};", environment=environment)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_user_may_have_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that the list of users lacks, in a container."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    with pytest.raises(RuntimeError):
+        Path.home()
+    Client()
+    with prepared():
+        assert not Path.home().exists()
+    monkeypatch.delenv("HOME")

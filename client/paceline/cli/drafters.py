@@ -188,12 +188,14 @@ def _add(
     add_connection_arguments(parser)
     if prints:
         parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+        help = "also print the size of weights, and the arguments that load a version again"
+        parser.add_argument("--wide", action="store_true", help=help)
     parser.set_defaults(action=action)
     return parser
 
 
 async def _list(args: argparse.Namespace, call: Call) -> None:
-    show_list(await call("ListDrafters", drafter_pb2.ListDraftersRequest()), args.json)
+    show_list(await call("ListDrafters", drafter_pb2.ListDraftersRequest()), args)
 
 
 async def _load(args: argparse.Namespace, call: Call) -> None:
@@ -223,7 +225,7 @@ async def _load(args: argparse.Namespace, call: Call) -> None:
         if args.activate:
             activate = drafter_pb2.ActivateDrafterRequest(**which, traffic_share=1.0)
             info = (await call("ActivateDrafter", activate)).drafter
-    show([info], "", args.json, checked)
+    show([info], args, check=checked)
 
 
 async def _check(
@@ -268,12 +270,12 @@ async def _activate(args: argparse.Namespace, call: Call) -> None:
     request = drafter_pb2.ActivateDrafterRequest(
         name=args.name, version=args.version, traffic_share=args.share
     )
-    show([(await call("ActivateDrafter", request)).drafter], "", args.json)
+    show([(await call("ActivateDrafter", request)).drafter], args)
 
 
 async def _rollback(args: argparse.Namespace, call: Call) -> None:
     request = drafter_pb2.RollbackDrafterRequest(name=args.name)
-    show((await call("RollbackDrafter", request)).drafters, "", args.json)
+    show((await call("RollbackDrafter", request)).drafters, args)
 
 
 async def _unload(args: argparse.Namespace, call: Call) -> None:
@@ -300,44 +302,51 @@ def _option(text: str) -> tuple[str, str]:
 
 
 _WIDTH = 1000
-"""Of the console for a table: a long line is easier to read than columns cut short."""
+"""Of a wide table: a long line is easier to read than columns cut short."""
 
 
 def show(
     drafters: Sequence[drafter_pb2.DrafterInfo],
-    default: str,
-    as_json: bool,
+    args: argparse.Namespace,
+    default: str = "",
     check: Mapping[str, float] | None = None,
 ) -> None:
     """Print versions of drafters, and the check of a loaded one.
 
-    `default` is the name of the default drafter.
+    `args` are those of `_add`; `default` is the name of the default drafter.
     """
-    if as_json:
+    if args.json:
         checked = {"check": check} if check else {}
         print(json.dumps([{**_as_dict(info), **checked} for info in drafters], indent=2))
         return
+    wide = ("weights", "load again with") if args.wide else ()
     table = Table(
-        *("name", "version", "share", "sequences", "rounds", "accepted length", "draft"),
-        *("weights", "state", "load again with"),
+        *("name", "version", "share", "texts", "rounds", "accepted length", "draft", "state"),
+        *wide,
         box=None,
+        pad_edge=False,
     )
     for info in drafters:
-        table.add_row(
-            info.name + (" (default)" if info.name == default else ""),
+        row = (
+            info.name,
             info.version,
             f"{info.traffic_share:.0%}",
             str(info.active_streams),
             str(info.rounds),
             f"{info.accepted_length:.2f}" if info.rounds else "-",
             f"{info.draft_us / 1e3:.2f} ms" if info.rounds else "-",
+            _state(info) + (", default" if info.name == default else ""),
             f"{info.weight_bytes / 2**20:.1f} MiB" if info.weight_bytes else "-",
-            _state(info),
             _load_arguments(info),
         )
-    Output(width=_WIDTH).print(table)
+        table.add_row(*row[: len(table.columns)])
+    _console(args).print(table)
     if check:
         print(f"check: {check['accepted_length']:.2f} tokens a round, {check['draft_ms']:.2f} ms")
+
+
+def _console(args: argparse.Namespace) -> Output:
+    return Output(width=_WIDTH) if args.wide else Output(soft_wrap=False)
 
 
 def _load_arguments(info: drafter_pb2.DrafterInfo) -> str:
@@ -356,9 +365,9 @@ def _state(info: drafter_pb2.DrafterInfo) -> str:
     return "replaced" if info.previous_share else "idle"
 
 
-def show_list(response: drafter_pb2.ListDraftersResponse, as_json: bool) -> None:
-    """Print all versions, and the verifiers that were joined."""
-    if as_json:
+def show_list(response: drafter_pb2.ListDraftersResponse, args: argparse.Namespace) -> None:
+    """Print all versions, and the verifiers that were joined; `args` are those of `_add`."""
+    if args.json:
         found = {
             "drafters": [_as_dict(info) for info in response.drafters],
             "default_drafter": response.default_drafter,
@@ -367,14 +376,14 @@ def show_list(response: drafter_pb2.ListDraftersResponse, as_json: bool) -> None
         }
         print(json.dumps(found, indent=2))
         return
-    show(response.drafters, response.default_drafter, False)
+    show(response.drafters, args, response.default_drafter)
     if response.verifiers:
         print()
-        table = Table("verifier", "carrier", "sequences", "state", box=None)
+        table = Table("verifier", "carrier", "texts", "state", box=None, pad_edge=False)
         for link in response.verifiers:
             state = f"not joined: {link.error}" if link.error else "joined"
             table.add_row(link.address, link.carrier or "-", str(link.sequences), state)
-        Output().print(table)
+        _console(args).print(table)
     if response.records_texts:
         print("This service records the texts of generations.")
 

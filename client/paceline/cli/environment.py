@@ -9,6 +9,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from paceline.cli.command import CommandError
 
@@ -30,6 +31,7 @@ def prepared() -> Iterator[None]:
     _open_streams()
     _replace_characters()
     _bypass_proxies()
+    _set_home()
     try:
         yield
     finally:
@@ -83,6 +85,14 @@ def _replace_characters() -> None:
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
+
+
+def _set_home() -> None:
+    """Give a user without a home folder one that cannot be made: nothing is cached then."""
+    try:
+        Path.home()
+    except RuntimeError:  # no HOME, and no entry in the list of users, as in some containers
+        os.environ["HOME"] = "/nonexistent"
 
 
 def _bypass_proxies() -> None:

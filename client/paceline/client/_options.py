@@ -328,11 +328,16 @@ def add_field_docs(kind: type) -> None:
 
 
 def user_cache_dir() -> Path:
-    """The user's cache folder of this project."""
+    """The user's cache folder of this project. Of a user without a home folder it is one that
+    cannot be made."""
+    try:
+        home = Path.home()
+    except RuntimeError:  # no HOME, and no entry in the list of users, as in some containers
+        home = Path("/nonexistent")
     if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+        base = Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local"))
     elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
+        base = home / "Library" / "Caches"
     else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
     return base / "paceline"
