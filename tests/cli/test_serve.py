@@ -15,12 +15,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import aiohttp
+import grpc
 import psutil
 import pytest
 
 from paceline.cli.main import main
 from paceline.harness import ServiceProcess
 from paceline.harness.models import MODELS
+from paceline.tokens import local_token
+from paceline.v1 import exchange_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 from .conftest import eventually, serving
 
@@ -87,6 +90,21 @@ def models_of(address: str) -> list[str]:
     return asyncio.run(ask())
 
 
+def assert_others_are_refused(address: str) -> None:
+    """Who cannot read the token that the services made can neither call nor join."""
+    token = local_token(address)
+    assert token is not None
+    with grpc.insecure_channel(address) as channel:
+        stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+        with pytest.raises(grpc.RpcError, match="bearer token"):
+            stub.GetModel(verifier_pb2.GetModelRequest())
+        own = [("authorization", f"Bearer {token}")]
+        assert stub.GetModel(verifier_pb2.GetModelRequest(), metadata=own).name == "target0"
+        join = exchange_pb2_grpc.DraftExchangeServiceStub(channel).Join(iter(()))
+        with pytest.raises(grpc.RpcError, match="bearer token"):
+            next(join)
+
+
 @pytest.fixture
 def serve(target: Path, short_folder: Path) -> Iterator[Callable[..., Serve]]:
     """Starts `paceline serve` on the tiny target."""
@@ -115,6 +133,7 @@ def test_one_signal_ends_all(serve: Callable[..., Serve]) -> None:
     assert len(addresses) == 3
     assert all(serving(address) for address in addresses[:2])
     assert models_of(addresses[2]) == ["target0", "ngram", "other"]
+    assert_others_are_refused(addresses[0])
     for offset, name in ((0, b"specdec_engine_steps_total"), (1, b"specdec_drafter_streams")):
         url = f"http://127.0.0.1:{port + offset}/metrics"
         with urllib.request.urlopen(url, timeout=60) as response:

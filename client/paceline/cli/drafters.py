@@ -29,12 +29,12 @@ from paceline.client._transport import (
     Connections,
     DrafterTransport,
     addresses_of,
-    host_of,
     parse_addresses,
 )
 from paceline.harness import read_prompts
 from paceline.harness.models import MODELS, model_path
 from paceline.service.options import OptionsError, read_token
+from paceline.tokens import is_local
 from paceline.v1 import drafter_pb2
 
 _CHECK_TOKENS = 32
@@ -200,7 +200,7 @@ async def _list(args: argparse.Namespace, call: Call) -> None:
 
 async def _load(args: argparse.Namespace, call: Call) -> None:
     folder, options = args.folder, dict(args.option)
-    if host_of(args.address) == "localhost":  # its working folder is another
+    if is_local(args.address):  # its working folder is another
         folder = _absolute(folder, is_path=folder != "")
         options = {key: _absolute(text, is_path="/" in text) for key, text in options.items()}
     request = drafter_pb2.LoadDrafterRequest(

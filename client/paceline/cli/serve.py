@@ -63,6 +63,7 @@ from paceline.service.options import (
     words_of,
 )
 from paceline.service.runtime import trim
+from paceline.tokens import TokenError, is_local, own_token
 from paceline.v1 import verifier_pb2
 from paceline.verifier import VerifierOptions
 
@@ -184,6 +185,20 @@ def _add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run all as of `_run`. Without a token they get one that only commands of this user find."""
+    with exit_with(2, OptionsError, TokenError), ExitStack() as stack:
+        for name in ("verifier_address", "drafter_address"):
+            setattr(args, name, with_port(getattr(args, name)))
+        addresses = (args.verifier_address, args.drafter_address)
+        if read_token(args.token_file) is None and all(map(is_local, addresses)):
+            args.token_file = stack.enter_context(own_token(addresses))
+            # Who reads metrics on this machine needs no token, as with services that have none.
+            if is_local(args.metrics_address or ""):
+                args.insecure_metrics = True
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     """Run all until a signal; 0 after a drain, 1 if the verifier died, 2 if one does not start.
 
     SIGTERM and SIGINT are forwarded to all services: the first drains, a second ends at once.
@@ -196,8 +211,7 @@ def run(args: argparse.Namespace) -> int:
         args.log_level = "warning" if on_terminal else "info"
     configure_logging(args.log_format, args.log_level)
     # Chosen beforehand, so that all start side by side.
-    for name in ("verifier_address", "drafter_address", "gateway_address"):
-        setattr(args, name, with_port(getattr(args, name)))
+    args.gateway_address = with_port(args.gateway_address)
     _check(args)
     verifier, drafter = args.verifier_address, args.drafter_address
     target = [f"--target={model}", *to_words(args, VerifierOptions), *_common(args, 0)]

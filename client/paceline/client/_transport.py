@@ -6,7 +6,6 @@ A transport raises exceptions of this package only.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import re
 import secrets
@@ -20,6 +19,7 @@ import grpc
 from google.protobuf.message import Message
 
 from paceline.telemetry.tracing import current_metadata
+from paceline.tokens import TokenError, check_encrypted, is_local, local_token
 from paceline.v1 import drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 from ._errors import InvalidRequestError, PacelineError, UnavailableError, rpc_errors
@@ -59,20 +59,6 @@ def parse_addresses(text: str, kind: str) -> tuple[str, ...]:
             f"{text!r} has the address of a {kind} twice: give each once", metadata=param
         )
     return entries
-
-
-def host_of(address: str) -> str:
-    """The host of an address; "localhost" if it is on this machine."""
-    if address.startswith(("unix:", "unix-abstract:")):
-        return "localhost"
-    host = re.sub(f"^({_DNS}|ipv[46]:)", "", address).rpartition(":")[0].strip("[]")
-    try:
-        found = ipaddress.ip_address(host)
-    except ValueError:
-        return "localhost" if host.lower().rstrip(".") == "localhost" else host
-    found = getattr(found, "ipv4_mapped", None) or found
-    # A connection to 0.0.0.0 or [::] is one to this machine.
-    return "localhost" if found.is_loopback or found.is_unspecified else host
 
 
 M = TypeVar("M", bound="Verifier | DrafterTransport")
@@ -201,10 +187,10 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 class Connections:
     """How a client connects to its services.
 
-    Every call carries the bearer token, which is refused without TLS beyond loopback, and in
-    `paceline-client` a random name of the client. A load balancer that hashes the name sends all
-    calls of a client to the verifier with its caches. Raises InvalidRequestError: a TLS file cannot
-    be read.
+    Every call carries the bearer token, which is refused without TLS beyond loopback, or the one
+    that `paceline serve` has made for an address of this machine. In `paceline-client` it carries a
+    random name of the client: a load balancer that hashes the name sends all calls of a client to
+    the verifier with its caches. Raises InvalidRequestError: a TLS file cannot be read.
     """
 
     def __init__(
@@ -214,10 +200,7 @@ class Connections:
         max_message_bytes: int = 64 << 20,
     ) -> None:
         self._token, self._tls = token, tls
-        self.metadata = (
-            (CLIENT_HEADER, secrets.token_hex(8)),
-            *([("authorization", f"Bearer {token}")] if token else []),
-        )
+        self._name = (CLIENT_HEADER, secrets.token_hex(8))
         self._credentials = tls.credentials() if tls else None
         self._options = [
             ("grpc.max_receive_message_length", max_message_bytes),
@@ -225,12 +208,18 @@ class Connections:
             *_CHANNEL_OPTIONS,
         ]
 
+    def metadata(self, address: str) -> tuple[tuple[str, str], ...]:
+        """Of every call to an address. Without a token, that of a service of this user is taken,
+        which has another one after each start."""
+        token = self._token or local_token(address)
+        return self._name, *([("authorization", f"Bearer {token}")] if token else [])
+
     def check(self, address: str) -> None:
         """Raises InvalidRequestError if the token would travel to an address unencrypted."""
-        if self._token and self._tls is None and host_of(address) != "localhost":
-            raise InvalidRequestError(
-                f"a token would travel to {address} unencrypted: give tls=TlsOptions(...)"
-            )
+        try:
+            check_encrypted(address, self._token, tls=self._tls is not None)
+        except TokenError as error:
+            raise InvalidRequestError(f"{error}, by tls=TlsOptions(...)") from None
 
     def channel(self, address: str, name: str) -> Any:
         """A channel, which binds to the running event loop.
@@ -241,7 +230,7 @@ class Connections:
                 `server_name` of the TLS options; empty: that of the address.
         """
         options = list(self._options)
-        if host_of(address) == "localhost":
+        if is_local(address):
             # gRPC else sends calls to the proxy that the environment names.
             options.append(("grpc.enable_http_proxy", 0))
         if self._credentials is None or self._tls is None:
@@ -260,8 +249,11 @@ class _Service:
     def __init__(self, connections: Connections, address: str, name: str = "") -> None:
         self.address = address
         self._connections = connections
-        self._metadata = connections.metadata
         self._name = name
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._connections.metadata(self.address)
 
     @cached_property
     def _channel(self) -> Any:

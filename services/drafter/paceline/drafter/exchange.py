@@ -18,6 +18,7 @@ import grpc
 from paceline.drafter.connection import Connection, Parts
 from paceline.service import OptionsError, ServiceError
 from paceline.service.exchange import FramedSocket, socket_address
+from paceline.tokens import TokenError
 from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc
 
 logger = logging.getLogger("paceline.drafter")
@@ -119,6 +120,8 @@ class _Verifier:
                 why = f"{error.code().name}: {error.details()}"
             except _Ended as error:
                 why = str(error)
+            except TokenError as error:
+                why = str(error)
             except TimeoutError:
                 why = f"it did not answer within {JOIN_SECONDS:g} s"
             except asyncio.CancelledError:
@@ -153,7 +156,7 @@ class _Verifier:
         """
         self._outgoing, self._announced = asyncio.Queue(), 1
         stub: Any = exchange_pb2_grpc.DraftExchangeServiceStub(self._parts.kv.channel(self.address))
-        call = stub.Join(metadata=self._parts.kv.metadata)
+        call = stub.Join(metadata=self._parts.kv.metadata(self.address))
         try:
             async with asyncio.timeout(JOIN_SECONDS):
                 await _write(call, self._drafters())
@@ -247,7 +250,7 @@ class Exchange:
             parts: Of the service.
 
         Raises:
-            OptionsError: An address is malformed.
+            OptionsError: An address is malformed, or a token would travel to it unencrypted.
         """
         for address in verifiers:
             if not _ADDRESS.fullmatch(address):
@@ -255,6 +258,7 @@ class Exchange:
                     f"--verifier {address!r} is not an address, expected host:port, unix:/path, "
                     "host:* or unix:*"
                 )
+            parts.kv.check(address)
         self._allowed = list(dict.fromkeys(verifiers))
         self._parts = parts
         self._verifiers: dict[str, _Verifier] = {}

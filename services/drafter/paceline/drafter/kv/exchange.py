@@ -17,6 +17,8 @@ from paceline.drafter.kv import WIRE_DTYPES, KvGone, KvNotShared, KvOptions, Ver
 from paceline.kv.policies import STREAMING
 from paceline.service.exchange import MAX_FRAME_BYTES, request_files
 from paceline.service.interceptor import check_authorities
+from paceline.service.options import OptionsError
+from paceline.tokens import TokenError, check_encrypted, local_token
 from paceline.v1 import exchange_pb2, exchange_pb2_grpc, kv_pb2, kv_pb2_grpc
 
 if TYPE_CHECKING:
@@ -60,9 +62,12 @@ class VerifierAccess:
     tls_key: Path | None = None
     """PEM key of the certificate."""
 
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Returns the metadata of every call."""
-        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+    def metadata(self, address: str) -> tuple[tuple[str, str], ...]:
+        """Returns the metadata of every call to an address. Without a token, that of a service of
+        this user is taken. Raises ``TokenError``: it would travel unencrypted."""
+        check_encrypted(address, self.token, tls=self.tls_ca is not None)
+        token = self.token or local_token(address)
+        return (("authorization", f"Bearer {token}"),) if token else ()
 
     def credentials(self) -> grpc.ChannelCredentials | None:
         """Returns TLS credentials, or None for plain connections.
@@ -99,8 +104,8 @@ class KvExchange:
         self._device = device
         self.verifiers: Sequence[str] = ()
         """Addresses that :meth:`find_weights` asks."""
-        self.metadata = access.metadata()
-        """Of every call."""
+        self.metadata = access.metadata
+        """Of every call to an address."""
         self._credentials = access.credentials()
         self.sockets: dict[str, str] = {}
         """Unix sockets of verifiers by address, of those that were joined over one."""
@@ -109,6 +114,13 @@ class KvExchange:
         self._closing: set[asyncio.Task[None]] = set()
         self._logged = ""
         self._close_unused: Callable[[], None] = lambda: None
+
+    def check(self, address: str) -> None:
+        """Raises ``OptionsError`` if the token would travel to an address unencrypted."""
+        try:
+            self.metadata(address)
+        except TokenError as error:
+            raise OptionsError(f"{error}, by --verifier-tls-ca") from None
 
     async def open(
         self,
@@ -250,7 +262,8 @@ class KvExchange:
             with self._connect(grpc, address) as channel:
                 stub: Any = exchange_pb2_grpc.DraftExchangeServiceStub(channel)
                 with suppress(grpc.RpcError, OSError):  # not started yet, or on another host
-                    found = stub.GetWeights(request, metadata=self.metadata, timeout=CALL_SECONDS)
+                    metadata = self.metadata(address)
+                    found = stub.GetWeights(request, metadata=metadata, timeout=CALL_SECONDS)
                     if found.socket_path:
                         files = request_files(found.socket_path, found.token, CALL_SECONDS)
                         return files[0] if files else None
@@ -267,7 +280,7 @@ class KvExchange:
         if self._closed:
             raise KvGone("the drafter is stopping")
         stub: Any = kv_pb2_grpc.KvExchangeServiceStub(self.channel(address))
-        return stub.FollowCache(metadata=self.metadata)
+        return stub.FollowCache(metadata=self.metadata(address))
 
     async def _map(
         self, address: str, read_grant: bytes, read: Callable[[CacheFile], _Reader]
