@@ -27,6 +27,7 @@ from transformers import (
 from paceline.decoder import Decoder, LocalCache, load_config
 from paceline.decoder.sampling import sampling_params
 from paceline.decoder.weights import Checkpoint
+from paceline.drafter.kv import KvGone
 from paceline.drafter.kv.reader import StreamingReader
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import GenerationInfo, Resources
@@ -231,7 +232,7 @@ class FakeKv(StreamingReader):
 
     def check(self) -> None:
         if self.gone:
-            raise ConnectionError("the cache is gone")
+            raise KvGone("the cache is gone")
 
     def close(self) -> None:
         """Nothing to release."""
@@ -248,7 +249,7 @@ class FakeStates(RecordedStates):
 
     def check(self) -> None:
         if self.gone:
-            raise ConnectionError("the cache is gone")
+            raise KvGone("the cache is gone")
 
     @property
     def states(self) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.decoder import Decoder
 from paceline.decoder.sampling import sampling_params
+from paceline.drafter.kv.reader import StateReader
 from paceline.drafter.methods import beam, method_class
 from paceline.drafter.methods.base import (
     Budget,
@@ -120,12 +121,16 @@ def drafter_of(name: str, folders: dict[str, Path], device: str, **more: str) ->
     return drafter  # type: ignore[no-any-return]
 
 
-class Moved:
+class Moved(StateReader):
     """Keys and values, or hidden states, on a device."""
 
     def __init__(self, kv: Any, device: str) -> None:
         self._kv, self._device = kv, device
-        self.committed = kv.committed
+
+    @property
+    def committed(self) -> int:
+        committed: int = self._kv.committed
+        return committed
 
     def read(self, begin: int, end: int) -> tuple[int, Tensor]:
         first, states = self._kv.read(begin, end)
@@ -138,8 +143,14 @@ class Moved:
         found = self._kv.parts(layer)
         return [(send(keys, self._device), send(values, self._device)) for keys, values in found]
 
+    def pages(self, layer: int) -> None:
+        """They do not lie in pages."""
+
     def check(self) -> None:
         """It always exists."""
+
+    def close(self) -> None:
+        """There is nothing to release."""
 
 
 def trees(drafter: Drafter, target: Decoder, sampling: str, kv_device: str) -> list[TokenTree]:

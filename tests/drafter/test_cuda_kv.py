@@ -148,10 +148,13 @@ def test_states_that_change_while_they_are_read_are_detected(pool: Pool) -> None
 def test_an_invalid_page_table_is_refused(pool: Pool) -> None:
     kv, states = pool.open(1), pool.open_states(0)
     pool.kv._table[1] = pool.kv._table[3] = 5
-    with pytest.raises(KvGone, match="out of its pool"):
-        kv.refresh(1000, 0)
-    with pytest.raises(KvGone, match="out of its pool"):
-        states.read(0, 1)
+    kv.refresh(1000, 0)
+    for read in (kv.parts, kv.pages):
+        with pytest.raises(KvGone, match="out of its pool"):
+            read(1)
+    for find in (states.read, states.block):
+        with pytest.raises(KvGone, match="out of its pool"):
+            find(0, 1)
     kv.close()
     states.close()
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "kv"))
 
 from drafter.models import (
     SAMPLINGS,
@@ -25,12 +26,19 @@ from drafter.models import (
     write_longspec,
     write_model,
 )
+from drafter.segments import passed
+from stub_driver import StubDriver
 
 from paceline.decoder import Decoder
+from paceline.drafter.kv import KvGone
+from paceline.drafter.kv.cuda import CudaKv, CudaStates
+from paceline.drafter.kv.mapped import CacheFile
 from paceline.drafter.methods import draft_graphs, method_class
 from paceline.drafter.methods.base import Budget, GenerationInfo, Resources, Update
 from paceline.kernels import attention
-from paceline.tree import TokenTree
+from paceline.kv.cuda import close_unused
+from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
+from paceline.verifier.kv.pool import PagedKv, PagePool
 
 METHODS: dict[str, dict[str, str]] = {
     "longspec": {"widths": "4,5", "depth": "3", "max_nodes": "9", "context": "16"},
@@ -61,25 +69,96 @@ def target(folders: dict[str, Path]) -> Decoder:
     return Decoder.load(folders["target"])
 
 
-def trees_of(drafter: Any, target: Decoder, sampling: str, count: int) -> list[TokenTree]:
-    """Trees of texts drafted for together, over two rounds."""
+class Pool:
+    """The target's KV, or its hidden states, in pages of a GPU that is a piece of main memory."""
+
+    def __init__(self, drafter: Any) -> None:
+        config = drafter.layers.config
+        self.driver = StubDriver()
+        self.taps = drafter.needs.hidden_state_layers
+        self.layout = KvLayout(
+            layers=3, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=torch.float32,
+            hidden=config.hidden,
+        )  # fmt: skip
+        self._pages = PagePool(
+            self.layout, torch.device("cpu"), kv_bytes=64 * 256 * self.layout.token_bytes,
+            max_sequences=8, max_context=512, driver=self.driver,
+        )  # fmt: skip
+        self._caches: list[PagedKv] = []
+        self._readers: list[CudaKv | CudaStates] = []
+
+    def _cache(self, taps: TapLayout | None = None) -> PagedKv:
+        cache = PagedKv(self._pages, 512, taps)
+        cache.header.open(7)
+        cache.reserve(300)
+        self._caches.append(cache)
+        return cache
+
+    def kv(self, recorded: Any, layer: int) -> CudaKv:
+        """A reader of a layer whose KV is recorded."""
+        cache, planes = self._cache(), torch.stack(recorded.layer(layer))
+        cache.put(0, 0, planes.expand(3, *planes.shape))
+        cache.publish(recorded.committed)
+        reader = CudaKv(CacheFile(*passed(cache)), (layer,), self.driver, 0)
+        self._readers.append(reader)
+        return reader
+
+    def states(self, recorded: Any) -> CudaStates:
+        """A reader of recorded states."""
+        cache = self._cache(TapLayout.of(Taps(self.taps, 0), self.layout, 512))
+        rows = recorded.states.unflatten(1, (len(self.taps), -1)).unbind(1)
+        assert cache.taps is not None
+        states = dict(zip(self.taps, rows, strict=True))
+        cache.taps.record(0, states, slice(0, recorded.committed))
+        cache.publish(recorded.committed)
+        reader = CudaStates(CacheFile(*passed(cache)), self.taps, 0, self.driver, 0)
+        self._readers.append(reader)
+        return reader
+
+    def release(self, number: int) -> None:
+        """Releases a text's cache, whose pages are reused."""
+        self._caches[number].close()
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.close()
+        for cache in self._caches:
+            cache.close()
+        close_unused()
+        self._pages.close()
+
+
+def trees_of(
+    drafter: Any,
+    target: Decoder,
+    sampling: str,
+    count: int,
+    pool: Pool | None = None,
+    draft: Callable[..., Any] | None = None,
+) -> list[Any]:
+    """Trees of texts drafted for together, over two rounds; with a pool it has what they read."""
     sequences = []
+    draft = draft or drafter.draft_many
     texts = [text_of(80, seed) for seed in range(count)]
     for text, length in zip(texts, LENGTHS, strict=False):
         data: dict[str, Any] = {}
         if drafter.needs.hidden_state_layers:
             data["states"] = made_up_states(drafter.shape, length + 12)
+            if pool is not None:
+                data["states"] = pool.states(data["states"])
         else:
             data["kv"] = recorded_kv(target, text, length + 12)
+            if pool is not None:
+                data["kv"] = pool.kv(data["kv"], drafter.layers.config.target_layer)
         info = GenerationInfo(text[:length], length, VOCAB, SAMPLINGS[sampling], **data)
         sequences.append(drafter.start(info))
-    found: list[TokenTree] = []
+    found: list[Any] = []
     for grown in (0, 3):
         for sequence, text, length in zip(sequences, texts, LENGTHS, strict=False):
             sequence.extend(Update(text[length : length + grown]))
             if not grown:
                 sequence.warm(100)
-        found += drafter.draft_many(list(zip(sequences, BUDGETS, strict=False)))
+        found += draft(list(zip(sequences, BUDGETS, strict=False)))
     for sequence in sequences:
         sequence.close()
     return found
@@ -153,11 +232,79 @@ def test_captured_drafts_are_those_of_the_cpu(
     (graph,) = drafter.graphs._graphs.values()
     with torch.inference_mode(), Operations() as operations:
         graph.clear()
-        operations.names.clear()
+        operations.found.clear()
         graph.draft()
     assert "stack" in operations.names
     assert not operations.names & {"sort", "topk", "_log_softmax", "_softmax"}
     assert not operations.names & {"lift_fresh", "_local_scalar_dense", "nonzero", "masked_select"}
+
+
+@pytest.mark.parametrize("name", ["longspec", "eagle3", "dspark", "dspark, causal"])
+def test_a_draft_is_a_copy_a_replay_and_a_copy_for_any_number_of_texts(
+    name: str,
+    folders: dict[str, Path],
+    target: Decoder,
+    on_triton: Callable[[Any], list[bool]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The graph gathers what lies in pages. Beside it, the host asks the device for nothing, and
+    waits once; the trees are those of copies."""
+    expected = trees_of(drafter_of(name, folders), target, "greedy", 3)
+    waits: list[None] = []
+    monkeypatch.setattr(draft_graphs, "wait_for", lambda device: waits.append(None))
+    for count in (1, 3):
+        drafter = drafter_of(name, folders)
+        replayed, asked, pool = on_triton(drafter), Operations(), Pool(drafter)
+
+        def draft(rounds: Any, drafter: Any = drafter, asked: Operations = asked) -> Any:
+            graph = drafter.graphs._graph({1: 1, 3: 4}[len(rounds)], 4, "none")
+            graph.run = asked.paused(graph.draft)
+            waits.clear()
+            asked.found.clear()
+            with asked:
+                found = drafter.draft_many(rounds)
+            assert [name for name in asked.found if name not in VIEWS] == ["copy_", "copy_"]
+            assert len(waits) == 1
+            return found
+
+        found = trees_of(drafter, target, "greedy", count, pool, draft)
+        pool.close()
+        assert replayed == [True, True]
+        rounds = expected[:count] + expected[3 : 3 + count]
+        for tree, right in zip(found, rounds, strict=True):
+            assert (tree.tokens, tree.parents) == (right.tokens, right.parents)
+
+
+@pytest.mark.parametrize("name", ["longspec", "eagle3", "dspark"])
+def test_a_text_whose_cache_was_released_during_a_draft_is_dropped(
+    name: str,
+    folders: dict[str, Path],
+    target: Decoder,
+    on_triton: Callable[[Any], list[bool]],
+) -> None:
+    """Its pages may be another text's by then. The others get their trees."""
+    expected = trees_of(drafter_of(name, folders), target, "greedy", 3)
+    drafter = drafter_of(name, folders)
+    on_triton(drafter)
+    pool, run = Pool(drafter), drafter.graphs.run
+
+    def released(*args: Any) -> Any:
+        found = run(*args)
+        pool.release(1)
+        return found
+
+    drafter.graphs.run = released
+    found: list[Any] = []
+
+    def draft(rounds: Any) -> Any:
+        if not found:
+            found.extend(drafter.draft_many(rounds))
+        return []
+
+    trees_of(drafter, target, "greedy", 3, pool, draft)
+    pool.close()
+    assert isinstance(found[1], KvGone)
+    assert [found[0].tokens, found[2].tokens] == [expected[0].tokens, expected[2].tokens]
 
 
 def test_a_drafter_whose_drafts_cannot_be_captured_has_no_graphs(
@@ -175,13 +322,35 @@ def test_a_drafter_whose_drafts_cannot_be_captured_has_no_graphs(
     assert drafter.graphs is None
 
 
+VIEWS = ("select", "slice", "detach", "detach_", "lift_fresh", "to", "resolve_conj", "resolve_neg")
+"""Operations that launch and copy nothing: views, and tensors of the host's own numbers."""
+
+
 class Operations(TorchDispatchMode):
     """Names of the operations."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: set[str] = set()
+        self.found: list[str] = []
+        self._paused = False
+
+    @property
+    def names(self) -> set[str]:
+        return set(self.found)
+
+    def paused(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """A function whose operations are not noted, as those of a graph."""
+
+        def replay() -> Any:
+            self._paused = True
+            try:
+                return run()
+            finally:
+                self._paused = False
+
+        return replay
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func._schema.name.removeprefix("aten::"))
+        if not self._paused:
+            self.found.append(func._schema.name.removeprefix("aten::"))
         return func(*args, **(kwargs or {}))

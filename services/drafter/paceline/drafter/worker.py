@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from paceline.drafter.kv import KvGone
 from paceline.drafter.methods.base import Budget, Drafter, Update
 from paceline.drafter.session import Drafted, Session
 from paceline.service.exchange import Waiter
@@ -272,6 +273,9 @@ class DraftWorker:
             return
         spent = time.monotonic() - begun
         for job, tree in zip(jobs, trees, strict=True):
+            if isinstance(tree, KvGone):
+                job.answer(tree)
+                continue
             if self._overlap:
                 self._ahead[job.session] = None
             try:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.drafter.kv import KvGone, KvNotShared
 from paceline.drafter.kv.mapped import CacheFile, MappedReader, oldest_kept
-from paceline.drafter.kv.reader import KvReader, StateReader
-from paceline.kernels import send
+from paceline.drafter.kv.reader import KvPages, KvReader, StateBlock, StateReader
+from paceline.kernels import SINKS, send, streaming
 from paceline.kv.cuda import (
     CudaDriver,
     DriverError,
@@ -32,9 +35,11 @@ class PoolReader(MappedReader):
 
     Safety contract:
 
-    - What is returned are copies, made by the GPU that reads, on it.
-    - Pages of a released cache are reused. So call :meth:`check` after reading, before using what
-      was read: it waits for the copies, and checks that the cache still exists.
+    - What is returned are copies, made by the GPU that reads, on it; or addresses, for kernels of
+      the same stream.
+    - Pages of a released cache are reused. So call :meth:`check` after the GPU has read, before
+      using what was read, such as after the host has got the results; or :meth:`settle`, which
+      waits for the GPU.
     - The mapping gives access to the whole pool. Drafters that are not trusted with it have to
       follow the cache over gRPC, as another user or on another machine.
     - If the verifier dies during a copy from memory that was opened by a handle of CUDA IPC, CUDA
@@ -67,36 +72,39 @@ class PoolReader(MappedReader):
             raise KvNotShared(str(error)) from error
         self._memory = self._pool.bytes[: count * page_bytes].view(count, page_bytes)
         """The pages, uint8 ``[pages, page_bytes]``."""
-        self._table = torch.empty(0, dtype=torch.int32)
+        self._table: NDArray[np.int32] = _NO_PAGES
 
-    def check(self) -> None:
-        """See :class:`MappedReader`. Waits for the copies first.
-
-        Raises:
-            KvGone: The verifier released the cache or has ended, or the mapping was closed.
-        """
+    def settle(self) -> None:
         if not self.closed and self._memory.device.type == "cuda":
             torch.cuda.current_stream(self._memory.device).synchronize()
-        super().check()
+        self.check()
 
     def close(self) -> None:
         """Unmap the file and the pool. Closing twice is safe."""
         self._memory = torch.empty(0)
-        self._table = torch.empty(0)
+        self._table = _NO_PAGES
         super().close()
         self._pool.close()
 
-    def _places(self, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    def _places(self, rows: NDArray[np.int64], size: int) -> tuple[Tensor, Tensor]:
         """Returns page and row in the page of rows in pages of ``size``, on the device that reads.
 
         Raises:
             KvGone: An entry of the page table is not a page of the pool.
         """
-        pages = self._table[rows // size].long()
-        if not bool(((pages >= 0) & (pages < len(self._memory))).all()):
-            raise KvGone("the verifier's page table leads out of its pool")
-        found, at = send(torch.stack([pages, rows % size]), self._memory.device)
+        pages = self._checked(self._table[rows // size].astype(np.int64))
+        both = torch.from_numpy(np.stack([pages, rows % size]))
+        found, at = send(both, self._memory.device)
         return found, at
+
+    def _checked(self, pages: NDArray[Any]) -> NDArray[Any]:
+        """Returns entries of the page table. Raises ``KvGone``: one is not a page of the pool."""
+        if len(pages) and not 0 <= pages.min() <= pages.max() < len(self._memory):
+            raise KvGone("the verifier's page table leads out of its pool")
+        return pages
+
+
+_NO_PAGES = np.empty(0, np.int32)
 
 
 def _page_shape(file: CacheFile) -> tuple[int, int, int, int, int]:
@@ -124,30 +132,54 @@ class CudaKv(PoolReader, KvReader):
                 read the pool.
         """
         layout, size = file.layout, file.layout.pages.page_size
+        self._selection = 0, 0
         self._selected: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
         self._numbers = file.numbers(layers)
         self.layers = tuple(self._numbers)
         entries = layout.capacity // max(1, size)
         table = file.array(HEADER_BYTES, (entries,), torch.int32)
         super().__init__(file, driver, reader)
-        self._table = table
+        self._table = table.numpy()
         self._pages = self._memory.view(file.kv_dtype).view(-1, *self._page)
         """``[pages, layers, 2, Hkv, page_size, D]``."""
         self.byte_size = len(self.layers) * entries * self._memory.shape[1] // layout.layers
 
     def refresh(self, below: int, budget: int) -> int:
         """See :class:`KvReader`. The policy is ``streaming``."""
-        super().check()
+        self.check()
         length = min(self.committed, below)
-        if self._selected is None or self._selected[0] != (length, budget):
-            places = self._places(streaming_positions(length, budget), self._page[3])
-            self._selected = (length, budget), places
+        self._selection = length, budget
         return length
 
     def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
-        if self._selected is None or not len(self._selected[1][0]):
+        """See :class:`KvReader`. Raises ``KvGone`` too: the page table is invalid."""
+        if self._selected is None or self._selected[0] != self._selection:
+            places = self._places(streaming_positions(*self._selection).numpy(), self._page[3])
+            self._selected = self._selection, places
+        if not len(self._selected[1][0]):
             return []
         return [self._copy(layer, *self._selected[1])]
+
+    def pages(self, layer: int) -> KvPages | None:
+        length, budget = self._selection
+        size, ranges = self._page[3], streaming(length, budget)
+        if not ranges or ranges[0].start or size < SINKS:
+            return None
+        first = ranges[1].start if len(ranges) > 1 else SINKS
+        table = self._table
+        newest = table[first // size : -(-length // size)] if length > SINKS else table[:0]
+        number = self._numbers[layer]
+        layers, _, heads, _, dim = self._page
+        page_bytes = self._memory.shape[1]
+        return KvPages(
+            self._pages.dtype,
+            (heads, size, dim),
+            self._memory.data_ptr() + number * (page_bytes // layers),
+            page_bytes,
+            sum(map(len, ranges)),
+            first,
+            self._checked(np.concatenate([table[:1], newest])),
+        )
 
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns copies of keys and values at positions, each ``[Hkv, n, D]``, on the GPU.
@@ -157,7 +189,7 @@ class CudaKv(PoolReader, KvReader):
         Raises:
             KvGone: The page table is invalid.
         """
-        return self._copy(layer, *self._places(positions, self._page[3]))
+        return self._copy(layer, *self._places(positions.numpy(), self._page[3]))
 
     def close(self) -> None:
         self._selected = None
@@ -173,9 +205,11 @@ class CudaKv(PoolReader, KvReader):
 class CudaStates(PoolReader, StateReader):
     """Hidden states of some layers in the pages of the verifier's pool.
 
-    As those of :class:`SharedStates` they lie in a ring. :meth:`read` does not wait for its copies:
-    :meth:`check` does, and fails if rows may have been overwritten since they were asked for.
+    As those of :class:`SharedStates` they lie in a ring. :meth:`read` does not wait for its copies;
+    :meth:`check` fails if rows may have been overwritten since they were asked for.
     """
+
+    paged = True
 
     def __init__(
         self, file: CacheFile, layers: Sequence[int], window: int, driver: CudaDriver, reader: int
@@ -198,12 +232,12 @@ class CudaStates(PoolReader, StateReader):
         entries = -(-kept.slots * len(kept.layers) // rows)
         table = file.array(kept.table_offset, (entries,), torch.int32)
         super().__init__(file, driver, reader)
-        self._table = table
+        self._table = table.numpy()
         stored = self._memory.view(dtype)[:, : rows * kept.hidden_size]
         self._rows = stored.view(len(stored), rows, kept.hidden_size)
         """``[pages, rows, hidden]``."""
         self._kept = len(kept.layers)
-        self._indices = torch.tensor([list(kept.layers).index(layer) for layer in layers])
+        self._indices = np.array([list(kept.layers).index(layer) for layer in layers])
         self._slots, self._window = kept.slots, window
         self._unchecked = sys.maxsize  # oldest position that was read since the last check
         self.byte_size = kept.slots * len(layers) * row_bytes
@@ -214,13 +248,43 @@ class CudaStates(PoolReader, StateReader):
         Raises:
             KvGone: The page table is invalid.
         """
-        begin = min(end, max(begin, oldest_kept(self.committed, self._window, self._slots)))
-        self._unchecked = min(self._unchecked, begin)
-        slots = torch.arange(begin, end) % self._slots
-        rows = (slots[:, None] * self._kept + self._indices).flatten()
-        pages, at = self._places(rows, self._rows.shape[1])
+        begin = self._available(begin, end)
+        pages, at = self._places(self._rows_of(begin, end).ravel(), self._rows.shape[1])
         width = len(self._indices) * self._rows.shape[2]
         return begin, self._rows[pages, at].view(end - begin, width)
+
+    def block(self, begin: int, end: int) -> StateBlock:
+        """See :class:`StateReader`.
+
+        Raises:
+            KvGone: The page table is invalid.
+        """
+        first, size = self._available(begin, end), self._rows.shape[1]
+        rows = self._rows_of(first, end)
+        pages = self._checked(self._table[rows // size].astype(np.int64))
+        addresses = self._rows.data_ptr() + pages * self._memory.shape[1]
+        addresses += rows % size * (self._rows.shape[2] * self._rows.element_size())
+
+        def read() -> Tensor:
+            at, states = self.read(first, end)
+            if at > first:
+                raise KvGone("the verifier has overwritten hidden states that were to be read")
+            return states
+
+        return StateBlock(first, read, addresses, self._rows.dtype)
+
+    def _rows_of(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Returns the numbers of the rows of positions, ``[end - begin, layers]``."""
+        slots = np.arange(begin, end) % self._slots
+        rows: NDArray[np.int64] = slots[:, None] * self._kept + self._indices
+        return rows
+
+    def _available(self, begin: int, end: int) -> int:
+        """Returns the first position from ``begin`` on that is still kept, and notes that it is
+        read."""
+        first = min(end, max(begin, oldest_kept(self.committed, self._window, self._slots)))
+        self._unchecked = min(self._unchecked, first)
+        return first
 
     def check(self) -> None:
         """See :class:`PoolReader`.

@@ -3,12 +3,79 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.kernels import streaming
 from paceline.kernels.caches import from_rows
+
+
+@dataclass(frozen=True)
+class KvPages:
+    """Where the selected positions of a layer lie on the GPU that reads, for kernels that gather.
+
+    The first ``SINKS`` selected positions are those of the text; the others follow one another.
+
+    Attributes:
+        dtype: Type of keys and values.
+        shape: Of the layer's keys in a page, ``(Hkv, page_size, D)``; its values follow them.
+        address: Of the layer's keys in page 0.
+        page_bytes: Distance between two pages.
+        length: Number of positions, 1 or more.
+        first: Position of number ``SINKS``.
+        pages: The page of position 0, then the pages from that of ``first`` on, int32.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, int, int]
+    address: int
+    page_bytes: int
+    length: int
+    first: int
+    pages: NDArray[np.int32]
+
+
+class StateBlock:
+    """Hidden states at neighbouring positions, which were copied or still lie in pages.
+
+    Attributes:
+        first: The first position.
+        count: Number of positions.
+        addresses: Of each position's rows, one for each layer, on the GPU that reads, int64
+            ``[count, layers]``; None: they were copied.
+        dtype: Type of states that lie in pages.
+    """
+
+    def __init__(
+        self,
+        first: int,
+        states: Tensor | Callable[[], Tensor],
+        addresses: NDArray[np.int64] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Takes states ``[count, layers * hidden]``; or addresses, a type and what copies them."""
+        self.first, self.dtype, self.addresses = first, dtype, addresses
+        self._states = states
+        if addresses is not None:
+            self.count = len(addresses)
+        else:
+            assert isinstance(states, Tensor)
+            self.count = len(states)
+
+    def read(self) -> Tensor:
+        """Returns the states ``[count, layers * hidden]``.
+
+        Raises:
+            KvGone: The page table is invalid, or rows may have been overwritten.
+        """
+        if not isinstance(self._states, Tensor):
+            self._states = self._states()
+        return self._states
 
 
 class CacheReader(ABC):
@@ -40,6 +107,11 @@ class CacheReader(ABC):
         """Check that the cache still exists: call it after reading, before using what was read.
         Raises ``KvGone``: the cache was released, its verifier has ended, or its updates are
         invalid."""
+
+    def settle(self) -> None:
+        """Wait for the copies that were asked for, then :meth:`check`: for a caller that has not
+        waited for what it computed from them. Raises ``KvGone`` as it does."""
+        self.check()
 
     @abstractmethod
     def close(self) -> None:
@@ -103,6 +175,15 @@ class KvReader(CacheReader):
             KvGone: As for :meth:`check`.
         """
 
+    def pages(self, layer: int) -> KvPages | None:
+        """Returns where the selected positions of a layer lie; None if they do not lie in pages of
+        one GPU, or no kernel can gather them.
+
+        Raises:
+            KvGone: The page table is invalid.
+        """
+        return None
+
 
 class StreamingReader(KvReader):
     """Selects the first positions and the newest (policy ``streaming``), of contiguous memory."""
@@ -134,6 +215,9 @@ class StreamingReader(KvReader):
 class StateReader(CacheReader):
     """Hidden states: outputs of some layers."""
 
+    paged: bool = False
+    """Whether :meth:`block` returns addresses."""
+
     async def wait_for(self, committed: int, seconds: float) -> None:
         """Wait until positions below ``committed`` can be read, at most ``seconds``. Event loop."""
 
@@ -149,3 +233,8 @@ class StateReader(CacheReader):
             The first position that is available: ``begin``, or a later one if that is no longer
             kept. And the rows ``[end - first, layers * hidden]``.
         """
+
+    def block(self, begin: int, end: int) -> StateBlock:
+        """As :meth:`read`, but states in pages of a GPU are not copied yet."""
+        first, states = self.read(begin, end)
+        return StateBlock(first, states)

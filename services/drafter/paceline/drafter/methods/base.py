@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
-from paceline.drafter.kv import KvOptions
+from paceline.drafter.kv import KvGone, KvOptions
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 
@@ -138,12 +138,13 @@ class GenerationInfo:
 
     kv: KvReader | None = None
     """The layers of :attr:`Needs.kv_layers`, mapped or followed; None if it has none. The service
-    closes it, after the sequence. A sequence calls ``kv.check()`` before it uses what it read: it
-    lets :class:`KvGone` pass, and the service refuses the sequence."""
+    closes it, after the sequence. A sequence calls ``kv.settle()`` before it uses what it read, or
+    ``kv.check()`` where a GPU has read it by then: it lets :class:`KvGone` pass, and the service
+    refuses the sequence."""
 
     states: StateReader | None = None
     """The hidden states of :attr:`Needs.hidden_state_layers`; None if it has none. As for ``kv``:
-    they may run ahead of the text, the service closes them, and the sequence calls ``check()``."""
+    they may run ahead of the text, the service closes them, and the sequence checks them."""
 
 
 @dataclass(frozen=True)
@@ -238,10 +239,16 @@ class Drafter(ABC):
     def start(self, generation: GenerationInfo) -> DraftSequence:
         """Starts a generation. Cheap: :meth:`DraftSequence.warm` processes its text."""
 
-    def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[TokenTree]:
+    def draft_many(
+        self, rounds: Sequence[tuple[DraftSequence, Budget]]
+    ) -> Sequence[TokenTree | KvGone]:
         """Drafts a tree for each of several sequences of this drafter.
 
         If it raises, every one of the sequences must be able to draft again.
+
+        Returns:
+            The tree of each, or the error of one whose cache is gone: its KV or hidden states may
+            have been overwritten while they were read. It concerns no other sequence.
         """
         return [sequence.draft(budget) for sequence, budget in rounds]
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.decoder import DecoderConfig
 from paceline.decoder.config import Rope
 from paceline.decoder.sampling import sampling_params
+from paceline.drafter.kv import KvGone
 from paceline.drafter.methods.base import (
     Budget,
     Drafter,
@@ -37,6 +38,7 @@ from paceline.drafter.methods.device_trees import (
 )
 from paceline.drafter.methods.draft_graphs import DraftGraphs, graphs_work_on
 from paceline.drafter.methods.layers import LayerShape
+from paceline.drafter.methods.target_data import StateRows
 from paceline.kernels import CHUNK, MAX_TREE_NODES, TreePlan, TreeSegment, send
 from paceline.kernels.draft import DraftText, NativeDraft
 from paceline.tree import EMPTY, TokenTree
@@ -124,7 +126,10 @@ class BeamSequence(DraftSequence):
         self.ranker.extend(update.tokens)
 
     def draft(self, budget: Budget) -> TokenTree:
-        return self._drafter.draft_many([(self, budget)])[0]
+        (tree,) = self._drafter.draft_many([(self, budget)])
+        if isinstance(tree, KvGone):
+            raise tree
+        return tree
 
     def begin(self, budget: Budget, text: DraftText | None = None) -> bool:
         """Starts the tree of a round. Returns False if nothing can be drafted.
@@ -312,32 +317,58 @@ class BeamDrafter(Drafter, Generic[S]):
                 None if drafted_tokens is None else send(drafted_tokens, device)
             )
 
-    def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[TokenTree]:
+    def draft_many(
+        self, rounds: Sequence[tuple[DraftSequence, Budget]]
+    ) -> Sequence[TokenTree | KvGone]:
         """Grows one tree for each round: in one native call or on a GPU where that is possible,
         else by levels.
 
         A tree gets no further level that would probably end after its deadline. The estimate for a
         level is the duration of the one before. In a native call, and on a GPU, a tree whose
         deadline has passed gets one level.
+
+        That a cache still exists is checked once, when all trees are on the host.
         """
         own = cast(Sequence[tuple[S, Budget]], rounds)
+        found: dict[S, TokenTree | KvGone] = {}
         native = [each for each in own if each[0].draft_text is not None]
         on_device = [each for each in own if each[0].drafts_on_device]
         rest = [each for each in own if each[0].draft_text is None and not each[0].drafts_on_device]
-        trees = self._draft_natively(native)
-        self._grow_batches(on_device)
-        self._grow_by_levels(rest)
+        self._draft_natively(native, found)
+        self._grow_batches(on_device, found)
+        self._grow_by_levels(rest, found)
         for sequence, _ in own:
-            sequence.finish()
-            if sequence.beam is not None:
-                trees[sequence] = sequence.beam.tree()
-        return [trees.get(sequence, EMPTY) for sequence, _ in own]
+            try:
+                sequence.finish()
+            except KvGone as gone:
+                found[sequence] = gone
+            if sequence not in found:
+                found[sequence] = EMPTY if sequence.beam is None else sequence.beam.tree()
+        return [found[sequence] for sequence, _ in own]
 
-    def _grow_batches(self, rounds: Sequence[tuple[S, Budget]]) -> None:
-        growing: dict[int, list[S]] = {}
+    def _begin(
+        self,
+        rounds: Sequence[tuple[S, Budget]],
+        found: dict[S, TokenTree | KvGone],
+        *,
+        native: bool = False,
+    ) -> list[tuple[S, Budget]]:
+        """Begins rounds. Returns those for which something can be drafted."""
+        begun = []
         for sequence, budget in rounds:
-            if sequence.begin(budget):
-                growing.setdefault(sequence.ranker.count, []).append(sequence)
+            try:
+                if sequence.begin(budget, sequence.draft_text if native else None):
+                    begun.append((sequence, budget))
+            except KvGone as gone:
+                found[sequence] = gone
+        return begun
+
+    def _grow_batches(
+        self, rounds: Sequence[tuple[S, Budget]], found: dict[S, TokenTree | KvGone]
+    ) -> None:
+        growing: dict[int, list[S]] = {}
+        for sequence, _ in self._begin(rounds, found):
+            growing.setdefault(sequence.ranker.count, []).append(sequence)
         for batch in growing.values():  # one, but for services of targets with other vocabularies
             with torch.inference_mode():
                 self._grow_batch(batch)
@@ -365,9 +396,9 @@ class BeamDrafter(Drafter, Generic[S]):
             rank = rank_on_device(rankers, lengths, shape)
             trees = DeviceTrees(shape, worst, rank, kernels=graphs_work_on(self.device))
             self.grow_on_device(Passes(draft, self.device), trees)
-            nodes = trees.packed()
+            nodes = trees.packed().cpu()
         self.drafted(batch)
-        for sequence, each in zip(batch, nodes.cpu().tolist(), strict=True):
+        for sequence, each in zip(batch, nodes.tolist(), strict=True):
             sequence.tree.add_nodes(each, shape.stops[sequence.tree.limits.depth])
 
     def draft_passes(self, growing: Sequence[S], shape: TreeShape) -> HostDraft:
@@ -381,12 +412,10 @@ class BeamDrafter(Drafter, Generic[S]):
         """Grows trees by these passes on a GPU, without waiting for it."""
         raise NotImplementedError
 
-    def _grow_by_levels(self, rounds: Sequence[tuple[S, Budget]]) -> None:
-        growing = [
-            (sequence, budget)
-            for sequence, budget in rounds
-            if sequence.begin(budget) and sequence.tree.grows
-        ]
+    def _grow_by_levels(
+        self, rounds: Sequence[tuple[S, Budget]], found: dict[S, TokenTree | KvGone]
+    ) -> None:
+        growing = [each for each in self._begin(rounds, found) if each[0].tree.grows]
         while growing:
             begun = time.monotonic()
             self.grow_level([sequence for sequence, _ in growing])
@@ -398,12 +427,11 @@ class BeamDrafter(Drafter, Generic[S]):
                 if sequence.tree.grows and next_end < budget.deadline
             ]
 
-    def _draft_natively(self, rounds: Sequence[tuple[S, Budget]]) -> dict[S, TokenTree]:
-        texts = {
-            sequence: sequence.draft_text
-            for sequence, budget in rounds
-            if sequence.draft_text is not None and sequence.begin(budget, sequence.draft_text)
-        }
+    def _draft_natively(
+        self, rounds: Sequence[tuple[S, Budget]], found: dict[S, TokenTree | KvGone]
+    ) -> None:
+        begun = self._begin(rounds, found, native=True)
+        texts = {each: each.draft_text for each, _ in begun if each.draft_text is not None}
         for sequence, text in texts.items():  # only now: to begin another may have failed
             sequence.fill(text)
         if texts:
@@ -411,11 +439,9 @@ class BeamDrafter(Drafter, Generic[S]):
             assert self.rope is not None
             longest = max(t.length + max(t.depth, self.max_depth) for t in texts.values())
             self.native.draft(list(texts.values()), self.rope.table(longest))
-        trees = {}
         for sequence, text in texts.items():
             columns = (each[: text.drafted] for each in (text.token, text.parent, text.chance))
-            trees[sequence] = TokenTree(*map(tuple, columns))
-        return trees
+            found[sequence] = TokenTree(*map(tuple, columns))
 
     def draft_ahead(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         going = [each for each in cast(Sequence[S], sequences) if each.begin_ahead()]
@@ -467,7 +493,7 @@ def forward_blocks(forward: Forward, blocks: Sequence[Block], device: torch.devi
     return list(logits.split([block.logit_rows for block in blocks]))
 
 
-def text_pass(blocks: Sequence[Block], inputs: Tensor | None = None) -> HostPass:
+def text_pass(blocks: Sequence[Block], inputs: StateRows | None = None) -> HostPass:
     """Returns the pass over the blocks of several generations, with hidden states of its rows."""
     stops = accumulate(len(block.tokens) for block in blocks)
     counts = [block.logit_rows for block in blocks]

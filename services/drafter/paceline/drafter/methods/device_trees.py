@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.drafter.methods.beam import BeamOptions, Ranker, rank_rows
+from paceline.drafter.methods.target_data import StateRows
 from paceline.kernels import (
     Context,
     KVCacheView,
@@ -81,14 +82,14 @@ class HostPass:
         positions: Absolute position of each row.
         tokens: Token ids of the rows; none if they are drafted or the pass has none.
         logit_rows: Rows that need logits; none if they are those of the newest level.
-        inputs: Hidden states of the rows, on the device, ``[rows, width]``.
+        inputs: Hidden states of the rows.
     """
 
     segments: Sequence[TreeSegment] = ()
     positions: Sequence[int] = ()
     tokens: Sequence[int] = ()
     logit_rows: Sequence[int] = ()
-    inputs: Tensor | None = None
+    inputs: StateRows | None = None
 
 
 @dataclass(frozen=True)
@@ -157,8 +158,9 @@ class Passes:
         return send(torch.tensor(self._passes[index].logit_rows), self._device)
 
     def inputs(self, index: int) -> Tensor | None:
-        """Returns the hidden states of its rows."""
-        return self._passes[index].inputs
+        """Returns the hidden states of its rows, ``[M, width]``."""
+        inputs = self._passes[index].inputs
+        return None if inputs is None else inputs.tensor()
 
 
 Rank = Callable[[Tensor, int], tuple[Tensor, Tensor]]

@@ -1,14 +1,17 @@
 """Drafts captured as CUDA graphs, each with all its passes, levels and choices.
 
 A graph has a fixed number of sequences and of new tokens of their texts; what a batch lacks is
-padding. All that the host decides lies in tables that one copy fills before a replay.
+padding. All that the host decides lies in tables that one copy fills before a replay: also where
+the target's KV and hidden states lie in pages, which the graph gathers itself. One copy has the
+results. So a draft is a copy to the GPU, a replay, a copy back and one wait, for any number of
+texts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -16,6 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.decoder import Capturing
+from paceline.decoder.device import wait_for
+from paceline.drafter.kv.reader import KvPages
 from paceline.drafter.methods.beam import Ranker
 from paceline.drafter.methods.device_trees import (
     DeviceTrees,
@@ -24,11 +29,12 @@ from paceline.drafter.methods.device_trees import (
     Passes,
     TreeShape,
 )
-from paceline.kernels import Context, SamplingParams, TreePlan, plan_trees
+from paceline.drafter.methods.target_data import StateRows, TargetKv
+from paceline.kernels import Context, KVCacheView, SamplingParams, TreePlan, plan_trees, send
 from paceline.kernels.trees import ContextSegment
 
 if TYPE_CHECKING:
-    from paceline.drafter.methods.target_drafter import TargetDrafter
+    from paceline.drafter.methods.target_drafter import TargetDrafter, WindowCache
     from paceline.kernels._triton.plan import Shape, Tiling
 
 SEQUENCES = (1, 2, 4, 8, 16, 32)
@@ -36,6 +42,10 @@ SEQUENCES = (1, 2, 4, 8, 16, 32)
 
 FED = (8, 17)
 """New positions of each text."""
+
+ALIGN = 16
+"""Places of caches are multiples of it, for wide loads; fewer positions a page are not gathered.
+Unit: elements."""
 
 NOISES = ("none", "noise", "filters")
 """What is done with logits at T = 0, at T > 0, and with top-k, top-p or min-p."""
@@ -53,6 +63,7 @@ class PassShape:
         tokens: Whether the host gives its tokens.
         logit_rows: Rows of each sequence that need logits, if the host gives them.
         inputs: Width of its hidden states; 0: none.
+        taps: Layers that they are of.
     """
 
     rows: int
@@ -62,6 +73,7 @@ class PassShape:
     tokens: bool = False
     logit_rows: int = 0
     inputs: int = 0
+    taps: int = 1
 
 
 def text_and_levels(text: PassShape, level: PassShape, shape: TreeShape) -> list[PassShape]:
@@ -91,6 +103,17 @@ class DraftGraphs:
                 )
                 for count in (layers.cached_layers, layers.context_layers)
             ]  # fmt: skip
+            slots = drafter.gathered_slots
+            self._gathered = self._bases[1].new_zeros(
+                SEQUENCES[-1] * bool(slots), 2, heads.kv_heads, -(-slots // ALIGN) * ALIGN,
+                heads.head_dim,
+            )  # fmt: skip
+            """The target's KV of each sequence, shared by all graphs."""
+            nodes = shape.stops[-1]
+            self._results = torch.zeros(
+                SEQUENCES[-1], nodes, 4, dtype=torch.float64,
+                pin_memory=drafter.device.type == "cuda",
+            )  # fmt: skip
 
     def warm_up(self) -> None:
         """Captures all graphs, the largest first. Their kernels are those of smaller ones too."""
@@ -115,8 +138,8 @@ class DraftGraphs:
             last: As of :class:`DeviceTrees`, by sequence.
 
         Returns:
-            See :meth:`DeviceTrees.packed`; None if no graph is large enough, the trees have another
-            shape, or a cache cannot be read by wide loads.
+            See :meth:`DeviceTrees.packed`, on the CPU, valid until the next call; None if no graph
+            is large enough, the trees have another shape, or a cache cannot be read by wide loads.
         """
         sequences = next((n for n in SEQUENCES if n >= len(rankers)), 0)
         fed = next((n for n in FED if self._fits(draft, sequences, n)), None)
@@ -127,7 +150,10 @@ class DraftGraphs:
         graph = self._graph(sequences, fed, noise)
         if not graph.fill(draft, params, lengths, last):
             return None
-        return graph.run()[: len(rankers)]
+        found = self._results[: len(rankers)]
+        found.copy_(graph.run()[: len(rankers)], non_blocking=True)
+        wait_for(self._drafter.device)
+        return found
 
     def _fits(self, draft: HostDraft, sequences: int, fed: int) -> bool:
         for each, shape in zip(draft.passes, self._passes[fed], strict=True):
@@ -140,7 +166,8 @@ class DraftGraphs:
         key = (sequences, fed, noise)
         if key not in self._graphs:
             passes = self._passes[fed]
-            graph = _Graph(self._drafter, self._shape, self._bases, sequences, passes, noise)
+            memory = self._bases, self._gathered[:sequences]
+            graph = _Graph(self._drafter, self._shape, memory, sequences, passes, noise)
             with torch.inference_mode():
                 graph.run = self._capturing.capture(graph.draft)
             self._graphs[key] = graph
@@ -173,13 +200,15 @@ class _Graph(Passes):
         self,
         drafter: TargetDrafter[Any],
         shape: TreeShape,
-        bases: Sequence[Tensor],
+        memory: tuple[Sequence[Tensor], Tensor],
         sequences: int,
         passes: Sequence[PassShape],
         noise: str,
     ) -> None:
+        from paceline.kernels._triton.gather import RECORD
         from paceline.kernels._triton.plan import PassTables, Staging
 
+        bases, self._gathered = memory
         device, dtype = drafter.device, bases[0].dtype
         contexts = [Context(_Placed(bases[1]), 1)] if len(bases[1]) else []
         super().__init__(HostDraft([], [_Placed(bases[0])], contexts), device)
@@ -193,14 +222,20 @@ class _Graph(Passes):
             shapes.extend(more)
             return slice(len(shapes) - len(more), len(shapes))
 
-        def numbers(*size: int) -> int:
-            add((torch.int64, size))
+        def numbers(*size: int, dtype: torch.dtype = torch.int64) -> int:
+            add((dtype, size))
             return len(shapes) - 1
 
         self._last = numbers(sequences, 1)
         parents = (1, *shape.sizes)
         self._records = [numbers(sequences * parents[n], 6) for n in range(len(shape.sizes))]
         self._places = [[numbers(2 * sequences, 3) for _ in base] for base in bases]
+        pages = self._gathered.shape[3] // ALIGN + 3 if len(self._gathered) else 0
+        self._kv_records = numbers(sequences * bool(pages), RECORD)
+        self._kv_pages = numbers(sequences, pages, dtype=torch.int32)
+        self._states = [
+            numbers(sequences * each.rows * bool(each.inputs), each.taps) for each in self._shapes
+        ]
         self._given = [
             (numbers(sequences * each.rows * each.tokens), numbers(sequences * each.logit_rows))
             for each in self._shapes
@@ -247,20 +282,11 @@ class _Graph(Passes):
 
         Returns False if a cache cannot be read by wide loads.
         """
-        from paceline.kernels._triton.backend import aligned, places
-
         host = self._staging.host
         self._staging.wait()
-        views = [draft.caches, [context.cache for context in draft.contexts]]
-        for bases, tables, caches in zip(self._bases, self._places, views, strict=True):
-            for layer, table in enumerate(tables):
-                planes = [cache.layer(layer) for cache in caches]
-                keys: list[Any] = [key for key, _ in planes]
-                values: list[Any] = [value for _, value in planes]
-                where = places(keys, values, (bases[layer], bases[layer]))
-                if not aligned(where):
-                    return False
-                _fill(host[table], np.array(where, np.int64).reshape(-1, 3))
+        contexts = [context.cache for context in draft.contexts]
+        if not self._fill_places(0, draft.caches) or not self._fill_places(1, contexts):
+            return False
         _fill(host[self._last], np.array(last, np.int64)[:, None])
         self._fill_records(params, lengths)
         numbers = range(self._sequences)
@@ -276,10 +302,87 @@ class _Graph(Passes):
                     of_contexts = plan_trees(context_blocks(each, draft.contexts))
             own.fill(plan, numbers)
             context.fill(of_contexts, numbers)
-            if each.inputs is not None:
-                self._inputs[index][: len(each.inputs)].copy_(each.inputs)
+            self._fill_states(index, each.inputs)
         self._staging.send()
         return True
+
+    def _fill_places(self, kind: int, caches: Sequence[KVCacheView]) -> bool:
+        """Writes where the caches of the texts (0) or their contexts (1) lie; returns whether wide
+        loads can read them."""
+        bases, count = self._bases[kind], len(caches)
+        layers, heads, _, dim = bases.shape
+        stores = np.zeros((count, 2), np.int64)
+        others: list[tuple[int, TargetKv]] = []
+        if kind and len(self._gathered):
+            self._staging.host[self._kv_records][:] = 0
+        for index, cache in enumerate(caches):
+            if not isinstance(cache, TargetKv):
+                window = cast("WindowCache", cache)
+                stores[index] = window.address, window.slots
+            elif self._fill_pages(index, cache.pages):
+                text = index * self._gathered.stride(0) * bases.element_size()
+                stores[index] = self._gathered.data_ptr() + text, self._gathered.shape[3]
+            else:
+                others.append((index, cache))
+        wide = True
+        for layer in range(layers):
+            base = bases[layer].data_ptr()
+            table = self._staging.host[self._places[kind][layer]]
+            places = table[: 2 * count].reshape(count, 2, 3)
+            plane = heads * dim * stores[:, 1]
+            for part in (0, 1):
+                places[:, part, 0] = (stores[:, 0] - base) // bases.element_size()
+                places[:, part, 0] += (2 * layer + part) * plane
+            places[..., 1], places[..., 2] = (stores[:, 1] * dim)[:, None], dim
+            for index, other in others:
+                for part, tensor in enumerate(other.layer(layer)):
+                    origin = (tensor.data_ptr() - base) // bases.element_size()
+                    places[index, part] = origin, *tensor.stride()[:2]
+            table[2 * count :] = 0
+            wide = wide and not (places % ALIGN).any()
+        return wide
+
+    def _fill_pages(self, index: int, pages: KvPages | None) -> bool:
+        """Writes where the KV that is gathered for a sequence lies; returns False if it cannot be
+        gathered."""
+        if pages is None or not len(self._gathered):
+            return False
+        heads, size, dim = pages.shape
+        _, _, own_heads, slots, own_dim = self._gathered.shape
+        table = self._staging.host[self._kv_pages]
+        if (
+            (pages.dtype, heads, dim) != (self._gathered.dtype, own_heads, own_dim)
+            or pages.length > slots
+            or len(pages.pages) > table.shape[1]
+        ):
+            return False
+        item = pages.dtype.itemsize
+        origin = (pages.address - self._bases[1].data_ptr()) // item
+        record = (origin, pages.page_bytes // item, size, pages.length, pages.first)
+        self._staging.host[self._kv_records][index] = record
+        table[index, : len(pages.pages)] = pages.pages
+        return True
+
+    def _fill_states(self, number: int, inputs: StateRows | None) -> None:
+        """Writes where the hidden states of a pass lie, and copies those that do not lie in
+        pages."""
+        from paceline.kernels._triton.gather import NO_PLACE
+
+        if not self._shapes[number].inputs:
+            return
+        table, rows = self._staging.host[self._states[number]], self._inputs[number]
+        table[:] = NO_PLACE
+        if inputs is None:
+            return
+        begin = 0
+        for block in inputs.blocks:
+            end = begin + block.count * inputs.repeats
+            if block.addresses is not None and block.dtype == rows.dtype:
+                places = (block.addresses - self._bases[0].data_ptr()) // rows.element_size()
+                table[begin:end] = places.repeat(inputs.repeats, axis=0)
+            else:
+                rows[begin:end].copy_(send(inputs.rows(block), rows.device), non_blocking=True)
+            begin = end
 
     def _fill_records(self, params: Sequence[SamplingParams], lengths: Sequence[int]) -> None:
         from paceline.kernels._triton.backend import sampling_record
@@ -294,7 +397,16 @@ class _Graph(Passes):
 
     def draft(self) -> Tensor:
         """The draft of the batch in the tables; see :meth:`DeviceTrees.packed`."""
-        last = self._staging.device[self._last]
+        from paceline.kernels._triton.gather import gather_kv, gather_states
+
+        tables = self._staging.device
+        if len(self._gathered):
+            records, pages = tables[self._kv_records], tables[self._kv_pages]
+            gather_kv(self._bases[1], records, pages, self._gathered)
+        for shape, places, rows in zip(self._shapes, self._states, self._inputs, strict=True):
+            if shape.inputs:
+                gather_states(self._bases[0], tables[places], rows)
+        last = tables[self._last]
         trees = DeviceTrees(self._shape, last, self._rank, kernels=True)
         self._drafter.grow_on_device(self, trees)
         return trees.packed()
@@ -329,7 +441,8 @@ class _Graph(Passes):
         return self._staging.device[self._given[index][1]]
 
     def inputs(self, index: int) -> Tensor | None:
-        return self._inputs[index] if self._shapes[index].inputs else None
+        states = self._inputs[index]
+        return self._drafter.layers.states(states) if self._shapes[index].inputs else None
 
 
 def context_blocks(each: HostPass, contexts: Sequence[Context]) -> list[ContextSegment]:

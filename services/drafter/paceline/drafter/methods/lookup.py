@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
+from paceline.drafter.kv import KvGone
 from paceline.drafter.methods.base import (
     Budget,
     Drafter,
@@ -61,7 +62,10 @@ class LookupSequence(DraftSequence):
         self.model.extend(update)
 
     def draft(self, budget: Budget) -> TokenTree:
-        return self._drafter.draft_many([(self, budget)])[0]
+        (tree,) = self._drafter.draft_many([(self, budget)])
+        if isinstance(tree, KvGone):
+            raise tree
+        return tree
 
     def close(self) -> None:
         self.lookup.close()
@@ -98,19 +102,25 @@ class LookupDrafter(Drafter):
     def start(self, generation: GenerationInfo) -> LookupSequence:
         return LookupSequence(self, generation)
 
-    def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[TokenTree]:
+    def draft_many(
+        self, rounds: Sequence[tuple[DraftSequence, Budget]]
+    ) -> Sequence[TokenTree | KvGone]:
         """Looks up all rounds, then drafts those that need the model together."""
         own = cast(Sequence[tuple[LookupSequence, Budget]], rounds)
         trees = [sequence.lookup.draft(budget) for sequence, budget in own]
+        found: list[TokenTree | KvGone] = [*trees]
         asked = [n for n, (each, _) in enumerate(own) if each.needs_model(trees[n])]
         drafted = self.model.draft_many([(own[n][0].model, own[n][1]) for n in asked])
         for number, tree in zip(asked, drafted, strict=True):
             sequence, budget = own[number]
+            if isinstance(tree, KvGone):
+                found[number] = tree
+                continue
             if self.model.calibration is not None and not sequence.rejects:
                 tree = self.model.calibration.apply(tree, sampled=sequence.sampled)
             sequence.take(tree)
-            trees[number] = tree if tree.proposals else merge(trees[number], tree, budget)
-        return trees
+            found[number] = tree if tree.proposals else merge(trees[number], tree, budget)
+        return found
 
     def draft_ahead(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         own = cast(Sequence[LookupSequence], sequences)

@@ -166,6 +166,10 @@ class DraftLayers(ABC):
         table = self.rope.table(plan.longest)
         return self.programs[number].run(Pass(tokens, plan, caches, table, rows, **more))
 
+    def states(self, states: Tensor) -> Tensor:
+        """Returns the target's hidden states ``[n, taps * hidden]`` as inputs of the programs."""
+        return send(states, self.device).to(self.dtype)
+
     def write_kv(self, block: Block, cache: WindowCache, states: Tensor | None = None) -> None:
         """Writes keys and values of a text's tokens, which read ``states`` if the layer does, and
         computes nothing else."""
@@ -210,7 +214,7 @@ class WindowCache:
 
     def reserve(self, end: int) -> None:
         """Makes room for the positions below ``end`` and the extra slots."""
-        slots = self._store.shape[3]
+        slots = self.slots
         if end - self.base + self._extra <= slots:
             return
         if not self.window:
@@ -225,6 +229,8 @@ class WindowCache:
 
     def _keep(self, store: Tensor) -> None:
         self._store = store
+        self.address, self.slots = store.data_ptr(), store.shape[3]
+        """Where keys and values lie, ``[layers, 2, Hkv, slots, D]``, dense."""
         self._views = [(both[0], both[1]) for both in store]
         self.table = LayerTable.of(self._views)
 
@@ -362,6 +368,11 @@ class TargetDrafter(BeamDrafter[S]):
         """Drafts by CUDA graphs, on a device that has them."""
         count = self.shape.vocab_size if self.drafted_tokens is None else len(self.drafted_tokens)
         self.graphs = DraftGraphs(self, TreeShape.of(self.options, self.max_depth, count))
+
+    @property
+    def gathered_slots(self) -> int:
+        """Most positions of the target's KV that a draft reads; 0: it reads none, or all."""
+        return 0
 
     @abstractmethod
     def pass_shapes(self, fed: int, shape: TreeShape) -> Sequence[PassShape]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import ModelSource, load_config
+from paceline.drafter.kv.reader import StateBlock
 from paceline.drafter.methods.base import Fit, GenerationInfo
 from paceline.drafter.methods.beam_drafter import chain_segments
 from paceline.drafter.methods.device_trees import (
@@ -32,6 +33,7 @@ from paceline.drafter.methods.dspark.config import DSparkConfig, read_dspark
 from paceline.drafter.methods.dspark.heads import DSparkHeads
 from paceline.drafter.methods.dspark.module import DSparkModel
 from paceline.drafter.methods.layers import LayerWeights
+from paceline.drafter.methods.target_data import StateRows
 from paceline.drafter.methods.target_drafter import (
     DraftLayers,
     StateOptions,
@@ -54,26 +56,28 @@ class DSparkBackbone(DraftLayers):
         self.heads = DSparkHeads(self.config, tensors.tensors, self.dtype, self.device, self.bits)
         return [_record_context(self, tensors), _record_block(self, tensors)]
 
-    def states_pass(self, batch: Sequence[tuple[int, WindowCache, int, Tensor]]) -> HostPass:
+    def states_pass(self, batch: Sequence[tuple[int, WindowCache, StateBlock]]) -> HostPass:
         """Makes room for hidden states in contexts.
 
         Args:
-            batch: For each context its number among those of the pass, the context, the first
-                position and the states from there on, ``[n, taps * hidden]``, at most a window.
+            batch: For each context its number among those of the pass, the context, and the states
+                that follow it, of at most a window.
 
         Returns:
             The pass of :meth:`write_states`.
         """
         segments: list[TreeSegment] = []
         positions: list[int] = []
-        for index, context, first, states in batch:
-            stop = first + len(states)
+        for index, context, states in batch:
+            stop = states.first + states.count
             context.reserve(stop)
-            segments += chain_segments(index, first - context.base, stop - context.base)
-            positions += range(first, stop)
+            segments += chain_segments(index, states.first - context.base, stop - context.base)
+            positions += range(states.first, stop)
             context.length = stop
-        found = [send(each, self.device).to(self.dtype) for *_, each in batch]
-        return HostPass(segments, positions, inputs=torch.cat(found) if found else None)
+        blocks = [states for *_, states in batch]
+        return HostPass(
+            segments, positions, inputs=StateRows(blocks, self.states) if blocks else None
+        )
 
     def write_states(self, passes: Passes) -> None:
         """Writes the keys and values of hidden states to contexts, by the first pass."""
@@ -82,13 +86,13 @@ class DSparkBackbone(DraftLayers):
             self.run(0, None, plan, passes.caches, inputs=passes.inputs(0))
 
     def block_pass(
-        self, blocks: Sequence[tuple[WindowCache, int, Tensor]]
+        self, blocks: Sequence[tuple[WindowCache, int, StateBlock | None]]
     ) -> tuple[HostPass, list[Context]]:
         """Makes room for blocks after contexts.
 
         Args:
             blocks: For each generation its context, complete up to its anchor, the anchor's token,
-                and the hidden states of the position before it, ``[1, taps * hidden]``.
+                and the hidden states of the position before it, if the model reads them.
 
         Returns:
             The pass of :meth:`draft`, and its contexts.
@@ -100,10 +104,8 @@ class DSparkBackbone(DraftLayers):
         starts = [cache.length - cache.base for cache in caches]
         masks = [config.mask_token] * (length - 1)
         last = range(length - config.levels, length)
-        inputs = None
-        if config.state_input:
-            states = torch.cat([state for _, _, state in blocks for _ in range(length)])
-            inputs = states.to(self.device, self.dtype)
+        newest = [state for _, _, state in blocks if state is not None]
+        inputs = StateRows(newest, self.states, length) if newest else None
         block = HostPass(
             [TreeSegment(index, start, None, length) for index, start in enumerate(starts)],
             [cache.length + offset for cache in caches for offset in range(length)],
@@ -222,27 +224,35 @@ class DSparkSequence(StateSequence):
         new = self.new_states(limit)
         if new is not None:
             backbone = self._drafter.layers
-            draft = HostDraft([backbone.states_pass([(0, self.cache, *new)])], [self.cache])
+            draft = HostDraft([backbone.states_pass([(0, self.cache, new)])], [self.cache])
             backbone.write_states(Passes(draft, backbone.device))
-            self.states.check()
+            self.states.settle()
 
-    def new_states(self, limit: int | None = None) -> tuple[int, Tensor] | None:
-        """Reads hidden states that the context lacks, of at most ``limit`` positions.
-
-        Returns:
-            The first position and the states, ``[n, taps * hidden]``; None if there are none.
-        """
+    def new_states(self, limit: int | None = None) -> StateBlock | None:
+        """Returns hidden states that the context lacks, of at most ``limit`` positions; None if
+        there are none."""
         end = self.readable
         begin = self.cache.next_position(end)
         if limit is not None:
             end = min(end, begin + limit)
         if begin >= end:
             return None
-        first, states = self.states.read(begin, end)
-        if not len(states):
+        states = self.states.block(begin, end)
+        if not states.count:
             return None
-        self.newest.copy_(states[-1:], non_blocking=True)
-        return first, states
+        if not self.states.paged or self.draft_text is not None:  # else they can be read again
+            self.newest.copy_(states.read()[-1:], non_blocking=True)
+        return states
+
+    def newest_states(self) -> StateBlock | None:
+        """Returns the hidden states of the position before the anchor; None if they are not
+        read."""
+        if not self._drafter.layers.config.state_input:
+            return None
+        last = self.length - 2
+        if self.states.paged:
+            return self.states.block(last, last + 1)
+        return StateBlock(last, self.newest)
 
     def set_block(self, hidden: Tensor, logits: Tensor) -> None:
         """Sets the block that the tree grows from: hidden states ``[levels, hidden]`` and their
@@ -266,8 +276,8 @@ class DSparkSequence(StateSequence):
         new = self.new_states()
         text.first = text.length = self.readable
         if new is not None:
-            text.first, states = new
-            self._fresh = states.to(layers.dtype).contiguous()
+            text.first = new.first
+            self._fresh = new.read().to(layers.dtype).contiguous()
             text.fresh = self._fresh.data_ptr()
         cache.reserve(text.length)
         cache.length = text.length
@@ -338,9 +348,10 @@ class DSparkDrafter(TargetDrafter[DSparkSequence]):
         contexts = tuple(
             (w + config.block if w else None) for w, causal in config.attention if not causal
         )
-        states = PassShape(fed, 2, inputs=len(config.taps) * config.hidden)
-        inputs = states.inputs if config.state_input else 0
-        block = PassShape(config.block, 1, windows, contexts, True, config.levels, inputs)
+        states = PassShape(fed, 2, inputs=len(config.taps) * config.hidden, taps=len(config.taps))
+        block = PassShape(config.block, 1, windows, contexts, True, config.levels)
+        if config.state_input:
+            block = replace(block, inputs=states.inputs, taps=states.taps)
         return [states, block]
 
     def draft_passes(
@@ -349,9 +360,9 @@ class DSparkDrafter(TargetDrafter[DSparkSequence]):
         found = [sequence.new_states() for sequence in growing]
         caches = [sequence.cache for sequence in growing]
         states = self.layers.states_pass(
-            [(n, caches[n], *new) for n, new in enumerate(found) if new is not None]
+            [(n, caches[n], new) for n, new in enumerate(found) if new is not None]
         )
-        blocks = [(each.cache, each.text[-1], each.newest) for each in growing]
+        blocks = [(each.cache, each.text[-1], each.newest_states()) for each in growing]
         block, contexts = self.layers.block_pass(blocks)
         return HostDraft([states, block], caches, contexts)
 

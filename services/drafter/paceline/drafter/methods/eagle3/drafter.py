@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.decoder import ModelSource, load_config
 from paceline.decoder.weights import Linear
+from paceline.drafter.kv.reader import StateBlock
 from paceline.drafter.methods.base import GenerationInfo
 from paceline.drafter.methods.beam_drafter import Block, forward_blocks, text_pass
 from paceline.drafter.methods.device_trees import (
@@ -34,6 +35,7 @@ from paceline.drafter.methods.draft_graphs import PassShape, text_and_levels
 from paceline.drafter.methods.eagle3.config import Eagle3Config, read_eagle3
 from paceline.drafter.methods.eagle3.module import Eagle3Model
 from paceline.drafter.methods.layers import LayerWeights, linear
+from paceline.drafter.methods.target_data import StateRows
 from paceline.drafter.methods.target_drafter import (
     DraftLayers,
     StateOptions,
@@ -66,10 +68,9 @@ class Eagle3Layer(DraftLayers):
 
     def states(self, states: Tensor) -> Tensor:
         """The target's states ``[n, states]`` as inputs: normalised where the layer does that."""
-        states = send(states, self.device)
         if self._norms is None:
-            return states.to(self.dtype)
-        wide = states.float().unflatten(1, (len(self._norms), -1))
+            return super().states(states)
+        wide = send(states, self.device).float().unflatten(1, (len(self._norms), -1))
         scale = (wide.square().mean(-1, keepdim=True) + self.config.norm_eps).rsqrt()
         normed: Tensor = wide * scale * self._norms
         return normed.flatten(1).to(self.dtype)
@@ -127,22 +128,22 @@ class Eagle3Sequence(StateSequence):
 
     def __init__(self, drafter: Eagle3Drafter, generation: GenerationInfo) -> None:
         super().__init__(drafter, generation, drafter.options.drafted)
-        self._fresh = torch.empty(0, 0)
-        """States of the newest positions before the anchor, of the round."""
-        self._outputs = torch.empty(0, 0)
+        self._fresh: StateBlock | None = None
+        """States of the newest positions before the anchor, of the round; None outside of one."""
+        self._outputs = NO_OUTPUTS
         """Outputs at the anchor and at the nodes of the tree that were fed."""
 
     def warm(self, limit: int) -> None:
         cache = self.cache
         begin = cache.next_position(self.readable)
-        begin, states = self._read(begin, min(self.readable, begin + limit))
+        begin, states = self.states.read(begin, max(begin, min(self.readable, begin + limit)))
         if len(states):
-            end = begin + len(states)
+            end, layers = begin + len(states), self._drafter.layers
             cache.reserve(end)
             block = self.text_block(0, begin + 1, end + 1, begin - cache.base)
-            self._drafter.layers.write_kv(block, cache, states)
+            layers.write_kv(block, cache, layers.states(states))
             cache.length = end
-            self.states.check()
+            self.states.settle()
 
     def prepare(self) -> bool:
         if not super().prepare():
@@ -151,22 +152,28 @@ class Eagle3Sequence(StateSequence):
         if self.backlog > MAX_FED_TOKENS:
             self.warm(self.backlog - 1)
         self.cache.reserve(end)
-        _, self._fresh = self._read(min(self.cache.next_position(end), end - 1), end)
-        return len(self._fresh) > 0
+        self._fresh = self.states.block(min(self.cache.next_position(end), end - 1), end)
+        return self._fresh.count > 0
+
+    @property
+    def fresh(self) -> StateBlock:
+        """States of the newest positions before the anchor, of the round."""
+        assert self._fresh is not None
+        return self._fresh
 
     def block(self, index: int) -> Block:
         """Returns what to feed for the next level; ``index`` is that of its cache in the pass."""
         end = self.length - 1 - self.cache.base
         if self.tree.level:
             return self.tree_block(index, end)
-        count = len(self._fresh)
+        count = self.fresh.count
         return self.text_block(index, self.length - count, self.length, end - count)
 
     def inputs(self) -> Tensor:
         """Returns the hidden states that :meth:`block` reads."""
         beam = self.tree
         if not beam.level:
-            return self._fresh
+            return self._drafter.layers.states(self.fresh.read())
         parents = torch.tensor(beam.parents[beam.trunk : beam.frontier.stop])
         return self._outputs[send(parents + 1, self._outputs.device)]
 
@@ -182,22 +189,19 @@ class Eagle3Sequence(StateSequence):
 
     def fill(self, text: DraftText) -> None:
         super().fill(text)
-        count = len(self._fresh)
+        count = self.fresh.count
         text.length = self.length - 2  # the slot of the anchor
         text.first = text.length + 1 - count
-        self._fresh = self._fresh.contiguous()
+        self._inputs = self._drafter.layers.states(self.fresh.read()).contiguous()
         self._fed = torch.tensor([self.text[at] for at in range(-count, 0)])
-        text.fresh, text.tokens = self._fresh.data_ptr(), self._fed.data_ptr()
+        text.fresh, text.tokens = self._inputs.data_ptr(), self._fed.data_ptr()
         self.cache.length = self.length - 1
 
     def clear(self) -> None:
-        self._fresh = self._outputs = torch.empty(0, 0)
+        self._fresh, self._outputs = None, NO_OUTPUTS
 
-    def _read(self, begin: int, end: int) -> tuple[int, Tensor]:
-        """The first position that is available, and the states from there on as inputs."""
-        first, states = self.states.read(begin, max(begin, end))
-        return first, self._drafter.layers.states(states)
 
+NO_OUTPUTS = torch.empty(0, 0)
 
 MAX_FED_TOKENS = 16
 """Maximum number of tokens that a round feeds through the whole layer. Of more, as of a prompt, all
@@ -259,14 +263,15 @@ class Eagle3Drafter(TargetDrafter[Eagle3Sequence]):
     def pass_shapes(self, fed: int, shape: TreeShape) -> list[PassShape]:
         config = self.layers.config
         level = PassShape(0, 1, (config.window or None,))
-        text = replace(level, rows=fed, blocks=2, inputs=config.states)
+        text = replace(level, rows=fed, blocks=2, inputs=config.states, taps=len(config.taps))
         return text_and_levels(text, level, shape)
 
     def draft_passes(self, growing: Sequence[Eagle3Sequence], shape: TreeShape) -> HostDraft:
         blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
         lengths = [sequence.length for sequence in growing]
         starts = [sequence.length - 1 - sequence.cache.base for sequence in growing]
-        text = text_pass(blocks, torch.cat([sequence.inputs() for sequence in growing]))
+        fresh = [sequence.fresh for sequence in growing]
+        text = text_pass(blocks, StateRows(fresh, self.layers.states))
         caches = [sequence.cache for sequence in growing]
         return HostDraft([text, *level_passes(starts, lengths, shape)], caches)
 

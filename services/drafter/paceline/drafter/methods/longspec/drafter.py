@@ -35,6 +35,7 @@ from paceline.drafter.methods.draft_graphs import PassShape, text_and_levels
 from paceline.drafter.methods.layers import LayerWeights
 from paceline.drafter.methods.longspec.config import LongSpecConfig, read_longspec
 from paceline.drafter.methods.longspec.module import LongSpecModel
+from paceline.drafter.methods.target_data import TargetKv
 from paceline.drafter.methods.target_drafter import (
     DraftLayers,
     TargetDrafter,
@@ -42,32 +43,9 @@ from paceline.drafter.methods.target_drafter import (
     TargetSequence,
     WindowCache,
 )
-from paceline.kernels import CHUNK, Context, LayerTable, Program, Recorder, TreePlan
+from paceline.kernels import CHUNK, Context, Program, Recorder, TreePlan
 from paceline.kernels.draft import DraftText, NativeDraft
 from paceline.kernels.executor import NativeProgram
-
-
-class TargetKv:
-    """The target's KV that a round of one generation reads; a ``KVCacheView`` of one layer."""
-
-    def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], layer: LongSpecLayer) -> None:
-        """Takes keys and values from :meth:`KvReader.parts`.
-
-        They are copied if there are several parts, or of another type or device than the layer.
-        """
-        if not parts:  # a key with value 0 stands for nothing
-            nothing = torch.zeros(layer.config.kv_heads, 1, layer.config.head_dim)
-            parts = [(nothing, nothing)]
-        keys, values = (
-            (each[0] if len(each) == 1 else torch.cat(each, dim=1)).to(layer.device, layer.dtype)
-            for each in zip(*parts, strict=True)
-        )
-        self._planes = keys, values
-        self.table = LayerTable.of([self._planes])
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns keys and values, each ``[Hkv, n, D]``."""
-        return self._planes
 
 
 class LongSpecLayer(DraftLayers):
@@ -151,8 +129,9 @@ class LongSpecSequence(TargetSequence):
         context = self._drafter.options.context
         self.kv.refresh(below, self._default_context if context is None else context)
         layer = self._drafter.layers
-        target = TargetKv(self.kv.parts(layer.config.target_layer), layer)
-        self.context = Context(target, target.layer(0)[0].shape[1])
+        number = layer.config.target_layer
+        target = TargetKv(self.kv, number, layer, deferred=self.drafts_on_device)
+        self.context = Context(target, target.length)
         return True
 
     def block(self, index: int) -> Block:
@@ -265,6 +244,10 @@ class LongSpecDrafter(TargetDrafter[LongSpecSequence]):
         logits = forward_blocks(run, blocks, self.layers.device)
         for sequence, part in zip(growing, logits, strict=True):
             sequence.add_level(part)
+
+    @property
+    def gathered_slots(self) -> int:
+        return DEFAULT_CONTEXT if self.options.context is None else self.options.context
 
     def pass_shapes(self, fed: int, shape: TreeShape) -> list[PassShape]:
         level = PassShape(0, 1, (self.layers.config.window,), (None,))

@@ -1,0 +1,52 @@
+"""Launches of the kernels that gather rows from pages, by tables on the device.
+
+Places are relative to a tensor on the device of the launch, in elements: what they lead to may lie
+in other memory that this device can read.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from paceline.kernels._triton.jit.attention import NONE
+from paceline.kernels._triton.jit.gather import gather_pages, gather_rows
+from paceline.kernels.selection import SINKS
+
+NO_PLACE: int = NONE.value
+"""In the place of a row that is not gathered."""
+
+RECORD = 5
+"""Numbers of a text in the records of :func:`gather_kv`."""
+
+_BLOCK, _SLOTS = 1024, 64
+
+
+def gather_states(source: Tensor, places: Tensor, out: Tensor) -> None:
+    """Copies rows of hidden states; those whose place is :data:`NO_PLACE` stay as they are.
+
+    Args:
+        source: What places are relative to, of the states' type.
+        places: int64 ``[R, layers]``.
+        out: ``[R, layers * hidden]``, dense.
+    """
+    rows = places.numel()
+    width = out.numel() // rows
+    gather_rows[(rows, triton.cdiv(width, _BLOCK))](source, places, out, WIDTH=width, BLOCK=_BLOCK)
+
+
+def gather_kv(source: Tensor, records: Tensor, pages: Tensor, out: Tensor) -> None:
+    """Copies selected keys and values.
+
+    Args:
+        source: What places are relative to, of their type.
+        records: int64 ``[S, 5]``, see
+            :func:`~paceline.kernels._triton.jit.gather.gather_pages`; zeros: none of a text.
+        pages: int32 ``[S, n]``.
+        out: ``[S, 2, Hkv, slots, D]``, dense.
+    """
+    texts, kinds, heads, slots, dim = out.shape
+    gather_pages[(texts, triton.cdiv(slots, _SLOTS), kinds * heads)](
+        source, records, pages, out, slots, pages.shape[1], HEADS=heads, DIM=dim,
+        WIDE=triton.next_power_of_2(dim), SINKS=SINKS, BLOCK=_SLOTS,
+    )  # fmt: skip

@@ -1,0 +1,100 @@
+"""The target's KV and hidden states as a draft reads them.
+
+In pages of a GPU they stay where they are until the draft: its CUDA graph gathers those of all
+texts by tables. Everything else that reads them makes copies first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from paceline.drafter.kv.reader import KvPages, KvReader, StateBlock
+from paceline.kernels import LayerTable
+
+if TYPE_CHECKING:
+    from paceline.drafter.methods.target_drafter import DraftLayers
+
+
+class TargetKv:
+    """A layer of the target's KV that a round of one generation reads; a ``KVCacheView`` of it.
+
+    Attributes:
+        length: Number of positions, 1 or more.
+        pages: Where they lie in pages; None: copies were made.
+        table: The copies for compiled programs; None: there are none on the CPU.
+    """
+
+    table: LayerTable | None = None
+
+    def __init__(
+        self, kv: KvReader, number: int, layer: DraftLayers, *, deferred: bool = False
+    ) -> None:
+        """Takes what the newest :meth:`KvReader.refresh` selected.
+
+        Args:
+            kv: Reads the cache.
+            number: The layer that is read.
+            layer: The layer that reads it. Keys and values are copied if they are of another type
+                or device, or come in several parts.
+            deferred: Whether what lies in pages stays there until :meth:`layer` is called.
+        """
+        self._kv, self._number, self._reader = kv, number, layer
+        self._planes: tuple[Tensor, Tensor] | None = None
+        self.pages: KvPages | None = kv.pages(number) if deferred else None
+        self.length = self.pages.length if self.pages is not None else self.layer(0)[0].shape[1]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Returns keys and values, each ``[Hkv, n, D]``.
+
+        Raises:
+            KvGone: The page table is invalid.
+        """
+        if self._planes is None:
+            reader, parts = self._reader, self._kv.parts(self._number)
+            if not parts:  # a key with value 0 stands for nothing
+                nothing = torch.zeros(reader.config.kv_heads, 1, reader.config.head_dim)
+                parts = [(nothing, nothing)]
+            keys, values = (
+                (each[0] if len(each) == 1 else torch.cat(each, dim=1)).to(
+                    reader.device, reader.dtype
+                )
+                for each in zip(*parts, strict=True)
+            )
+            self._planes = keys, values
+            self.table = LayerTable.of([self._planes])
+        return self._planes
+
+
+class StateRows:
+    """Hidden states of the rows of a pass.
+
+    Attributes:
+        blocks: Their positions, block after block.
+        repeats: How often each position of a block is read, one row after the other.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[StateBlock],
+        convert: Callable[[Tensor], Tensor],
+        repeats: int = 1,
+    ) -> None:
+        """Takes blocks, and what makes inputs ``[n, width]`` of states ``[n, layers * hidden]``."""
+        self.blocks, self.repeats, self._convert = blocks, repeats, convert
+
+    def tensor(self) -> Tensor:
+        """Returns the inputs ``[rows, width]``.
+
+        Raises:
+            KvGone: See :meth:`StateBlock.read`.
+        """
+        return self._convert(torch.cat([self.rows(block) for block in self.blocks]))
+
+    def rows(self, block: StateBlock) -> Tensor:
+        """Returns the states of the rows of one of the blocks; errors as for :meth:`tensor`."""
+        states = block.read()
+        return states if self.repeats == 1 else states.repeat_interleave(self.repeats, 0)
