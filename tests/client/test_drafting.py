@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -55,13 +56,14 @@ def test_statistics_are_explained_in_words() -> None:
     assert stats.undrafted == {"node_budget": 6, "late": 3}
     assert stats.explain() == (
         "dspark@2 drafted 2 of 11 rounds, 2.0 tokens a round; 9 without a draft: 6 not worth it, "
-        "3 late. About 1.1x of plain decoding. Failures: 3 drafter_timeout."
+        "3 late. An estimate: 1.1x of plain decoding, of which few steps were measured. "
+        "Failures: 3 drafter_timeout."
     )
     stats.merge(Stats([RoundStats(4, 3, 4, 1.0, 0, 0, 0, drafter="ngram", version="1")]))
     assert "2 of 12 rounds, 2.0 tokens a round; ngram@1 drafted 1 of 12 rounds, 4.0" in (
         stats.explain()
     )
-    assert "Too few plain steps were measured" in Stats([plain(2, "not_ready")]).explain()
+    assert "Too few plain steps were measured" in Stats([replace(drafted, plain_ms=0)]).explain()
     assert Stats([plain(5, "no_drafter")]).explain() == (
         "no draft in 5 rounds: 5 without a drafter."
     )
@@ -238,3 +240,46 @@ async def test_a_seed_is_drawn_and_reported(world: World, client: Client) -> Non
     again = await client.generate(PROMPT, max_new_tokens=30, seed=first.seed)
     assert first.seed != second.seed
     assert again.token_ids == first.token_ids != second.token_ids
+
+
+def drafted_rounds(count: int, emitted: int, **times: float) -> list[RoundStats]:
+    return [RoundStats(4, emitted - 1, emitted, 10.0, 0, 0, 0, drafter="a", **times)] * count
+
+
+@pytest.mark.parametrize(
+    ("rounds", "speedup", "estimate"),
+    [
+        # Nothing was drafted: nothing was gained or lost.
+        ([plain(31, "late", plain_ms=600.0)], None, True),
+        ([plain(31, "node_budget", plain_ms=600.0)], None, False),
+        ([], None, True),
+        # Nothing was measured to compare with.
+        (drafted_rounds(5, 2), None, True),
+        # Plain steps of the verifier's process, under another load maybe.
+        (drafted_rounds(5, 2, plain_ms=8.0), 1.6, True),
+        # A step cannot bring more than its tokens.
+        (drafted_rounds(5, 2, plain_ms=30.0), 2.0, True),
+        ([*drafted_rounds(1, 2, plain_ms=90.0), plain(9, "late", plain_ms=180.0)], 1.1, True),
+        # Plain steps of the text itself: 10 ms each.
+        ([*drafted_rounds(16, 3, plain_ms=30.0), plain(16, "node_budget")], 2.0, False),
+        ([*drafted_rounds(16, 1), plain(16, "node_budget")], 1.0, False),
+        ([*drafted_rounds(16, 2), plain(15, "node_budget")], None, True),
+        # Steps that waited for a tree are none.
+        ([*drafted_rounds(16, 2), plain(30, "late"), plain(30, "empty")], None, True),
+    ],
+)
+def test_the_speedup_is_never_more_than_was_measured(
+    rounds: list[RoundStats], speedup: float | None, estimate: bool
+) -> None:
+    stats = Stats(rounds)
+    assert stats.speedup == (None if speedup is None else pytest.approx(speedup))
+    assert stats.speedup_is_estimate == estimate
+    if stats.speedup is not None:
+        assert stats.speedup <= sum(each.emitted for each in rounds) / stats.steps
+    text = stats.explain()
+    assert ("of plain decoding" in text) == (speedup is not None)
+    assert ("estimate" in text) == (speedup is not None and estimate)
+    summary = stats.summary()
+    assert summary["speedup"] == (None if speedup is None else pytest.approx(speedup, abs=5e-4))
+    floats = [value for value in summary.values() if isinstance(value, float)]
+    assert floats == [round(value, 3) for value in floats]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -17,6 +17,7 @@ from yarl import URL
 from paceline.client import UnavailableError
 from paceline.gateway import GatewayOptions
 from paceline.service.options import OptionsError
+from paceline.v1 import verifier_pb2
 
 from .conftest import Serve, Served, eventually
 
@@ -78,6 +79,8 @@ async def test_rounds_are_streamed_on_request(served: Served) -> None:
     assert {who for round in told for who in round["proposed_by"]} == {"verifier"}
     assert [round["tree"] for round in told] == [None] * len(told)
     assert {round["undrafted"] for round in told} == {None, "no_drafter"}
+    # All but the first token, which is the prefill's, come of a step each.
+    assert sum(round["steps"] for round in told) == 3
     tokens = [token for round in told for token in round["token_ids"]]
     assert tokens == [*b"ABC", MockTransport.END]
 
@@ -280,3 +283,84 @@ async def test_an_error_in_mid_stream_is_an_event(serve: Serve) -> None:
 def test_options_that_cannot_be_served(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionsError, match=message):
         GatewayOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("path", "param", "body"),
+    [
+        ("completions", "max_tokens", {"prompt": "abc"}),
+        ("chat/completions", "max_tokens", {"messages": [{"role": "user", "content": "a"}]}),
+        (
+            "chat/completions",
+            "max_completion_tokens",
+            {"messages": [{"role": "user", "content": "a"}]},
+        ),
+        ("responses", "max_output_tokens", {"input": "a"}),
+    ],
+)
+async def test_more_tokens_than_the_context_has_room_for(
+    served: Served, path: str, param: str, body: dict[str, Any]
+) -> None:
+    context = (await served.openai.models.retrieve("mock")).model_extra["max_model_len"]  # type: ignore[index]
+    status, _, answer = await served.post(f"/v1/{path}", **body, **{param: context})
+    error = answer["error"]
+    assert (status, error["param"], error["code"]) == (400, param, "context_length_exceeded")
+    room = int(re.search(r"room for (\d+)", error["message"])[1])  # type: ignore[index]
+    assert (await served.post(f"/v1/{path}", **body, **{param: room}))[0] == 200
+    assert (await served.post(f"/v1/{path}", **body, **{param: room + 1}))[0] == 400
+    # Without a limit, the text may fill the context.
+    assert (await served.post(f"/v1/{path}", **body))[0] == 200
+
+
+async def test_a_default_limit_is_cut_to_the_room(served: Served) -> None:
+    context = (await served.openai.models.retrieve("mock")).model_extra["max_model_len"]  # type: ignore[index]
+    status, _, answer = await served.post("/v1/completions", prompt=[97] * (context - 3))
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
+
+
+class Reusing(MockTransport):
+    """Has the KV of some tokens of each prompt."""
+
+    def __init__(self, reused: int) -> None:
+        super().__init__("x")
+        self._reused = reused
+
+    async def create_cache(
+        self, request: verifier_pb2.CreateCacheRequest
+    ) -> AsyncGenerator[verifier_pb2.CreateCacheResponse, None]:
+        async for response in super().create_cache(request):
+            if response.HasField("created"):
+                response.created.reused_tokens = self._reused
+            yield response
+
+
+@pytest.mark.parametrize(("reused", "told"), [(0, 0), (63, 0), (64, 64), (218, 192), (227, 192)])
+async def test_cached_tokens_are_counted_in_chunks(serve: Serve, reused: int, told: int) -> None:
+    async with serve(Reusing(reused), chat_template=TEMPLATE) as served:
+        for path, body, used in (
+            ("completions", {"prompt": "a"}, "prompt_tokens_details"),
+            ("responses", {"input": "a"}, "input_tokens_details"),
+        ):
+            _, _, answer = await served.post(f"/v1/{path}", **body)
+            assert answer["usage"][used]["cached_tokens"] == told
+        _, _, answer = await served.post("/v1/completions", prompt=["a", "b"], n=2)
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 2 * told
+
+
+async def test_whose_text_it_is(serve: Serve) -> None:
+    """The verifier gets a name for each pair of key and user, and learns neither of them."""
+    names = []
+    for key in ("", "one", "other"):
+        options = {"api_key": key, "key": key} if key else {}
+        async with serve(MockTransport("x"), chat_template=TEMPLATE, **options) as served:
+            for user in (openai.omit, "anna", "bob"):
+                await served.openai.completions.create(model="mock", prompt="a", user=user)
+                await served.openai.chat.completions.create(
+                    model="mock", messages=[{"role": "user", "content": "a"}], user=user
+                )
+                await served.openai.responses.create(model="mock", input="a", user=user)
+            names += [request.user for request in served.transport.requests]
+    assert names[:3] == [""] * 3
+    assert [len(set(names[at : at + 3])) for at in range(0, len(names), 3)] == [1] * 9
+    assert len(set(names)) == 9
+    assert not any(word in name for word in ("anna", "bob", "one", "other") for name in names)

@@ -84,7 +84,6 @@ async def test_a_disconnect_is_counted_as_499(serve: Serve, registry: CollectorR
 async def test_the_endpoint_requires_the_key() -> None:
     options = {"metrics_address": "127.0.0.1:0", "api_key": "right"}
     metrics, endpoint = server.serve_gateway_metrics(GatewayOptions(**options))  # type: ignore[arg-type]
-    assert metrics is not None
     assert endpoint is not None
     metrics.ended(PATH, 200, 0.1)
     try:
@@ -98,8 +97,20 @@ async def test_the_endpoint_requires_the_key() -> None:
     finally:
         await asyncio.to_thread(endpoint.close)
     assert f'{Metric.GATEWAY_REQUESTS}_total{{path="{PATH}",status="200"}} 1.0' in text
-    assert server.serve_gateway_metrics(GatewayOptions()) == (None, None)
+    assert server.serve_gateway_metrics(GatewayOptions())[1] is None
     GatewayOptions(metrics_address="0.0.0.0:0", insecure_metrics=True)
+
+
+@pytest.mark.parametrize(("key", "status"), [("right", 200), ("wrong", 401)])
+async def test_metrics_are_on_the_gateways_port_too(serve: Serve, key: str, status: int) -> None:
+    async with serve(MockTransport("x"), key="right", api_key="right") as served:
+        await served.openai.completions.create(model="mock", prompt="a")
+        headers = {"authorization": f"Bearer {key}"}
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{served.url}/metrics", headers=headers) as response:
+                assert response.status == status
+                text = await response.text()
+    assert (f'path="{PATH}",status="200"}} 1.0' in text) == (status == 200)
 
 
 async def test_a_request_is_the_parent_of_its_texts(

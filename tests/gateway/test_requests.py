@@ -162,7 +162,7 @@ async def test_paths_of_other_servers(served: Served) -> None:
         for path in (
             *("/v1/embeddings", "/rerank", "/infill", "/slots", "/v1/messages", "/completion"),
             *("/chat/completions", "/apply-template", "/props", "/tokenizer_info", "/ping"),
-            *("/load", "/metrics", "/models", "/tokenize"),
+            *("/load", "/models", "/tokenize"),
         ):
             for method in ("GET", "POST"):
                 async with session.request(method, f"{served.url}{path}", json={}) as response:

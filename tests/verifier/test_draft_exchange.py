@@ -80,6 +80,17 @@ async def test_an_isolated_text_has_no_owner(client: Client) -> None:
         assert [opened.owner for opened in service.opened] == [""]
 
 
+async def test_the_texts_of_each_user_have_an_owner_of_their_own(client: Client) -> None:
+    async with client.new_drafter_service() as service:
+        name = await service.add(lambda *_: TokenTree.chain([1, 2, 3]))
+        for user in ("anna", "bob", "", "anna"):
+            created = await client.create(PROMPT, user=user, **FIELDS)
+            await client.responses(created.handle, drafter=name)
+        anna, bob, nobody, again = (opened.owner for opened in service.opened)
+        assert len({anna, bob, nobody}) == 3
+        assert (again, "anna" in anna) == (anna, False)
+
+
 @CARRIERS
 async def test_what_a_drafter_is_told(socket: bool, client: Client) -> None:
     """Text, sampling and capability; then new tokens and limits. The statistics come back."""

@@ -60,6 +60,23 @@ async def test_a_running_text_is_shared(client_reusing: Client) -> None:
     assert first.read_grant != second.read_grant
 
 
+async def test_texts_are_shared_with_the_same_user_only(client_reusing: Client) -> None:
+    client, prompt = client_reusing, text(6, 200)
+    users = ["", "anna", "bob", "a" * 256]
+    for user in users:
+        created = await client.create(prompt, user=user, **FIELDS)
+        assert created.reused_tokens == 0
+        await client.release(created.handle)
+    for user in users:
+        assert (await client.create(prompt, user=user, **FIELDS)).reused_tokens == 199
+    (cache, *_) = client.service.store
+    assert len({each.sequence.user for each in client.service.store}) == 4
+    assert {each.owner for each in client.service.store} == {cache.owner}
+    with pytest.raises(grpc.RpcError) as refused:
+        await client.create(prompt, user="a" * 257, **FIELDS)
+    assert reason_of(refused.value) == "BAD_USER"
+
+
 async def test_hidden_states_are_reused_only_where_they_were_kept(client_reusing: Client) -> None:
     client, prompt = client_reusing, text(5, 200)
     taps = {"drafter": await client.reader(0), **FIELDS}

@@ -166,6 +166,11 @@ class GenerationOptions(Sampling):
     drafter: str | None = None
     """Name of the drafter, or `NAME@VERSION` for a version, active or not; "none" turns drafting
     off. None: the verifier's default drafter."""
+    isolated: bool = False
+    """As in `DraftOptions`, for this text alone."""
+    user: str = ""
+    """Whose text it is, if this client speaks for several users: KV and drafts of earlier texts are
+    reused for the same user only. At most 256 characters; empty: the client's own."""
     deadline: float | None = None
     """Longest time for the whole generation. Unit: seconds."""
     max_nodes: int | None = None
@@ -189,6 +194,8 @@ class GenerationOptions(Sampling):
         take("max_nodes", int, "an integer in [1, 2**32)", lambda x: 0 < x < 2**32, optional=True)
         take("ignore_eos", bool, "True or False")
         take("keep_cache", bool, "True or False")
+        take("isolated", bool, "True or False")
+        take("user", str, "a text of at most 256 characters", lambda x: len(x) <= 256)
         flag = exactly(self.logprobs, bool)
         if flag is None:
             take("logprobs", int, f"True, False or {scores}", lambda x: 0 <= x <= 20)

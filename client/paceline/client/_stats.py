@@ -28,6 +28,12 @@ _REASONS: dict[str, str] = {
 }
 
 
+_UNHINDERED = frozenset(("no_drafter", "node_budget", "not_ready"))
+"""Reasons of steps without a tree that waited for none: they took as long as in plain decoding."""
+_ENOUGH_STEPS = 16
+"""Plain steps of a text with which its speed-up is measured."""
+
+
 @dataclass(frozen=True, slots=True)
 class RoundStats:
     """A step with a tree, or consecutive steps without one, measured by the verifier. Times in
@@ -201,13 +207,30 @@ class Stats:
 
     @property
     def speedup(self) -> float | None:
-        """Speed of the rounds over that of plain decoding, by plain steps that the verifier's
-        process measured under the same load. None: it measured too few."""
-        measured = [entry for entry in self.rounds if entry.plain_ms and entry.round_ms]
-        if not measured:
+        """Speed of the rounds over that of plain decoding, at most the tokens of a step.
+
+        By the plain steps of the text itself, if it has enough, else an estimate by those that the
+        verifier's process measured. None: nothing was drafted, or too few were measured.
+        """
+        own = self._own_plain_ms()
+        measured = [entry for entry in self.rounds if entry.round_ms and (own or entry.plain_ms)]
+        if not measured or not self.drafted_rounds:
             return None
-        plain_ms = sum(entry.emitted * entry.plain_ms / entry.steps for entry in measured)
-        return plain_ms / sum(entry.round_ms for entry in measured)
+        plain_ms = sum(entry.emitted * (own or entry.plain_ms / entry.steps) for entry in measured)
+        emitted = sum(entry.emitted for entry in self.rounds)
+        most = emitted / self.steps
+        return min(plain_ms / sum(entry.round_ms for entry in measured), most)
+
+    @property
+    def speedup_is_estimate(self) -> bool:
+        """Whether `speedup` is an estimate: the text has too few plain steps of its own."""
+        return not self._own_plain_ms()
+
+    def _own_plain_ms(self) -> float:
+        """Mean time of the plain steps of these rounds; 0: there are too few."""
+        plain = [entry for entry in self.rounds if entry.undrafted in _UNHINDERED]
+        steps = sum(entry.steps for entry in plain)
+        return sum(entry.round_ms for entry in plain) / steps if steps >= _ENOUGH_STEPS else 0.0
 
     @property
     def draft_ms(self) -> float:
@@ -256,13 +279,8 @@ class Stats:
             words = ", ".join(missing) or "the prefill emitted the whole text"
             parts.append(f"no draft in {_count(self.steps, 'round')}: {words}")
         text = "; ".join(parts) + "."
-        if any(reason != "no_drafter" for reason in undrafted) or self.drafted_rounds:
-            speedup = self.speedup
-            text += (
-                " Too few plain steps were measured to compare with plain decoding."
-                if speedup is None
-                else f" About {speedup:.1f}x of plain decoding."
-            )
+        if self.drafted_rounds:
+            text += f" {self._gain()}"
         if self.fallbacks:
             failures = (f"{count} {reason}" for reason, count in self.fallbacks.most_common())
             text += f" Failures: {', '.join(failures)}."
@@ -270,17 +288,28 @@ class Stats:
             text += f" {problem[0].upper()}{problem[1:]}."
         return text
 
+    def _gain(self) -> str:
+        speedup = self.speedup
+        if speedup is None:
+            return "Too few plain steps were measured to compare with plain decoding."
+        if self.speedup_is_estimate:
+            return (
+                f"An estimate: {speedup:.1f}x of plain decoding, of which few steps were measured."
+            )
+        return f"About {speedup:.1f}x of plain decoding."
+
     def summary(self) -> dict[str, object]:
-        """The statistics as JSON-ready values; times in milliseconds."""
+        """The statistics as JSON-ready values, rounded to three decimals; times in milliseconds."""
         names = (
             *("steps", "drafted_rounds", "drafted", "checked", "accepted", "mean_accepted_length"),
-            *("mean_accepted_drafts", "free_run_tokens", "speedup", "draft_ms", "verify_ms"),
+            *("mean_accepted_drafts", "free_run_tokens", "speedup", "speedup_is_estimate"),
+            *("draft_ms", "verify_ms"),
             *("queue_ms", "transport_ms", "round_ms", "prefill_ms", "first_token_ms", "total_ms"),
             *("accepted_per_position", "batch_invariant", "same_numerics", "drafter_versions"),
         )
         return {
             "rounds": len(self.rounds),
-            **{name: getattr(self, name) for name in names},
+            **{name: _rounded(getattr(self, name)) for name in names},
             "undrafted": dict(self.undrafted),
             "fallbacks": dict(self.fallbacks),
         }
@@ -297,6 +326,10 @@ class Stats:
         self.total_ms += other.total_ms
         if other.batch_invariant is not None:
             self.batch_invariant = other.batch_invariant and self.batch_invariant is not False
+
+
+def _rounded(value: object) -> object:
+    return round(value, 3) if isinstance(value, float) else value
 
 
 def _count(number: int, word: str) -> str:

@@ -252,7 +252,7 @@ class TokenStream:
             max_nodes=options.max_nodes or 0,
             draft_timeout_ms=math.ceil(1000 * (drafting.timeout or 0)),
             traceparent="" if self._trace is None else self._trace.traceparent,
-            isolated=drafting.isolated,
+            isolated=drafting.isolated or options.isolated,
         )
         async with self._writing:  # a reader's credits must not come before the start
             stream = self._stream = self._verifier.transport.generate()
@@ -416,6 +416,7 @@ class TokenStream:
             parent_handle=self._parent,
             traceparent="" if trace is None else trace.begin_prefill(verifier.address),
             drafter=options.drafter,
+            user=options.user,
             prompt_logprobs=None if self.prompt_logprobs else options.prompt_logprobs,
         )
 

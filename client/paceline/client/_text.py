@@ -368,6 +368,8 @@ class Chunk:
     """Why there is no tree: no drafter was asked for; drafting does not pay at the moment; the
     drafter has not joined, is not ready or failed; its tree was late; it had nothing to propose;
     only one token is left. None with a tree, for the prefill, and for tokens received again."""
+    steps: int = 0
+    """Engine steps; 0 for the prefill, and for tokens received again."""
 
 
 class Output:
@@ -423,6 +425,7 @@ class Output:
             tuple(pieces),
             tree,
             UNDRAFTED.get(response.no_draft),
+            response.steps,
         )
 
     def _read(self, tokens: Iterable[int]) -> list[str]:

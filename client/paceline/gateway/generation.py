@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any
 
 from paceline.client import (
@@ -132,7 +133,9 @@ class JobBuilder:
         if body.max_tokens == 0 and not body.echo:
             raise bad_request("max_tokens of 0 needs echo: nothing would be returned", "max_tokens")
         # The verifier always generates a token.
-        job = self._job("prompt", body, model, prompts, max(1, body.max_tokens), body.logprobs)
+        limit = max(1, body.max_tokens)
+        given = "max_tokens" if "max_tokens" in body.model_fields_set else None
+        job = self._job("prompt", body, model, prompts, limit, given, body.logprobs)
         if body.echo:
             job.choices[0]["prompt_logprobs"] = body.logprobs
         return job
@@ -152,9 +155,15 @@ class JobBuilder:
         )
         prompt = model.tokens_of_rendered(text)
         limit = body.max_completion_tokens or body.max_tokens
+        given = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        job = self._job("messages", body, model, [prompt], limit, logprobs)
+        job = self._job("messages", body, model, [prompt], limit, given, logprobs)
         return replace(job, operation=Span.CHAT)
+
+    def _user(self, name: str) -> str:
+        """Whose text it is, for the verifier, which knows this gateway only."""
+        facts = (self._options.api_key or "", name)
+        return blake2b("\0".join(facts).encode(), digest_size=16).hexdigest() if any(facts) else ""
 
     def _job(
         self,
@@ -163,12 +172,14 @@ class JobBuilder:
         model: Model,
         prompts: Sequence[list[int]],
         limit: int | None,
+        limit_param: str | None,
         logprobs: int | None,
     ) -> GenerationJob:
         """The job of a request.
 
         `param` is its field with the prompts, `limit` the maximum number of new tokens (None: the
-        room in the context), `logprobs` the number of likeliest tokens to report (None: not even
+        room in the context) and `limit_param` the field that has it (None: a default, which is cut
+        to the room), `logprobs` the number of likeliest tokens to report (None: not even
         the log-probabilities of the emitted ones).
         """
         count = len(prompts) * body.n
@@ -188,9 +199,17 @@ class JobBuilder:
                 param,
                 "context_length_exceeded",
             )
+        if limit is not None and limit > room and limit_param is not None:
+            raise bad_request(
+                f"the context of {context} tokens has room for {room} new ones after a prompt of "
+                f"{longest}, not for {limit}: ask for fewer, or leave the limit out",
+                limit_param,
+                "context_length_exceeded",
+            )
         common = {
             "max_new_tokens": min(limit or room, room),
             "logprobs": logprobs or logprobs is not None,
+            "user": self._user(body.user or ""),
         }
         same = {**body.sampling(), **common}
         GenerationOptions(**same)  # checks them before a text begins

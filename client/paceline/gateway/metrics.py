@@ -8,6 +8,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from paceline.client import Client
@@ -57,8 +58,15 @@ class GatewayMetrics:
         """Adds the number of requests in flight, and the state of each verifier."""
         self._registry.register(_Verifiers(client))
         Gauge(
-            Metric.GATEWAY_IN_FLIGHT, "Requests that are generating", registry=self._registry
+            Metric.GATEWAY_IN_FLIGHT,
+            "Requests in flight, from their head on",
+            registry=self._registry,
         ).set_function(lambda: gate.inside)
+
+    def text(self, accept: str) -> tuple[bytes, str]:
+        """The metrics in a format that an `Accept` header names, and its content type."""
+        encode, kind = choose_encoder(accept)
+        return encode(self._registry), kind
 
     def ended(self, path: str, status: int, seconds: float) -> None:
         """Counts a finished or disconnected request."""

@@ -96,7 +96,7 @@ def observe(metrics: GatewayMetrics | None, *, access_log: bool) -> Middleware:
                     _end(span, status)
                 if metrics is not None and request.path.startswith("/v1/"):
                     metrics.ended(route, status, seconds)
-                if access_log and not _open(request.path):
+                if access_log and not (_open(request.path) or request.path == "/metrics"):
                     _log(request, status, seconds)
 
     return observed

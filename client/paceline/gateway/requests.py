@@ -465,7 +465,6 @@ class StreamOptions(Body):
 class UnusedFields(Body):
     """Accepted and unused: many programs always send them, and no text depends on them."""
 
-    user: _Name | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
@@ -489,6 +488,10 @@ class CommonRequest(UnusedFields):
     repetition_penalty: float = Field(default=1.0, le=100)
     drafter: _Name | None = None
     """Name of a drafter; "none" turns speculation off. The text does not depend on it."""
+    user: _Name | None = None
+    """Whose text it is: KV and drafts of earlier texts are reused for the same user only."""
+    isolated: bool = False
+    """Draft without any other text, and keep this one from later texts: to measure drafting."""
 
 
 class GenerationRequest(CommonRequest, Constrained):
@@ -520,7 +523,7 @@ class GenerationRequest(CommonRequest, Constrained):
         """Sampling arguments of `Client.generate`, but the seed."""
         names = (
             *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
-            *("repetition_penalty", "stop_token_ids", "ignore_eos", "drafter"),
+            *("repetition_penalty", "stop_token_ids", "ignore_eos", "drafter", "isolated"),
         )
         return {
             **{name: getattr(self, name) for name in names},

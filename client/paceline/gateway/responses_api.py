@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from paceline.client import Chunk, GenerationResult, TokenLogprob
+from paceline.client import Chunk, GenerationResult, InvalidRequestError, TokenLogprob
 
-from .errors import bad_request, from_validation
+from .errors import ApiError, bad_request, from_validation
 from .generation import GenerationJob
 from .requests import Body, ChatRequest, CommonRequest, Items, TextPart, ToolUse, text_of
 from .tool_calls import Call, CallParser
@@ -183,6 +184,24 @@ def _message(index: int, kind: Any, fields: dict[str, Any]) -> dict[str, Any]:
         failure = from_validation(error)
         failure.param = f"input.{index}.{failure.param or ''}".rstrip(".")
         raise failure from None
+
+
+_PARAMS = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
+"""Fields of a response by those of a chat."""
+
+
+@contextmanager
+def errors_of_response() -> Iterator[None]:
+    """Lets errors of the chat that a response becomes name the fields of the response."""
+    try:
+        yield
+    except ApiError as error:
+        error.param = _PARAMS.get(error.param or "", error.param)
+        raise
+    except InvalidRequestError as error:
+        if (param := error.metadata.get("param", "")) in _PARAMS:
+            error.metadata = {**error.metadata, "param": _PARAMS[param]}
+        raise
 
 
 class ResponsesWriter(Writer):

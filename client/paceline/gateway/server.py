@@ -36,7 +36,7 @@ from .requests import (
     CompletionRequest,
     parse_request,
 )
-from .responses_api import ResponsesRequest, ResponsesWriter
+from .responses_api import ResponsesRequest, ResponsesWriter, errors_of_response
 from .writers import ChatWriter, CompletionWriter, EventStream, WholeResponse, Writer
 
 logger = logging.getLogger("paceline.gateway")
@@ -104,6 +104,7 @@ class Gateway:
                 get("/v1/models/{name:.+}", self._model),
                 get("/health", self._health),
                 get("/version", _version),
+                get("/metrics", self._show_metrics),
                 get("/", _page),
                 get("/page/{file:.+}", _page),
             ]
@@ -129,7 +130,8 @@ class Gateway:
         with self.admission.enter() as place:
             body = await self._read(request, place, ResponsesRequest)
             chat = await place.work(body.chat)
-            job = await self._jobs.chat(chat, place)
+            with errors_of_response():
+                job = await self._jobs.chat(chat, place)
             writer = ResponsesWriter(job, chat.tool_use(), body)
             return await self._respond(request, place, job, writer, stream=body.stream)
 
@@ -187,6 +189,13 @@ class Gateway:
             await response.receive(event)
 
         return await response.send(generate_texts(self._client, job, receive))
+
+    async def _show_metrics(self, request: web.Request) -> web.StreamResponse:
+        """The metrics, for whoever has the API key."""
+        if self._metrics is None:
+            raise web.HTTPNotFound
+        content, kind = self._metrics.text(request.headers.get("Accept", ""))
+        return web.Response(body=content, headers={"Content-Type": kind})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [await self._card(None)]})
@@ -300,8 +309,7 @@ async def run_gateway(
     context = https_context(options.metrics)
     metrics, endpoint = serve_gateway_metrics(options)
     gateway = Gateway(client, options, metrics)
-    if metrics is not None:
-        metrics.show(gateway.admission.gate, client)
+    metrics.show(gateway.admission.gate, client)
     runner = web.AppRunner(
         gateway.app,
         handler_cancellation=True,
@@ -339,12 +347,13 @@ async def _drain(gateway: Gateway, seconds: float) -> None:
 
 def serve_gateway_metrics(
     options: GatewayOptions,
-) -> tuple[GatewayMetrics | None, MetricsEndpoint | None]:
-    """Metrics and their endpoint; None without a metrics address."""
-    if options.metrics_address is None:
-        return None, None
+) -> tuple[GatewayMetrics, MetricsEndpoint | None]:
+    """Metrics, and their own endpoint if there is an address for it."""
     registry = new_registry()
-    return GatewayMetrics(registry), serve_metrics(options.metrics, registry)
+    metrics = GatewayMetrics(registry)
+    if options.metrics_address is None:
+        return metrics, None
+    return metrics, serve_metrics(options.metrics, registry)
 
 
 async def _listen(

@@ -34,6 +34,9 @@ _STALLED_SECONDS = 60.0
 # Size of the pieces in which a whole response is sent. Unit: bytes.
 _PIECE = 1 << 16
 
+# Cached tokens are counted in chunks of this many, as they are kept.
+_CACHED = 64
+
 Json = dict[str, Any]
 
 
@@ -142,6 +145,7 @@ class ChoicesWriter(Writer):
             }
         return {
             "index": chunk.round,
+            "steps": chunk.steps,
             "tokens": len(chunk.token_ids),
             "token_ids": chunk.token_ids,
             "pieces": chunk.pieces,
@@ -158,7 +162,9 @@ def usage(job: GenerationJob, results: Sequence[GenerationResult]) -> Json:
         stats.merge(result.stats)
     completion = sum(result.usage.completion_tokens for result in results)
     first_choices = results[:: len(job.choices)]
-    cached = sum(result.usage.reused_tokens for result in first_choices)
+    # Whole chunks: with the exact number, a text that somebody else sent could be guessed token by
+    # token.
+    cached = sum(result.usage.reused_tokens // _CACHED * _CACHED for result in first_choices)
     return {
         "prompt_tokens": prompt,
         "prompt_tokens_details": {"cached_tokens": cached},

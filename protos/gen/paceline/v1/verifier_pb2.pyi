@@ -140,7 +140,7 @@ class JoinedService(_message.Message):
     def __init__(self, drafters: _Optional[_Iterable[_Union[_drafter_pb2.DrafterInfo, _Mapping]]] = ..., default_drafter: _Optional[str] = ..., carrier: _Optional[_Union[Carrier, str]] = ..., sequences: _Optional[int] = ...) -> None: ...
 
 class CreateCacheRequest(_message.Message):
-    __slots__ = ("prompt_tokens", "output_tokens", "sampling", "max_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "parent_handle", "traceparent", "drafter", "prompt_logprobs")
+    __slots__ = ("prompt_tokens", "output_tokens", "sampling", "max_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "parent_handle", "traceparent", "drafter", "user", "prompt_logprobs")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +152,7 @@ class CreateCacheRequest(_message.Message):
     PARENT_HANDLE_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: _containers.RepeatedScalarFieldContainer[int]
     output_tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -164,8 +165,9 @@ class CreateCacheRequest(_message.Message):
     parent_handle: bytes
     traceparent: str
     drafter: str
+    user: str
     prompt_logprobs: int
-    def __init__(self, prompt_tokens: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., parent_handle: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., drafter: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    def __init__(self, prompt_tokens: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., parent_handle: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., drafter: _Optional[str] = ..., user: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class CreateCacheResponse(_message.Message):
     __slots__ = ("progress", "created")

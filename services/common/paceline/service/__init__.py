@@ -3,7 +3,7 @@
 Imports no torch.
 """
 
-from paceline.service.interceptor import Gate, ServiceError, owner_of
+from paceline.service.interceptor import Gate, ServiceError, owner_of, user_of
 from paceline.service.options import (
     OptionsError,
     ServerOptions,
@@ -22,4 +22,5 @@ __all__ = [
     "configure_logging",
     "owner_of",
     "run_server",
+    "user_of",
 ]

@@ -57,6 +57,12 @@ def owner_from(
     return _name(b"token\0" + token.encode()) if token else LOCAL_OWNER
 
 
+def user_of(owner: str, user: str) -> str:
+    """Identity of one of the users of a caller, for whom the caller itself speaks; that of the
+    caller if `user` is empty."""
+    return _name(f"user\0{owner}\0{user}".encode()) if user else owner
+
+
 def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
     """Token of the `authorization: Bearer ...` metadata, or None."""
     for key, value in metadata:

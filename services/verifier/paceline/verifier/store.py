@@ -239,8 +239,11 @@ class CacheStore:
         """Caches whose handles are valid."""
         return iter(list(self._caches.values()))
 
-    async def admit(self, generation: GenerationParams, owner: str) -> Cache:
-        """Create a cache as soon as the generation is expected to fit beside the others. Raises
+    async def admit(
+        self, generation: GenerationParams, owner: str, user: str | None = None
+    ) -> Cache:
+        """Create a cache as soon as the generation is expected to fit beside the others. ``owner``
+        may use its handle; the text is that of ``user`` (None: of the owner). Raises
         ``StoreFull``: there is not enough memory, or there are too many caches; ``OutOfMemory``:
         the machine cannot map it."""
         capacity = self.memory.layout.capacity(generation.length_limit)
@@ -264,7 +267,7 @@ class CacheStore:
                 f"{self.claimed_bytes} of {self.memory.limit_bytes} bytes, and this one needs "
                 f"{expected}; try again later"
             ) from error
-        sequence = Sequence(generation, self.memory.allocate(capacity, taps), owner)
+        sequence = Sequence(generation, self.memory.allocate(capacity, taps), owner, user)
         cache = Cache(sequence, next(self._epochs), expected)
         self._caches[digest(cache.handle)] = cache
         self._grants[digest(cache.read_grant)] = cache

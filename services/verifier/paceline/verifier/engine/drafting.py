@@ -362,7 +362,7 @@ class Drafting:
             prompt_length=len(text.generation.prompt),
             sampling=text.generation.sampling_message,
             read_grant=text.read_grant,
-            owner="" if job.isolated else text.owner,
+            owner="" if job.isolated else text.user,
             traceparent="" if job.spans is None else job.spans.traceparent,
         )
         return sequence

@@ -434,7 +434,9 @@ class Sequence:
 
     Attributes:
         generation: The request.
-        owner: The client that made the request. Another client's prompt never reuses its KV.
+        owner: The client that made the request, and may use the cache.
+        user: The client, or the one of its users whose text it is. Another user's prompt never
+            reuses its KV, and no text of theirs is drafted from it.
         segment: Its KV; closed by the engine after the sequence is released.
         released: Whether it has ended and runs no more jobs.
         tokens: Prompt and output.
@@ -448,9 +450,16 @@ class Sequence:
         listeners: Called on the event loop, which owns them, after steps and at the release.
     """
 
-    def __init__(self, generation: GenerationParams, segment: SequenceKv, owner: str = "") -> None:
+    def __init__(
+        self,
+        generation: GenerationParams,
+        segment: SequenceKv,
+        owner: str = "",
+        user: str | None = None,
+    ) -> None:
         self.generation = generation
         self.owner = owner
+        self.user = owner if user is None else user
         self.segment = segment
         self.released = False
         self.tokens: list[int] = [*generation.prompt, *generation.output]

@@ -32,11 +32,11 @@ CHUNK_TOKENS = 64
 """Texts are compared in chunks of this many tokens. A shorter common prefix is computed again."""
 
 Key = bytes
-"""Digest of an owner and the chunks of a text up to one of them."""
+"""Digest of a user and the chunks of a text up to one of them."""
 
 
 class PrefixCache:
-    """Finds a sequence of the same owner with the longest common prefix, in whole chunks.
+    """Finds a sequence of the same user with the longest common prefix, in whole chunks.
 
     Sequences that run are found once they are prefilled. Those that have ended are kept until
     their memory is needed; the least recently used one goes first. Only the engine thread uses it.
@@ -60,7 +60,7 @@ class PrefixCache:
     def add(self, sequence: Sequence) -> None:
         """Let a sequence be found by its committed text. A second call adds what is new."""
         keys = self._keys.setdefault(sequence, [])
-        new = _keys(sequence.owner, sequence.tokens[: sequence.committed])[len(keys) :]
+        new = _keys(sequence.user, sequence.tokens[: sequence.committed])[len(keys) :]
         for key in new:
             self._found.setdefault(key, {})[sequence] = None
         keys += new
@@ -86,7 +86,7 @@ class PrefixCache:
     def find(self, sequence: Sequence) -> Sequence | None:
         """A sequence that begins like the prompt of a new one; None: there is none."""
         best: Sequence | None = None
-        for key in _keys(sequence.owner, sequence.tokens[:-1]):
+        for key in _keys(sequence.user, sequence.tokens[:-1]):
             found = self._found.get(key)
             if not found:
                 break
@@ -118,9 +118,9 @@ class PrefixCache:
             pass
 
 
-def _keys(owner: str, tokens: Items[int]) -> list[Key]:
-    """The key of each whole chunk: a digest of the owner and of the text up to its end."""
-    state = blake2b(owner.encode(), digest_size=16)
+def _keys(user: str, tokens: Items[int]) -> list[Key]:
+    """The key of each whole chunk: a digest of the user and of the text up to its end."""
+    state = blake2b(user.encode(), digest_size=16)
     state.update(b"\0")
     keys = []
     chunks = np.asarray(tokens, dtype=np.uint32)

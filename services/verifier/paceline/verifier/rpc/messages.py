@@ -115,6 +115,12 @@ async def read_generation(
                 "BAD_TOP_LOGPROBS", f"{name} is {count}, expected at most {MAX_TOP_LOGPROBS}"
             )
     check_drafter(request.drafter)
+    if len(request.user) > MAX_NAME:
+        raise _invalid(
+            "BAD_USER",
+            f"the user's name has {len(request.user)} characters, expected at most {MAX_NAME}; "
+            "send a digest of it",
+        )
     stop_ids = set(request.stop_token_ids)
     if not request.ignore_eos:
         stop_ids.update(model.eos_token_ids)

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from paceline.service import Gate, ServiceError, owner_of
+from paceline.service import Gate, ServiceError, owner_of, user_of
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import (
@@ -258,7 +258,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             parent = None
             if request.parent_handle:
                 parent = self._find(request.parent_handle, owner).sequence
-            cache = await self._store.admit(generation, owner)
+            user = user_of(owner, request.user)
+            cache = await self._store.admit(generation, owner, user)
             score_prompt(cache, self._exchange.scored(drafter))
             self._telemetry.admitted(cache)
             try:
