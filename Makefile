@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
-.PHONY: setup demo smollm2 test test-slow families levels resolve chart containers up down lint imports types proto \
+.PHONY: setup demo smollm2 test test-slow families levels sanitize resolve chart containers up down lint imports types proto \
 	proto-check browser clients docs bench drills fuzz audit gpu-check gpu-kernels gpu-services \
 	gpu-first gpu-speed gpu-wheels gpu-packages gpu-train clean
 
@@ -55,6 +55,16 @@ levels: setup
 	        tests/decoder tests/drafter/test_model_methods.py tests/drafter/test_lm_budget.py \
 	        tests/verifier/test_engine.py tests/verifier/test_identity.py; \
 	done
+
+# The compiled kernels with gcc's sanitizers and with the checks of native/check.h: their own tests,
+# drafts in one call, and generations. A report ends the process.
+SANITIZE ?= address,undefined
+SANITIZED := attention backends blocks invariance levels linear noise rejection rows sampling
+sanitize: setup
+	PACELINE_SANITIZE=$(SANITIZE) ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 \
+	    LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	    $(BIN)/python -m pytest --capture=no $(SANITIZED:%=tests/kernels/test_%.py) \
+	    tests/drafter/test_trees.py tests/drafter/test_model_methods.py tests/verifier/test_engine.py
 
 # constraints.txt against the package index: where no index can be reached, says so and does nothing.
 resolve: setup

@@ -12,7 +12,7 @@ from paceline.kernels.attention import (
     tree_attention,
 )
 from paceline.kernels.caches import KVCacheView, LayerTable, PagedPlane, Plane
-from paceline.kernels.delta import MAX_TAPS, Delta, DeltaShape, RecurrentStates
+from paceline.kernels.delta import Delta, DeltaShape, RecurrentStates
 from paceline.kernels.dense import MAX_PROBES, AttentionCall, GraphProbes, Probe, ProbedBlock
 from paceline.kernels.executor import Executor
 from paceline.kernels.noise import gumbel_noise_at
@@ -41,6 +41,7 @@ from paceline.kernels.selection import (
     best_chunks,
     streaming,
 )
+from paceline.kernels.structures import MAX_TAPS
 from paceline.kernels.trees import (
     CHUNK,
     MAX_TREE_NODES,

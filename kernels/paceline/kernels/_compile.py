@@ -37,6 +37,11 @@ LEVELS: dict[str, tuple[str, ...]] = {
 if not _X86:
     LEVELS = {"dotprod": ("asimddp",), "generic": ()}
 
+SANITIZERS = "PACELINE_SANITIZE"
+"""Variable with sanitizers, such as ``address,undefined``: kernels are then compiled here with them
+and with the checks of ``native/check.h``. ``make sanitize`` sets it, and loads the runtimes that they
+need."""
+
 # No contraction: only explicit FMAs are fused, so that all levels and compilers give the same bits.
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-std=gnu11", "-fopenmp")
 
@@ -111,11 +116,21 @@ def build_ahead(folder: Path) -> list[Path]:
 
 
 def _flags(level: str) -> tuple[str, ...]:
+    common = (*_FLAGS, *_sanitizers())
     if level == "dotprod":
-        return (*_FLAGS, "-march=armv8.2-a+dotprod")
+        return (*common, "-march=armv8.2-a+dotprod")
     # gcc writes amx-bf16 and avx512vnni for amx_bf16 and avx512_vnni.
     named = (name.replace("amx_", "amx-").replace("_", "") for name in LEVELS[level])
-    return (*_FLAGS, *(f"-m{name}" for name in named))
+    return (*common, *(f"-m{name}" for name in named))
+
+
+def _sanitizers() -> tuple[str, ...]:
+    """Flags of a debug build; none without the variable."""
+    names = os.environ.get(SANITIZERS, "")
+    if not names:
+        return ()
+    stop = ("-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1")
+    return (f"-fsanitize={names}", *stop, "-DPACELINE_CHECK")
 
 
 def _compiler() -> str:
@@ -140,7 +155,8 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
                 _run([compiler, *flags, "-c", str(source), "-o", objects[-1]])
         made = Path(work, path.name)
         # Not linked with -fopenmp: the kernels use the OpenMP runtime that torch has loaded.
-        _run([compiler, "-shared", *objects, "-lm", "-o", str(made)])
+        linked = [flag for flag in flags if flag.startswith("-fsanitize=")]
+        _run([compiler, "-shared", *linked, *objects, "-lm", "-o", str(made)])
         os.replace(made, path)
 
 

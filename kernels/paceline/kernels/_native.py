@@ -28,15 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.kernels import _compile
-
-LANES = 16
-"""Widths must be multiples of this."""
+from paceline.kernels import _compile, structures
 
 VARIABLE = "PACELINE_CPU_LEVEL"
 
 _AT, _COUNT, _KEY = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "paceline_layout": (_COUNT, ctypes.c_char_p, _AT, _COUNT),
+    "paceline_limit": (_COUNT, ctypes.c_char_p),
     "paceline_set_numerics": (None, ctypes.c_int),
     "paceline_linear_check": (_COUNT,),
     "paceline_linear_scratch": (_COUNT, _AT, _COUNT),
@@ -122,10 +121,18 @@ def load(level: str) -> CpuKernels:
 
 
 def _open(path: Path) -> ctypes.CDLL:
+    """Load a library and set the types of its functions.
+
+    Raises:
+        OSError: It cannot be loaded.
+        RuntimeError: Its structures or limits are not those of ``structures.py``.
+    """
     library = ctypes.CDLL(str(path))
     for name, (result, *arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+    if different := structures.why_different(library):
+        raise RuntimeError(f"{path}: {different}; change native/ and structures.py together")
     return library
 
 

@@ -21,13 +21,11 @@ from torch.nn.functional import silu, softplus
 
 from paceline.kernels._native import address
 from paceline.kernels.rows import Norm, normalised
+from paceline.kernels.structures import CDelta, CStates
 from paceline.kernels.trees import TreeSegment
 
 if TYPE_CHECKING:
     from paceline.kernels.program import Pass
-
-MAX_TAPS = 8
-"""Longest convolution, in tokens; as in ``native/delta.h``."""
 
 _UNIT_EPS = 1e-6
 
@@ -69,15 +67,6 @@ class DeltaShape:
         return 4 * self.layers * (state + (self.taps - 1) * self.channels)
 
 
-class _CDelta(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("key_heads", "value_heads", "key_dim", "value_dim")),
-        ("taps", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("convolution", "rates", "bias", "norm")),
-        ("eps", ctypes.c_double),
-    ]
-
-
 @dataclass(frozen=True)
 class Delta:
     """A layer. A row of its input has queries, keys and values (the channels), then betas and
@@ -100,7 +89,7 @@ class Delta:
     def to_c(self) -> ctypes.Structure:
         """``Delta`` of ``native/delta.h``; the layer must outlive it."""
         s = self.shape
-        return _CDelta(
+        return CDelta(
             s.key_heads, s.value_heads, s.key_dim, s.value_dim, s.taps,
             address(self.convolution, "a convolution"), address(self.rates, "rates"),
             address(self.bias, "a bias"), address(self.norm.weight, "a norm"), self.norm.eps,
@@ -228,14 +217,6 @@ class RecurrentStates:
         self._slots[0].rows = 0
 
 
-class _CStates(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("start", "replayed", "from_rows", "to_rows")),
-        *((name, ctypes.c_void_p) for name in ("from_", "from_window", "from_log")),
-        *((name, ctypes.c_void_p) for name in ("to", "to_window", "to_log")),
-    ]
-
-
 @dataclass(frozen=True)
 class _Step:
     """The states of a sequence in a pass."""
@@ -299,7 +280,7 @@ class DeltaPass:
 
     def to_c(self) -> tuple[ctypes.Array[Any], ctypes.Array[ctypes.c_int64]]:
         """``States`` of each sequence, and the committed rows of each block."""
-        states = (_CStates * len(self.steps))()
+        states = (CStates * len(self.steps))()
         for row, step in zip(states, self.steps, strict=True):
             if step is None:
                 continue

@@ -11,71 +11,13 @@ import torch
 from torch import Tensor
 
 from paceline.kernels._native import address, library
-from paceline.kernels.executor import CACHE_TYPES, NativeProgram, numbers, pointers
+from paceline.kernels.executor import CACHE_TYPES, NativeProgram
+from paceline.kernels.structures import CModel, DraftText
 
 if TYPE_CHECKING:
     from paceline.kernels.linear import PackedMatrix
 
-_MAX_NODES = 255
 _OUT_OF_MEMORY = 1
-
-
-class _Model(ctypes.Structure):
-    _fields_ = [
-        *(*pointers("context", "block"), *numbers("length", "levels", "hidden", "states")),
-        *(*pointers("text"), *numbers("state_input", "bf16", "kv_type", "mask", "drafted")),
-        *(*pointers("ids"), *numbers("rank"), *pointers("w1", "w2", "confidence", "offsets")),
-    ]
-
-
-class DraftText(ctypes.Structure):
-    """A text that is drafted for, and its tree: ``Text`` of ``native/draft.c``.
-
-    Attributes:
-        context: Address of the context's table; see :class:`~paceline.kernels.LayerTable`.
-        base: Position in the context's first slot, a multiple of ``CHUNK``.
-        first: First position whose states, or token, are new.
-        length: Position of the anchor, the text's newest token; with a :class:`StateText` its slot,
-            which is that of the position before.
-        fresh: Address of the new states, ``[length - first, states]`` of a block model,
-            ``[length + 1 - first, states]`` of a :class:`StateText`.
-        tokens: Address of other models' new tokens, int64 ``[length + 1 - first]``.
-        newest: Address of memory for a block model's states of the newest position; kept between
-            calls.
-        target: Address of the table of the target's keys and values, if the model reads them.
-        slots: Number of their slots.
-        anchor: The newest token.
-        row: Its row of W1.
-        count: Number of logits of which candidates are taken, the first ones.
-        temperature: Scores are ``logits / temperature + noise``; 0: the logits.
-        seed: Of the noise.
-        nodes: Maximum number of nodes.
-        depth: Maximum length of a path.
-        levels: Numbers in ``width``; see :meth:`set_widths`.
-        width: Numbers of nodes of the levels.
-        min_score: Nodes with a lower log of the survival are not expanded.
-        drafted: Number of nodes of the tree, which are sorted by falling survival.
-        token: Token ids of the nodes.
-        parent: Their parents; -1: the anchor.
-        chance: Their confidences.
-    """
-
-    _fields_ = [
-        *(*pointers("context"), *numbers("base", "first", "length"), *pointers("fresh", "tokens")),
-        *(*pointers("newest", "target"), *numbers("slots")),
-        *(*numbers("anchor", "row", "count"), ("temperature", ctypes.c_double)),
-        *(("seed", ctypes.c_uint64), *numbers("nodes", "depth", "levels")),
-        ("width", ctypes.c_int64 * _MAX_NODES),
-        *(("min_score", ctypes.c_double), *numbers("drafted")),
-        ("token", ctypes.c_int64 * _MAX_NODES),
-        ("parent", ctypes.c_int64 * _MAX_NODES),
-        ("chance", ctypes.c_double * _MAX_NODES),
-    ]
-
-    def set_widths(self, widths: Sequence[int]) -> None:
-        """Set the numbers of nodes of the levels; the last one is of all deeper levels."""
-        self.levels = min(len(widths), _MAX_NODES)
-        self.width[: self.levels] = widths[: self.levels]
 
 
 @dataclass(frozen=True)
@@ -142,7 +84,7 @@ class NativeDraft:
         native = library()
         assert native is not None
         self._kept: list[Any] = [program, ids, block, text]
-        self._model = _Model(
+        self._model = CModel(
             block=program.address,
             hidden=program.width,
             bf16=dtype == torch.bfloat16,

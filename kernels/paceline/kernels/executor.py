@@ -13,18 +13,32 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paceline.kernels._native import LANES, address, library
+from paceline.kernels._native import address, library
 from paceline.kernels.attention import tree_attention
 from paceline.kernels.caches import LayerTable, Plane, first_heads
 from paceline.kernels.delta import DeltaPass
 from paceline.kernels.dense import Probe
-from paceline.kernels.linear import CMatrix
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program, Routing
 from paceline.kernels.rows import (
     clamped_gate,
     convolve_blocks,
     gelu_gate,
     row_kernels,
+)
+from paceline.kernels.structures import (
+    GATHER,
+    LANES,
+    MAX_HEAD_DIM,
+    QUERY_TILE_ROWS,
+    CBlock,
+    CBuffer,
+    CMatrix,
+    COperation,
+    CProbe,
+    CProbes,
+    CProgram,
+    CQueries,
+    CRun,
 )
 from paceline.kernels.trees import (
     MAX_TREE_NODES,
@@ -41,39 +55,6 @@ if TYPE_CHECKING:
 CACHE_TYPES = (torch.float32, torch.bfloat16, torch.int8)
 """Types of caches, in the order of ``native/cache_rows.h``."""
 
-# Most rows of a tile: its scores of a chunk fit a core's cache, and keys are converted once for
-# many rows.
-_TILE_ROWS = 128
-
-
-def numbers(*names: str) -> list[tuple[str, Any]]:
-    """Fields of a C structure: int64."""
-    return [(name, ctypes.c_int64) for name in names]
-
-
-def pointers(*names: str) -> list[tuple[str, Any]]:
-    """Fields of a C structure: addresses."""
-    return [(name, ctypes.c_void_p) for name in names]
-
-
-class CBlock(ctypes.Structure):
-    """``Block`` of ``native/attention.h``."""
-
-    _fields_ = [
-        *numbers("sequence", "start", "length", "row"),
-        *pointers("depths", "paths", "path_starts"),
-    ]
-
-
-class _Probe(ctypes.Structure):
-    _fields_ = [*numbers("block", "node", "weights", "stride"), *pointers("out")]
-
-
-class CProbes(ctypes.Structure):
-    """``Probes`` of ``native/attention.h``."""
-
-    _fields_ = [*numbers("count"), *pointers("probe")]
-
 
 class BlockTables:
     """A plan's blocks, and their tiles, as C arrays; see ``native/attention.h``.
@@ -89,7 +70,7 @@ class BlockTables:
         """Make the tables for ``group`` query heads per kv head."""
         rows = (CBlock * len(plan.segments))()
         tiles: list[int] = []
-        max_nodes = max(1, _TILE_ROWS // group)
+        max_nodes = max(1, QUERY_TILE_ROWS // group)
         self._kept: list[Any] = [rows]
         for index, (segment, row) in enumerate(zip(plan.segments, plan.offsets, strict=False)):
             block, length = rows[index], segment.length
@@ -131,55 +112,8 @@ def _fill_tree(block: CBlock, segment: TreeSegment) -> ctypes.Array[ctypes.c_int
     return table
 
 
-_WIDEST_HEAD = 512
 _OUT_OF_MEMORY = 1
 _NOT_GATHERED = 3
-_GATHER = ctypes.CFUNCTYPE(
-    ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
-)
-
-
-class _Operation(ctypes.Structure):
-    _fields_ = [
-        *numbers("kind", "source", "delta", "out", "layer", "window", "q_heads", "kv_heads"),
-        *numbers("bf16", "rope", "whole", "gelu", "experts", "among"),
-        *pointers("weight", "second"),
-        ("eps", ctypes.c_double),
-        ("factor", ctypes.c_double),
-        ("limit", ctypes.c_double),
-    ]
-
-
-class _Buffer(ctypes.Structure):
-    _fields_ = numbers("width", "extent")
-
-
-class _Program(ctypes.Structure):
-    _fields_ = [
-        *(*numbers("operations", "selecting"), *pointers("operation")),
-        *(*numbers("buffers"), *pointers("buffer")),
-        *numbers("vocabulary", "q_heads", "kv_heads", "dim", "top"),
-        ("scale", ctypes.c_double),
-        ("cap", ctypes.c_double),
-        ("gather", _GATHER),
-    ]
-
-
-class _Queries(ctypes.Structure):
-    _fields_ = [*numbers("count"), *pointers("row", "out")]
-
-
-class _Run(ctypes.Structure):
-    _fields_ = [
-        *(*numbers("rows", "selected", "threads"), *pointers("tokens", "position")),
-        *(*pointers("selection", "table"), *numbers("table_rows", "sequences")),
-        *pointers("caches"),
-        *(*numbers("kv_type", "blocks"), *pointers("block", "contexts", "context_block")),
-        *(*numbers("context_type"), *pointers("inputs"), *numbers("inputs_bf16")),
-        *(*numbers("tiles"), *pointers("tile", "logits", "taps"), *numbers("taps_bf16")),
-        *pointers("probes", "queries", "states", "committed", "memory"),
-    ]
-
 
 _ZEROS = (ctypes.c_int32 * MAX_TREE_NODES)()
 _RISING = (ctypes.c_int32 * (MAX_TREE_NODES + 1))(*range(MAX_TREE_NODES + 1))
@@ -201,7 +135,7 @@ def supported(program: Program) -> bool:
             any_width.add(op.source)
             shape = op.rule.shape
             if any(
-                each % LANES or each > _WIDEST_HEAD for each in (shape.key_dim, shape.value_dim)
+                each % LANES or each > MAX_HEAD_DIM for each in (shape.key_dim, shape.value_dim)
             ):
                 return False
     gathered = {op.source for op in program.operations if op.kind == Kind.GATHER}
@@ -210,7 +144,7 @@ def supported(program: Program) -> bool:
     return (
         all(matrix.packed is not None for matrix in matrices)
         and not any(width % LANES for width in (*widths, dim))
-        and dim <= _WIDEST_HEAD
+        and dim <= MAX_HEAD_DIM
     )
 
 
@@ -230,11 +164,11 @@ class NativeProgram:
         self._kept: list[Any] = [program]
         self.width = program.buffers[program.operations[0].out].width
         self._vocabulary = program.buffers[0].width
-        operations = (_Operation * len(program.operations))(
+        operations = (COperation * len(program.operations))(
             *map(self._translate, program.operations)
         )
-        buffers = (_Buffer * len(program.buffers))(
-            *(_Buffer(b.width, b.extent) for b in program.buffers)
+        buffers = (CBuffer * len(program.buffers))(
+            *(CBuffer(b.width, b.extent) for b in program.buffers)
         )
         self._recurrent = program.recurrent
         first, selected = program.operations[0], program.operations[program.selecting :]
@@ -242,7 +176,7 @@ class NativeProgram:
         self._selects = bool(selected)
         tapped = [op.layer for op in program.operations if op.kind == Kind.TAP]
         self._tapped = max(tapped, default=-1) + 1  # of all layers, with KV or without
-        self._program = _Program(
+        self._program = CProgram(
             operations=len(operations),
             selecting=program.selecting,
             operation=ctypes.addressof(operations),
@@ -255,7 +189,7 @@ class NativeProgram:
             top=program.top,
             scale=program.heads.factor,
             cap=program.heads.cap,
-            gather=_GATHER() if program.gather is None else _GATHER(self._gather),
+            gather=GATHER() if program.gather is None else GATHER(self._gather),
         )
         self._kept += [operations, buffers]
         self.address = ctypes.addressof(self._program)
@@ -288,7 +222,7 @@ class NativeProgram:
             layer: torch.empty(len(rows), self._heads.q_heads, self._heads.dim)
             for layer, rows in call.queries.items()
         }
-        run = _Run(
+        run = CRun(
             rows=plan.rows,
             selected=logits.shape[0],
             threads=torch.get_num_threads(),
@@ -347,7 +281,7 @@ class NativeProgram:
             return 1
         return 0
 
-    def _translate(self, op: Operation) -> _Operation:
+    def _translate(self, op: Operation) -> COperation:
         weights: list[int | None] = [None, None]
         if isinstance(op.table, Tensor):
             weights[0] = address(op.table, "an embedding")
@@ -364,7 +298,7 @@ class NativeProgram:
         for index, norm in enumerate(op.norms):
             weights[index] = address(norm.weight, "a norm")
         alike = ("kind", "source", "delta", "out", "layer", "window", "rope", "gelu", "factor")
-        return _Operation(
+        return COperation(
             **{name: getattr(op, name) for name in alike},
             q_heads=0 if op.heads is None else op.heads.q_heads,
             kv_heads=0 if op.heads is None else op.heads.kv_heads,
@@ -389,7 +323,7 @@ class NativeProgram:
         self._kept.append(matrices)
         return ctypes.addressof(matrices)
 
-    def _add_contexts(self, run: _Run, call: Pass, kept: list[Any]) -> None:
+    def _add_contexts(self, run: CRun, call: Pass, kept: list[Any]) -> None:
         """The contexts as caches, and each block as nodes that attend to a prefix and its end."""
         tables = self._check_caches([context.cache.table for context in call.contexts], 1)
         for context, table in zip(call.contexts, tables, strict=True):
@@ -449,7 +383,7 @@ class NativeProgram:
             return None
         table = (CProbes * self._layers)()
         for layer, each in probes.items():
-            rows = (_Probe * len(each))()
+            rows = (CProbe * len(each))()
             for row, probe in zip(rows, each, strict=True):
                 row.block, row.node, row.weights = probe.segment, probe.node, probe.weights
                 row.stride, row.out = probe.out.stride(0), address(probe.out, "a probe's output")
@@ -463,10 +397,10 @@ class NativeProgram:
     ) -> int | None:
         if not wanted:
             return None
-        table = (_Queries * self._layers)()
+        table = (CQueries * self._layers)()
         for layer, each in wanted.items():
             rows = (ctypes.c_int64 * len(each))(*each)
-            table[layer] = _Queries(len(rows), ctypes.addressof(rows), out[layer].data_ptr())
+            table[layer] = CQueries(len(rows), ctypes.addressof(rows), out[layer].data_ptr())
             kept.append(rows)
         kept.append(table)
         return ctypes.addressof(table)

@@ -22,6 +22,7 @@ from torch.nn.functional import linear, pad
 
 from paceline.kernels._native import address, library
 from paceline.kernels.blocks import BLOCK, Blocks
+from paceline.kernels.structures import CMatrix
 
 ALIGNMENT = 64
 """Bytes; a cache line."""
@@ -63,17 +64,6 @@ def _map(size: int) -> Tensor:
 
 allocate = _Chunks().allocate
 """``allocate(size) -> Tensor``: uint8 zeros ``[size]`` at a multiple of ``ALIGNMENT``."""
-
-
-class CMatrix(ctypes.Structure):
-    """``Matrix`` of ``native/linear.h``."""
-
-    _fields_ = [
-        *[(name, ctypes.c_int64) for name in ("outs", "ins", "format")],
-        ("values", ctypes.c_void_p),
-        *[(name, ctypes.c_int64) for name in ("minima", "scales_f16", "offset")],
-        ("bias", ctypes.c_void_p),
-    ]
 
 
 def multiply_natively(native: ctypes.CDLL, x: Tensor, matrix: CMatrix) -> Tensor:

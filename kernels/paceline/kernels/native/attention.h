@@ -5,12 +5,10 @@
 #include "cache_rows.h"
 #include "vectors.h"
 
-#define CHUNK 256
 #define STRIDE (CHUNK + WIDTH)  /* of a row of scores */
 #define ROWS 6                  /* rows of a block of a product */
 #define COLUMNS (BLOCK * LANES) /* its columns */
 #define DEPTH 64                /* values of a panel */
-#define AHEAD_BYTES 8192 /* of keys that are fetched: hardware does not follow their order */
 
 INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }

@@ -83,7 +83,7 @@ static void pack_keys(const Tile *t, int64_t slot, int64_t stop, int64_t tiles, 
       for (int64_t i = 0; i < LANES; i++) {
         const uint16_t *key = (const uint16_t *)t->k->data + t->head * t->k->head_stride +
                               min(slot + n + i, stop - 1) * t->k->slot_stride;
-        __builtin_prefetch((const char *)(key + 2 * k) + AHEAD_BYTES, 0, 2);
+        __builtin_prefetch((const char *)(key + 2 * k) + KEYS_AHEAD, 0, 2);
         x[i] = load_part((const float *)(key + 2 * k), max(0, pairs - k));
       }
       transpose(x);

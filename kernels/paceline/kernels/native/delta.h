@@ -15,9 +15,6 @@
 #include "attention.h"
 #include "rows.h"
 
-#define MAX_TAPS 8
-#define MAX_BLOCK 256
-
 /* A layer. Rows of its input: queries and keys [Hk Dk], values [Hv Dv], all before the convolution
  * (the channels), then betas and decays before their activations [Hv], then gates z [Hv Dv]. */
 typedef struct {

@@ -10,54 +10,12 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "program.h"
+#include "draft.h"
 #include "sampling.h"
 
-#define MAX_NODES 255
-#define TILE_ROWS 128 /* as in executor.py */
 #define OWNED __attribute__((cleanup(release)))
 
 enum { OUT_OF_MEMORY = 1 };
-
-typedef struct {
-  const Program *context;   /* hidden states of the target to keys and values; null: of levels */
-  const Program *block;     /* tokens to logits; of a block, tap 0 is what the LM head reads */
-  int64_t length, levels;   /* positions of a block; the last `levels` of them predict */
-  int64_t hidden, states;   /* width of tap 0, and of the states of a position */
-  const Program *text;      /* tokens and states of a text to logits, of a model of levels, or null */
-  int64_t state_input;      /* whether a block's positions read the newest states */
-  int64_t bf16, kv_type;    /* type of states, and of contexts */
-  int64_t mask;             /* token of the positions behind the anchor */
-  int64_t drafted;          /* logits of a position */
-  const int64_t *ids;       /* [drafted]: their token ids, rising */
-  int64_t rank;             /* of the sequential head; 0: none */
-  const float *w1;          /* [rows, rank]; row i is of logit i, the last one of other tokens */
-  const Matrix *w2;
-  const float *confidence;  /* [hidden]; null: no confidence head */
-  const float *offsets;     /* [rows]: share of the token before in the logit of a confidence */
-} Model;
-
-typedef struct {
-  const Cache *context;     /* [layers][keys, values] */
-  int64_t base;             /* position of their first slot, a multiple of CHUNK */
-  int64_t first, length;    /* `length`: position of the anchor; what is from `first` on is new: */
-  const char *fresh;        /* states [length - first, states], or with `text` one row more, ... */
-  const int64_t *tokens;    /* ... tokens [length + 1 - first] of a model of levels */
-  char *newest;             /* states [states] of position length - 1; kept between calls */
-  const Cache *target;      /* keys and values of the target that the model reads, or null */
-  int64_t slots;            /* of `target` */
-  int64_t anchor, row;      /* token at position `length`, and its row of W1 */
-  int64_t count;            /* logits of which candidates are taken, the first ones */
-  double temperature;       /* 0: scores are the logits, without noise */
-  uint64_t seed;
-  int64_t nodes, depth;     /* at most */
-  int64_t levels;
-  int64_t width[MAX_NODES]; /* [levels]: nodes of a level; the last is of all deeper levels */
-  double min_score;         /* nodes below it are not expanded */
-  int64_t drafted;          /* the tree: its nodes, by falling survival */
-  int64_t token[MAX_NODES], parent[MAX_NODES];
-  double chance[MAX_NODES]; /* confidences */
-} Text;
 
 typedef struct {
   int64_t parent, row; /* row: of W1, which is the logit */
@@ -78,7 +36,7 @@ typedef struct {
 } Chains;
 
 static void add_chain(Run *r, const Chains *c, const Program *p, Block block) {
-  const int64_t nodes = max(1, TILE_ROWS / (p->q_heads / p->kv_heads));
+  const int64_t nodes = max(1, QUERY_TILE_ROWS / (p->q_heads / p->kv_heads));
   c->block[r->blocks] = block;
   for (int64_t node = 0; node < block.length; node += nodes) {
     int64_t *tile = c->tile + 3 * r->tiles++;
@@ -407,10 +365,28 @@ static int64_t grow_from_blocks(const Model *m, Text *const *texts, int64_t coun
   return failed;
 }
 
+static void check_draft(const Model *m, Text *const *texts, int64_t count) {
+  CHECK(m && m->block && m->hidden > 0 && m->drafted > 0 && m->ids && count >= 0);
+  CHECK(m->kv_type == KV_F32 || m->kv_type == KV_BF16);
+  CHECK(!m->context || (m->length > 0 && m->levels > 0 && m->levels <= m->length && m->states > 0));
+  CHECK(!m->rank || (m->w1 && m->w2));
+  for (int64_t t = 0; t < count; t++) {
+    const Text *text = texts[t];
+    CHECK(text->base >= 0 && text->base % CHUNK == 0 && text->base <= text->first);
+    CHECK(text->first <= text->length + 1 && text->count > 0 && text->count <= m->drafted);
+    CHECK(text->levels > 0 && text->levels <= MAX_NODES && text->depth >= 0);
+    CHECK(text->nodes >= 0 && text->nodes <= MAX_NODES);
+    for (int64_t i = 0; i < text->levels; i++) CHECK(text->width[i] >= 0 && text->width[i] <= MAX_NODES);
+  }
+  (void)m, (void)texts, (void)count;
+}
+
 /* Drafts a tree for each of `count` texts. `table` has cosines and sines of all positions, as of Run.
  * Returns 0, 1 when memory ran out, or 2 for a token outside of the vocabulary. */
 int64_t paceline_draft(const Model *m, Text *const *texts, int64_t count, const float *table,
                        int64_t table_rows, int64_t threads) {
+  check_draft(m, texts, count);
+  CHECK(table && table_rows > 0 && threads > 0);
   int64_t wide = 1, deep = 1;
   for (int64_t t = 0; t < count; t++) {
     deep = max(deep, texts[t]->depth);

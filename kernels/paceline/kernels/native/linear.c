@@ -72,6 +72,8 @@ void linear_item(const Matrix *m, const float *x, const void *scratch, int64_t r
 
 /* The whole product on the threads of OpenMP; `scratch` has linear_scratch bytes. */
 void paceline_linear(const Matrix *m, const float *x, int64_t rows, void *scratch, float *out) {
+  check_matrix(m);
+  CHECK(rows >= 0 && (!rows || (x && out)));
   const int64_t prepared = linear_prepare_items(m, rows), items = linear_items(m, rows);
 #pragma omp parallel if (!little_work(rows, m->outs * m->ins))
   {

@@ -30,6 +30,8 @@
 
 #include <stdint.h>
 
+#include "check.h"
+
 enum { LINEAR_F32, LINEAR_BF16, LINEAR_Q8, LINEAR_Q4 };
 
 typedef struct {
@@ -55,6 +57,14 @@ void paceline_linear(const Matrix *m, const float *x, int64_t rows, void *scratc
 
 /* One row of the weights: ins floats. */
 void linear_row(const Matrix *m, int64_t row, float *out);
+
+static inline void check_matrix(const Matrix *m) {
+  CHECK(m && m->outs > 0 && m->ins > 0);
+  CHECK(m->format >= LINEAR_F32 && m->format <= LINEAR_Q4);
+  CHECK(m->values && (uintptr_t)m->values % 64 == 0);
+  CHECK(m->format >= LINEAR_Q8 || (!m->minima && !m->offset));
+  (void)m;
+}
 
 /* Whether one thread is faster: waking others takes longer than they save, as in a draft. */
 static inline int little_work(int64_t rows, int64_t weights) {

@@ -15,7 +15,6 @@
 #else
 #define BLOCK_ROWS 6 /* with two vectors of outputs: sums in registers, at 256 bits totals in memory */
 #endif
-#define AHEAD_BYTES 4096 /* of weights that are fetched into the first-level cache */
 #define FEW_ROWS 8 /* products of so many rows wait for memory, those of more for arithmetic */
 
 /* What a row's activations in one block of inputs contribute beside their values. */
@@ -144,7 +143,7 @@ INLINE void quantised_block(const int rows, const BlockFormat f, const Matrix *m
       for (int64_t p = 0; p < bytes; p += 64) __builtin_prefetch(block + blocks * bytes + p, 0, 2);
     } else {
 #pragma GCC unroll 32
-      for (int64_t p = 0; p < bytes; p += 64) __builtin_prefetch(block + AHEAD_BYTES + p, 0, 3);
+      for (int64_t p = 0; p < bytes; p += 64) __builtin_prefetch(block + WEIGHTS_AHEAD + p, 0, 3);
     }
 #pragma GCC unroll 1
     for (int u = 0; u < PAIR / UNIT; u++) { /* outputs whose sums fit the registers */

@@ -103,7 +103,7 @@ INLINE void load_words(const Tile *t, const int type, int64_t slot, const int64_
  * `value` from x. Between them, fetches later keys, and the values of these slots, into the
  * second-level cache. */
 #define EACH_DIMENSION(slot, BODY)                                           \
-  const char *key = row_at(t, t->k, type, slot) + 4 * w + AHEAD_BYTES;       \
+  const char *key = row_at(t, t->k, type, slot) + 4 * w + KEYS_AHEAD;       \
   const char *of_value = row_at(t, t->v, type, slot) + 4 * w;                \
   _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) {                 \
     if (w % 16 == 0) { /* once a line */                                     \

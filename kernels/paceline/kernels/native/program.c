@@ -438,9 +438,64 @@ static int64_t threads_of(const Program *p, const Run *r) {
   return little_work(r->rows, weights) ? 1 : r->threads;
 }
 
+#ifdef PACELINE_CHECK
+static void check_program(const Program *p) {
+  CHECK(p && p->operations > 0 && p->operation && p->buffers > 0 && p->buffer);
+  CHECK(p->selecting >= 0 && p->selecting <= p->operations);
+  CHECK(p->dim > 0 && p->dim <= MAX_DIM && p->dim % WIDTH == 0);
+  CHECK(p->kv_heads > 0 && p->q_heads > 0 && p->q_heads % p->kv_heads == 0);
+  for (int64_t i = 0; i < p->buffers; i++) {
+    const Buffer *b = p->buffer + i;
+    CHECK(b->width >= 0 && b->extent >= ALL_ROWS && b->extent <= SLOT_ROWS);
+  }
+  for (int64_t i = 0; i < p->operations; i++) {
+    const Operation *o = p->operation + i;
+    CHECK(o->kind >= EMBED && o->kind <= OPEN && o->layer >= 0 && o->window >= 0);
+    CHECK(o->in >= 0 && o->in < p->buffers && o->delta >= 0 && o->delta < p->buffers);
+    CHECK(o->out >= 0 && o->out < p->buffers);
+    for (int64_t e = 0; o->kind == MULTIPLY && e < max(1, o->experts); e++) {
+      const Matrix *m = (const Matrix *)o->weight + e;
+      check_matrix(m);
+      CHECK(m->ins == p->buffer[o->in].width && m->outs == p->buffer[o->out].width);
+    }
+  }
+}
+
+static void check_run(const Program *p, const Run *r) {
+  CHECK(r && r->rows > 0 && r->selected >= 0 && r->threads > 0);
+  CHECK(r->memory && (uintptr_t)r->memory % LINE == 0);
+  CHECK(r->sequences > 0 && r->caches && r->kv_type >= KV_F32 && r->kv_type <= KV_INT8);
+  CHECK(r->blocks > 0 && r->block && r->position && (r->tokens || r->inputs));
+  CHECK(!r->selected || p->selecting == p->operations || r->logits);
+  for (int64_t i = 0; i < r->rows; i++)
+    CHECK(r->position[i] >= 0 && r->position[i] < r->table_rows);
+  int64_t row = 0;
+  for (int64_t i = 0; i < r->blocks; i++) {
+    const Block *b = r->block + i;
+    CHECK(b->sequence >= 0 && b->sequence < r->sequences && b->start >= 0);
+    CHECK(b->row == row && b->length > 0 && (row += b->length) <= r->rows);
+    CHECK(!b->depths == !b->paths && !b->depths == !b->path_starts);
+    for (int64_t n = 0; b->depths && n < b->length; n++) {
+      CHECK(b->path_starts[n] < b->path_starts[n + 1]);
+      CHECK(b->paths[b->path_starts[n + 1] - 1] == n);
+    }
+  }
+  for (int64_t i = 0; i < r->tiles; i++) {
+    const int64_t *tile = r->tile + 3 * i;
+    CHECK(tile[0] >= 0 && tile[0] < r->blocks && (!i || tile[0] >= tile[-3]));
+    CHECK(tile[1] >= 0 && tile[2] > 0 && tile[1] + tile[2] <= r->block[tile[0]].length);
+  }
+}
+#else
+#define check_program(p) ((void)0)
+#define check_run(p, r) ((void)0)
+#endif
+
 /* Runs a program. Returns 0; 1 when memory ran out; 2 for a token or selected row that does not
  * exist; 3 when a gather failed. */
 int64_t paceline_run_program(const Program *p, const Run *r) {
+  check_program(p);
+  check_run(p, r);
   if (r->tokens && outside(r->tokens, r->rows, p->vocabulary)) return 2;
   if (r->selection && outside(r->selection, r->selected, r->rows)) return 2;
   State s = {.program = p, .run = r, .at = -1, .threads = threads_of(p, r)};

@@ -4,8 +4,6 @@
 
 #include "cache_rows.h"
 
-#define MAX_DIM 512
-
 /* Sum of the squares of a row: WIDTH partial sums, then pairs of them. */
 INLINE float sum_squares(const float *x, int64_t width) {
   float part[WIDTH];

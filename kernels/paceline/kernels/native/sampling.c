@@ -4,6 +4,7 @@
 
 #include <math.h>
 
+#include "check.h"
 #include "vectors.h"
 
 #define ROUNDS 10
@@ -37,6 +38,7 @@ static void draw(uint64_t seed, uint64_t position, const int64_t *ids, int64_t c
 /* Gumbel noise -ln(-ln u), u = (mantissa + 0.5) 2^-52, rounded to float32. */
 void paceline_gumbel(uint64_t seed, uint64_t position, const int64_t *ids, int64_t count,
                      float *out) {
+  CHECK(count >= 0 && (!count || (ids && out)));
   uint64_t mantissas[BLOCK_IDS];
   for (int64_t at = 0; at < count; at += BLOCK_IDS) {
     const int64_t n = count - at < BLOCK_IDS ? count - at : BLOCK_IDS;
@@ -128,6 +130,8 @@ static __attribute__((noinline)) float sum_exponentials(const float *x, int64_t 
 void paceline_candidates(const float *logits, int64_t stride, int64_t rows, int64_t count,
                          int64_t width, float temperature, float *noise, int64_t *ids,
                          float *logs) {
+  CHECK(logits && ids && logs && rows >= 0 && count > 0 && stride >= count && width > 0);
+  CHECK(!noise || temperature > 0);
   for (int64_t r = 0; r < rows; r++, logits += stride, ids += width, logs += width) {
     const float *scores = logits;
     if (noise) {

@@ -13,11 +13,12 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
+#include "limits.h"
+
 #define SPINS 1000 /* reads of the ticket, 20 to 50 us, before a waiting thread yields its core */
 #define ITEM_BITS 20
 #define MAX_ITEMS ((1 << ITEM_BITS) - 1024) /* of a stage: threads that find none count on */
 #define LAST ((1 << ITEM_BITS) - 1) /* end of a run behind the last stage */
-#define MAX_THREADS 256
 
 /* What a team works on. */
 typedef struct {

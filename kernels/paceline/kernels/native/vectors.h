@@ -10,7 +10,8 @@
 #include <stdint.h>
 #include <string.h>
 
-#define WIDTH 16 /* widths in memory are multiples of this, at every level */
+#include "limits.h"
+
 #define INLINE static inline __attribute__((always_inline))
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
