@@ -39,8 +39,7 @@ if not _X86:
 
 SANITIZERS = "PACELINE_SANITIZE"
 """Variable with sanitizers, such as ``address,undefined``: kernels are then compiled here with them
-and with the checks of ``native/check.h``. ``make sanitize`` sets it, and loads the runtimes that they
-need."""
+and with the checks of ``native/check.h``. ``make sanitize`` sets it and loads their runtimes."""
 
 # No contraction: only explicit FMAs are fused, so that all levels and compilers give the same bits.
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-std=gnu11", "-fopenmp")

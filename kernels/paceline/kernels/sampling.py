@@ -402,6 +402,7 @@ def raw_logprobs(logits: Tensor, token: int, top_n: int) -> tuple[float, list[tu
         The token's natural log-probability, and (id, log-probability) of the ``top_n`` most
         likely tokens, best first, ties by lower id.
     """
+    address(logits, "logits")  # refuses another device, which the check of values would wait for
     raw = _finite(logits.float())
     total = _logsumexp(raw)
     best: list[tuple[int, float]] = []

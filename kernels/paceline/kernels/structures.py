@@ -1,9 +1,9 @@
 """The structures that Python and the compiled kernels share, and a check that both mean the same.
 
-Each class here mirrors a structure of the headers in ``native/``. When a library is loaded, the size
-of each structure and the offset and size of each field are compared with those that the C compiler
-chose, and the limits of both sides with each other: a field that was added on one side alone is an
-error at load, not a wrong address later.
+Each class here mirrors a structure of the headers in ``native/``. When a library is loaded, the
+size of each structure and the offset and size of each field are compared with those that the C
+compiler chose, and the limits of both sides with each other: a field that was added on one side
+alone is an error at load, not a wrong address later.
 """
 
 from __future__ import annotations

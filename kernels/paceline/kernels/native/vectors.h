@@ -143,6 +143,7 @@ INLINE void transpose(vec x[LANES]) {
 #define BLOCK 4
 typedef float vec __attribute__((vector_size(16)));
 typedef int32_t ivec __attribute__((vector_size(16)));
+typedef uint32_t uvec __attribute__((vector_size(16))); /* shifts and sums of bits may overflow */
 
 INLINE vec splat(float x) { return (vec){x, x, x, x}; }
 INLINE vec load_f32(const float *p) {
@@ -160,13 +161,13 @@ INLINE vec select_(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~
 INLINE vec max_(vec a, vec b) { return select_(a > b, a, b); }
 INLINE vec min_(vec a, vec b) { return select_(a < b, a, b); }
 INLINE vec zero_below(vec test, vec bound, vec x) { return (vec)(~(test < bound) & (ivec)x); }
-INLINE vec scale_(vec x, vec shifted) { return (vec)((ivec)x + ((ivec)shifted << 23)); }
+INLINE vec scale_(vec x, vec shifted) { return (vec)((uvec)x + ((uvec)shifted << 23)); }
 INLINE vec load_bf16(const uint16_t *p) {
-  return (vec)(ivec){p[0] << 16, p[1] << 16, p[2] << 16, p[3] << 16};
+  return (vec)((uvec){p[0], p[1], p[2], p[3]} << 16);
 }
 INLINE void split_bf16(vec pairs, vec *even, vec *odd) {
-  *even = (vec)((ivec)pairs << 16);
-  *odd = (vec)((ivec)pairs & (int32_t)0xffff0000);
+  *even = (vec)((uvec)pairs << 16);
+  *odd = (vec)((uvec)pairs & 0xffff0000u);
 }
 INLINE void store_bf16(uint16_t *p, vec x) {
   for (int i = 0; i < LANES; i++) {
