@@ -289,21 +289,26 @@ class ChatTemplate:
         return None
 
     def _shows_calls(self, messages: Sequence[Message], values: Mapping[str, Any]) -> bool:
-        """Whether the prompt has every call, which is found by adding words to their names and to
-        their arguments: the names may be elsewhere, and some templates show arguments alone."""
-        wanted: list[str] = []
+        """Whether the prompt has every call: a word in place of its name, or in its arguments, or
+        its id. The name itself may be elsewhere, as may the id in a result, which gets another."""
+        wanted: list[tuple[str, str]] = []
         marked = []
         for message in messages:
             calls = []
             for call in calls_of(message):
-                wanted.append(word := f"{_WANTED}{len(wanted)}z")
+                word = f"{_WANTED}{len(wanted)}z"
+                wanted.append((word, call.get("id") or word))
                 function = {**call["function"], "name": word}
                 if isinstance(function.get("arguments"), dict):
                     function["arguments"] = {**function["arguments"], word: word}
                 calls.append({**call, "function": function})
-            marked.append({**message, "tool_calls": calls} if calls else message)
+            if calls:
+                message = {**message, "tool_calls": calls}
+            elif isinstance(message.get("tool_call_id"), str):
+                message = {**message, "tool_call_id": message["tool_call_id"][::-1]}
+            marked.append(message)
         text = self._probe(marked, **values) if wanted else None
-        return text is None or all(word in text for word in wanted)
+        return text is None or all(word in text or id in text for word, id in wanted)
 
     def _with_tools(
         self, messages: list[Message], tools: Sequence[Tool], way: _Way
@@ -385,16 +390,17 @@ class ChatTemplate:
         result = {"role": "tool", "tool_call_id": _CALL["id"], "name": _OFFERED}
         result["content"] = self._content({"content": _RESULT})
         messages = [self._question(), {"role": "assistant", "tool_calls": [_CALL]}, result]
+        shows_ids = _CALL["id"] in (self._probe(messages[:2], tools=[_TOOL]) or "")
         printed = repr(_object(_ARGUMENTS)), as_json(_ARGUMENTS)
         found = []
         for form in _FORMS:
             shown, given = self._with_tools(form.of(messages), [_TOOL], self._way)
             text = self._probe(shown, **given) or ""
-            if (_WANTED in text or _ARGUMENT in text) and _RESULT in text:
+            if (_WANTED in text or _ARGUMENT in text or shows_ids) and _RESULT in text:
                 # As Python's dictionary, or as JSON in JSON, arguments are not shown.
                 good = _ARGUMENT in text and not any(each in text for each in printed)
-                named = _WANTED in text or _CALL["id"] not in text
-                found.append((not good, replace(form, names_in_ids=not named)))
+                ids = good and shows_ids and _WANTED not in text
+                found.append((not good, replace(form, names_in_ids=ids)))
         return min(found, key=lambda each: each[0])[1] if found else None
 
     def _question(self) -> Message:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from paceline.client import (
     CapacityError,
@@ -19,6 +21,11 @@ from paceline.client import (
     PacelineError,
     TargetChangedError,
     UnavailableError,
+)
+
+# What pydantic calls an object of JSON.
+_PYTHON_OBJECT = re.compile(
+    "valid dictionary or (?:instance of \\w+|object to extract fields from)"
 )
 
 logger = logging.getLogger("paceline.gateway")
@@ -61,17 +68,55 @@ def bad_request(message: str, param: str | None, code: str | None = None) -> Api
 
 def from_validation(error: ValidationError) -> ApiError:
     """All errors of the first invalid field of a request."""
-    errors = error.errors(include_url=False, include_input=False, include_context=False)
+    errors = _meant(error.errors(include_url=False, include_input=False, include_context=False))
     path = _path(errors[0]["loc"])
     # A field of several types has an error for each of them.
-    wrong = dict.fromkeys(each["msg"] for each in errors if _path(each["loc"]) == path)
+    found = (each["msg"] for each in errors if _path(each["loc"]) == path)
+    wrong = dict.fromkeys(_PYTHON_OBJECT.sub("valid object", text) for text in found)
     return bad_request(f"{path or 'the body'}: {', or: '.join(wrong)}", path or None)
+
+
+def _meant(errors: Sequence[ErrorDetails]) -> Sequence[ErrorDetails]:
+    """Without the errors of other types of the first field with one.
+
+    The type that a value was meant to have is the one that it comes nearest to: the type with the
+    deepest error, and among those the one with the fewest.
+    """
+    first = errors[0]["loc"]
+    place = next((index for index, word in enumerate(first) if _is_type(word)), None)
+    if place is None:
+        return errors
+    types: dict[int | str, list[ErrorDetails]] = {}
+    for each in errors:
+        if each["loc"][:place] == first[:place]:
+            types.setdefault(each["loc"][place] if len(each["loc"]) > place else "", []).append(
+                each
+            )
+    nearness = {
+        kind: (max(len(each["loc"]) for each in found), -len(found))
+        for kind, found in types.items()
+    }
+    return [
+        each
+        for kind, found in types.items()
+        if nearness[kind] == max(nearness.values())
+        for each in found
+    ]
 
 
 def _path(words: tuple[int | str, ...]) -> str:
     """The field's path, without the types that pydantic tried."""
-    names = (str(word) for word in words if word not in ("str", "constrained-str"))
-    return ".".join(name for name in names if "[" not in name)
+    names = [str(word) for word in words if not _is_type(word)]
+    if names[:1] == ["response_format"]:  # whose kind is a part of pydantic's path
+        del names[1:2]
+    return ".".join(names)
+
+
+def _is_type(word: int | str) -> bool:
+    """Whether a part of a path is a type that pydantic tried. No field has a capital letter."""
+    if not isinstance(word, str):
+        return False
+    return word in ("str", "constrained-str") or "[" in word or word[:1].isupper()
 
 
 def from_error(error: Exception) -> ApiError:

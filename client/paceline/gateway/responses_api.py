@@ -182,7 +182,9 @@ def _message(index: int, kind: Any, fields: dict[str, Any]) -> dict[str, Any]:
         return _KINDS[kind].model_validate(fields).as_message()
     except ValidationError as error:
         failure = from_validation(error)
-        failure.param = f"input.{index}.{failure.param or ''}".rstrip(".")
+        place = f"input.{index}"
+        failure.param = f"{place}.{failure.param}" if failure.param else place
+        failure.message = f"{place}.{failure.message}"
         raise failure from None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import string
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ _HELD = re.compile(
     r"\s*(?:" + "|".join(re.escape(_OPEN[:end]) for end in range(len(_OPEN) - 1, 0, -1)) + r")?\Z"
 )
 _DECODER = json.JSONDecoder()
+_LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Call:
     name: str
     arguments: str
     """JSON as text."""
-    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+    id: str = field(default_factory=lambda: "".join(secrets.choice(_LETTERS) for _ in range(9)))
+    """9 letters and digits: templates of Mistral's models take no other."""
 
 
 class CallParser:
