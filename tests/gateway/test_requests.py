@@ -68,13 +68,20 @@ async def test_requests_that_are_served(served: Served, path: str) -> None:
         assert not answer.get("error")
 
 
+TEXT = {"type": "text", "text": "a"}
+OTHER_PARTS: list[dict[str, Any]] = [
+    {"type": "image_url", "image_url": {"url": "data:,"}},
+    {"type": "input_audio", "input_audio": {}},
+    {"type": "file", "file": {}},
+    {"type": "thinking", "thinking": "x"},
+]
 REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     "chat/completions": [
         ({}, "messages", "required"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": None}, "messages", "required"),
         ({"messages": "a"}, "messages", "list"),
-        ({"messages": [1]}, "messages.0", "dictionary"),
+        ({"messages": [1]}, "messages.0", "valid object"),
         ({"messages": [{}]}, "messages.0.role", "required"),
         ({"messages": [{"content": "a"}]}, "messages.0.role", "required"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role", "'user'"),
@@ -102,6 +109,20 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
             "constrained text",
         ),
         ({"tools": [{"type": "function"}]}, "tools.0.function", "required"),
+        *(
+            ({"messages": [{"role": role, "content": [TEXT, part]}]}, "messages.0.content.1", kind)
+            for role in ("system", "developer", "user", "assistant")
+            for kind, part in ((repr(part["type"]), part) for part in OTHER_PARTS)
+        ),
+        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages.0", "required"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "messages.0.role", "'developer', 'user'"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "valid string, or"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "messages.0", "valid object"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function", "required"),
+        ({"tool_choice": {"type": "custom", "custom": {}}}, "tool_choice.type", "'function'"),
+        ({"tool_choice": "must"}, "tool_choice", "'required'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+        ({"response_format": "json"}, "response_format", "valid object"),
     ],
     "completions": [
         ({}, "prompt", "required"),
@@ -110,8 +131,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"prompt": []}, "prompt", "at least 1 item"),
         ({"prompt": [[]]}, "prompt", "valid string"),
         ({"prompt": ["a", ""]}, "prompt", "empty"),
-        ({"prompt": ["a", [97]]}, "prompt", "string"),
-        ({"prompt": [97, "a"]}, "prompt", "valid string"),
+        ({"prompt": ["a", [97]]}, "prompt.1", "string"),
+        ({"prompt": [97, "a"]}, "prompt.1", "valid integer"),
         ({"prompt": [-1]}, "prompt", "valid string"),
         ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
@@ -133,7 +154,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"input": []}, "input", "at least 1 item"),
         ({"input": [{**USER, "type": {}}]}, "input", "unknown"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "unknown"),
-        ({"input": [{**USER, "content": 1}]}, "input.0.content", "string"),
+        ({"input": [{**USER, "content": 1}]}, "input.0.content", "input.0.content: Input"),
+        (
+            {"input": [{**USER, "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input.0.content.0",
+            "input.0.content.0: a part of type 'input_image'",
+        ),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "needs a schema"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "stored"),
         ({"background": True}, "background", "stored"),

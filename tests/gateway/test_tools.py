@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -82,6 +83,13 @@ def test_calls_in_a_text(text: str, content: str, calls: list[Any]) -> None:
         assert "".join(part for part in parts if isinstance(part, str)) == content
         found = [part for part in parts if isinstance(part, Call)]
         assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+
+
+def test_ids_of_calls_are_9_letters_and_digits() -> None:
+    """Templates of Mistral's models take no others."""
+    ids = {Call("f", "{}").id for _ in range(99)}
+    assert len(ids) == 99
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", each) for each in ids)
 
 
 def test_text_that_cannot_be_a_call_is_not_held_back() -> None:

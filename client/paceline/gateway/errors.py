@@ -80,7 +80,7 @@ def _meant(errors: Sequence[ErrorDetails]) -> Sequence[ErrorDetails]:
     """Without the errors of other types of the first field with one.
 
     The type that a value was meant to have is the one that it comes nearest to: the type with the
-    deepest error, and among those the one with the fewest.
+    deepest error, among those the one with the fewest, and then with the latest.
     """
     first = errors[0]["loc"]
     place = next((index for index, word in enumerate(first) if _is_type(word)), None)
@@ -93,7 +93,7 @@ def _meant(errors: Sequence[ErrorDetails]) -> Sequence[ErrorDetails]:
                 each
             )
     nearness = {
-        kind: (max(len(each["loc"]) for each in found), -len(found))
+        kind: (max(len(each["loc"]) for each in found), -len(found), _indices(found[0]["loc"]))
         for kind, found in types.items()
     }
     return [
@@ -102,6 +102,10 @@ def _meant(errors: Sequence[ErrorDetails]) -> Sequence[ErrorDetails]:
         if nearness[kind] == max(nearness.values())
         for each in found
     ]
+
+
+def _indices(words: tuple[int | str, ...]) -> list[int]:
+    return [word for word in words if isinstance(word, int)]
 
 
 def _path(words: tuple[int | str, ...]) -> str:

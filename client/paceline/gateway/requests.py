@@ -15,8 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError
 
 from paceline.sampling import MAX_LOGIT_BIAS
+from paceline.sampling.json_schema import embedded
 
 from .errors import bad_request, from_validation
+from .tool_schemas import closed
 
 UNKNOWN_FIELDS = web.RequestKey("unknown_fields", list)
 """Paths of fields of a request that were ignored, for the warning header."""
@@ -271,7 +273,7 @@ class ToolUse:
         and `arguments`. Objects that do not say so have no other properties than those they name.
         """
         functions: dict[str, dict[str, Any]] = {
-            tool.function.name: _closed(tool.function.parameters) for tool in self.tools
+            tool.function.name: closed(tool.function.parameters) for tool in self.tools
         }
         if self.mode == "named":
             return functions[self.name]
@@ -279,7 +281,7 @@ class ToolUse:
             return None
         calls, definitions = [], {}
         for index, (name, parameters) in enumerate(functions.items()):
-            definitions[f"arguments{index}"] = _moved(parameters, f"#/$defs/arguments{index}")
+            definitions[f"arguments{index}"] = embedded(parameters, f"#/$defs/arguments{index}")
             calls.append(
                 {
                     "type": "object",
@@ -299,52 +301,6 @@ class ToolUse:
             **limit,
             "$defs": definitions,
         }
-
-
-_OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties"}
-_MIXED = {"allOf", "anyOf", "oneOf", "$ref"}
-
-
-def _closed(schema: Any) -> Any:
-    """A schema whose objects have no other properties than those they name, as xgrammar has them.
-
-    A model that may invent properties can write on for ever. An object stays as it is if it says
-    which other properties it has, names none, or is combined with other schemas; so do all objects
-    of a schema with `allOf`, where a part must not forbid the properties of another.
-    """
-    return schema if '"allOf"' in json.dumps(schema) else _closed_part(schema)
-
-
-def _closed_part(schema: Any) -> Any:
-    if not isinstance(schema, dict):
-        return schema
-    found = dict(schema)
-    for name in ("properties", "$defs", "definitions"):
-        if isinstance(found.get(name), dict):
-            found[name] = {key: _closed_part(value) for key, value in found[name].items()}
-    for name in ("items", "additionalProperties"):
-        if name in found:
-            found[name] = _closed_part(found[name])
-    for name in ("prefixItems", "anyOf", "oneOf"):
-        if isinstance(found.get(name), list) and "properties" not in schema:
-            found[name] = [_closed_part(each) for each in found[name]]
-    if "properties" in schema and not schema.keys() & (_OPEN | _MIXED):
-        found["additionalProperties"] = False
-    return found
-
-
-def _moved(schema: Any, root: str) -> Any:
-    """A schema as a part of another one: its references begin at `root`."""
-    if isinstance(schema, list):
-        return [_moved(each, root) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        name: root + value[1:]
-        if name == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, root)
-        for name, value in schema.items()
-    }
 
 
 _Choices = Annotated[Items[str], Field(min_length=1)]

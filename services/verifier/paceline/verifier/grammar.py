@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.sampling.json_schema import without_annotations
 from paceline.service import limits
 from paceline.service.tasks import in_thread
 
@@ -95,6 +96,8 @@ class Grammars:
             raise GrammarError(
                 f"a {what} needs a model with a tokenizer and an end-of-sequence token"
             )
+        if kind == "json_schema":
+            source = await in_thread(partial(without_annotations, source))
         size = len(source.encode())
         if size > limits.CONSTRAINT_BYTES:
             raise GrammarError(

@@ -1,0 +1,176 @@
+"""Schemas: as tools they mean what they mean as a response format, and annotations mean nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from test_grammar import GRAMMARS, allowed, of
+
+from paceline.gateway.requests import Function, Tool, ToolUse
+from paceline.gateway.tool_schemas import closed
+from paceline.sampling.json_schema import without_annotations
+from paceline.verifier.grammar import GrammarError
+
+DRAFT4 = "http://json-schema.org/draft-04/schema#"
+DRAFT7 = "http://json-schema.org/draft-07/schema#"
+INT = {"type": "integer"}
+# A schema, an instance and one that is none.
+REFERENCES: dict[str, Any] = {
+    "pointer": {"properties": {"x": {"$ref": "#/$defs/n"}}, "$defs": {"n": INT}},
+    "escaped pointer": {
+        "properties": {"x": {"$ref": "#/$defs/a~1b~0c%20d"}}, "$defs": {"a/b~c d": INT},
+    },
+    "pointer elsewhere": {
+        "properties": {"x": {"$ref": "#/components/schemas/n"}},
+        "components": {"schemas": {"n": {"$ref": "#/components/schemas/m"}, "m": INT}},
+    },
+    "$id": {
+        "$id": "https://example.com/a.json",
+        "properties": {"x": {"$ref": "#/$defs/n"}}, "$defs": {"n": INT},
+    },
+    "absolute": {
+        "$id": "https://example.com/a.json",
+        "properties": {"x": {"$ref": "https://example.com/a.json#/$defs/n"}}, "$defs": {"n": INT},
+    },
+    "relative": {
+        "$id": "https://example.com/a.json",
+        "properties": {"x": {"$ref": "b.json"}}, "$defs": {"n": {"$id": "b.json", **INT}},
+    },
+    "nested base": {
+        "$id": "https://example.com/a.json",
+        "properties": {"x": {"$ref": "b.json#/$defs/m"}},
+        "$defs": {"n": {"$id": "b.json", "$defs": {"m": {"$ref": "#/$defs/k"}, "k": INT}}},
+    },
+    "urn": {
+        "$id": "urn:uuid:deadbeef-1234-0000-0000-4321feebdaed",
+        "properties": {"x": {"$ref": "#/$defs/n"}}, "$defs": {"n": INT},
+    },
+    "anchor": {"properties": {"x": {"$ref": "#n"}}, "$defs": {"m": {"$anchor": "n", **INT}}},
+    "anchor of draft 7": {
+        "$schema": DRAFT7,
+        "properties": {"x": {"$ref": "#n"}}, "definitions": {"m": {"$id": "#n", **INT}},
+    },
+    "id of draft 4": {
+        "$schema": DRAFT4, "id": "http://example.com/a",
+        "properties": {"x": {"$ref": "#/definitions/n"}}, "definitions": {"n": INT},
+    },
+    "anchor of draft 4": {
+        "$schema": DRAFT4,
+        "properties": {"x": {"$ref": "#n"}}, "definitions": {"m": {"id": "#n", **INT}},
+    },
+    "property named $ref": {
+        "properties": {"x": INT, "$ref": {"type": "string"}, "$id": {"type": "string"}},
+    },
+    "reference in data": {"properties": {"x": {"enum": [1, {"$ref": "#/a"}]}}},
+}  # fmt: skip
+
+
+def use(schema: Any, mode: Any) -> ToolUse:
+    tools = [Tool(function=Function(name=name, parameters=schema)) for name in ("f", "g")]
+    return ToolUse(tools, mode, name="f")
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_references_lead_where_they_led(name: str) -> None:
+    schema = {"type": "object", "required": ["x"], **REFERENCES[name]}
+    modes = [("", "%s"), ("named", "%s"), ("required", '[{"name":"g","arguments":%s}]')]
+    # The grammar library does not follow references of a part with an address of its own.
+    for mode, around in modes[2:] if name == "nested base" else modes:
+        grammar = of("json_schema", json.dumps(use(schema, mode).schema() if mode else schema))
+        assert "<end>" in allowed(grammar, around % '{"x":1}')
+        assert "a" not in allowed(grammar, around.partition("%s")[0] + '{"x":')
+
+
+def test_a_recursive_schema_is_that_of_its_tool() -> None:
+    schema = {"type": "object", "properties": {"x": {"$ref": "#"}}, "additionalProperties": False}
+    grammar = of("json_schema", json.dumps(use(schema, "required").schema()))
+    assert "<end>" in allowed(grammar, '[{"name":"f","arguments":{"x":{"x":{}}}}]')
+
+
+TEXT = {"type": "string"}
+ANNOTATIONS: list[tuple[Any, dict[str, Any]]] = [
+    *((TEXT, {"format": name}) for name in (
+        *("password", "path", "file-path", "binary", "byte", "base64", "uri-reference", "url"),
+        *("int64", "idn-email", "regex", "json-pointer", "iri", "made up", "color"),
+    )),
+    (INT, {"format": "int64"}), ({"type": "number"}, {"format": "float"}),
+    ({"type": "array", "items": TEXT}, {"uniqueItems": False}),
+    (TEXT, {"title": "t", "description": "d", "$comment": "c", "default": "x", "examples": [1]}),
+    (TEXT, {"deprecated": True, "readOnly": True, "writeOnly": False, "example": {"$ref": "#/no"}}),
+    (TEXT, {"contentEncoding": "base64", "contentMediaType": "a/b", "contentSchema": {"not": 5}}),
+    (TEXT, {"nullable": False, "x-order": 1, "discriminator": {"propertyName": "a"}}),
+    (INT, {"if": {"minimum": 5}}), (INT, {"then": False}), (INT, {"not": False}),
+    ({"type": "array"}, {"minContains": 1, "unevaluatedItems": True}),
+    ({"type": "object"}, {"dependentRequired": {}, "propertyNames": True, "minProperties": 0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "more"), ANNOTATIONS)
+def test_annotations_are_no_constraints(schema: Any, more: dict[str, Any]) -> None:
+    around = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    of("json_schema", json.dumps({**around, "properties": {"a": {**schema, **more}}}))
+
+
+def test_only_annotations_are_left_out() -> None:
+    kept = {
+        "properties": {"title": INT, "default": TEXT, "format": {"const": {"title": 1}}},
+        "patternProperties": {"^description$": {"enum": [{"default": 1}]}},
+        "items": [{"format": "date"}, True], "uniqueItems": True, "minItems": 1,
+        "if": {"minProperties": 1}, "then": {"maxProperties": 2}, "not": {"required": ["x"]},
+        "x-own": {"description": "unknown keywords may be the target of a reference"},
+    }  # fmt: skip
+    assert json.loads(without_annotations(json.dumps(kept))) == kept
+    for text in ("", "{", "[1,", "nonsense", '{"minimum": 1e999}', "true"):
+        assert without_annotations(text) == text
+
+
+def test_descriptions_do_not_count_for_the_limit() -> None:
+    names = [f"p{index}" for index in range(170)]
+    properties = {name: {"type": "string", "description": "x" * 600} for name in names}
+    asyncio.run(GRAMMARS.compile("json_schema", json.dumps({"properties": properties})))
+    properties = {name + "x" * 600: {"type": "string"} for name in names}
+    with pytest.raises(GrammarError, match="expected at most 65536"):
+        asyncio.run(GRAMMARS.compile("json_schema", json.dumps({"properties": properties})))
+
+
+NAMED = {"type": "object", "properties": {"a": INT}}
+SHUT = {**NAMED, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (NAMED, SHUT),
+        ({**NAMED, "required": ["a"]}, {**SHUT, "required": ["a"]}),
+        ({**NAMED, "required": ["b"]}, None),
+        ({**NAMED, "minProperties": 2}, None),
+        ({**NAMED, "patternProperties": {"^x": INT}}, None),
+        ({**NAMED, "additionalProperties": INT}, None),
+        ({**NAMED, "unevaluatedProperties": False}, None),
+        ({**NAMED, "propertyNames": {"maxLength": 3}}, None),
+        ({**NAMED, "if": NAMED, "then": {"required": ["b"]}}, None),
+        ({**NAMED, "not": {"required": ["b"]}}, None),
+        ({**NAMED, "dependentSchemas": {"a": {"required": ["b"]}}}, None),
+        ({**NAMED, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, None),
+        ({**NAMED, "$ref": "#/$defs/b", "$defs": {"b": NAMED}}, None),
+        ({"allOf": [{"$ref": "#/$defs/b"}, NAMED], "$defs": {"b": NAMED}}, None),
+        ({"allOf": [NAMED]}, {"allOf": [SHUT]}),
+        ({"anyOf": [NAMED, {"type": "null"}]}, {"anyOf": [SHUT, {"type": "null"}]}),
+        ({"$ref": "#/$defs/b", "$defs": {"b": NAMED}}, {"$ref": "#/$defs/b", "$defs": {"b": SHUT}}),
+        ({"items": NAMED}, {"items": SHUT}),
+        ({"const": NAMED}, None),
+        ({"enum": [NAMED]}, None),
+        ({"default": NAMED, "examples": [NAMED]}, None),
+    ],
+)  # fmt: skip
+def test_closing_an_object_contradicts_nothing(schema: Any, expected: Any) -> None:
+    assert closed(schema) == (schema if expected is None else expected)
+
+
+def test_an_object_that_needs_more_than_it_names_can_be_written() -> None:
+    schema = {**NAMED, "required": ["a", "b"]}
+    grammar = of("json_schema", json.dumps(use(schema, "required").schema()))
+    assert "<end>" in allowed(grammar, '[{"name":"f","arguments":{"a":1,"b":2}}]')
