@@ -86,7 +86,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"messages": [{"content": "a"}]}, "messages.0.role", "required"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role", "'user'"),
         ({"messages": [{**USER, "content": 1}]}, "messages.0.content", "string"),
-        ({"messages": [{**USER, "content": [IMAGE]}]}, "messages.0.content", "valid string"),
+        ({"messages": [{**USER, "content": [IMAGE]}]}, "messages.0.content.0", "'image_url'"),
         ({"stop": ["a"] * 17}, "stop", "at most 16 items"),
         ({"max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
