@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline.bench.gpu.cases import EIGHT_BILLION, Pages, RandomWeights, arguments, report
 from paceline.decoder import Decoder, GraphRunner
+from paceline.decoder.products import use_library_without_splits
 from paceline.kernels import TreeSegment, plan_trees
 
 CONTEXTS = (200, 250, 2040, 8000, 12280)
@@ -165,6 +166,8 @@ def main() -> None:
         report("skipped", "tests compare the rows of Triton's interpreter on a CPU")
         return
     decoder = Decoder(EIGHT_BILLION, RandomWeights(EIGHT_BILLION, device, 0), device)
+    use_library_without_splits(fixed=True)  # as a verifier serves by default
+    report("products", str(decoder.fix_products()))
     differing = 0
     for context in CONTEXTS:
         with torch.inference_mode():
