@@ -78,7 +78,8 @@ def for_gguf(target: Path, folder: Path) -> Path:
     described = json.loads((folder / "config.json").read_text())
     ends = {"bos_token_id": 0, "eos_token_id": 1}
     (folder / "config.json").write_text(json.dumps({**described, **ends}))
-    (folder / "tokenizer.json").unlink()
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (folder / name).unlink(missing_ok=True)
     return folder
 
 

@@ -201,3 +201,68 @@ def test_a_service_that_shares_a_gpu_is_told_whether_it_takes_turns(
     (tmp_path / "control").touch()
     find_device("auto")
     assert "no MPS" not in caplog.text
+
+
+ROPE = {"type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "scaling", "context"),
+    [
+        ("llama", {**ROPE, "original_max_position_embeddings": 64}, 256),
+        ("llama", {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 128}, 512),
+        ("llama", {"type": "linear", "factor": 2.5}, 640),
+        ("llama", {"rope_type": "default"}, 256),
+        (
+            "llama",
+            {
+                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+            },
+            256,
+        ),
+        ("llama", None, 256),
+    ],
+)  # fmt: skip
+def test_scaled_frequencies_make_the_context_longer(
+    name: str,
+    scaling: dict[str, Any] | None,
+    context: int,
+    models: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    folder = changed(
+        models[name], tmp_path / "model", max_position_embeddings=256, rope_scaling=scaling
+    )
+    described = json.loads((folder / "config.json").read_text())
+    described.pop("rope_parameters", None)
+    (folder / "config.json").write_text(json.dumps(described))
+    assert load_config(folder).max_position == context
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", 10**9), ("num_hidden_layers", -1), ("num_hidden_layers", "2"),
+        ("hidden_size", 1 << 40), ("hidden_size", 8.5), ("vocab_size", True),
+        ("max_position_embeddings", None), ("max_position_embeddings", 0),
+        ("rms_norm_eps", float("nan")), ("rms_norm_eps", "1e-5"), ("head_dim", []),
+        ("eos_token_id", 1 << 31), ("eos_token_id", "a"), ("eos_token_id", [1, -1]),
+        ("num_key_value_heads", 0), ("hidden_act", 3), ("rope_scaling", 7),
+        ("rope_scaling", {"rope_type": "yarn", "factor": -2}),
+        ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}),
+        ("tie_word_embeddings", "no"), ("dtype", "float99"),
+    ],
+)  # fmt: skip
+def test_a_value_that_is_wrong_is_named_in_one_line(
+    field: str, value: Any, models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = changed(models["llama"], tmp_path / "model", **{field: value})
+    (folder / "generation_config.json").unlink(missing_ok=True)  # its end tokens would be taken
+    with pytest.raises(UnsupportedModelError) as error:
+        load_config(folder)
+    message = str(error.value)
+    assert str(folder) in message
+    assert "\n" not in message
+    named = {"rope_scaling": "rope"}.get(field, field)
+    assert named in message or (field == "hidden_act" and "activation" in message)

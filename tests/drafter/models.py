@@ -92,9 +92,14 @@ def write_model(folder: Path, family: str = "llama", seed: int = 0, **shape: Any
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     }[family]
     model(config(**{**_SHAPE, **shape})).save_pretrained(folder)
-    vocab = {f"t{i}": i for i in range(VOCAB)}
-    Tokenizer(models.WordLevel(vocab, unk_token="t0")).save(str(folder / "tokenizer.json"))
+    write_tokenizer(folder, "t")
     return folder
+
+
+def write_tokenizer(folder: Path, letter: str) -> None:
+    """Save a tokenizer whose words are a letter and a number."""
+    vocab = {f"{letter}{i}": i for i in range(VOCAB)}
+    Tokenizer(models.WordLevel(vocab, unk_token=f"{letter}0")).save(str(folder / "tokenizer.json"))
 
 
 def write_folder(folder: Path, described: dict[str, Any], weights: dict[str, Tensor]) -> Path:

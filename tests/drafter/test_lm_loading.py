@@ -14,7 +14,7 @@ from paceline.drafter.methods.base import Budget, Fit, LoadError
 from paceline.drafter.methods.lm import LmDrafter
 
 from .conftest import drafting
-from .models import VOCAB, change_config, load, start, write_model
+from .models import VOCAB, change_config, load, start, write_model, write_tokenizer
 
 
 def test_only_safetensors_of_known_models_are_loaded(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_folder_says_what_it_fits(tmp_path: Path, folder: Path) -> None:
     bound, digest = write_model(tmp_path / "bound"), load("lm", folder).fit.tokenizer_digest
     change_config(bound, paceline={"target_fingerprint": "f" * 64, "tokenizer_digest": digest})
     assert load("lm", bound).fit == Fit("f" * 64, None, digest, VOCAB)
-    (bound / "tokenizer.json").write_text("{}")
+    write_tokenizer(bound, "u")
     with pytest.raises(LoadError, match="restore"):
         load("lm", bound)
 

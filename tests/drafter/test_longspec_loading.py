@@ -30,7 +30,16 @@ from paceline.v1 import drafter_pb2
 
 from . import models
 from .conftest import drafting, failure
-from .models import VOCAB, change_config, made_up_kv, start, text_of, write_longspec, write_model
+from .models import (
+    VOCAB,
+    change_config,
+    made_up_kv,
+    start,
+    text_of,
+    write_longspec,
+    write_model,
+    write_tokenizer,
+)
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
@@ -163,7 +172,7 @@ def test_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
     assert error.value.reason == "TARGET_MISMATCH"
     change_section(folder, "paceline", target_fingerprint="")
     assert load(folder, other)
-    (other / "tokenizer.json").write_text("{}")
+    write_tokenizer(other, "u")
     with pytest.raises(LoadError, match="made for a target with the tokenizer") as error:
         load(folder, other)
     assert error.value.reason == "TOKENIZER_MISMATCH"

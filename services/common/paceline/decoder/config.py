@@ -234,7 +234,7 @@ def decoder_config(
         kv_heads=hf.num_key_value_heads,
         head_dim=_head_dim(hf),
         vocab_size=hf.vocab_size,
-        max_position=hf.max_position_embeddings,
+        max_position=_context(hf, family),
         norm_eps=hf.rms_norm_eps,
         rope_inv_freq=tuple(inv_freq.tolist()),
         rope_scaling=rope_scaling,
@@ -255,6 +255,19 @@ def decoder_config(
         gelu=_activation(hf) != "silu",
         **switches,
     )
+
+
+def _context(hf: Any, family: Family) -> int:
+    """The longest text of a model. Frequencies that are divided by a factor make it longer, as vLLM
+    has it: YaRN's to the factor times the original length, whatever the config names besides;
+    linear ones to the factor times the length. Gemma's configs name the longer one."""
+    found = rope_parameters(hf)
+    kind, context = found.get("rope_type", "default"), hf.max_position_embeddings
+    if kind == "yarn":
+        context = found.get("original_max_position_embeddings") or context
+    elif kind != "linear" or family.local_rope:
+        return int(context)
+    return int(context * float(found.get("factor") or 1.0))
 
 
 def _experts(hf: Any) -> dict[str, Any]:

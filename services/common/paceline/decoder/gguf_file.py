@@ -100,7 +100,8 @@ class GgufArray:
         """Its values. Raises ``ValueError``: they are no numbers."""
         if self.kind not in _SCALARS:
             raise ValueError(f"{self.key} is an array of {self.kind.name}, expected numbers")
-        return np.frombuffer(self.data, _SCALARS[self.kind]).tolist()
+        found: list[int] | list[float] = np.frombuffer(self.data, _SCALARS[self.kind]).tolist()
+        return found
 
 
 @dataclass(frozen=True)

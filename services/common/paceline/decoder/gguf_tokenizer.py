@@ -482,7 +482,7 @@ class GgufTokenizer:
         add_eos = self._flag("add_eos_token", False)
         if add_eos and eos is None:
             raise self._error("add_eos_token", f"is true, but {_KEY}eos_token_id is not set")
-        return added_template(
+        return _added_template(
             None if bos is None else (tokens[bos], bos),
             (tokens[eos], eos) if add_eos and eos is not None else None,
         )
@@ -524,7 +524,7 @@ class GgufTokenizer:
         return UnsupportedModelError(f"{self._file.path}: {_KEY}{name} {what}")
 
 
-def added_template(
+def _added_template(
     begin: tuple[str, int] | None, end: tuple[str, int] | None
 ) -> dict[str, Any] | None:
     """The part of a tokenizer.json that adds tokens, each a text and an id, before and behind a

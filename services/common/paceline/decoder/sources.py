@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +18,15 @@ from torch import Tensor
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError, decoder_config
 from paceline.decoder.experts import ExpertTensors
 from paceline.decoder.families import FAMILIES
+from paceline.decoder.folder_files import (
+    check_fields,
+    one_line,
+    read_file,
+    read_object,
+    read_text,
+    token_ids,
+)
+from paceline.decoder.folder_tokenizer import FolderTokenizer, folder_tokenizer
 from paceline.decoder.lora import LoraModel
 from paceline.decoder.model_source import ModelSource, file_facts
 from paceline.decoder.weights import Checkpoint, fingerprint_files, plain, weight_files
@@ -41,36 +50,67 @@ class ModelFolder(ModelSource):
         return self.path.resolve().name
 
     @cached_property
-    def hf_config(self) -> Any:
-        from transformers import AutoConfig
+    def _config(self) -> dict[str, Any]:
+        """The content of config.json, its numbers checked."""
+        path = self.path / "config.json"
+        found = read_object(path)
+        check_fields(path, found)
+        return found
 
+    @cached_property
+    def hf_config(self) -> Any:
+        model_type = self._config.get("model_type")
         try:
-            found = AutoConfig.from_pretrained(str(self.path), trust_remote_code=False)
+            from transformers import AutoConfig
+
+            found = AutoConfig.from_pretrained(
+                str(self.path), trust_remote_code=False, local_files_only=True
+            )
             # Models for texts and images have a configuration of each.
-            return found.text_config if found.model_type in ("gemma3", "qwen3_5") else found
-        except (ValueError, KeyError) as error:
-            raise UnsupportedModelError(f"cannot read {self.path}/config.json: {error}") from error
+            return found.text_config if model_type in ("gemma3", "qwen3_5") else found
+        except Exception as error:  # its strict classes raise errors that are no ValueError
+            raise UnsupportedModelError(
+                f"cannot read {self.path}/config.json: {one_line(error)}"
+            ) from error
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        return tuple(json.loads(self._read("config.json")).get("architectures") or ())
+        found = self._config.get("architectures")
+        return tuple(map(str, found)) if isinstance(found, list) else ()
 
     def config_facts(self) -> tuple[object, ...]:
-        return self._read("config.json"), self._read("generation_config.json")
+        names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+        files = [self.path / name for name in names]
+        facts = tuple(file_facts(file) for file in files if file.is_file())
+        return self._read("config.json"), self._read("generation_config.json"), facts
 
     def read_config(self, weights: torch.dtype | str) -> DecoderConfig:
-        return decoder_config(self.hf_config, self._eos(), weights)
+        try:
+            found = decoder_config(self.hf_config, (), weights)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:  # transformers checks some fields when they are used
+            raise UnsupportedModelError(
+                f"{self.path}/config.json is invalid: {type(error).__name__}: {one_line(error)}"
+            ) from error
+        known = self._tokenizer
+        bos = found.bos_token_id if known is None else next(iter(known.added), None)
+        if known is not None and bos != known.ids.get(self.special_tokens.get("bos_token", "")):
+            bos = None  # what it adds is no BOS
+        return replace(found, eos_token_ids=self._eos(found.vocab_size), bos_token_id=bos)
 
-    def _eos(self) -> tuple[int, ...]:
-        from transformers import GenerationConfig
-
-        found = self.hf_config.eos_token_id
-        if (self.path / "generation_config.json").is_file():
-            own = GenerationConfig.from_pretrained(str(self.path)).eos_token_id
-            found = found if own is None else own
+    def _eos(self, vocab_size: int) -> tuple[int, ...]:
+        """The tokenizer's own, then those of generation_config.json, or else of config.json."""
+        path = self.path / "generation_config.json"
+        found = read_object(path).get("eos_token_id")
         if found is None:
-            return ()
-        return (found,) if isinstance(found, int) else tuple(found)
+            path, found = self.path / "config.json", self.hf_config.eos_token_id
+        named = token_ids(path, "eos_token_id", found, vocab_size)
+        own = None
+        if self._tokenizer is not None:
+            own = self._tokenizer.ids.get(self.special_tokens.get("eos_token", ""))
+        first = () if own is None or own >= vocab_size else (own,)
+        return tuple(dict.fromkeys((*first, *named)))
 
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
         weights = self.tensors(dtype, device)
@@ -79,28 +119,44 @@ class ModelFolder(ModelSource):
         return plain(weights.mapped(name), dtype).to(device)
 
     def tensors(self, dtype: torch.dtype, device: torch.device | str) -> ExpertTensors:
-        family = FAMILIES.get(json.loads(self._read("config.json")).get("model_type"))
+        family = FAMILIES.get(str(self._config.get("model_type")))
         interleaved = family is not None and family.interleaved
         return ExpertTensors(Checkpoint(self.path, dtype, device), interleaved=interleaved)
 
     @cached_property
+    def _tokenizer(self) -> FolderTokenizer | None:
+        vocab_size = self._config.get("vocab_size")
+        size = vocab_size if isinstance(vocab_size, int) else None
+        return folder_tokenizer(self.path, self.special_tokens, size)
+
+    @cached_property
     def tokenizer(self) -> bytes:
-        return self._read("tokenizer.json")
+        """As transformers builds it of the folder's files. Raises ``UnsupportedModelError``: one is
+        missing or damaged."""
+        found = self._tokenizer
+        if found is None:
+            return b""
+        return found.content.encode() or self._read("tokenizer.json")
 
     @cached_property
     def chat_templates(self) -> Mapping[str, str]:
         """As transformers finds them: in files of their own, or in tokenizer_config.json. Models
         for texts and images may have one in chat_template.json."""
         further = (self.path / "additional_chat_templates").glob("*.jinja")
-        found = {file.stem: file.read_text(encoding="utf-8") for file in sorted(further)}
-        if own := self._read("chat_template.jinja"):
-            found["default"] = own.decode()
+        found = {file.stem: read_text(file) for file in sorted(further)}
+        if own := read_text(self.path / "chat_template.jinja"):
+            found["default"] = own
         if found:
             return found
         for name in ("tokenizer_config.json", "chat_template.json"):
             template = self._read_json(name).get("chat_template")
             if isinstance(template, list):  # several named ones
-                return {str(entry["name"]): str(entry["template"]) for entry in template}
+                pairs = [
+                    (entry.get("name"), entry.get("template"))
+                    for entry in template
+                    if isinstance(entry, dict)
+                ]
+                return {str(key): text for key, text in pairs if isinstance(text, str)}
             if template:
                 return {"default": str(template)}
         return {}
@@ -123,18 +179,16 @@ class ModelFolder(ModelSource):
         return weight_files(self.path)
 
     def read_fingerprint(self) -> str:
-        config = json.loads(self._read("config.json"))
+        config = dict(self._config)
         for volatile in ("transformers_version", "_name_or_path", "torch_dtype", "dtype"):
             config.pop(volatile, None)
         return fingerprint_files(json.dumps(config, sort_keys=True).encode(), self.files())
 
     def _read_json(self, name: str) -> dict[str, Any]:
-        found = json.loads(self._read(name) or b"{}")
-        return found if isinstance(found, dict) else {}
+        return read_object(self.path / name)
 
     def _read(self, name: str) -> bytes:
-        file = self.path / name
-        return file.read_bytes() if file.is_file() else b""
+        return read_file(self.path / name)
 
 
 _VALUES = 64

@@ -130,7 +130,10 @@ def read_fit(folder: Path) -> Fit:
         )
     section = config.get("paceline", {})
     declared = str(section.get("tokenizer_digest", ""))
-    found = open_model(folder).tokenizer_digest
+    try:
+        found = open_model(folder).tokenizer_digest
+    except UnsupportedModelError as error:
+        raise LoadError("UNSUPPORTED_MODEL", str(error)) from error
     if declared and found and declared != found:
         raise LoadError(
             "TOKENIZER_MISMATCH",

@@ -1,0 +1,185 @@
+"""The tokenizer of a Hugging Face folder: that which transformers builds of its files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.decoder.config import UnsupportedModelError
+from paceline.decoder.folder_files import one_line, parse_object, read_file, read_object
+from paceline.decoder.model_source import file_facts, remembered, remembered_by_transformers
+
+_log = logging.getLogger(__name__)
+_JSON, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+_DESCRIPTIONS = (_CONFIG, "special_tokens_map.json", "added_tokens.json")
+_VOCAB, _MERGES = "vocab.json", "merges.txt"
+_VOCABULARIES = (
+    _VOCAB, _MERGES, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt",
+    "tekken.json", "tiktoken.model", "qwen.tiktoken",
+)  # fmt: skip
+"""Vocabularies of tokenizers that are not in tokenizer.json."""
+_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class FolderTokenizer:
+    """A tokenizer that was built and tried.
+
+    Attributes:
+        content: The content of a tokenizer.json, if it is not that of the folder; "": it is.
+        added: Token ids of an empty text: what the tokenizer adds.
+        ids: Token ids of the special tokens by their texts; None for those it does not have.
+    """
+
+    content: str
+    added: list[int]
+    ids: dict[str, int | None]
+
+
+def folder_tokenizer(
+    folder: Path, special_tokens: Mapping[str, str], vocab_size: int | None
+) -> FolderTokenizer | None:
+    """The tokenizer of a folder; None: it has no file of one. Kept between starts.
+
+    Args:
+        folder: The folder.
+        special_tokens: Texts of special tokens by name, such as "bos_token".
+        vocab_size: Token ids that the model has, to warn of others.
+
+    Raises:
+        UnsupportedModelError: A file is missing or damaged, or the tokenizer takes too much time or
+            memory.
+    """
+    files = [folder / name for name in (_JSON, *_DESCRIPTIONS, *_VOCABULARIES)]
+    there = [file for file in files if file.exists() or file.is_symlink()]
+    if not there:
+        return None
+    facts = ("folder tokenizer", *(file_facts(file) for file in there if file.is_file()))
+    found = remembered(
+        (*facts, sorted(special_tokens.items())),
+        lambda: {**asdict(_built(folder, special_tokens, vocab_size, facts))},
+    )
+    return FolderTokenizer(**found)
+
+
+def _built(
+    folder: Path, special_tokens: Mapping[str, str], vocab_size: int | None, facts: tuple[Any, ...]
+) -> FolderTokenizer:
+    raw = read_file(folder / _JSON)
+    config = read_object(folder / _CONFIG)
+    changed = ""
+    if not raw or _lacks(folder, raw, config):
+        changed = str(remembered_by_transformers(facts, lambda: _by_transformers(folder)))
+    where = folder / (_JSON if raw else _CONFIG)
+    named = set(special_tokens.values())
+    found = probe(where, changed or _text(folder / _JSON, raw), named)
+    if vocab_size is not None and found.largest >= vocab_size:
+        _log.warning(
+            "%s has tokens up to %d, but the model has %d: texts with the others are refused",
+            where, found.largest, vocab_size,
+        )  # fmt: skip
+    return FolderTokenizer(changed, found.added, found.ids)
+
+
+def _text(path: Path, raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise UnsupportedModelError(f"{path} is not UTF-8: {error}") from error
+
+
+def _lacks(folder: Path, raw: bytes, config: Mapping[str, Any]) -> bool:
+    """Whether tokens that the folder adds with their ids are not in tokenizer.json."""
+    described = config.get("added_tokens_decoder")
+    added = [
+        each.get("content") for each in (described if isinstance(described, dict) else {}).values()
+        if isinstance(each, dict)
+    ]  # fmt: skip
+    added += read_object(folder / "added_tokens.json")
+    known = parse_object(folder / _JSON, raw)
+    model = known.get("model")
+    vocab = model.get("vocab", {}) if isinstance(model, dict) else {}
+    tokens: set[Any] = {token for token in vocab if isinstance(token, str)}
+    tokens |= {
+        str(each.get("content"))
+        for each in known.get("added_tokens") or ()
+        if isinstance(each, dict)
+    }
+    if isinstance(vocab, list):  # of a unigram model: pairs of text and score
+        tokens |= {each[0] for each in vocab if isinstance(each, list) and each}
+    return any(isinstance(token, str) and token not in tokens for token in added)
+
+
+def _by_transformers(folder: Path) -> str:
+    """The content of a tokenizer.json, built of the other files by transformers."""
+    there = [name for name in (_JSON, *_VOCABULARIES) if (folder / name).is_file()]
+    if not there:
+        raise UnsupportedModelError(
+            f"{folder} has no {_JSON}, although it describes a tokenizer; expected {_JSON}, or "
+            f"{_VOCAB} with {_MERGES}, or tokenizer.model"
+        )
+    for name, other in ((_VOCAB, _MERGES), (_MERGES, _VOCAB)):
+        if name in there and other not in there and _JSON not in there:
+            raise UnsupportedModelError(f"{folder} has {name}, but neither {other} nor {_JSON}")
+    vocab = read_object(folder / _VOCAB) if _VOCAB in there else {}
+    try:
+        from transformers import AutoTokenizer
+
+        made = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+        backend = made.backend_tokenizer
+        missing = [text for text, token in vocab.items() if backend.token_to_id(text) != token]
+        if missing or (not vocab and backend.get_vocab_size() < 256 and _JSON not in there):
+            raise ValueError(f"the tokenizer that it builds lacks the tokens of {there[0]}")
+        text: str = backend.to_str()
+    except Exception as error:  # damaged files make the libraries raise anything
+        raise UnsupportedModelError(
+            f"{folder} has {', '.join(there)}, of which transformers builds no tokenizer "
+            f"({one_line(error)}); expected {_JSON}: save it with AutoTokenizer where all that "
+            "the tokenizer needs is installed"
+        ) from error
+    return text
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a tokenizer did: token ids that it adds, ids of named tokens, and the largest id."""
+
+    added: list[int]
+    ids: dict[str, int | None]
+    largest: int
+
+
+def probe(path: Path, content: str, tokens: Iterable[str]) -> Probed:
+    """Try a tokenizer in a process of its own; see :mod:`paceline.decoder.tokenizer_probe`.
+
+    Raises:
+        UnsupportedModelError: It is no tokenizer, or takes too much time or memory.
+    """
+    script = str(Path(__file__).with_name("tokenizer_probe.py"))
+    given = json.dumps({"content": content, "tokens": sorted(tokens)})
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", script],
+            input=given.encode(),
+            capture_output=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UnsupportedModelError(
+            f"{path}: the tokenizer takes more than {_SECONDS:g} s for short texts: an expression "
+            "or a replacement of its normalizer, pre_tokenizer or decoder does not end"
+        ) from error
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        why = one_line(ValueError(said[-1])) if said else "it takes more than 4 GiB of memory"
+        raise UnsupportedModelError(f"{path} is no tokenizer that can be used: {why}")
+    return Probed(**json.loads(done.stdout))
