@@ -247,11 +247,11 @@ def test_scaled_frequencies_make_the_context_longer(
         ("hidden_size", 1 << 40), ("hidden_size", 8.5), ("vocab_size", True),
         ("max_position_embeddings", None), ("max_position_embeddings", 0),
         ("rms_norm_eps", float("nan")), ("rms_norm_eps", "1e-5"), ("head_dim", []),
-        ("eos_token_id", 1 << 31), ("eos_token_id", "a"), ("eos_token_id", [1, -1]),
+        ("eos_token_id", "a"), ("eos_token_id", [1, -1]), ("eos_token_id", True),
         ("num_key_value_heads", 0), ("hidden_act", 3), ("rope_scaling", 7),
         ("rope_scaling", {"rope_type": "yarn", "factor": -2}),
         ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}),
-        ("tie_word_embeddings", "no"), ("dtype", "float99"),
+        ("tie_word_embeddings", "no"), ("dtype", "float99"), ("dtype", 3),
     ],
 )  # fmt: skip
 def test_a_value_that_is_wrong_is_named_in_one_line(

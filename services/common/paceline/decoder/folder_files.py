@@ -48,6 +48,9 @@ _REALS = {
 }
 """Fields that are numbers above 0, and the largest of each."""
 
+_TYPES = ("float32", "float16", "bfloat16", "auto")
+"""Types of a model, by their names in torch."""
+
 
 def read_file(path: Path, limit: int = _MAX_BYTES) -> bytes:
     """The content of a file; empty if there is none.
@@ -113,6 +116,10 @@ def check_fields(path: Path, config: Mapping[str, Any], prefix: str = "") -> Non
 
 
 def _check_field(path: Path, prefix: str, name: str, value: Any) -> None:
+    if name in ("dtype", "torch_dtype") and value not in _TYPES:
+        raise UnsupportedModelError(
+            f"{path}: {prefix}{name} is {_shown(value)}, expected one of {', '.join(_TYPES)}"
+        )
     lowest, largest = int(name in _COUNTS), _COUNTS.get(name, _FROM_NONE.get(name))
     if largest is not None:
         number = isinstance(value, int) and not isinstance(value, bool)
@@ -131,16 +138,16 @@ def _check_field(path: Path, prefix: str, name: str, value: Any) -> None:
 
 
 def token_ids(path: Path, name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
-    """Token ids of a field: one, a list, or none if it is null. Raises ``UnsupportedModelError``:
-    it is something else, or one is no token."""
+    """Token ids of a field: one, a list, or none if it is null. Ids that the model does not have
+    are left out: it never gives them. Raises ``UnsupportedModelError``: it is something else."""
     found = [] if value is None else value if isinstance(value, list) else [value]
     for token in found:
         number = isinstance(token, int) and not isinstance(token, bool)
-        if not number or not 0 <= token < vocab_size:
+        if not number or token < 0:
             raise UnsupportedModelError(
-                f"{path}: {name} is {_shown(value)}, expected token ids below {vocab_size}"
+                f"{path}: {name} is {_shown(value)}, expected token ids from 0"
             )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(token for token in found if token < vocab_size))
 
 
 def one_line(error: BaseException) -> str:
