@@ -196,3 +196,13 @@ async def test_keyboard_and_small_screens(chat_gateway, open_page: Open) -> None
                 await expect(page.locator(f"#{view}")).to_be_visible()
                 width = await page.evaluate("document.documentElement.scrollWidth")
                 assert width <= screen["width"], view
+
+
+async def test_steps_are_those_of_the_verifier(chat_gateway, open_page: Open) -> None:
+    """Also those that travel together: each of the letters and the end is one, but the prompt's."""
+    async with chat_gateway(lambda prompt: "x" * 200) as address, open_page(address) as page:
+        await send(page, "one")
+        await answered(page, 1)
+        sums = page.locator("#chat .panel dl")
+        await expect(sums).to_contain_text("200, of which 0 drafted")
+        assert await page.locator("#chat .steps .plain").count() == 200

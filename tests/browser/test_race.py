@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,8 @@ async def test_both_give_the_same_tokens(open_page: Open, services: Services, or
         await prepare(page)
         await page.select_option("#race [name=order]", order)
         drafted = page.locator("#race .lane .drafter")
+        asked: list[dict[str, Any]] = []
+        page.on("request", lambda r: asked.append(r.post_data_json) if r.post_data else None)
         for _ in range(20):
             await start(page)
             await expect(page.locator("#race .verdict .same")).to_contain_text(
@@ -59,6 +62,15 @@ async def test_both_give_the_same_tokens(open_page: Open, services: Services, or
         if "Slower" in headline:
             ratio = 1 / ratio
         assert ratio == pytest.approx(plain / fast, rel=0.1)
+        # It is the median of three, none of which drafts from the answer of another.
+        verdict = await page.locator("#race .verdict").text_content()
+        found = re.search(r"median of 3 runs \(([\d.]+)×, ([\d.]+)×, ([\d.]+)×\)", verdict)
+        low, middle, high = (float(text) for text in found.groups())
+        assert low <= middle <= high
+        assert middle == pytest.approx(plain / fast, rel=0.1)
+        assert "one prompt" in await page.locator("#race .caveat").text_content()
+        assert len(asked) % 7 == 0
+        assert all(body["isolated"] for body in asked)
         how = "same time" if order == "together" else "one after the other"
         assert how in await page.locator("#race .verdict").text_content()
         # The replay shows any time of both.
@@ -76,6 +88,7 @@ async def test_a_difference_is_shown_loudly(open_page: Open, services: Services)
         words = ["same", "one" if body["drafter"] == "none" else "other", "end"]
         rounds = [
             {
+                "steps": 1,
                 "token_ids": [len(word)],
                 "pieces": [f"{word} "],
                 "proposed_by": ["verifier"],

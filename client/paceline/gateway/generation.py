@@ -85,11 +85,13 @@ class JobBuilder:
     def __init__(self, client: Client, options: GatewayOptions) -> None:
         self._client = client
         self._options = options
-        self._templates = TemplateProcess()
+        # One for short requests, one for long ones, which never hold up the short.
+        self._templates = {long: TemplateProcess() for long in (False, True)}
 
     async def close(self) -> None:
-        """Ends the process that renders chat templates."""
-        await asyncio.to_thread(self._templates.close)
+        """Ends the processes that render chat templates."""
+        for each in self._templates.values():
+            await asyncio.to_thread(each.close)
 
     async def model(self, name: str | None) -> Model:
         """The served model. Raises ApiError: it has another name than the request's."""
@@ -123,7 +125,7 @@ class JobBuilder:
     async def chat(self, body: ChatRequest, place: Place) -> GenerationJob:
         """The job of a conversation."""
         model = await place.verifier(self.model(body.model))
-        return await place.work(self._chat, body, model)
+        return await place.work(self._chat, body, model, self._templates[place.long])
 
     def _completion(self, body: CompletionRequest, model: Model) -> GenerationJob:
         prompts = [
@@ -140,10 +142,10 @@ class JobBuilder:
             job.choices[0]["prompt_logprobs"] = body.logprobs
         return job
 
-    def _chat(self, body: ChatRequest, model: Model) -> GenerationJob:
+    def _chat(self, body: ChatRequest, model: Model, templates: TemplateProcess) -> GenerationJob:
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: set it to true", "top_logprobs")
-        text = self._templates.render(
+        text = templates.render(
             model,
             [message.for_template() for message in body.messages],
             tools=[tool.model_dump(exclude_none=True) for tool in body.tool_use().tools],

@@ -1,6 +1,6 @@
 import { element, setAccent } from "./elements.js";
 import { explain } from "./reasons.js";
-import { accepted } from "./run.js";
+import { accepted, stepsOf } from "./run.js";
 import { drawSteps, drawTree } from "./tree.js";
 
 /** The steps of a run: the newest tree, tokens of each step, sums, and why steps were not drafted. */
@@ -23,27 +23,27 @@ export class Panel {
    */
   show(run, { drafter, drafters, accent, at = Infinity }) {
     const find = (selector) => this.#root.querySelector(selector);
-    const steps = run.stepsAt(at);
-    const drafted = steps.filter((step) => step.tree);
+    const rounds = run.roundsAt(at);
+    const drafted = rounds.filter((round) => round.tree);
     const newest = drafted.at(-1)?.tree ?? null;
     setAccent(this.#root, accent);
-    find(".why").textContent = explain(steps, run.usage, drafter, drafters);
+    find(".why").textContent = explain(rounds, run.usage, drafter, drafters);
     find(".round").textContent = newest
-      ? `${steps.lastIndexOf(drafted.at(-1))}: ${newest.tokens.length} drafted, ${newest.accepted.length} accepted`
+      ? `${rounds.lastIndexOf(drafted.at(-1))}: ${newest.tokens.length} drafted, ${newest.accepted.length} accepted`
       : "";
     drawTree(find(".tree"), newest);
-    drawSteps(find(".steps"), steps);
-    find("dl").replaceChildren(...this.#sums(run, steps, drafted, at).flatMap(([name, value]) => [
+    drawSteps(find(".steps"), rounds);
+    find("dl").replaceChildren(...this.#sums(run, rounds, drafted, at).flatMap(([name, value]) => [
       element("dt", name), element("dd", value),
     ]));
   }
 
-  #sums(run, steps, drafted, at) {
-    const sum = (of, from = steps) => from.reduce((total, step) => total + of(step), 0);
+  #sums(run, rounds, drafted, at) {
+    const sum = (of, from = rounds) => from.reduce((total, round) => total + of(round), 0);
     const sums = [
-      ["Steps of the verifier", `${steps.length}, of which ${drafted.length} drafted`],
-      ["Tokens of a drafted step", drafted.length ? (sum((step) => step.tokens, drafted) / drafted.length).toFixed(2) : "–"],
-      ["Accepted", `${sum(accepted)} of ${sum((step) => step.tree?.tokens.length ?? 0)} drafted tokens`],
+      ["Steps of the verifier", `${stepsOf(rounds)}, of which ${drafted.length} drafted`],
+      ["Tokens of a drafted step", drafted.length ? (sum((round) => round.tokens, drafted) / drafted.length).toFixed(2) : "–"],
+      ["Accepted", `${sum(accepted)} of ${sum((round) => round.tree?.tokens.length ?? 0)} drafted tokens`],
     ];
     const spent = at === Infinity && run.usage?.speculation;
     if (spent) {

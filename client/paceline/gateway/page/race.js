@@ -1,12 +1,17 @@
 import { element, onSend, setAccent } from "./elements.js";
 import { Panel } from "./panel.js";
-import { rate, Run } from "./run.js";
+import { rate, Run, stepsOf } from "./run.js";
 import { TokenText } from "./tokens.js";
 
 // Times that differ by a smaller share count as equal.
 const ALIKE = 0.03;
+// Runs of each; the median is shown.
+const RUNS = 3;
 
-/** The same request without and with a drafter, and a replay of both by their recorded times. */
+/**
+ * The same request without and with a drafter, some times, and a replay of the pair with the median
+ * ratio of times by the recorded times. No run drafts from the text of another.
+ */
 export class Race {
   #root;
   #context;
@@ -76,29 +81,33 @@ export class Race {
       throw new Error("A race needs a drafter, and the gateway finds none. `paceline serve` and `paceline drafter` start one.");
     }
     const turns = [{ role: "user", content: prompt }];
-    const request = (changes) => settings.request(turns, { seed, ...changes });
     const seed = settings.request(turns).body.seed ?? Math.floor(Math.random() * 2 ** 31);
-    const plain = new Lane("Without a drafter", "none", "plain");
-    const drafted = new Lane(`With ${drafter}`, drafter, settings.accent(drafter));
-    this.#lanes = [plain, drafted];
-    this.#root.querySelector(".lanes").replaceChildren(plain.root, drafted.root);
-
+    const request = (changes) => settings.request(turns, { seed, isolated: true, ...changes });
     const warm = request({ drafter: "none", max_tokens: 1 });
     await new Run().follow(gateway.stream(warm.path, warm.body, signal), () => {});
     const race = (lane) => {
       const { path, body } = request({ drafter: lane.drafter });
       return lane.follow(gateway.stream(path, body, signal), () => this.#showPanel());
     };
-    if (order === "together") {
-      this.#say("Both are running …");
-      await Promise.all([race(plain), race(drafted)]);
-    } else {
-      this.#say("Running without a drafter …");
-      await race(plain);
-      this.#say(`Running with ${drafter} …`);
-      await race(drafted);
+    const pairs = [];
+    for (let number = 1; number <= RUNS; number++) {
+      const plain = new Lane("Without a drafter", "none", "plain");
+      const drafted = new Lane(`With ${drafter}`, drafter, settings.accent(drafter));
+      this.#setLanes([plain, drafted]);
+      const say = (what) => this.#say(`Run ${number} of ${RUNS}: ${what} …`);
+      if (order === "together") {
+        say("both");
+        await Promise.all([race(plain), race(drafted)]);
+      } else {
+        say("without a drafter");
+        await race(plain);
+        say(`with ${drafter}`);
+        await race(drafted);
+      }
+      pairs.push([plain, drafted]);
+      if (firstDifference(plain.run.tokens, drafted.run.tokens) !== null) break;
     }
-    this.#judge(plain.run, drafted.run, drafter, order);
+    this.#judge(pairs, drafter, order);
     this.#root.querySelector(".replay").hidden = false;
     this.#controls.time.max = this.#length;
     if (order === "together" || matchMedia("(prefers-reduced-motion: reduce)").matches) {
@@ -106,6 +115,11 @@ export class Race {
     } else {
       this.#play();
     }
+  }
+
+  #setLanes(lanes) {
+    this.#lanes = lanes;
+    this.#root.querySelector(".lanes").replaceChildren(...lanes.map((lane) => lane.root));
   }
 
   /** Seconds of the slower run. */
@@ -143,24 +157,33 @@ export class Race {
     verdict.replaceChildren(element("p", text));
   }
 
-  /** Compares the tokens and the times of both runs. */
-  #judge(plain, drafted, drafter, order) {
+  /** Compares the tokens and the times of all pairs of runs, and shows that of the median ratio. */
+  #judge(pairs, drafter, order) {
     const verdict = this.#root.querySelector(".verdict");
-    const differs = firstDifference(plain.tokens, drafted.tokens);
-    const headline = compareTimes(plain.ended, drafted.ended, drafter);
-    const how = order === "together"
-      ? "Both ran at the same time and shared the machine."
-      : "They ran one after the other; the replay shows both by their recorded times.";
+    const last = pairs.at(-1).map((lane) => lane.run);
+    const differs = firstDifference(last[0].tokens, last[1].tokens);
     setAccent(verdict, this.#context.settings.accent(drafter));
     if (differs === null) {
+      const ratio = ([without, with_]) => without.run.ended / with_.run.ended;
+      const sorted = [...pairs].sort((a, b) => ratio(a) - ratio(b));
+      const middle = sorted[Math.floor(sorted.length / 2)];
+      this.#setLanes(middle);
+      const [plain, drafted] = middle.map((lane) => lane.run);
+      const how = order === "together"
+        ? "Both ran at the same time and shared the machine."
+        : "They ran one after the other; the replay shows both by their recorded times.";
       verdict.replaceChildren(
-        element("p", headline, "headline"),
+        element("p", compareTimes(plain.ended, drafted.ended, drafter), "headline"),
         element("p", `✓ All ${plain.tokens.length} tokens are the same.`, "same"),
-        element("p", `${plain.ended.toFixed(2)} s without, ${drafted.ended.toFixed(2)} s with. ${how}`),
+        element("p", `${plain.ended.toFixed(2)} s without, ${drafted.ended.toFixed(2)} s with: the median of ${RUNS} runs`
+          + ` (${sorted.map((pair) => `${ratio(pair).toFixed(2)}×`).join(", ")}). ${how}`),
+        element("p", "That is one prompt, timed in this browser beside whatever else the machine does."
+          + " `paceline compare` measures several.", "caveat"),
         ...(drafted.ended > plain.ended / (1 + ALIKE) ? [element("p", explain(plain, drafted))] : []),
       );
       return;
     }
+    const [plain, drafted] = last;
     for (const lane of this.#lanes) lane.differsFrom = differs;
     const quote = (run) => JSON.stringify(run.tokens[differs]?.text ?? "the end");
     const { batch_invariant: invariant, batch_invariance_reason: reason } = this.#context.settings.model;
@@ -231,14 +254,15 @@ function compareTimes(plain, drafted, drafter) {
 
 /** Why drafting brought nothing: what drafted steps gave and took, in plain steps. */
 function explain(plain, drafted) {
-  const steps = drafted.steps.filter((step) => step.tree);
-  if (!steps.length) return "No step was drafted: the scheduler expected no gain.";
-  const tokens = steps.reduce((sum, step) => sum + step.tokens, 0) / steps.length;
-  const plainStep = plain.ended / plain.steps.length;
-  const others = drafted.steps.length - steps.length;
-  const took = (drafted.ended / plainStep - others) / steps.length;
-  return `${steps.length} of ${drafted.steps.length} steps were drafted. One brought ${tokens.toFixed(1)} tokens`
-    + ` and took as long as ${took.toFixed(1)} plain steps.`;
+  const rounds = drafted.rounds.filter((round) => round.tree);
+  if (!rounds.length) return "No step was drafted: the scheduler expected no gain.";
+  const tokens = rounds.reduce((sum, round) => sum + round.tokens, 0) / rounds.length;
+  const all = stepsOf(drafted.rounds), plainStep = plain.generating / stepsOf(plain.rounds);
+  const brought = `${rounds.length} of ${all} steps were drafted. One brought ${tokens.toFixed(1)} tokens`;
+  const took = (drafted.generating / plainStep - (all - rounds.length)) / rounds.length;
+  // Of a few drafted steps among many the time cannot be told.
+  if (!(took > 0) || 2 * rounds.length < all) return `${brought}.`;
+  return `${brought} and took as long as ${took.toFixed(1)} plain steps.`;
 }
 
 /** Index of the first token that differs; null if all are the same. */

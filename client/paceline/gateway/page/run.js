@@ -1,11 +1,12 @@
 /**
  * One request, and what arrived when. Times are in seconds since the request was sent.
  *
- * A step is what one answer of the verifier brought: `{ at, tokens, tree, undrafted }`. A token is
- * `{ at, id, text, by }`, where `by` is "drafter" or "verifier".
+ * A round is what one answer of the verifier brought: `{ at, steps, tokens, tree, undrafted }`. It is
+ * a step with a tree, or some steps without one; none for the first token, which is the prompt's. A
+ * token is `{ at, id, text, by }`, where `by` is "drafter" or "verifier".
  */
 export class Run {
-  steps = [];
+  rounds = [];
   tokens = [];
   usage = null;
   /** Reason of the end: "stop" or "length"; empty while it runs and after an abort. */
@@ -14,15 +15,15 @@ export class Run {
   /** Time of the end; null while it runs. */
   ended = null;
 
-  /** Reads events to their end; `onStep` is called after each step. */
-  async follow(events, onStep) {
+  /** Reads events to their end; `onRound` is called after each round. */
+  async follow(events, onRound) {
     this.began = performance.now();
     try {
       for await (const event of events) {
         const choice = event.choices[0];
         if (choice?.round) {
           this.#add(choice.round);
-          onStep();
+          onRound();
         }
         this.finish = choice?.finish_reason ?? this.finish;
         this.usage = event.usage ?? this.usage;
@@ -46,9 +47,14 @@ export class Run {
     return later < 0 ? this.tokens.length : later;
   }
 
-  /** The steps that had arrived at a time. */
-  stepsAt(at) {
-    return this.steps.filter((step) => step.at <= at);
+  /** The rounds that had arrived at a time. */
+  roundsAt(at) {
+    return this.rounds.filter((round) => round.at <= at);
+  }
+
+  /** Seconds after the first token, which is the prompt's. */
+  get generating() {
+    return this.ended - (this.tokens[0]?.at ?? this.ended);
   }
 
   #add(round) {
@@ -58,14 +64,17 @@ export class Run {
     // The end of a text may come without a token of its own.
     const rest = round.pieces.slice(round.token_ids.length).join("");
     if (rest && this.tokens.length) this.tokens.at(-1).text += rest;
-    this.steps.push({
-      at, tokens: round.token_ids.length, tree: round.tree, undrafted: round.undrafted,
+    this.rounds.push({
+      at, steps: round.steps, tokens: round.token_ids.length, tree: round.tree, undrafted: round.undrafted,
     });
   }
 }
 
-/** A step's tokens that the drafter proposed. */
-export const accepted = (step) => step.tree?.accepted.length ?? 0;
+/** A round's tokens that the drafter proposed. */
+export const accepted = (round) => round.tree?.accepted.length ?? 0;
+
+/** Number of steps of some rounds. */
+export const stepsOf = (rounds) => rounds.reduce((sum, round) => sum + round.steps, 0);
 
 /** Tokens a second, as text. */
 export const rate = (tokens, seconds) => (seconds > 0 ? (tokens / seconds).toFixed(0) : "–");

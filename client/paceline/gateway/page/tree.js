@@ -90,7 +90,11 @@ function label(token) {
 }
 
 /** Draws a bar a step, as high as its tokens; the accepted ones in colour. */
-export function drawSteps(svg, steps) {
+export function drawSteps(svg, rounds) {
+  // Rounds of several steps have no tree: each step brought a token.
+  const steps = rounds.filter((round) => round.steps).flatMap((round) => (
+    Array.from({ length: round.steps }, () => ({ ...round, tokens: round.tokens / round.steps }))
+  ));
   const most = Math.max(4, ...steps.map((step) => step.tokens));
   const width = Math.max(FEWEST_STEPS, steps.length), unit = STEP_HEIGHT / most;
   const bar = (i, from, count, kind) =>
