@@ -24,11 +24,10 @@ _FIRST = {
     "int4": "ngram",
     "gguf": "ngram",
     "mxfp4": "ngram",
-    "fp8": "ngram",
 }
 """The default drafter of a large target on a CPU, by its format: the fastest in
 docs/benchmarks.md#default-drafters. "gguf" is a GGUF file in blocks of 8 bits or fewer,
-"mxfp4" a folder with such experts, "fp8" a target on a GPU elsewhere, which are not measured."""
+"mxfp4" a folder with such experts, which is not measured."""
 
 _TREES = {"dspark": "widths=3,1,max_nodes=4", "eagle3": "widths=3,3,3,max_nodes=5"}
 """Trees on a CPU, where each node costs, and each level."""

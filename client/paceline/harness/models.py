@@ -43,7 +43,7 @@ MODEL = (
 )
 """Description of an argument of type `model_path`, for --help."""
 
-WEIGHTS = ("auto", "float32", "bfloat16", "int8", "int4", "fp8")
+WEIGHTS = ("auto", "float32", "bfloat16", "int8", "int4")
 """Formats of a target's weights, for arguments `--weights`."""
 
 

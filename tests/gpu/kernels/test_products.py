@@ -21,6 +21,7 @@ MIXTURE = replace(
     experts_per_token=4, qk_norm=True, norm_topk_prob=True,
 )  # fmt: skip
 CONFIGS = {
+    "8B in int8": replace(EIGHT_BILLION, layers=2, windows=(None, None), weights="int8"),
     "mixture": replace(
         MIXTURE, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, weights="bfloat16"
     ),

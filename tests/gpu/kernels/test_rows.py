@@ -9,7 +9,7 @@ from torch import Tensor
 from paceline.bench.gpu.cases import Case, make_case
 from paceline.kernels import Norm
 from paceline.kernels.caches import span
-from paceline.kernels.float8 import Float8Matrix, quantise_rows, why_unsupported
+from paceline.kernels.rotated import DOWN_SIZE, RotatedMatrix, quantise_rows
 from paceline.kernels.rows import RowKernels, TorchRows, row_kernels
 
 pytestmark = pytest.mark.gpu
@@ -28,20 +28,22 @@ def test_norms_and_gates(device: torch.device, width: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64])
-@pytest.mark.parametrize(("ins", "outs"), [(4096, 6144), (14336, 4096), (320, 48)])
-def test_products_of_8_bit_floats(device: torch.device, ins: int, outs: int, rows: int) -> None:
-    if why := why_unsupported(device):
-        pytest.skip(why)
+@pytest.mark.parametrize(("ins", "outs"), [(4096, 6144), (14336, 4096), (11008, 50), (320, 48)])
+def test_products_of_8_bit_integers(device: torch.device, ins: int, outs: int, rows: int) -> None:
+    """Bit by bit those of the CPU, of weights that each has quantised."""
     x = torch.randn(rows, ins, device=device).bfloat16()
-    bias = torch.randn(outs, device=device).bfloat16()
-    matrix = Float8Matrix.of(torch.randn(outs, ins, device=device).bfloat16())
-    (values, scale), (plain, plain_scale) = quantise_rows(x), quantise_rows(x.cpu())
-    assert torch.equal(values.cpu().float(), plain.float())
-    assert torch.equal(scale.cpu(), plain_scale)
-    weight = matrix.values.double() * matrix.scale.T
-    expected = (values.double() * scale) @ weight.T + bias.double()
-    found = matrix.multiply(x, bias).double()
-    assert (found - expected).abs().max() < 2**-8 * expected.abs().max()
+    x[0, :3] *= 1e4
+    bias = torch.randn(outs, device=device)
+    weight = torch.randn(outs, ins, device=device).bfloat16()
+    matrix, plain = (RotatedMatrix.of(each, DOWN_SIZE) for each in (weight, weight.cpu()))
+    assert torch.equal(matrix.values.cpu(), plain.values)
+    assert torch.equal(matrix.scale.cpu(), plain.scale)
+    for each, expected in zip(
+        quantise_rows(x, matrix.size), quantise_rows(x.cpu(), matrix.size), strict=True
+    ):
+        assert torch.equal(each.cpu(), expected)
+    found = matrix.multiply(x, bias)
+    assert torch.equal(found.cpu(), plain.multiply(x.cpu(), bias.cpu()))
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -19,7 +19,6 @@ from paceline.kernels import (
     choose_tokens,
     plan_trees,
 )
-from paceline.kernels.float8 import why_unsupported
 
 pytestmark = pytest.mark.gpu
 
@@ -86,12 +85,10 @@ class Text:
                 plane.write(goals, plane.gather(there))
 
 
-def test_weights_in_8_bit_floats_run_in_graphs(device: torch.device) -> None:
-    if why := why_unsupported(device):
-        pytest.skip(why)
+def test_weights_in_8_bits_run_in_graphs(device: torch.device) -> None:
     config = replace(SMALL, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, weights="bfloat16")
     tokens, segment, found = list(range(64)), TreeSegment(0, 0, None, 64), []
-    for weights, graphs in (("bfloat16", False), ("fp8", False), ("fp8", True)):
+    for weights, graphs in (("bfloat16", False), ("int8", False), ("int8", True)):
         pages = Pages(config, device, 2048)
         decoder = Decoder(
             replace(config, weights=weights), RandomWeights(config, device, 0), device
@@ -106,9 +103,9 @@ def test_weights_in_8_bit_floats_run_in_graphs(device: torch.device) -> None:
             )
         found.append(result.logits.float())
     plain, eager, replayed = found
-    # Roundings to 3 bits of mantissa grow through random layers; unrelated logits differ by 1.4.
-    assert (replayed - eager).norm() < 0.25 * eager.norm()
-    assert 0.005 < (eager - plain).norm() / plain.norm() < 0.5
+    # Roundings grow through random layers; unrelated logits differ by 1.4.
+    assert (replayed - eager).norm() < 0.1 * eager.norm()
+    assert 0.001 < (eager - plain).norm() / plain.norm() < 0.2
 
 
 class Recorder:

@@ -37,12 +37,14 @@ from paceline.kernels._triton.backend import (
     TritonRows,
     accept_drafts,
     perturbed,
-    scaled_rows,
 )
 from paceline.kernels._triton.candidates import best_of_rows, grow_trees
-from paceline.kernels._triton.products import multiply_by_experts
+from paceline.kernels._triton.products import (
+    multiply_by_experts,
+    quantise_rotated,
+    scaled_sums,
+)
 from paceline.kernels.caches import Plane
-from paceline.kernels.float8 import LARGEST, SMALLEST
 
 CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
 SHARED = {80: 164, 90: 228, 100: 228}[CAPABILITY] << 10
@@ -137,8 +139,14 @@ def compile_rows(kv: torch.dtype, dim: int, page: int, *, norms: bool) -> None:
     heads, norm = empty(8, (32 + 2 * KV_HEADS) * dim, dtype=kv), Norm(empty(dim), 1e-5)
     both = (norm, norm) if norms else None
     rows.rotate(heads, both, empty(SLOTS, dim), plan, *planes(kv, dim, page))
-    if CAPABILITY >= 89:  # the first with 8-bit floats
-        scaled_rows(empty(8, 14336, dtype=kv), LARGEST, SMALLEST, torch.float8_e4m3fn)
+
+
+def compile_int8(kind: torch.dtype) -> None:
+    """The steps around products of 8-bit integers."""
+    quantise_rotated(empty(8, 4096, dtype=kind), 64)
+    quantise_rotated(empty(8, 14336, dtype=kind), 512)
+    sums = empty(8, 6144, dtype=torch.int32)
+    scaled_sums(sums, empty(8), empty(6144), None, kind)
 
 
 def compile_experts(kind: torch.dtype, experts: int = 128, width: int = 2048) -> None:
@@ -191,6 +199,7 @@ def compile_all() -> None:
     compile_attention(torch.float32, 64, 16, 0, window=100)
     compile_rows(bf16, 128, 256, norms=True)
     compile_rows(fp16, 80, 0, norms=False)
+    compile_int8(bf16)
     compile_experts(bf16)
     compile_experts(torch.float32)
     compile_sampling(bf16)

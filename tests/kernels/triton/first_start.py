@@ -19,8 +19,9 @@ from triton.backends.compiler import GPUTarget
 
 from paceline.decoder import Decoder, GraphRunner
 from paceline.kernels import SamplingParams, TreeSegment, executor, plan_trees, register_backend
-from paceline.kernels._triton.backend import TritonBackend, TritonRows, perturbed, scaled_rows
-from paceline.kernels.float8 import LARGEST, SMALLEST
+from paceline.kernels._triton.backend import TritonBackend, TritonRows, perturbed
+from paceline.kernels._triton.products import quantise_rotated
+from paceline.kernels.rotated import block_size
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
 
@@ -57,8 +58,8 @@ def main() -> None:
     for _ in graphs.warm_up():
         pass
     perturbed(torch.zeros(1, config.vocab_size, dtype=config.dtype), [SamplingParams(top_k=1)], [0])
-    for width in {config.hidden, config.q_heads * config.head_dim, config.intermediate}:  # fp8
-        scaled_rows(torch.zeros(1, width).bfloat16(), LARGEST, SMALLEST, torch.float8_e4m3fn)
+    for width, size in ((config.hidden, 64), (config.intermediate, 512)):  # int8
+        quantise_rotated(torch.zeros(1, width).bfloat16(), block_size(width, size))
     # Steps of all widths, by graphs and without one.
     for count in (1, 10, 20, 60, 200):
         assert graphs.forward([0] * count, [TreeSegment(0, 0, None, count)], [1]) is not None

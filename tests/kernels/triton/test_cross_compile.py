@@ -20,7 +20,7 @@ BUDGETS = Path(__file__).with_name("budgets.csv")
 """What a program of each kernel may use, and how many of them a multiprocessor holds at least."""
 
 SHAPE = ("DIM", "BLOCK_M", "NODES", "HEADS", "PAGE", "WINDOW", "PROBES")
-SHAPE += ("HAS_LSE", "HAS_NORM", "HAS_DELTA", "FILTERED", "REDUCED", "NOISE", "BLOCK_K")
+SHAPE += ("HAS_LSE", "HAS_NORM", "HAS_DELTA", "FILTERED", "REDUCED", "NOISE", "BLOCK_K", "PARTS")
 
 
 def shape_of(each: dict[str, Any]) -> str:
@@ -71,7 +71,7 @@ def test_kernels_keep_to_the_registers_and_memory_of_a_gpu(capability: int) -> N
     assert {each["kernel"] for each in facts} == {
         *("attend_items", "record_items", "merge_items"),
         *("rotate_rows", "add_norm_rows", "gate_rows", "multiply_tiles"),
-        *(("scale_rows",) if capability >= 89 else ()),
+        *("quantise_rotated_rows", "scale_int_sums"),
         *("find_best", "find_candidates", "find_border", "perturb"),
         *("weigh_spans", "collect_span", "finish_border"),
         *("sum_chances", "sum_residuals", "accept_or_resample"),

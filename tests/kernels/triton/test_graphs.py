@@ -22,7 +22,7 @@ from paceline.decoder import (
 )
 from paceline.decoder.graphs import FIXED_SHAPES, SHAPES
 from paceline.decoder.products import FIXED_ROWS, Products
-from paceline.kernels import PagedPlane, TreeSegment, attention, float8, plan_trees
+from paceline.kernels import PagedPlane, TreeSegment, attention, plan_trees, rotated
 from paceline.kv.selection import AttentionScores, PageScores, Rows
 from paceline.verifier.engine.batch import Batch, BatchObserver
 from paceline.verifier.engine.job import GenerationParams, Prefill, Sequence
@@ -346,7 +346,7 @@ class Captured:
         return ForwardResult(torch.empty(self.plan.rows, 50))
 
 
-@pytest.mark.parametrize("weights", ["float32", "fp8"])
+@pytest.mark.parametrize("weights", ["float32", "int8"])
 def test_a_layer_launches_its_kernels_and_no_others(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
@@ -354,31 +354,36 @@ def test_a_layer_launches_its_kernels_and_no_others(
     weights: str,
 ) -> None:
     """The project's own, beside the products: nothing is copied or filled between them."""
-    from paceline.kernels._triton import backend
-
-    def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-        return backend.scaled_rows(x, float8.LARGEST, float8.SMALLEST, torch.float8_e4m3fn)
+    from paceline.kernels._triton import backend, products
 
     request.getfixturevalue("triton_on_cpu")
-    monkeypatch.setattr(float8, "quantise_rows", quantise)
-    dtype = torch.bfloat16 if weights == "fp8" else CONFIG.dtype
-    decoder = make_decoder(replace(CONFIG, weights=weights, dtype=dtype))
+    monkeypatch.setattr(rotated, "quantise_rows", products.quantise_rotated)
+    monkeypatch.setattr(rotated, "scale_sums", products.scaled_sums)
+    for module in ("model", "weights"):
+        monkeypatch.setattr(
+            f"paceline.decoder.{module}.is_rotated", lambda weights, device: weights == "int8"
+        )
+    decoder = make_decoder(replace(CONFIG, weights=weights))
+    decoder.products = Products({}, "", "")  # graphs have as many rows as products need
     runner = GraphRunner(decoder, pool)
     blocks = [TreeSegment(0, 0, None, 2)]
     runner.forward([1, 2], blocks, [1])
     launched = Launches()
     kernels = ("attend_items", "merge_items", "rotate_rows", "add_norm_rows", "gate_rows")
-    for name in (*kernels, "scale_rows"):
+    for name in kernels:
         monkeypatch.setattr(backend, name, Recorded(name, launched.names))
+    around_products = ("quantise_rotated_rows", "scale_int_sums")
+    for name in around_products:
+        monkeypatch.setattr(products, name, Recorded(name, launched.names))
     ((_, run),) = runner._graphs.values()
     with torch.inference_mode(), launched:
         run()
     layers = CONFIG.layers
     expected = dict.fromkeys(kernels, layers) | {"add_norm_rows": 2 * layers + 1}
-    if weights == "fp8":  # other products are compiled ones on a CPU, which take float32
-        expected |= dict.fromkeys(("scale_rows", "_scaled_mm"), 4 * layers) | {"to": 3}
     # The embedding, which is packed on a CPU; the last residual; logits to the one buffer.
     around = dict.fromkeys(("index", "floor_divide", "remainder", "add_", "copy_"), 1)
+    if weights == "int8":
+        expected |= dict.fromkeys((*around_products, "_int_mm"), 4 * layers + 1)
     assert Counter(launched.names) == Counter(expected | around)
 
 

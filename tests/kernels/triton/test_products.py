@@ -1,4 +1,4 @@
-"""Products of routed experts: each row by its expert's matrix, in one order, with no wait."""
+"""Products of routed experts, and the steps around products of 8-bit integers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.decoder.experts import Experts
 from paceline.decoder.weights import Linear
 from paceline.kernels._native import CpuKernels
+from paceline.kernels.rotated import block_size, quantise_rows, scale_sums
 
 EXPERTS, OUTS, INS = 5, 70, 48
 ROUTES = {
@@ -49,6 +50,41 @@ def test_rows_are_multiplied_by_their_experts(
             x[row : row + 1], weights, biases if has_bias else None, chosen[row : row + 1]
         )
         assert torch.equal(alone[0], found[row])
+
+
+@pytest.mark.parametrize(
+    ("ins", "most"),
+    [(256, 64), (72, 64), (40, 512), (384, 512), (768, 512), (1536, 512), (4096, 512)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_in_8_bits_are_those_of_the_definition(
+    ins: int, most: int, dtype: torch.dtype
+) -> None:
+    """Bit by bit, with every number of parts that a block has."""
+    from paceline.kernels._triton.products import quantise_rotated
+
+    torch.manual_seed(0)
+    x = torch.randn(6, ins).to(dtype)
+    x[1], x[2], x[3, 7], x[4, -1] = 0, x[2] * 1e-5, torch.nan, torch.inf
+    size = block_size(ins, most)
+    values, scales = quantise_rotated(x, size)
+    expected, factors = quantise_rows(x, size)
+    assert torch.equal(values, expected)
+    assert torch.equal(scales.view(torch.int32)[:3], factors.view(torch.int32)[:3])
+    assert scales[3:5].isnan().all()
+    assert scales[5] == factors[5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_integer_sums_are_scaled_as_defined(has_bias: bool, dtype: torch.dtype) -> None:
+    from paceline.kernels._triton.products import scaled_sums
+
+    torch.manual_seed(0)
+    sums = torch.randint(-(2**31), 2**31 - 1, (9, 1304)).int()
+    rows, outs, bias = 1e-7 * torch.randn(5), torch.randn(1300), torch.randn(1300)
+    given = (sums, rows, outs, bias if has_bias else None, dtype)
+    assert torch.equal(scaled_sums(*given), scale_sums(*given))
 
 
 class Waits(TorchDispatchMode):

@@ -7,7 +7,6 @@ import torch
 from triton_cases import MILLION, in_far_pages, in_pages
 
 from paceline.kernels import Norm, TreeSegment, plan_trees
-from paceline.kernels.float8 import LARGEST, SMALLEST, quantise_rows
 from paceline.kernels.rows import TorchRows
 
 
@@ -34,18 +33,6 @@ def test_gates_agree() -> None:
 
     gate_up = torch.randn(3, 2 * 1100).half()
     torch.testing.assert_close(TritonRows().gate(gate_up), TorchRows().gate(gate_up))
-
-
-def test_rows_are_scaled_for_8_bit_floats() -> None:
-    """Before they are rounded: the interpreter rounds to 8-bit floats otherwise than a GPU."""
-    from paceline.kernels._triton.backend import scaled_rows
-
-    x = torch.randn(3, 320).bfloat16()
-    x[1], x[2] = 0, x[2] * 1e-30
-    values, scales = scaled_rows(x, LARGEST, SMALLEST, torch.float32)
-    expected, factors = quantise_rows(x)
-    assert torch.equal(scales, factors)
-    assert torch.equal(values.to(torch.float8_e4m3fn).float(), expected.float())
 
 
 @pytest.mark.parametrize("page_size", [0, 16])

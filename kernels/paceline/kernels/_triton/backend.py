@@ -18,7 +18,6 @@ from paceline.kernels._triton.jit.rows import (
     add_norm_rows,
     gate_rows,
     rotate_rows,
-    scale_rows,
 )
 from paceline.kernels._triton.jit.sampling import (
     ID_BITS,
@@ -358,22 +357,6 @@ class TritonRows:
             HAS_NORM=norms is not None, num_warps=1,
         )  # fmt: skip
         return q
-
-
-def scaled_rows(
-    x: Tensor, largest: float, smallest: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """See :func:`paceline.kernels.float8.quantise_rows`; the largest value of a row, or
-    ``smallest``, becomes ``largest``, and values ``dtype``."""
-    rows, width = x.shape
-    values = torch.empty_like(x, dtype=dtype)
-    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(width)
-    scale_rows[(rows,)](
-        x, values, scales, LARGEST=largest, SMALLEST=smallest, WIDTH=width, BLOCK=block,
-        num_warps=min(16, max(1, block // 256)),
-    )  # fmt: skip
-    return values, scales
 
 
 CHUNK, KEEP = 2048, 64

@@ -1,4 +1,4 @@
-"""Products of routed experts on NVIDIA GPUs."""
+"""Products on NVIDIA GPUs: of routed experts, and the steps around those of 8-bit integers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import torch
 import triton
 from torch import Tensor
 
-from paceline.kernels._triton.jit.products import multiply_tiles
+from paceline.kernels._triton.jit.products import (
+    multiply_tiles,
+    quantise_rotated_rows,
+    scale_int_sums,
+)
+from paceline.kernels.rotated import LARGEST, SMALLEST
 
 TILE_ROWS = 32
 """Rows of a tile. A constant: bits of a row do not depend on how many rows its expert has."""
@@ -39,5 +44,39 @@ def multiply_by_experts(x: Tensor, weights: Tensor, bias: Tensor | None, chosen:
         EXPERTS=experts, WIDE=triton.next_power_of_2(experts), OUTS=outs, INS=ins,
         BLOCK_R=TILE_ROWS, BLOCK_O=_OUTS, BLOCK_K=64 if x.element_size() == 2 else 32,
         HAS_BIAS=bias is not None, STAGES=3, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+_PART = 64
+"""Inputs that a warp rotates among themselves."""
+
+
+def quantise_rotated(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """See :func:`paceline.kernels.rotated.quantise_rows`."""
+    rows, width = x.shape
+    values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    part = min(size, _PART)
+    blocks = triton.next_power_of_2(width // size)
+    quantise_rotated_rows[(rows,)](
+        x, values, scales, WIDTH=width, BLOCKS=blocks, SIZE=part, STAGES=part.bit_length() - 1,
+        PARTS=size // part, LARGEST=float(LARGEST), SMALLEST=SMALLEST,
+        num_warps=min(16, max(1, blocks * size // 512)), enable_fp_fusion=False,
+    )  # fmt: skip
+    return values, scales
+
+
+_SCALED = 1024
+
+
+def scaled_sums(
+    sums: Tensor, rows: Tensor, outs: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """See :func:`paceline.kernels.rotated.scale_sums`."""
+    out = torch.empty(len(rows), len(outs), dtype=dtype, device=sums.device)
+    scale_int_sums[(len(rows), triton.cdiv(len(outs), _SCALED))](
+        sums, rows, outs, outs if bias is None else bias, out, sums.stride(0),
+        OUTS=len(outs), BLOCK=_SCALED, HAS_BIAS=bias is not None, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -19,10 +19,7 @@ class UnsupportedModelError(ValueError):
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FP8 = "fp8"
-"""A format of weights: layers in 8-bit floats, see :mod:`paceline.kernels.float8`."""
-
-WEIGHTS = ("auto", *_FLOATS, "int8", "int4", FP8)
+WEIGHTS = ("auto", *_FLOATS, "int8", "int4")
 """Formats of weights that can be asked for. auto: as they are stored, bfloat16 for float16."""
 
 MXFP4 = "mxfp4"
@@ -62,7 +59,7 @@ class DecoderConfig:
         bos_token_id: Token that the tokenizer puts before a text, or None.
         dtype: Data type of hidden states, and of weights that are not quantised.
         kv_dtype: Data type of caches; int8 as in :mod:`paceline.kernels.caches`.
-        weights: Format of the matrices: float32, bfloat16, int8, int4, fp8, ``MXFP4``, or gguf,
+        weights: Format of the matrices: float32, bfloat16, int8, int4, ``MXFP4``, or gguf,
             each as in its GGUF file.
         ropes: Rotary embedding of each layer: 0 as above, 1 that of ``rope_local``; empty: 0.
         rope_local: Inverse frequencies of the second rotary embedding, or one for all pairs.
@@ -429,9 +426,7 @@ def _windows(hf: Any, family: Family) -> tuple[int | None, ...]:
 
 
 def _dtype(hf: Any, weights: str) -> torch.dtype:
-    """The type that ``weights`` names, otherwise the model's own; bfloat16 for float16 and fp8."""
-    if weights == FP8:
-        return torch.bfloat16
+    """The type that ``weights`` names, otherwise the model's own; bfloat16 for float16."""
     if weights in _FLOATS:
         return _FLOATS[weights]
     own = str(getattr(hf, "dtype", None) or torch.float32).removeprefix("torch.")

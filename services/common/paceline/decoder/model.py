@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from paceline.decoder.config import FP8, DecoderConfig, Rope, UnsupportedModelError, head_order
+from paceline.decoder.config import DecoderConfig, Rope, UnsupportedModelError, head_order
 from paceline.decoder.device import DeviceLost
 from paceline.decoder.experts import Experts
 from paceline.decoder.families import (
@@ -32,7 +32,16 @@ from paceline.decoder.packed import PackedWeights
 from paceline.decoder.products import Products, fix_products
 from paceline.decoder.ranks import Ranks
 from paceline.decoder.sources import open_model
-from paceline.decoder.weights import Linear, Weight, fuse, in_float8, in_order, plain, take
+from paceline.decoder.weights import (
+    Linear,
+    Weight,
+    fuse,
+    in_int8,
+    in_order,
+    is_rotated,
+    plain,
+    take,
+)
 from paceline.kernels import (
     Delta,
     Executor,
@@ -47,8 +56,8 @@ from paceline.kernels import (
     TreePlan,
 )
 from paceline.kernels.executor import NativeProgram
-from paceline.kernels.float8 import Float8Matrix, why_unsupported
 from paceline.kernels.linear import PackedMatrix
+from paceline.kernels.rotated import RotatedMatrix
 
 
 @dataclass(frozen=True)
@@ -137,18 +146,20 @@ class Decoder:
         norm = _norm(config, weights, "model.norm", config.hidden)
         self.final_norm = replace(norm, weight=norm.weight * config.logit_scale)
         head = large("head", _EMBEDDING if config.tied else "lm_head.weight")
-        if ranks is None:
-            self._head = Linear(head)
-            self._embedding = self._head.weight
-        else:
+        own: Weight | PackedMatrix = head
+        if ranks is not None:
             assert not isinstance(head, PackedMatrix)
-            self._head = Linear(in_order(head, ranks.rows(config.vocab_size)))
-            self._embedding = Linear(head).weight  # whole at every rank
+            own = in_order(head, ranks.rows(config.vocab_size))
+        rotated = is_rotated(config.weights, self.device)
+        self._head = Linear(in_int8("head", own) if rotated else own)
+        self._embedding = self._head.weight if own is head and not rotated else Linear(head).weight
         if not config.tied:
             embedding = large("embedding", _EMBEDDING)
             assert not isinstance(embedding, PackedMatrix)
             self._embedding = plain(embedding, config.dtype).contiguous()
-        self._layers = self._load_layers(partial(_layer, config, weights, shared, ranks))
+        self._layers = self._load_layers(
+            partial(_layer, config, weights, shared, ranks, self.device)
+        )
         _check_names(config, weights)
         self.rope = Rope(config, device)
         self._executor = Executor(self._record())
@@ -179,8 +190,9 @@ class Decoder:
 
         Args:
             source: The folder or file.
-            weights: float32, bfloat16, int8, int4, fp8, or "auto" for the stored format (bfloat16
-                for float16). int8 and int4 quantise in blocks of 32, fp8 in rows, on a GPU.
+            weights: float32, bfloat16, int8, int4, or "auto" for the stored format (bfloat16 for
+                float16). int8 and int4 quantise in blocks of 32; int8 on a GPU with one scale an
+                output (:mod:`paceline.kernels.rotated`).
             device: Where to run.
             shared: The ``large_tensors`` that a decoder of the same model and format has published,
                 mapped instead of loaded. None: all tensors are loaded.
@@ -202,12 +214,11 @@ class Decoder:
                 f"{str(device)!r} use auto"
             )
         config = found.config(weights).with_kv(kv_cache_dtype).with_context(max_context)
-        if config.weights == FP8:
-            why = why_unsupported(device)
-            if config.experts:
-                why = "routed experts have no products in fp8: use bfloat16"
-            if why:
-                raise UnsupportedModelError(f"{found.path}: weights are 'fp8', but {why}")
+        if config.experts and is_rotated(config.weights, torch.device(device)):
+            raise UnsupportedModelError(
+                f"{found.path}: weights are 'int8', and routed experts have no products in 8 bits "
+                "on a GPU: use bfloat16"
+            )
         if config.delta_layers and torch.device(device).type != "cpu":
             raise UnsupportedModelError(
                 f"{found.path}: layers of the gated delta rule are supported on the CPU; the "
@@ -446,6 +457,7 @@ def _layer(
     weights: Mapping[str, Weight],
     shared: PackedWeights | None,
     ranks: Ranks | None,
+    device: torch.device,
     index: int,
 ) -> _Layer:
     base, family = f"model.layers.{index}.", FAMILIES[config.model_type]
@@ -470,10 +482,10 @@ def _layer(
             return rows if order is None else in_order(rows, order)
 
         name = f"layers.{index}.{matrix}"
-        weight: Weight | PackedMatrix | Float8Matrix
+        weight: Weight | PackedMatrix | RotatedMatrix
         weight = parts("weight", ins) if shared is None else shared.get(name)
-        if config.weights == FP8:
-            weight = in_float8(name, weight)
+        if is_rotated(config.weights, device):
+            weight = in_int8(name, weight)
         return Linear(weight, plain(parts("bias"), torch.float32) if bias else None)
 
     def norm(name: str, width: int) -> Norm:

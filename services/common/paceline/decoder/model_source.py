@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.decoder.config import FP8, DecoderConfig, UnsupportedModelError
-from paceline.decoder.weights import Weight, WeightsOf
+from paceline.decoder.config import DecoderConfig, UnsupportedModelError
+from paceline.decoder.weights import Weight, WeightsOf, is_rotated
 from paceline.kernels.linear import PackedMatrix
 
 _log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class ModelSource(ABC):
     def config(self, weights: torch.dtype | str = "auto") -> DecoderConfig:
         """The decoder's configuration, kept between starts.
 
-        ``weights`` are float32, bfloat16, int8, int4, fp8, or auto for the stored format (bfloat16
+        ``weights`` are float32, bfloat16, int8, int4, or auto for the stored format (bfloat16
         for float16). Raises ``UnsupportedModelError``: an architecture, feature or format is not
         supported.
         """
@@ -234,7 +234,8 @@ class ModelSource(ABC):
         self, config: DecoderConfig, device: torch.device | str = "cpu"
     ) -> Mapping[str, Weight]:
         """Tensors in the format of a configuration; off the CPU, nothing is quantised."""
-        if config.weights in ("float32", "bfloat16", FP8):
+        plain = config.weights in ("float32", "bfloat16")
+        if plain or is_rotated(config.weights, torch.device(device)):
             stored = self.tensors(config.dtype, device)
         else:
             stored = self.tensors(torch.float32, "cpu")

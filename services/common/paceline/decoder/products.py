@@ -37,7 +37,8 @@ class Products:
     """How the products of a model are computed.
 
     Attributes:
-        rules: By shape ``OUTSxINS``, the numbers of rows that its products have.
+        rules: By shape ``OUTSxINS``, the numbers of rows that its products have, or that they are
+            sums of integers, which are exact in any order.
         differs: Why the bits of a row still depend on other rows; empty if they do not.
         digest: SHA-256 (hex) of test products.
     """
@@ -80,13 +81,14 @@ def fix_products(layers: Iterable[Linear]) -> Products:
         name = f"{first.out_features}x{first.in_features}"
         for rows in (FIXED_ROWS, SLICES):
             first.fixed_rows = rows
-            if not (found := _rows_that_differ(first)):
+            if first.exact or not (found := _rows_that_differ(first)):
                 break
         else:
             differs.append(f"a linear layer of {first.in_features} to {first.out_features} {found}")
         for each in alike:
             each.fixed_rows = first.fixed_rows
-        rules[name] = f"{rows[0]} to {rows[-1]} rows" if len(rows) > 1 else f"{rows[0]} rows"
+        rule = f"{rows[0]} to {rows[-1]} rows" if len(rows) > 1 else f"{rows[0]} rows"
+        rules[name] = "integers" if first.exact else rule
         x = _inputs(first, SLICES[0])
         digest.update(
             first(x)[:_DIGEST_ROWS].contiguous().view(torch.uint8).cpu().numpy().tobytes()

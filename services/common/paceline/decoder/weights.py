@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from paceline.decoder.config import FP8, UnsupportedModelError
+from paceline.decoder.config import UnsupportedModelError
 from paceline.kernels import cpu_kernels
 from paceline.kernels.blocks import BLOCK, Blocks, concatenate, quantise
-from paceline.kernels.float8 import Float8Matrix
 from paceline.kernels.linear import PackedMatrix, multiply, multiply_floats, pack, pack_blocks
+from paceline.kernels.rotated import DOWN_SIZE, SIZE, RotatedMatrix
 
 if TYPE_CHECKING:
     from paceline.decoder.config import DecoderConfig
@@ -61,8 +61,8 @@ class WeightsOf(Tensors[Weight]):
     """Tensors by name, each converted to the format of a configuration when it is read.
 
     int8 and int4 quantise every matrix but routers; blocks of as many bits or fewer stay as they
-    are. Vectors (norms, biases) stay plain tensors, and so does everything in fp8:
-    :func:`in_float8` quantises the matrices of layers.
+    are. Vectors (norms, biases) stay plain tensors, and so does everything in int8 off the CPU:
+    :func:`in_int8` quantises the matrices.
     """
 
     def __init__(
@@ -75,13 +75,15 @@ class WeightsOf(Tensors[Weight]):
     def __getitem__(self, name: str) -> Weight:
         found: Weight = self._names[name]
         bits = 0 if name.endswith(ROUTER) else _BITS.get(self._weights, 0)
+        if is_rotated(self._weights, self._device):
+            bits = 0
         if len(found.shape) != 2:
             return found.to(self._device) if isinstance(found, Tensor) else found
         if bits == 4 and (name in VOCABULARY or name.endswith(_DECAYS)):
             bits = 8
         if bits and not (isinstance(found, Blocks) and found.bits <= bits):
             found = _quantise(name, plain(found, torch.float32), bits)
-        plain_format = self._weights in ("float32", "bfloat16", FP8)
+        plain_format = self._weights in ("float32", "bfloat16")
         quantised = not plain_format and self._device.type == "cpu"
         if isinstance(found, Blocks) and quantised:
             return found
@@ -107,14 +109,19 @@ def in_order(weight: Weight, rows: Tensor) -> Weight:
     return weight.rows(rows) if isinstance(weight, Blocks) else weight[rows.to(weight.device)]
 
 
-def in_float8(name: str, weight: Weight | PackedMatrix) -> Float8Matrix:
-    """A matrix in 8-bit floats. Raises ``UnsupportedModelError``: its sides are not multiples of
-    16."""
+def is_rotated(weights: str, device: torch.device) -> bool:
+    """Whether matrices of a format are in 8 bits over rotated inputs on a device."""
+    return weights == "int8" and device.type != "cpu"
+
+
+def in_int8(name: str, weight: Weight | PackedMatrix) -> RotatedMatrix:
+    """A matrix in 8 bits over rotated inputs. Raises ``UnsupportedModelError``: it has a number of
+    inputs that is not supported."""
     assert isinstance(weight, Tensor)
     try:
-        return Float8Matrix.of(weight)
+        return RotatedMatrix.of(weight, DOWN_SIZE if name.endswith("down") else SIZE)
     except ValueError as error:
-        raise UnsupportedModelError(f"matrix {name!r} cannot be in fp8: {error}") from error
+        raise UnsupportedModelError(f"matrix {name!r} cannot be in int8: {error}") from error
 
 
 def _quantise(name: str, weight: Tensor, bits: int) -> Blocks:
@@ -299,7 +306,7 @@ def fingerprint_files(head: bytes, files: Iterable[Path]) -> str:
 
 
 class Linear:
-    """``x @ weight.T + bias``, by the compiled kernels on the CPU and by torch elsewhere or in fp8.
+    """``x @ weight.T + bias``, by the compiled kernels on the CPU and by torch elsewhere.
 
     Attributes:
         packed: The packed weight of the compiled kernels; None: torch multiplies.
@@ -310,22 +317,22 @@ class Linear:
     fixed_rows: tuple[int, ...] | None = None
 
     def __init__(
-        self, weight: Weight | PackedMatrix | Float8Matrix, bias: Tensor | None = None
+        self, weight: Weight | PackedMatrix | RotatedMatrix, bias: Tensor | None = None
     ) -> None:
-        """Make a layer of a weight ``[out, in]`` in float32, bfloat16, blocks or 8-bit floats, and
-        a bias ``[out]`` or None. A packed weight contains its bias."""
+        """Make a layer of a weight ``[out, in]`` in float32, bfloat16, blocks, or 8 bits over
+        rotated inputs, and a bias ``[out]`` or None. A packed weight contains its bias."""
         self.packed: PackedMatrix | None = None
         if isinstance(weight, PackedMatrix):
             self.packed = weight
             self.out_features, self.in_features = weight.outs, weight.ins
             return
         self.out_features, self.in_features = weight.shape
-        self._float8: Float8Matrix | None = None
+        self._rotated: RotatedMatrix | None = None
         if isinstance(weight, Blocks):
             self.packed = pack_blocks(weight, bias)
-        elif isinstance(weight, Float8Matrix):
-            self._float8 = weight
-            self._bias = None if bias is None else bias.bfloat16()
+        elif isinstance(weight, RotatedMatrix):
+            self._rotated = weight
+            self._bias = None if bias is None else bias.float().to(weight.scale.device)
         elif weight.device.type == "cpu" and cpu_kernels().library is not None:
             self.packed = pack(weight, bias, str(weight.dtype).removeprefix("torch."))
         else:
@@ -339,25 +346,30 @@ class Linear:
 
     @property
     def weight(self) -> Tensor | PackedMatrix:
-        """What the layer can be made of again; it is not in fp8."""
+        """What the layer can be made of again; it is not rotated."""
         return self._weight if self.packed is None else self.packed
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of its inputs off the CPU."""
-        return torch.bfloat16 if self._float8 is not None else self._weight.dtype
+        return torch.bfloat16 if self._rotated is not None else self._weight.dtype
 
     @property
     def device(self) -> torch.device:
         """Where its weight is."""
         if self.packed is not None:
             return self.packed.values.device
-        return self._weight.device if self._float8 is None else self._float8.values.device
+        return self._weight.device if self._rotated is None else self._rotated.values.device
+
+    @property
+    def exact(self) -> bool:
+        """Whether its sums are integers, so that no order changes them."""
+        return self._rotated is not None
 
     @property
     def shape_key(self) -> tuple[object, ...]:
         """Equal for layers whose products libraries compute alike."""
-        quantised = self.packed is not None or self._float8 is not None
+        quantised = self.packed is not None or self._rotated is not None
         kind = "quantised" if quantised else self._weight.dtype
         return self.out_features, self.in_features, kind, self.bias is None
 
@@ -368,8 +380,8 @@ class Linear:
             wide = None if bias is None else bias.float()
             return multiply(x.float().contiguous(), self.packed, wide).to(x.dtype)
         bias = self._bias if bias is None else bias
-        if self._float8 is not None:
-            return self._float8.multiply(x, bias)
+        if self._rotated is not None:
+            return self._rotated.multiply(x, None if bias is None else bias.float())
         if x.device.type == "cpu":
             return multiply_floats(x, self._weight, bias)
         if self.fixed_rows is not None:

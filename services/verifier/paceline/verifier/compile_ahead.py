@@ -3,7 +3,7 @@
     python -m paceline.verifier.compile_ahead 80 90 100 [--model FOLDER ...] [--weights FORMAT ...]
 
 It fills Triton's cache with what a first start on such a GPU looks up, for models of the shapes
-below or of the config.json in each folder, in bfloat16 and fp8. Images for GPUs are built with it.
+below or of the config.json in each folder, in bfloat16 and int8. Images for GPUs are built with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.decoder import Decoder, GraphRunner
-from paceline.decoder.config import FP8, decoder_config
+from paceline.decoder.config import decoder_config
 from paceline.kernels import SamplingParams, register_backend
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
@@ -73,8 +73,7 @@ def compile_for(capability: int, folders: Sequence[Path], formats: Sequence[str]
         with _META:
             model = AutoModelForCausalLM.from_config(hf).bfloat16()
         for each in formats:
-            if each != FP8 or capability >= 89:
-                _warm_up(Decoder(decoder_config(hf, (), each), model.state_dict(), _META))
+            _warm_up(Decoder(decoder_config(hf, (), each), model.state_dict(), _META))
     return len(compiled)
 
 
@@ -96,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.partition("\n")[0])
     parser.add_argument("capabilities", type=int, nargs="+", help="such as 90 for sm_90")
     parser.add_argument("--model", type=Path, nargs="*", default=[], help="with a config.json")
-    parser.add_argument("--weights", nargs="+", default=["bfloat16", FP8], help="bfloat16, fp8")
+    parser.add_argument("--weights", nargs="+", default=["bfloat16", "int8"], help="bfloat16, int8")
     args = parser.parse_args()
     # A process each: Triton keeps the target of a kernel's first launch.
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:

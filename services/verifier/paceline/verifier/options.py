@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.service.options import byte_count, option
 from paceline.tree import MAX_NODES
 
-WEIGHTS = ("auto", "float32", "bfloat16", "int8", "int4", "fp8")
+WEIGHTS = ("auto", "float32", "bfloat16", "int8", "int4")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
 CUDA_GRAPHS = ("auto", "on", "off")
 SCHEDULES = ("off", "auto", "profile")
@@ -49,8 +49,8 @@ class VerifierOptions:
     )
     weights: str = option(
         "auto",
-        "auto: as stored; int8 and int4: quantised when loaded, in blocks of 32; fp8: likewise, by "
-        "rows, on GPUs; float32 and bfloat16 are also the type of hidden states",
+        "auto: as stored; int8 and int4: quantised when loaded, in blocks of 32, or int8 on a GPU "
+        "with one scale an output; float32 and bfloat16 are also the type of hidden states",
         choices=WEIGHTS,
     )
     lora: Path | None = option(

@@ -47,3 +47,109 @@ def multiply_tiles(
         goal = out + rows[None, :].to(tl.int64) * OUTS + outs[:, None]
         inside = (rows[None, :] < stop) & (outs[:, None] < OUTS)
         tl.store(goal, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _turned(x, at, inside, column, BLOCKS: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr):
+    """Loaded inputs ``[BLOCKS, SIZE]`` after the stages of a transform within ``SIZE``."""
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    for stage in tl.static_range(STAGES):
+        other = tl.gather(value, tl.broadcast_to(column ^ (1 << stage), (BLOCKS, SIZE)), 1)
+        value = tl.where((column & (1 << stage)) == 0, value + other, other - value)
+    return value
+
+
+@triton.jit
+def _largest(value):
+    """The largest magnitude; infinity if there is a NaN."""
+    magnitude = tl.where(value == value, tl.abs(value), float("inf"))
+    return tl.max(tl.max(magnitude, 1), 0)
+
+
+@triton.jit
+def _store_rounded(values, at, inside, value, inverse, finite):
+    """Scaled and rounded to the nearest integer, ties to even."""
+    rounded = (value * inverse + 12582912.0) - 12582912.0  # 1.5 * 2^23
+    tl.store(values + at, tl.where(finite, rounded, 0.0).to(tl.int8), mask=inside)
+
+
+@triton.jit
+def quantise_rotated_rows(
+    x, values, scales,
+    WIDTH: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr,
+    PARTS: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+):  # fmt: skip
+    """One row in 8 bits, see :mod:`paceline.kernels.rotated`.
+
+    A block that is rotated together has ``PARTS`` parts, 1, 2, 4 or 8, of ``SIZE`` inputs, up to
+    64: stages within a part exchange numbers of a warp, those between parts whole tensors.
+    """
+    row = tl.program_id(0).to(tl.int64) * WIDTH
+    column = tl.arange(0, SIZE)[None, :]
+    at = tl.arange(0, BLOCKS)[:, None] * (SIZE * PARTS) + column
+    inside = at < WIDTH  # blocks are whole
+    at += row
+    a = _turned(x, at, inside, column, BLOCKS, SIZE, STAGES)
+    if PARTS >= 2:
+        b = _turned(x, at + SIZE, inside, column, BLOCKS, SIZE, STAGES)
+        a, b = a + b, a - b
+    if PARTS >= 4:
+        c = _turned(x, at + 2 * SIZE, inside, column, BLOCKS, SIZE, STAGES)
+        d = _turned(x, at + 3 * SIZE, inside, column, BLOCKS, SIZE, STAGES)
+        c, d = c + d, c - d
+        a, c = a + c, a - c
+        b, d = b + d, b - d
+    if PARTS == 8:
+        e = _turned(x, at + 4 * SIZE, inside, column, BLOCKS, SIZE, STAGES)
+        f = _turned(x, at + 5 * SIZE, inside, column, BLOCKS, SIZE, STAGES)
+        g = _turned(x, at + 6 * SIZE, inside, column, BLOCKS, SIZE, STAGES)
+        h = _turned(x, at + 7 * SIZE, inside, column, BLOCKS, SIZE, STAGES)
+        e, f = e + f, e - f
+        g, h = g + h, g - h
+        e, g = e + g, e - g
+        f, h = f + h, f - h
+        a, e = a + e, a - e
+        b, f = b + f, b - f
+        c, g = c + g, c - g
+        d, h = d + h, d - h
+    largest = _largest(a)
+    if PARTS >= 2:
+        largest = tl.maximum(largest, _largest(b))
+    if PARTS >= 4:
+        largest = tl.maximum(largest, tl.maximum(_largest(c), _largest(d)))
+    if PARTS == 8:
+        largest = tl.maximum(largest, tl.maximum(_largest(e), _largest(f)))
+        largest = tl.maximum(largest, tl.maximum(_largest(g), _largest(h)))
+    finite = largest < float("inf")
+    largest = tl.maximum(largest, SMALLEST)
+    scale = tl.div_rn(largest, LARGEST)
+    tl.store(scales + tl.program_id(0), tl.where(finite, scale, float("nan")))
+    inverse = tl.div_rn(LARGEST, largest)
+    _store_rounded(values, at, inside, a, inverse, finite)
+    if PARTS >= 2:
+        _store_rounded(values, at + SIZE, inside, b, inverse, finite)
+    if PARTS >= 4:
+        _store_rounded(values, at + 2 * SIZE, inside, c, inverse, finite)
+        _store_rounded(values, at + 3 * SIZE, inside, d, inverse, finite)
+    if PARTS == 8:
+        _store_rounded(values, at + 4 * SIZE, inside, e, inverse, finite)
+        _store_rounded(values, at + 5 * SIZE, inside, f, inverse, finite)
+        _store_rounded(values, at + 6 * SIZE, inside, g, inverse, finite)
+        _store_rounded(values, at + 7 * SIZE, inside, h, inverse, finite)
+
+
+@triton.jit
+def scale_int_sums(
+    sums, rows, outs, bias, out, stride,
+    OUTS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """A part of a row of integer sums, by the row's factor and those of the outputs."""
+    row = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < OUTS
+    value = tl.load(sums + row.to(tl.int64) * stride + at, mask=inside, other=0).to(tl.float32)
+    value = value * tl.load(rows + row)
+    value = value * tl.load(outs + at, mask=inside, other=0.0)
+    if HAS_BIAS:
+        value += tl.load(bias + at, mask=inside, other=0.0)
+    tl.store(out + row.to(tl.int64) * OUTS + at, value.to(out.dtype.element_ty), mask=inside)

@@ -37,22 +37,6 @@ def gate_rows(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def scale_rows(
-    x, values, scales,
-    LARGEST: tl.constexpr, SMALLEST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One row: scaled so that its largest value becomes ``LARGEST``, and the inverse factor."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < WIDTH
-    value = tl.load(x + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(value), 0), SMALLEST)
-    tl.store(scales + row, tl.div_rn(largest, LARGEST))
-    value = value * tl.div_rn(LARGEST, largest)
-    tl.store(values + row * WIDTH + at, value.to(values.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def rotate_rows(
     heads, table, positions, q_norm, k_norm, q_out, keys, values, rows, blocks, tables, places,
     q_eps, k_eps, key_page, key_head, key_slot, value_page, value_head, value_slot, table_stride,

@@ -1,0 +1,153 @@
+"""Linear layers in 8-bit integers with one scale an output and one a row, over rotated inputs.
+
+Sums of products are integers, so they are exact in any order: every library, every processor and
+any number of rows give the same bits. Only three steps round, each in the one order that this
+module defines, without fused operations:
+
+1. The inputs of a row are rotated: a Hadamard transform of each block of ``size`` inputs, which
+   spreads large values. Its stages combine inputs ``i`` and ``i + s`` to their sum and difference,
+   for ``s`` = 1, 2, 4, ... in float32. Nothing is normalised: the scale of the row does that.
+2. The row is divided by a scale so that its largest value becomes 127, and rounded to the nearest
+   integer, ties to even.
+3. The integer sum becomes float32, is multiplied by the row's scale, then by the output's, and the
+   bias is added.
+
+The weights are rotated in the same way when they are loaded, and divided by ``size``, a power of
+two, so that the product is that of the weights and inputs that were given.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+LARGEST = 127
+SMALLEST = 2.0**-100
+"""Rows with smaller values only are scaled as if this was the largest."""
+
+MAX_INS = (2**31 - 1) // (255 * LARGEST)
+"""Most inputs: their sum fits an int32, of products with unsigned inputs too."""
+
+SIZE, DOWN_SIZE = 64, 512
+"""Largest blocks of inputs that are rotated together: of products, of the down projection."""
+
+_MULTIPLE = 8  # of both sides of a matrix, for the GPU's products
+_LEAST_ROWS = 32  # of the GPU's products
+
+
+def block_size(ins: int, most: int) -> int:
+    """The largest power of two up to ``most`` that divides a number of inputs."""
+    return min(most, ins & -ins)
+
+
+def rotate(x: Tensor, size: int) -> Tensor:
+    """Hadamard transforms, not normalised, of blocks of ``size`` columns: float32 ``[rows, n]``."""
+    found: Tensor = x.unflatten(1, (-1, size))
+    step = 1
+    while step < size:
+        low, high = found.unflatten(2, (-1, 2, step)).unbind(3)
+        found = torch.stack([low + high, low - high], 3).flatten(2)
+        step *= 2
+    return found.flatten(1)
+
+
+def quantise_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Rotate rows, scale each so that its largest value becomes 127, and round it.
+
+    Args:
+        x: ``[rows, ins]`` of a float type, dense.
+        size: Inputs that are rotated together.
+
+    Returns:
+        int8 ``[rows, ins]`` and the factors to multiply it with, float32 ``[rows]``: NaN, with
+        zeros, for a row with values that are not finite. A row depends on nothing else.
+    """
+    if x.device.type in ("cuda", "meta"):
+        with suppress(ImportError):
+            from paceline.kernels._triton.products import quantise_rotated
+
+            return quantise_rotated(x, size)
+    turned = rotate(x.float(), size)
+    largest = turned.abs().amax(1, keepdim=True)
+    finite = largest.isfinite()
+    largest = largest.clamp_min(SMALLEST)
+    # Not LARGEST / largest, which PyTorch computes as a product with the reciprocal.
+    inverse = torch.div(torch.full_like(largest, LARGEST), largest)
+    values = torch.where(finite, (turned * inverse).round(), 0.0).to(torch.int8)
+    scale = torch.where(finite, torch.div(largest, torch.full_like(largest, LARGEST)), torch.nan)
+    return values, scale[:, 0]
+
+
+@dataclass(frozen=True)
+class RotatedMatrix:
+    """A matrix of weights.
+
+    Attributes:
+        values: int8 ``[outs, ins]``, ``outs`` rounded up to a multiple of 8.
+        scale: Factor on each output, float32 ``[outs]``.
+        size: Inputs that are rotated together.
+    """
+
+    values: Tensor
+    scale: Tensor
+    size: int
+
+    @classmethod
+    def of(cls, weight: Tensor, most: int = SIZE) -> Self:
+        """Rotate and quantise ``[outs, ins]`` of a float type; ``most``: see :func:`block_size`.
+
+        Raises:
+            ValueError: The number of inputs is no multiple of 8, or too large.
+        """
+        outs, ins = weight.shape
+        if ins % _MULTIPLE or ins > MAX_INS:
+            raise ValueError(
+                f"it has {ins} inputs, expected a multiple of {_MULTIPLE} up to {MAX_INS}"
+            )
+        size = block_size(ins, most)
+        values, scale = quantise_rows(weight.contiguous(), size)
+        return cls(pad(values, (0, 0, 0, -outs % _MULTIPLE)), scale / size, size)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(outs, ins)``."""
+        return len(self.scale), self.values.shape[1]
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x W^T + bias``: ``[rows, ins]`` of a float type, dense, to ``[rows, outs]`` of it;
+        ``bias`` is float32 ``[outs]``."""
+        rows = len(x)
+        values, scale = quantise_rows(x, self.size)
+        if rows < _LEAST_ROWS:
+            values = pad(values, (0, 0, 0, _LEAST_ROWS - rows))
+        sums = torch._int_mm(values, self.values.T)
+        return scale_sums(sums, scale, self.scale, bias, x.dtype)
+
+
+def scale_sums(
+    sums: Tensor, rows: Tensor, outs: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Outputs of integer sums.
+
+    Args:
+        sums: int32, at least ``[M, N]``, dense.
+        rows: Factors on the rows, float32 ``[M]``.
+        outs: Factors on the outputs, float32 ``[N]``.
+        bias: float32 ``[N]`` or None.
+        dtype: Of the result.
+
+    Returns:
+        ``[M, N]``.
+    """
+    if sums.device.type in ("cuda", "meta"):
+        with suppress(ImportError):
+            from paceline.kernels._triton.products import scaled_sums
+
+            return scaled_sums(sums, rows, outs, bias, dtype)
+    wide = sums[: len(rows), : len(outs)].float() * rows[:, None] * outs
+    return (wide if bias is None else wide + bias).to(dtype)

@@ -1,0 +1,183 @@
+"""Weights in 8 bits over rotated inputs: their definition, products, decoders, what is refused.
+
+Only GPUs serve them. PyTorch has the same products on a CPU, so the decoder runs there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from decoder_cases import ask_tree, extend, path_to, random_tokens, save_model
+from torch import Tensor
+
+from paceline.decoder import Decoder, LocalCache, UnsupportedModelError, open_model
+from paceline.kernels.rotated import (
+    DOWN_SIZE,
+    LARGEST,
+    MAX_INS,
+    SIZE,
+    RotatedMatrix,
+    block_size,
+    quantise_rows,
+    rotate,
+    scale_sums,
+)
+
+PARENTS = (-1, 0, 0, 1, 2, 2, 3)
+
+
+def hadamard(size: int) -> Tensor:
+    found = torch.ones(1, 1, dtype=torch.float64)
+    while len(found) < size:
+        found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ins", "most", "size"),
+    [
+        (4096, SIZE, 64), (14336, DOWN_SIZE, 512), (576, SIZE, 64), (1536, DOWN_SIZE, 512),
+        (11008, DOWN_SIZE, 256), (168, SIZE, 8), (9, SIZE, 1), (32, DOWN_SIZE, 32),
+    ],
+)  # fmt: skip
+def test_rotations_are_hadamard_transforms_of_whole_blocks(ins: int, most: int, size: int) -> None:
+    assert block_size(ins, most) == size
+    x = torch.randint(-9, 9, (3, ins)).float()  # exact in any order
+    blocks = x.double().unflatten(1, (-1, size)) @ hadamard(size)
+    assert torch.equal(rotate(x, size).double(), blocks.flatten(1))
+
+
+def test_stages_add_in_one_order() -> None:
+    """Neighbours first; each sum is rounded to float32."""
+    x = torch.tensor([[1.0, 2.0**-24, 2.0**-24, 2.0**-24]])
+    one = torch.tensor(1.0)
+    low, high = one + 2.0**-24, one - 2.0**-24
+    assert (low, high) == (1.0, 1 - 2.0**-24)
+    expected = [low + 2.0**-23, high + 0.0, low - 2.0**-23, high - 0.0]
+    assert torch.equal(rotate(x, 4)[0], torch.stack(expected))
+
+
+def test_rows_are_rounded_to_the_nearest_of_255_values_ties_to_even() -> None:
+    x = torch.tensor([[127.0, 0.5, 1.5, -2.5, -127.0, 63.4, -0.5, 126.6]])
+    values, scale = quantise_rows(x, 1)
+    assert values.tolist() == [[127, 0, 2, -2, -127, 63, 0, 127]]
+    assert scale.tolist() == [1.0]
+    x = torch.randn(50, 96) * torch.logspace(-20, 20, 50)[:, None]
+    values, scale = quantise_rows(x, 32)
+    turned = rotate(x, 32)
+    assert values.abs().amax(1).tolist() == [LARGEST] * 50
+    assert torch.equal(scale, torch.div(turned.abs().amax(1), torch.full((50,), 127.0)))
+    assert ((values * scale[:, None] - turned).abs() <= scale[:, None] * 0.5001).all()
+    for row in (0, 17, 49):
+        alone = quantise_rows(x[row : row + 1], 32)
+        assert torch.equal(alone[0][0], values[row])
+        assert torch.equal(alone[1][0], scale[row])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_rows_without_values_stay_finite_and_those_with_bad_ones_do_not(bad: float) -> None:
+    x = torch.zeros(4, 64)
+    x[1] = 1e-38
+    x[2, 5] = bad
+    values, scale = quantise_rows(x, 64)
+    assert not values.any()
+    assert scale.isfinite().tolist() == [True, True, False, True]
+    matrix = RotatedMatrix.of(torch.randn(24, 64))
+    found = matrix.multiply(x, None)
+    assert found.isfinite().all(1).tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outs", [96, 50])
+@pytest.mark.parametrize("rows", [1, 17, 80])
+def test_products_are_those_of_the_rounded_factors(
+    rows: int, outs: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(outs, 320).to(dtype), torch.randn(rows, 320).to(dtype)
+    x[rows // 2] *= 1e4  # a row that must not change the others
+    bias, matrix = torch.randn(outs), RotatedMatrix.of(weight)
+    values, scale = quantise_rows(x, matrix.size)
+    exact = values.double() @ matrix.values[:outs].double().T
+    expected = exact * scale[:, None].double() * matrix.scale.double() + bias
+    found = matrix.multiply(x, bias)
+    assert (found.dtype, matrix.shape) == (dtype, (outs, 320))
+    largest = expected.abs().amax(1, keepdim=True)
+    assert ((found - expected).abs() <= 2 * torch.finfo(dtype).eps * largest).all()
+    whole = x.double() @ weight.double().T + bias
+    assert (found - whole).norm() < 0.02 * whole.norm()
+    alone = matrix.multiply(x[-1:], bias)
+    assert torch.equal(alone[0], found[-1]), "bits depend on no other row"
+
+
+def test_scales_are_multiplied_one_after_the_other() -> None:
+    sums = torch.tensor([[2**24 + 1, 7, 0]], dtype=torch.int32)
+    rows, outs = torch.tensor([1 / 3]), torch.tensor([0.1, 0.7])
+    expected = (sums[:, :2].float() * rows) * outs
+    bias = torch.tensor([1e-3, 5.0])
+    assert torch.equal(scale_sums(sums, rows, outs, None, torch.float32), expected)
+    assert torch.equal(scale_sums(sums, rows, outs, bias, torch.float32), expected + bias)
+
+
+def test_sums_fit_32_bits() -> None:
+    assert MAX_INS * 255 * 127 < 2**31
+    for ins in (MAX_INS + 8 - MAX_INS % 8, 20):
+        with pytest.raises(ValueError, match=f"it has {ins} inputs, expected a multiple of 8"):
+            RotatedMatrix.of(torch.zeros(1, ins))
+
+
+@pytest.fixture
+def rotated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """int8 on the CPU means what it means on a GPU."""
+    for module in ("model", "weights", "model_source"):
+        monkeypatch.setattr(
+            f"paceline.decoder.{module}.is_rotated", lambda weights, device: weights == "int8"
+        )
+
+
+@pytest.mark.bits
+@pytest.mark.usefixtures("rotated")
+@pytest.mark.parametrize("name", ["qwen3", "llama-bias", "llama"])
+def test_a_decoder_is_close_to_its_own_type(models: dict[str, Path], name: str) -> None:
+    source = open_model(models[name])
+    with torch.inference_mode():
+        config = source.config("int8")
+        decoder = Decoder(config, source.weights(config), "cpu")
+    exact = Decoder.load(models[name])
+    assert config.dtype == exact.config.dtype
+    tokens, tree = random_tokens(90), random_tokens(len(PARENTS), seed=1)
+    results = []
+    for each in (decoder, exact):
+        cache = LocalCache(each.config)
+        logits = extend(each, cache, tokens)
+        results.append(torch.cat([logits, ask_tree(each, cache, tree, PARENTS)]).float())
+    found, expected = results
+    error = ((found - expected).norm() / expected.norm()).item()
+    assert 0.001 < error < 0.06  # each product has one of 0.01
+    assert torch.equal(decoder.embed(tokens), exact.embed(tokens)), "embeddings are not quantised"
+
+
+@pytest.mark.bits
+@pytest.mark.usefixtures("rotated")
+def test_a_linear_layer_gives_a_row_alone_the_bits_of_a_batch(models: dict[str, Path]) -> None:
+    source = open_model(models["qwen3"])
+    config = source.config("int8")
+    decoder = Decoder(config, source.weights(config), "cpu")
+    for layer in decoder.linears():
+        x = torch.randn(70, layer.in_features)
+        together = layer(x)
+        for rows in (1, 2, 33):
+            assert torch.equal(layer(x[-rows:]), together[-rows:])
+    assert path_to(PARENTS, 3) == [0, 1, 3]
+
+
+@pytest.mark.usefixtures("rotated")
+def test_what_it_cannot_run_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="routed experts have no products in 8 bits"):
+        Decoder.load(models["qwen3-moe"], "int8")
+    source = open_model(save_model(tmp_path, "llama", intermediate_size=164))
+    config = source.config("int8")
+    with pytest.raises(UnsupportedModelError, match=r"'layers.0.down'.* 164 inputs"):
+        Decoder(config, source.weights(config), "cpu")
