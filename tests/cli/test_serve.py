@@ -11,6 +11,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,13 +36,13 @@ OF_GATEWAY = ("--cors-origin=http://a", "--cors-origin=http://b", "--max-request
 class Serve:
     """A running `paceline serve`."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, shell: str = 'exec "$@"') -> None:
         self.ready = folder / "ready"
         self.log = folder / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "paceline.cli.main", "serve"),
+                    *("sh", "-c", shell, "sh", sys.executable, "-m", "paceline.cli.main", "serve"),
                     *("--ready-file", str(self.ready)),
                     *("--verifier-address", f"unix:{folder}/v.sock"),
                     *("--drafter-address", f"unix:{folder}/d.sock"),
@@ -110,9 +111,9 @@ def serve(target: Path, short_folder: Path) -> Iterator[Callable[..., Serve]]:
     """Starts `paceline serve` on the tiny target."""
     started: list[Serve] = []
 
-    def start(*arguments: str) -> Serve:
+    def start(*arguments: str, **settings: str) -> Serve:
         limits = ("--kv-bytes", "64MiB", "--log-level", "warning")
-        started.append(Serve(short_folder, str(target), *limits, *arguments))
+        started.append(Serve(short_folder, str(target), *limits, *arguments, **settings))
         return started[-1]
 
     yield start
@@ -120,12 +121,19 @@ def serve(target: Path, short_folder: Path) -> Iterator[Callable[..., Serve]]:
         running.close()
 
 
+def two_free_ports() -> int:
+    """The first one of two that follow each other."""
+    while True:
+        with socket.socket() as one, socket.socket() as other, suppress(OSError):
+            one.bind(("127.0.0.1", 0))
+            port = int(one.getsockname()[1])
+            other.bind(("127.0.0.1", port + 1))
+            return port
+
+
 def test_one_signal_ends_all(serve: Callable[..., Serve]) -> None:
     """Metrics of verifier and drafter are on ports next to each other."""
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-        other.bind(("127.0.0.1", port + 1))
+    port = two_free_ports()
     metrics = f"--metrics-address=127.0.0.1:{port}"
     drafters = ("--drafter", "ngram", "--drafter", "other=ngram")
     running = serve(*drafters, metrics, OPTION, *OF_GATEWAY, "--log-level=debug")
@@ -198,14 +206,15 @@ def test_a_dead_drafter_restarts_and_a_dead_verifier_ends_the_command(
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--drafter", "lm:/nowhere"), ("--weights", "auto", "--max-context", "-5")]
+    "arguments",
+    [("--drafter", "ngram,no_such_option=1"), ("--weights", "auto", "--max-context", "-5")],
 )
 def test_a_failed_start_ends_with_code_2(
     serve: Callable[..., Serve], arguments: tuple[str, ...]
 ) -> None:
     running = serve(*arguments)
     assert running.process.wait(300) == 2
-    assert "cannot serve" in running.log.read_text()
+    assert running.log.read_text().count("cannot serve") == 1
     assert not running.ready.exists()
 
 
@@ -245,6 +254,17 @@ def test_what_cannot_be_served_is_one_line_before_anything_starts(
     assert all(f"{option} " in known for option in re.findall(r"--[a-z-]+", line))
 
 
+def test_a_damaged_model_is_one_line_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ServiceProcess, "spawn", lambda _: pytest.fail("a service starts"))
+    (tmp_path / "config.json").write_text("{}")
+    free = [f"--{kind}-address=127.0.0.1:0" for kind in ("verifier", "drafter", "gateway")]
+    assert main(["serve", str(tmp_path), *free]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"paceline serve: cannot read {tmp_path / 'config.json'}: ")
+
+
 def test_one_may_load_what_is_in_the_working_folder(
     serve: Callable[..., Serve],
     target: Path,
@@ -267,9 +287,18 @@ def test_one_may_load_what_is_in_the_working_folder(
     assert "--root DIR" in error
 
 
-def test_both_end_when_the_command_is_killed(serve: Callable[..., Serve]) -> None:
-    running = serve()
-    running.addresses()
+def test_it_serves_with_closed_streams_and_beside_a_proxy(
+    serve: Callable[..., Serve], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As daemons start it. All end when it is killed."""
+    for name in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    tcp = (f"--{kind}-address=127.0.0.1:0" for kind in ("verifier", "drafter", "gateway"))
+    running = serve(*tcp, shell='exec "$@" <&- >&- 2>&-')
+    gateway = running.addresses()[2]
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(f"http://{gateway}/health", timeout=60) as response:
+        assert json.load(response)["drafters"]
     children = [running.child("verifier"), running.child("drafter")]
     running.process.kill()
     for child in children:

@@ -69,14 +69,17 @@ def _open_streams() -> None:
     """Open the null device in place of closed standard streams. A file that is opened later would
     else get the number of one: what is printed would be written into it, and libuv aborts."""
     for number, name in enumerate(_STREAMS):
+        found: int | str = number
         try:
             os.fstat(number)
+            found = os.devnull  # another file, where Python has found the stream closed
         except OSError:
             # The lowest free number: that of the stream, as those below are open.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:
-            mode = "w" if number else "r"
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - stays open
+            mode, owned = "w" if number else "r", found is not number
+            stream = open(found, mode, encoding="utf-8", closefd=owned)  # noqa: SIM115 - stays open
+            setattr(sys, name, stream)
 
 
 def _replace_characters() -> None:

@@ -59,11 +59,12 @@ from paceline.service.options import (
     given_options,
     read_token,
     socket_path_of,
+    stays_on_this_machine,
     to_words,
     words_of,
 )
 from paceline.service.runtime import trim
-from paceline.tokens import TokenError, is_local, own_token
+from paceline.tokens import TokenError, own_token
 from paceline.v1 import verifier_pb2
 from paceline.verifier import VerifierOptions
 
@@ -190,10 +191,10 @@ def run(args: argparse.Namespace) -> int:
         for name in ("verifier_address", "drafter_address"):
             setattr(args, name, with_port(getattr(args, name)))
         addresses = (args.verifier_address, args.drafter_address)
-        if read_token(args.token_file) is None and all(map(is_local, addresses)):
+        if read_token(args.token_file) is None and all(map(stays_on_this_machine, addresses)):
             args.token_file = stack.enter_context(own_token(addresses))
             # Who reads metrics on this machine needs no token, as with services that have none.
-            if is_local(args.metrics_address or ""):
+            if args.metrics_address and stays_on_this_machine(args.metrics_address):
                 args.insecure_metrics = True
         return _run(args)
 
@@ -212,7 +213,7 @@ def _run(args: argparse.Namespace) -> int:
     configure_logging(args.log_format, args.log_level)
     # Chosen beforehand, so that all start side by side.
     args.gateway_address = with_port(args.gateway_address)
-    _check(args)
+    _check(args, model)
     verifier, drafter = args.verifier_address, args.drafter_address
     target = [f"--target={model}", *to_words(args, VerifierOptions), *_common(args, 0)]
     processes = [
@@ -247,7 +248,7 @@ def _run(args: argparse.Namespace) -> int:
         return Supervisor(processes, joined, ready).run()
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace, model: Path) -> None:
     """Raises CommandError for arguments that a service would refuse, before anything starts."""
     with exit_with(2, OptionsError, ValueError, OSError, LoadError):
         servers = [
@@ -262,8 +263,12 @@ def _check(args: argparse.Namespace) -> None:
             check_address(address)
         VerifierOptions(**given_options(args, VerifierOptions), threads=args.threads)
         set_torch_environment(args.threads)
+        _import_once()
+        from paceline.decoder import open_model  # it imports torch, which reads the environment
+
+        open_model(model, args.lora).config()
         for text in args.drafter or ():
-            spec = DrafterSpec.parse(text)  # imports the method, which may import torch
+            spec = DrafterSpec.parse(text)
             if missing := [str(each) for each in spec.folders if not each.exists()]:
                 raise OptionsError(f"--drafter {text}: there is no {missing[0]}")
 
@@ -470,10 +475,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _run(self) -> int:
-        for process in self._processes[2:]:  # they need none of it, and start meanwhile
-            process.spawn()
-        _import_once()
-        for process in self._processes[:2]:
+        for process in self._processes:
             process.spawn()
         for process in self._processes:
             logger.debug("started: paceline %s", shlex.join((process.kind, *process.arguments)))

@@ -8,7 +8,6 @@ import logging
 import os
 import resource
 import signal
-import sys
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -252,7 +251,7 @@ def stop_with_stdin() -> None:
     """Send SIGTERM to this process when its standard input closes."""
 
     def wait() -> None:
-        while os.read(sys.stdin.fileno(), 4096):
+        while os.read(0, 4096):  # in a fork `sys.stdin` is that of the parent
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -28,7 +28,9 @@ class TokenError(ValueError):
 
 
 def is_local(address: str) -> bool:
-    """Whether an address is a Unix socket or of the loopback interface, without a look at DNS."""
+    """Whether a connection to an address stays on this machine, without a look at DNS: that of a
+    Unix socket or of the loopback interface. Of where a server listens
+    `service.options.stays_on_this_machine` tells it."""
     if address.startswith(_UNIX):
         return True
     host = re.sub(f"^({_DNS}|ipv[46]:)", "", address).rpartition(":")[0].strip("[]")
