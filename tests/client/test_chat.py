@@ -120,7 +120,7 @@ async def test_a_model_without_a_template_is_said() -> None:
 def services(world: World) -> list[str]:
     world.verifier.chat_template = TEMPLATE
     verifier, drafter = world.addresses
-    return ["chat", "--verifier", verifier, "--drafter-address", drafter, "--seed", "5"]
+    return ["chat", "--verifier-address", verifier, "--drafter-address", drafter, "--seed", "5"]
 
 
 async def test_lines_of_a_pipe_are_answered(

@@ -162,6 +162,8 @@ def test_every_parameter_becomes_an_argument(tmp_path: Path) -> None:
         "prompt_logprobs": 0,
         "max_new_tokens": 256,
         "acceptance": "invariant",
+        "isolated": False,
+        "user": "",
     }
 
 

@@ -80,8 +80,8 @@ def test_dir_has_the_public_names() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("client", "decoder", "drafter", "gateway", "harness", "kernels", "sampling", "service"),
-        *("tree", "verifier"),
+        *("checks", "client", "decoder", "drafter", "gateway", "harness", "kernels", "sampling"),
+        *("service", "tree", "verifier"),
     ],
 )
 def test_packages_list_what_they_export(name: str) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from paceline.checks import ParameterError
 from paceline.decoder.sampling import sampling_params
 from paceline.kernels import SamplingParams
-from paceline.sampling import Sampling, SamplingError
+from paceline.sampling import Sampling
 from paceline.v1 import sampling_pb2
 
 # Exact in float32, the type of the message.
@@ -81,7 +82,7 @@ def test_a_schema_is_text_or_an_object() -> None:
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(parameter: str, value: Any, message: str) -> None:
-    with pytest.raises(SamplingError, match=f"{parameter}.*{message}") as raised:
+    with pytest.raises(ParameterError, match=f"{parameter}.*{message}") as raised:
         Sampling(**{parameter: value})
     assert raised.value.parameter == parameter
 
@@ -110,5 +111,5 @@ def test_rejection_at_the_lowest_temperatures_is_greedy() -> None:
     [{"mode": 77}, {"temperature": -1.0}, {"top_p": 1.5}, {"regex": "a", "grammar": "b"}],
 )
 def test_a_message_is_checked(fields: dict[str, Any]) -> None:
-    with pytest.raises(SamplingError):
+    with pytest.raises(ParameterError):
         sampling_params(sampling_pb2.SamplingParams(**fields))

@@ -94,7 +94,7 @@ def add_generation_arguments(
         default = defaults.get(entry.name, entry.default)
         if settings.get("action") == "append":
             default, text = [], f"{text} Repeatable."
-        elif default not in (None, False):
+        elif default not in (None, False, ""):
             text += " Default: %(default)s."
         flag = entry.name.replace("_", "-").replace("-ids", "-id")
         flags = [f"--{flag}", *_ALIASES.get(flag, ())]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import os
 import re
 import signal
@@ -94,12 +95,28 @@ class _Parser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: Any = None) -> None:
         (file or sys.stderr).write(message)  # argparse's own hides that it cannot be written
 
+    def refuse_unknown(self, argv: Sequence[str]) -> None:
+        """Ends the command for an option that it does not have, before its value is taken for
+        something else."""
+        options = [word for word in itertools.takewhile("--".__ne__, argv) if word[:2] == "--"]
+        known = self.options()
+        if unknown := [word for word in options if word.partition("=")[0] not in known]:
+            self.refuse(unknown)
+
+    def options(self) -> set[str]:
+        """Long options of this parser and of its actions."""
+        found = {flag for flag in self._option_string_actions if flag.startswith("--")}
+        for action in self._actions:
+            nested = action.choices.values() if isinstance(action.choices, dict) else ()
+            found.update(*(each.options() for each in nested if isinstance(each, _Parser)))
+        return found
+
     def refuse(self, words: Sequence[str]) -> NoReturn:
         """Ends the command for words that are no arguments of it."""
         options = [word.partition("=")[0] for word in words if word.startswith("--")]
         if not options:
             self.error(f"unexpected: {' '.join(words)}")
-        similar = meant(options[0], [flag for flag in self._option_string_actions if len(flag) > 2])
+        similar = meant(options[0], sorted(self.options()))
         self.error(f"there is no option {options[0]}{similar}")
 
 
@@ -143,7 +160,9 @@ def _main(argv: list[str]) -> int:
             require_files()
         parser = build_parser([] if command is None else [command])
         if command is not None and argv[0] == command.name:
-            argv = expand_config(argv, _parser_of(parser, command))
+            own = _parser_of(parser, command)
+            own.refuse_unknown(argv)
+            argv = expand_config(argv, own)
         args, unknown = parser.parse_known_args(argv)
         if unknown:
             getattr(args, _PARSER).refuse(unknown)
@@ -190,10 +209,10 @@ def build_parser(expanded: Collection[Command]) -> argparse.ArgumentParser:
     return parser
 
 
-def _parser_of(parser: argparse.ArgumentParser, command: Command) -> argparse.ArgumentParser:
+def _parser_of(parser: argparse.ArgumentParser, command: Command) -> _Parser:
     (commands,) = (each for each in parser._actions if each.metavar == "COMMAND")
     found = dict(commands.choices or {})[command.name]
-    assert isinstance(found, argparse.ArgumentParser)
+    assert isinstance(found, _Parser)
     return found
 
 

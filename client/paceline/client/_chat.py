@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.sampling import MAX_TOKEN_IDS, SamplingError, as_json, checked, exactly, items
+from paceline.checks import ParameterError, as_json, checked, exactly, items
+from paceline.sampling import MAX_TOKEN_IDS
 
 from ._errors import InvalidRequestError
 from ._options import invalid_requests
@@ -20,14 +21,14 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
     with invalid_requests():
         found = items("messages", messages, "a list of messages", MAX_TOKEN_IDS)
         if not found:
-            raise SamplingError.unexpected("messages", "at least one message", messages)
+            raise ParameterError.unexpected("messages", "at least one message", messages)
         for index, message in enumerate(found):
             at = f"[{index}]"
             if not isinstance(message, Mapping) or exactly(message.get("role"), str) is None:
-                raise SamplingError.unexpected("messages", expected, message, at)
+                raise ParameterError.unexpected("messages", expected, message, at)
             for text in _texts(message):
                 if exactly(text, str) is None:
-                    raise SamplingError.unexpected("messages", expected, message, at)
+                    raise ParameterError.unexpected("messages", expected, message, at)
                 checked("messages", text, str, "text", at=at)
         as_json("messages", found)
     return [dict(message) for message in found]

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.sampling import checked, require
+from paceline.checks import checked, require
 from paceline.telemetry.names import Span
 
 from ._chat import checked_messages, render_chat

@@ -19,17 +19,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
-from paceline.sampling import (
-    Checked,
-    Sampling,
-    SamplingError,
-    as_json,
-    checked,
-    exactly,
-    items,
-    require,
-    token_ids,
-)
+from paceline.checks import Checked, ParameterError, as_json, checked, exactly, items, require
+from paceline.sampling import Sampling, token_ids
 
 from ._errors import InvalidRequestError
 
@@ -50,7 +41,7 @@ def invalid_requests() -> Iterator[None]:
     """Raises InvalidRequestError for an argument that is refused inside; `metadata["param"]`."""
     try:
         yield
-    except SamplingError as error:
+    except ParameterError as error:
         param = {"param": error.parameter}
         raise InvalidRequestError(str(error), metadata=param) from None
 
@@ -66,7 +57,7 @@ def checked_prompt(prompt: object) -> str | list[int]:
         else:
             found = token_ids("prompt", prompt, expected)
         if not found:
-            raise SamplingError.unexpected("prompt", expected, prompt)
+            raise ParameterError.unexpected("prompt", expected, prompt)
         return found
 
 
@@ -216,7 +207,7 @@ class GenerationOptions(Sampling):
         handle = getattr(self.parent, "handle", self.parent)
         require("parent", handle, bytes | None, "a generation or its handle")
         if not (self.on_prefill is None or callable(self.on_prefill)):
-            raise SamplingError.unexpected("on_prefill", "a function", self.on_prefill)
+            raise ParameterError.unexpected("on_prefill", "a function", self.on_prefill)
 
     @property
     def parent_handle(self) -> bytes:
@@ -241,7 +232,7 @@ class ChatOptions(GenerationOptions):
         for index, tool in enumerate(self.tools):
             if not isinstance(tool, Mapping):
                 expected = "a mapping in the form of OpenAI's API"
-                raise SamplingError.unexpected("tools", expected, tool, f"[{index}]")
+                raise ParameterError.unexpected("tools", expected, tool, f"[{index}]")
         as_json("tools", self.tools)
         self._take("chat_template", str, "a Jinja template", optional=True)
 

@@ -10,7 +10,7 @@ from paceline.v1 import sampling_pb2
 def sampling_params(message: sampling_pb2.SamplingParams) -> SamplingParams:
     """Check and convert a message for the kernels.
 
-    Shared by verifier and drafter, since both must sample alike. Raises ``SamplingError``: a value
+    Shared by verifier and drafter, since both must sample alike. Raises ``ParameterError``: a value
     is out of range.
     """
     checked = Sampling.from_proto(message)

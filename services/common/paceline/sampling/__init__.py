@@ -5,35 +5,23 @@ Client, gateway, verifier and drafter use it. It imports no numpy and no torch.
 
 from __future__ import annotations
 
-import json
 import math
-import operator
-import reprlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import UnionType
-from typing import Any, TypeVar
+from typing import Any
 
+from paceline.checks import Checked, ParameterError, as_json, checked, items, require
 from paceline.v1 import sampling_pb2
 
 __all__ = [
     "CONSTRAINTS",
     "MAX_LOGIT_BIAS",
     "MAX_TOKEN_IDS",
-    "Checked",
     "Sampling",
-    "SamplingError",
-    "as_json",
-    "checked",
-    "exactly",
-    "items",
     "rejects",
-    "require",
     "token_ids",
 ]
-
-_T = TypeVar("_T", bool, int, float, str)
 
 CONSTRAINTS = ("json_schema", "regex", "grammar")
 """Parameters that constrain the text; at most one is set."""
@@ -60,8 +48,6 @@ _SAME = (
     *("regex", "grammar"),
 )
 """Parameters that are the same in the message."""
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 60
 
 
 def rejects(message: sampling_pb2.SamplingParams) -> bool:
@@ -70,120 +56,14 @@ def rejects(message: sampling_pb2.SamplingParams) -> bool:
     return sampled and message.mode == sampling_pb2.ACCEPTANCE_MODE_REJECTION
 
 
-class SamplingError(ValueError):
-    """A parameter is of another type, or out of its range.
-
-    Attributes:
-        parameter: Its name.
-    """
-
-    def __init__(self, parameter: str, message: str) -> None:
-        super().__init__(message)
-        self.parameter = parameter
-
-    @classmethod
-    def unexpected(
-        cls, parameter: str, expected: str, value: object, at: str = ""
-    ) -> SamplingError:
-        """The error of a value, or of its part `at`, such as "[3]"."""
-        try:
-            shown = _SHORT.repr(value)
-        except Exception:  # of the value's own `__repr__`, or an int of thousands of digits
-            shown = f"<{type(value).__name__}>"
-        return cls(parameter, f"{parameter}{at} must be {expected}, not {shown}")
-
-
-def exactly(value: object, kind: type[_T]) -> _T | None:
-    """A value as a bool, int, float or str; None if it is not one, or would not stay the same.
-
-    Scalars of numpy and torch are taken. A bool is no number.
-    """
-    if type(value) is kind:
-        return value
-    try:
-        scalar = getattr(value, "shape", ()) == ()
-        is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
-        if not scalar or is_bool != (kind is bool):
-            return None
-        convert: Any = operator.index if kind is int else kind
-        converted: _T = convert(value)
-        return converted if converted == value else None
-    except Exception:  # whatever the conversion of an unknown type raises
-        return None
-
-
-def checked(
-    parameter: str,
-    value: object,
-    kind: type[_T],
-    expected: str,
-    valid: Callable[[_T], bool] = lambda _: True,
-    at: str = "",
-) -> _T:
-    """A value as `kind`, as of `exactly`.
-
-    Args:
-        parameter: Name of the parameter.
-        value: Its value.
-        kind: Type that it must have.
-        expected: What it must be, for the error.
-        valid: Whether it is in its range.
-        at: Which part of the parameter it is, such as "[3]", for the error.
-
-    Raises:
-        SamplingError: It is of another type, out of its range, or a text with half a surrogate
-            pair, which UTF-8 cannot encode.
-    """
-    converted = exactly(value, kind)
-    if converted is None or not valid(converted):
-        raise SamplingError.unexpected(parameter, expected, value, at)
-    if isinstance(converted, str) and not _encodable(converted):
-        raise SamplingError.unexpected(parameter, f"{expected} that UTF-8 can encode", value, at)
-    return converted
-
-
-def require(parameter: str, value: object, kind: type | UnionType, expected: str) -> None:
-    """Raises SamplingError if a value is not of a type."""
-    if not isinstance(value, kind):
-        raise SamplingError.unexpected(parameter, expected, value)
-
-
-def items(parameter: str, value: object, expected: str, max_items: int) -> list[Any]:
-    """The items of a sequence, or of an array or tensor of one dimension.
-
-    Raises:
-        SamplingError: It is not that (text and bytes are not), or has more than `max_items`.
-    """
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray | memoryview):
-        raise SamplingError.unexpected(parameter, expected, value)
-    try:
-        too_many = len(value) > max_items
-    except OverflowError:  # a range
-        too_many = True
-    if too_many:
-        raise SamplingError.unexpected(parameter, f"{expected}, at most {max_items}", value)
-    return list(value)
-
-
 def token_ids(
     parameter: str, value: object, expected: str, max_items: int = MAX_TOKEN_IDS
 ) -> list[int]:
-    """Token ids of a sequence, array or tensor. Raises SamplingError as `items`."""
+    """Token ids of a sequence, array or tensor. Raises ParameterError as `items`."""
     ids = items(parameter, value, expected, max_items)
     if set(map(type, ids)) <= {int} and 0 <= min(ids, default=0) <= max(ids, default=0) < 2**32:
         return ids  # a prompt has thousands
     return [_token_id(parameter, token, f"[{index}]") for index, token in enumerate(ids)]
-
-
-def as_json(parameter: str, value: object) -> str:
-    """A value as JSON. Raises SamplingError if it cannot be written so."""
-    try:
-        return json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        message = f"{parameter} cannot be written as JSON: {error}"
-        raise SamplingError(parameter, message) from None
 
 
 def _token_id(parameter: str, value: object, at: str) -> int:
@@ -191,37 +71,9 @@ def _token_id(parameter: str, value: object, at: str) -> int:
     return checked(parameter, value, int, expected, lambda token: 0 <= token < 2**32, at)
 
 
-def _encodable(text: str) -> bool:
-    try:
-        return text.isascii() or bool(text.encode())
-    except UnicodeEncodeError:
-        return False
-
-
 def _holds(number: float) -> bool:
     """Whether a number is finite as a float32."""
     return abs(number) <= _LARGEST
-
-
-class Checked:
-    """A frozen dataclass that checks its fields when it is created."""
-
-    def _take(
-        self,
-        parameter: str,
-        kind: type[_T],
-        expected: str,
-        valid: Callable[[_T], bool] = lambda _: True,
-        *,
-        optional: bool = False,
-    ) -> None:
-        """Checks a parameter, as of `checked`, and keeps it as `kind`; None too, if `optional`."""
-        value = getattr(self, parameter)
-        if not (optional and value is None):
-            self._keep(parameter, checked(parameter, value, kind, expected, valid))
-
-    def _keep(self, parameter: str, value: object) -> None:
-        object.__setattr__(self, parameter, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +81,7 @@ class Sampling(Checked):
     """Sampling parameters, checked when created. Numbers are float32 in the message.
 
     Raises:
-        SamplingError: A parameter is of another type or out of its range, or several constraints
+        ParameterError: A parameter is of another type or out of its range, or several constraints
             are set.
     """
 
@@ -282,7 +134,7 @@ class Sampling(Checked):
         self._schema_text()
         given = [name for name in CONSTRAINTS if getattr(self, name)]
         if len(given) > 1:
-            raise SamplingError(given[0], f"give one of {', '.join(given)}: a text has one")
+            raise ParameterError(given[0], f"give one of {', '.join(given)}: a text has one")
 
     def _checked_bias(self) -> dict[int, float] | None:
         biases = self.logit_bias
@@ -291,7 +143,7 @@ class Sampling(Checked):
         require("logit_bias", biases, Mapping, "a mapping of token ids to numbers")
         if len(biases) > MAX_LOGIT_BIAS:
             expected = f"a mapping of at most {MAX_LOGIT_BIAS} token ids"
-            raise SamplingError.unexpected("logit_bias", expected, biases)
+            raise ParameterError.unexpected("logit_bias", expected, biases)
         expected = "a finite number, or -inf (never)"
         return {
             _token_id("logit_bias", token, " (its keys)"): checked(
@@ -316,7 +168,7 @@ class Sampling(Checked):
         if schema is None or isinstance(schema, str):
             return checked("json_schema", schema or "", str, "a text")
         if not isinstance(schema, Mapping):
-            raise SamplingError.unexpected(
+            raise ParameterError.unexpected(
                 "json_schema", "a JSON schema: a mapping or text", schema
             )
         return as_json("json_schema", schema)
@@ -337,10 +189,10 @@ class Sampling(Checked):
         """The parameters of a message; 0 becomes 1 where the protocol defines 0 as unset.
 
         Raises:
-            SamplingError: A parameter is out of its range.
+            ParameterError: A parameter is out of its range.
         """
         if message.mode not in _ACCEPTANCE:
-            raise SamplingError(
+            raise ParameterError(
                 "acceptance", f"mode {message.mode} is unknown, expected INVARIANT or REJECTION"
             )
         return Sampling(

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from paceline.checks import ParameterError
 from paceline.drafter.kv import KvNotShared
 from paceline.drafter.kv.exchange import KvExchange
 from paceline.drafter.methods.base import Drafter, GenerationInfo, Update, accepted_tokens
-from paceline.sampling import Sampling, SamplingError, rejects
+from paceline.sampling import Sampling, rejects
 from paceline.service import ServiceError
 from paceline.telemetry.names import Attribute, Span
 from paceline.telemetry.tracing import annotate, server_span
@@ -339,7 +340,7 @@ def _check_sampling(sampling: sampling_pb2.SamplingParams, vocab_size: int) -> N
     """Check what the verifier checks too, so that no method fails on it later."""
     try:
         Sampling.from_proto(sampling)
-    except SamplingError as error:
+    except ParameterError as error:
         raise ServiceError.invalid_argument("INVALID_SAMPLING", str(error)) from error
     if max(sampling.logit_bias, default=0) >= vocab_size:
         raise ServiceError.invalid_argument(

@@ -7,9 +7,10 @@ from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from functools import partial
 
+from paceline.checks import ParameterError
 from paceline.decoder.sampling import sampling_params
 from paceline.kernels import SamplingParams
-from paceline.sampling import CONSTRAINTS, SamplingError
+from paceline.sampling import CONSTRAINTS
 from paceline.service import ServiceError
 from paceline.service.tasks import in_thread
 from paceline.tree import MAX_NODES, TokenTree, TreeError
@@ -153,7 +154,7 @@ def read_sampling(message: sampling_pb2.SamplingParams, model: Model) -> Samplin
     """Read and check sampling parameters. Raises ``ServiceError``: INVALID_ARGUMENT."""
     try:
         params = sampling_params(message)
-    except SamplingError as error:
+    except ParameterError as error:
         reason = "INVALID_SCHEMA" if error.parameter in CONSTRAINTS else "INVALID_SAMPLING"
         raise _invalid(reason, str(error)) from error
     _check_tokens("logit_bias", list(message.logit_bias), model)
