@@ -139,7 +139,7 @@ def test_every_parameter_becomes_an_argument(tmp_path: Path) -> None:
         "--temperature 0.5 --top-k 3 --top-p 0.75 --min-p 0.25 --repetition-penalty 1.5 "
         "--presence-penalty 0.5 --frequency-penalty -0.5 --stop-token-id 9 --ignore-eos --seed 3 "
         f"--deadline 60 --drafter d --stop x --stop y --json-schema {tmp_path / 'schema'} "
-        "--max-nodes 4 --regex a+ --grammar g --prompt-logprobs 0"
+        "--max-nodes 4 --regex a+ --grammar g --prompt-logprobs 0 --isolated"
     )
     assert generation_arguments(parser.parse_args(words.split())) == {
         "temperature": 0.5,
@@ -160,10 +160,9 @@ def test_every_parameter_becomes_an_argument(tmp_path: Path) -> None:
         "regex": "a+",
         "grammar": "g",
         "prompt_logprobs": 0,
+        "isolated": True,
         "max_new_tokens": 256,
         "acceptance": "invariant",
-        "isolated": False,
-        "user": "",
     }
 
 

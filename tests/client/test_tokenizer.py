@@ -1,12 +1,15 @@
 """Tokenizers are fetched once a digest, and kept in memory and on disk."""
 
 import gzip
+import hashlib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex, Tokenizer, normalizers
 
-from paceline.client import Client, PreconditionError, _text
-from paceline.client._text import TokenizerCache
+from paceline.client import Client, InvalidRequestError, PreconditionError, _text
+from paceline.client._text import TextCodec, TokenizerCache
 
 from .fakes import DIGEST, TOKENIZER, World
 
@@ -52,6 +55,7 @@ async def test_disk_serves_the_next_process(
         pytest.param(b"not gzip", id="not gzip"),
         pytest.param(gzip.compress(b"{}"), id="another tokenizer"),
         pytest.param(gzip.compress(TOKENIZER)[:-9], id="cut short"),
+        pytest.param(gzip.compress(TOKENIZER)[:20] + b"\xff" * 20, id="damaged"),
     ],
 )
 async def test_an_invalid_file_is_ignored_and_replaced(
@@ -73,3 +77,38 @@ async def test_a_folder_that_cannot_be_written_is_no_error(world: World, tmp_pat
 def test_content_must_have_its_digest() -> None:
     with pytest.raises(PreconditionError, match="digest"):
         TokenizerCache(None).add(DIGEST, gzip.compress(TOKENIZER + b" "))
+
+
+@pytest.mark.parametrize(
+    ("packed", "message"),
+    [
+        (b"", "ends early"),
+        (b"not gzip", "header"),
+        (gzip.compress(TOKENIZER)[:-9], "ends early"),
+        (gzip.compress(bytes(1 << 20)), "longer than 0 MiB"),
+        (gzip.compress(b"{}"), "at line 1"),
+        (gzip.compress(b'{"version": "1.0", "truncation": ' + b"[" * 9999), "at line 1"),
+    ],
+    ids=["empty", "not gzip", "cut short", "too long", "no tokenizer", "deep"],
+)
+def test_a_tokenizer_that_cannot_be_read(
+    packed: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_text, "_LONGEST_TOKENIZER", 1 << 19)
+    content = b""
+    with suppress(OSError, EOFError):
+        content = gzip.decompress(packed)
+    digest = hashlib.sha256(content).hexdigest()
+    with pytest.raises(PreconditionError, match=f"cannot be read.*{message}"):
+        TokenizerCache(None).add(digest, packed)
+
+
+def test_a_prompt_on_which_the_tokenizer_fails() -> None:
+    """Its library gives up on some texts, with an error that is no `Exception`."""
+    tokenizer = Tokenizer.from_str(TOKENIZER.decode())
+    tokenizer.normalizer = normalizers.Replace(Regex("(a|aa)+$"), "b")
+    codec = TextCodec(tokenizer.to_str().encode())
+    assert codec.encode("aac")
+    for encode in (codec.encode, codec.encode_rendered):
+        with pytest.raises(InvalidRequestError, match="tokenizer fails on this prompt"):
+            encode("a" * 60 + "c")

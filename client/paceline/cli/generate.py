@@ -88,7 +88,9 @@ def add_generation_arguments(
     group, described = parser.add_argument_group("generation"), field_docs(GenerationOptions)
     for entry in dataclasses.fields(GenerationOptions):
         settings = _TYPES.get(str(entry.type).removesuffix(" | None"))
-        if settings is None or entry.name == "keep_cache" or (names and entry.name not in names):
+        # Two are for programs that speak for several users, or generate more than once.
+        left_out = entry.name in ("keep_cache", "user") or (names and entry.name not in names)
+        if settings is None or left_out:
             continue
         text = re.sub(r"\s+", " ", described[entry.name]).replace("None:", "Not given:")
         default = defaults.get(entry.name, entry.default)

@@ -158,7 +158,7 @@ class GenerationOptions(Sampling):
     """Name of the drafter, or `NAME@VERSION` for a version, active or not; "none" turns drafting
     off. None: the verifier's default drafter."""
     isolated: bool = False
-    """As in `DraftOptions`, for this text alone."""
+    """Draft without any other text, and keep this one from later texts: to measure drafting."""
     user: str = ""
     """Whose text it is, if this client speaks for several users: KV and drafts of earlier texts are
     reused for the same user only. At most 256 characters; empty: the client's own."""

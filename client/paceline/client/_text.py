@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import hashlib
 import json
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +24,9 @@ _REPLACEMENT = "\ufffd"
 # A window of incomplete text is cut at the first length, to the second. Unit: tokens. An incomplete
 # character has at most 3 bytes, so at most 3 tokens.
 _LONG_WINDOW, _SHORT_WINDOW = 32, 8
+
+# Longest tokenizer.json that is read. The largest known has some 35 MB. Unit: bytes.
+_LONGEST_TOKENIZER = 256 << 20
 
 # Longer prompts are tokenised in a thread, to keep the event loop free. Unit: characters.
 _LONG_PROMPT = 20_000
@@ -76,7 +79,16 @@ class TextCodec:
 
     def _ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         # Unlike `encode`, this lets other threads run, and finds no offsets.
-        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        try:
+            (found,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        except BaseException as error:
+            if not isinstance(error, Exception) and not _is_panic(error):
+                raise
+            raise InvalidRequestError(
+                f"the model's tokenizer fails on this prompt: {error}", metadata={"param": "prompt"}
+            ) from None
         ids: list[int] = found.ids
         return ids
 
@@ -219,24 +231,27 @@ class TokenizerCache:
         codec = _loaded.get(digest)
         if codec is None and self._folder is not None and digest:
             try:
-                content = gzip.decompress(self._path(digest).read_bytes())
-            except (OSError, EOFError, ValueError):
+                content = _unpacked(self._path(digest).read_bytes())
+            except (OSError, ValueError):
                 return None
             if hashlib.sha256(content).hexdigest() == digest:
-                codec = _loaded[digest] = TextCodec(content)
+                codec = _loaded[digest] = _codec_of(content)
         return codec
 
     def add(self, digest: str, packed: bytes) -> TextCodec:
         """Caches a gzip-compressed tokenizer.json from `GetModel` and returns its codec.
 
-        Raises PreconditionError if the content does not have the digest.
+        Raises PreconditionError: the content is no tokenizer, or does not have the digest.
         """
-        content = gzip.decompress(packed)
+        try:
+            content = _unpacked(packed)
+        except ValueError as error:
+            raise PreconditionError(f"the verifier's tokenizer cannot be read: {error}") from None
         if hashlib.sha256(content).hexdigest() != digest:
             raise PreconditionError(
                 f"the verifier's tokenizer does not have the digest {digest} of its model"
             )
-        codec = _loaded[digest] = TextCodec(content)
+        codec = _loaded[digest] = _codec_of(content)
         if self._folder is not None:
             _write_atomically(self._path(digest), packed)
         return codec
@@ -244,6 +259,33 @@ class TokenizerCache:
     def _path(self, digest: str) -> Path:
         assert self._folder is not None
         return self._folder / f"{digest}.json.gz"
+
+
+def _unpacked(packed: bytes) -> bytes:
+    """Gzip-compressed content. Raises ValueError: it is not that, or too long."""
+    reader = zlib.decompressobj(wbits=31)
+    try:
+        content = reader.decompress(packed, _LONGEST_TOKENIZER)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if not reader.eof:
+        raise ValueError(f"it ends early, or is longer than {_LONGEST_TOKENIZER >> 20} MiB")
+    return content
+
+
+def _codec_of(content: bytes) -> TextCodec:
+    """The codec of a tokenizer.json. Raises PreconditionError: it is none."""
+    try:
+        return TextCodec(content)
+    except BaseException as error:
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
+        raise PreconditionError(f"the verifier's tokenizer cannot be read: {error}") from None
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether it is a failure inside the tokenizers library, which is no `Exception`."""
+    return type(error).__module__ == "pyo3_runtime"
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
