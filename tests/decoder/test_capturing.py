@@ -20,8 +20,12 @@ class Cuda:
     """What captures call; a capture that an error breaks cannot end well."""
 
     def __init__(self) -> None:
-        self.streams = self.captures = self.waits = 0
+        self.streams = self.captures = self.waits = self.emptied = 0
         self.capturing = self.broken = False
+
+    def empty(self) -> None:
+        assert not self.capturing
+        self.emptied += 1
 
     def Stream(self, device: object) -> Any:
         self.streams += 1
@@ -59,6 +63,7 @@ class Cuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     fake = Cuda()
+    monkeypatch.setattr(torch.cuda, "empty_cache", fake.empty)
     for name in ("Stream", "current_stream", "stream", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
     return fake
@@ -70,6 +75,9 @@ def test_all_graphs_are_captured_on_one_stream_which_alone_is_waited_for(cuda: C
     for number in range(48):
         capturing.capture(lambda number=number: runs.append(number))()
     assert (cuda.streams, cuda.captures, cuda.waits) == (1, 48, 48)
+    assert not cuda.emptied, "which waits for the whole device"
+    capturing.release()
+    assert cuda.emptied == 1
     assert len(runs) == 3 * 48, "kernels are compiled and workspaces allocated before a capture"
 
 

@@ -83,6 +83,12 @@ class Capturing:
 
         return replay
 
+    def release(self) -> None:
+        """Give back the memory of the runs before captures, which no other stream can use; once,
+        behind the last of several captures."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
 
 class GraphRunner:
     """Runs batches by the graph of the next larger shape, captured at its first use or before.
@@ -190,6 +196,8 @@ class GraphRunner:
         ]
         for count, (rows, tilings) in enumerate(keys, 1):
             self._graph(rows, tilings, layers, ())
+            if count == len(keys):
+                self._capturing.release()
             yield count, len(keys)
 
     def _tilings(self, widest: int) -> tuple[Tiling, ...]:

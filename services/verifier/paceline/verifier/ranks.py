@@ -128,6 +128,7 @@ def load_target(
         use_library_without_splits(fixed=fixed)
         if fixed:
             decoder.fix_products()
+        torch.cuda.empty_cache()  # KV gets what is left
     if ranks is not None:
         ranks.wait()
     return decoder

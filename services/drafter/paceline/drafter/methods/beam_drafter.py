@@ -378,7 +378,7 @@ class BeamDrafter(Drafter, Generic[S]):
         try:
             if self.graphs is not None:
                 self.graphs.warm_up()
-        except RuntimeError:
+        except Exception:  # of kernels, their compiler, the driver: any that there is
             logger.warning("%s drafts without CUDA graphs", self.method, exc_info=True)
             self.graphs = None
 

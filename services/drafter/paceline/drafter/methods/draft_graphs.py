@@ -121,6 +121,7 @@ class DraftGraphs:
             for sequences in reversed(SEQUENCES):
                 for fed in reversed(FED):
                     self._graph(sequences, fed, noise)
+        self._capturing.release()
 
     def run(
         self,
