@@ -54,7 +54,7 @@ async def test_tokens_are_the_same_with_and_without_a_drafter(
 
 
 def test_the_command_line_generates_in_a_container(deployment: Deployment) -> None:
-    words = ("--max-new-tokens", "8", "--json")
+    words = ("--raw", "--max-new-tokens", "8", "--json")
     result = json.loads(deployment.cli("generate", PROMPT, *words).splitlines()[-1])
     assert result["usage"]["completion_tokens"] == 8
 
@@ -114,7 +114,7 @@ async def test_a_drafter_reads_the_kv_of_the_verifier_and_a_collector_hears_of_i
     assert [*drafted.stats.drafter_versions] == ["longspec@1"]
     assert not drafted.stats.fallbacks
 
-    words = ("--max-new-tokens", "24", "--drafter", longspec, *DRAFTED, "--json")
+    words = ("--raw", "--max-new-tokens", "24", "--drafter", longspec, *DRAFTED, "--json")
     deployment.cli("generate", PROMPT, *words)
 
     def complete() -> bool:
@@ -136,7 +136,8 @@ async def test_a_drafter_reads_the_kv_of_the_verifier_and_a_collector_hears_of_i
 
 def test_a_drafter_follows_kv_over_a_network(far_apart: Deployment) -> None:
     far_apart.until_joined("stream")
-    words = ("--max-new-tokens", "96", "--temperature", "0", "--json", *DRAFTED, "--drafter")
+    length = ("--raw", "--max-new-tokens", "96", "--temperature", "0")
+    words = (*length, "--json", *DRAFTED, "--drafter")
     plain, drafted = (
         json.loads(far_apart.cli("generate", PROMPT, *words, name).splitlines()[-1])
         for name in ("none", load_longspec(far_apart))
