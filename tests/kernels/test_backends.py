@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +12,12 @@ from paceline.kernels import (
     MAX_TREE_NODES,
     AttentionCall,
     TreeSegment,
+    attention,
     backend_for,
     plan_trees,
+    why_bits_vary,
 )
-from paceline.kernels.attention import cuda_backend, preferred_backend, remember_backend
+from paceline.kernels.attention import cuda_backend, preferred_backend
 from paceline.kernels.dense import DenseBackend
 
 PARENTS = (-1, 0, 0, 1, 3, 3, 2)
@@ -47,40 +49,38 @@ def test_the_plain_one_gives_the_log_sum_exp(start: int, window: int | None) -> 
     torch.testing.assert_close(found.double(), attended * shares, atol=1e-4, rtol=1e-4)
 
 
-@pytest.fixture
-def choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_triton_is_used_unless_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_ATTENTION", raising=False)
-    return tmp_path
-
-
-@pytest.mark.usefixtures("choices")
-def test_the_measured_one_is_used_unless_the_environment_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert preferred_backend("A") == "triton"
-    remember_backend("A", "flash_attn")
-    remember_backend("B", "dense")
-    assert [preferred_backend(name) for name in "ABC"] == ["flash_attn", "dense", "triton"]
+    assert preferred_backend() == "triton"
     monkeypatch.setenv("PACELINE_ATTENTION", "dense")
-    assert preferred_backend("A") == "dense"
-    monkeypatch.setenv("PACELINE_ATTENTION", "fastest")
-    with pytest.raises(RuntimeError, match="expected one of triton, flash_attn, flash_attn_3"):
-        preferred_backend("A")
-
-
-@pytest.mark.usefixtures("choices")
-@pytest.mark.parametrize("text", ["", "[]", '{"A": "fastest"}'])
-def test_an_invalid_file_is_ignored(text: str) -> None:
-    remember_backend("A", "dense").write_text(text)
-    assert preferred_backend("A") == "triton"
+    assert preferred_backend() == "dense"
+    monkeypatch.setenv("PACELINE_ATTENTION", "flashinfer")
+    with pytest.raises(RuntimeError, match="expected one of triton, flash_attn, dense"):
+        preferred_backend()
 
 
 def test_a_missing_package_gives_way() -> None:
     pytest.importorskip("triton")
-    for name in ("flash_attn", "flash_attn_3", "flashinfer"):
-        assert cuda_backend(name).name in (name, "triton")
+    assert cuda_backend("flash_attn").name in ("flash_attn", "triton")
     assert cuda_backend("dense").name == "dense"
+
+
+def test_what_may_have_other_bits_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, why in (("triton", ""), ("flash_attn", "PACELINE_ATTENTION"), ("dense", "Triton")):
+        monkeypatch.setitem(attention._LOADED, "meta", SimpleNamespace(name=name))
+        found = why_bits_vary("meta")
+        assert why in found
+        assert bool(found) == bool(why)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
+def test_a_gpu_that_is_too_old_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capability: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    attention._cuda()
+    assert bool(caplog.records) == (capability < (8, 0))
 
 
 @pytest.mark.parametrize(

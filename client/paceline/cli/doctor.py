@@ -104,7 +104,7 @@ def _with_torch() -> Facts:
                 "name": gpu.name,
                 "memory": gpu.total_memory,
                 "compute_capability": f"{gpu.major}.{gpu.minor}",
-                "attention": _attention(gpu.name),
+                "attention": _attention(),
             }
             for gpu in gpus
         ],
@@ -113,12 +113,12 @@ def _with_torch() -> Facts:
     }
 
 
-def _attention(gpu: str) -> str:
-    """The backend for a kind of GPU."""
+def _attention() -> str:
+    """The backend of GPUs."""
     from paceline.kernels.attention import cuda_backend, preferred_backend
 
     try:
-        return cuda_backend(preferred_backend(gpu)).name
+        return cuda_backend(preferred_backend()).name
     except RuntimeError as error:  # the environment names none
         return str(error)
 

@@ -10,6 +10,7 @@ from paceline.kernels.attention import (
     backend_for,
     register_backend,
     tree_attention,
+    why_bits_vary,
 )
 from paceline.kernels.caches import KVCacheView, LayerTable, PagedPlane, Plane
 from paceline.kernels.delta import Delta, DeltaShape, RecurrentStates
@@ -112,4 +113,5 @@ __all__ = [
     "set_numerics",
     "streaming",
     "tree_attention",
+    "why_bits_vary",
 ]

@@ -1,26 +1,28 @@
 """Tree attention, and the choice of its backend.
 
 Hybrid tree attention (LongSpec, section 3.3): unmasked attention over the committed prefix, masked
-attention over the block of new nodes, merged by log-sum-exp. Chunks of the prefix begin at absolute
-multiples of ``CHUNK``, so the operations of a row depend on its own path alone, and its bits do not
-depend on the rest of the batch.
+attention over the block of new nodes, merged by log-sum-exp. Chunks of keys begin at fixed
+positions, so the operations of a row depend on its own path alone, and its bits do not depend on
+the rest of the batch.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from paceline.kernels._native import cpu_kernels
 from paceline.kernels.caches import Plane, head_width
 from paceline.kernels.dense import AttentionCall, DenseBackend, Probe
 from paceline.kernels.trees import TreePlan
+
+logger = logging.getLogger("paceline.kernels")
 
 
 class AttentionBackend(Protocol):
@@ -101,10 +103,10 @@ def tree_attention(
         ValueError: Shapes that do not fit together, or a window below 1.
         RuntimeError: No backend for the device.
     """
-    checked = ("checked", q.shape, len(keys), keys[0].shape if keys else None, window)
-    if checked not in plan.prepared:  # once per plan, not per layer
+    checked = (q.shape, len(keys), keys[0].shape if keys else None, window)
+    if checked not in plan.checked:  # once per plan, not per layer
         _check(q, keys, values, plan, window)
-        plan.prepared[checked] = True
+        plan.checked.add(checked)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     needs_lse = any(probe.weights for probe in probes)
@@ -143,8 +145,20 @@ def _check(
             )
 
 
+BACKENDS = ("triton", "flash_attn", "dense")
+VARIABLE = "PACELINE_ATTENTION"
+MIN_CAPABILITY = (8, 0)
+
+
 def _cuda() -> AttentionBackend:
-    return cuda_backend(preferred_backend(torch.cuda.get_device_name()))
+    capability = torch.cuda.get_device_capability()
+    if capability < MIN_CAPABILITY:
+        logger.warning(
+            "%s has compute capability %d.%d: below 8.0 the attention kernels have no tensor cores "
+            "for bfloat16 and spill most of their registers, so steps take many times as long; "
+            "use a GPU from Ampere on, or --device cpu", torch.cuda.get_device_name(), *capability,
+        )  # fmt: skip
+    return cuda_backend(preferred_backend())
 
 
 def cuda_backend(name: str) -> AttentionBackend:
@@ -153,11 +167,11 @@ def cuda_backend(name: str) -> AttentionBackend:
     Args:
         name: One of ``BACKENDS``.
     """
-    if name not in ("triton", "dense"):
+    if name == "flash_attn":
         with suppress(ImportError):
-            from paceline.kernels._triton.flash import PackageBackend
+            from paceline.kernels._triton.flash import FlashAttention2
 
-            return PackageBackend(name)
+            return FlashAttention2()
     if name != "dense":
         with suppress(ImportError):
             from paceline.kernels._triton.backend import TritonBackend
@@ -166,45 +180,35 @@ def cuda_backend(name: str) -> AttentionBackend:
     return DenseBackend()
 
 
-BACKENDS = ("triton", "flash_attn", "flash_attn_3", "flashinfer", "dense")
-VARIABLE = "PACELINE_ATTENTION"
-
-
-def preferred_backend(device_name: str) -> str:
-    """The backend of a kind of GPU: ``PACELINE_ATTENTION``, else the fastest measured, else triton.
-
-    Args:
-        device_name: PyTorch's name of the GPU.
+def preferred_backend() -> str:
+    """The backend of GPUs: ``PACELINE_ATTENTION``, else triton.
 
     Raises:
         RuntimeError: ``PACELINE_ATTENTION`` is not the name of a backend.
     """
-    requested = os.environ.get(VARIABLE, "")
-    if requested and requested not in BACKENDS:
+    requested = os.environ.get(VARIABLE) or BACKENDS[0]
+    if requested not in BACKENDS:
         raise RuntimeError(f"{VARIABLE} is {requested!r}, expected one of {', '.join(BACKENDS)}")
-    measured = _measured().get(device_name, "")
-    return requested or (measured if measured in BACKENDS else BACKENDS[0])
+    return requested
 
 
-def remember_backend(device_name: str, backend: str) -> Path:
-    """Store the fastest backend of a kind of GPU for later starts; returns the file."""
-    path = _choice_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_measured() | {device_name: backend}, indent=1) + "\n")
-    return path
+def why_bits_vary(device: torch.device | str) -> str:
+    """Why a row of attention may have other bits in a batch, a chain, a tree or a prompt than alone
+    behind its committed path; empty if it has the same.
 
-
-def _measured() -> dict[str, str]:
-    try:
-        found = json.loads(_choice_file().read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _choice_file() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "paceline" / "attention.json"
+    On GPUs that is what the Triton kernels promise, for all models that they serve: sliding
+    windows, sinks, recorded scores, any group of heads and any width, and any cut of a prompt. They
+    do not promise it for the recorded scores themselves, from which drafters choose KV, and for
+    trees whose paths only the device knows, as they are while drafters grow them.
+    """
+    backend = backend_for(device).name
+    if backend == "flash_attn":
+        return f"flash-attn, chosen by {VARIABLE}, adds up prompts in an order of its own"
+    if backend == "dense" and torch.device(device).type != "cpu":
+        return "attention runs on operations of PyTorch: install Triton"
+    if backend == "dense" and cpu_kernels().library is None:
+        return "attention runs on operations of PyTorch: the compiled kernels are missing"
+    return ""
 
 
 register_backend("cpu", DenseBackend)

@@ -176,15 +176,14 @@ class DenseBackend:
 
 def _hidden(plan: TreePlan, index: int, window: int | None) -> Tensor:
     """Mask of hidden keys per node, bool ``[nodes, stop]``; computed once per plan."""
-    key = ("dense", index, window)
-    if key not in plan.prepared:
+    key = (index, window)
+    if key not in plan.torch.hidden:
         segment = plan.segments[index]
         found = send(~_seen(segment, window), plan.device)
         if plan.ancestors is not None:
             found[:, segment.start :] |= ~plan.ancestors[index]
-        plan.prepared[key] = found
-    hidden: Tensor = plan.prepared[key]
-    return hidden
+        plan.torch.hidden[key] = found
+    return plan.torch.hidden[key]
 
 
 def _seen(segment: TreeSegment, window: int | None) -> Tensor:

@@ -90,11 +90,9 @@ class BlockTables:
     @classmethod
     def of(cls, plan: TreePlan, group: int) -> BlockTables:
         """The tables, made once for each plan."""
-        key = (cls, group)
-        if key not in plan.prepared:
-            plan.prepared[key] = cls(plan, group)
-        tables: BlockTables = plan.prepared[key]
-        return tables
+        if group not in plan.native:
+            plan.native[group] = cls(plan, group)
+        return plan.native[group]
 
 
 def _fill_tree(block: CBlock, segment: TreeSegment) -> ctypes.Array[ctypes.c_int32]:
@@ -583,17 +581,17 @@ def _attend(program: Program, op: Operation, call: Pass, q: Tensor) -> Tensor:
 def _attend_context(program: Program, op: Operation, call: Pass, q: Tensor) -> Tensor:
     """Attention of all rows of a block to the same keys."""
     keys, values = zip(*(each.cache.layer(op.layer) for each in call.contexts), strict=True)
-    prepared = call.plan.prepared
-    if ContextSegment not in prepared:  # for all layers
+    plan = call.plan.contexts
+    if plan is None:  # for all layers
         blocks = [
             ContextSegment(
                 block.sequence, call.contexts[block.sequence].length - 1, None, block.length
             )
             for block in call.plan.segments
         ]
-        prepared[ContextSegment] = plan_trees(blocks, device=call.plan.device)
+        plan = call.plan.contexts = plan_trees(blocks, device=call.plan.device)
     attended = tree_attention(
-        q, keys, values, prepared[ContextSegment],
+        q, keys, values, plan,
         scale=program.heads.factor, cap=program.heads.cap, window=op.window or None,
     )  # fmt: skip
     return attended.flatten(1).to(program.dtype)

@@ -108,12 +108,11 @@ class TorchRows:
         q, k = q.float(), k.float()
         if norms is not None:
             q, k = normalised(q, norms[0]), normalised(k, norms[1])
-        key = ("factors", table.data_ptr())
-        factors = plan.prepared.get(key)
+        factors = plan.torch.factors.get(table.data_ptr())
         if factors is None:
             cos, sin = table[plan.positions].unsqueeze(1).chunk(2, dim=-1)
             factors = (torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
-            plan.prepared[key] = factors
+            plan.torch.factors[table.data_ptr()] = factors
         q, k = _rotated(q, factors), _rotated(k, factors)
         k, v = k.transpose(0, 1), v.transpose(0, 1)
         for segment, row in zip(plan.segments, plan.offsets, strict=False):

@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from paceline.kernels._triton.plan import PlanTables
+    from paceline.kernels.executor import BlockTables
 
 MAX_TREE_NODES = 256
 """Maximum number of nodes one segment may have."""
@@ -161,6 +165,19 @@ class LevelSegment(TreeSegment):
 
 
 @dataclass
+class TorchTables:
+    """What operations of PyTorch compute once per plan.
+
+    Attributes:
+        hidden: Masks of the keys that the nodes of a block do not see, by block and window.
+        factors: Factors of rotations, by the address of their table.
+    """
+
+    hidden: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+    factors: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+@dataclass
 class TreePlan:
     """All query blocks of one forward pass, packed row after row.
 
@@ -172,7 +189,12 @@ class TreePlan:
         device: Device of the queries and caches.
         ancestors: Of a plan of :class:`LevelSegment` alone, which are equally long: paths of all
             nodes to themselves, bool ``[S, length, length]``, on the device; else None.
-        prepared: Data that backends compute once per plan, by key; private to the backend.
+        contexts: Blocks of the same rows that attend to contexts; see
+            :meth:`paceline.kernels.Executor.run`. Made at their first use.
+        checked: Shapes of calls that were found to fit.
+        native: Tables of the compiled kernels, by query heads per kv head.
+        torch: What operations of PyTorch compute once per plan.
+        triton: Tables of the Triton kernels; None: none so far.
     """
 
     segments: tuple[TreeSegment, ...]
@@ -181,7 +203,11 @@ class TreePlan:
     longest: int
     device: torch.device
     ancestors: Tensor | None = None
-    prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
+    contexts: TreePlan | None = field(default=None, repr=False)
+    checked: set[tuple[object, ...]] = field(default_factory=set, repr=False)
+    native: dict[int, BlockTables] = field(default_factory=dict, repr=False)
+    torch: TorchTables = field(default_factory=TorchTables, repr=False)
+    triton: PlanTables | None = field(default=None, repr=False)
 
     @property
     def rows(self) -> int:

@@ -60,7 +60,7 @@ def turned(rows: RowKernels, heads: Tensor, case: Case, dim: int) -> list[Tensor
     """Queries, then the keys and values of every block as they were written."""
     table = torch.linspace(-1, 1, 8192 * dim, device=heads.device).view(8192, dim)
     norm = Norm(torch.linspace(0.5, 1.5, dim, device=heads.device), 1e-6)
-    case.plan.prepared.clear()
+    case.plan.torch.factors.clear()
     queries = rows.rotate(heads, (norm, norm), table, case.plan, case.keys, case.values)
     return [queries] + [
         span(planes[segment.sequence], segment.start, segment.stop).clone()

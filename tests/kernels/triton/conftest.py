@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
@@ -18,3 +20,23 @@ def interpreter() -> None:
     """Skip where kernels cannot be interpreted."""
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     assert triton.knobs.runtime.interpret
+
+
+@pytest.fixture
+def products_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of tiles whose rows do not depend on their place, as on tensor cores: NumPy's add up
+    in an order that does. Types of 16 bits are multiplied in float32, bfloat16 too."""
+    from triton.runtime import interpreter
+
+    def whole(tile: Any) -> Any:
+        if tile.dtype.scalar.name == "bf16":  # kept as integers
+            return (tile.data.astype(np.uint32) << 16).view(np.float32)
+        return tile.data.astype(np.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        left, right, total = whole(a), whole(b), d.data.astype(np.float32)
+        for k in range(left.shape[1]):
+            total = total + left[:, k : k + 1] * right[k]
+        return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

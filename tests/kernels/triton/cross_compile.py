@@ -14,13 +14,17 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import triton
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import KernelInterface
 
 from paceline.kernels import (
     AttentionCall,
@@ -31,7 +35,7 @@ from paceline.kernels import (
     TreeSegment,
     plan_trees,
 )
-from paceline.kernels._triton.ahead import compile_only
+from paceline.kernels._triton import backend
 from paceline.kernels._triton.backend import (
     TritonBackend,
     TritonRows,
@@ -47,8 +51,17 @@ from paceline.kernels._triton.products import (
 from paceline.kernels.caches import Plane
 
 CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
-SHARED = {80: 164, 90: 228, 100: 228}[CAPABILITY] << 10
+SHARED = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}[CAPABILITY] << 10
 """Shared memory of a multiprocessor. Unit: bytes."""
+MAX_SHARED = {
+    80: 163 << 10,
+    86: 99 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+    120: 99 << 10,
+}
+"""Shared memory that a program may have. Unit: bytes."""
 META = torch.device("meta")
 SLOTS = 2048
 KV_HEADS = 8
@@ -206,7 +219,20 @@ def compile_all() -> None:
     compile_candidates(bf16)
 
 
+def compile_only() -> None:
+    """From here on, a launch in this process compiles for a GPU and runs nothing. Tensors of the
+    device "meta" stand for those of the GPU: they have alignment and no memory."""
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", CAPABILITY, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
+    triton.runtime.driver.set_active(driver)
+    KernelInterface.__getitem__ = lambda kernel, grid: partial(kernel.warmup, grid=grid)
+    backend.shared_memory = lambda device: MAX_SHARED[CAPABILITY]
+
+
 triton.knobs.compilation.listener = report
-compile_only(CAPABILITY)
+compile_only()
 if __name__ == "__main__":
     compile_all()

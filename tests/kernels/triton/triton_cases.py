@@ -55,26 +55,26 @@ def in_pages(
 
 
 MILLION = 1 << 20
-"""Positions, a multiple of all page sizes and tiles."""
+"""Positions, a multiple of all page sizes and tiles, where a chunk begins."""
 
 
 def in_far_pages(
-    keys: Sequence[Tensor], values: Sequence[Tensor]
+    keys: Sequence[Tensor], values: Sequence[Tensor], before: int, elements: int
 ) -> tuple[list[PagedPlane], list[PagedPlane]]:
-    """The same cache behind ``MILLION`` positions that are not there, in the last pages of a pool
-    of more than 2^31 elements, little of which is touched."""
+    """The same cache behind ``before`` positions that are not there, in the last pages of a pool
+    of more than ``elements``, little of which is touched."""
     (key,), (value,) = keys, values
     kv_heads, slots, dim = key.shape
     size = 256
     count = -(-slots // size)
-    first = (1 << 31) // (2 * kv_heads * size * dim) + 1
+    first = elements // (2 * kv_heads * size * dim) + 1
     pool = torch.empty(first + count, 2, kv_heads, size, dim, dtype=key.dtype)
     pool[first:] = torch.nan
-    table = torch.full((1, MILLION // size + count), -1, dtype=torch.int32)
+    table = torch.full((1, before // size + count), -1, dtype=torch.int32)
     table[0, -count:] = torch.arange(first, first + count).flip(0)
-    planes = [PagedPlane(pool[:, kind], table, 0, MILLION + slots) for kind in (0, 1)]
+    planes = [PagedPlane(pool[:, kind], table, 0, before + slots) for kind in (0, 1)]
     for plane, given in zip(planes, (key, value), strict=True):
-        plane.write(torch.arange(MILLION, MILLION + slots), given)
+        plane.write(torch.arange(before, before + slots), given)
     return planes[:1], planes[1:]
 
 

@@ -32,14 +32,9 @@ from paceline.kernels._triton.jit.sampling import (
     sum_residuals,
     weigh_spans,
 )
-from paceline.kernels._triton.plan import (
-    MASK_ALIGN,
-    MASK_WORDS,
-    ProbeTable,
-    Tables,
-    Tiling,
-    large_tile,
-)
+from paceline.kernels._triton.plan import MASK_ALIGN, MASK_WORDS, PlanTables, RowTables, WorkTables
+from paceline.kernels._triton.probes import ProbeTable
+from paceline.kernels._triton.tiles import Tiling, part_row_bytes, programs, shared_memory
 from paceline.kernels.caches import PagedPlane, Plane
 from paceline.kernels.dense import AttentionCall, record_scores
 from paceline.kernels.trees import TreePlan, send
@@ -104,19 +99,12 @@ class Caches:
             raise ValueError("all caches of one call must lie in one pool, or none in any")
         key_pool, value_pool = first_key.pool, first_value.pool
         _check_dtypes({key_pool.dtype, value_pool.dtype})
-        if "no origins" not in plan.prepared:
-            none = torch.zeros(2, 3, dtype=torch.int64, device=key_pool.device)
-            plan.prepared["no origins"] = none
+        none = PlanTables.of(plan).none(plan.device)
         return cls(
             key_pool, value_pool, key_pool.shape[1], key_pool.shape[3], key_pool.shape[2],
             (*key_pool.stride()[:3], *value_pool.stride()[:3]),
-            first_key.tables, 1, plan.prepared["no origins"], rows,
+            first_key.tables, 1, none, rows,
         )  # fmt: skip
-
-
-PLACES = "places of caches"
-"""Key of a captured plan's caches: by the address of their base the table of their places, as
-:attr:`Caches.origins`, and a table of 4 zeros."""
 
 
 def places(
@@ -137,18 +125,15 @@ def aligned(where: Sequence[tuple[int, ...]]) -> bool:
 
 def _contiguous(keys: Sequence[Tensor], values: Sequence[Tensor], plan: TreePlan) -> Caches:
     _check_dtypes({each.dtype for each in (*keys, *values)})
-    wide = True
-    if (captured := plan.prepared.get(PLACES, {}).get(keys[0].data_ptr())) is None:
+    tables = PlanTables.of(plan)
+    found = tables.captured_places(keys[0])
+    if found is None:
         where = places(keys, values, (keys[0], values[0]))
-        wide = aligned(where)
-        if where not in plan.prepared:  # shared with the row kernels
-            origins = send(torch.tensor(where, dtype=torch.int64), keys[0].device)
-            plan.prepared[where] = origins, origins.new_zeros(4, dtype=torch.int32)
-        captured = plan.prepared[where]
-    origins, tables = captured
+        found = tables.places_of(where, keys[0], wide=aligned(where))
     return Caches(
         keys[0], values[0], keys[0].shape[0], keys[0].shape[2], 0, (0,) * 6,
-        tables.view(1, 4), _ALIGN if wide else 1, origins, tuple(range(len(keys))),
+        found.tables.view(1, 4), _ALIGN if found.wide else 1, found.origins,
+        tuple(range(len(keys))),
     )  # fmt: skip
 
 
@@ -168,85 +153,130 @@ def _check_dtypes(dtypes: set[torch.dtype]) -> None:
 MERGE_CHUNKS = 16
 """Chunks of a row that are merged at a time."""
 
+EXACT = {"enable_fp_fusion": False}
+"""Option of kernels whose results have the same bits in every batch: products and sums are not
+contracted, or loops with and without a mask would round differently."""
+
 
 class TritonBackend:
     """Split-KV attention over contiguous or paged caches, in two kernels.
 
-    Keys and values are of one type, float16, bfloat16 or float32; queries are rounded to it. The
-    same call gives the same bits, but a row's bits depend on the batch: chunks are sized to fill
-    the device.
+    Keys and values are of one type, float16, bfloat16 or float32; queries are rounded to it. A row
+    has the same bits in every batch, in a chain and in a tree (see
+    :mod:`paceline.kernels._triton.tiles`), except in trees whose paths only the device knows.
     """
 
     name = "triton"
 
     def attend(self, call: AttentionCall) -> None:
         """See :class:`paceline.kernels.AttentionBackend`."""
-        caches, tables, tiling = read_call(call)
-        probed = ProbeTable.of(call.probes, call.plan, tiling)
+        launch = Launch.of(call)
+        probed = ProbeTable.of(call.probes, call.plan, PlanTables.of(call.plan), launch.tiling)
         target = call.out if call.out.is_contiguous() else torch.empty_like(call.out)
         q, lse = call.q.contiguous(), call.lse
         if lse is None and probed.wanted is not None:
             lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        attend(q, caches, tables, tiling, probed, call.scale, target, lse, call.sinks)
+        launch.attend(q, probed, call.scale, target, lse, call.sinks)
         if lse is not None and probed.wanted is not None:
-            record(q, caches, tables, tiling, probed, call.scale, lse)
+            launch.record(q, probed, call.scale, lse)
         if target is not call.out:
             call.out.copy_(target)
         record_scores(call, probed.others)
 
 
-def read_call(call: AttentionCall) -> tuple[Caches, Tables, Tiling]:
-    """The caches, tables and tiling of a call."""
-    caches = Caches.of(call.keys, call.values, call.plan)
-    tables, group = Tables.of(call.plan, caches.sequences), call.q.shape[1] // caches.kv_heads
-    return caches, tables, tables.tiling(group, caches.keys, call.window)
+@dataclass(frozen=True)
+class Launch:
+    """The kernels of one call. All tensors but the caches are dense.
 
-
-def attend(
-    q: Tensor,
-    caches: Caches,
-    tables: Tables,
-    tiling: Tiling,
-    probed: ProbeTable,
-    scale: float,
-    out: Tensor,
-    lse: Tensor | None,
-    sinks: Tensor | None = None,
-) -> None:
-    """Run both kernels. All tensors but the caches are dense.
-
-    Args:
-        q: ``[M, Hq, D]``.
+    Attributes:
         caches: Keys and values.
-        tables: Packed rows, as many as ``q`` has or fewer, and work items.
-        tiling: Sizes of these.
-        probed: Rows whose scores are recorded.
-        scale: Factor on the scores.
-        out: ``[M, Hq, D]``.
-        lse: float32 ``[M, Hq]`` or None.
-        sinks: float32 ``[Hq]`` or None.
+        tiling: Sizes of tiles.
+        rows: Packed rows, as many as queries or fewer.
+        work: Work items.
     """
-    rows, work = tables.rows, tables.work(tiling)
-    kv_heads, dim, items = caches.kv_heads, caches.dim, work.items.shape[0]
-    shape, options = attend_shape(tiling, dim, caches.page_size, probed.count)
-    part = q.new_empty((items, kv_heads, tiling.rows, dim), dtype=torch.float32)
-    part_lse = q.new_empty((items, kv_heads, tiling.rows), dtype=torch.float32)
-    attend_items[(items, kv_heads)](
-        q, caches.keys, caches.values, part, part_lse, work.items, rows.blocks, rows.rows,
-        rows.masks, caches.tables, caches.origins, probed.table, probed.base, probed.layer,
-        scale * LOG2E, *caches.strides, caches.tables.stride(0),
-        **shape, ALIGN=caches.align, **options,
-    )  # fmt: skip
-    merge_items[(rows.rows.shape[0], q.shape[1])](
-        part, part_lse, out, part_lse if lse is None else lse, rows.rows, work.tiles, work.bases,
-        part_lse if sinks is None else sinks,
-        **{name: shape[name] for name in ("GROUP", "DIM", "WIDE", "BLOCK_M", "USED")},
-        CHUNKS=MERGE_CHUNKS, HAS_LSE=lse is not None, HAS_SINKS=sinks is not None, num_warps=2,
-    )  # fmt: skip
+
+    caches: Caches
+    tiling: Tiling
+    rows: RowTables
+    work: WorkTables
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> Launch:
+        """The launch of a call."""
+        caches, tables = Caches.of(call.keys, call.values, call.plan), PlanTables.of(call.plan)
+        group = call.q.shape[1] // caches.kv_heads
+        tiling = Tiling.of(group, caches.keys, call.window)
+        row_bytes = part_row_bytes(caches.kv_heads, caches.dim)
+        return cls(
+            caches, tiling, tables.rows_of(call.plan, caches.sequences),
+            tables.work_of(call.plan, tiling, row_bytes),
+        )  # fmt: skip
+
+    def attend(
+        self,
+        q: Tensor,
+        probed: ProbeTable,
+        scale: float,
+        out: Tensor,
+        lse: Tensor | None,
+        sinks: Tensor | None,
+    ) -> None:
+        """Run both kernels, for parts of the work one after the other.
+
+        Args:
+            q: ``[M, Hq, D]``.
+            probed: Rows whose scores are recorded.
+            scale: Factor on the scores.
+            out: ``[M, Hq, D]``.
+            lse: float32 ``[M, Hq]`` or None.
+            sinks: float32 ``[Hq]`` or None.
+        """
+        caches, rows, work = self.caches, self.rows, self.work
+        kv_heads, dim, count = caches.kv_heads, caches.dim, work.part_rows
+        shape, options = attend_shape(
+            self.tiling, dim, caches.page_size, probed.count, tree=rows.masks is not None,
+            device=q.device,
+        )  # fmt: skip
+        part = q.new_empty((kv_heads, count, dim), dtype=torch.float32)
+        part_lse = q.new_empty((kv_heads, count), dtype=torch.float32)
+        grid = (min(programs(q.device), len(work.items) * kv_heads),)
+        for span in work.spans:
+            attend_items[grid](
+                q, caches.keys, caches.values, part, part_lse, span, work.items, work.tiles,
+                work.places, work.steps, rows.blocks, rows.rows,
+                rows.rows if rows.masks is None else rows.masks, caches.tables, caches.origins,
+                probed.table, probed.base, probed.layer, scale * LOG2E, kv_heads, count,
+                *caches.strides, caches.tables.stride(0),
+                **shape, ALIGN=caches.align, **options,
+            )  # fmt: skip
+            merge_items[(rows.rows.shape[0], q.shape[1])](
+                part, part_lse, out, part_lse if lse is None else lse, span, work.tiles,
+                work.places, rows.rows, part_lse if sinks is None else sinks, count,
+                GROUP=self.tiling.group, DIM=dim, WIDE=shape["WIDE"], USED=self.tiling.used,
+                CHUNKS=MERGE_CHUNKS, HAS_LSE=lse is not None, HAS_SINKS=sinks is not None,
+                num_warps=2, **EXACT,
+            )  # fmt: skip
+
+    def record(self, q: Tensor, probed: ProbeTable, scale: float, lse: Tensor) -> None:
+        """Record the weights, and the scores of further rows, that ``probed`` names.
+
+        Args:
+            lse: Of the same attention, float32 ``[M, Hq]``; the others are as for :meth:`attend`.
+        """
+        caches, rows, work = self.caches, self.rows, self.work
+        shape, options = record_shape(self.tiling, caches.dim, caches.page_size)
+        grid = (min(programs(q.device), len(work.items) * caches.kv_heads),)
+        for span in work.spans:
+            record_items[grid](
+                q, caches.keys, lse, span, work.items, work.tiles, work.places, rows.blocks,
+                rows.rows, caches.tables, caches.origins, probed.wanted, probed.noted, probed.base,
+                probed.layer, scale * LOG2E, caches.kv_heads, *caches.strides[:3],
+                caches.tables.stride(0), **shape, ALIGN=caches.align, **options,
+            )  # fmt: skip
 
 
 def attend_shape(
-    tiling: Tiling, dim: int, page_size: int, probes: int
+    tiling: Tiling, dim: int, page_size: int, probes: int, *, tree: bool, device: torch.device
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Constants and launch options of the first kernel.
 
@@ -255,54 +285,38 @@ def attend_shape(
         dim: Elements a head.
         page_size: Slots a page; 0: contiguous caches.
         probes: Rows of a block whose scores are recorded.
+        tree: Whether only the device knows the paths.
+        device: For its shared memory.
     """
     wide = max(16, triton.next_power_of_2(dim))
+    # Loads of page numbers need two stages. With recorded scores, one stage less leaves shared
+    # memory for two programs on a multiprocessor. Stages change no bit.
+    stages = (5 - bool(probes)) if page_size else 3
+    if shared_memory(device) < 128 << 10:  # as on sm_86, sm_89 and sm_120
+        stages = min(stages, 4)
     shape = {
         "GROUP": tiling.group, "DIM": dim, "WIDE": wide, "BLOCK_M": tiling.rows,
-        "USED": tiling.used, "BLOCK_N": tiling.keys, "PAGE": page_size, "WINDOW": tiling.window,
-        "WORDS": MASK_WORDS, "MASK_ALIGN": MASK_ALIGN, "PROBES": probes,
-        # Loads of page numbers need two stages. With recorded scores, one stage less leaves shared
-        # memory for two programs on a multiprocessor.
-        "STAGES": (5 - bool(probes)) if page_size else 3,
+        "BLOCK_N": tiling.keys, "PAGE": page_size, "WINDOW": tiling.window, "TREE": tree,
+        "MASK_WORDS": MASK_WORDS, "MASK_ALIGN": MASK_ALIGN, "PROBES": probes, "STAGES": stages,
     }  # fmt: skip
-    return shape, {"num_warps": 8 if large_tile(tiling.rows, wide) else 4}
-
-
-def record(
-    q: Tensor,
-    caches: Caches,
-    tables: Tables,
-    tiling: Tiling,
-    probed: ProbeTable,
-    scale: float,
-    lse: Tensor,
-) -> None:
-    """Record the weights, and the scores of further rows, that ``probed`` names.
-
-    Args:
-        lse: Of the same attention, float32 ``[M, Hq]``; the others are as for :func:`attend`.
-    """
-    rows, work = tables.rows, tables.work(tiling)
-    shape, options = record_shape(tiling, caches.dim, caches.page_size)
-    record_items[(work.items.shape[0], caches.kv_heads)](
-        q, caches.keys, lse, work.items, rows.blocks, rows.rows, caches.tables, caches.origins,
-        probed.wanted, probed.noted, probed.base, probed.layer, scale * LOG2E,
-        *caches.strides[:3], caches.tables.stride(0),
-        **shape, ALIGN=caches.align, **options,
-    )  # fmt: skip
+    return shape, {"num_warps": _warps(tiling.rows, wide), **EXACT}
 
 
 def record_shape(tiling: Tiling, dim: int, page_size: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Constants and launch options of the kernel of :func:`record`."""
+    """Constants and launch options of the kernel of :meth:`Launch.record`."""
     wide = max(16, triton.next_power_of_2(dim))
     heads = triton.next_power_of_2(tiling.group)
     nodes = triton.next_power_of_2(tiling.used // tiling.group)
     shape = {
         "GROUP": tiling.group, "HEADS": heads, "NODES": nodes, "DIM": dim, "WIDE": wide,
-        "USED": tiling.used, "BLOCK_N": tiling.keys, "PAGE": page_size, "WINDOW": tiling.window,
-        "STAGES": 3,
+        "BLOCK_N": tiling.keys, "PAGE": page_size, "WINDOW": tiling.window, "STAGES": 3,
     }  # fmt: skip
-    return shape, {"num_warps": 8 if large_tile(nodes * heads, wide) else 4}
+    return shape, {"num_warps": _warps(nodes * heads, wide)}
+
+
+def _warps(rows: int, width: int) -> int:
+    """Warps whose registers hold a tile."""
+    return 8 if rows * width > 64 * 128 else 4
 
 
 _GATE_BLOCK = 1024
@@ -341,7 +355,7 @@ class TritonRows:
     ) -> Tensor:
         """See :class:`paceline.kernels.rows.RowKernels`."""
         caches = Caches.of(keys, values, plan)
-        tables = Tables.of(plan, caches.sequences)
+        rows = PlanTables.of(plan).rows_of(plan, caches.sequences)
         dim = caches.dim
         q_heads = heads.shape[1] // dim - 2 * caches.kv_heads
         q = torch.empty(plan.rows, q_heads, dim, dtype=torch.float32, device=heads.device)
@@ -350,7 +364,7 @@ class TritonRows:
         (q_weight, q_eps), (k_weight, k_eps) = given
         rotate_rows[(plan.rows, q_heads + 2 * caches.kv_heads)](
             heads, table, plan.positions, q_weight, k_weight, q, caches.keys,
-            caches.values, tables.rows.rows, tables.rows.blocks, caches.tables, caches.origins,
+            caches.values, rows.rows, rows.blocks, caches.tables, caches.origins,
             q_eps, k_eps, *caches.strides, caches.tables.stride(0),
             Q_HEADS=q_heads, KV_HEADS=caches.kv_heads, HALF=dim // 2,
             BLOCK=triton.next_power_of_2(dim // 2), PAGE=caches.page_size,

@@ -20,7 +20,8 @@ from paceline.decoder.model import Decoder, ForwardResult
 from paceline.kernels import GraphProbes, KVCacheView, PagedPlane, Probe, ProbedBlock, TreeSegment
 
 if TYPE_CHECKING:
-    from paceline.kernels._triton.plan import GraphPlan, Tiling
+    from paceline.kernels._triton.plan import GraphPlan
+    from paceline.kernels._triton.tiles import Tiling
 
 _log = logging.getLogger(__name__)
 
@@ -149,13 +150,14 @@ class GraphRunner:
 
         Returns:
             Logits of all rows, and taps; None if no shape is large enough, its graph could not be
-            captured, or scores are to be recorded of heads whose group is larger than a tile.
+            captured or has no room for so many chunks of keys, or scores are to be recorded of
+            heads whose group is larger than a tile.
 
         Raises:
             DeviceLost: The device fails every call since a graph was captured.
         """
         rows = next((shape for shape in self._shapes if shape >= len(tokens)), None)
-        tilings = self._tilings(max(segment.length for segment in segments))
+        tilings = self._tilings()
         if rows is None or (probed and any(each.group > each.rows for each in tilings)):
             return None
         again = any(each.again for each in probed)
@@ -164,7 +166,8 @@ class GraphRunner:
         if graph is None:
             return None
         plan, run = graph
-        plan.fill(tokens, segments, table_rows, probed)
+        if not plan.fill(tokens, segments, table_rows, probed):
+            return None
         result = run()
         count = len(tokens)
         found = dict(zip(tapped, result.taps, strict=True))
@@ -189,24 +192,19 @@ class GraphRunner:
         layers = tuple(taps)
         if layers and layers not in self._tapped:
             self._tapped.insert(0, layers)
-        keys = [
-            (rows, tilings)
-            for rows in reversed(self._shapes)
-            for tilings in dict.fromkeys(self._tilings(n) for n in SHAPES if n <= rows)
-        ]
-        for count, (rows, tilings) in enumerate(keys, 1):
-            self._graph(rows, tilings, layers, ())
-            if count == len(keys):
+        for count, rows in enumerate(reversed(self._shapes), 1):
+            self._graph(rows, self._tilings(), layers, ())
+            if count == len(self._shapes):
                 self._capturing.release()
-            yield count, len(keys)
+            yield count, len(self._shapes)
 
-    def _tilings(self, widest: int) -> tuple[Tiling, ...]:
-        """Tilings of all kinds of layers for blocks of at most ``widest`` nodes."""
+    def _tilings(self) -> tuple[Tiling, ...]:
+        """Tilings of all kinds of layers."""
         # Imported here: only graphs need Triton.
-        from paceline.kernels._triton.plan import tilings_for
+        from paceline.kernels._triton.tiles import tilings_for
 
         config = self._decoder.config
-        return tilings_for(widest, config.group, self._keys, config.windows)
+        return tilings_for(config.group, self._keys, config.windows)
 
     def _graph(
         self,

@@ -35,7 +35,8 @@ from paceline.kernels.trees import ContextSegment
 
 if TYPE_CHECKING:
     from paceline.drafter.methods.target_drafter import TargetDrafter, WindowCache
-    from paceline.kernels._triton.plan import Shape, Tiling
+    from paceline.kernels._triton.plan import Shape
+    from paceline.kernels._triton.tiles import Tiling
 
 SEQUENCES = (1, 2, 4, 8, 16, 32)
 """Sequences that graphs are made for."""
@@ -207,7 +208,7 @@ class _Graph(Passes):
         noise: str,
     ) -> None:
         from paceline.kernels._triton.gather import RECORD
-        from paceline.kernels._triton.plan import PassTables, Staging
+        from paceline.kernels._triton.plan import PassTables, Staging, TableShape
 
         bases, self._gathered = memory
         device, dtype = drafter.device, bases[0].dtype
@@ -241,19 +242,17 @@ class _Graph(Passes):
             (numbers(sequences * each.rows * each.tokens), numbers(sequences * each.logit_rows))
             for each in self._shapes
         ]
+        # A tree is no deeper than the rows of its passes.
+        longest = drafter.shape.max_position + max(each.rows for each in self._shapes)
         tables = []
         for each in self._shapes:
             rows, blocks = sequences * each.rows, sequences * each.blocks
             for windows in (each.windows, each.contexts):
-                tilings = self._tilings(each.rows, windows)
-                tables.append((add(*PassTables.shapes(rows, blocks, tilings)), rows, tilings))
+                tilings = self._tilings(windows)
+                wanted = TableShape.of(rows, blocks, tilings, longest, bases[0])
+                tables.append((add(*wanted.tables), wanted))
         self._staging = Staging(shapes, device)
-        # A tree is no deeper than the rows of its passes.
-        longest = drafter.shape.max_position + max(each.rows for each in self._shapes)
-        placed = [
-            PassTables(self._staging, at.start, rows, tilings, longest)
-            for at, rows, tilings in tables
-        ]
+        placed = [PassTables(self._staging, at.start, wanted) for at, wanted in tables]
         self._tables = list(zip(placed[::2], placed[1::2], strict=True))
         with torch.inference_mode(False):
             self._zeros = torch.zeros(4, dtype=torch.int32, device=device)
@@ -263,10 +262,10 @@ class _Graph(Passes):
             ]
         self.clear()
 
-    def _tilings(self, widest: int, windows: Sequence[int | None]) -> tuple[Tiling, ...]:
-        from paceline.kernels._triton.plan import tilings_for
+    def _tilings(self, windows: Sequence[int | None]) -> tuple[Tiling, ...]:
+        from paceline.kernels._triton.tiles import tilings_for
 
-        return tilings_for(widest, self._drafter.layers.config.group, self._bases[0], windows)
+        return tilings_for(self._drafter.layers.config.group, self._bases[0], windows)
 
     def clear(self) -> None:
         """Writes an empty batch to the tables."""
@@ -281,7 +280,8 @@ class _Graph(Passes):
     ) -> bool:
         """Writes a batch to the tables; arguments as of :meth:`DraftGraphs.run`.
 
-        Returns False if a cache cannot be read by wide loads.
+        Returns False if a cache cannot be read by wide loads, or for more work than there is room
+        for.
         """
         host = self._staging.host
         self._staging.wait()
@@ -301,8 +301,8 @@ class _Graph(Passes):
                 plan = plan_trees(each.segments, positions=each.positions)
                 if self._shapes[index].contexts:
                     of_contexts = plan_trees(context_blocks(each, draft.contexts))
-            own.fill(plan, numbers)
-            context.fill(of_contexts, numbers)
+            if not (own.fill(plan, numbers) and context.fill(of_contexts, numbers)):
+                return False
             self._fill_states(index, each.inputs)
         self._staging.send()
         return True
@@ -423,16 +423,18 @@ class _Graph(Passes):
         )  # fmt: skip
 
     def plan(self, index: int, ancestors: Tensor | None = None) -> TreePlan:
-        from paceline.kernels._triton.backend import PLACES
+        from paceline.kernels._triton.plan import Places
 
-        own, context = self._tables[index]
-        plan, of_contexts = own.plan(ancestors), context.plan()
-        plan.prepared[ContextSegment] = of_contexts
-        for each, bases, tables in zip((plan, of_contexts), self._bases, self._places, strict=True):
-            each.prepared[PLACES] = {
-                base.data_ptr(): (self._staging.device[table], self._zeros)
+        own, context = (
+            {
+                base.data_ptr(): Places(self._staging.device[table], self._zeros, wide=True)
                 for base, table in zip(bases, tables, strict=True)
             }
+            for bases, tables in zip(self._bases, self._places, strict=True)
+        )
+        of_texts, of_contexts = self._tables[index]
+        plan = of_texts.plan(ancestors, own)
+        plan.contexts = of_contexts.plan(places=context)
         return plan
 
     def tokens(self, index: int) -> Tensor:

@@ -1,0 +1,132 @@
+"""Rows whose scores or weights are recorded, in the form that kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.kernels._triton.jit.attention import NONE
+from paceline.kernels.dense import MAX_PROBES, GraphProbes, Probe
+from paceline.kernels.trees import TreePlan, send
+
+if TYPE_CHECKING:
+    from paceline.kernels._triton.plan import PlanTables
+    from paceline.kernels._triton.tiles import Tiling
+
+NO_NODE = -2  # -1 is the node of rows that pad a tile
+
+
+@dataclass(frozen=True)
+class ProbeTable:
+    """Probes in the form that the kernels read.
+
+    A tile holds all heads of a group, so sums over them need no atomic operation and have the same
+    bits in every run.
+
+    Attributes:
+        count: Probes of a block at most that attention records itself, 0 to ``MAX_PROBES``.
+        table: int64 ``[S, MAX_PROBES, 4]``: node (-2: none), origin of its scores, strides between
+            heads and between layers.
+        base: float32 tensor that origins are relative to.
+        wanted: Of blocks that a kernel of its own records, with weights or with more rows; int64
+            ``[S, 4]``: whether the block is one, strides between heads and between layers, whether
+            it records weights. None: of no block.
+        noted: Origins of their rows, int64 ``[M]``; ``NONE``: not recorded.
+        layer: Index of the layer among those recorded to one buffer.
+        others: Probes that no kernel fills: a second one of a row, and those of groups that are
+            larger than a tile.
+    """
+
+    count: int
+    table: Tensor
+    base: Tensor
+    wanted: Tensor | None = None
+    noted: Tensor | None = None
+    others: tuple[Probe, ...] = ()
+    layer: int = 0
+
+    @classmethod
+    def of(
+        cls, probes: Sequence[Probe], plan: TreePlan, tables: PlanTables, tiling: Tiling
+    ) -> ProbeTable:
+        """Sort the probes of one call; with a window, their outputs are first filled with -inf, or
+        with zeros for weights."""
+        if isinstance(probes, GraphProbes):
+            return replace(tables.probes_of_graph(), layer=probes.layer)
+        if not probes:
+            none = tables.none(plan.device)
+            return cls(0, none, none.view(torch.float32))
+        if tiling.window:
+            for probe in probes:
+                outside = 0.0 if probe.weights else -torch.inf
+                probe.out[:, : plan.segments[probe.segment].start] = outside
+        # The next layer records to the same addresses.
+        key = tuple(
+            (p.segment, p.node, p.weights, p.out.data_ptr(), p.out.stride(0)) for p in probes
+        )
+        if key not in tables.probes:
+            tables.probes[key] = _sorted(probes, plan, tables, tiling)
+        table, others = tables.probes[key]
+        return replace(table, base=probes[0].out, others=tuple(probes[each] for each in others))
+
+
+@dataclass(frozen=True)
+class ProbeArrays:
+    """The arrays of a :class:`ProbeTable` on the host."""
+
+    table: NDArray[np.int64]
+    wanted: NDArray[np.int64]
+    noted: NDArray[np.int64]
+
+    def clear(self) -> None:
+        """Record nothing."""
+        self.table[..., 0] = NO_NODE
+        self.wanted[:] = 0
+        self.noted[:] = NONE.value
+
+    def add(
+        self, block: int, node: int, row: int, origin: int, strides: tuple[int, int], weights: bool
+    ) -> bool:
+        """Record a node of a block, which is a packed row; returns whether there is room."""
+        taken = np.count_nonzero(self.table[block, :, 0] != NO_NODE)
+        if not weights and taken < MAX_PROBES:
+            self.table[block, taken] = (node, origin, *strides)
+            return True
+        kind = (1, *strides, weights)
+        free = not self.wanted[block, 0] or tuple(self.wanted[block]) == kind
+        if not free or self.noted[row] != NONE.value:
+            return False
+        self.wanted[block], self.noted[row] = kind, origin
+        return True
+
+
+def _sorted(
+    probes: Sequence[Probe], plan: TreePlan, tables: PlanTables, tiling: Tiling
+) -> tuple[ProbeTable, tuple[int, ...]]:
+    """A table, relative to the output of the first probe, and the probes that it does not have."""
+    if tiling.group > tiling.rows:
+        return ProbeTable.of((), plan, tables, tiling), tuple(range(len(probes)))
+    blocks = len(plan.segments)
+    sizes = (blocks * MAX_PROBES * 4, blocks * 4, plan.rows)
+    flat = np.empty(sum(sizes), np.int64)
+    table, wanted, noted = np.split(flat, np.cumsum(sizes)[:2])
+    arrays = ProbeArrays(table.reshape(-1, MAX_PROBES, 4), wanted.reshape(-1, 4), noted)
+    arrays.clear()
+    base, others = probes[0].out, []
+    for index, probe in enumerate(probes):
+        row = plan.offsets[probe.segment] + probe.node
+        origin = (probe.out.data_ptr() - base.data_ptr()) // 4
+        strides = probe.out.stride(0), 0
+        if not arrays.add(probe.segment, probe.node, row, origin, strides, probe.weights):
+            others.append(index)
+    count = int((arrays.table[..., 0] != NO_NODE).sum(1).max())
+    sent = send(torch.from_numpy(flat), plan.device).split(sizes)
+    if not wanted.any():
+        return ProbeTable(count, sent[0], base), tuple(others)
+    return ProbeTable(count, sent[0], base, sent[1], sent[2]), tuple(others)

@@ -1,0 +1,377 @@
+"""What an attention call of a GPU is split into: row tiles, chunks of keys, and paths of trees.
+
+A row has the same bits alone, beside others, in a chain and in a tree, because what is computed
+for it depends on its own path alone:
+
+- A tile has a fixed number of rows, whatever the number of rows of the call, so that all calls use
+  the same instructions. What other rows of a tile attend to does not reach a row.
+- Chunks of keys begin at fixed positions (:func:`chunk_begin`), tiles of keys at fixed places in a
+  chunk, and chunks are merged in their order, in groups that begin at fixed chunks. What a row does
+  not see is masked: a masked tile and an empty chunk change no bit.
+- A node sees its ancestors at the positions that they would have as committed tokens. Its *tail*,
+  the chunks from the one in which its tree begins, is computed by a tile of rows of one path from
+  the root to a leaf, which finds the slots of its columns in a list. Whole chunks before are the
+  same for all rows of a tree, which share dense tiles there.
+
+Rows of a tree are ordered depth first, so that each path owns neighbouring rows: those since the
+leaf before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.kernels._triton.jit.attention import CHUNK_BITS
+from paceline.kernels.trees import (
+    MAX_TREE_NODES,
+    ContextSegment,
+    LevelSegment,
+    TreePlan,
+    TreeSegment,
+)
+
+NEAR, MIDDLE, FAR = (0, 256), (4096, 512), (12288, 1024)
+"""Where chunks of a length begin, and their length. Unit: keys. Longer chunks farther on keep the
+partial results few; a border depends on nothing but its position."""
+
+_MIDDLE_CHUNK = (MIDDLE[0] - NEAR[0]) // NEAR[1]
+_FAR_CHUNK = _MIDDLE_CHUNK + (FAR[0] - MIDDLE[0]) // MIDDLE[1]
+
+MAX_ITEMS = 16384
+"""Work items of a CUDA graph at most."""
+
+PART_BYTES = 256 << 20
+"""Partial results of a launch at most; calls that need more are launched in several parts."""
+
+Ints = NDArray[np.int32]
+
+
+def chunk_begin(chunk: int) -> int:
+    """First position of a chunk of keys."""
+    if chunk < _MIDDLE_CHUNK:
+        return NEAR[0] + chunk * NEAR[1]
+    if chunk < _FAR_CHUNK:
+        return MIDDLE[0] + (chunk - _MIDDLE_CHUNK) * MIDDLE[1]
+    return FAR[0] + (chunk - _FAR_CHUNK) * FAR[1]
+
+
+def chunk_of(position: int) -> int:
+    """The chunk that a position lies in."""
+    if position < MIDDLE[0]:
+        return position // NEAR[1]
+    if position < FAR[0]:
+        return _MIDDLE_CHUNK + (position - MIDDLE[0]) // MIDDLE[1]
+    return _FAR_CHUNK + (position - FAR[0]) // FAR[1]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tile sizes of a kind of layer, which its kernels are compiled for.
+
+    Attributes:
+        group: Query heads per kv head. Rows of a tile go node by node, its group side by side.
+        rows: Rows of a tile, a power of two.
+        keys: Keys of a tile, a power of two.
+        window: Sliding window in tokens; 0: none.
+    """
+
+    group: int
+    rows: int
+    keys: int
+    window: int
+
+    @classmethod
+    def of(cls, group: int, keys: Tensor, window: int | None) -> Tiling:
+        """The tiling for some keys: one for all numbers of rows, by type and width alone.
+
+        Args:
+            group: Query heads per kv head.
+            keys: Keys ``[..., kv heads, slots, D]``.
+            window: Sliding window in tokens, or None.
+        """
+        if keys.dtype == torch.float32:  # multiplied from registers, without tensor cores
+            return cls(group, 16, 16, window or 0)
+        return cls(group, 64, 32 if keys.shape[-1] > 128 else 64, window or 0)
+
+    @property
+    def used(self) -> int:
+        """Rows of a tile that are used: whole groups, where one fits."""
+        return self.rows // self.group * self.group or self.rows
+
+    def tiles(self, nodes: int) -> int:
+        """Number of row tiles of ``nodes`` nodes side by side."""
+        return -(-nodes * self.group // self.used)
+
+
+class Work(NamedTuple):
+    """The work of one kind of layer.
+
+    Attributes:
+        spans: int32 ``[L, 4]``: first work item, end, first tile, end of each launch.
+        items: int32 ``[W]``: ``tile << CHUNK_BITS | chunk``.
+        tiles: int32 ``[T, TILE_FIELDS]``: 0 block, 1 first row inside the block (places times
+            group), 2 rows, 3 first partial result, 4 first chunk, 5 number of chunks, 6 first tile
+            of keys that any row sees, 7 first one that all rows see through a window, 8 end of
+            those that all rows see as a whole, 9 end of the columns, 10 where the list of slots
+            begins in ``steps`` (-1: columns are slots).
+        places: int32 ``[M, 4]`` by packed row: 0 the node at this place of the block, 1 the place
+            of this node, 2 the first tile for the chunks before its tail, 3 the first one for its
+            tail.
+        steps: uint8 ``[n]``: lists of nodes, from the root on.
+        part_rows: Partial results of the largest launch.
+    """
+
+    spans: Ints
+    items: Ints
+    tiles: Ints
+    places: Ints
+    steps: NDArray[np.uint8]
+    part_rows: int
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """All but the last."""
+        return self.spans, self.items, self.tiles, self.places, self.steps
+
+
+class Room(NamedTuple):
+    """What the tables of a CUDA graph have room for; see :class:`Work`."""
+
+    items: int
+    tiles: int
+    steps: int
+    part_rows: int
+
+    @classmethod
+    def for_rows(
+        cls, rows: int, blocks: int, tiling: Tiling, longest: int, part_row_bytes: int
+    ) -> Room:
+        """Room for any batch of at most ``rows`` rows and ``blocks`` blocks, up to ``MAX_ITEMS``
+        work items and ``PART_BYTES`` of partial results.
+
+        Args:
+            rows: Packed rows.
+            blocks: Their blocks.
+            tiling: Tiles.
+            longest: Largest position.
+            part_row_bytes: Size of a partial result of all kv heads.
+        """
+        chunks = chunk_of(longest) + 1
+        slices = -(-tiling.group // tiling.used)
+        dense = min(rows * slices, blocks + rows * tiling.group // tiling.used)
+        tails = rows * slices  # each has a node at least
+        items = min(dense * chunks + tails * (2 + MAX_TREE_NODES // NEAR[1]), MAX_ITEMS)
+        widest = min(rows, MAX_TREE_NODES)
+        # A tree of n nodes has at most n + 1 leaves and levels, and so lists of their product.
+        steps = -(-rows // MAX_TREE_NODES) * ((widest + 1) // 2) * ((widest + 2) // 2)
+        parts = min(rows * tiling.group * chunks, PART_BYTES // part_row_bytes)
+        return cls(items, dense + tails, steps, parts)
+
+    def holds(self, work: Work) -> bool:
+        """Whether some work fits."""
+        return (
+            len(work.spans) == 1
+            and len(work.items) <= self.items
+            and len(work.tiles) <= self.tiles
+            and len(work.steps) <= self.steps
+            and work.part_rows <= self.part_rows
+        )
+
+
+class _Paths(NamedTuple):
+    """A tree depth first.
+
+    Attributes:
+        order: Node at each place.
+        leaves: Of each path, its first own place, the end of these, and where its list of slots
+            begins (-1: its nodes are the first ones).
+    """
+
+    order: list[int]
+    leaves: list[tuple[int, int, int]]
+
+
+def _depth_first(segment: TreeSegment, steps: bytearray) -> _Paths:
+    """Order the nodes of a tree; lists of the slots of its paths are appended to ``steps``."""
+    assert segment.parents is not None
+    children: list[list[int]] = [[] for _ in range(segment.length + 1)]  # the last one's: roots
+    for node, parent in enumerate(segment.parents):
+        children[parent].append(node)
+    order: list[int] = []
+    leaves: list[tuple[int, int, int]] = []
+    path, first = bytearray(segment.length), 0
+    waiting = children[-1][::-1]
+    while waiting:
+        node = waiting.pop()
+        depth = segment.depths[node]
+        path[depth] = node
+        order.append(node)
+        if children[node]:
+            waiting += reversed(children[node])
+            continue
+        leaves.append((first, len(order), -1 if node == depth else len(steps)))
+        if node != depth:
+            steps += path[: depth + 1]
+        first = len(order)
+    return _Paths(order, leaves)
+
+
+class _Tiles:
+    """Collects the row tiles of a plan."""
+
+    def __init__(self, tiling: Tiling, part_rows: int) -> None:
+        self._tiling, self._limit = tiling, part_rows
+        self.rows: list[tuple[int, ...]] = []
+        self.steps = bytearray()
+        self.cuts = [0]
+        """Tiles at which a launch begins."""
+        self.part_rows = self._largest = 0
+
+    @property
+    def largest(self) -> int:
+        """Partial results of the largest launch."""
+        return max(self._largest, self.part_rows)
+
+    def add(
+        self,
+        block: int,
+        first: int,
+        rows: int,
+        positions: tuple[int, int],
+        ends: tuple[int, int],
+        chunks: tuple[int, int],
+        tail: int | None = None,
+    ) -> None:
+        """Add a tile.
+
+        Args:
+            block: Its block.
+            first: First packed row in the block.
+            rows: Number of rows.
+            positions: Lowest and highest position of them.
+            ends: End of the columns that all rows see, and of those that any does.
+            chunks: First chunk and end; of a tail the first one is kept, else one that no row
+                sees through a window is left out.
+            tail: Of a tail, where the list of its slots begins.
+        """
+        keys, window = self._tiling.keys, self._tiling.window
+        oldest, seen = (max(0, position - window + 1) if window else 0 for position in positions)
+        begin, steps = (
+            (chunks[0], tail) if tail is not None else (min(chunk_of(oldest), chunks[1]), -1)
+        )
+        self.rows.append((
+            block, first, rows, self.part_rows, begin, chunks[1] - begin, oldest // keys * keys,
+            -(-seen // keys) * keys, ends[0] // keys * keys, ends[1], steps, 0,
+        ))  # fmt: skip
+        self.part_rows += rows * (chunks[1] - begin)
+
+    def cut(self, rows: int) -> None:
+        """Begin another launch if so many more partial results are too many."""
+        if self.part_rows and self.part_rows + rows > self._limit:
+            self.cuts.append(len(self.rows))
+            self._largest, self.part_rows = self.largest, 0
+
+
+def plan_work(plan: TreePlan, tiling: Tiling, part_row_bytes: int) -> Work:
+    """Split the blocks of a plan; arguments as of :meth:`Room.for_rows`."""
+    tiles = _Tiles(tiling, PART_BYTES // part_row_bytes)
+    places: list[tuple[int, int, int, int]] = []
+    for block, segment in enumerate(plan.segments):
+        if segment.is_chain or isinstance(segment, (LevelSegment, ContextSegment)):
+            base = _add_dense(tiles, block, segment, tiling)
+            places += [(node, node, base, base) for node in range(segment.length)]
+        else:
+            places += _add_tree(tiles, block, segment, tiling)
+    rows = np.array(tiles.rows, np.int32)
+    counts = rows[:, 5]
+    ends = counts.cumsum()
+    numbers = np.arange(len(rows)).repeat(counts)
+    chunks = np.arange(ends[-1]) - (ends - counts - rows[:, 4])[numbers]
+    cuts = [*tiles.cuts, len(rows)]
+    begins = [0, *ends[np.array(cuts[1:]) - 1].tolist()]
+    spans = np.array([begins[:-1], begins[1:], cuts[:-1], cuts[1:]], np.int32).T
+    items = (numbers << CHUNK_BITS.value | chunks).astype(np.int32)
+    steps = np.frombuffer(tiles.steps, np.uint8)
+    return Work(spans, items, rows, np.array(places, np.int32), steps, tiles.largest)
+
+
+def _slices(tiling: Tiling, begin: int, end: int) -> list[tuple[int, int]]:
+    """First row and number of rows of the tiles of some places of a block."""
+    first, last = begin * tiling.group, end * tiling.group
+    return [(row, min(tiling.used, last - row)) for row in range(first, last, tiling.used)]
+
+
+def _add_dense(tiles: _Tiles, block: int, segment: TreeSegment, tiling: Tiling) -> int:
+    """Add a block whose columns are slots; returns its first tile."""
+    base, start, group = len(tiles.rows), segment.start, tiling.group
+    tree, context = isinstance(segment, LevelSegment), isinstance(segment, ContextSegment)
+    for first, rows in _slices(tiling, 0, segment.length):
+        low, high = first // group, (first + rows - 1) // group
+        if tree or context:
+            low, high = 0, max(segment.depths)
+        ends = (start + low + 1, start + high + 1)
+        if tree:  # the device knows what a node sees
+            ends = (start, segment.stop)
+        end = chunk_of(ends[1] - 1) + 1
+        tiles.cut(rows * end)
+        tiles.add(block, first, rows, (start + low, start + high), ends, (0, end))
+    return base
+
+
+def _add_tree(
+    tiles: _Tiles, block: int, segment: TreeSegment, tiling: Tiling
+) -> list[tuple[int, int, int, int]]:
+    """Add a tree; returns its rows of :attr:`Work.places`."""
+    start, depths = segment.start, segment.depths
+    tail = chunk_of(start)
+    tiles.cut(segment.length * tiling.group * (chunk_of(segment.stop) + 1))
+    base, (order, leaves) = len(tiles.rows), _depth_first(segment, tiles.steps)
+    shared, highest = chunk_begin(tail), start + max(depths)
+    for first, rows in _slices(tiling, 0, segment.length):
+        tiles.add(block, first, rows, (start, highest), (shared, shared), (0, tail))
+    place_of, tail_of = [0] * segment.length, [0] * segment.length
+    for begin, end, list_begin in leaves:
+        for place in range(begin, end):
+            place_of[order[place]], tail_of[order[place]] = place, len(tiles.rows)
+        for first, rows in _slices(tiling, begin, end):
+            low = start + depths[order[first // tiling.group]]
+            high = start + depths[order[(first + rows - 1) // tiling.group]]
+            # The first row sees the columns of its ancestors, but their slots are in a list.
+            ends = (low + 1 if list_begin < 0 else start, high + 1)
+            chunks = (tail, chunk_of(high) + 1)
+            tiles.add(block, first, rows, (low, high), ends, chunks, list_begin)
+    return list(zip(order, place_of, [base] * segment.length, tail_of, strict=True))
+
+
+def programs(device: torch.device) -> int:
+    """Programs of a launch, which take work items by turns: as many as run at once. Two of a tile
+    run on a multiprocessor of sm_90."""
+    if device.type != "cuda":
+        return 3
+    return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Shared memory that a program may have. Unit: bytes."""
+    if device.type != "cuda":
+        return 227 << 10
+    # All but what the driver keeps of a multiprocessor's.
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) - 1024
+
+
+def tilings_for(group: int, keys: Tensor, windows: Sequence[int | None]) -> tuple[Tiling, ...]:
+    """The tiling of each kind of layer; arguments as of :meth:`Tiling.of`, the windows of all
+    layers."""
+    return tuple(Tiling.of(group, keys, window) for window in dict.fromkeys(windows))
+
+
+def part_row_bytes(kv_heads: int, dim: int) -> int:
+    """Size of a partial result: a row of all kv heads, and its log-sum-exp."""
+    return 4 * kv_heads * (dim + 1)

@@ -1,0 +1,181 @@
+"""A row of the Triton kernels has the bits of plain decoding: of one row behind its own path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import Case, make_case, trees
+from triton_cases import in_pages, run
+
+from paceline.kernels import Probe, TreeSegment, plan_trees
+from paceline.kernels._triton import tiles
+from paceline.kernels._triton.jit.attention import CHUNK_BITS
+from paceline.kernels._triton.plan import PassTables, Staging, TableShape
+from paceline.kernels._triton.tiles import Room, Tiling, chunk_begin, chunk_of, plan_work
+
+pytestmark = pytest.mark.usefixtures("products_of_a_gpu")
+
+HEADS = [(2, 1, 16), (4, 2, 16), (7, 1, 16), (3, 3, 16), (20, 1, 16)]
+BORDERS = [0, 1, 15, 16, 63, 64, 200, 250, 255, 256, 300, 511, 512, 700]
+HALF = [torch.float16, torch.bfloat16]
+
+
+def alone(case: Case, node: int, sinks: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """Attention and log-sum-exp of a node, decoded as the only row behind its own path."""
+    slots = [*range(case.segment.start), *(case.segment.start + n for n in case.path(node))]
+    keys, values = [case.key[:, slots]], [case.value[:, slots]]
+    segment, q = TreeSegment(0, len(slots) - 1, None, 1), case.q[node : node + 1]
+    return [each[0] for each in run([segment], q, keys, values, case.window, sinks=sinks)]
+
+
+def assert_bits(case: Case, found: Sequence[torch.Tensor], nodes: Sequence[int]) -> None:
+    for node in nodes:
+        for ours, plain in zip(found, alone(case, node), strict=True):
+            assert torch.equal(ours[node], plain), f"node {node} of {case.segment}"
+
+
+def some_nodes(count: int) -> list[int]:
+    return sorted({0, count // 3, count // 2, count - 1})
+
+
+@settings(max_examples=10)
+@given(
+    start=st.sampled_from(BORDERS),
+    parents=trees(24) | trees(64),
+    heads=st.sampled_from(HEADS),
+    dtype=st.sampled_from([torch.float32, *HALF]),
+    window=st.sampled_from([None, None, 1, 40, 300]),
+    page=st.sampled_from([0, 16, 256]),
+    seed=st.integers(0, 1000),
+)
+def test_any_node_of_any_tree(
+    start: int,
+    parents: tuple[int, ...],
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    window: int | None,
+    page: int,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    case = make_case(seed, start, parents, heads, dtype, window)
+    planes = in_pages([case.key], [case.value], page) if page else ([case.key], [case.value])
+    found = run([case.segment], case.q, *planes, window)
+    assert_bits(case, found, some_nodes(len(parents)))
+
+
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 30), (torch.bfloat16, None)])
+def test_rows_beside_others_in_chains_and_in_parts(dtype: torch.dtype, window: int | None) -> None:
+    """Two cuts of a prompt over a border of a chunk, and a part of it beside another text."""
+    case = make_case(1, 230, (-1, *range(39)), (2, 1, 16), dtype, window)
+    other = make_case(2, 70, (-1, 0, 0, 2), (2, 1, 16), dtype, window)
+    keys, values = [case.key, other.key], [case.value, other.value]
+    found = run([case.segment], case.q, keys, values, window)
+    cut = [TreeSegment(0, *each) for each in ((230, None, 7), (237, None, 20), (257, None, 13))]
+    again = run(cut, case.q, keys, values, window)
+    beside = [TreeSegment(1, 70, other.segment.parents, 4), TreeSegment(0, 250, None, 20)]
+    q = torch.cat([other.q, case.q[20:]])
+    for one, two, three in zip(
+        found, again, run(beside, q, keys, values, window), strict=True
+    ):  # fmt: skip
+        assert torch.equal(one, two)
+        assert torch.equal(one[20:], three[4:])
+    assert_bits(case, found, [0, 25, 26, 39])
+
+
+def test_sinks_and_recorded_scores_change_no_bit() -> None:
+    case = make_case(3, 300, (-1, 0, 0, 1, 2, 4), (4, 2, 16), torch.float16)
+    sinks = torch.linspace(-2, 8, 4)
+    probes = [Probe(0, node, torch.empty(2, 300), node == 5) for node in (1, 4, 5)]
+    found = run([case.segment], case.q, [case.key], [case.value], None, probes, sinks=sinks)
+    for node in (1, 4, 5):
+        for ours, plain in zip(found, alone(case, node, sinks=sinks), strict=True):
+            assert torch.equal(ours[node], plain)
+
+
+def test_a_launch_in_parts_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of work whose partial results take too much memory at once."""
+    cases = [make_case(n, 260, (-1, 0, 0, *range(1, 10)), (4, 2, 16)) for n in range(2)]
+    segments = [TreeSegment(n, 260, case.segment.parents, 12) for n, case in enumerate(cases)]
+    segments.append(TreeSegment(1, 200, None, 70))
+    q = torch.cat([*(case.q for case in cases), torch.randn(70, 4, 16)])
+    planes = [case.key for case in cases], [case.value for case in cases]
+    whole = run(segments, q, *planes, None)
+    monkeypatch.setattr(tiles, "PART_BYTES", 80 * tiles.part_row_bytes(2, 16))
+    plan = plan_trees(segments)
+    work = plan_work(plan, Tiling.of(2, cases[0].key, None), tiles.part_row_bytes(2, 16))
+    assert len(work.spans) > 3
+    for one, two in zip(whole, run(segments, q, *planes, None), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_borders_of_chunks_are_fixed_positions() -> None:
+    assert [chunk_begin(n) for n in (0, 1, 15, 16, 17, 31, 32, 33)] == [
+        0, 256, 3840, 4096, 4608, 11776, 12288, 13312
+    ]  # fmt: skip
+    for position in range(0, 20_000, 7):
+        chunk = chunk_of(position)
+        assert chunk_begin(chunk) <= position < chunk_begin(chunk + 1)
+    assert all(chunk_begin(n) % 256 == 0 for n in range(200))
+
+
+@settings(max_examples=60)
+@given(
+    blocks=st.lists(
+        st.tuples(st.integers(0, 30_000), st.none() | trees(120), st.integers(1, 200)),
+        min_size=1, max_size=4,
+    ),
+    group=st.sampled_from([1, 4, 7, 68]),
+    window=st.sampled_from([None, 1, 300, 5000]),
+)  # fmt: skip
+def test_work_covers_what_rows_see_once(
+    blocks: list[tuple[int, tuple[int, ...] | None, int]], group: int, window: int | None
+) -> None:
+    """And fits the tables of a graph of as many rows."""
+    segments = [
+        TreeSegment(n, start, parents, len(parents) if parents else length)
+        for n, (start, parents, length) in enumerate(blocks)
+    ]
+    plan = plan_trees(segments)
+    tiling = Tiling.of(group, torch.empty(1, 1, 16, dtype=torch.float16), window)
+    work = plan_work(plan, tiling, 100)
+    room = Room.for_rows(plan.rows, len(segments), tiling, 31_000, 100)
+    assert room.holds(work)
+    chunks: dict[int, list[int]] = {}
+    for item in work.items.tolist():
+        chunks.setdefault(item >> CHUNK_BITS.value, []).append(item & (1 << CHUNK_BITS.value) - 1)
+    for row in range(plan.rows):
+        block = next(n for n, first in enumerate(plan.offsets[1:]) if row < first)
+        segment, first = segments[block], plan.offsets[block]
+        node = row - first
+        place = work.places[row, 1]
+        assert work.places[first + place, 0] == node
+        position = segment.start + segment.depths[node]
+        seen = []
+        for base in sorted(set(work.places[row, 2:].tolist())):
+            tile = base + (place * group - work.tiles[base, 1]) // tiling.used
+            own = work.tiles[tile]
+            assert own[0] == block
+            assert own[1] <= place * group < own[1] + own[2]
+            found = chunks.get(tile, [])
+            assert found == list(range(own[4], own[4] + own[5]))
+            seen += found
+            if own[9] > position and own[10] >= 0:
+                path = work.steps[own[10] :][: segment.depths[node] + 1]
+                assert path.tolist() == [n for n in range(node + 1) if segment.paths[node] >> n & 1]
+        oldest = chunk_of(max(0, position - (window or position + 1) + 1))
+        assert len(seen) == len(set(seen))
+        assert set(range(oldest, chunk_of(position) + 1)) <= set(seen)
+
+
+def test_more_work_than_a_graph_has_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "MAX_ITEMS", 8)
+    tiling = Tiling.of(1, torch.empty(1, 16, 16), None)
+    shape = TableShape.of(4, 4, [tiling], 4000, torch.empty(1, 16, 16))
+    tables = PassTables(Staging(shape.tables, torch.device("cpu")), 0, shape)
+    assert tables.fill(plan_trees([TreeSegment(0, 1000, None, 4)]), [0])
+    assert not tables.fill(plan_trees([TreeSegment(0, 3000, None, 4)]), [0])
