@@ -257,7 +257,7 @@ class Generation:
                 f"stop strings need a tokenizer, and {model.facts.name} is served without one: "
                 "use stop_token_ids"
             )
-        self._output = Output(model.codec, self._options.stop)
+        self._output = Output(model.codec, self._options.stop, self._options.special_tokens)
 
     async def _receive(self, model: Model) -> None:
         """Receives tokens until the text ends."""

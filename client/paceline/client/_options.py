@@ -147,6 +147,9 @@ class GenerationOptions(Sampling):
     """Strings that end the text; it ends before the first that is complete."""
     stop_token_ids: Sequence[int] = ()
     """Tokens that end the generation, besides end-of-sequence."""
+    special_tokens: Sequence[str] = ()
+    """Special tokens that the text has where they were emitted, such as "[TOOL_CALLS]"; all others
+    are left out of it."""
     ignore_eos: bool = False
     """Continue after end-of-sequence tokens."""
     logprobs: bool | int = False
@@ -202,6 +205,12 @@ class GenerationOptions(Sampling):
             for index, stop in enumerate(items("stop", stops, "a text or texts", MAX_STOPS))
         ]
         self._keep("stop", tuple(texts))
+        given = items("special_tokens", self.special_tokens, "a list of texts", MAX_STOPS)
+        names = [
+            checked("special_tokens", name, str, "a text", at=f"[{index}]")
+            for index, name in enumerate(given)
+        ]
+        self._keep("special_tokens", tuple(names))
         ids = token_ids("stop_token_ids", self.stop_token_ids, "token ids", MAX_STOPS)
         self._keep("stop_token_ids", ids)
         handle = getattr(self.parent, "handle", self.parent)

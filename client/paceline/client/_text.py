@@ -101,6 +101,11 @@ class TextCodec:
         """Whether decoding skips the token: it is special, or beyond the vocabulary."""
         return token in self._special or self._tokenizer.id_to_token(token) is None
 
+    def special_ids(self, names: Iterable[str]) -> frozenset[int]:
+        """Ids of the special tokens with these names; others have none."""
+        found = (self._tokenizer.token_to_id(name) for name in names)
+        return self._special.intersection(found)
+
     def is_raw_byte(self, token: int) -> bool:
         """Whether the token is one byte, decoded together with its neighbours."""
         return token in self._raw_bytes
@@ -145,7 +150,8 @@ class TextCodec:
 
 
 class Detokenizer:
-    """Converts streamed tokens to text. The joined pieces equal `codec.decode(all tokens)`.
+    """Converts streamed tokens to text. The joined pieces equal `codec.decode(all tokens)`, and
+    have the names of special tokens of which the caller wants to know (`shown`) in between.
 
     Each step decodes a window of the newest tokens. The window starts where the text was complete,
     one piece before the incomplete part, because some decoders treat the first token of a text
@@ -156,8 +162,9 @@ class Detokenizer:
     changes the text of the whole run.
     """
 
-    def __init__(self, codec: TextCodec) -> None:
+    def __init__(self, codec: TextCodec, shown: frozenset[int] = frozenset()) -> None:
         self._codec = codec
+        self._shown = shown
         self._context: list[int] = []
         self._context_text = ""
         self._fresh: list[int] = []
@@ -168,6 +175,8 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Adds a token and returns the text that became final, often empty."""
+        if token in self._shown:
+            return self._end_piece() + self._codec.token_text(token)
         if self._codec.is_silent(token):
             return ""
         self._fresh.append(token)
@@ -190,6 +199,15 @@ class Detokenizer:
         """The buffered text, when no token follows."""
         piece = self._fresh_text()[self._released :]
         self._released += len(piece)
+        return piece
+
+    def _end_piece(self) -> str:
+        """The buffered text, which later tokens no longer change."""
+        piece = self.flush()
+        if self._fresh:
+            self._context, self._fresh = self._fresh, []
+            self._context_text = self._codec.decode(self._context)
+            self._released = 0
         return piece
 
     def _shorten(self, buffered: int) -> None:
@@ -420,9 +438,12 @@ class Output:
     A stop string ends the text before it, and the tokens with the one that completes it.
     """
 
-    def __init__(self, codec: TextCodec | None, stops: Sequence[str]) -> None:
+    def __init__(
+        self, codec: TextCodec | None, stops: Sequence[str], special_tokens: Sequence[str] = ()
+    ) -> None:
         self._codec = codec
-        self._detokenizer = Detokenizer(codec) if codec else None
+        shown = codec.special_ids(special_tokens) if codec else frozenset()
+        self._detokenizer = Detokenizer(codec, shown) if codec else None
         self._stops = StopMatcher(stops)
         self._text: list[str] = []
         self.token_ids: list[int] = []

@@ -27,6 +27,7 @@ from paceline.client import (
 from paceline.telemetry.names import Span
 
 from .admission import Place
+from .channels import marks_of
 from .errors import ApiError, bad_request
 from .options import GatewayOptions
 from .requests import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
@@ -47,6 +48,8 @@ class GenerationJob:
     choices: Sequence[dict[str, Any]]
     """Arguments of `Client.generate` for each of the n choices of a prompt."""
     stream_options: StreamOptions
+    marks: frozenset[str] = frozenset()
+    """Special tokens that its texts have, which separate the parts of an answer."""
     operation: str = Span.GENERATION
     """Name of its generations in traces."""
 
@@ -160,7 +163,9 @@ class JobBuilder:
         given = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         job = self._job("messages", body, model, [prompt], limit, given, logprobs)
-        return replace(job, operation=Span.CHAT)
+        marks = marks_of(model.codec, body.tool_use())
+        choices = [{**choice, "special_tokens": sorted(marks)} for choice in job.choices]
+        return replace(job, choices=choices, marks=marks, operation=Span.CHAT)
 
     def _user(self, name: str) -> str:
         """Whose text it is, for the verifier, which knows this gateway only."""

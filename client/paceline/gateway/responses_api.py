@@ -12,10 +12,11 @@ from pydantic import Field, ValidationError
 
 from paceline.client import Chunk, GenerationResult, InvalidRequestError, TokenLogprob
 
+from .channels import parser_of
 from .errors import ApiError, bad_request, from_validation
 from .generation import GenerationJob
 from .requests import Body, ChatRequest, CommonRequest, Items, TextPart, ToolUse, text_of
-from .tool_calls import Call, CallParser
+from .tool_calls import Call, Part, Reasoning
 from .writers import GeneratedText, Json, Writer, usage
 
 
@@ -212,11 +213,11 @@ class ResponsesWriter(Writer):
     def __init__(self, job: GenerationJob, use: ToolUse, body: ResponsesRequest) -> None:
         self._job = job
         self._body = body
-        self._parser = CallParser(use)
+        self._parser = parser_of(use, job.marks)
         self._id = _new_id("resp")
         self._created = int(time.time())
         self._output: list[Json] = []
-        self._open = False
+        self._open = ""  # type of the item that is not complete
         self._events = 0
 
     def whole(self, texts: Sequence[GeneratedText]) -> Json:
@@ -241,7 +242,7 @@ class ResponsesWriter(Writer):
         """The end of the last item, and the whole response."""
         events = self._write(self._parser.flush())
         if not self._output:
-            events += self._begin_message()
+            events += self._begin("message")
         events += self._close()
         response = self._response(result)
         return [*events, self._event(f"response.{response['status']}", response=response)]
@@ -249,42 +250,51 @@ class ResponsesWriter(Writer):
     def total(self, results: Sequence[GenerationResult]) -> list[Json]:
         return []  # the last event has the usage
 
-    def _write(self, parts: Sequence[str | Call]) -> list[Json]:
+    def _write(self, parts: Sequence[Part]) -> list[Json]:
         events: list[Json] = []
         for part in parts:
             if isinstance(part, Call):
                 events += self._close() + self._call(part)
                 continue
-            if not self._open:
-                events += self._begin_message()
-            self._output[-1]["content"][0]["text"] += part
-            events.append(self._part_event("output_text.delta", delta=part, logprobs=[]))
+            kind = "reasoning" if isinstance(part, Reasoning) else "message"
+            text = part.text if isinstance(part, Reasoning) else part
+            if self._open != kind:
+                events += self._close() + self._begin(kind)
+            self._output[-1]["content"][0]["text"] += text
+            events.append(self._text_event("delta", delta=text))
         return events
 
-    def _begin_message(self) -> list[Json]:
-        self._open = True
-        message: Json = {
-            "id": _new_id("msg"),
-            "type": "message",
-            "status": "in_progress",
-            "role": "assistant",
-            "content": [],
-        }
-        self._output.append(message)
+    def _begin(self, kind: str) -> list[Json]:
+        """Begins a message, or what the model thinks."""
+        self._open = kind
+        item: Json = {"id": "", "type": kind, "status": "in_progress", "content": []}
+        if kind == "message":
+            item |= {"id": _new_id("msg"), "role": "assistant"}
+            part = {"type": "output_text", "text": "", "annotations": []}
+        else:
+            item |= {"id": _new_id("rs"), "summary": []}
+            part = {"type": "reasoning_text", "text": ""}
+        self._output.append(item)
         events = [self._item_event("added")]
-        message["content"] = [{"type": "output_text", "text": "", "annotations": []}]
-        return [*events, self._part_event("content_part.added", part=message["content"][0])]
+        item["content"] = [part]
+        return [*events, self._part_event("content_part.added", part=part)]
+
+    def _text_event(self, what: str, **fields: object) -> Json:
+        if self._open == "message":
+            return self._part_event(f"output_text.{what}", **fields, logprobs=[])
+        return self._part_event(f"reasoning_text.{what}", **fields)
 
     def _close(self) -> list[Json]:
-        """Ends the open message."""
+        """Ends the open item."""
         if not self._open:
             return []
-        self._open = False
-        message = self._output[-1]
-        message["status"] = "completed"
-        part = message["content"][0]
+        item = self._output[-1]
+        item["status"] = "completed"
+        part = item["content"][0]
+        done = self._text_event("done", text=part["text"])
+        self._open = ""
         return [
-            self._part_event("output_text.done", text=part["text"], logprobs=[]),
+            done,
             self._part_event("content_part.done", part=part),
             self._item_event("done"),
         ]

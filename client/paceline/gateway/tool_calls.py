@@ -1,34 +1,80 @@
 """Calls of functions in the text of a model.
 
-Read are Hermes's form, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Qwen, SmolLM),
-and JSON from the start of the text on: objects with `name` and `arguments` or `parameters`
-(Llama 3), or an array of them (Mistral).
+Between marks, which are special tokens of some models and text of others: JSON (Hermes, Qwen,
+SmolLM, Granite, Phi-4-mini, Command R, Nemotron, Apertus, ...), a name and JSON (Mistral, DeepSeek,
+Kimi, Hunyuan), tags for each argument (Qwen3-Coder, GLM-4.5) or a call in Python's form (LFM2,
+Llama 4). From the start of the text on also without marks: JSON (Llama 3, Mistral) or Python's
+form. The marks tell the form, so that no model needs an option.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import secrets
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from .requests import ToolUse
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+# Each mark that calls begin with, and the one that ends them; "": the next one, or the end.
+_BLOCKS = {
+    "<tool_call>": "</tool_call>",
+    "<tool_calls>": "</tool_calls>",
+    "<seed:tool_call>": "</seed:tool_call>",
+    "<function_calls>": "</function_calls>",
+    "<function=": "</function>",
+    "<TOOLCALL>": "</TOOLCALL>",
+    "<|tool_call|>": "<|/tool_call|>",
+    "<|tool_call_start|>": "<|tool_call_end|>",
+    "<|tool_call_begin|>": "<|tool_call_end|>",
+    "<|tools_prefix|>": "<|tools_suffix|>",
+    "<|action_start|>": "<|action_end|>",
+    "<|START_ACTION|>": "<|END_ACTION|>",
+    "<|python_start|>": "<|python_end|>",
+    "<｜tool▁call▁begin｜>": "<｜tool▁call▁end｜>",
+    "<|python_tag|>": "",
+    "[TOOL_CALLS]": "",
+}
+# What stands around several calls, or between the parts of one.
+_AROUND = (
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+)
+# What some models write behind a call that had no beginning; text where there was no call.
+_STRAY = ("</tool_call>", "</tool_calls>")
+_WITHIN = (
+    *("<｜tool▁sep｜>", "<|tool_call_argument_begin|>", "[ARGS]", "[CALL_ID]", "<|plugin|>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+CALL_MARKS = frozenset({*_BLOCKS, *_BLOCKS.values(), *_AROUND, *_WITHIN} - {"", "<function="})
+"""Special tokens that the text must have for its calls to be read."""
+
+_OPENING = (*_BLOCKS, *_AROUND, *_STRAY)
+_MARK = re.compile("|".join(map(re.escape, _OPENING)))
+# Phi-4-mini's form, at the start of a text.
+_FUNCTOOLS = "functools["
 # What stands before, between and after the objects of calls.
 _SEPARATORS = " \n\r\t,;[]"
 # The keys that an object of a call may begin with.
-_KEYS = ("name", "arguments", "parameters", "type", "function", "id")
+_KEYS = ("name", "arguments", "parameters", "type", "function", "id", "tool_name", "tool_call_id")
 _FIRST_KEY = re.compile(r'\s*\{\s*"([^"]*)"')
-# White space before a tag, and the beginning of a tag, at the end of a text.
-_HELD = re.compile(
-    r"\s*(?:" + "|".join(re.escape(_OPEN[:end]) for end in range(len(_OPEN) - 1, 0, -1)) + r")?\Z"
+_NAME_AND_JSON = re.compile(
+    r"(?:function<｜tool▁sep｜>)?(?:functions\.)?(?P<name>[\w.-]+)(?::\d+)?\s*"
+    r"(?:\[CALL_ID\]\s*\w+\s*)?(?:(?:\[ARGS\]|<｜tool▁sep｜>|<\|tool_call_argument_begin\|>"
+    r"|```(?:json)?)\s*)*(?=\{)"
 )
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)", re.DOTALL)
 _DECODER = json.JSONDecoder()
 _LETTERS = string.ascii_letters + string.digits
+_CONSTANTS = {"true": True, "false": False, "null": None}
+# Longest call in Python's form. Unit: characters.
+_LONGEST_PYTHON = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -42,118 +88,303 @@ class Call:
     """9 letters and digits: templates of Mistral's models take no other."""
 
 
+@dataclass(frozen=True)
+class Reasoning:
+    """What a model thought."""
+
+    text: str
+
+
+Part = str | Call | Reasoning
+"""A part of an answer."""
+
+
+def undecided(text: str, marks: tuple[str, ...]) -> int:
+    """Length of the longest end of a text that may begin a mark."""
+    longest = min(len(text), max(map(len, marks)) - 1)
+    return next(
+        (n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0
+    )
+
+
 class CallParser:
     """Separates calls from the other text, while it streams.
 
-    A call is reported when it is complete. Text that turns out to be no call is passed on.
+    A call is reported when it is complete. Text that turns out to be no call is passed on, without
+    the marks that are special tokens (`special`).
     """
 
-    def __init__(self, use: ToolUse) -> None:
+    def __init__(self, use: ToolUse, special: frozenset[str] = frozenset()) -> None:
         self._use = use
+        self._special = special
         self._left = ""
+        self._mark = ""
+        self._space = ""  # before the mark
         # "all": no calls are looked for; "named": the text is arguments; "start": before the first
-        # character; "text"; "tag" and "json": among calls.
+        # character; "text"; "block" and "json": among calls.
         self._state = {"none": "all", "named": "named"}.get(use.mode, "start")
         self.calls = 0
         """Number of calls so far."""
 
-    def push(self, text: str) -> list[str | Call]:
+    def push(self, text: str) -> list[Part]:
         """The parts that became final with more text, in order."""
         if self._state == "all":
             return [text] if text else []
         self._left += text
-        return list(self._read())
+        return [] if self._state == "named" else list(self._read())
 
-    def flush(self) -> list[str | Call]:
+    def flush(self) -> list[Part]:
         """The rest, when no text follows."""
         if self._state == "named":
-            return [self._made(self._use.name, self._left)]
+            return [self.made(self._use.name, self._left)]
         parts = list(self._read())
-        rest = self._left
-        if self._state == "tag":
-            parts += self._objects()
-            rest = _OPEN + self._left if self._left.strip(_SEPARATORS) else ""
+        if self._state == "block":
+            parts += self._block(self._left, "")
+            self._left = ""
+        elif self._state == "json" and not self.calls:
+            parts += self._reported(_in_python(self._left, self._use))
+            self._left = "" if self.calls else self._left
+        rest, self._left = self._left, ""
         if rest.strip(_SEPARATORS) or (rest and not self.calls):
             parts.append(rest)
-        self._left = ""
         return parts
 
-    def _read(self) -> Iterator[str | Call]:
-        if self._state == "named":
-            return
+    def made(self, name: str, arguments: str) -> Call:
+        """A call that is counted."""
+        self.calls += 1
+        return Call(name, arguments)
+
+    def _read(self) -> Iterator[Part]:
         if self._state == "start":
             stripped = self._left.lstrip()
-            if not stripped:
+            if not stripped or (
+                len(stripped) < len(_FUNCTOOLS) and _FUNCTOOLS.startswith(stripped)
+            ):
                 return
             self._state = "json" if stripped[0] in "[{" else "text"
+            if stripped.startswith(_FUNCTOOLS):
+                self._state, self._mark, self._left = "block", "functools", stripped[9:]
         if self._state == "json":
             yield from self._objects()
             if self.calls or self._may_be_call():
                 return
             self._state = "text"  # JSON that is no call
-        yield from self._text()
+        while self._state == "text" or self._ends():
+            if self._state == "block":
+                inside, end, self._left = self._split()
+                self._state = "text"
+                yield from self._block(inside, end)
+                continue
+            found = _MARK.search(self._left)
+            if found is None:
+                end_of_text = len(self._left) - undecided(self._left, _OPENING)
+                text = self._left[:end_of_text].rstrip()
+                self._left = self._left[len(text) :]
+                if text:
+                    yield text
+                return
+            before, self._left = self._left[: found.start()], self._left[found.end() :]
+            if found[0] in _STRAY and not self.calls:
+                yield before + found[0]
+                continue
+            if text := before.rstrip():
+                yield text
+            self._space = before[len(text) :]
+            if found[0] in _BLOCKS:
+                self._state, self._mark = "block", found[0]
 
-    def _text(self) -> Iterator[str | Call]:
-        while True:
-            if self._state == "text":
-                before, tag, after = self._left.partition(_OPEN)
-                if not tag:
-                    held = _HELD.search(before)
-                    end = held.start() if held else len(before)
-                    self._left = before[end:]
-                    if end:
-                        yield before[:end]
-                    return
-                if before.strip():
-                    yield before.rstrip()
-                self._state, self._left = "tag", after
-            inside, tag, after = self._left.partition(_CLOSE)
-            if not tag:
-                return
-            self._left = inside
-            yield from self._objects()
-            if self._left.strip(_SEPARATORS):
-                yield f"{_OPEN}{self._left}{_CLOSE}"
-            self._state, self._left = "text", after
+    def _ends(self) -> bool:
+        """Whether the open block is complete."""
+        end = _BLOCKS.get(self._mark, "")
+        return bool(end in self._left if end else _MARK.search(self._left))
 
-    def _objects(self) -> Iterator[Call]:
-        """Takes complete objects of calls off the front."""
-        while True:
-            rest = self._left.lstrip(_SEPARATORS)
-            try:
-                value, end = _DECODER.raw_decode(rest)
-            except (ValueError, RecursionError):
-                return
-            call = self._call(value)
-            if call is None:
-                return
-            self._left = rest[end:]
+    def _split(self) -> tuple[str, str, str]:
+        """The open block, the mark that ends it, and the text behind."""
+        if end := _BLOCKS.get(self._mark, ""):
+            return self._left.partition(end)
+        found = _MARK.search(self._left)
+        at = found.start() if found else len(self._left)
+        return self._left[:at], "", self._left[at:]
+
+    def _block(self, inside: str, end: str) -> Iterator[Part]:
+        """The calls of a block, or its text if it has none."""
+        whole = self._mark + inside + end
+        calls, rest = _calls_in(whole if self._mark == "<function=" else inside, self._use)
+        yield from self._reported(calls)
+        if rest.strip(_SEPARATORS):
+            text = self._mark + rest + end if calls else self._space + whole
+            for mark in self._special:
+                text = text.replace(mark, "")
+            if text:
+                yield text
+
+    def _reported(self, calls: list[tuple[str, str]]) -> Iterator[Part]:
+        for name, arguments in calls:
             if self.calls == 0 or self._use.parallel:
-                yield self._made(*call)
+                yield self.made(name, arguments)
 
-    def _call(self, value: Any) -> tuple[str, str] | None:
-        """Name and arguments of an object; None if it is no call."""
-        if isinstance(value, dict) and isinstance(value.get("function"), dict):
-            value = value["function"]
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            return None
-        if self._state == "json" and value["name"] not in self._use.names:
-            return None  # without a tag, an object with a name may be an answer
-        arguments = value.get("arguments", value.get("parameters", {}))
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        return value["name"], arguments
-
-    def _made(self, name: str, arguments: str) -> Call:
-        self.calls += 1
-        return Call(name, arguments)
+    def _objects(self) -> Iterator[Part]:
+        """Takes complete objects of calls off the front of a text without marks."""
+        calls, self._left = _objects_in(self._left, self._use.names, only_known=True)
+        yield from self._reported(calls)
 
     def _may_be_call(self) -> bool:
         """Whether text that begins like JSON may still become a call."""
         rest = self._left.lstrip(_SEPARATORS)
+        for name in self._use.names:
+            called = f"{name}("
+            if rest and (called.startswith(rest) or rest.startswith(called)):
+                return self._left.lstrip().startswith("[")
         try:
             _DECODER.raw_decode(rest)
         except (ValueError, RecursionError):
             key = _FIRST_KEY.match(rest)
             return not rest or (rest[0] == "{" and (key is None or key[1] in _KEYS))
         return False
+
+
+def _calls_in(text: str, use: ToolUse) -> tuple[list[tuple[str, str]], str]:
+    """Names and arguments of the calls in a block, and the text that is none."""
+    text = text.replace("<|plugin|>", "")
+    calls, rest = _objects_in(text, use.names, only_known=False)
+    if calls or not rest.strip(_SEPARATORS):
+        return calls, rest
+    inner = [part for part in re.split(r"</?tool_call>", text) if part.strip()]
+    if len(inner) > 1 or "<tool_call>" in text:
+        parts = [_calls_in(part, use) for part in inner]
+        return [call for part, _ in parts for call in part], "".join(rest for _, rest in parts)
+    if "<function=" in text:
+        for name, body in _FUNCTION.findall(text):
+            calls.append((name.strip(), _function_arguments(name.strip(), body, use)))
+        return calls, "" if calls else text
+    if "<arg_key>" in text:
+        name = text.partition("<arg_key>")[0].strip()
+        return [(name, _typed(name, dict(_PAIR.findall(text)), use))], ""
+    if found := _named_objects_in(text):
+        return found, ""
+    calls = _in_python(text, use)
+    return calls, "" if calls else text
+
+
+def _objects_in(
+    text: str, names: frozenset[str], *, only_known: bool
+) -> tuple[list[tuple[str, str]], str]:
+    """Calls that are JSON at the front of a text, and the rest. Without a mark, an object with
+    another name than a tool's may be an answer (`only_known`)."""
+    calls: list[tuple[str, str]] = []
+    while True:
+        rest = text.lstrip(_SEPARATORS)
+        try:
+            value, end = _DECODER.raw_decode(rest)
+        except (ValueError, RecursionError):
+            return calls, text
+        call = _as_call(value, names)
+        if call is None or (only_known and call[0] not in names):
+            return calls, text
+        calls.append(call)
+        text = rest[end:]
+
+
+def _as_call(value: Any, names: frozenset[str]) -> tuple[str, str] | None:
+    """Name and arguments of an object; None if it is no call."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict):
+        return None
+    name = value.get("name", value.get("tool_name"))
+    if isinstance(name, str):
+        arguments = value.get("arguments", value.get("parameters", {}))
+    elif len(value) == 1 and names.issuperset(value):
+        ((name, arguments),) = value.items()
+    else:
+        return None
+    return name, arguments if isinstance(arguments, str) else _as_json(arguments)
+
+
+def _named_objects_in(text: str) -> list[tuple[str, str]]:
+    """Calls that are a name and JSON; empty if something else is there."""
+    calls = []
+    rest = text.strip(_SEPARATORS)
+    while rest:
+        found = _NAME_AND_JSON.match(rest)
+        if found is None:
+            return []
+        try:
+            value, end = _DECODER.raw_decode(rest, found.end())
+        except (ValueError, RecursionError):
+            return []
+        calls.append((found["name"], _as_json(value)))
+        rest = rest[end:].strip(_SEPARATORS).removeprefix("```").strip(_SEPARATORS)
+    return calls
+
+
+def _function_arguments(name: str, body: str, use: ToolUse) -> str:
+    """Arguments in tags, or JSON."""
+    if not _PARAMETER.search(body):
+        try:
+            return _as_json(json.loads(body)) if body.strip() else "{}"
+        except (ValueError, RecursionError):
+            return "{}"
+    pairs = {key.strip(): value for key, value in _PARAMETER.findall(body)}
+    # A value is on lines of its own.
+    lines = {key: value.removeprefix("\n").removesuffix("\n") for key, value in pairs.items()}
+    return _typed(name, lines, use)
+
+
+def _typed(name: str, pairs: Mapping[str, str], use: ToolUse) -> str:
+    """Arguments as JSON. A value that is no JSON, or that the function takes as text, is text."""
+    schemas = [
+        tool.function.parameters.get("properties")
+        for tool in use.tools
+        if tool.function.name == name
+    ]
+    known: Any = schemas[0] if schemas and isinstance(schemas[0], dict) else {}
+    values: dict[str, Any] = {}
+    for key, text in pairs.items():
+        schema = known.get(key)
+        if isinstance(schema, dict) and schema.get("type") == "string":
+            values[key] = text
+            continue
+        try:
+            values[key] = json.loads(text)
+        except (ValueError, RecursionError):
+            values[key] = text
+    return _as_json(values)
+
+
+def _in_python(text: str, use: ToolUse) -> list[tuple[str, str]]:
+    """Calls of tools in Python's form, `[f(a=1), g()]`; empty if it is something else."""
+    text = text.strip().rstrip(";")
+    if len(text) > _LONGEST_PYTHON or not any(name in text for name in use.names):
+        return []
+    try:
+        calls = []
+        for line in ast.parse(text).body:
+            value = line.value if isinstance(line, ast.Expr) else None
+            nodes = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+            calls += [_python_call(node) for node in nodes]
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return []
+    return calls if all(name in use.names for name, _ in calls) else []
+
+
+def _python_call(node: ast.expr | None) -> tuple[str, str]:
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("no call with named arguments")
+    name = ast.unparse(node.func).removesuffix(".call")
+    values = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("no named argument")
+        value = keyword.value
+        constant = isinstance(value, ast.Name) and value.id in _CONSTANTS
+        values[keyword.arg] = (
+            _CONSTANTS[value.id]
+            if constant and isinstance(value, ast.Name)
+            else ast.literal_eval(value)
+        )
+    return name, _as_json(values)
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -18,10 +18,11 @@ from aiohttp import web
 from paceline.client import Chunk, Detokenizer, GenerationResult, Stats, TextCodec, TokenLogprob
 
 from .admission import Place
+from .channels import AnswerParser, parser_of
 from .errors import from_error
 from .generation import GenerationJob, TextEvent
 from .requests import CompletionRequest, ToolUse
-from .tool_calls import Call, CallParser
+from .tool_calls import Call, Part, Reasoning
 
 FAILED = web.RequestKey("failed", int)
 """HTTP status of the error that ended a request's stream."""
@@ -244,14 +245,17 @@ class ChatWriter(ChoicesWriter):
     def __init__(self, job: GenerationJob, use: ToolUse) -> None:
         super().__init__(job)
         self._use = use
-        self._parsers: dict[int, CallParser] = {}
+        self._parsers: dict[int, AnswerParser] = {}
 
     def _choice(self, index: int, text: GeneratedText, result: GenerationResult) -> Json:
-        parser = CallParser(self._use)
+        parser = parser_of(self._use, self._job.marks)
         parts = parser.push(result.text) + parser.flush()
         content = "".join(part for part in parts if isinstance(part, str))
         calls = [_call(part) for part in parts if isinstance(part, Call)]
+        thoughts = "".join(part.text for part in parts if isinstance(part, Reasoning))
         message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if thoughts:
+            message["reasoning_content"] = thoughts
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
         return {
@@ -261,14 +265,18 @@ class ChatWriter(ChoicesWriter):
         }
 
     def opening(self, index: int, prompt_logprobs: Sequence[TokenLogprob]) -> list[Json]:
-        self._parsers[index] = CallParser(self._use)
+        self._parsers[index] = parser_of(self._use, self._job.marks)
         return [self._event(index, {"delta": {"role": "assistant", "content": ""}})]
 
     def chunk(self, index: int, chunk: Chunk) -> list[Json]:
-        """An event for each part of the text; the first has the log-probabilities."""
-        parts = self._parsers[index].push(chunk.text)
-        first, *others = self._deltas(index, parts) or [{"content": ""}]
-        event = self._event(index, {"delta": first}, self._logprobs(chunk.logprobs))
+        """An event for each part of the text; the first has the log-probabilities. There is none
+        for a text that is held back, such as a call that is not complete."""
+        deltas = self._deltas(index, self._parsers[index].push(chunk.text))
+        logprobs = self._logprobs(chunk.logprobs)
+        if not (deltas or logprobs or self._job.stream_options.include_rounds):
+            return []
+        first, *others = deltas or [{}]
+        event = self._event(index, {"delta": first}, logprobs)
         rest = [self._event(index, {"delta": delta}) for delta in others]
         return [self._with_round(event, chunk), *rest]
 
@@ -281,12 +289,14 @@ class ChatWriter(ChoicesWriter):
         reason = _reason(result, parser)
         return [*events, self._last_event(index, {"delta": {}}, reason, result.seed)]
 
-    def _deltas(self, index: int, parts: Sequence[str | Call]) -> list[Json]:
+    def _deltas(self, index: int, parts: Sequence[Part]) -> list[Json]:
         number = self._parsers[index].calls - sum(isinstance(part, Call) for part in parts)
         deltas: list[Json] = []
         for part in parts:
             if isinstance(part, str):
                 deltas.append({"content": part})
+            elif isinstance(part, Reasoning):
+                deltas.append({"reasoning_content": part.text})
             else:
                 deltas.append({"tool_calls": [{"index": number, **_call(part)}]})
                 number += 1
@@ -301,7 +311,7 @@ def _call(call: Call) -> Json:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _reason(result: GenerationResult, parser: CallParser) -> str:
+def _reason(result: GenerationResult, parser: AnswerParser) -> str:
     return "tool_calls" if parser.calls and result.finish_reason == "stop" else result.finish_reason
 
 
@@ -383,8 +393,8 @@ class WholeResponse:
 class EventStream:
     """Sends `count` texts as server-sent events. An error after the first of them is an event too.
 
-    After each `keep_alive_seconds` before the first token a comment is sent, so that proxies keep
-    the connection during a long prefill.
+    After each `keep_alive_seconds` without an event a comment is sent, so that proxies keep the
+    connection during a long prefill, or a long call of a function.
     """
 
     def __init__(
@@ -399,7 +409,7 @@ class EventStream:
         self._keep_alive_seconds = keep_alive_seconds
         self._results: list[GenerationResult | None] = [None] * count
         self._opened = set[int]()
-        self._begun = asyncio.Event()
+        self._sent = asyncio.Event()
         self._sending = asyncio.Lock()
         self._response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -407,7 +417,6 @@ class EventStream:
 
     async def receive(self, event: TextEvent) -> None:
         """Sends a part of a text. Raises ConnectionResetError if the caller is gone."""
-        await self._begin()
         events = []
         if event.index not in self._opened:
             self._opened.add(event.index)
@@ -419,18 +428,19 @@ class EventStream:
         if event.result is not None:
             self._results[event.index] = event.result
             events += self._writer.ending(event.index, event.result)
-        await self._send(_as_sse(events))
+        if events:
+            await self._send(_as_sse(events))
 
     async def send(self, texts: Coroutine[Any, Any, None]) -> web.StreamResponse:
         """Runs `texts`, which calls `receive`, and ends the stream."""
-        self._quiet = asyncio.create_task(self._keep_alive())
+        quiet = asyncio.create_task(self._keep_alive())
         try:
             await texts
             total = self._writer.total([result for result in self._results if result is not None])
             await self._send(_as_sse(total) + self._writer.last)
         except Exception as error:
-            with suppress(ConnectionResetError):
-                await self._begin()
+            async with self._sending:
+                quiet.cancel()
             if not self._response.prepared:
                 raise
             if not isinstance(error, ConnectionResetError):
@@ -438,25 +448,23 @@ class EventStream:
                 self._request[FAILED] = failure.status
                 await self._send(_as_sse([failure.body]))
         finally:
-            self._quiet.cancel()
+            quiet.cancel()
         return self._response
 
-    async def _begin(self) -> None:
-        """Ends the comments."""
-        self._begun.set()
-        await self._quiet
-
     async def _keep_alive(self) -> None:
-        while not self._begun.is_set():
-            try:
-                async with asyncio.timeout(self._keep_alive_seconds):
-                    await self._begun.wait()
-            except TimeoutError:
-                await self._send(b": keep-alive\n\n")
+        with suppress(ConnectionResetError):  # which cancels the request
+            while True:
+                self._sent.clear()
+                try:
+                    async with asyncio.timeout(self._keep_alive_seconds):
+                        await self._sent.wait()
+                except TimeoutError:
+                    await self._send(b": keep-alive\n\n")
 
     async def _send(self, content: bytes) -> None:
         async with self._sending:  # of several texts, the first one prepares the response
             await _send(self._request, self._response, content)
+        self._sent.set()
 
 
 def _as_sse(events: Sequence[Json]) -> bytes:
