@@ -283,6 +283,17 @@ async def test_the_end_of_the_socket_is_the_end_of_the_connection() -> None:
         assert list((await text.round()).tree.tokens)[:2] == [8, 9]
 
 
+@pytest.mark.parametrize("carrier", CARRIERS)
+async def test_a_close_of_what_is_not_open_is_ignored(carrier: str) -> None:
+    """Also of what the same message opens: then it is not open after it."""
+    async with drafting("ngram", carrier=carrier) as service:
+        _, both = service.peer.text([1])
+        await service.peer.send(exchange_pb2.JoinResponse(closed=[1, 7, 2**63], open=[both]))
+        text = await service.open(TEXT)
+        assert list((await text.round()).tree.tokens)[:2] == [8, 9]
+        assert len(service.verifier.peers) == 1, "the connection goes on"
+
+
 OPEN = exchange_pb2.OpenSequence(sequence=1, tokens=[1], prompt_length=1)
 ROUND = exchange_pb2.DraftRound(sequence=1, round=1, node_budget=4, max_depth=4, total_length=1)
 
@@ -293,7 +304,6 @@ ROUND = exchange_pb2.DraftRound(sequence=1, round=1, node_budget=4, max_depth=4,
     [
         ({"rounds": [exchange_pb2.DraftRound(sequence=7)]}, "UNKNOWN_SEQUENCE"),
         ({"rounds": [exchange_pb2.DraftRound()]}, "UNKNOWN_SEQUENCE"),
-        ({"closed": [7]}, "UNKNOWN_SEQUENCE"),
         ({"open": [OPEN, OPEN]}, "UNKNOWN_SEQUENCE"),
         ({"open": [exchange_pb2.OpenSequence(tokens=[1])]}, "UNKNOWN_SEQUENCE"),
         ({"open": [OPEN], "rounds": [ROUND, ROUND]}, "ROUND_IN_PROGRESS"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -29,6 +30,7 @@ class Toy:
     """
 
     service_names = (NAME, "paceline.v1.KvExchangeService")
+    message_bytes: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, diary: Path | None = None) -> None:
         self.gate = Gate()

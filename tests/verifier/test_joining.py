@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import threading
@@ -28,10 +29,11 @@ from verifier_support import (
     until,
 )
 
-from paceline.service import OptionsError
-from paceline.service.exchange import MAX_FRAME_BYTES, request_files
+from paceline.service import OptionsError, ServiceError, limits
+from paceline.service.exchange import request_files
 from paceline.tree import TokenTree
 from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc, verifier_pb2
+from paceline.verifier.rpc import exchange
 
 PROMPT = [3, 1, 4, 1, 5]
 FIELDS: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
@@ -249,6 +251,86 @@ async def test_a_socket_without_the_token_is_closed(client: Client) -> None:
     await until(lambda: not client.service.joined())
 
 
+async def test_connections_that_say_nothing(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Are closed when others come, however many they are; a service joins beside them."""
+    path = await socket_path(client)
+    silent = [await asyncio.open_unix_connection(path) for _ in range(2 * limits.HANDSHAKES)]
+    await client.drafter_service.join()
+    assert len(client.service._exchange._handshakes) <= limits.HANDSHAKES
+    for reader, _ in silent[: limits.HANDSHAKES - 1]:
+        assert await asyncio.wait_for(reader.read(), 60) == b""
+    for _, writer in silent:
+        writer.close()
+
+
+async def test_services_join_after_any_error_of_accept(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as too many open files: then the oldest silent connection makes room."""
+    path = await socket_path(client)
+    reader, writer = await asyncio.open_unix_connection(path)
+    await until(lambda: bool(client.service._exchange._handshakes))
+    loop = asyncio.get_running_loop()
+    accept = loop.sock_accept
+    errors = [OSError(errno.EMFILE, "files"), OSError(errno.ECONNABORTED, "aborted")]
+
+    async def failing(listener: socket.socket) -> Any:
+        if errors:
+            raise errors.pop(0)
+        return await accept(listener)
+
+    monkeypatch.setattr(loop, "sock_accept", failing)
+    _, other = await asyncio.open_unix_connection(path)  # ends the wait of the real one
+    assert await asyncio.wait_for(reader.read(), 60) == b""
+    await client.drafter_service.join()
+    assert not errors
+    writer.close()
+    other.close()
+
+
+async def test_a_user_that_is_not_known_cannot_connect(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless calls need a token, which it then has."""
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    monkeypatch.setattr(exchange, "_ROOT", 54321)
+    path = await socket_path(client)
+    reader, writer = await asyncio.open_unix_connection(path)
+    assert await asyncio.wait_for(reader.read(), limits.HANDSHAKE_SECONDS / 2) == b""
+    monkeypatch.setattr(client.service._exchange, "_needs_token", True)
+    await client.drafter_service.join()
+    writer.close()
+
+
+async def test_a_name_is_not_taken_from_a_known_service(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = client.drafter_service
+    await service.join()
+    servicer = client.service._exchange
+    with pytest.raises(ServiceError, match="offers the drafter 'test'") as raised:
+        servicer._check_names(exchange_pb2.DrafterList(drafters=service.infos[:1]), known=False)
+    assert raised.value.reason == "NAME_TAKEN"
+    servicer._check_names(exchange_pb2.DrafterList(drafters=service.infos[:1]), known=True)
+    other = exchange_pb2.DrafterList(drafters=[service.info("0", name="another")])
+    servicer._check_names(other, known=False)
+    servicer._links[0].known = False
+    servicer._check_names(exchange_pb2.DrafterList(drafters=service.infos[:1]), known=True)
+    assert (await service.error())[1] == "NAME_TAKEN", "a known one takes it over"
+
+
+async def socket_path(client: Client) -> str:
+    """Of the verifier, as Linux names it."""
+    call = exchange_pb2_grpc.DraftExchangeServiceStub(client.channel).Join()
+    await call.write(exchange_pb2.JoinRequest(drafters=exchange_pb2.DrafterList()))
+    joined = (await call.read()).joined
+    call.cancel()
+    path: str = joined.socket_path.replace("@", "\0", 1)
+    return path
+
+
 async def test_a_socket_with_a_path(model: Path, tmp_path: Path) -> None:
     """Which replaces that of a verifier that was killed, and no other one."""
     path = tmp_path / "exchange"
@@ -289,8 +371,11 @@ VIOLATIONS: list[tuple[dict[str, Any] | bytes, str]] = [
     (tree_for(1, 0), "WRONG_ROUND"),
     (tree_for(1, 2), "WRONG_ROUND"),
     ({"trees": [*tree_for(1, 1)["trees"]] * 2}, "WRONG_ROUND"),
+    (opened_for(1), "OPENED_TWICE"),
+    ({}, "EMPTY_MESSAGE"),
+    (b"\0\0\0\0" * 5_000, "EMPTY_MESSAGE"),
     (b"\x04\0\0\0\xff\xff\xff\xff", "BAD_MESSAGE"),
-    ((MAX_FRAME_BYTES + 1).to_bytes(4, "little"), "DRAFTER_GONE"),
+    ((limits.FRAME_BYTES + 1).to_bytes(4, "little"), "DRAFTER_GONE"),
 ]
 CASES = [
     (*case, socket) for case in VIOLATIONS for socket in (True, False)

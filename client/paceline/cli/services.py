@@ -93,7 +93,9 @@ def _build_verifier(args: argparse.Namespace, metrics: CollectorRegistry | None)
 
     given = given_options(args, VerifierOptions)
     given.setdefault("model_name", name_of(args.target))
-    return build_service(args.target, threads=args.threads, metrics=metrics, **given)
+    needs_token = read_token(args.token_file) is not None
+    common = {"threads": args.threads, "metrics": metrics, "needs_token": needs_token}
+    return build_service(args.target, **common, **given)
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,15 @@ import os
 import select
 import socket
 import struct
+import sys
 from contextlib import suppress
 
-MAX_FRAME_BYTES = 64 << 20
-"""Longest message. A peer that sends a longer one is disconnected. Unit: bytes."""
-
-MAX_UNSENT_BYTES = 256 << 20
-"""Maximum size of what waits for a peer that does not read; then it is cut off. Unit: bytes."""
+from paceline.service import limits
 
 _MAX_WAIT = 3600.0
 """Longest wait with a limit: the kernel counts in milliseconds of 32 bits. Unit: seconds."""
 
 _LENGTH = struct.Struct("<I")
-_READ_BYTES = 1 << 18
 
 
 def socket_address(path: str) -> str:
@@ -56,10 +52,12 @@ class FramedSocket:
     No call blocks: what the kernel does not take is sent by later calls of :meth:`flush`.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        """Take over a connected socket."""
+    def __init__(self, connection: socket.socket, longest: int) -> None:
+        """Take over a connected socket. A peer that sends a message of more than ``longest`` bytes
+        is disconnected."""
         connection.setblocking(False)
         self._socket = connection
+        self._longest = longest
         self._unsent = bytearray()
         self._received = bytearray()
 
@@ -78,7 +76,7 @@ class FramedSocket:
         self._unsent += _LENGTH.pack(len(message))
         self._unsent += message
         self.flush()
-        if len(self._unsent) > MAX_UNSENT_BYTES:
+        if len(self._unsent) > limits.UNSENT_BYTES:
             raise PeerGone(f"the peer does not read: {len(self._unsent)} bytes wait for it")
 
     def flush(self) -> None:
@@ -92,29 +90,34 @@ class FramedSocket:
                 raise PeerGone(f"the connection broke: {error}") from error
             del self._unsent[:sent]
 
-    def receive(self) -> list[bytes]:
-        """The messages that have come, without a wait. Raises ``PeerGone``: the connection is
-        closed, or a message is too long."""
+    @property
+    def has_message(self) -> bool:
+        """Whether a whole message was read and not received, or one that is too long."""
+        length = self._next_length()
+        if length is None:
+            return False
+        return length > self._longest or len(self._received) >= _LENGTH.size + length
+
+    def receive(self, most: int = sys.maxsize) -> list[bytes]:
+        """The messages that have come, at most so many, by one read and without a wait. Others are
+        there at the next call: see ``has_message``. Raises ``PeerGone``: the connection is closed,
+        or a message is too long."""
         ended = False
-        while True:
+        if not self.has_message:
             try:
-                part = self._socket.recv(_READ_BYTES)
+                part = self._socket.recv(limits.READ_BYTES)
+                self._received += part
+                ended = not part
             except BlockingIOError:
-                break
+                pass
             except OSError as error:
                 raise PeerGone(f"the connection broke: {error}") from error
-            if not part:
-                ended = True
-                break
-            self._received += part
-            if len(part) < _READ_BYTES:
-                break
-        messages, start = [], 0
-        while len(self._received) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._received, start)
-            if length > MAX_FRAME_BYTES:
+        messages: list[bytes] = []
+        start = 0
+        while len(messages) < most and (length := self._next_length(start)) is not None:
+            if length > self._longest:
                 raise PeerGone(
-                    f"the peer sent a message of {length} bytes, expected at most {MAX_FRAME_BYTES}"
+                    f"the peer sent a message of {length} bytes, expected at most {self._longest}"
                 )
             end = start + _LENGTH.size + length
             if len(self._received) < end:
@@ -125,6 +128,13 @@ class FramedSocket:
         if ended and not messages:
             raise PeerGone("the peer closed the connection")
         return messages
+
+    def _next_length(self, start: int = 0) -> int | None:
+        """Length of the message that begins at a place of what was read."""
+        if len(self._received) - start < _LENGTH.size:
+            return None
+        length: int = _LENGTH.unpack_from(self._received, start)[0]
+        return length
 
     def close(self) -> None:
         """Close the socket."""

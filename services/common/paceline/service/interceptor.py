@@ -14,14 +14,17 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Itera
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf import any_pb2
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from paceline.service import limits
+from paceline.service.messages import MessageTooLarge, parse
 from paceline.service.options import OptionsError, ServerOptions
 from paceline.telemetry.names import Attribute
 from paceline.telemetry.tracing import Attributes, annotate, server_attributes, server_span
@@ -304,12 +307,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(
-        self, token: str | None, on_end: OnEnd | None = None, tracer: Tracer | None = None
+        self,
+        token: str | None,
+        on_end: OnEnd | None = None,
+        tracer: Tracer | None = None,
+        longest: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Make an interceptor. A token is required of callers, if there is one; `on_end` is called
         when a call has ended; `tracer` makes spans of unary calls with a traceparent in their
-        metadata (messages of streams have their own)."""
+        metadata (messages of streams have their own). `longest` has the longest requests of methods
+        ("/package.Service/Method") that have others than `limits.MESSAGE_BYTES`. Unit: bytes."""
         self._token = token
+        self._longest = longest
         self._on_end = on_end
         self._tracer = tracer
         self.address = ""
@@ -340,7 +349,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return self._wrapped(method, handler)
 
     def _wrapped(self, method: str, handler: Any) -> grpc.RpcMethodHandler:
-        decode: Deserializer = _decoder(handler.request_deserializer)
+        longest = self._longest.get(method, limits.MESSAGE_BYTES)
+        decode: Deserializer = _decoder(handler.request_deserializer, longest)
         kind = "_".join(
             "stream" if streaming else "unary"
             for streaming in (handler.request_streaming, handler.response_streaming)
@@ -438,13 +448,21 @@ async def _send(outcome: Any, context: Any) -> None:
             await context.write(response)
 
 
-def _decoder(deserializer: Deserializer | None) -> Deserializer:
+def _decoder(deserializer: Deserializer | None, longest: int) -> Deserializer:
     if deserializer is None:
         return lambda raw: raw
+    # The generated code has the bound method of a message's class, others any function.
+    kind = getattr(deserializer, "__self__", None)
 
     def decode(raw: bytes) -> Any:
         try:
+            if isinstance(kind, type) and issubclass(kind, Message):
+                return parse(kind, raw, longest)
             return deserializer(raw)
+        except MessageTooLarge as error:
+            raise ServiceError.invalid_argument(
+                "MESSAGE_TOO_LARGE", f"{error}; send less in one request"
+            ) from error
         except DecodeError as error:
             raise ServiceError.invalid_argument(
                 "MALFORMED_MESSAGE",

@@ -1,7 +1,7 @@
 """What callers and peers can use at most: the one table of limits that no option sets.
 
 Sampling parameters have theirs in :mod:`paceline.sampling`, options theirs where they are defined.
-Imports nothing.
+Imports nothing of the project.
 """
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -16,9 +16,10 @@ VERIFIER_FRAME_BYTES = 64 * MIB
 TOKEN_BYTES = 5
 """Of a token id in a message, at most."""
 UNCOUNTED_BYTES = 64 * KIB
-"""In a longer message the parts are counted before it is parsed."""
-MESSAGE_PARTS = 1 << 16
-"""Most messages within a message. An empty one takes two bytes there, and hundreds in memory."""
+"""In a longer message the fields are counted before it is parsed."""
+MESSAGE_FIELDS = 1 << 16
+"""Most fields of a message and those within it; an array is one. A message within it takes two
+bytes there if it is empty, and hundreds in memory."""
 
 # What waits for a peer that does not read, which is then disconnected.
 UNSENT_BYTES = 256 * MIB

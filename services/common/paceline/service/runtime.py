@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import grpc
 
+from paceline.service import limits
 from paceline.service.interceptor import (
     CallInterceptor,
     OnEnd,
@@ -34,6 +35,7 @@ from paceline.service.interceptor import (
     server_credentials,
 )
 from paceline.service.options import OptionsError, ServerOptions
+from paceline.service.tasks import keep_running
 from paceline.telemetry.tracing import tracer
 
 if TYPE_CHECKING:
@@ -236,8 +238,6 @@ KEEPALIVE_SECONDS = 30.0
 KEEPALIVE_TIMEOUT_SECONDS = 10.0
 FILES_SECONDS = 1.0
 """Time between two checks whether files can be opened."""
-MIN_FILES = 8
-"""With fewer files to open, a service takes no request: health says so."""
 MIN_PING_SECONDS = 5.0
 """Clients may ping this often, with and without a call in flight."""
 
@@ -253,6 +253,11 @@ class Service(Protocol):
     @property
     def service_names(self) -> tuple[str, ...]:
         """Full names for health and reflection, such as "paceline.v1.VerifierService"."""
+
+    @property
+    def message_bytes(self) -> Mapping[str, int]:
+        """Longest requests of methods ("/package.Service/Method"), where that is not
+        `limits.MESSAGE_BYTES`. Unit: bytes."""
 
     def facts(self) -> Mapping[str, object]:
         """What the log says of it once it serves: models, device, memory."""
@@ -342,8 +347,11 @@ async def _serve(
     on_ready: Callable[[str], None] | None,
     stop: Stop,
 ) -> None:
-    interceptor = CallInterceptor(options.token, on_end, tracer())
-    server = grpc.aio.server(interceptors=[interceptor], options=_channel_arguments(options))
+    most = options.max_message_bytes
+    longest = {method: min(most, size) for method, size in service.message_bytes.items()}
+    interceptor = CallInterceptor(options.token, on_end, tracer(), longest)
+    arguments = _channel_arguments(options, max(limits.MESSAGE_BYTES, *longest.values(), 0))
+    server = grpc.aio.server(interceptors=[interceptor], options=arguments)
     service.register(server)
     health = await _add_health(server, service.service_names)
     address = interceptor.address = _bind(server, options, credentials)
@@ -352,7 +360,8 @@ async def _serve(
         logger.info("serving", extra={"address": address, **service.facts()})
         if on_ready is not None:
             on_ready(address)
-        watching = asyncio.create_task(_watch_files(health, service.service_names))
+        names = service.service_names
+        watching = keep_running("the watch on open files", lambda: _watch_files(health, names))
         try:
             await stop.unless(stop.soft, service.fault())
         finally:
@@ -386,7 +395,7 @@ def files_left() -> bool:
     """Whether this process may open some more files: connections, KV caches."""
     try:
         with ExitStack() as opened:
-            for _ in range(MIN_FILES):
+            for _ in range(limits.SPARE_FILES):
                 opened.enter_context(socket.socket())
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
@@ -468,11 +477,12 @@ def _bind(
     return f"{options.address.rpartition(':')[0]}:{port}"
 
 
-def _channel_arguments(options: ServerOptions) -> list[tuple[str, int]]:
+def _channel_arguments(options: ServerOptions, longest: int) -> list[tuple[str, int]]:
     return [
-        ("grpc.max_receive_message_length", options.max_message_bytes),
+        ("grpc.max_receive_message_length", min(longest, options.max_message_bytes)),
         ("grpc.max_send_message_length", options.max_message_bytes),
         ("grpc.max_concurrent_streams", options.max_concurrent_streams),
+        ("grpc.server_handshake_timeout_ms", limits.TRANSPORT_SECONDS * 1000),
         # Without this, a second server on the same port would take half of the calls.
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", round(KEEPALIVE_SECONDS * 1000)),

@@ -28,7 +28,7 @@ from paceline.drafter.session import (
     open_session,
 )
 from paceline.drafter.worker import DraftWorker, Job
-from paceline.service import ServiceError
+from paceline.service import ServiceError, limits
 from paceline.service.exchange import FramedSocket, PeerGone
 from paceline.telemetry.names import Attribute, Span
 from paceline.telemetry.tracing import Attributes, add_server_span
@@ -177,10 +177,13 @@ class Connection:
         if self._ended:
             return
         try:
-            for number in message.closed:
+            closed = set(message.closed)
+            for number in closed:
                 self._close(number)
             for opened in message.open:
                 self._open(opened)
+                if opened.sequence in closed:
+                    self._close(opened.sequence)
             for round_ in message.rounds:
                 self._round(round_, arrived)
         except ServiceError as error:
@@ -209,10 +212,12 @@ class Connection:
             return
         message, self._outgoing = self._outgoing, exchange_pb2.JoinRequest()
         if self._socket is None:
-            self._call_soon(self._write, message)
+            for part in _parts(message):
+                self._call_soon(self._write, part)
             return
         try:
-            self._socket.send(message.SerializeToString())
+            for part in _parts(message):
+                self._socket.send(part.SerializeToString())
             if self._socket.unsent:
                 self._watch(self._socket)
         except PeerGone as gone:
@@ -238,10 +243,9 @@ class Connection:
             self._close(number)
 
     def _close(self, number: int) -> None:
-        """The verifier, or the end of the connection, closes a sequence."""
-        sequence = self._find(number)
+        """The verifier, or the end of the connection, closes a sequence; none if it is not open."""
+        sequence = self.sequences.pop(number, None)
         if sequence is not None:
-            del self.sequences[number]
             seat, sequence.seat = sequence.seat, None
             if seat is not None:
                 self._unseat(seat)
@@ -551,6 +555,21 @@ class Connection:
                 raise
             raise _draft_failed(version, f"{type(error).__name__}: {error}") from error
         return _Seat(version, session, evict)
+
+
+def _parts(message: exchange_pb2.JoinRequest) -> list[exchange_pb2.JoinRequest]:
+    """A message, or several with its trees, none of them longer than a verifier takes."""
+    if message.ByteSize() <= limits.FRAME_BYTES:
+        return [message]
+    parts = [exchange_pb2.JoinRequest(opened=message.opened, refused=message.refused)]
+    size = parts[0].ByteSize()
+    for tree in message.trees:
+        size += tree.ByteSize() + 8
+        if size > limits.FRAME_BYTES:
+            parts.append(exchange_pb2.JoinRequest())
+            size = tree.ByteSize() + 8
+        parts[-1].trees.append(tree)
+    return parts
 
 
 def _draft_failed(version: Version, what: str) -> ServiceError:

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from paceline.drafter.connection import Connection, Parts
-from paceline.service import OptionsError, ServiceError
+from paceline.service import OptionsError, ServiceError, limits
 from paceline.service.exchange import FramedSocket, socket_address
 from paceline.tokens import TokenError
 from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc
@@ -34,9 +34,6 @@ FIRST_DELAY, MAX_DELAY = 0.1, 5.0
 
 MAX_VERIFIERS = 64
 """Maximum number of verifiers, those of JoinVerifier included."""
-
-MAX_UNSENT = 4096
-"""Maximum number of messages that wait for a verifier that does not read its stream."""
 
 _SOCKET_SECONDS = 1.0
 _ADDRESS = re.compile(r"unix:(/.+|\*)|[^\s:/]+:(\d+|\*)|\[[0-9a-fA-F:.]+\]:(\d+|\*)")
@@ -195,8 +192,8 @@ class _Verifier:
                 failed.set_exception(_Ended(why))
 
         def write(message: exchange_pb2.JoinRequest) -> None:
-            if outgoing.qsize() >= MAX_UNSENT:
-                fail(f"it does not read: {MAX_UNSENT} messages wait for it")
+            if outgoing.qsize() >= limits.UNSENT_MESSAGES:
+                fail(f"it does not read: {limits.UNSENT_MESSAGES} messages wait for it")
             else:
                 outgoing.put_nowait(message)
 
@@ -399,6 +396,6 @@ async def _open_socket(joined: exchange_pb2.Joined) -> FramedSocket | None:
         connection.close()
         logger.debug("using the gRPC stream: cannot open %s: %s", path, error)
         return None
-    framed = FramedSocket(connection)
+    framed = FramedSocket(connection, limits.VERIFIER_FRAME_BYTES)
     framed.send(joined.socket_token)
     return framed

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
@@ -128,6 +129,7 @@ class DrafterService:
     """
 
     service_names = ("paceline.v1.DrafterRegistryService",)
+    message_bytes: Mapping[str, int] = MappingProxyType({})
 
     def __init__(
         self, load: Sequence[DrafterSpec], parts: Parts, exchange: Exchange, device: str

@@ -11,7 +11,7 @@ from paceline.drafter.kv import KvNotShared
 from paceline.drafter.kv.exchange import KvExchange
 from paceline.drafter.methods.base import Drafter, GenerationInfo, Update, accepted_tokens
 from paceline.sampling import Sampling, rejects
-from paceline.service import ServiceError
+from paceline.service import ServiceError, limits
 from paceline.telemetry.names import Attribute, Span
 from paceline.telemetry.tracing import annotate, server_span
 from paceline.tree import TokenTree
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from paceline.drafter.kv.reader import KvReader, StateReader
     from paceline.drafter.registry import Version
-
-_MAX_NAME_CHARS = 256
 
 
 @dataclass
@@ -239,9 +237,9 @@ def check_open(
             "send the number of prompt tokens among them",
         )
     for field in ("drafter", "version"):
-        if len(getattr(message, field)) > _MAX_NAME_CHARS:
+        if len(getattr(message, field)) > limits.NAME_CHARS:
             raise ServiceError.invalid_argument(
-                "NAME_TOO_LONG", f"{field} is longer than {_MAX_NAME_CHARS} characters"
+                "NAME_TOO_LONG", f"{field} is longer than {limits.NAME_CHARS} characters"
             )
     _check_sampling(message.sampling, vocab_size)
 

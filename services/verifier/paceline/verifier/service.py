@@ -30,8 +30,9 @@ from paceline.decoder import (
     use_device,
 )
 from paceline.kernels import SamplingParams, choose_tokens
-from paceline.service import Gate
+from paceline.service import Gate, limits
 from paceline.service.runtime import available_memory, trim
+from paceline.service.tasks import keep_running
 from paceline.telemetry.tracing import tracer
 from paceline.v1 import exchange_pb2_grpc, kv_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from paceline.verifier.engine.engine import Engine
@@ -80,7 +81,12 @@ class VerifierService:
     )
 
     def __init__(
-        self, target: Path, options: VerifierOptions, metrics: CollectorRegistry | None = None
+        self,
+        target: Path,
+        options: VerifierOptions,
+        metrics: CollectorRegistry | None = None,
+        *,
+        needs_token: bool = False,
     ) -> None:
         """Load the model; see :func:`build_service`."""
         threads = options.threads or torch.get_num_threads()
@@ -158,7 +164,12 @@ class VerifierService:
         self._gate = Gate()
         self._follow_counts = FollowCounts()
         self._exchange = DraftExchangeServicer(
-            model.message, self.engine, self.store, options.draft_socket, self._weights
+            model.message,
+            self.engine,
+            self.store,
+            options.draft_socket,
+            self._weights,
+            needs_token=needs_token,
         )
         self._exchange.on_tapped = self._capture_taps
         self._captures: set[asyncio.Task[None]] = set()
@@ -215,6 +226,15 @@ class VerifierService:
         """The drafter services that have joined, in order."""
         return self._exchange.joined()
 
+    @property
+    def message_bytes(self) -> dict[str, int]:
+        """Longest requests: of CreateCache a text of the whole context. Unit: bytes."""
+        text = limits.TOKEN_BYTES * self._model.max_context
+        return {
+            "/paceline.v1.VerifierService/CreateCache": limits.MESSAGE_BYTES + text,
+            "/paceline.v1.DraftExchangeService/Join": limits.FRAME_BYTES,
+        }
+
     def facts(self) -> dict[str, object]:
         """The model and its format, the device, and the room for texts, for the log."""
         model, device = self._model, self._decoder.device
@@ -255,7 +275,7 @@ class VerifierService:
             check = partial(check_steps, self._decoder, self._graphs, self._pool)
             self._info.set_invariance(await self.engine.between_steps(check), self._decoder)
         await self._exchange.start()
-        self._sweeper = asyncio.create_task(self._sweep_leases())
+        self._sweeper = keep_running("the sweep of leases", self._sweep_leases)
 
     async def _warm_up(self, graphs: GraphRunner) -> None:
         """Compile kernels and capture graphs on the engine thread, with a progress bar."""
@@ -411,13 +431,18 @@ def _default_kv_bytes(device: torch.device, share: float) -> int:
 
 
 def build_service(
-    target: Path, *, metrics: CollectorRegistry | None = None, **options: Any
+    target: Path,
+    *,
+    metrics: CollectorRegistry | None = None,
+    needs_token: bool = False,
+    **options: Any,
 ) -> VerifierService:
     """Load a model and build a verifier for ``paceline.service.run_server``.
 
     Args:
         target: Hugging Face folder or GGUF file of the target model.
         metrics: Registry for its metrics; None: it keeps none.
+        needs_token: Whether the server requires a token of its callers.
         options: Fields of :class:`VerifierOptions`.
 
     Raises:
@@ -425,4 +450,5 @@ def build_service(
         FileNotFoundError: ``target`` does not exist, or is a folder without a config.json.
         TypeError: An option is unknown.
     """
-    return VerifierService(target, VerifierOptions(**options), metrics)
+    chosen = VerifierOptions(**options)
+    return VerifierService(target, chosen, metrics, needs_token=needs_token)

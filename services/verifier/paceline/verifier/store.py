@@ -13,6 +13,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from paceline.kv.selection import SelectionPolicy
+from paceline.service import limits
 from paceline.verifier.engine.job import EngineJob, GenerationParams, Sequence
 from paceline.verifier.engine.queue import PrefixCache
 from paceline.verifier.kv.base import TapLayout, open_segments, round_up
@@ -90,9 +91,6 @@ def digest(capability: bytes) -> bytes:
 WAIT_SECONDS = 30.0
 """Longest wait of a request for memory. Then its client is told to come again."""
 
-_MAX_WAITING = 1024
-"""Maximum number of requests that wait for memory."""
-
 _FIRST_EXPECTED = 256
 """Output tokens expected of a generation before any has ended."""
 
@@ -141,7 +139,7 @@ class Admission:
     async def wait(self, generation: GenerationParams, has_room: Callable[[], bool]) -> None:
         """Wait until it is a request's turn and there is room for it. Raises ``NoRoom``: it waited
         too long, or too many wait."""
-        if len(self._waiting) >= _MAX_WAITING:
+        if len(self._waiting) >= limits.WAITING_FOR_MEMORY:
             raise NoRoom(f"{len(self._waiting)} requests wait for KV memory")
         ticket = (not generation.output, next(self._tickets))
         self._waiting.append(ticket)
@@ -364,16 +362,20 @@ class CacheStore:
         """Free every cache whose lease expired, and renew leases of busy ones; returns how many
         were freed."""
         expired: list[Cache] = []
+        freed = 0
         for cache in self:
             if cache.busy:
                 self.renew(cache)
             elif self._expired(cache):
                 expired.append(cache)
         for cache in expired:
+            if cache.released or not self._expired(cache):
+                continue  # released or used while another one was freed
             _log.info("lease expired", extra={"epoch": cache.epoch})
             self.expired += 1
+            freed += 1
             await self.release(cache, "lease_expired")
-        return len(expired)
+        return freed
 
     @property
     def unfinished(self) -> int:

@@ -15,7 +15,8 @@ import grpc
 
 from paceline.drafter.kv import WIRE_DTYPES, KvGone, KvNotShared, KvOptions, VerifierUnreachable
 from paceline.kv.policies import STREAMING
-from paceline.service.exchange import MAX_FRAME_BYTES, request_files
+from paceline.service import limits
+from paceline.service.exchange import request_files
 from paceline.service.interceptor import check_authorities
 from paceline.service.options import OptionsError
 from paceline.tokens import TokenError, check_encrypted, local_token
@@ -33,8 +34,8 @@ CALL_SECONDS = 2.0
 """Longest wait for a verifier when a sequence is opened."""
 
 _OPTIONS: tuple[tuple[str, Any], ...] = (
-    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
-    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_receive_message_length", limits.VERIFIER_FRAME_BYTES),
+    ("grpc.max_send_message_length", limits.VERIFIER_FRAME_BYTES),
     # No proxy, and no back-off shared with other channels.
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),

@@ -11,11 +11,13 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from paceline.service import ServiceError
+from paceline.service import ServiceError, limits
 from paceline.service.exchange import FramedSocket, PeerGone, Waiter
+from paceline.service.messages import MessageTooLarge, parse
 from paceline.tree import TokenTree
 from paceline.v1 import drafter_pb2, exchange_pb2, tree_pb2
 from paceline.verifier.engine.job import Decode, Draft, DrafterVersion, NoDraft, microseconds
@@ -41,9 +43,6 @@ _FIRST_DELAY, _MAX_DELAY = 0.1, 10.0
 
 _REPLACED = "DRAFTER_REPLACED"
 """Reason of a refusal that is no failure: the sequence is opened again at another version."""
-
-MAX_NAME = 256
-"""Length of the longest name or version. Unit: characters."""
 
 _MAX_REASON = 1024
 """Length of the longest reason of a failure that clients are told. Unit: characters."""
@@ -73,6 +72,7 @@ class Link:
         message: What is sent next.
         latency: Mean latency of trees by drafter. Unit: seconds.
         joined: Whether the engine uses it.
+        known: Whether it is of a user who may join: by a token, or by the user of the socket.
     """
 
     drafters: exchange_pb2.DrafterList
@@ -84,6 +84,7 @@ class Link:
     message: exchange_pb2.JoinResponse = field(default_factory=exchange_pb2.JoinResponse)
     latency: dict[str, float] = field(default_factory=dict)
     joined: bool = False
+    known: bool = True
 
     @property
     def carrier(self) -> str:
@@ -106,7 +107,16 @@ class Link:
             for each in self.drafters.drafters
             if each.name == name and each.version == version
         )
-        return DrafterVersion(name, version[:MAX_NAME], next(methods, "")[:MAX_NAME])
+        return DrafterVersion(
+            name, version[: limits.NAME_CHARS], next(methods, "")[: limits.NAME_CHARS]
+        )
+
+    def close(self, number: int) -> None:
+        """Have the service close a sequence. One whose opening was not sent is not sent at all."""
+        message = self.message
+        _remove(message.rounds, number)
+        if not _remove(message.open, number):
+            message.closed.append(number)
 
     def send(self, message: exchange_pb2.JoinResponse) -> None:
         """Send a message without a wait. Raises ``PeerGone``: the socket is closed, or the peer
@@ -115,6 +125,14 @@ class Link:
             self.write(message)
         else:
             self.socket.send(message.SerializeToString())
+
+
+def _remove(parts: Any, number: int) -> bool:
+    """Remove the parts of a message that are of a sequence; returns whether there were any."""
+    found = [index for index, part in enumerate(parts) if part.sequence == number]
+    for index in reversed(found):
+        del parts[index]
+    return bool(found)
 
 
 @dataclass(slots=True, eq=False)
@@ -171,6 +189,7 @@ class Drafting:
         self._waiter = waiter
         self._read_tree = read_tree
         self._by_descriptor: dict[int, Link] = {}
+        self._unread: set[int] = set()
 
     def join(self, link: Link) -> None:
         """Use a service from now on."""
@@ -189,6 +208,7 @@ class Drafting:
         if link.socket is not None:
             self._by_descriptor.pop(link.socket.fileno(), None)
             self._waiter.remove(link.socket.fileno())
+            self._unread.discard(link.socket.fileno())
             link.socket.close()
         for sequence in list(link.sequences.values()):
             self._drop(sequence, "drafter_unavailable", why)
@@ -199,7 +219,7 @@ class Drafting:
         names = {each.name for each in drafters.drafters}
         for sequence in list(link.sequences.values()):
             if sequence.name not in names:
-                link.message.closed.append(sequence.number)
+                link.close(sequence.number)
                 self._drop(sequence, "drafter_unavailable", "the drafter was unloaded")
 
     def name_of(self, job: Decode) -> str | None:
@@ -226,7 +246,7 @@ class Drafting:
             return False
         if sequence.pending or (sequence.opened is None and not job.always_draft):
             if now - sequence.asked_at > _HUNG_SECONDS:
-                sequence.link.message.closed.append(sequence.number)
+                sequence.link.close(sequence.number)
                 self._drop(sequence, "drafter_hung", f"no answer came in {_HUNG_SECONDS:g} s")
             return False
         text = job.sequence.tokens
@@ -260,9 +280,15 @@ class Drafting:
             if each is not None and each.name in each.link.latency
         ]
 
+    @property
+    def unread(self) -> bool:
+        """Whether messages were read from sockets that the last call of `read` did not take."""
+        return bool(self._unread)
+
     def read(self, descriptors: Iterable[int]) -> None:
-        """Take what sockets have."""
-        for descriptor in descriptors:
+        """Take what sockets have: of each one read, and at most ``STEP_MESSAGES`` messages."""
+        ready, self._unread = {*descriptors, *self._unread}, set()
+        for descriptor in ready:
             link = self._by_descriptor.get(descriptor)
             if link is None or link.socket is None:
                 continue
@@ -270,10 +296,17 @@ class Drafting:
                 if link.socket.unsent:
                     link.socket.flush()
                     self._waiter.watch_writable(descriptor, writable=link.socket.unsent)
-                for frame in link.socket.receive():
-                    self.receive(link, exchange_pb2.JoinRequest.FromString(frame))
+                for frame in link.socket.receive(limits.STEP_MESSAGES):
+                    if link.joined:
+                        self.receive(
+                            link, parse(exchange_pb2.JoinRequest, frame, limits.FRAME_BYTES)
+                        )
+                if link.joined and link.socket.has_message:
+                    self._unread.add(descriptor)
             except PeerGone as gone:
                 self._fail(link, ServiceError.unavailable("DRAFTER_GONE", str(gone)))
+            except MessageTooLarge as large:
+                self._fail(link, ServiceError.invalid_argument("MESSAGE_TOO_LARGE", str(large)))
             except DecodeError:
                 error = "a message on the socket is not a JoinRequest; send only those"
                 self._fail(link, ServiceError.invalid_argument("BAD_MESSAGE", error))
@@ -283,8 +316,17 @@ class Drafting:
         if not link.joined:
             return
         try:
+            if not message.ListFields():
+                raise ServiceError.invalid_argument(
+                    "EMPTY_MESSAGE", "a message answers nothing: send trees, or what was opened"
+                )
             for opened in message.opened:
                 sequence = self._find(link, opened.sequence)
+                if sequence is not None and sequence.opened is not None:
+                    raise ServiceError.invalid_argument(
+                        "OPENED_TWICE",
+                        f"the sequence {sequence.number} was opened before: say so once",
+                    )
                 if sequence is not None:
                     sequence.opened = opened
                     sequence.drafter = link.version(sequence.name, opened.version)
@@ -321,7 +363,7 @@ class Drafting:
         sequence, job.sequence_at_drafter = job.sequence_at_drafter, None
         if sequence is not None:
             del sequence.link.sequences[sequence.number]
-            sequence.link.message.closed.append(sequence.number)
+            sequence.link.close(sequence.number)
 
     def flush(self, step: int) -> None:
         """Send what was requested since the last call: one message for each service."""
@@ -410,7 +452,7 @@ class Drafting:
                 )
             tree = self._read_tree(message.tree, job)
         except ServiceError as error:
-            link.message.closed.append(sequence.number)
+            link.close(sequence.number)
             why = f"{error.reason}: the drafter {sequence.name!r} sent an invalid tree: {error}"
             self._drop(sequence, "invalid_tree", why, wrong=True)
             return

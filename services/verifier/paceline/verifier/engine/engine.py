@@ -118,7 +118,12 @@ class Engine:
 
     def start(self) -> None:
         """Start the thread. Jobs notify the running event loop."""
-        self._thread.start(self._run)
+        self._thread.start(self._run, self._died)
+
+    def _died(self, error: BaseException) -> None:
+        """The thread has ended by an error: the service ends too, for nothing runs any more."""
+        if not self._lost.done():
+            self._lost.set_exception(error)
 
     async def stop(self) -> None:
         """Stop after the running step; waiting jobs fail. Memory may be freed afterwards."""
@@ -154,6 +159,10 @@ class Engine:
     def drafting(self, command: Callable[[Drafting], None]) -> None:
         """Run a command on the engine's drafter services."""
         self._thread.submit(partial(command, self._drafting))
+
+    async def with_drafting(self, command: Callable[[Drafting], None]) -> None:
+        """Run a command on the engine's drafter services; returns when it was run."""
+        await self.between_steps(partial(command, self._drafting))
 
     async def release(self, sequence: Sequence) -> None:
         """End the jobs of a sequence, and free its memory or keep it for other prompts.
@@ -196,6 +205,8 @@ class Engine:
 
     def _wait_seconds(self) -> float | None:
         """Time for which there is nothing to do; None: until a command or a tree comes."""
+        if self._drafting.unread:
+            return 0.0
         if self._queue:
             return self._hold()
         times = [*self._drafting.waiting.values(), *self._unsent.values()]

@@ -262,10 +262,19 @@ class CommandThread:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def start(self, work: Callable[[], None]) -> None:
-        """Start the thread with ``work``. Callbacks go to the running event loop."""
+    def start(self, work: Callable[[], None], died: Callable[[BaseException], None]) -> None:
+        """Start the thread with ``work``; ``died`` is called there with an error that ends it.
+        Callbacks go to the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=work, name="paceline-engine", daemon=True)
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                _log.critical("the engine ended by an error", exc_info=error)
+                died(error)
+
+        self._thread = threading.Thread(target=run, name="paceline-engine", daemon=True)
         self._thread.start()
 
     def submit(self, command: Callable[[], None]) -> None:

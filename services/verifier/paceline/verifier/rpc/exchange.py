@@ -7,17 +7,19 @@ import logging
 import os
 import secrets
 import socket
+import struct
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
 import grpc
 
-from paceline.service import OptionsError, ServiceError
+from paceline.service import OptionsError, ServiceError, limits
 from paceline.service.exchange import FramedSocket, socket_address
+from paceline.service.tasks import keep_running
 from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc, verifier_pb2
-from paceline.verifier.engine.drafting import MAX_NAME, Link, eligible, hidden_states
+from paceline.verifier.engine.drafting import Link, eligible, hidden_states
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.kv.base import Taps
 from paceline.verifier.store import CacheNotFound, CacheStore
@@ -25,11 +27,8 @@ from paceline.verifier.store import CacheNotFound, CacheStore
 _log = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 16
-_HANDSHAKE_SECONDS = 10.0
-_MAX_DRAFTERS = 256
-_MAX_LIST_BYTES = 256 << 10
-_MAX_UNSENT = 4096
-"""Maximum number of messages that wait for a service that does not read its stream."""
+_ROOT = 0
+_CREDENTIALS = struct.Struct("3i")  # process, user and group of a peer
 
 
 class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
@@ -52,23 +51,27 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         store: CacheStore,
         path: str | None = None,
         weights: int | None = None,
+        *,
+        needs_token: bool = False,
     ) -> None:
         """Make a servicer; :meth:`start` opens its socket.
 
         ``path`` is the file of the Unix socket, which drafter services must see under the same
         path; None: it has an abstract name, for the network namespace of this process. ``weights``
-        is the descriptor of the packed weights; None: they are not shared.
+        is the descriptor of the packed weights; None: they are not shared. ``needs_token`` says
+        that calls need one: then its holders may connect as other users.
         """
         self._model = model
         self._engine = engine
         self._store = store
         self._path = path or f"@paceline-{secrets.token_hex(8)}"
         self._weights = weights
+        self._needs_token = needs_token
         self._weights_token = secrets.token_bytes(_TOKEN_BYTES)
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._expected: dict[bytes, asyncio.Future[FramedSocket]] = {}
-        self._handshakes: set[asyncio.Task[None]] = set()
+        self._handshakes: dict[asyncio.Task[None], None] = {}
         self._links: list[Link] = []
         self.on_tapped: Callable[[tuple[int, ...]], None] = lambda layers: None
 
@@ -124,7 +127,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             listener.close()
             raise OptionsError(f"cannot listen on unix:{self._path}: {error.strerror}") from error
         self._listener = listener
-        self._accepting = asyncio.create_task(self._accept(listener))
+        self._accepting = keep_running("the socket for drafters", lambda: self._accept(listener))
 
     async def stop(self) -> None:
         """Close the socket."""
@@ -132,6 +135,8 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             self._accepting.cancel()
             with suppress(asyncio.CancelledError):
                 await self._accepting
+        for _ in tuple(self._handshakes):
+            self._end_oldest()
         if self._listener is not None:
             self._listener.close()
             if not self._path.startswith("@"):
@@ -160,6 +165,12 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         if first is grpc.aio.EOF:
             return
         _check(first)
+        if len(self._links) + len(self._expected) >= limits.JOINED_SERVICES:
+            raise ServiceError.resource_exhausted(
+                "TOO_MANY_SERVICES",
+                f"{limits.JOINED_SERVICES} drafter services have joined, which is the limit",
+                limits.HANDSHAKE_SECONDS,
+            )
         token = secrets.token_bytes(_TOKEN_BYTES)
         joined = exchange_pb2.Joined(
             target_fingerprint=self._model.target_fingerprint,
@@ -174,13 +185,13 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         await context.write(exchange_pb2.JoinResponse(joined=joined))
         second: asyncio.Task[Any] = asyncio.create_task(context.read())
         try:
-            async with asyncio.timeout(_HANDSHAKE_SECONDS):
+            async with asyncio.timeout(limits.JOIN_SECONDS):
                 await asyncio.wait([second, connection], return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             second.cancel()
             raise ServiceError.failed_precondition(
                 "NOT_READY",
-                f"neither the socket nor this stream was used within {_HANDSHAKE_SECONDS:g} s; "
+                f"neither the socket nor this stream was used within {limits.JOIN_SECONDS:g} s; "
                 "open the socket, or send use_stream",
             ) from None
         finally:
@@ -210,10 +221,10 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         failed: asyncio.Future[None] = loop.create_future()
 
         def put(message: exchange_pb2.JoinResponse) -> None:
-            if outgoing.qsize() < _MAX_UNSENT:
+            if outgoing.qsize() < limits.UNSENT_MESSAGES:
                 outgoing.put_nowait(message)
             else:
-                why = f"{_MAX_UNSENT} messages wait for this service; read the stream"
+                why = f"{limits.UNSENT_MESSAGES} messages wait for this service; read the stream"
                 _set_error(failed, ServiceError.resource_exhausted("NOT_READ", why))
 
         def write(message: exchange_pb2.JoinResponse) -> None:
@@ -222,7 +233,9 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         def end(error: ServiceError) -> None:
             loop.call_soon_threadsafe(partial(_set_error, failed, error))
 
-        link = Link(drafters, write, end, framed)
+        known = self._needs_token or framed is not None or context.peer().startswith("unix:")
+        self._check_names(drafters, known)
+        link = Link(drafters, write, end, framed, known=known)
         self._links.append(link)
         self._engine.drafting(lambda drafting: drafting.join(link))
         self._list_came()
@@ -241,7 +254,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
                 message = reading.result()
                 if message is grpc.aio.EOF:
                     return
-                self._received(link, message)
+                await self._received(link, message)
                 if message.HasField("drafters"):
                     lists += 1
                     put(exchange_pb2.JoinResponse(lists=lists))
@@ -254,45 +267,102 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             failed.cancel()
             _log.info("a drafter service left", extra=extra)
 
-    def _received(self, link: Link, message: exchange_pb2.JoinRequest) -> None:
-        """Pass on a message of the stream."""
+    async def _received(self, link: Link, message: exchange_pb2.JoinRequest) -> None:
+        """Pass on a message of the stream; returns when the engine has taken it, so that no service
+        sends more than one between two steps."""
         if message.HasField("drafters"):
             _check(message)
             drafters = message.drafters
+            self._check_names(drafters, link.known)
             link.drafters = drafters
-            self._engine.drafting(lambda drafting: drafting.update(link, drafters))
+            await self._engine.with_drafting(lambda drafting: drafting.update(link, drafters))
             self._list_came()
+        elif link.socket is not None:
+            raise ServiceError.invalid_argument(
+                "WRONG_CARRIER", "this service has opened the socket: send only drafters here"
+            )
         if link.socket is None:
-            self._engine.drafting(lambda drafting: drafting.receive(link, message))
+            await self._engine.with_drafting(lambda drafting: drafting.receive(link, message))
+
+    def _check_names(self, drafters: exchange_pb2.DrafterList, known: bool) -> None:
+        """Names that a known service offers are not for an unknown one, which loses those that a
+        known one brings. Raises ``ServiceError``: a name is taken."""
+        names = {each.name for each in drafters.drafters}
+        for link in self._links:
+            taken = names & {each.name for each in link.drafters.drafters}
+            if not taken or link.known == known:
+                continue
+            error = ServiceError.failed_precondition(
+                "NAME_TAKEN",
+                f"a service of a known user offers the drafter {min(taken)!r}; open the socket "
+                "as the same user, or run both with a token",
+            )
+            if not known:
+                raise error
+            link.end(error)
 
     async def _accept(self, listener: socket.socket) -> None:
+        """Accept connections. Where no file can be opened the oldest that has shown no token makes
+        room, and the task goes on."""
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(listener)
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError:
+                self._end_oldest()
+                raise
+            if len(self._handshakes) >= limits.HANDSHAKES:
+                self._end_oldest()
             task = asyncio.create_task(self._handshake(connection))
-            self._handshakes.add(task)
-            task.add_done_callback(self._handshakes.discard)
+            self._handshakes[task] = None
+            task.add_done_callback(self._handshake_ended)
+
+    def _end_oldest(self) -> None:
+        """End the oldest handshake, if there is one."""
+        for task in tuple(self._handshakes)[:1]:
+            del self._handshakes[task]
+            task.cancel()
+
+    def _handshake_ended(self, task: asyncio.Task[None]) -> None:
+        self._handshakes.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a connection of a drafter service failed", exc_info=error)
 
     async def _handshake(self, connection: socket.socket) -> None:
         """Read the first frame of a new connection: a token, or a read grant."""
-        connection.setblocking(False)
-        loop, frame = asyncio.get_running_loop(), b""
-        try:
-            async with asyncio.timeout(_HANDSHAKE_SECONDS):
-                while len(frame) < 4 + _TOKEN_BYTES:
-                    part = await loop.sock_recv(connection, 4 + _TOKEN_BYTES - len(frame))
-                    if not part:
-                        break
-                    frame += part
-        except (OSError, TimeoutError):
-            frame = b""
-        waiting = self._expected.get(frame[4:])
-        if waiting is None or waiting.done():
-            with connection, suppress(CacheNotFound, OSError):
-                socket.send_fds(connection, [b"\0"], self._files(frame[4:]))
-            return
-        # The event loop keeps no reference to the descriptor.
-        waiting.set_result(FramedSocket(socket.socket(fileno=connection.detach())))
+        with ExitStack() as closing:
+            closing.callback(connection.close)
+            connection.setblocking(False)
+            if not self._trusts(connection):
+                return
+            loop, frame = asyncio.get_running_loop(), b""
+            with suppress(OSError, TimeoutError):
+                async with asyncio.timeout(limits.HANDSHAKE_SECONDS):
+                    while len(frame) < 4 + _TOKEN_BYTES:
+                        part = await loop.sock_recv(connection, 4 + _TOKEN_BYTES - len(frame))
+                        if not part:
+                            break
+                        frame += part
+            waiting = self._expected.get(frame[4:])
+            if waiting is None or waiting.done():
+                with suppress(CacheNotFound, OSError):
+                    socket.send_fds(connection, [b"\0"], self._files(frame[4:]))
+                return
+            # The event loop keeps no reference to the descriptor.
+            kept = socket.socket(fileno=connection.detach())
+            waiting.set_result(FramedSocket(kept, limits.FRAME_BYTES))
+
+    def _trusts(self, connection: socket.socket) -> bool:
+        """Whether who connects may use the socket: the same user, root, or any user where calls
+        need a token, for then what it shows was given to somebody who has it."""
+        if self._needs_token:
+            return True
+        found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, user, _ = _CREDENTIALS.unpack(found)
+        if user in (_ROOT, os.getuid()):
+            return True
+        _log.warning("refused a connection of another user", extra={"user": user})
+        return False
 
     def _files(self, token: bytes) -> list[int]:
         """The descriptors that a token or read grant stands for. Raises ``CacheNotFound``: there is
@@ -333,12 +403,12 @@ def _check(message: exchange_pb2.JoinRequest) -> None:
     listed: Iterable[drafter_pb2.DrafterInfo] = message.drafters.drafters
     names = [text for each in listed for text in (each.name, each.version, each.method)]
     if (
-        len(message.drafters.drafters) > _MAX_DRAFTERS
-        or max(map(len, (message.drafters.default_drafter, *names))) > MAX_NAME
-        or message.drafters.ByteSize() > _MAX_LIST_BYTES
+        len(message.drafters.drafters) > limits.DRAFTERS
+        or max(map(len, (message.drafters.default_drafter, *names))) > limits.NAME_CHARS
+        or message.drafters.ByteSize() > limits.DRAFTER_LIST_BYTES
     ):
         raise ServiceError.invalid_argument(
             "BAD_DRAFTERS",
-            f"expected at most {_MAX_DRAFTERS} drafters in {_MAX_LIST_BYTES} bytes, with names of "
-            f"at most {MAX_NAME} characters",
+            f"expected at most {limits.DRAFTERS} drafters in {limits.DRAFTER_LIST_BYTES} bytes, "
+            f"with names of at most {limits.NAME_CHARS} characters",
         )

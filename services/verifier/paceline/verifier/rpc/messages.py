@@ -11,11 +11,10 @@ from paceline.checks import ParameterError
 from paceline.decoder.sampling import sampling_params
 from paceline.kernels import SamplingParams
 from paceline.sampling import CONSTRAINTS
-from paceline.service import ServiceError
+from paceline.service import ServiceError, limits
 from paceline.service.tasks import in_thread
 from paceline.tree import MAX_NODES, TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
-from paceline.verifier.engine.drafting import MAX_NAME
 from paceline.verifier.engine.job import (
     ConstraintFailed,
     GenerationParams,
@@ -68,9 +67,6 @@ def cache_not_found() -> ServiceError:
     )
 
 
-MAX_TOP_LOGPROBS = 20
-MAX_STOP_TOKENS = 1024
-
 Model = verifier_pb2.GetModelResponse
 """Description of the served model."""
 
@@ -103,24 +99,24 @@ async def read_generation(
         )
     _check_tokens("prompt_tokens", prompt, model)
     _check_tokens("output_tokens", output, model)
-    if len(request.stop_token_ids) > MAX_STOP_TOKENS:
+    if len(request.stop_token_ids) > limits.STOP_TOKENS:
         raise _invalid(
             "TOO_MANY_STOP_TOKENS",
             f"there are {len(request.stop_token_ids)} stop tokens, expected at most "
-            f"{MAX_STOP_TOKENS}",
+            f"{limits.STOP_TOKENS}",
         )
     _check_tokens("stop_token_ids", request.stop_token_ids, model)
     for name in ("top_logprobs", "prompt_logprobs"):
-        if (count := getattr(request, name)) > MAX_TOP_LOGPROBS:
+        if (count := getattr(request, name)) > limits.TOP_LOGPROBS:
             raise _invalid(
-                "BAD_TOP_LOGPROBS", f"{name} is {count}, expected at most {MAX_TOP_LOGPROBS}"
+                "BAD_TOP_LOGPROBS", f"{name} is {count}, expected at most {limits.TOP_LOGPROBS}"
             )
     check_drafter(request.drafter)
-    if len(request.user) > MAX_NAME:
+    if len(request.user) > limits.NAME_CHARS:
         raise _invalid(
             "BAD_USER",
-            f"the user's name has {len(request.user)} characters, expected at most {MAX_NAME}; "
-            "send a digest of it",
+            f"the user's name has {len(request.user)} characters, expected at most "
+            f"{limits.NAME_CHARS}; send a digest of it",
         )
     stop_ids = set(request.stop_token_ids)
     if not request.ignore_eos:
@@ -142,11 +138,11 @@ async def read_generation(
 
 def check_drafter(name: str) -> None:
     """Check the length of a drafter's name. Raises ``ServiceError``: INVALID_ARGUMENT."""
-    if len(name) > MAX_NAME:
+    if len(name) > limits.NAME_CHARS:
         raise _invalid(
             "BAD_DRAFTER",
-            f"the drafter's name has {len(name)} characters, expected at most {MAX_NAME}; shorten "
-            "it or leave it out",
+            f"the drafter's name has {len(name)} characters, expected at most {limits.NAME_CHARS}; "
+            "shorten it or leave it out",
         )
 
 
