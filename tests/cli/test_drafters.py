@@ -3,6 +3,7 @@
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -209,6 +210,28 @@ def test_a_folder_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert main(["drafters", "inspect", str(tmp_path / folder)]) == 2
         expected = f"paceline drafters: {tmp_path / folder} is no drafter's folder: {why}\n"
         assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"max_position_embeddings": None}, "max_position_embeddings"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps"),
+        ({"attention_dropout": "x"}, "attention_dropout"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"vocab_size": []}, "vocab_size"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "factor"),
+    ],
+)
+def test_a_drafter_s_wrong_field_is_named_in_one_line(
+    change: dict[str, Any], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "config.json").write_text(json.dumps(EAGLE3 | change))
+    assert main(["drafters", "inspect", str(tmp_path)]) in (1, 2)
+    said = "".join(capsys.readouterr())
+    line = next(line for line in said.splitlines() if named in line)
+    assert "config.json" in line
 
 
 @pytest.mark.parametrize("method", ["dspark", "longspec"])

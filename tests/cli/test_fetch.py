@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,9 +14,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from gguf_files import write_gguf
+from tiny_models import write_model, write_tokenizer
 
-from paceline.cli.fetch import FetchError, fetch
+from paceline.cli.fetch import FetchError, _write_tokenizer, fetch
 from paceline.cli.main import main
+from paceline.decoder import open_model
 from paceline.harness import models
 from paceline.harness.models import MODELS, drafter_spec, model_path, name_of
 
@@ -207,3 +211,27 @@ def test_a_model_that_a_hub_does_not_give_is_one_error(
     assert done.returncode in (1, 2)
     (line,) = done.stderr.strip().splitlines()
     assert said in line
+
+
+def test_a_folder_has_the_tokenizer_of_its_file(tmp_path: Path) -> None:
+    folder = tmp_path / "good"
+    write_model("qwen2", folder)
+    write_tokenizer(folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["ab"] = vocabulary.pop(next(token for token in vocabulary if "spare" in token))
+    tokenizer["model"]["merges"] = [["a", "b"]]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    described = json.loads((folder / "config.json").read_text())
+    described |= {"bos_token_id": 0, "eos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(described))
+    source = open_model(write_gguf(tmp_path / "model.gguf", folder))
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "tokenizer.json").write_text("{}")
+    _write_tokenizer(source, copy)
+    found = open_model(copy)
+    assert found.tokenizer == source.tokenizer
+    assert found.config().eos_token_ids == source.config().eos_token_ids
+    assert found.chat_template == source.chat_template
+    assert found.special_tokens == source.special_tokens

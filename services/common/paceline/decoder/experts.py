@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.decoder.config import UnsupportedModelError
 from paceline.decoder.weights import Checkpoint, Linear, Tensors, Weight
+from paceline.kernels import MAX_EXPERTS
 from paceline.kernels.blocks import check_finite, mxfp4
 
 _NAMES = {
@@ -70,11 +71,20 @@ class ExpertTensors(Tensors[Weight]):
             if kind == "_scales":
                 continue
             parts = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else ("down_proj",)
-            for expert in range(len(folder.mapped(stored))):
+            for expert in range(self._count(stored)):
                 for half, each in enumerate(parts):
                     place = _Part(stored, expert, half if len(parts) > 1 else None)
                     tail = "bias" if kind == "_bias" else "weight"
                     self._names[f"{layer}.{expert}.{each}.{tail}"] = place
+
+    def _count(self, stored: str) -> int:
+        """The experts of a tensor."""
+        shape = self._folder.mapped(stored).shape
+        if not shape or shape[0] > MAX_EXPERTS:
+            raise UnsupportedModelError(
+                f"tensor {stored!r} has shape {tuple(shape)}, expected up to {MAX_EXPERTS} experts"
+            )
+        return int(shape[0])
 
     def __getitem__(self, name: str) -> Weight:
         found = self._names[name]

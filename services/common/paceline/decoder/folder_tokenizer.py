@@ -106,11 +106,9 @@ def _lacks(folder: Path, raw: bytes, config: Mapping[str, Any]) -> bool:
     model = known.get("model")
     vocab = model.get("vocab", {}) if isinstance(model, dict) else {}
     tokens: set[Any] = {token for token in vocab if isinstance(token, str)}
-    tokens |= {
-        str(each.get("content"))
-        for each in known.get("added_tokens") or ()
-        if isinstance(each, dict)
-    }
+    found = known.get("added_tokens")
+    if isinstance(found, list):
+        tokens |= {str(each.get("content")) for each in found if isinstance(each, dict)}
     if isinstance(vocab, list):  # of a unigram model: pairs of text and score
         tokens |= {each[0] for each in vocab if isinstance(each, list) and each}
     return any(isinstance(token, str) and token not in tokens for token in added)

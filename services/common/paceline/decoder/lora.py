@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 from paceline.decoder.experts import shared_name
+from paceline.decoder.folder_files import one_line, read_object
 from paceline.decoder.model_source import ModelSource, file_facts
 from paceline.decoder.weights import Tensors, Weight, fingerprint_files
 from paceline.kernels.linear import PackedMatrix
@@ -45,7 +46,7 @@ class LoraModel(ModelSource):
     def __init__(self, base: ModelSource, folder: Path) -> None:
         """Open a PEFT folder: ``adapter_config.json`` and ``adapter_model.safetensors``. Raises
         ``UnsupportedModelError``: it has no such adapter, or one that does not fit the model."""
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
 
         self.path, self._base, self._folder = base.path, base, folder
         for name in (_CONFIG, _WEIGHTS):
@@ -54,21 +55,18 @@ class LoraModel(ModelSource):
         config = self._read_config()
         try:
             self._file: Any = safe_open(str(folder / _WEIGHTS), framework="pt")
-        except SafetensorError as error:
-            raise UnsupportedModelError(f"cannot read {folder / _WEIGHTS}: {error}") from error
+        except Exception as error:  # of the library
+            raise UnsupportedModelError(
+                f"cannot read {folder / _WEIGHTS}: {one_line(error)}"
+            ) from error
         self._changes = dict(self._read_changes(config))
 
     def _error(self, what: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"adapter {self._folder}: {what}")
 
     def _read_config(self) -> dict[str, Any]:
-        try:
-            config: dict[str, Any] = json.loads(
-                (self._folder / _CONFIG).read_text(encoding="utf-8")
-            )
-        except ValueError as error:
-            raise self._error(f"cannot read {_CONFIG}: {error}") from error
-        kind = config.get("peft_type") if isinstance(config, dict) else None
+        config = read_object(self._folder / _CONFIG)
+        kind = config.get("peft_type")
         if kind != "LORA":
             raise self._error(f"peft_type is {kind!r}, expected 'LORA'")
         refused = [name for name in _REFUSED if config.get(name)]
@@ -80,8 +78,10 @@ class LoraModel(ModelSource):
             shown = ", ".join(f"{name} {config[name]!r}" for name in refused)
             raise self._error(f"{shown} is not supported; merge the adapter with PEFT")
         for name in ("r", "lora_alpha"):
-            if not isinstance(config.get(name), int | float) or config[name] <= 0:
-                raise self._error(f"{name} is {config.get(name)!r}, expected a number above 0")
+            value: Any = config.get(name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 < value < math.inf:
+                raise self._error(f"{name} is {value!r}, expected a number above 0")
         return config
 
     def _read_changes(self, config: dict[str, Any]) -> Iterator[tuple[str, _Change]]:

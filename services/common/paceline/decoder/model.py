@@ -233,6 +233,8 @@ class Decoder:
             with torch.inference_mode():
                 return cls(config, found.weights(config, device), device, shared, ranks)
         except UnsupportedModelError as error:
+            if str(found.path) in str(error):
+                raise
             raise UnsupportedModelError(f"{found.path}: {error}") from error
 
     def large_tensors(self) -> dict[str, Tensor | PackedMatrix]:

@@ -4,7 +4,6 @@ fingerprints of models."""
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from paceline.decoder.config import UnsupportedModelError
+from paceline.decoder.folder_files import one_line, read_object
 from paceline.kernels import cpu_kernels
 from paceline.kernels.blocks import BLOCK, Blocks, concatenate, quantise
 from paceline.kernels.linear import PackedMatrix, multiply, multiply_floats, pack, pack_blocks
@@ -136,16 +136,22 @@ def _quantise(name: str, weight: Tensor, bits: int) -> Blocks:
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _READ_BYTES = 1 << 22
+_MAX_INDEX = 64 << 20
 
 
 def weight_files(folder: str | Path) -> list[Path]:
     """The safetensors files of a model folder, in name order. Raises ``UnsupportedModelError``: the
-    folder has no safetensors weights, or a shard is missing."""
+    folder has no safetensors weights, a shard is missing, or the index is damaged."""
     base = Path(folder)
-    if (base / _INDEX).is_file():
-        names = sorted(set(json.loads((base / _INDEX).read_text())["weight_map"].values()))
+    if (base / _INDEX).exists():
+        named = read_object(base / _INDEX, _MAX_INDEX).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(each, str) for each in named.values()):
+            raise UnsupportedModelError(
+                f"{base / _INDEX}: weight_map is no object with names of files"
+            )
+        names = sorted(set(named.values()))
         for name in names:
-            if Path(name).name != name or not (base / name).is_file():
+            if not name or Path(name).name != name or not (base / name).is_file():
                 raise UnsupportedModelError(f"{base / _INDEX} names {name!r}, which does not exist")
         return [base / name for name in names]
     if (base / _SINGLE).is_file():
@@ -177,8 +183,12 @@ class Checkpoint(Tensors[Tensor]):
 
         self._names: dict[str, tuple[Any, str]] = {}  # file, and the name in it
         self._scales: dict[str, Any] = {}
+        self._folder = Path(folder)
         for path in weight_files(folder):
-            file: Any = safe_open(str(path), framework="pt")
+            try:
+                file: Any = safe_open(str(path), framework="pt")
+            except Exception as error:  # of the library, which checks sizes and offsets
+                raise UnsupportedModelError(f"cannot read {path}: {one_line(error)}") from error
             names = set(file.keys())
             if file.metadata() == _INT8:
                 scales = {name for name in names if name.endswith(_SCALE)}
@@ -206,13 +216,17 @@ class Checkpoint(Tensors[Tensor]):
 
     def stored(self, name: str) -> Tensor:
         """A tensor in the type of the file; bfloat16 if it is in 8-bit blocks. Raises
-        ``UnsupportedModelError``: blocks of other types or shapes."""
+        ``UnsupportedModelError``: blocks of other types or shapes, or it cannot be read."""
         file, stored = self._names[name]
-        found: Tensor = file.get_tensor(stored)
         scale = name + _SCALE
-        if scale not in self._scales:
-            return found
-        return _values(name, found, self._scales[scale].get_tensor(scale))
+        try:
+            found: Tensor = file.get_tensor(stored)
+            scales = self._scales[scale].get_tensor(scale) if scale in self._scales else None
+        except Exception as error:  # of the library: a type that it does not have, for example
+            raise UnsupportedModelError(
+                f"cannot read the tensor {stored!r} of {self._folder}: {one_line(error)}"
+            ) from error
+        return found if scales is None else _values(name, found, scales)
 
     @property
     def int8(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from paceline.decoder import UnsupportedModelError, load_config, open_model
+from paceline.decoder.folder_files import check_fields, read_object
 from paceline.drafter.methods.base import LoadError
 from paceline.drafter.methods.checkpoint import (
     CONFIG_FILE,
@@ -57,9 +57,12 @@ def inspect_drafter(folder: Path, target: Path | None = None) -> Inspection:
         OSError: There is no config.json, or no target.
         ValueError: config.json is not JSON, or the target is not supported.
     """
-    described = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    if not isinstance(described, dict) or not isinstance(described.get(SECTION, {}), dict):
-        raise ValueError(f"{folder / CONFIG_FILE} is not an object, or its '{SECTION}' is not")
+    if not (folder / CONFIG_FILE).exists():
+        raise FileNotFoundError(f"{folder} has no {CONFIG_FILE}")
+    described = read_object(folder / CONFIG_FILE)
+    if not isinstance(described.get(SECTION, {}), dict):
+        raise ValueError(f"the '{SECTION}' of {folder / CONFIG_FILE} is no object")
+    check_fields(folder / CONFIG_FILE, described)
     source = open_model(target) if target is not None else None
     layers = source.config().layers if source is not None else 0
     facts = {"method": "", "layout": ""}

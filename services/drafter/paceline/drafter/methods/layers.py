@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from paceline.decoder import UnsupportedModelError, open_model
 from paceline.decoder.config import check_rope, rope_frequencies, rope_parameters
+from paceline.decoder.folder_files import one_line
 from paceline.decoder.model_source import remembered_by_transformers
 from paceline.decoder.weights import Checkpoint, Linear, plain
 from paceline.kernels import Heads, Norm, Recorder
@@ -263,7 +264,12 @@ class LayerShape:
             if self.rope_parameters.get("rope_type", "default") != "default":
                 from transformers import LlamaConfig
 
-                hf = LlamaConfig(**vars(hf))
+                try:
+                    hf = LlamaConfig(**vars(hf))
+                except Exception as error:  # as above
+                    raise UnsupportedModelError(
+                        f"rope_parameters are invalid: {one_line(error)}"
+                    ) from error
             with torch.device("cpu"):  # even if the model is created on the meta device
                 frequencies, scaling = rope_frequencies(hf)
             return frequencies.tolist(), scaling
@@ -337,7 +343,10 @@ def whole_config(layer: Mapping[str, Any], kinds: Sequence[str]) -> Mapping[str,
         from transformers import LlamaConfig, Qwen3Config
 
         made = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]
-        filled: dict[str, Any] = made(**dict(layer)).to_dict()
+        try:
+            filled: dict[str, Any] = made(**dict(layer)).to_dict()
+        except Exception as error:  # its strict classes raise errors that are no ValueError
+            raise UnsupportedModelError(f"its config.json is invalid: {one_line(error)}") from error
         return filled
 
     hf: Mapping[str, Any] = {"hidden_act": layer.get("hidden_act"), "attention_bias": False}
