@@ -209,3 +209,60 @@ async def test_a_forced_call_streams_no_empty_events(serve: Serve) -> None:
         deltas = [event.choices[0].delta async for event in stream]
     assert [bool(delta.tool_calls) for delta in deltas] == [False, True, False]
     assert deltas[0].role == "assistant"
+
+
+class Harmony(MockTransport):
+    """A model with the special tokens of gpt-oss."""
+
+    def __init__(self, reply: Any) -> None:
+        super().__init__(reply)
+        self._tokenizer.add_special_tokens(sorted(CHANNEL_MARKS))
+        self._json = self._tokenizer.to_str().encode()
+
+
+THOUGHT_AND_ANSWER, (ANSWER, THOUGHT, _) = HARMONY[0]
+THOUGHT_AND_CALL = HARMONY[2][0]
+WEATHER: dict[str, Any] = {"name": "weather", "parameters": PARAMETERS}
+
+
+async def test_thoughts_and_calls_of_a_chat(serve: Serve) -> None:
+    template = "{% for m in messages %}{{ m.thinking }}{{ m.content }}{{ tools }}{% endfor %}"
+    asked: dict[str, Any] = {"model": "mock", "messages": [{"role": "user", "content": "x"}]}
+    async with serve(Harmony(THOUGHT_AND_ANSWER), chat_template=template) as served:
+        create = served.openai.chat.completions.create
+        message = (await create(**asked)).choices[0].message
+        assert (message.content, message.reasoning_content) == (ANSWER, THOUGHT)  # type: ignore[attr-defined]
+        deltas = [event.choices[0].delta async for event in await create(**asked, stream=True)]
+        assert "".join(delta.content or "" for delta in deltas) == ANSWER
+        thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+        assert "".join(thoughts) == THOUGHT
+        asked["messages"] += [message, {"role": "user", "content": "y"}]
+        await create(**asked)
+        assert THOUGHT in bytes(served.transport.requests[-1].prompt_tokens).decode()
+    async with serve(Harmony(THOUGHT_AND_CALL), chat_template=template) as served:
+        tools: Any = [{"type": "function", "function": WEATHER}]
+        choice = (await served.openai.chat.completions.create(**asked, tools=tools)).choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        (call,) = choice.message.tool_calls or ()
+        assert json.loads(call.function.arguments) == ROME  # type: ignore[union-attr]
+
+
+async def test_thoughts_are_items_of_a_response(serve: Serve) -> None:
+    template = "{% for m in messages %}{{ m.thinking }}{{ m.content }}{% endfor %}"
+    async with serve(Harmony(THOUGHT_AND_ANSWER), chat_template=template) as served:
+        create = served.openai.responses.create
+        answer = await create(model="mock", input="x")
+        assert [item.type for item in answer.output] == ["reasoning", "message"]
+        assert answer.output[0].content[0].text == THOUGHT  # type: ignore[union-attr, index]
+        assert answer.output_text == ANSWER
+        events = [event async for event in await create(model="mock", input="x", stream=True)]
+        for kind, text in (("reasoning_text", THOUGHT), ("output_text", ANSWER)):
+            deltas = [event.delta for event in events if event.type == f"response.{kind}.delta"]  # type: ignore[union-attr]
+            assert "".join(map(str, deltas)) == text
+        items: Any = [
+            {"role": "user", "content": "x"},
+            *answer.output,
+            {"role": "user", "content": "y"},
+        ]
+        await create(model="mock", input=items)
+        assert THOUGHT in bytes(served.transport.requests[-1].prompt_tokens).decode()

@@ -67,8 +67,8 @@ _KINDS: dict[str, type[InputMessage | InputCall | InputResult]] = {
     "function_call": InputCall,
     "function_call_output": InputResult,
 }
-"""Items of a conversation that become messages. Reasoning of an earlier answer is left out, and so
-are other fields of its items, such as their status."""
+"""Items of a conversation that become messages. Reasoning of an earlier answer is a field of the
+next message. Other fields of items, such as their status, are left out."""
 
 
 class TextFormat(Body):
@@ -160,11 +160,15 @@ class ResponsesRequest(CommonRequest):
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
+        thoughts = ""
         for index, fields in enumerate(self.input):
             kind = "message" if fields.get("type") is None else fields["type"]
             if kind == "reasoning":
+                thoughts += _thoughts(fields)
                 continue
             message = _message(index, kind, fields)
+            if thoughts and message["role"] == "assistant":
+                message["reasoning_content"], thoughts = thoughts, ""
             if message["role"] == "assistant" and messages and "tool_calls" in message:
                 last = messages[-1]
                 if last["role"] == "assistant":  # calls of one answer are one message
@@ -172,6 +176,14 @@ class ResponsesRequest(CommonRequest):
                     continue
             messages.append(message)
         return messages
+
+
+def _thoughts(fields: dict[str, Any]) -> str:
+    """The text of a reasoning item; empty where it has a summary or encrypted content alone."""
+    parts = fields.get("content")
+    listed = parts if isinstance(parts, list) else []
+    texts = [part.get("text") for part in listed if isinstance(part, dict)]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _message(index: int, kind: Any, fields: dict[str, Any]) -> dict[str, Any]:
