@@ -25,6 +25,8 @@ _HEADERS = ("", "Authorization: Bearer x\r\n", "Expect: 100-continue\r\n", "x-re
             "Content-Encoding: gzip\r\n", "Content-Encoding: br\r\n", "Upgrade: websocket\r\n",
             "Transfer-Encoding: chunked\r\n", "Origin: null\r\n", "Connection: close\r\n",
             "traceparent: 00-x\r\n", "Range: bytes=0-\r\n", "Content-Length: 3\r\n",
+            "Origin: http://localhost:3000\r\nAccess-Control-Request-Method: POST\r\n",
+            "Origin: https://page.example\r\n", "Host: page.example\r\n", "Host: [::1\r\n",
             "Content-Type: text/plain\r\n", f"a: {'b' * 9000}\r\n")  # fmt: skip
 # A request that is answered, for each path; what is altered in it reaches further.
 _VALID: dict[str, dict[str, Any]] = {

@@ -28,7 +28,7 @@ CALL_SECONDS = 120.0
 NO_ANSWER_SECONDS = 0.05
 MAX_GROWTH = 96 << 20
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-ANSWERS = (200, 204, 400, 404, 405, 413, 415, 417, 429)
+ANSWERS = (200, 204, 400, 403, 404, 405, 413, 415, 417, 429)
 """Status codes of requests in valid HTTP."""
 
 

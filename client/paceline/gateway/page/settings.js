@@ -74,7 +74,7 @@ export class Settings {
       drafter: this.drafter,
       temperature: Number(value("temperature")),
       seed: value("seed") === "" ? null : Number(value("seed")),
-      max_tokens: Number(value("max_tokens")),
+      max_tokens: value("max_tokens") === "" ? null : Number(value("max_tokens")),
       ...changes,
     };
     if (!this.#model.chat_template) {
@@ -91,7 +91,7 @@ export class Settings {
       this.drafter === "none" ? "no drafter" : this.drafter,
       `temperature ${temperature.value}`,
       seed.value === "" ? "random seed" : `seed ${seed.value}`,
-      `${max_tokens.value} tokens`,
+      max_tokens.value === "" ? "no limit" : `${max_tokens.value} tokens`,
     ].join(" · ");
   }
 }
