@@ -390,11 +390,13 @@ class ChatTemplate:
         result = {"role": "tool", "tool_call_id": _CALL["id"], "name": _OFFERED}
         result["content"] = self._content({"content": _RESULT})
         messages = [self._question(), {"role": "assistant", "tool_calls": [_CALL]}, result]
-        shows_ids = _CALL["id"] in (self._probe(messages[:2], tools=[_TOOL]) or "")
+        takes_tools = self._probe(messages[:1], tools=[_TOOL]) is not None
+        tools = [_TOOL] if takes_tools else []
+        shows_ids = _CALL["id"] in (self._probe(messages[:2], tools=tools or None) or "")
         printed = repr(_object(_ARGUMENTS)), as_json(_ARGUMENTS)
         found = []
         for form in _FORMS:
-            shown, given = self._with_tools(form.of(messages), [_TOOL], self._way)
+            shown, given = self._with_tools(form.of(messages), tools, self._way)
             text = self._probe(shown, **given) or ""
             if (_WANTED in text or _ARGUMENT in text or shows_ids) and _RESULT in text:
                 # As Python's dictionary, or as JSON in JSON, arguments are not shown.
@@ -639,7 +641,10 @@ def _serve(source: BinaryIO, sink: BinaryIO) -> None:
 
 
 def _main() -> None:
-    """Renders for the parent process, with as much memory as the first argument says, in bytes."""
+    """Renders for the parent process, with as much memory as the first argument says, in bytes.
+
+    The limits are those of POSIX systems.
+    """
     import resource
     import signal
 
