@@ -177,3 +177,22 @@ def test_a_tensor_of_another_device_is_refused_by_its_name() -> None:
         with pytest.raises(ValueError, match=f"^{name} is on meta, expected the CPU"):
             call()
     assert LayerTable.of([(elsewhere[None], elsewhere[None])]) is None
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o722])
+def test_libraries_are_not_loaded_from_a_folder_of_others(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies there could be anybody's code."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "paceline" / "kernels"
+    assert _native._folder() == folder
+    folder.chmod(mode)
+    other = _native._folder()
+    assert other != folder
+    assert other.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    monkeypatch.setattr(os, "access", lambda path, mode: True)
+    if folder.stat().st_uid:  # root's is taken
+        assert _native._folder() != folder

@@ -1,16 +1,18 @@
 """The metrics endpoint of a server, scraped over a real socket."""
 
 import asyncio
+import contextlib
 import http.client
 import socket
 import ssl
+import time
 
 import grpc
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.service import OptionsError
+from paceline.service import OptionsError, limits
 
 from .conftest import Pair, Serve, eventually
 from .toy import ask
@@ -146,3 +148,48 @@ async def test_an_address_in_use_is_refused(serve: Serve) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(OptionsError, match=f"cannot serve metrics on {address}: .*in use"):
             await serve(metrics_address=address)
+
+
+async def test_connections_that_do_not_end_are_few(serve: Serve) -> None:
+    """The oldest make room, so that a reader gets its answer beside any number of them."""
+    address = free_address()
+    await serve(metrics_address=address)
+    host, _, port = address.rpartition(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(40)]
+    for connection in silent:
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nx: ")
+        connection.settimeout(60)
+    answer = await asyncio.to_thread(get, address)
+    assert answer.status == 200
+    for connection in silent[: 40 - limits.METRICS_CONNECTIONS]:
+        assert await asyncio.to_thread(ended, connection)
+    for connection in silent:
+        connection.close()
+
+
+async def test_a_request_that_drips_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although it is never idle."""
+    monkeypatch.setattr(limits, "METRICS_SECONDS", 1.0)
+    address = free_address()
+    await serve(metrics_address=address)
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"GET /metrics HTTP/1.1\r\n")
+        await asyncio.to_thread(drip, connection)
+
+
+def drip(connection: socket.socket) -> None:
+    """Send a line every tenth of a second, until the other end has closed the connection."""
+    with contextlib.suppress(OSError):
+        for _ in range(600):
+            connection.sendall(b"x: y\r\n")
+            time.sleep(0.1)
+        raise AssertionError("the connection was not closed")
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the other end closes a connection."""
+    with contextlib.suppress(ConnectionError):
+        while connection.recv(4096):
+            pass
+    return True

@@ -114,6 +114,9 @@ def load(level: str) -> CpuKernels:
         return CpuKernels(level, _open(ahead), "the wheel", str(ahead))
     try:
         made = _compile.build(level, _folder())
+        if made.stat().st_uid not in (0, os.getuid()):
+            made.unlink()
+            made = _compile.build(level, made.parent)
         return CpuKernels(level, _open(made), "compiled on this machine", str(made))
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("CPU kernels run on torch operations, several times slower: %s", error)
@@ -172,14 +175,24 @@ def _share_openmp() -> bool:
 
 
 def _folder() -> Path:
-    """The user's folder of libraries; a temporary one if the home folder is not writable."""
+    """The user's folder of libraries; a new temporary one if there is none that this user alone can
+    write to: what lies there is loaded into this process."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root, "paceline", "kernels")
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if _own(folder) and os.access(folder, os.W_OK):
+            return folder
+        _log.warning("%s is not used: others can write to it", folder)
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="paceline-kernels-"))
-    return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp())
+        pass
+    return Path(tempfile.mkdtemp(prefix="paceline-kernels-"))
+
+
+def _own(folder: Path) -> bool:
+    """Whether a folder is of this user or of root, and no other user can write to it."""
+    found = folder.stat()
+    return found.st_uid in (0, os.getuid()) and not found.st_mode & 0o022
 
 
 NUMERICS = ("auto", "portable", "amx")

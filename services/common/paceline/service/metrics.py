@@ -6,7 +6,9 @@ import logging
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
 
@@ -14,6 +16,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from paceline.service import limits
 from paceline.service.interceptor import OnEnd, bearer_token, https_context, token_matches
 from paceline.service.options import OptionsError, ServerOptions
 from paceline.telemetry.names import Metric
@@ -21,8 +24,6 @@ from paceline.telemetry.names import Metric
 logger = logging.getLogger("paceline.service")
 
 PATH = "/metrics"
-CALLER_SECONDS = 10.0
-"""A connection that is idle for this time is closed. Unit: seconds."""
 
 
 def new_registry() -> CollectorRegistry:
@@ -75,8 +76,10 @@ def serve_metrics(options: ServerOptions, registry: CollectorRegistry) -> Metric
 class MetricsEndpoint(ThreadingWSGIServer):
     """Serves a registry under `/metrics` on its own threads.
 
-    The server of `prometheus_client`, with a token and without two weaknesses: there a connection
-    that never finishes its TLS handshake blocks all others, and an idle one is never closed.
+    The server of `prometheus_client`, with a token and without three weaknesses: there a connection
+    that never finishes its TLS handshake blocks all others, one whose request never ends is never
+    closed, and each has a thread. Here it is closed after a time, or when too many others came
+    after it.
 
     Args:
         host: to listen on, without brackets.
@@ -109,6 +112,8 @@ class MetricsEndpoint(ThreadingWSGIServer):
                 self.socket, server_side=True, do_handshake_on_connect=False
             )
         self.set_app(_guarded(make_wsgi_app(registry), token))
+        self._open: dict[Any, float] = {}
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)
         self._thread.start()
 
@@ -124,13 +129,42 @@ class MetricsEndpoint(ThreadingWSGIServer):
         self.server_close()
         self._thread.join()
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection on a thread of its own."""
+        with self._lock:
+            self._open[request] = time.monotonic()
+            oldest = list(self._open)[: -limits.METRICS_CONNECTIONS]
+        self._end(oldest)
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """End connections whose time is over; called twice a second."""
+        late = time.monotonic() - limits.METRICS_SECONDS
+        with self._lock:
+            ended = [request for request, began in self._open.items() if began < late]
+        self._end(ended)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def _end(self, requests: Iterable[Any]) -> None:
+        """Have the threads of connections end: what they wait for fails."""
+        for request in requests:
+            with self._lock:
+                self._open.pop(request, None)
+            with suppress(OSError):
+                socket.socket.shutdown(request, socket.SHUT_RDWR)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log broken connections and failed handshakes at level DEBUG only."""
         logger.debug("a metrics connection failed", exc_info=True)
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = CALLER_SECONDS
+    timeout = limits.METRICS_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing."""
