@@ -59,7 +59,7 @@ levels: setup
 # The compiled kernels with gcc's sanitizers and with the checks of native/check.h: their own tests,
 # drafts in one call, and generations. A report ends the process.
 SANITIZE ?= address,undefined
-SANITIZED := attention backends blocks invariance levels linear noise rejection rows sampling
+SANITIZED := attention backends blocks invariance levels linear noise rejection rows sampling sampling_extremes
 sanitize: setup
 	PACELINE_SANITIZE=$(SANITIZE) ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 \
 	    LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
