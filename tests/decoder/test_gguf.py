@@ -328,6 +328,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(base / "folder")
+    tokenizer = Tokenizer(tokenizer_models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.save(str(base / "folder/tokenizer.json"))
     kinds = {"blk.0.ffn_down.weight": Kind.Q5_0, "blk.0.attn_q.weight": Kind.Q4_1}
     return write_gguf(base / "model.gguf", base / "folder", Kind.Q8_0, kinds)
 
@@ -338,6 +341,7 @@ def load_or_refuse(path: Path, content: bytes) -> None:
     try:
         source = open_model(path)
         dict(source.weights(source.config()))
+        _ = source.tokenizer, source.special_tokens, source.chat_templates
     except UnsupportedModelError as error:
         assert str(path) in str(error)  # noqa: PT017 - it may load as well
 

@@ -267,9 +267,9 @@ class GgufModel(ModelSource):
     @property
     def chat_templates(self) -> Mapping[str, str]:
         found = {
-            key.removeprefix(_TEMPLATE).removeprefix(".") or "default": str(value)
+            key.removeprefix(_TEMPLATE).removeprefix(".") or "default": value
             for key, value in self._file.metadata.items()
-            if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")
+            if isinstance(value, str) and (key == _TEMPLATE or key.startswith(f"{_TEMPLATE}."))
         }
         return {name: template for name, template in found.items() if template}
 

@@ -227,7 +227,7 @@ class GgufTokenizer:
         """Name the file; ``vocab_size`` is the number of tokens that the model knows."""
         self._file, self._vocab_size = file, vocab_size
         self.model = str(file.metadata.get(f"{_KEY}model", "none"))
-        self._pre = file.metadata.get(f"{_KEY}pre", "default")
+        self._pre = str(file.metadata.get(f"{_KEY}pre", "default"))
 
     @property
     def exists(self) -> bool:
@@ -401,7 +401,7 @@ class GgufTokenizer:
                 "behavior": "Isolated",
                 "invert": False,
             }
-            for expression in PRE_TOKENIZERS[str(self._pre)]
+            for expression in PRE_TOKENIZERS[self._pre]
         ]
         level = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         bytes_of = {"type": "ByteLevel", **level}

@@ -19,6 +19,7 @@ from paceline.decoder import (
     open_model,
     use_device,
 )
+from paceline.decoder.folder_files import check_fields, read_object
 from paceline.decoder.sources import Origin
 from paceline.drafter.methods.base import Fit, LoadError, Resources
 from paceline.drafter.methods.layers import (
@@ -205,13 +206,17 @@ def _vocab_size(config: dict[str, Any], folder: Path) -> int:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = read_object(path)
+        check_fields(path, config)
+    except UnsupportedModelError as error:
+        raise LoadError("NO_CONFIG", f"{error}; expected a Hugging Face model folder") from error
+    if not path.exists():
         raise LoadError(
-            "NO_CONFIG", f"cannot read {path}: {error}; expected a Hugging Face model folder"
-        ) from error
-    if not isinstance(config, dict) or not isinstance(config.get("paceline", {}), dict):
-        raise LoadError("NO_CONFIG", f"{path} is not an object, or its 'paceline' section is not")
+            "NO_CONFIG",
+            f"cannot read {path}: there is no such file; expected a Hugging Face model folder",
+        )
+    if not isinstance(config.get("paceline", {}), dict):
+        raise LoadError("NO_CONFIG", f"the 'paceline' section of {path} is no object")
     return config
 
 

@@ -368,7 +368,7 @@ def config_errors(drafter: str) -> Iterator[None]:
         yield
     except UnsupportedModelError:
         raise
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, AttributeError, TypeError, ValueError, ArithmeticError) as error:
         raise UnsupportedModelError(
             f"a field of a {drafter} drafter is missing or invalid in config.json: {error!r}"
         ) from error
