@@ -21,7 +21,7 @@ from paceline.drafter.service import drafting_device
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 DEPLOYMENTS = ("cpu", "docker-compose", "remote")
-FILES = (*DEPLOYMENTS, "services")
+FILES = (*DEPLOYMENTS, "services", "mps")
 ENGINES = (["docker", "compose"], ["docker-compose"])
 
 
@@ -43,15 +43,27 @@ def test_each_file_keeps_the_compose_specification(name: str) -> None:
     ComposeSpecification.model_validate(content)
 
 
-@pytest.mark.parametrize("name", DEPLOYMENTS)
-def test_compose_itself_takes_each_deployment(name: str) -> None:
+@pytest.mark.parametrize("names", [*((name,) for name in DEPLOYMENTS), ("docker-compose", "mps")])
+def test_compose_itself_takes_each_deployment(names: tuple[str, ...]) -> None:
     commands = [command for command in ENGINES if available(command)]
     if not commands:
         pytest.skip("neither docker compose nor docker-compose is installed")
     for command in commands:
-        words = ["-f", str(COMPOSE / f"{name}.yml"), "--profile", "observability", "config", "-q"]
+        files = [word for name in names for word in ("-f", str(COMPOSE / f"{name}.yml"))]
+        words = [*files, "--profile", "observability", "config", "-q"]
         done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+def test_with_the_multi_process_service_both_find_its_folder() -> None:
+    """It is not under /tmp, which is memory of each container."""
+    added = read("mps")["services"]
+    for name in ("verifier", "drafter"):
+        where = added[name]["environment"]["CUDA_MPS_PIPE_DIRECTORY"]
+        (volume,) = added[name]["volumes"]
+        assert filled(volume) == f"/tmp/nvidia-mps:{where}"
+        assert read("docker-compose")["services"][name]["ipc"] == "host"
+        assert "environment" in read("docker-compose")["services"][name]
 
 
 def filled(text: str, settings: Mapping[str, str] | None = None) -> str:
