@@ -433,22 +433,6 @@ class Beam:
             self.proposals.append(ranked.proposal)
         self._end_level(start)
 
-    def add_nodes(self, nodes: Sequence[tuple[float, float, float, float]], stop: int) -> None:
-        """Adds the nodes of all levels, as ``DeviceTrees.packed`` has them.
-
-        Args:
-            nodes: Token, parent, score and log of the confidence of each.
-            stop: Only nodes below it are added.
-        """
-        numbers = {-1: -1}
-        for index, (token, parent, score, log) in enumerate(nodes[:stop]):
-            if score > -math.inf:
-                numbers[index] = len(self.tokens)
-                self.tokens.append(int(token))
-                self.parents.append(numbers[int(parent)])
-                self.scores.append(score)
-                self.log_probs.append(log)
-
     def expand_last(self) -> bool:
         """Makes the last node of a chain the frontier, whatever its score and the budget.
 

@@ -35,6 +35,7 @@ from paceline.drafter.methods.device_trees import (
     Passes,
     TreeShape,
     rank_on_device,
+    read_trees,
 )
 from paceline.drafter.methods.draft_graphs import DraftGraphs, graphs_work_on
 from paceline.drafter.methods.layers import LayerShape
@@ -371,7 +372,7 @@ class BeamDrafter(Drafter, Generic[S]):
             growing.setdefault(sequence.ranker.count, []).append(sequence)
         for batch in growing.values():  # one, but for services of targets with other vocabularies
             with torch.inference_mode():
-                self._grow_batch(batch)
+                found.update(zip(batch, self._grow_batch(batch), strict=True))
 
     def warm_up(self) -> None:
         """Captures the CUDA graphs of all batches. If that fails, there are none."""
@@ -382,7 +383,7 @@ class BeamDrafter(Drafter, Generic[S]):
             logger.warning("%s drafts without CUDA graphs", self.method, exc_info=True)
             self.graphs = None
 
-    def _grow_batch(self, batch: Sequence[S]) -> None:
+    def _grow_batch(self, batch: Sequence[S]) -> list[TokenTree]:
         depth = max(sequence.tree.limits.depth for sequence in batch)
         levels = depth if self.graphs is None else self.max_depth
         shape = TreeShape.of(self.options, levels, batch[0].ranker.count)
@@ -398,8 +399,7 @@ class BeamDrafter(Drafter, Generic[S]):
             self.grow_on_device(Passes(draft, self.device), trees)
             nodes = trees.packed().cpu()
         self.drafted(batch)
-        for sequence, each in zip(batch, nodes.tolist(), strict=True):
-            sequence.tree.add_nodes(each, shape.stops[sequence.tree.limits.depth])
+        return read_trees(nodes, [sequence.tree.limits for sequence in batch], shape)
 
     def draft_passes(self, growing: Sequence[S], shape: TreeShape) -> HostDraft:
         """Returns the passes of a draft on a GPU, whose trees have this shape."""

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.drafter.methods.base import Budget
 from paceline.drafter.methods.beam import BeamOptions, Ranker, rank_rows
 from paceline.drafter.methods.target_data import StateRows
 from paceline.kernels import (
@@ -29,6 +31,7 @@ from paceline.kernels import (
     plan_trees,
     send,
 )
+from paceline.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -309,3 +312,32 @@ class DeviceTrees:
         """Returns token, parent, score and log of the confidence of each node, float64
         ``[S, N, 4]``."""
         return torch.stack([self.tokens.double(), self.parents.double(), *self._scores], -1)
+
+
+def read_trees(packed: Tensor, budgets: Sequence[Budget], shape: TreeShape) -> list[TokenTree]:
+    """Returns the best nodes of each tree within its budget, sorted by falling survival.
+
+    Args:
+        packed: See :meth:`DeviceTrees.packed`; on the CPU, of trees with enough levels.
+        budgets: Of each tree.
+        shape: Of all trees.
+    """
+    nodes = packed.numpy()
+    stops = np.array([shape.stops[budget.depth] for budget in budgets])
+    within = np.arange(nodes.shape[1]) < stops[:, None]
+    scores = np.where(within, nodes[..., 2], -np.inf)
+    # A child scores no more than its parent and has a higher number: parents come first.
+    order = np.argsort(-scores, axis=1, kind="stable")
+    places = np.argsort(order, axis=1, kind="stable")
+    counts = np.minimum((scores > -np.inf).sum(1), [budget.nodes for budget in budgets])
+    order = order[:, : counts.max()]
+    tokens, parents = (
+        np.take_along_axis(nodes[..., column].astype(np.int64), order, 1) for column in (0, 1)
+    )
+    parents = np.where(parents < 0, -1, np.take_along_axis(places, parents.clip(0), 1))
+    chances = np.exp(np.take_along_axis(nodes[..., 3], order, 1))
+    columns = [each.tolist() for each in (tokens, parents, chances)]
+    return [
+        TokenTree(*(tuple(column[index][:count]) for column in columns))
+        for index, count in enumerate(counts.tolist())
+    ]

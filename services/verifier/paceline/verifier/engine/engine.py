@@ -20,7 +20,7 @@ from paceline.decoder import Decoder, GraphRunner, device_lost, use_device
 from paceline.service.watchdog import Watchdog
 from paceline.tree import MAX_NODES, TokenTree
 from paceline.verifier.engine.acceptance import accept_batch
-from paceline.verifier.engine.batch import Batch
+from paceline.verifier.engine.batch import Batch, prompt_room
 from paceline.verifier.engine.drafting import Drafting, ReadTree
 from paceline.verifier.engine.job import (
     Decode,
@@ -213,8 +213,8 @@ class Engine:
         return max(0.0, min(times) - perf_counter()) if times else None
 
     def _hold(self) -> float:
-        """Time for which the queued generations wait for trees that come soon. Unit: seconds."""
-        ready = self._queue.decodes
+        """Time for which the queued jobs wait for trees that come soon. Unit: seconds."""
+        ready = len(self._queue)
         if self._scheduler is None or not ready or not self._drafting.waiting:
             return 0.0
         return self._scheduler.hold(ready, self._drafting.arrivals())
@@ -246,11 +246,22 @@ class Engine:
 
     def _schedule(self, batch: Batch) -> None:
         """Fill a batch with prefills, then with generations and the nodes admitted beside them."""
-        self._queue.add_prefills(batch)
+        self._queue.add_prefills(batch, self._prompt_room())
         jobs = self._queue.take_decodes()
         trees = self._admit(jobs, batch) if jobs else []
         for job, tree in zip(jobs, trees, strict=True):
             batch.add_decode(job, tree)
+
+    def _prompt_room(self) -> int | None:
+        """Most tokens of prompts in the next step; None: there is no other limit than the engine's.
+
+        On a GPU, rounds of other texts wait for the end of a step with a long piece of a prompt,
+        which no graph runs, longer than the piece gains: the weights are read for their rows too.
+        """
+        rounds = self._queue.round_tokens
+        if self._graphs is None or not (rounds or self._drafting.waiting):
+            return None
+        return prompt_room(rounds)
 
     def _admit(self, jobs: list[Decode], batch: Batch) -> list[TokenTree]:
         """The nodes of each tree that are worth their time in this batch."""

@@ -153,9 +153,9 @@ class JobQueue:
         self.updated: list[EngineJob] = []
 
     @property
-    def decodes(self) -> int:
-        """Generations that wait for a step; 0 beside prompts, whose steps do not wait."""
-        return 0 if self._prefills else len(self._decodes)
+    def round_tokens(self) -> int:
+        """Tokens of the rounds that wait for a step, drafted nodes included."""
+        return sum(1 + len(job.tree) for job in self._decodes)
 
     def __len__(self) -> int:
         """Number of waiting jobs."""
@@ -200,9 +200,10 @@ class JobQueue:
                 left -= tokens
         return taken
 
-    def add_prefills(self, batch: Batch) -> None:
-        """Take prefills and add their next parts, which share the step's prompt tokens."""
-        left = self._prefill_tokens
+    def add_prefills(self, batch: Batch, room: int | None = None) -> None:
+        """Take prefills and add their next parts, which share the step's prompt tokens, at most
+        ``room``."""
+        left = self._prefill_tokens if room is None else min(room, self._prefill_tokens)
         for _ in range(len(self._prefills)):
             if left <= 0:
                 return

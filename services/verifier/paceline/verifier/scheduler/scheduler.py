@@ -143,11 +143,11 @@ class Scheduler:
         """Time for which a step had better wait for trees; 0: it begins now. Unit: seconds.
 
         Generations whose trees come during a step wait for its end. If the step waits, those that
-        are ready wait for the trees. Whichever costs less in all is chosen, so generations that
-        draft and others share steps.
+        are ready, and prompts, wait for the trees. Whichever costs less in all is chosen, so
+        generations that draft and others share steps.
 
         Args:
-            ready: Generations that are ready, at least one.
+            ready: Generations and prompts that are ready, at least one.
             arrivals: When the trees of the others are expected (time.perf_counter).
         """
         now = perf_counter()
