@@ -43,6 +43,7 @@ from paceline.kernels._triton.backend import (
     perturbed,
 )
 from paceline.kernels._triton.candidates import best_of_rows, grow_trees
+from paceline.kernels._triton.gather import gather_kv, gather_states
 from paceline.kernels._triton.products import (
     multiply_by_experts,
     quantise_rotated,
@@ -200,6 +201,14 @@ def compile_candidates(kind: torch.dtype, vocab: int = 32_768, width: int = 16) 
     )  # fmt: skip
 
 
+def compile_gathers(kind: torch.dtype) -> None:
+    """Of a target's keys and values, and of its hidden states."""
+    source, records = empty(16, dtype=kind), empty(4, 5, dtype=torch.int64)
+    pages = empty(4, 35, dtype=torch.int32)
+    gather_kv(source, records, pages, empty(4, 2, KV_HEADS, 512, 128, dtype=kind))
+    gather_states(source, empty(8, 3, dtype=torch.int64), empty(8, 3 * 4096, dtype=kind))
+
+
 def compile_all() -> None:
     """Every type, head size, kind of cache and option, each with others."""
     bf16, fp16 = torch.bfloat16, torch.float16
@@ -217,6 +226,7 @@ def compile_all() -> None:
     compile_experts(torch.float32)
     compile_sampling(bf16)
     compile_candidates(bf16)
+    compile_gathers(bf16)
 
 
 def compile_only() -> None:

@@ -1,7 +1,7 @@
 """Launches of the kernels that gather rows from pages, by tables on the device.
 
 Places are relative to a tensor on the device of the launch, in elements: what they lead to may lie
-in other memory that this device can read.
+in other memory that this device can read. Where a row's width is a multiple of 16, places are too.
 """
 
 from __future__ import annotations

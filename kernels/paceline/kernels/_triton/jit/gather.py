@@ -7,6 +7,9 @@ import triton.language as tl
 
 from paceline.kernels._triton.jit.attention import NONE
 
+ALIGN: tl.constexpr = tl.constexpr(16)
+"""Places are multiples of it, where rows are. Unit: elements."""
+
 
 @triton.jit
 def gather_rows(source, places, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
@@ -15,6 +18,8 @@ def gather_rows(source, places, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(places + row)
+    if WIDTH % ALIGN == 0:  # or no wide loads could be made
+        place = tl.multiple_of(place, ALIGN)
     inside = (at < WIDTH) & (place != NONE)
     tl.store(out + row * WIDTH + at, tl.load(source + place + at, mask=inside), mask=inside)
 
@@ -46,6 +51,8 @@ def gather_pages(
         page = tl.load(pages + text * count + entry, mask=within, other=0).to(tl.int64)
         row = tl.load(records) + page * tl.load(records + 1)
         row += (plane * size + position % size) * DIM
+        if DIM % ALIGN == 0:
+            row = tl.multiple_of(row, ALIGN)
         at = tl.arange(0, WIDE)
         inside = within[:, None] & (at < DIM)[None, :]
         value = tl.load(source + row[:, None] + at[None, :], mask=inside)

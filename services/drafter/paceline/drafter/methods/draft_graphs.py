@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.decoder import Capturing
 from paceline.decoder.device import wait_for
-from paceline.drafter.kv.reader import KvPages
+from paceline.drafter.kv.reader import KvPages, StateBlock
 from paceline.drafter.methods.beam import Ranker
 from paceline.drafter.methods.device_trees import (
     DeviceTrees,
@@ -359,7 +359,10 @@ class _Graph(Passes):
             return False
         item = pages.dtype.itemsize
         origin = (pages.address - self._bases[1].data_ptr()) // item
-        record = (origin, pages.page_bytes // item, size, pages.length, pages.first)
+        stride = pages.page_bytes // item
+        if origin % ALIGN or stride % ALIGN:
+            return False
+        record = (origin, stride, size, pages.length, pages.first)
         self._staging.host[self._kv_records][index] = record
         table[index, : len(pages.pages)] = pages.pages
         return True
@@ -378,12 +381,21 @@ class _Graph(Passes):
         begin = 0
         for block in inputs.blocks:
             end = begin + block.count * inputs.repeats
-            if block.addresses is not None and block.dtype == rows.dtype:
-                places = (block.addresses - self._bases[0].data_ptr()) // rows.element_size()
+            places = self._places_of(block, rows)
+            if places is not None:
                 table[begin:end] = places.repeat(inputs.repeats, axis=0)
             else:
                 rows[begin:end].copy_(send(inputs.rows(block), rows.device), non_blocking=True)
             begin = end
+
+    def _places_of(self, block: StateBlock, rows: Tensor) -> NDArray[np.int64] | None:
+        """Places of hidden states for the kernel that gathers them to rows; None if it cannot."""
+        if block.addresses is None or block.dtype != rows.dtype or not block.count:
+            return None
+        places: NDArray[np.int64] = block.addresses - self._bases[0].data_ptr()
+        places //= rows.element_size()
+        wide = rows.shape[1] // places.shape[1] % ALIGN == 0
+        return None if wide and (places % ALIGN).any() else places
 
     def _fill_records(self, params: Sequence[SamplingParams], lengths: Sequence[int]) -> None:
         from paceline.kernels._triton.backend import sampling_record
