@@ -184,12 +184,15 @@ class TokenTree:
     def subtree(self, nodes: Iterable[int]) -> TokenTree:
         """The tree of some nodes, in the given order, which has parents before their children."""
         nodes = tuple(nodes)
-        new = {-1: -1} | {node: index for index, node in enumerate(nodes)}
+        tokens, parents, confidences = self.tokens, self.parents, self.confidences
+        new = {node: index for index, node in enumerate(nodes)}
+        new[-1] = -1
+        # Lists: each generator would cost a frame, for every tree of a step.
         return TokenTree(
-            tuple(self.tokens[node] for node in nodes),
-            tuple(new[self.parents[node]] for node in nodes),
-            tuple(self.confidences[node] for node in nodes) if self.confidences else (),
-            tuple(self.proposals[node] for node in nodes) if self.proposals else (),
+            tuple([tokens[node] for node in nodes]),
+            tuple([new[parents[node]] for node in nodes]),
+            tuple([confidences[node] for node in nodes]) if confidences else (),
+            tuple([self.proposals[node] for node in nodes]) if self.proposals else (),
         )
 
     def check(self, vocab_size: int | None = None) -> None:

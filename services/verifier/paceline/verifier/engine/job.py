@@ -371,16 +371,19 @@ def rank(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]:
     each node, and the index in ``tree`` of each node."""
     if not len(tree):
         return tree, ()
-    confidences = tuple(min(each, _MAX_CONFIDENCE) for each in tree.acceptance_probabilities)
-    tree = TokenTree(tree.tokens, tree.parents, confidences, tree.proposals)
+    confidences = tree.acceptance_probabilities
+    if not tree.confidences or max(confidences) > _MAX_CONFIDENCE:
+        confidences = tuple(min(each, _MAX_CONFIDENCE) for each in confidences)
+        tree = TokenTree(tree.tokens, tree.parents, confidences, tree.proposals)
     if tree.is_chain:  # survival falls along it
         tree = tree.first(max_depth)
         return tree, tuple(range(len(tree)))
-    order = sorted(range(len(tree)), key=lambda node: -tree.survivals[node])  # stable
-    nodes = tuple(node for node in order if tree.depths[node] <= max_depth)
-    if nodes == tuple(range(len(tree))):
-        return tree, nodes
-    return tree.subtree(nodes), nodes
+    order = sorted(range(len(tree)), key=tree.survivals.__getitem__, reverse=True)  # stable
+    if tree.depth > max_depth:
+        order = [node for node in order if tree.depths[node] <= max_depth]
+    if order == list(range(len(tree))):
+        return tree, tuple(order)
+    return tree.subtree(order), tuple(order)
 
 
 @dataclass(frozen=True)
