@@ -29,6 +29,7 @@ from paceline.drafter.methods.base import (
 )
 from paceline.drafter.methods.beam import Ranked, Ranker
 from paceline.drafter.methods.layers import linear
+from paceline.drafter.methods.longspec.drafter import LongSpecOptions
 from paceline.kernels import attention, send
 from paceline.kernels.blocks import quantise
 from paceline.kernels.dense import DenseBackend
@@ -227,6 +228,28 @@ def test_weights_in_8_bits_are_rounded_on_the_device() -> None:
         found = layer(x.to("other"))
         assert isinstance(found, OnDevice)
     torch.testing.assert_close(found.inner, right)
+
+
+def test_bfloat16_in_8_bits_has_a_scale_an_output_on_the_device() -> None:
+    weight, x = torch.randn(48, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    with another_device():
+        layer = linear([weight.to("other")], bits=8)
+        found = layer(x.to("other"))
+        assert layer.exact
+        assert isinstance(found, OnDevice)
+    torch.testing.assert_close(found.inner.float(), (x @ weight.T).float(), rtol=0.1, atol=0.3)
+
+
+@pytest.mark.parametrize(
+    ("weights", "device", "bits"),
+    [("auto", "cpu", 0), ("auto", "other:0", 8), ("bfloat16", "other:0", 0), ("int4", "cpu", 4)],
+)
+def test_drafters_in_bfloat16_are_in_8_bits_on_a_device_by_default(
+    weights: str, device: str, bits: int, folders: dict[str, Path]
+) -> None:
+    options = LongSpecOptions(weights=weights, widths=(2,))
+    assert options.bits(folders["longspec"], torch.bfloat16, device) == bits
+    assert options.bits(folders["longspec"], torch.float32, device) in (0, 4)
 
 
 @pytest.mark.parametrize("sampling", ["T=1", "filtered"])

@@ -27,6 +27,7 @@ from paceline.decoder.model_source import remembered_by_transformers
 from paceline.decoder.weights import Checkpoint, Linear, plain
 from paceline.kernels import Heads, Norm, Recorder
 from paceline.kernels.blocks import BLOCK, quantise
+from paceline.kernels.rotated import RotatedMatrix
 
 SECTION = "paceline"
 """Section of config.json with what other projects have no fields for."""
@@ -460,13 +461,21 @@ class LayerWeights:
         return program.multiply(gated, self.matrix(f"{base}mlp.down_proj"))
 
 
+def rotates(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether matrices of a type in 8 bits have one scale an output over rotated inputs."""
+    return dtype == torch.bfloat16 and device.type != "cpu"
+
+
 def linear(parts: Sequence[Tensor], bits: int) -> Linear:
     """Returns linear layers ``[out, in]`` of one input as one layer.
 
     With ``bits`` of 8 or 4 the weights get blocks of 32, if ``in`` is a multiple of 32. Off the CPU
-    they are rounded to such blocks and stored as they came.
+    bfloat16 in 8 bits gets one scale an output (:mod:`paceline.kernels.rotated`); other weights are
+    rounded to such blocks and stored as they came.
     """
     weight = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    if bits == 8 and rotates(weight.dtype, weight.device) and weight.shape[1] % 8 == 0:
+        return Linear(RotatedMatrix.of(weight))
     if not bits or weight.shape[1] % BLOCK:
         return Linear(weight)
     blocks = quantise(weight.float(), bits)

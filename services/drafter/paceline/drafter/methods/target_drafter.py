@@ -36,7 +36,7 @@ from paceline.drafter.methods.checkpoint import (
 )
 from paceline.drafter.methods.device_trees import TreeShape
 from paceline.drafter.methods.draft_graphs import DraftGraphs, PassShape, graphs_work_on
-from paceline.drafter.methods.layers import DraftModel, LayerWeights, TappedShape
+from paceline.drafter.methods.layers import DraftModel, LayerWeights, TappedShape, rotates
 from paceline.kernels import (
     CHUNK,
     Executor,
@@ -64,11 +64,12 @@ class TargetOptions(BeamOptions):
     lora: str = ""
     """Folder of the target's LoRA adapter; empty: it has none."""
 
-    def bits(self, folder: Path) -> int:
-        """Bits of the matrices, 8 or 4 in blocks of 32; by default 8 where the folder stores them
-        so; 0: as they come."""
-        if self.weights == "auto" and Checkpoint(folder, torch.float32).int8:
-            return 8
+    def bits(self, folder: Path, dtype: torch.dtype, device: str) -> int:
+        """Bits of the matrices, 8 or 4, see :func:`linear`; by default 8 where the folder stores
+        them so, and in bfloat16 on a GPU, which reads half as much then; 0: as they come."""
+        if self.weights == "auto":
+            stored = Checkpoint(folder, torch.float32).int8
+            return 8 if stored or rotates(dtype, torch.device(device)) else 0
         return {"int8": 8, "int4": 4}.get(self.weights, 0)
 
     def torch_dtype(self, stored: torch.dtype) -> torch.dtype:
@@ -341,7 +342,8 @@ class TargetDrafter(BeamDrafter[S]):
     def _read(cls, folder: Path, fit: Fit, options: TargetOptions, device: str) -> Self:
         target = open_model(options.target, options.lora) if options.target else None
         config, dtype = cls.read_config(folder, target)
-        dtype, bits = options.torch_dtype(dtype), options.bits(folder)
+        dtype = options.torch_dtype(dtype)
+        bits = options.bits(folder, dtype, device)
         if target is not None:
             fit = check_target(folder, target, fit)
             check_shape(folder, config, target)

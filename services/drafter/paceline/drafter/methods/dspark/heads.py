@@ -120,7 +120,8 @@ class DSparkHeads:
         device: torch.device | str,
         bits: int = 0,
     ) -> None:
-        """Builds the heads from the folder's tensors; ``bits`` of W2 as for :func:`linear`.
+        """Builds the heads from the folder's tensors; ``bits`` of W2 on the CPU as for
+        :func:`linear`.
 
         On the CPU they are float32, the type of the kernels' logits: sums of two types are slow.
         """
@@ -144,7 +145,9 @@ class DSparkHeads:
             self._w1 = self._markov.markov_w1.weight
             if config.markov_all and drafted is not None:
                 self._w1 = torch.cat([self._w1[drafted.to(device)], self._w1]).detach()
-            self._w2 = linear([self._markov.markov_w2.weight], bits)
+            # Off the CPU it is one batched product with the logits, and small beside the LM head.
+            own = bits if self._device.type == "cpu" else 0
+            self._w2 = linear([self._markov.markov_w2.weight], own)
         self._confidence: Tensor | None = None
         if config.confidence:
             head = _loaded(ConfidenceHead(config), "confidence_head.", weights).to(device, dtype)
