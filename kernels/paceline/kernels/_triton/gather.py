@@ -32,7 +32,9 @@ def gather_states(source: Tensor, places: Tensor, out: Tensor) -> None:
     """
     rows = places.numel()
     width = out.numel() // rows
-    gather_rows[(rows, triton.cdiv(width, _BLOCK))](source, places, out, WIDTH=width, BLOCK=_BLOCK)
+    gather_rows[(rows, triton.cdiv(width, _BLOCK))](
+        source, places, out, WIDTH=width, ALIGN=_align(width), BLOCK=_BLOCK
+    )
 
 
 def gather_kv(source: Tensor, records: Tensor, pages: Tensor, out: Tensor) -> None:
@@ -48,5 +50,10 @@ def gather_kv(source: Tensor, records: Tensor, pages: Tensor, out: Tensor) -> No
     texts, kinds, heads, slots, dim = out.shape
     gather_pages[(texts, triton.cdiv(slots, _SLOTS), kinds * heads)](
         source, records, pages, out, slots, pages.shape[1], HEADS=heads, DIM=dim,
-        WIDE=triton.next_power_of_2(dim), SINKS=SINKS, BLOCK=_SLOTS,
+        WIDE=triton.next_power_of_2(dim), SINKS=SINKS, ALIGN=_align(dim),
+        BLOCK=_SLOTS,
     )  # fmt: skip
+
+
+def _align(width: int) -> int:
+    return 16 if width % 16 == 0 else 1

@@ -7,18 +7,17 @@ import triton.language as tl
 
 from paceline.kernels._triton.jit.attention import NONE
 
-ALIGN: tl.constexpr = tl.constexpr(16)
-"""Places are multiples of it, where rows are. Unit: elements."""
-
 
 @triton.jit
-def gather_rows(source, places, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def gather_rows(
+    source, places, out, WIDTH: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Copies row n, ``WIDTH`` elements from ``places[n]`` after the source on, to ``out[n]``; where
-    that is ``NONE``, ``out[n]`` stays as it is."""
+    that is ``NONE``, ``out[n]`` stays as it is. All places are multiples of ``ALIGN``."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(places + row)
-    if WIDTH % ALIGN == 0:  # or no wide loads could be made
+    if ALIGN > 1:  # or no wide loads could be made
         place = tl.multiple_of(place, ALIGN)
     inside = (at < WIDTH) & (place != NONE)
     tl.store(out + row * WIDTH + at, tl.load(source + place + at, mask=inside), mask=inside)
@@ -28,7 +27,7 @@ def gather_rows(source, places, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 def gather_pages(
     source, records, pages, out, slots, count,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SINKS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copies the selected keys and values of each text to ``out [S, 2, HEADS, slots, DIM]``.
 
@@ -51,7 +50,7 @@ def gather_pages(
         page = tl.load(pages + text * count + entry, mask=within, other=0).to(tl.int64)
         row = tl.load(records) + page * tl.load(records + 1)
         row += (plane * size + position % size) * DIM
-        if DIM % ALIGN == 0:
+        if ALIGN > 1:
             row = tl.multiple_of(row, ALIGN)
         at = tl.arange(0, WIDE)
         inside = within[:, None] & (at < DIM)[None, :]

@@ -41,7 +41,8 @@ from paceline.drafter.methods.draft_graphs import DraftGraphs, graphs_work_on
 from paceline.drafter.methods.layers import LayerShape
 from paceline.drafter.methods.target_data import StateRows
 from paceline.kernels import CHUNK, MAX_TREE_NODES, TreePlan, TreeSegment, send
-from paceline.kernels.draft import DraftText, NativeDraft
+from paceline.kernels.draft import NativeDraft
+from paceline.kernels.structures import DraftText
 from paceline.tree import EMPTY, TokenTree
 
 logger = logging.getLogger("paceline.drafter")

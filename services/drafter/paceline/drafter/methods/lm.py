@@ -45,7 +45,8 @@ from paceline.drafter.methods.checkpoint import (
 )
 from paceline.kernels import CHUNK, SELECTION_CHUNK, Probe, TreePlan, attention_weights, best_chunks
 from paceline.kernels.caches import span
-from paceline.kernels.draft import DraftText, NativeDraft
+from paceline.kernels.draft import NativeDraft
+from paceline.kernels.structures import DraftText
 from paceline.kv.selection import streaming_positions
 
 POLICIES = ("streaming", "chunk_topk")

@@ -48,9 +48,10 @@ from paceline.kernels import (
     plan_trees,
     send,
 )
-from paceline.kernels.draft import DraftText, NativeDraft
+from paceline.kernels.draft import NativeDraft
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.program import PassResult
+from paceline.kernels.structures import DraftText
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,9 @@ from paceline.drafter.methods.target_drafter import (
     WindowCache,
 )
 from paceline.kernels import Context, Program, Recorder, TreeSegment, send
-from paceline.kernels.draft import BlockModel, DraftText, NativeDraft
+from paceline.kernels.draft import BlockModel, NativeDraft
 from paceline.kernels.executor import NativeProgram
+from paceline.kernels.structures import DraftText
 
 
 class DSparkBackbone(DraftLayers):

@@ -43,8 +43,9 @@ from paceline.drafter.methods.target_drafter import (
     TargetDrafter,
 )
 from paceline.kernels import Program, Recorder, TreePlan, send
-from paceline.kernels.draft import DraftText, NativeDraft, StateText
+from paceline.kernels.draft import NativeDraft, StateText
 from paceline.kernels.executor import NativeProgram
+from paceline.kernels.structures import DraftText
 
 
 class Eagle3Layer(DraftLayers):

@@ -44,8 +44,9 @@ from paceline.drafter.methods.target_drafter import (
     WindowCache,
 )
 from paceline.kernels import CHUNK, Context, Program, Recorder, TreePlan
-from paceline.kernels.draft import DraftText, NativeDraft
+from paceline.kernels.draft import NativeDraft
 from paceline.kernels.executor import NativeProgram
+from paceline.kernels.structures import DraftText
 
 
 class LongSpecLayer(DraftLayers):
