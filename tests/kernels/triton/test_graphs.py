@@ -24,8 +24,9 @@ from paceline.decoder.graphs import FIXED_SHAPES, SHAPES
 from paceline.decoder.products import FIXED_ROWS, Products
 from paceline.kernels import PagedPlane, TreeSegment, attention, plan_trees, rotated
 from paceline.kv.selection import AttentionScores, PageScores, Rows
+from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.batch import Batch, BatchObserver
-from paceline.verifier.engine.job import GenerationParams, Prefill, Sequence
+from paceline.verifier.engine.job import Decode, GenerationParams, Prefill, Sequence
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
 
@@ -273,6 +274,59 @@ def test_graphs_with_hidden_states_are_captured_before_a_step_needs_one(
     assert len(runner) == 2 * plain
     list(runner.warm_up((0, 1)))
     assert len(runner) == 2 * plain, "drafters that join again need no more"
+
+
+def test_the_next_step_of_plain_decoding_is_prepared_while_a_gpu_computes(
+    monkeypatch: pytest.MonkeyPatch, pool: PagePool
+) -> None:
+    """Then it writes its tokens alone. A step that comes otherwise has its own tables."""
+    from paceline.kernels._triton.plan import PassTables
+
+    decoder, fill = make_decoder(), PassTables.fill
+    runner = GraphRunner(decoder, pool)
+    plans: list[Any] = []
+
+    def capture(plan: Any, *_: Any) -> Any:
+        plans.append(plan)
+        return Captured(plan).run
+
+    monkeypatch.setattr(runner, "_capture", capture)
+    filled: list[None] = []
+
+    def counted(*args: Any) -> None:
+        filled.append(None)
+        fill(*args)
+
+    monkeypatch.setattr(PassTables, "fill", counted)
+    caches = [pool.allocate(512, None) for _ in range(2)]
+    sequences = [Sequence(GenerationParams((1,) * 9), cache) for cache in caches]
+
+    def step(lengths: tuple[int, int], tree: TokenTree = EMPTY) -> tuple[int, Any]:
+        """Tables filled for a step, and those that it runs with; then prepares the next one."""
+        batch = Batch()
+        for sequence, length in zip(sequences, lengths, strict=True):
+            sequence.committed = length
+            batch.add_decode(Decode(sequence), tree)
+        filled.clear()
+        assert batch._replay(decoder, runner, ()) is not None
+        found = len(filled)
+        tables = [each.clone() for each in plans[-1]._staging.device]
+        batch.prepare_next(runner)
+        return found, tables
+
+    assert step((4, 7))[0] > 0
+    prepared, tables = step((5, 8))
+    assert prepared == 0
+    for plan in plans:
+        plan._filled = None
+    fresh, expected = step((5, 8))
+    assert fresh > 0
+    assert all(map(torch.equal, tables, expected))
+    assert step((7, 9))[0] > 0, "a text went on by two tokens"
+    assert step((8, 10), TokenTree((1,), (-1,)))[0] > 0
+    assert step((9, 11))[0] > 0, "a step with drafts prepares none"
+    for cache in caches:
+        cache.close()
 
 
 def test_graphs_have_sizes_that_products_have() -> None:

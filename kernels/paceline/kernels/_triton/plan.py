@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -474,7 +475,23 @@ class GraphPlan:
             both = (wanted, noted) if weights else (None, None)
             recorded = ProbeTable(MAX_PROBES, table, self._base, *both)
         self.plan = self._pass.plan(probes=recorded)
+        self._filled: tuple[object, ...] | None = None
+        """Blocks, and rows of the page tables, that the host's tables are of; None: of no batch."""
         self.fill([], [], [])
+
+    def prepare(self, segments: Sequence[TreeSegment], table_rows: Sequence[int]) -> bool:
+        """Write all of a batch but its tokens and probes to the host's tables, if they do not have
+        it: while a GPU computes, for a :meth:`fill` of the same batch that comes next. Returns
+        whether it has room there."""
+        filled = tuple(segments), tuple(table_rows)
+        if filled == self._filled:
+            return True
+        self._staging.wait()
+        self._filled = None
+        if not self._pass.fill(plan_trees(segments) if segments else None, table_rows):
+            return False
+        self._filled = filled
+        return True
 
     def fill(
         self,
@@ -492,21 +509,20 @@ class GraphPlan:
             table_rows: Row of the page tables of each sequence.
             probed: Blocks whose scores are recorded, each once.
         """
+        if not self.prepare(segments, table_rows):
+            return False
         self._staging.wait()
         self._staging.host[0][: len(tokens)] = tokens
         self._staging.host[0][len(tokens) :] = 0
-        plan = plan_trees(segments) if tokens else None
-        if not self._pass.fill(plan, table_rows):
-            return False
         if self._probes is not None:
             self._probes.clear()
+            offsets = [0, *accumulate(segment.length for segment in segments)]
             for each in probed:
-                assert plan is not None
                 layers, nodes, heads, _ = each.out.stride()
                 first = (each.out.data_ptr() - self._base.data_ptr()) // 4
                 for index, node in enumerate(each.nodes):
                     self._probes.add(
-                        each.block, node, plan.offsets[each.block] + node, first + index * nodes,
+                        each.block, node, offsets[each.block] + node, first + index * nodes,
                         (heads, layers), each.weights,
                     )  # fmt: skip
         self._staging.send()

@@ -173,6 +173,21 @@ class GraphRunner:
         found = dict(zip(tapped, result.taps, strict=True))
         return ForwardResult(result.logits[:count], tuple(found[layer][:count] for layer in taps))
 
+    def prepare(
+        self, segments: Sequence[TreeSegment], table_rows: Sequence[int], taps: Sequence[int] = ()
+    ) -> None:
+        """Fill the tables of a batch that may come next, but for its tokens: :meth:`forward` then
+        only adds these. For the time in which a GPU computes; arguments as there."""
+        count = sum(segment.length for segment in segments)
+        rows = next((shape for shape in self._shapes if shape >= count), None)
+        if rows is None:
+            return
+        tilings = self._tilings(max(segment.length for segment in segments))
+        tapped = self._wider(rows, tilings, tuple(taps), (), False)
+        graph = self._graphs.get((rows, tilings, tapped, (), False))
+        if graph is not None:
+            graph[0].prepare(segments, table_rows)
+
     def _wider(
         self, rows: int, tilings: tuple[Tiling, ...], taps: tuple[int, ...],
         probed: tuple[int, ...], again: bool,

@@ -260,6 +260,14 @@ class Batch:
         self._observer.publish(decoder.config.q_heads)
         return result.logits, dict(zip(taps, result.taps, strict=True))
 
+    def prepare_next(self, graphs: GraphRunner) -> None:
+        """Fill the tables of the step that follows if this one is plain decoding and no text joins,
+        ends or drafts, while the GPU computes."""
+        plain = all(isinstance(e.job, Decode) and not len(e.tree) for e in self.entries)
+        if plain and not len(self._observer):
+            blocks = [TreeSegment(each.sequence, each.start + 1, None, 1) for each in self._blocks]
+            graphs.prepare(blocks, [table_row(cache) for cache in self._caches], sorted(self._taps))
+
     def _replay(
         self, decoder: Decoder, graphs: GraphRunner, taps: Items[int]
     ) -> ForwardResult | None:

@@ -284,12 +284,15 @@ class Engine:
         """Run the model and accept tokens; see :func:`accept_batch`. Raises any error if the model
         could not be run: all sequences are as before."""
         logits, states = batch.forward(self._decoder, self._graphs)
-        return accept_batch(batch.entries, logits, states, self._answer_meanwhile)
+        meanwhile = partial(self._work_meanwhile, batch)
+        return accept_batch(batch.entries, logits, states, meanwhile)
 
-    def _answer_meanwhile(self) -> None:
-        """Answer clients for the step before, while a GPU computes."""
+    def _work_meanwhile(self, batch: Batch) -> None:
+        """Answer clients for the step before, and prepare the next one, while a GPU computes."""
         self._close_ended()
         self._notify()
+        if self._graphs is not None:
+            batch.prepare_next(self._graphs)
 
     def _run_one_by_one(self, failed: Batch, error: Exception) -> None:
         """Run each entry of a failed batch in its own batch; those that fail again end.
