@@ -293,9 +293,9 @@ def test_the_next_step_of_plain_decoding_is_prepared_while_a_gpu_computes(
     monkeypatch.setattr(runner, "_capture", capture)
     filled: list[None] = []
 
-    def counted(*args: Any) -> None:
+    def counted(*args: Any) -> bool:
         filled.append(None)
-        fill(*args)
+        return fill(*args)
 
     monkeypatch.setattr(PassTables, "fill", counted)
     caches = [pool.allocate(512, None) for _ in range(2)]

@@ -182,7 +182,7 @@ class GraphRunner:
         rows = next((shape for shape in self._shapes if shape >= count), None)
         if rows is None:
             return
-        tilings = self._tilings(max(segment.length for segment in segments))
+        tilings = self._tilings()
         tapped = self._wider(rows, tilings, tuple(taps), (), False)
         graph = self._graphs.get((rows, tilings, tapped, (), False))
         if graph is not None:
