@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.kernels._triton.jit.attention import CHUNK_BITS
+from paceline.kernels._triton.jit.attention import CHUNK_BITS, TILE_FIELDS
 from paceline.kernels.trees import (
     MAX_TREE_NODES,
     ContextSegment,
@@ -281,25 +281,90 @@ class _Tiles:
 
 def plan_work(plan: TreePlan, tiling: Tiling, part_row_bytes: int) -> Work:
     """Split the blocks of a plan; arguments as of :meth:`Room.for_rows`."""
-    tiles = _Tiles(tiling, PART_BYTES // part_row_bytes)
+    limit = PART_BYTES // part_row_bytes
+    return _equal_work(plan.segments, tiling, limit) or _any_work(plan.segments, tiling, limit)
+
+
+def _any_work(segments: Sequence[TreeSegment], tiling: Tiling, limit: int) -> Work:
+    """The work of any blocks; a launch has at most ``limit`` partial results."""
+    tiles = _Tiles(tiling, limit)
     places: list[tuple[int, int, int, int]] = []
-    for block, segment in enumerate(plan.segments):
+    for block, segment in enumerate(segments):
         if segment.is_chain or isinstance(segment, (LevelSegment, ContextSegment)):
             base = _add_dense(tiles, block, segment, tiling)
             places += [(node, node, base, base) for node in range(segment.length)]
         else:
             places += _add_tree(tiles, block, segment, tiling)
     rows = np.array(tiles.rows, np.int32)
+    steps = np.frombuffer(tiles.steps, np.uint8)
+    return _with_items(rows, np.array(places, np.int32), steps, tiles.cuts, tiles.largest)
+
+
+def _equal_work(segments: Sequence[TreeSegment], tiling: Tiling, limit: int) -> Work | None:
+    """The same for the blocks of a draft's level, which are equal but for their starts, with
+    arrays; None if they are not, or for several launches."""
+    first = segments[0]
+    kinds = {(type(segment), segment.length) for segment in segments}
+    if not isinstance(first, (LevelSegment, ContextSegment)) or len(kinds) > 1:
+        return None
+    starts = np.array([segment.start for segment in segments])
+    highest = starts + max(first.depths)
+    tree = isinstance(first, LevelSegment)
+    ends = (starts, starts + first.length) if tree else (starts + 1, highest + 1)
+    zeros = np.zeros_like(starts)
+    oldest, seen = (
+        (at - tiling.window + 1).clip(0) if tiling.window else zeros for at in (starts, highest)
+    )
+    end = _chunks_of(ends[1] - 1) + 1
+    begin = np.minimum(_chunks_of(oldest), end)
+    parts = _slices(tiling, 0, first.length)
+    sizes = np.array([rows for _, rows in parts])
+    counts = sizes * (end - begin)[:, None]
+    before = counts.cumsum().reshape(counts.shape) - counts
+    if (before + sizes * end[:, None]).max() > limit:
+        return None
+    keys, blocks = tiling.keys, np.arange(len(starts))
+    table = np.empty((len(starts), len(parts), TILE_FIELDS.value), np.int32)
+    of_blocks = (
+        oldest // keys * keys, -(-seen // keys) * keys, ends[0] // keys * keys, ends[1],
+    )  # fmt: skip
+    table[..., 0], table[..., 1], table[..., 2] = blocks[:, None], [n for n, _ in parts], sizes
+    table[..., 3], table[..., 4], table[..., 5] = before, begin[:, None], (end - begin)[:, None]
+    for field, values in enumerate(of_blocks, 6):
+        table[..., field] = values[:, None]
+    table[..., 10], table[..., 11] = -1, 0
+    places = np.empty((len(starts), first.length, 4), np.int32)
+    places[..., :2] = np.arange(first.length)[:, None]
+    places[..., 2:] = (blocks * len(parts))[:, None, None]
+    rows = table.reshape(-1, TILE_FIELDS.value)
+    return _with_items(rows, places.reshape(-1, 4), np.empty(0, np.uint8), [0], int(counts.sum()))
+
+
+def _chunks_of(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """:func:`chunk_of` for many positions."""
+    near, middle = positions // NEAR[1], (positions - MIDDLE[0]) // MIDDLE[1]
+    far = (positions - FAR[0]) // FAR[1]
+    found: NDArray[np.int64] = np.select(
+        [positions < MIDDLE[0], positions < FAR[0]],
+        [near, _MIDDLE_CHUNK + middle],
+        _FAR_CHUNK + far,
+    )
+    return found
+
+
+def _with_items(
+    rows: Ints, places: Ints, steps: NDArray[np.uint8], cuts: Sequence[int], part_rows: int
+) -> Work:
+    """Work of some tiles, which are cut into launches; arguments as in :class:`Work`."""
     counts = rows[:, 5]
     ends = counts.cumsum()
     numbers = np.arange(len(rows)).repeat(counts)
     chunks = np.arange(ends[-1]) - (ends - counts - rows[:, 4])[numbers]
-    cuts = [*tiles.cuts, len(rows)]
+    cuts = [*cuts, len(rows)]
     begins = [0, *ends[np.array(cuts[1:]) - 1].tolist()]
     spans = np.array([begins[:-1], begins[1:], cuts[:-1], cuts[1:]], np.int32).T
     items = (numbers << CHUNK_BITS.value | chunks).astype(np.int32)
-    steps = np.frombuffer(tiles.steps, np.uint8)
-    return Work(spans, items, rows, np.array(places, np.int32), steps, tiles.largest)
+    return Work(spans, items, rows, places, steps, part_rows)
 
 
 def _slices(tiling: Tiling, begin: int, end: int) -> list[tuple[int, int]]:
