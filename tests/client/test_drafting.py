@@ -250,11 +250,11 @@ def drafted_rounds(count: int, emitted: int, **times: float) -> list[RoundStats]
     ("rounds", "speedup", "estimate"),
     [
         # Nothing was drafted: nothing was gained or lost.
-        ([plain(31, "late", plain_ms=600.0)], None, True),
+        ([plain(31, "late", plain_ms=600.0)], None, False),
         ([plain(31, "node_budget", plain_ms=600.0)], None, False),
-        ([], None, True),
+        ([], None, False),
         # Nothing was measured to compare with.
-        (drafted_rounds(5, 2), None, True),
+        (drafted_rounds(5, 2), None, False),
         # Plain steps of the verifier's process, under another load maybe.
         (drafted_rounds(5, 2, plain_ms=8.0), 1.6, True),
         # A step cannot bring more than its tokens.
@@ -263,9 +263,9 @@ def drafted_rounds(count: int, emitted: int, **times: float) -> list[RoundStats]
         # Plain steps of the text itself: 10 ms each.
         ([*drafted_rounds(16, 3, plain_ms=30.0), plain(16, "node_budget")], 2.0, False),
         ([*drafted_rounds(16, 1), plain(16, "node_budget")], 1.0, False),
-        ([*drafted_rounds(16, 2), plain(15, "node_budget")], None, True),
+        ([*drafted_rounds(16, 2), plain(15, "node_budget")], None, False),
         # Steps that waited for a tree are none.
-        ([*drafted_rounds(16, 2), plain(30, "late"), plain(30, "empty")], None, True),
+        ([*drafted_rounds(16, 2), plain(30, "late"), plain(30, "empty")], None, False),
     ],
 )
 def test_the_speedup_is_never_more_than_was_measured(
@@ -278,7 +278,7 @@ def test_the_speedup_is_never_more_than_was_measured(
         assert stats.speedup <= sum(each.emitted for each in rounds) / stats.steps
     text = stats.explain()
     assert ("of plain decoding" in text) == (speedup is not None)
-    assert ("estimate" in text) == (speedup is not None and estimate)
+    assert ("estimate" in text) == estimate
     summary = stats.summary()
     assert summary["speedup"] == (None if speedup is None else pytest.approx(speedup, abs=5e-4))
     floats = [value for value in summary.values() if isinstance(value, float)]

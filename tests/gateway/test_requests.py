@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -349,3 +350,62 @@ async def test_many_prompts_in_one_request(served: Served) -> None:
     answer = await served.openai.completions.create(model="mock", prompt=prompts)
     assert [choice.text for choice in answer.choices] == [text.upper() for text in prompts]
     assert served.transport.open_caches == 0
+
+
+CALL: Any = {"id": "a", "type": "function", "function": {"name": "f"}}
+RESULT: Any = {"type": "function_call_output", "call_id": "a", "output": "b"}
+PART: Any = {"type": "text", "text": ""}
+LISTS: list[tuple[str, str, Any, int]] = [
+    ("chat/completions", "messages", USER, 4096),
+    ("chat/completions", "messages.0.content", PART, 4096),
+    ("chat/completions", "messages.0.tool_calls", CALL, 4096),
+    ("chat/completions", "tools", CLOCK, 4096),
+    ("chat/completions", "guided_choice", "a", 4096),
+    ("chat/completions", "stop", "a", 16),
+    ("chat/completions", "stop_token_ids", 1, 1024),
+    ("completions", "prompt", "a", 1024),
+    ("completions", "prompt", [97], 1024),
+    ("responses", "input", USER, 4096),
+    ("responses", "input.0.content", {"type": "input_text", "text": ""}, 4096),
+    ("responses", "tools", {"type": "function", "name": "f"}, 4096),
+    ("responses", "include", "a", 4096),
+]
+
+
+@pytest.mark.parametrize(("path", "field", "item", "limit"), LISTS)
+async def test_lists_have_a_limit(
+    served: Served, path: str, field: str, item: Any, limit: int
+) -> None:
+    """One error tells it, however many items there are and whatever is wrong with them."""
+    outer, _, inner = field.partition(".0.")
+    for items in ([item] * (limit + 1), [{"a": []}] * (20 * limit)):
+        body = {"max_tokens": 1} if path != "responses" else {}
+        body |= {"messages": [USER], "prompt": "a", "input": "a"}
+        body[outer] = [{"role": "assistant", inner: items}] if inner else items
+        status, _, answer = await served.post(f"/v1/{path}", **body)
+        error = answer["error"]
+        assert status == 400
+        assert len(error["message"]) < 1000
+        if items[0] is item:
+            assert error["param"].startswith(field)
+            assert str(limit) in error["message"]
+
+
+async def test_a_body_has_a_limit_of_values_and_depth(served: Served) -> None:
+    for value, status in (
+        ({"a": ["x"] * 131_000}, 200),
+        ({"a": ["x"] * 132_000}, 400),
+        ({"a": [{}] * 132_000}, 400),
+        ({"a": [1] * 200_000}, 200),
+        ({f"u{index}": 1 for index in range(132_000)}, 400),
+        ({"a": '"[{' * 140_000}, 200),  # inside of a text, nothing counts
+        ({"a": json.loads("[" * 120 + "]" * 120)}, 200),
+        ({"a": json.loads("[" * 130 + "]" * 130)}, 400),
+        ({"a": "[" * 9999}, 200),
+    ):
+        found, _, answer = await served.post(
+            "/v1/completions", prompt="a", max_tokens=1, metadata=value
+        )
+        assert found == status
+        if status == 400:
+            assert answer["error"]["code"] == "request_too_complex"

@@ -223,8 +223,9 @@ class Stats:
 
     @property
     def speedup_is_estimate(self) -> bool:
-        """Whether `speedup` is an estimate: the text has too few plain steps of its own."""
-        return not self._own_plain_ms()
+        """Whether there is a `speedup` that is an estimate: the text has too few plain steps of its
+        own."""
+        return self.speedup is not None and not self._own_plain_ms()
 
     def _own_plain_ms(self) -> float:
         """Mean time of the plain steps of these rounds; 0: there are too few."""

@@ -11,7 +11,14 @@ from itertools import accumulate, islice
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from paceline.sampling import MAX_LOGIT_BIAS
@@ -503,6 +510,18 @@ class CompletionRequest(GenerationRequest):
     """0 with `echo` returns the prompt, and with `logprobs` its log-probabilities."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool = False
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _not_too_many(cls, prompt: Any) -> Any:
+        """The only error of too many prompts, instead of one for each form that they might have."""
+        if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and type(prompt[0]) is not int:
+            raise PydanticCustomError(
+                "too_long",
+                "there are {count} prompts, expected at most {most}",
+                {"count": len(prompt), "most": MAX_PROMPTS},
+            )
+        return prompt
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt: text, or token ids."""
