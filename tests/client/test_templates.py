@@ -188,6 +188,31 @@ def test_lists_of_parts_are_the_texts_or_what_the_template_makes_of_them(family:
         assert found == expected(template, [{"role": "user", "content": parts}])
 
 
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("role", ["system", "assistant", "tool"])
+def test_lists_of_parts_in_other_roles(family: str, role: str) -> None:
+    """Either the template shows the texts of a list, or it gets one text."""
+    template = SHAPES[family]
+    messages: list[dict[str, Any]] = [ASK, CONVERSATIONS["calls"][1], result(), ANSWER, ASK]
+    if role == "system":
+        messages = [SYSTEM, ASK]
+    elif role == "assistant":
+        messages = [ASK, ANSWER, ASK]
+    index = next(i for i, message in enumerate(messages) if message["role"] == role)
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    changed = [*messages[:index], {**messages[index], "content": parts}, *messages[index + 1 :]]
+    tools = TOOLS if family == "COMMAND_R_TOOLS" else []
+    try:
+        rendered(template, messages, tools=tools)
+    except InvalidRequestError:
+        return
+    found = rendered(template, changed, tools=tools)
+    assert "one" in found
+    assert "two" in found
+    assert "'text':" not in found
+    assert '"text":' not in found
+
+
 def test_a_template_of_parts_alone_gets_parts() -> None:
     messages = [ASK, ANSWER, {**ASK, "content": [{"type": "text", "text": "one"}]}]
     listed = [

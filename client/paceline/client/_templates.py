@@ -210,6 +210,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = special_tokens
+        self._parts: dict[str, bool] = {}
         try:
             self._template = _environment().from_string(source)
         except (TemplateError, RecursionError) as error:
@@ -346,9 +347,9 @@ class ChatTemplate:
     def _content(self, message: Message) -> Any:
         """Content in a form that the template takes: text, or a list of parts."""
         content = message["content"]
-        if isinstance(content, list) and not self._takes_parts:
+        if isinstance(content, list) and not self._takes_parts(message.get("role", "user")):
             return text_of(content)
-        if isinstance(content, str) and not self._takes_text and self._takes_parts:
+        if isinstance(content, str) and not self._takes_text and self._takes_parts("user"):
             return [{"type": "text", "text": content}]
         return content
 
@@ -360,12 +361,31 @@ class ChatTemplate:
         text = self._probe([{"role": "user", "content": _ASKED}])
         return text is None or _ASKED in text
 
-    @cached_property
-    def _takes_parts(self) -> bool:
-        part = {"type": "text", "text": _ASKED}
-        text = self._probe([{"role": "user", "content": [part]}])
-        printed = (repr(part), as_json(part), as_json(_ASKED), repr(_ASKED))
-        return text is not None and _ASKED in text and not any(each in text for each in printed)
+    def _takes_parts(self, role: str) -> bool:
+        """Whether it shows all texts of a list. Some templates do so for the user's messages alone,
+        and some show the first text."""
+        if role not in self._parts:
+            part = {"type": "text", "text": _RESULT}
+            second = {"type": "text", "text": _SYSTEM}
+            message: Message = {"role": role, "content": [part, second]}
+            asked: Message = {"role": "user", "content": _ASKED}
+            called: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+            turns: dict[str, list[Message]] = {
+                "user": [message],
+                "assistant": [asked, message],
+                "tool": [
+                    asked,
+                    called,
+                    {**message, "tool_call_id": _CALL["id"], "name": _OFFERED},
+                ],
+            }
+            text = self._probe(turns.get(role, [message, asked])) or ""
+            printed = (repr(part), as_json(part), as_json(_RESULT), repr(_RESULT))
+            shown = (
+                _RESULT in text and _SYSTEM in text and not any(each in text for each in printed)
+            )
+            self._parts[role] = shown or (not self._takes_text and role != "user")
+        return self._parts[role]
 
     @cached_property
     def _takes_system(self) -> bool:
