@@ -29,6 +29,9 @@ _REFUSED = (
 _OTHER_BASES = ("pissa", "olora", "corda", "loftq")
 """Ways to begin a training that change the weights of the model too."""
 
+_REPEATS, _GROUPS, _MAX_REPEATS = re.compile(r"[*+{]"), re.compile(r"\)[*+{]"), 3
+"""Of what takes time in an expression: what repeats, and groups that do."""
+
 
 @dataclass(frozen=True)
 class _Change:
@@ -77,6 +80,16 @@ class LoraModel(ModelSource):
         if refused:
             shown = ", ".join(f"{name} {config[name]!r}" for name in refused)
             raise self._error(f"{shown} is not supported; merge the adapter with PEFT")
+        for name in ("rank_pattern", "alpha_pattern"):
+            patterns = config.get(name) or {}
+            if not isinstance(patterns, dict):
+                raise self._error(f"{name} is {patterns!r}, expected an object")
+            for pattern in patterns:
+                if len(_REPEATS.findall(pattern)) > _MAX_REPEATS or _GROUPS.search(pattern):
+                    raise self._error(
+                        f"{name} has {pattern!r}, which may take for ever; expected at most "
+                        f"{_MAX_REPEATS} repetitions, and none of a group"
+                    )
         for name in ("r", "lora_alpha"):
             value: Any = config.get(name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
