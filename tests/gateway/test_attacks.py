@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,34 @@ async def test_all_at_once(attacked: Attacked) -> None:
         assert set(await asyncio.gather(*attacks)) <= {200, 400, 503}
         assert await attacked.stream(session) == TEXT
         assert attacked.memory < 2 * before
+
+
+async def test_bodies_that_do_not_end(attacked: Attacked) -> None:
+    """A hundred of the longest: the memory of some of them is taken, and returned."""
+    length = 4 << 20
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {length}\r\n\r\n"
+    ).encode()
+    host, port = attacked.url.removeprefix("http://").split(":")
+    writers: list[asyncio.StreamWriter] = []
+
+    async def upload() -> None:
+        _, writer = await asyncio.open_connection(host, int(port))
+        writers.append(writer)
+        with suppress(ConnectionError):
+            writer.write(head + b" " * (length - 1))
+            await writer.drain()
+
+    async with aiohttp.ClientSession() as session:
+        assert await attacked.stream(session) == TEXT
+        before = attacked.memory
+        uploads = [asyncio.create_task(upload()) for _ in range(100)]
+        while not all(each.done() for each in uploads):
+            assert await attacked.stream(session) == TEXT
+            assert attacked.memory < 4 * before
+        for writer in writers:
+            writer.close()
+        async with asyncio.timeout(60):
+            while attacked.memory > 1.5 * before:
+                assert await attacked.stream(session) == TEXT

@@ -24,6 +24,8 @@ _LONG_BODIES = 8
 _BODY_SECONDS = 30.0
 # Longest wait for a verifier before the first token of a text. Unit: seconds.
 _VERIFIER_SECONDS = 30.0
+# Time after the end of a long request until its memory returns to the system. Unit: seconds.
+_TRIM_SECONDS = 1.0
 # Threads for the work of short requests, and of long ones, which never hold up the short.
 _THREADS, _LONG_THREADS = 4, 1
 
@@ -32,13 +34,17 @@ T = TypeVar("T")
 
 
 class Wait:
-    """A wait that ends with an error after a time, or when somebody gives it one."""
+    """A wait that ends with an error after a time, or when somebody gives it one.
 
-    def __init__(self, seconds: float, late: ApiError) -> None:
+    Errors are made where they are raised: one that a frame of its own traceback had kept would keep
+    the request's body until the next collection of garbage.
+    """
+
+    def __init__(self, seconds: float, late: Callable[[], ApiError]) -> None:
         self.timeout = asyncio.timeout(seconds)
         self.error = late
 
-    def end(self, error: ApiError) -> None:
+    def end(self, error: Callable[[], ApiError]) -> None:
         """Ends it with an error."""
         if self.timeout.expired():
             return
@@ -109,6 +115,7 @@ class Admission:
         self._places: set[Place] = set()
         self._arriving: dict[Place, Wait] = {}
         self._waiting: set[Wait] = set()
+        self._trimming: asyncio.TimerHandle | None = None
         self._short = ThreadPoolExecutor(_THREADS, "paceline-request")
         self._long = ThreadPoolExecutor(_LONG_THREADS, "paceline-long-request")
 
@@ -116,10 +123,16 @@ class Admission:
         """Begins the drain: whoever waits for a body or a verifier is refused, as new requests."""
         self.gate.close()
         for wait in (*self._arriving.values(), *self._waiting):
-            wait.end(_draining())
+            wait.end(_draining)
+
+    def _trim(self) -> None:
+        self._trimming = None
+        self._long.submit(trim_heap)
 
     def shut_down(self) -> None:
         """Ends the threads after the last request."""
+        if self._trimming is not None:
+            self._trimming.cancel()
         for pool in (self._short, self._long):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -132,15 +145,8 @@ class Admission:
     def enter(self) -> Iterator[Place]:
         """A place for a request. Raises ApiError: the gateway drains, or is full."""
         self.check_open()
-        full = ApiError(
-            429,
-            f"{len(self._places)} requests are in flight: retry in 1 s",
-            kind="rate_limit_error",
-            code="too_many_requests",
-            headers={"Retry-After": "1"},
-        )
-        if len(self._places) >= self._max_requests and not self._take_from_another(None, full):
-            raise full
+        if len(self._places) >= self._max_requests and not self._take_from_another(None, _full):
+            raise _full()
         place = Place(self)
         self._places.add(place)
         try:
@@ -148,25 +154,19 @@ class Admission:
                 yield place
         finally:
             self._leave(place)
-            if place.long:  # else the C library keeps what it took
-                self._long.submit(trim_heap)
+            if place.long and self._trimming is None:  # else the C library keeps what it took
+                loop = asyncio.get_running_loop()
+                self._trimming = loop.call_later(_TRIM_SECONDS, self._trim)
 
     def count(self, place: Place, size: int) -> None:
         """Counts the bytes of a body. Raises ApiError: there is no memory for them."""
         self._bytes += size - place.counted_bytes
         place.counted_bytes = size
-        full = ApiError(
-            503,
-            "the gateway reads other long requests: retry in 1 s",
-            kind="server_error",
-            code="overloaded",
-            headers={"Retry-After": "1"},
-        )
         while self._bytes > self._max_bytes:
-            if not self._take_from_another(place, full):
-                raise full
+            if not self._take_from_another(place, _overloaded):
+                raise _overloaded()
 
-    def _take_from_another(self, place: Place | None, error: ApiError) -> bool:
+    def _take_from_another(self, place: Place | None, error: Callable[[], ApiError]) -> bool:
         """Refuses the request whose body has been arriving longest; whether there is one. Where
         memory is needed for `place`, it is one that has some."""
         for other, wait in self._arriving.items():
@@ -185,9 +185,7 @@ class Admission:
     @asynccontextmanager
     async def arriving(self, place: Place) -> AsyncIterator[None]:
         """Reads a body, until it is too late or another request takes the place."""
-        wait = Wait(
-            _BODY_SECONDS, ApiError(408, "the request's body took too long", code="timeout")
-        )
+        wait = Wait(_BODY_SECONDS, _slow)
         self._arriving[place] = wait
         try:
             async with _ended(wait):
@@ -199,8 +197,7 @@ class Admission:
     async def waiting(self) -> AsyncIterator[None]:
         """Waits for a verifier, until it is too late or the gateway drains."""
         self.check_open()
-        late = ApiError(503, "no verifier answers", kind="server_error", code="service_unavailable")
-        wait = Wait(_VERIFIER_SECONDS, late)
+        wait = Wait(_VERIFIER_SECONDS, _unanswered)
         self._waiting.add(wait)
         try:
             async with _ended(wait):
@@ -223,7 +220,7 @@ async def _ended(wait: Wait) -> AsyncIterator[None]:
     except TimeoutError:
         if not wait.timeout.expired():
             raise
-        raise wait.error from None
+        raise wait.error() from None
 
 
 def _draining() -> ApiError:
@@ -234,3 +231,31 @@ def _draining() -> ApiError:
         code="service_unavailable",
         headers={"Connection": "close", "Retry-After": "1"},
     )
+
+
+def _full() -> ApiError:
+    return ApiError(
+        429,
+        "as many requests are in flight as --max-requests allows: retry in 1 s",
+        kind="rate_limit_error",
+        code="too_many_requests",
+        headers={"Retry-After": "1"},
+    )
+
+
+def _overloaded() -> ApiError:
+    return ApiError(
+        503,
+        "the gateway reads other long requests: retry in 1 s",
+        kind="server_error",
+        code="overloaded",
+        headers={"Retry-After": "1"},
+    )
+
+
+def _slow() -> ApiError:
+    return ApiError(408, "the request's body took too long", code="timeout")
+
+
+def _unanswered() -> ApiError:
+    return ApiError(503, "no verifier answers", kind="server_error", code="service_unavailable")

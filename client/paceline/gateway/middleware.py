@@ -46,13 +46,17 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 @web.middleware
 async def in_openai_form(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Returns every error in OpenAI's form."""
+    # No variable keeps an error, and with its traceback the request's body.
     try:
         return await handler(request)
     except web.HTTPException as error:
-        failure = from_http(error)
+        return _answer(from_http(error))
     except Exception as error:
-        failure = from_error(error)
-    return web.json_response(failure.body, status=failure.status, headers=failure.headers)
+        return _answer(from_error(error))
+
+
+def _answer(error: ApiError) -> web.Response:
+    return web.json_response(error.body, status=error.status, headers=error.headers)
 
 
 def guard(api_key: str | None) -> Middleware:
