@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from verifier_support import LAYOUT, Clock
 
+from paceline.service import limits
 from paceline.verifier import store as store_module
 from paceline.verifier.engine.job import FinishReason, GenerationParams, Sequence
 from paceline.verifier.kv.base import open_segments
@@ -42,6 +43,63 @@ async def test_leases_expire() -> None:
     assert await store.sweep() == 1
     assert (len(store), store.memory.used_bytes) == (0, 0)
     store.check_integrity()
+
+
+async def test_a_lease_that_was_renewed_while_another_cache_is_freed() -> None:
+    """Is looked at again: its cache stays."""
+    clock = Clock()
+    gate = asyncio.Event()
+
+    async def slow(sequence: Sequence) -> None:
+        await gate.wait()
+        sequence.segment.close()
+
+    memory = SegmentMemory(LAYOUT, 1 << 24)
+    store = CacheStore(memory, slow, max_sequences=4, lease_seconds=10.0, clock=clock)
+    first, second, third = [
+        await store.admit(GenerationParams((1,), length_limit=9), "me") for _ in range(3)
+    ]
+    clock.now = 10.0
+    sweeping = asyncio.create_task(store.sweep())
+    await asyncio.sleep(0)
+    store.renew(second)
+    releasing = asyncio.create_task(store.release(third))
+    await asyncio.sleep(0)
+    gate.set()
+    assert await sweeping == 1
+    await releasing
+    assert (first.released, second.released, store.expired) == (True, False, 1)
+    await store.close()
+
+
+async def test_a_cache_that_was_never_used_has_a_short_lease() -> None:
+    clock = Clock()
+    store = new_store(clock)
+    cache = await store.admit(GenerationParams((1,), length_limit=9), "me")
+    store.renew(cache, 5.0)
+    clock.now = 4.0
+    assert await store.sweep() == 0
+    store.find(cache.handle, "me")
+    clock.now = 13.0
+    assert await store.sweep() == 0
+    store.renew(cache, 5.0)
+    clock.now = 18.0
+    assert await store.sweep() == 1
+
+
+async def test_texts_that_nobody_reads_are_released() -> None:
+    """Not one that is read, nor one that has ended, nor one that was used a moment ago."""
+    clock = Clock()
+    store = new_store(clock)
+    unread, read, ended, new = [
+        await store.admit(GenerationParams((1,), length_limit=9), "me") for _ in range(4)
+    ]
+    read.stream, ended.sequence.finish = object(), FinishReason.STOP
+    clock.now = 1 + limits.ABANDONED_SECONDS
+    store.renew(new)
+    await store.release_abandoned()
+    assert [each.released for each in (unread, read, ended, new)] == [True, False, False, False]
+    await store.close()
 
 
 async def test_admission_counts_texts_at_their_expected_length() -> None:

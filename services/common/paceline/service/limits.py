@@ -57,6 +57,12 @@ NAME_CHARS = 256
 # Requests for text.
 STOP_TOKENS = 1024
 TOP_LOGPROBS = 20
+UNUSED_SECONDS = 5.0
+"""Longest lease of a cache until it is used: its client may have left while it was made."""
+ABANDONED_SECONDS = 2.0
+"""While a verifier drains, a text that nobody has read for this time ends."""
+WRITE_SECONDS = 30.0
+"""A stream whose client takes no message for this time ends."""
 WAITING_FOR_MEMORY = 1024
 """Requests that wait for KV memory."""
 

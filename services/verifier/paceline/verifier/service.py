@@ -314,12 +314,13 @@ class VerifierService:
     async def drain(self) -> None:
         """Refuse new caches (UNAVAILABLE, DRAINING); return when every generation has ended.
 
-        An abandoned generation ends with its lease.
+        One that nobody reads any more is released.
         """
         self._gate.close()
         await self._gate.drained()
-        while self.store.unfinished:  # noqa: ASYNC110 - the engine thread ends them
-            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+        while self.store.unfinished:
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)  # the engine thread ends them
+            await self.store.release_abandoned()
         self._exchange.end()
 
     async def stop(self) -> None:
@@ -358,7 +359,7 @@ class VerifierService:
 
     async def _sweep_leases(self) -> None:
         while True:
-            await asyncio.sleep(self.store.lease_seconds / 6)
+            await asyncio.sleep(min(self.store.lease_seconds, limits.UNUSED_SECONDS) / 6)
             await self.store.sweep()
 
 

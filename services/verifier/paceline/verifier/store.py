@@ -41,6 +41,7 @@ class Cache:
         epoch: Number of the cache, different for every cache of a process. A reader that finds
             another number than before must discard what it read.
         expires: When the lease ends (the store's clock).
+        used: When it was renewed last.
         job: Its newest job; None before the first.
         stream: The task that serves its Generate stream; a newer stream replaces it.
         released: Whether its capabilities are invalid.
@@ -57,6 +58,7 @@ class Cache:
         self.expected_bytes = expected_bytes
         self.epoch = epoch
         self.expires = 0.0
+        self.used = 0.0
         self.job: EngineJob | None = None
         self.stream: object | None = None
         self.released = False
@@ -304,9 +306,18 @@ class CacheStore:
     def _expired(self, cache: Cache) -> bool:
         return not cache.busy and self._clock() >= cache.expires
 
-    def renew(self, cache: Cache) -> None:
-        """Renew a cache's lease."""
-        cache.expires = self._clock() + self.lease_seconds
+    def renew(self, cache: Cache, seconds: float | None = None) -> None:
+        """Renew a cache's lease; ``seconds`` is its length, if it is not the usual one."""
+        cache.used = self._clock()
+        cache.expires = cache.used + (self.lease_seconds if seconds is None else seconds)
+
+    async def release_abandoned(self) -> None:
+        """Free the caches of texts that have not ended and that nobody has read for a while."""
+        since = self._clock() - limits.ABANDONED_SECONDS
+        for cache in self:
+            unread = cache.stream is None and not cache.busy and cache.used < since
+            if unread and cache.sequence.finish is None and not cache.released:
+                await self.release(cache, "abandoned")
 
     async def release(self, cache: Cache, error: str = "") -> None:
         """Invalidate the capabilities at once, and free the memory when no step uses it.

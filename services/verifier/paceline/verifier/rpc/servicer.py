@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from paceline.service import Gate, ServiceError, owner_of, user_of
+from paceline.service import Gate, ServiceError, limits, owner_of, user_of
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import (
@@ -108,6 +108,8 @@ class GenerateStream:
         finally:
             reading.cancel()
             self._engine.cancel(job)  # no effect on a job that is done
+        if reading.done() and not reading.cancelled():
+            reading.result()  # raises what was wrong with a message of the client
         if job.error is not None:
             if isinstance(job.error, OutOfMemory):
                 await self._store.make_room(job.ready_at)
@@ -117,9 +119,14 @@ class GenerateStream:
             raise cache_not_found()
 
     async def _read_credits(self, job: Decode, context: Any) -> None:
-        """Pass on credits until the client ends its side of the stream."""
-        while (request := await context.read()) is not grpc.aio.EOF:
-            self._engine.grant(job, min(request.credits, _MAX_CREDITS))
+        """Pass on credits until the client ends its side of the stream. A message that is wrong
+        ends the job. Raises ``ServiceError``: it is."""
+        try:
+            while (request := await context.read()) is not grpc.aio.EOF:
+                self._engine.grant(job, min(request.credits, _MAX_CREDITS))
+        except ServiceError:
+            self._engine.cancel(job)
+            raise
 
     async def _answer(self, job: Decode, context: Any) -> None:
         """Send the tokens of a job as they are emitted."""
@@ -192,7 +199,14 @@ async def _write(context: Any, message: verifier_pb2.GenerateResponse) -> None:
     carry no status, and its client would wait for ever."""
     writing = asyncio.ensure_future(context.write(message))
     try:
-        await asyncio.shield(writing)
+        async with asyncio.timeout(limits.WRITE_SECONDS):
+            await asyncio.shield(writing)
+    except TimeoutError:
+        writing.cancel()
+        raise ServiceError.resource_exhausted(
+            "NOT_READ",
+            f"the client has taken no message for {limits.WRITE_SECONDS:g} s; begin a new stream",
+        ) from None
     except asyncio.CancelledError:
         with suppress(Exception):  # the client has left, or does not read
             await asyncio.wait_for(writing, _WRITE_SECONDS)
@@ -272,7 +286,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             except BaseException as error:  # cancelled too: the client has no handle
                 await self._store.release(cache, type(error).__name__)
                 raise
-            self._store.renew(cache)
+            self._store.renew(cache, self._unused_seconds)
 
     async def Generate(self, request_iterator: Any, context: Any) -> None:
         """Run the rounds of one cache and stream its tokens."""
@@ -304,6 +318,12 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         await self._store.release(cache)
         return verifier_pb2.ReleaseCacheResponse(released=True)
 
+    @property
+    def _unused_seconds(self) -> float:
+        """The lease of a cache until it is used. If its client has left while it was made, the
+        verifier may not hear of it."""
+        return min(self._store.lease_seconds, limits.UNUSED_SECONDS)
+
     def _find(self, handle: bytes, owner: str) -> Cache:
         with as_service_errors():
             return self._store.find(_checked(handle), owner)
@@ -328,7 +348,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             first=write_result(prefill.output),
             reused_tokens=prefill.reused,
             epoch=cache.epoch,
-            lease_ms=self._model.message.lease_ms,
+            lease_ms=round(self._unused_seconds * 1000),
             queue_us=prefill.queue_us,
             prefill_us=prefill.step_us,
             prompt_logprobs=[logprob for logprob, _ in prefill.prompt_logprobs],

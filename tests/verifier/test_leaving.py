@@ -1,0 +1,78 @@
+"""Clients that leave at any time: what they had is freed, and nobody computes for them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from verifier_support import Client, make_model, serving, until
+
+from paceline.service import ServiceError, limits
+from paceline.v1 import verifier_pb2, verifier_pb2_grpc
+from paceline.verifier.rpc import servicer
+
+PROMPT = list(range(1, 40))
+
+
+async def test_a_cache_has_a_short_lease_until_it_is_used(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "Llama")
+    async with serving(folder, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        created = await client.create(PROMPT)
+        assert created.lease_ms == limits.UNUSED_SECONDS * 1000
+        stub = verifier_pb2_grpc.VerifierServiceStub(client.channel)
+        renewed = await stub.RenewLease(verifier_pb2.RenewLeaseRequest(handle=created.handle))
+        assert renewed.lease_ms == 30_000
+        await client.release(created.handle)
+
+
+async def test_cancels_while_a_cache_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any moment, also when the verifier has answered and does not hear of it."""
+    monkeypatch.setattr(limits, "UNUSED_SECONDS", 0.2)
+    folder = make_model(tmp_path / "model", "Llama")
+    async with serving(folder, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        await left_alone(client, random.Random(0), 40)
+        store = client.service.store
+        await until(lambda: not len(store))
+        store.check_integrity()
+
+
+async def left_alone(client: Client, draws: random.Random, count: int) -> None:
+    stub = verifier_pb2_grpc.VerifierServiceStub(client.channel)
+    for _ in range(count):
+        call = stub.CreateCache(verifier_pb2.CreateCacheRequest(prompt_tokens=PROMPT))
+        reading = asyncio.create_task(call.read())
+        await asyncio.sleep(draws.uniform(0, 0.02))
+        call.cancel()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+async def test_a_drain_ends_texts_that_nobody_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before their leases, which are long."""
+    monkeypatch.setattr(limits, "UNUSED_SECONDS", 1e6)
+    monkeypatch.setattr(limits, "ABANDONED_SECONDS", 0.1)
+    folder = make_model(tmp_path / "model", "Llama")
+    async with serving(folder, tmp_path / "v.sock", kv_bytes=1 << 28, lease_seconds=1e6) as client:
+        await client.create(PROMPT, ignore_eos=True)
+        await asyncio.wait_for(client.service.drain(), 60)
+        assert not client.service.store.unfinished
+
+
+async def test_a_client_that_takes_nothing_loses_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "WRITE_SECONDS", 0.05)
+
+    async def write(message: verifier_pb2.GenerateResponse) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(ServiceError, match="no message") as raised:
+        await servicer._write(SimpleNamespace(write=write), verifier_pb2.GenerateResponse())
+    assert raised.value.reason == "NOT_READ"
