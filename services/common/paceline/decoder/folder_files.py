@@ -29,10 +29,14 @@ _COUNTS = {
     "linear_key_head_dim": 1 << 16,
     "linear_value_head_dim": 1 << 16,
     "linear_conv_kernel_dim": 1 << 8,
-    "num_experts_per_tok": 1 << 12,
 }
 """Fields that are counts, from 1, and the largest number of each."""
-_FROM_NONE = {"num_experts": 1 << 12, "num_local_experts": 1 << 12, "sliding_window": 1 << 31}
+_FROM_NONE = {
+    "num_experts": 1 << 12,
+    "num_local_experts": 1 << 12,
+    "num_experts_per_tok": 1 << 12,
+    "sliding_window": 1 << 31,
+}
 """Counts that may be 0."""
 _REALS = {
     "rms_norm_eps": 1.0,
