@@ -13,7 +13,14 @@ from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from paceline.service import Gate, OptionsError, ServerOptions, ServiceError, run_server
+from paceline.service import (
+    Gate,
+    OptionsError,
+    ServerOptions,
+    ServiceError,
+    limits,
+    run_server,
+)
 
 from .conftest import Serve, ToyProcess
 from .toy import Toy, ask, call, echo, open_stream
@@ -203,3 +210,21 @@ async def test_a_unix_socket_is_its_users_alone_and_replaces_a_dead_one(
     assert path.stat().st_mode & 0o777 == 0o600
     async with served.channel() as channel:
         assert await ask(channel, "UnaryStream", "hello") == "hello"
+
+
+async def test_connections_that_say_nothing_are_closed(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each after the time for a handshake, and those beyond the limit at once; callers notice
+    nothing."""
+    monkeypatch.setattr(limits, "TRANSPORT_SECONDS", 1)
+    monkeypatch.setattr(limits, "CONNECTIONS", 8)
+    served = await serve("127.0.0.1:0")
+    host, _, port = served.address.rpartition(":")
+    silent = [await asyncio.open_connection(host, int(port)) for _ in range(20)]
+    for reader, writer in silent:
+        with suppress(ConnectionError):
+            await asyncio.wait_for(reader.read(), 60)
+        writer.close()
+    async with served.channel() as channel:
+        assert await ask(channel, "UnaryUnary", "one") == "one"

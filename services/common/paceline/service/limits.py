@@ -30,6 +30,8 @@ HANDSHAKES = 64
 """Connections to the Unix socket that have not shown their token. The oldest makes room."""
 HANDSHAKE_SECONDS = 2.0
 """Longest time for it."""
+CONNECTIONS = 1024
+"""Connections of callers to a server; at most a quarter of the files that it may open."""
 TRANSPORT_SECONDS = 10
 """Longest time for the handshakes of TLS and HTTP/2."""
 JOIN_SECONDS = 10.0

@@ -478,7 +478,9 @@ def _bind(
 
 
 def _channel_arguments(options: ServerOptions, longest: int) -> list[tuple[str, int]]:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
+        ("grpc.max_allowed_incoming_connections", min(limits.CONNECTIONS, max(1, files // 4))),
         ("grpc.max_receive_message_length", min(longest, options.max_message_bytes)),
         ("grpc.max_send_message_length", options.max_message_bytes),
         ("grpc.max_concurrent_streams", options.max_concurrent_streams),
