@@ -44,6 +44,7 @@ from paceline.kernels._triton.backend import (
 )
 from paceline.kernels._triton.candidates import best_of_rows, grow_trees
 from paceline.kernels._triton.gather import gather_kv, gather_states
+from paceline.kernels._triton.plan import path_words
 from paceline.kernels._triton.products import (
     multiply_by_experts,
     quantise_rotated,
@@ -199,6 +200,7 @@ def compile_candidates(kind: torch.dtype, vocab: int = 32_768, width: int = 16) 
         candidates, above, last, tables, paths, 52, 16, min_score=-4.0, chain=False,
         confidences=above,
     )  # fmt: skip
+    path_words(paths[:, :52, :52], empty(4, 4, dtype=torch.int32)[:, 1])
 
 
 def compile_gathers(kind: torch.dtype) -> None:

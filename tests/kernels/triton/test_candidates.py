@@ -107,3 +107,20 @@ def test_levels_of_trees_are_those_of_plain_operations(
         assert plain.paths is not None
         stop = shape.stops[-2]  # the last level is fed to no pass
         assert torch.equal(kernel.paths[:, :stop, :stop], plain.paths[:, :stop, :stop])
+
+
+def test_paths_are_packed_behind_the_slots_before_the_tree() -> None:
+    """Of trees that begin anywhere, as a part of larger tables."""
+    from paceline.kernels._triton.plan import MASK_ALIGN, MASK_WORDS, path_words
+
+    nodes, starts = 70, [0, 1, 31, 32, 63, 64, 1000]
+    paths = torch.rand(len(starts), 90, 90) < 0.3
+    blocks = torch.zeros(len(starts), 4, dtype=torch.int32)
+    blocks[:, 1] = torch.tensor(starts)
+    words = path_words(paths[:, :nodes, :nodes], blocks[:, 1]).view(len(starts), nodes, MASK_WORDS)
+    bits = (words[..., None] >> torch.arange(32) & 1).bool().flatten(2)
+    for start, found, path in zip(starts, bits, paths, strict=True):
+        shift = start % MASK_ALIGN
+        assert torch.equal(found[:, shift : shift + nodes], path[:nodes, :nodes])
+        assert not found[:, :shift].any()
+        assert not found[:, shift + nodes :].any()

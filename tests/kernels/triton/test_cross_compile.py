@@ -75,7 +75,7 @@ def test_kernels_keep_to_the_registers_and_memory_of_a_gpu(capability: int) -> N
         *("find_best", "find_candidates", "find_border", "perturb"),
         *("weigh_spans", "collect_span", "finish_border"),
         *("sum_chances", "sum_residuals", "accept_or_resample"),
-        *("best_of_chunks", "merge_chunks", "grow_level"),
+        *("best_of_chunks", "merge_chunks", "grow_level", "pack_paths"),
         *("gather_pages", "gather_rows"),
     }
     for each in facts:

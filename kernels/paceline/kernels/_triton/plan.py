@@ -18,10 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.kernels._triton.jit.attention import TILE_FIELDS
+from paceline.kernels._triton.jit.candidates import pack_paths
 from paceline.kernels._triton.probes import ProbeArrays, ProbeTable
 from paceline.kernels._triton.tiles import (
     Ints,
@@ -114,22 +116,20 @@ def path_words(ancestors: Tensor, starts: Tensor) -> Tensor:
     """Bits of paths that only the device knows.
 
     Args:
-        ancestors: Of S blocks, bool ``[S, N, N]``.
-        starts: Their starts, int ``[S]``.
+        ancestors: Of S blocks, bool ``[S, N, N]``, rows dense.
+        starts: Their starts, int32 ``[S]``.
 
     Returns:
         int32 ``[S N, MASK_WORDS]``: bit n of a row is set if it attends to slot n after the last
         multiple of ``MASK_ALIGN`` at or before the start of its block, a node of it.
     """
     count, nodes, _ = ancestors.shape
-    device = ancestors.device
-    at = torch.arange(nodes, device=device) + (starts.long() % MASK_ALIGN)[:, None]
-    bits = torch.zeros(count, nodes, 32 * MASK_WORDS, dtype=torch.int32, device=device)
-    bits.scatter_(2, at[:, None].expand(-1, nodes, -1), ancestors.int())
-    places = torch.ones(32, dtype=torch.int32, device=device) << torch.arange(
-        32, dtype=torch.int32, device=device
-    )
-    return (bits.view(count * nodes, MASK_WORDS, 32) * places).sum(-1, dtype=torch.int32)
+    words = torch.empty(count * nodes, MASK_WORDS, dtype=torch.int32, device=ancestors.device)
+    pack_paths[(count, nodes)](
+        ancestors.view(torch.uint8), starts, words, *ancestors.stride()[:2], starts.stride(0),
+        ALIGN=MASK_ALIGN, WORDS=MASK_WORDS, ROOM=triton.next_power_of_2(MASK_WORDS), num_warps=1,
+    )  # fmt: skip
+    return words
 
 
 def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:

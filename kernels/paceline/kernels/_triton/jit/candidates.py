@@ -3,8 +3,10 @@
 ``best_of_chunks`` reads each logit once: it keeps the best keys of a chunk and the sum of its
 exponentials, so that neither scores nor probabilities of a whole row are written. ``merge_chunks``
 makes the candidates of a row of them. ``grow_level`` chooses the nodes of a level among the
-candidates after all nodes of the level before. Keys are those of the sampling kernels: no two are
-equal, and of equal scores the lower token comes first.
+candidates after all nodes of the level before, and ``pack_paths`` makes masks of their paths.
+
+Keys are those of the sampling kernels: no two are equal, and of equal scores the lower token comes
+first.
 """
 
 from __future__ import annotations
@@ -157,3 +159,25 @@ def grow_level(
             tl.store(paths + goals + old[None, :], path, mask=within)
     expanded = (found >= tl.full([ROOM], MIN_SCORE, tl.float64)) & (own <= tl.load(last + tree))
     tl.store(chosen + tree * SIZE + new, tl.where(expanded, found, float("-inf")), mask=new < SIZE)
+
+
+@triton.jit
+def pack_paths(
+    paths, starts, words, tree_stride, row_stride, start_stride,
+    ALIGN: tl.constexpr, WORDS: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """Packs the path of each node, uint8 at ``paths``, to ``words`` int32 ``[S, N, WORDS]``: bit n
+    is the slot n after the last multiple of ``ALIGN`` at or before the tree's start.
+
+    ``ROOM`` is a power of two, at least ``WORDS``.
+    """
+    tree, node = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    nodes = tl.num_programs(1)
+    shift = tl.load(starts + tree * start_stride) % ALIGN
+    word, bit = tl.arange(0, ROOM), tl.arange(0, 32)
+    column = word[:, None] * 32 + bit[None, :] - shift
+    inside = (column >= 0) & (column < nodes) & (word < WORDS)[:, None]
+    row = paths + tree * tree_stride + node * row_stride
+    value = tl.load(row + column, mask=inside, other=0).to(tl.int32)
+    packed = tl.sum(value << bit[None, :], 1)
+    tl.store(words + (tree * nodes + node) * WORDS + word, packed, mask=word < WORDS)
