@@ -95,7 +95,7 @@ def merge_chunks(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["trees"])
 def grow_level(
     ids, logs, above, confidences, last, tokens, parents, scores, paths, chosen, trees,
     FIRST: tl.constexpr, PARENTS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
