@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.kernels import attention
+
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 
@@ -40,3 +42,12 @@ def products_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture
+def triton_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU runs what a GPU would, from here on."""
+    from paceline.kernels._triton.backend import TritonBackend, TritonRows
+
+    monkeypatch.setitem(attention._LOADED, "cpu", TritonBackend())
+    monkeypatch.setattr("paceline.kernels.executor.row_kernels", lambda device: TritonRows())

@@ -45,15 +45,6 @@ def make_decoder(config: DecoderConfig = CONFIG) -> Decoder:
 
 
 @pytest.fixture
-def triton_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU runs what a GPU would, from here on."""
-    from paceline.kernels._triton.backend import TritonBackend, TritonRows
-
-    monkeypatch.setitem(attention._LOADED, "cpu", TritonBackend())
-    monkeypatch.setattr("paceline.kernels.executor.row_kernels", lambda device: TritonRows())
-
-
-@pytest.fixture
 def pool() -> PagePool:
     """A pool with one page for each of two sequences."""
     layout = KvLayout(CONFIG.layers, CONFIG.kv_heads, CONFIG.head_dim, CONFIG.dtype)

@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.bench.gpu.cases import EIGHT_BILLION, Pages, RandomWeights, arguments, report
 from paceline.decoder import Decoder, GraphRunner
 from paceline.decoder.products import use_library_without_splits
-from paceline.kernels import TreeSegment, plan_trees
+from paceline.kernels import MAX_TREE_NODES, TreeSegment, plan_trees
 
 CONTEXTS = (200, 250, 2040, 8000, 12280)
 """Positions in front of the compared tokens. Some trees cross a multiple of 64, 256 or 1,024."""
@@ -136,7 +136,12 @@ class Comparison:
 
     def _eager(self, tokens: Sequence[int], start: int, row: int) -> Tensor:
         device = self._decoder.device
-        plan = plan_trees([TreeSegment(0, start, None, len(tokens))], device=device)
+        stop = start + len(tokens)
+        segments = [
+            TreeSegment(0, at, None, min(MAX_TREE_NODES, stop - at))
+            for at in range(start, stop, MAX_TREE_NODES)
+        ]
+        plan = plan_trees(segments, device=device)
         packed = torch.tensor(tokens, device=device)
         cache = self._pages.sequence(row)
         return self._decoder.forward(packed, plan, [cache], logit_rows=None).logits
