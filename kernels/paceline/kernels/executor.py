@@ -19,6 +19,7 @@ from paceline.kernels.caches import LayerTable, Plane, first_heads
 from paceline.kernels.delta import DeltaPass
 from paceline.kernels.dense import Probe
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program, Routing
+from paceline.kernels.rotated import IntSums
 from paceline.kernels.rows import (
     clamped_gate,
     convolve_blocks,
@@ -441,8 +442,16 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
     taps: dict[int, Tensor] = {}
     queries: dict[int, Tensor] = {}
     slots = chosen = torch.empty(0, dtype=torch.int64)
+    unscaled: dict[int, IntSums] = {}  # products of integers that their reader scales itself
+
+    def scaled(index: int) -> Tensor:
+        if index in unscaled:
+            buffers[index] = unscaled.pop(index).scaled()
+        return buffers[index]
+
     for op in program.operations:
-        x = buffers[op.source] if op.source else torch.empty(0)
+        given = unscaled.get(op.source) if _reads_sums(op) else None
+        x = scaled(op.source) if op.source and given is None else torch.empty(0)
         match op.kind:
             case Kind.EMBED:
                 assert op.table is not None
@@ -454,18 +463,23 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
                 assert call.inputs is not None
                 buffers[op.out] = call.inputs.to(program.dtype)
             case Kind.ADD_NORM:
-                delta = buffers.get(op.delta)
-                if delta is not None and op.factor != 1:
-                    delta = delta * op.factor
+                delta: Tensor | IntSums | None = unscaled.get(op.delta) if op.factor == 1 else None
+                if delta is None and op.delta:
+                    delta = scaled(op.delta) if op.factor == 1 else scaled(op.delta) * op.factor
                 x = buffers[op.source] = x.float()
                 buffers[op.out] = kernels.add_norm(x, delta, op.norms[0], program.dtype)
             case Kind.MULTIPLY if op.experts is not None:
                 buffers[op.out] = op.experts(x.to(program.dtype), chosen)
             case Kind.MULTIPLY:
                 assert op.matrix is not None
-                buffers[op.out] = op.matrix(x.to(program.dtype))
+                x = x.to(program.dtype)
+                sums = op.matrix.sums(x) if kernels.scale_sums else None
+                if sums is None:
+                    buffers[op.out] = op.matrix(x)
+                else:
+                    unscaled[op.out] = sums
             case Kind.ROTATE:
-                q = _rotate(program, op, call, x)
+                q = _rotate(program, op, call, x if given is None else given)
                 if op.layer in call.queries:
                     rows = send(torch.tensor(call.queries[op.layer]), q.device)
                     queries[op.layer] = q.index_select(0, rows)
@@ -478,28 +492,29 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
                 if op.limit:
                     buffers[op.out] = clamped_gate(x, op.limit)
                 else:
-                    buffers[op.out] = gelu_gate(x) if op.gelu else kernels.gate(x)
+                    gate_up = x if given is None else given
+                    buffers[op.out] = gelu_gate(x) if op.gelu else kernels.gate(gate_up)
             case Kind.DELTA:
                 assert op.rule is not None
                 assert states is not None
                 buffers[op.out] = states.run(op.rule, op.layer, call, x).to(program.dtype)
             case Kind.OPEN:
-                gates = buffers[op.delta][:, -x.shape[1] :].float().sigmoid()
+                gates = scaled(op.delta)[:, -x.shape[1] :].float().sigmoid()
                 buffers[op.source] = (x.float() * gates).to(x.dtype)
             case Kind.ADD:
-                x += buffers[op.delta] * op.factor if op.factor != 1 else buffers[op.delta]
+                x += scaled(op.delta) * op.factor if op.factor != 1 else scaled(op.delta)
             case Kind.CONVOLVE:
                 assert isinstance(op.table, Tensor)
                 length = call.plan.segments[0].length
                 source, weights = (
-                    each.unflatten(0, (-1, length)) for each in (x, buffers[op.delta])
+                    each.unflatten(0, (-1, length)) for each in (x, scaled(op.delta))
                 )
                 buffers[op.out] = convolve_blocks(source, op.table, weights, op.layer).flatten(0, 1)
             case Kind.GATHER:
                 assert program.gather is not None
                 buffers[op.out] = program.gather(x)
             case Kind.CAP:
-                buffers[op.out] = op.factor * (buffers[op.out] / op.factor).tanh()
+                buffers[op.out] = op.factor * (scaled(op.out) / op.factor).tanh()
             case Kind.ROUTE:
                 assert op.routing is not None
                 buffers[op.out] = _route(x.float(), op.routing)
@@ -522,7 +537,17 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
                 buffers[op.out] = x if call.selection is None else x[call.selection]
     if states is not None:
         states.finish()
-    return PassResult(buffers.get(0, torch.empty(0, 0)), taps, queries)
+    logits = scaled(0) if 0 in buffers or 0 in unscaled else torch.empty(0, 0)
+    return PassResult(logits, taps, queries)
+
+
+def _reads_sums(op: Operation) -> bool:
+    """Whether the kernel of an operation takes its source before it is scaled."""
+    if op.kind == Kind.GATE:
+        return not (op.limit or op.gelu)
+    return (
+        op.kind == Kind.ROTATE and op.heads is not None and op.heads.kv_heads > 0 and not _whole(op)
+    )
 
 
 def _route(scores: Tensor, routing: Routing) -> Tensor:
@@ -533,18 +558,26 @@ def _route(scores: Tensor, routing: Routing) -> Tensor:
     return torch.cat([order[:, : routing.top].float(), shares], dim=-1)
 
 
-def _rotate(program: Program, op: Operation, call: Pass, x: Tensor) -> Tensor:
+def _rotate(program: Program, op: Operation, call: Pass, x: Tensor | IntSums) -> Tensor:
     assert op.heads is not None
     dim = op.heads.dim
+    norms = (op.norms[0], op.norms[1]) if op.norms else None
+    width = (op.heads.q_heads + 2 * op.heads.kv_heads) * dim
+    missing = program.heads.q_heads - op.heads.q_heads  # the kernels rotate all heads together
+    if isinstance(x, IntSums):
+        if x.shape[1] == width and not missing:
+            table = call.table[op.rope] if call.table.dim() == 3 else call.table
+            keys, values = _planes(program, op, call)
+            kernels = row_kernels(x.sums.device)
+            return kernels.rotate(x, norms, table, call.plan, keys, values)
+        x = x.scaled()
     table = call.table[op.rope] if call.table.dim() == 3 else call.table
     if not op.heads.kv_heads:
         cos, sin = table[call.plan.positions].unsqueeze(1).chunk(2, dim=-1)
         low, high = x.float().unflatten(1, (-1, dim)).chunk(2, dim=-1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
-    missing = program.heads.q_heads - op.heads.q_heads  # the kernels rotate all heads together
-    norms = (op.norms[0], op.norms[1]) if op.norms else None
     keys, values = _planes(program, op, call)
-    x = x[:, : (op.heads.q_heads + 2 * op.heads.kv_heads) * dim]  # without gates of outputs
+    x = x[:, :width]  # without gates of outputs
     heads = pad(x, (missing * dim, 0)) if missing else x.contiguous()
     if norms is not None and _whole(op):
         widths = [len(norm.weight) for norm in norms]

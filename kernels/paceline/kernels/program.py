@@ -18,6 +18,7 @@ from paceline.kernels.trees import TreePlan
 
 if TYPE_CHECKING:
     from paceline.kernels.linear import PackedMatrix
+    from paceline.kernels.rotated import IntSums
 
 
 class Matrix(Protocol):
@@ -33,6 +34,10 @@ class Matrix(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, in]`` to ``[rows, out]`` in the type of ``x``."""
+        ...
+
+    def sums(self, x: Tensor) -> IntSums | None:
+        """The product before its scales, if its sums are integers; None: it has no scales."""
         ...
 
 

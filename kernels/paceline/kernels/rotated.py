@@ -84,6 +84,34 @@ def quantise_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
+class IntSums:
+    """A product before its scales; kernels that read it can scale it themselves.
+
+    Attributes:
+        sums: int32, at least ``[M, N]``, dense.
+        rows: Factors on the rows, float32 ``[M]``.
+        outs: Factors on the outputs, float32 ``[N]``.
+        bias: float32 ``[N]`` or None.
+        dtype: Of the product.
+    """
+
+    sums: Tensor
+    rows: Tensor
+    outs: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(M, N)``."""
+        return len(self.rows), len(self.outs)
+
+    def scaled(self) -> Tensor:
+        """The product, ``[M, N]``."""
+        return scale_sums(self.sums, self.rows, self.outs, self.bias, self.dtype)
+
+
+@dataclass(frozen=True)
 class RotatedMatrix:
     """A matrix of weights.
 
@@ -121,12 +149,16 @@ class RotatedMatrix:
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x W^T + bias``: ``[rows, ins]`` of a float type, dense, to ``[rows, outs]`` of it;
         ``bias`` is float32 ``[outs]``."""
+        return self.sums(x, bias).scaled()
+
+    def sums(self, x: Tensor, bias: Tensor | None) -> IntSums:
+        """The same before the scales are multiplied."""
         rows = len(x)
         values, scale = quantise_rows(x, self.size)
         if rows < _LEAST_ROWS:
             values = pad(values, (0, 0, 0, _LEAST_ROWS - rows))
         sums = torch._int_mm(values, self.values.T)
-        return scale_sums(sums, scale, self.scale, bias, x.dtype)
+        return IntSums(sums, scale, self.scale, bias, x.dtype)
 
 
 def scale_sums(

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, pad, silu
 
 from paceline.kernels.caches import Plane, write
+from paceline.kernels.rotated import IntSums
 from paceline.kernels.trees import TreePlan
 
 
@@ -32,9 +33,17 @@ class Norm:
 
 
 class RowKernels(Protocol):
-    """The row operations of a kind of device. M: packed rows; tensors are dense."""
+    """The row operations of a kind of device. M: packed rows; tensors are dense.
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm, dtype: torch.dtype) -> Tensor:
+    Attributes:
+        scale_sums: Whether products may be given before their scales, as :class:`IntSums`.
+    """
+
+    scale_sums: bool
+
+    def add_norm(
+        self, x: Tensor, delta: Tensor | IntSums | None, norm: Norm, dtype: torch.dtype
+    ) -> Tensor:
         """``x += delta`` in place, then the norm of it.
 
         Args:
@@ -48,13 +57,13 @@ class RowKernels(Protocol):
         """
         ...
 
-    def gate(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor | IntSums) -> Tensor:
         """``silu(gate) * up`` for ``[M, 2 width]``, gates first; returns ``[M, width]``."""
         ...
 
     def rotate(
         self,
-        heads: Tensor,
+        heads: Tensor | IntSums,
         norms: tuple[Norm, Norm] | None,
         table: Tensor,
         plan: TreePlan,
@@ -77,23 +86,36 @@ class RowKernels(Protocol):
         ...
 
 
+G = TypeVar("G", Tensor, Tensor | None)
+
+
+def _scaled(given: G | IntSums) -> G | Tensor:
+    return given.scaled() if isinstance(given, IntSums) else given
+
+
 class TorchRows:
     """The same in torch operations, on any device."""
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm, dtype: torch.dtype) -> Tensor:
+    scale_sums = False
+
+    def add_norm(
+        self, x: Tensor, delta: Tensor | IntSums | None, norm: Norm, dtype: torch.dtype
+    ) -> Tensor:
         """See :class:`RowKernels`."""
+        delta = _scaled(delta)
         if delta is not None:
             x += delta
         return normalised(x, norm).to(dtype)
 
-    def gate(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor | IntSums) -> Tensor:
         """See :class:`RowKernels`."""
+        gate_up = _scaled(gate_up)
         gate, up = gate_up.float().chunk(2, dim=-1)
         return silu(gate).mul_(up).to(gate_up.dtype)
 
     def rotate(
         self,
-        heads: Tensor,
+        heads: Tensor | IntSums,
         norms: tuple[Norm, Norm] | None,
         table: Tensor,
         plan: TreePlan,
@@ -101,6 +123,7 @@ class TorchRows:
         values: Sequence[Plane],
     ) -> Tensor:
         """See :class:`RowKernels`."""
+        heads = _scaled(heads)
         dim, kv_heads = table.shape[1], keys[0].shape[0]
         heads = heads[: plan.rows].view(plan.rows, -1, dim)
         q_heads = heads.shape[1] - 2 * kv_heads

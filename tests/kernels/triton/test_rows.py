@@ -7,6 +7,7 @@ import torch
 from triton_cases import MILLION, in_far_pages, in_pages
 
 from paceline.kernels import Norm, TreeSegment, plan_trees
+from paceline.kernels.rotated import IntSums
 from paceline.kernels.rows import TorchRows
 
 
@@ -33,6 +34,39 @@ def test_gates_agree() -> None:
 
     gate_up = torch.randn(3, 2 * 1100).half()
     torch.testing.assert_close(TritonRows().gate(gate_up), TorchRows().gate(gate_up))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_of_integers_are_scaled_by_the_kernels_that_read_them(has_bias: bool) -> None:
+    """Bit by bit as if they were scaled before."""
+    from paceline.kernels._triton.backend import TritonRows
+
+    torch.manual_seed(0)
+
+    def product(width: int) -> IntSums:
+        sums = torch.randint(-(10**6), 10**6, (9, width + 8)).int()  # padded on both sides
+        bias = torch.randn(width) if has_bias else None
+        return IntSums(sums, 1e-3 * torch.rand(5), 1e-3 * torch.rand(width), bias, torch.float32)
+
+    rows = TritonRows()
+    delta, x, norm = product(320), torch.randn(5, 320), make_norm(320)
+    ours, theirs = x.clone(), x.clone()
+    found = rows.add_norm(ours, delta, norm, torch.float32)
+    assert torch.equal(found, rows.add_norm(theirs, delta.scaled(), norm, torch.float32))
+    assert torch.equal(ours, theirs)
+    gate_up = product(2 * 1100)
+    assert torch.equal(rows.gate(gate_up), rows.gate(gate_up.scaled()))
+    segments = [TreeSegment(0, 3, None, 5)]
+    heads, table = product(8 * 16), torch.randn(64, 16)
+    norms = make_norm(16), make_norm(16)
+    found_q, written = [], []
+    for given in (heads, heads.scaled()):
+        keys, values = ([torch.zeros(2, 8, 16)] for _ in range(2))
+        found_q.append(rows.rotate(given, norms, table, plan_trees(segments), keys, values))
+        written.append(torch.stack([*keys, *values]))
+    assert torch.equal(*found_q)
+    assert torch.equal(*written)
+    assert written[0].any()
 
 
 @pytest.mark.parametrize("page_size", [0, 16])

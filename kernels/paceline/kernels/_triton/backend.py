@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from paceline.kernels._triton.probes import ProbeTable
 from paceline.kernels._triton.tiles import Tiling, part_row_bytes, programs, shared_memory
 from paceline.kernels.caches import PagedPlane, Plane
 from paceline.kernels.dense import AttentionCall, record_scores
+from paceline.kernels.rotated import IntSums
 from paceline.kernels.trees import TreePlan, send
 
 if TYPE_CHECKING:
@@ -325,28 +326,34 @@ _GATE_BLOCK = 1024
 class TritonRows:
     """One kernel a step (see :class:`paceline.kernels.rows.RowKernels`)."""
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm, dtype: torch.dtype) -> Tensor:
+    scale_sums = True
+
+    def add_norm(
+        self, x: Tensor, delta: Tensor | IntSums | None, norm: Norm, dtype: torch.dtype
+    ) -> Tensor:
         """See :class:`paceline.kernels.rows.RowKernels`."""
         out = torch.empty_like(x, dtype=dtype)
         block = triton.next_power_of_2(x.shape[1])
+        source, scales, options = _read(x if delta is None else delta)
         add_norm_rows[(x.shape[0],)](
-            x, x if delta is None else delta, norm.weight, out, norm.eps,
+            x, source, norm.weight, out, norm.eps, *scales,
             WIDTH=x.shape[1], BLOCK=block, HAS_DELTA=delta is not None,
-            num_warps=min(16, max(1, block // 256)),
+            **options, num_warps=min(16, max(1, block // 256)),
         )  # fmt: skip
         return out
 
-    def gate(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor | IntSums) -> Tensor:
         """See :class:`paceline.kernels.rows.RowKernels`."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = gate_up.new_empty(rows, width)
+        source, scales, options = _read(gate_up)
+        out = torch.empty(rows, width, dtype=gate_up.dtype, device=source.device)
         grid = (rows, triton.cdiv(width, _GATE_BLOCK))
-        gate_rows[grid](gate_up, out, WIDTH=width, BLOCK=_GATE_BLOCK)
+        gate_rows[grid](source, out, *scales, WIDTH=width, BLOCK=_GATE_BLOCK, **options)
         return out
 
     def rotate(
         self,
-        heads: Tensor,
+        heads: Tensor | IntSums,
         norms: tuple[Norm, Norm] | None,
         table: Tensor,
         plan: TreePlan,
@@ -358,19 +365,30 @@ class TritonRows:
         rows = PlanTables.of(plan).rows_of(plan, caches.sequences)
         dim = caches.dim
         q_heads = heads.shape[1] // dim - 2 * caches.kv_heads
-        q = torch.empty(plan.rows, q_heads, dim, dtype=torch.float32, device=heads.device)
+        source, scales, options = _read(heads)
+        q = torch.empty(plan.rows, q_heads, dim, dtype=torch.float32, device=source.device)
         # Without norms, the kernel reads neither weight.
         given = [(norm.weight, norm.eps) for norm in norms or ()] or [(table, 0.0)] * 2
         (q_weight, q_eps), (k_weight, k_eps) = given
         rotate_rows[(plan.rows, q_heads + 2 * caches.kv_heads)](
-            heads, table, plan.positions, q_weight, k_weight, q, caches.keys,
+            source, table, plan.positions, q_weight, k_weight, q, caches.keys,
             caches.values, rows.rows, rows.blocks, caches.tables, caches.origins,
-            q_eps, k_eps, *caches.strides, caches.tables.stride(0),
+            q_eps, k_eps, *caches.strides, caches.tables.stride(0), *scales,
             Q_HEADS=q_heads, KV_HEADS=caches.kv_heads, HALF=dim // 2,
             BLOCK=triton.next_power_of_2(dim // 2), PAGE=caches.page_size,
-            HAS_NORM=norms is not None, num_warps=1,
+            HAS_NORM=norms is not None, **options, num_warps=1,
         )  # fmt: skip
         return q
+
+
+def _read(given: Tensor | IntSums) -> tuple[Tensor, tuple[Tensor, ...], dict[str, Any]]:
+    """What a kernel reads a product from: the product or its sums, their scales and bias, and the
+    constants and launch options."""
+    if isinstance(given, Tensor):
+        return given, (given,) * 3, {"STRIDE": given.shape[1], "SCALED": 0}
+    bias, scaled = (given.outs, 1) if given.bias is None else (given.bias, 2)
+    options = {"STRIDE": given.sums.stride(0), "SCALED": scaled, "enable_fp_fusion": False}
+    return given.sums, (given.rows, given.outs, bias), options
 
 
 CHUNK, KEEP = 2048, 64

@@ -18,7 +18,7 @@ from paceline.decoder.folder_files import one_line, read_object
 from paceline.kernels import cpu_kernels
 from paceline.kernels.blocks import BLOCK, Blocks, concatenate, quantise
 from paceline.kernels.linear import PackedMatrix, multiply, multiply_floats, pack, pack_blocks
-from paceline.kernels.rotated import DOWN_SIZE, SIZE, RotatedMatrix
+from paceline.kernels.rotated import DOWN_SIZE, SIZE, IntSums, RotatedMatrix
 
 if TYPE_CHECKING:
     from paceline.decoder.config import DecoderConfig
@@ -336,12 +336,12 @@ class Linear:
         """Make a layer of a weight ``[out, in]`` in float32, bfloat16, blocks, or 8 bits over
         rotated inputs, and a bias ``[out]`` or None. A packed weight contains its bias."""
         self.packed: PackedMatrix | None = None
+        self._rotated: RotatedMatrix | None = None
         if isinstance(weight, PackedMatrix):
             self.packed = weight
             self.out_features, self.in_features = weight.outs, weight.ins
             return
         self.out_features, self.in_features = weight.shape
-        self._rotated: RotatedMatrix | None = None
         if isinstance(weight, Blocks):
             self.packed = pack_blocks(weight, bias)
         elif isinstance(weight, RotatedMatrix):
@@ -386,6 +386,10 @@ class Linear:
         quantised = self.packed is not None or self._rotated is not None
         kind = "quantised" if quantised else self._weight.dtype
         return self.out_features, self.in_features, kind, self.bias is None
+
+    def sums(self, x: Tensor) -> IntSums | None:
+        """The product before its scales, if the layer's sums are integers."""
+        return None if self._rotated is None else self._rotated.sums(x, self._bias)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``[rows, in]`` to ``[rows, out]`` in the type of ``x``; a ``bias`` ``[out]`` of this type

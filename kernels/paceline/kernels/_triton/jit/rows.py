@@ -7,17 +7,39 @@ import triton.language as tl
 
 
 @triton.jit
+def _product(
+    source, row, at, inside, rows, outs, bias,
+    STRIDE: tl.constexpr, SCALED: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """A part of a row of a product in float32. If it is given before its scales, they are
+    multiplied as :mod:`paceline.kernels.rotated` defines it, to a product of ``TYPE``. ``SCALED``:
+    0: it is the product; 1: it is not; 2: it has a bias too."""
+    value = tl.load(source + row.to(tl.int64) * STRIDE + at, mask=inside, other=0)
+    if SCALED > 0:
+        value = value.to(tl.float32) * tl.load(rows + row)
+        value = value * tl.load(outs + at, mask=inside, other=0.0)
+        if SCALED == 2:
+            value += tl.load(bias + at, mask=inside, other=0.0)
+        value = value.to(TYPE)
+    return value.to(tl.float32)
+
+
+@triton.jit
 def add_norm_rows(
-    x, delta, weight, out, eps,
+    x, delta, weight, out, eps, rows, outs, bias,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr,
+    STRIDE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """One row: ``x += delta``, then its root mean square norm into ``out``."""
-    row = tl.program_id(0).to(tl.int64) * WIDTH
+    number = tl.program_id(0)
+    row = number.to(tl.int64) * WIDTH
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
     value = tl.load(x + row + at, mask=inside, other=0.0)
     if HAS_DELTA:
-        value += tl.load(delta + row + at, mask=inside, other=0.0).to(tl.float32)
+        value += _product(
+            delta, number, at, inside, rows, outs, bias, STRIDE, SCALED, out.dtype.element_ty
+        )
         tl.store(x + row + at, value, mask=inside)
     scale = tl.rsqrt(tl.sum(value * value, 0) * (1.0 / WIDTH) + eps)
     value = value * scale * tl.load(weight + at, mask=inside, other=0.0)
@@ -25,13 +47,18 @@ def add_norm_rows(
 
 
 @triton.jit
-def gate_rows(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def gate_rows(
+    gate_up, out, rows, outs, bias,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
     """A part of one row: ``silu(gate) * up``."""
-    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(0)
+    row = number.to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < WIDTH
-    gate = tl.load(gate_up + row * 2 * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    kind: tl.constexpr = out.dtype.element_ty
+    gate = _product(gate_up, number, at, inside, rows, outs, bias, STRIDE, SCALED, kind)
+    up = _product(gate_up, number, WIDTH + at, inside, rows, outs, bias, STRIDE, SCALED, kind)
     gated = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row * WIDTH + at, gated.to(out.dtype.element_ty), mask=inside)
 
@@ -40,8 +67,9 @@ def gate_rows(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 def rotate_rows(
     heads, table, positions, q_norm, k_norm, q_out, keys, values, rows, blocks, tables, places,
     q_eps, k_eps, key_page, key_head, key_slot, value_page, value_head, value_slot, table_stride,
+    row_scales, outs, bias,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, HAS_NORM: tl.constexpr,
+    PAGE: tl.constexpr, HAS_NORM: tl.constexpr, STRIDE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: norm, rotation, and for keys and values the way to their slot."""
     row = tl.program_id(0)
@@ -50,9 +78,12 @@ def rotate_rows(
     if block >= 0:
         at = tl.arange(0, BLOCK)
         inside = at < HALF
-        source = heads + (row.to(tl.int64) * (Q_HEADS + 2 * KV_HEADS) + head) * 2 * HALF + at
-        low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-        high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+        column = head * 2 * HALF + at
+        kind: tl.constexpr = values.dtype.element_ty
+        low = _product(heads, row, column, inside, row_scales, outs, bias, STRIDE, SCALED, kind)
+        high = _product(
+            heads, row, column + HALF, inside, row_scales, outs, bias, STRIDE, SCALED, kind
+        )
         if head < Q_HEADS + KV_HEADS:
             if HAS_NORM:
                 norm, eps = k_norm, k_eps
