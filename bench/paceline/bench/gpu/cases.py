@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Self
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -153,8 +154,7 @@ class RandomWeights(Mapping[str, Tensor]):
     """Weights by their Hugging Face names, each drawn when it is read."""
 
     def __init__(self, config: DecoderConfig, device: torch.device, seed: int) -> None:
-        self._config, self._device = config, device
-        self._generator = torch.Generator(device).manual_seed(seed)
+        self._config, self._device, self._seed = config, device, seed
         width, dim = config.hidden, config.head_dim
         q, kv, wide = config.q_heads * dim, config.kv_heads * dim, config.intermediate
         self._shapes: dict[str, tuple[int, ...]] = {
@@ -188,7 +188,9 @@ class RandomWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         shape = self._shapes[name]
         drawn = torch.empty(shape, dtype=self._config.dtype, device=self._device)
-        drawn.normal_(generator=self._generator)
+        # By name: layers are loaded on several threads, in any order.
+        seed = self._seed << 32 | crc32(name.encode())
+        drawn.normal_(generator=torch.Generator(self._device).manual_seed(seed))
         return drawn.mul_(1.5 * shape[-1] ** -0.5) if len(shape) > 1 else drawn.mul_(0.2).add_(1.0)
 
     def __iter__(self):  # type: ignore[no-untyped-def]
