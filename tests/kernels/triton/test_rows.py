@@ -116,7 +116,8 @@ def test_far_positions_are_written_to_far_pages() -> None:
     far[MILLION:] = near
     found = []
     for before, table, make in ((0, near, in_pages), (MILLION, far, in_far_pages)):
-        planes = make([empty.half()], [empty.half()], *((256,) if make is in_pages else ()))
+        where = (256,) if make is in_pages else (MILLION, 1 << 31)
+        planes = make([empty.half()], [empty.half()], *where)
         plan = plan_trees([TreeSegment(0, before + 254, (-1, 0, 0, 1, 1), 5)])
         q = TritonRows().rotate(heads, None, table, plan, *planes)
         slots = torch.arange(before + 250, before + 262)
