@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-LARGEST = 127
+LARGEST = 127.0
 SMALLEST = 2.0**-100
 """Rows with smaller values only are scaled as if this was the largest."""
 
-MAX_INS = (2**31 - 1) // (255 * LARGEST)
+MAX_INS = (2**31 - 1) // (255 * 127)
 """Most inputs: their sum fits an int32, of products with unsigned inputs too."""
 
 SIZE, DOWN_SIZE = 64, 512
@@ -71,7 +71,7 @@ def quantise_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
         with suppress(ImportError):
             from paceline.kernels._triton.products import quantise_rotated
 
-            return quantise_rotated(x, size)
+            return quantise_rotated(x, size, LARGEST, SMALLEST)
     turned = rotate(x.float(), size)
     largest = turned.abs().amax(1, keepdim=True)
     finite = largest.isfinite()

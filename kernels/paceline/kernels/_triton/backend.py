@@ -37,10 +37,10 @@ from paceline.kernels._triton.probes import ProbeTable
 from paceline.kernels._triton.tiles import Tiling, part_row_bytes, programs, shared_memory
 from paceline.kernels.caches import PagedPlane, Plane
 from paceline.kernels.dense import AttentionCall, record_scores
-from paceline.kernels.rotated import IntSums
 from paceline.kernels.trees import TreePlan, send
 
 if TYPE_CHECKING:
+    from paceline.kernels.rotated import IntSums
     from paceline.kernels.rows import Norm
     from paceline.kernels.sampling import SamplingParams
 

@@ -11,7 +11,6 @@ from paceline.kernels._triton.jit.products import (
     quantise_rotated_rows,
     scale_int_sums,
 )
-from paceline.kernels.rotated import LARGEST, SMALLEST
 
 TILE_ROWS = 32
 """Rows of a tile. A constant: bits of a row do not depend on how many rows its expert has."""
@@ -52,8 +51,11 @@ _PART = 64
 """Inputs that a warp rotates among themselves."""
 
 
-def quantise_rotated(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """See :func:`paceline.kernels.rotated.quantise_rows`."""
+def quantise_rotated(
+    x: Tensor, size: int, largest: float = 127.0, smallest: float = 2.0**-100
+) -> tuple[Tensor, Tensor]:
+    """See :func:`paceline.kernels.rotated.quantise_rows`; the largest value of a row, or
+    ``smallest``, becomes ``largest``."""
     rows, width = x.shape
     values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -61,7 +63,7 @@ def quantise_rotated(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     blocks = triton.next_power_of_2(width // size)
     quantise_rotated_rows[(rows,)](
         x, values, scales, WIDTH=width, BLOCKS=blocks, SIZE=part, STAGES=part.bit_length() - 1,
-        PARTS=size // part, LARGEST=float(LARGEST), SMALLEST=SMALLEST,
+        PARTS=size // part, LARGEST=largest, SMALLEST=smallest,
         num_warps=min(16, max(1, blocks * size // 512)), enable_fp_fusion=False,
     )  # fmt: skip
     return values, scales
