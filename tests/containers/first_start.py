@@ -14,7 +14,7 @@ from triton.runtime.build import compile_module_from_src
 
 
 def main() -> None:
-    compile_attention(torch.bfloat16, 128, 16, 256)
+    compile_attention(torch.bfloat16, 128, 256)
     # The module that launches kernels, not linked: the driver's library comes with the GPU. So its
     # functions must not be looked up when it is loaded.
     sys.setdlopenflags(os.RTLD_LAZY)

@@ -1,15 +1,17 @@
 """Compiles kernels for a GPU on a machine without one; prints what they use.
 
 One JSON line a kernel: its name, registers, spilled bytes, shared memory, programs that run side by
-side on a multiprocessor, and whether it copies asynchronously and multiplies on tensor cores. Not
-interpreted, hence a process of its own.
+side on a multiprocessor, asynchronous copies, instructions of tensor cores, and fused products and
+sums in its inner loops. Not interpreted, hence a process of its own.
 
-    python cross_compile.py 90          # sm_80: A100; sm_90: H100, H200; sm_100: B200
+    python cross_compile.py 90              # sm_80: A100; sm_90: H100, H200; sm_100: B200
+    python cross_compile.py 89 attention    # these kernels alone; sm_86, sm_89, sm_120: GeForce
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from triton.runtime.jit import KernelInterface
 
 from paceline.kernels import (
     AttentionCall,
+    LevelSegment,
     Norm,
     PagedPlane,
     Probe,
@@ -35,7 +38,7 @@ from paceline.kernels import (
     TreeSegment,
     plan_trees,
 )
-from paceline.kernels._triton import backend
+from paceline.kernels._triton import backend, tiles
 from paceline.kernels._triton.backend import (
     TritonBackend,
     TritonRows,
@@ -55,15 +58,6 @@ from paceline.kernels.caches import Plane
 CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
 SHARED = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}[CAPABILITY] << 10
 """Shared memory of a multiprocessor. Unit: bytes."""
-MAX_SHARED = {
-    80: 163 << 10,
-    86: 99 << 10,
-    89: 99 << 10,
-    90: 227 << 10,
-    100: 227 << 10,
-    120: 99 << 10,
-}
-"""Shared memory that a program may have. Unit: bytes."""
 META = torch.device("meta")
 SLOTS = 2048
 KV_HEADS = 8
@@ -74,21 +68,51 @@ def report(
 ) -> None:
     """Print the facts of a kernel that was compiled."""
     (ptx,) = (Path(path).read_text() for name, path in metadata_group.items() if ".ptx" in name)
+    (cubin,) = (path for name, path in metadata_group.items() if ".cubin" in name)
     facts = {
         "kernel": src.fn.__name__,
         "of": {src.fn.arg_names[at]: value for (at,), value in src.constants.items()}
         | {"type": src.signature.get("keys", "")},
         **resources(ptx, metadata["shared"], metadata["num_warps"]),
         "async_copies": len(re.findall(r"cp\.async\.cg|cp\.async\.bulk", ptx)),
-        "tensor_products": len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", ptx)),
+        "tensor_products": sorted(set(re.findall(_PRODUCTS, ptx))),
+        "fused": fused(cubin) if src.fn.__name__ == "attend_items" else 0,
     }
     print(json.dumps(facts), flush=True)
+
+
+_PRODUCTS = r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def fused(cubin: str) -> int:
+    """Fused products and sums in the loops over keys, which are those without a loop inside."""
+    said = subprocess.run(
+        [TOOLS / "cuobjdump", "-sass", cubin],
+        env=os.environ | {"PATH": f"{TOOLS}:{os.environ['PATH']}"},
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    code = {int(at, 16): text for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/ +([^/;]+);", said)}
+    loops = [
+        (int(goal[1], 16), at)
+        for at, text in code.items()
+        if (goal := re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)) and int(goal[1], 16) < at
+    ]
+    assert loops
+    inner = [
+        (begin, end) for begin, end in loops
+        if not any(begin <= a and b <= end and (a, b) != (begin, end) for a, b in loops)
+    ]  # fmt: skip
+    return sum(
+        "FFMA" in text and any(begin <= at <= end for begin, end in inner)
+        for at, text in code.items()
+    )
 
 
 def resources(ptx: str, shared: int, warps: int) -> dict[str, int]:
     """What ptxas says of a kernel, and how many programs of it a multiprocessor holds."""
     name = "ptxas-blackwell" if CAPABILITY >= 100 else "ptxas"
-    compiler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    compiler = TOOLS / name
     (target,) = re.findall(r"\.target (sm_\w+)", ptx)
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
@@ -121,16 +145,21 @@ def planes(kv: torch.dtype, dim: int, page: int) -> tuple[list[Plane], list[Plan
 def compile_attention(
     kv: torch.dtype,
     dim: int,
-    nodes: int,
     page: int,
     *,
     group: int = 4,
     window: int | None = None,
     probes: int = 0,
+    tree: bool = False,
 ) -> None:
-    """Of a block of so many nodes; with probes, weights are recorded too; with a window, sinks."""
-    start = 1000
-    plan = plan_trees([TreeSegment(0, start, None, nodes)], device=META)
+    """With probes, weights are recorded too; with a window, sinks. The device knows the paths of a
+    tree."""
+    start, nodes = 1000, 8
+    block = TreeSegment(0, start, None, nodes)
+    if tree:
+        block = LevelSegment(0, start, None, nodes, levels=(4, 4))
+    paths = empty(1, nodes, nodes, dtype=torch.bool) if tree else None
+    plan = plan_trees([block], device=META, ancestors=paths)
     q, out = empty(nodes, KV_HEADS * group, dim), empty(nodes, KV_HEADS * group, dim, dtype=kv)
     asked = [Probe(0, node, empty(KV_HEADS, start)) for node in range(probes)]
     if probes:
@@ -214,13 +243,18 @@ def compile_gathers(kind: torch.dtype) -> None:
 def compile_all() -> None:
     """Every type, head size, kind of cache and option, each with others."""
     bf16, fp16 = torch.bfloat16, torch.float16
-    for nodes, probes in ((1, 0), (8, 0), (16, 0), (64, 0), (1, 1), (16, 2), (64, 2)):
-        compile_attention(bf16, 128, nodes, 256, probes=probes)
-    compile_attention(bf16, 256, 64, 256)
-    compile_attention(fp16, 80, 1, 0, group=5, probes=1)
-    compile_attention(bf16, 96, 64, 1, group=7)
-    compile_attention(bf16, 128, 16, 0, window=512)
-    compile_attention(torch.float32, 64, 16, 0, window=100)
+    for probes in range(3):
+        compile_attention(bf16, 128, 256, probes=probes)
+    compile_attention(bf16, 128, 256, window=512)
+    compile_attention(bf16, 128, 0, window=512, tree=True)
+    compile_attention(bf16, 256, 256)
+    compile_attention(bf16, 64, 256)
+    compile_attention(bf16, 96, 1, group=7)
+    compile_attention(fp16, 80, 0, group=5, probes=1)
+    compile_attention(torch.float32, 64, 0, window=100)
+    compile_attention(torch.float32, 64, 256)
+    if sys.argv[2:] == ["attention"]:
+        return
     compile_rows(bf16, 128, 256, norms=True)
     compile_rows(fp16, 80, 0, norms=False)
     compile_int8(bf16)
@@ -241,7 +275,8 @@ def compile_only() -> None:
     )
     triton.runtime.driver.set_active(driver)
     KernelInterface.__getitem__ = lambda kernel, grid: partial(kernel.warmup, grid=grid)
-    backend.shared_memory = lambda device: MAX_SHARED[CAPABILITY]
+    for module in (backend, tiles):
+        module.little_shared_memory = lambda device: SHARED < 128 << 10  # type: ignore[attr-defined]
 
 
 triton.knobs.compilation.listener = report

@@ -34,7 +34,7 @@ from paceline.kernels._triton.jit.sampling import (
 )
 from paceline.kernels._triton.plan import MASK_ALIGN, MASK_WORDS, PlanTables, RowTables, WorkTables
 from paceline.kernels._triton.probes import ProbeTable
-from paceline.kernels._triton.tiles import Tiling, part_row_bytes, programs, shared_memory
+from paceline.kernels._triton.tiles import Tiling, little_shared_memory, part_row_bytes, programs
 from paceline.kernels.caches import PagedPlane, Plane
 from paceline.kernels.dense import AttentionCall, record_scores
 from paceline.kernels.trees import TreePlan, send
@@ -293,7 +293,7 @@ def attend_shape(
     # Loads of page numbers need two stages. With recorded scores, one stage less leaves shared
     # memory for two programs on a multiprocessor. Stages change no bit.
     stages = (5 - bool(probes)) if page_size else 3
-    if shared_memory(device) < 128 << 10:  # as on sm_86, sm_89 and sm_120
+    if little_shared_memory(device):
         stages = min(stages, 4)
     shape = {
         "GROUP": tiling.group, "DIM": dim, "WIDE": wide, "BLOCK_M": tiling.rows,

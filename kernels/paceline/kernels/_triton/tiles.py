@@ -89,7 +89,7 @@ class Tiling:
 
     @classmethod
     def of(cls, group: int, keys: Tensor, window: int | None) -> Tiling:
-        """The tiling for some keys: one for all numbers of rows, by type and width alone.
+        """The tiling for some keys: one for all numbers of rows, by type, width and kind of GPU.
 
         Args:
             group: Query heads per kv head.
@@ -98,7 +98,9 @@ class Tiling:
         """
         if keys.dtype == torch.float32:  # multiplied from registers, without tensor cores
             return cls(group, 16, 16, window or 0)
-        return cls(group, 64, 32 if keys.shape[-1] > 128 else 64, window or 0)
+        if keys.shape[-1] <= 128:
+            return cls(group, 64, 64, window or 0)
+        return cls(group, 64, 16 if little_shared_memory(keys.device) else 32, window or 0)
 
     @property
     def used(self) -> int:
@@ -427,12 +429,12 @@ def programs(device: torch.device) -> int:
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def shared_memory(device: torch.device) -> int:
-    """Shared memory that a program may have. Unit: bytes."""
+def little_shared_memory(device: torch.device) -> bool:
+    """Whether a multiprocessor has 100 KiB of it, as on sm_86, sm_89 and sm_120, or less."""
     if device.type != "cuda":
-        return 227 << 10
-    # All but what the driver keeps of a multiprocessor's.
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) - 1024
+        return False
+    found = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return bool(found < 128 << 10)
 
 
 def tilings_for(group: int, keys: Tensor, windows: Sequence[int | None]) -> tuple[Tiling, ...]:

@@ -175,7 +175,10 @@ def attend_items(
     """
     first_item = tl.load(spans)
     work_end = (tl.load(spans + 1) - first_item) * kv_heads
-    for work in tl.range(tl.program_id(0), work_end, tl.num_programs(0), num_stages=1):
+    # What does not change from item to item is computed anew, or it fills the registers.
+    for work in tl.range(
+        tl.program_id(0), work_end, tl.num_programs(0), num_stages=1, disable_licm=True
+    ):
         head = work % kv_heads
         item = tl.load(items + first_item + work // kv_heads)
         tile = tiles + (item >> CHUNK_BITS) * TILE_FIELDS
@@ -222,7 +225,7 @@ def attend_items(
         if WINDOW > 0:
             begin = tl.minimum(tl.maximum(tl.load(tile + 6), begin), whole)
             first = tl.minimum(tl.maximum(tl.load(tile + 7), begin), whole)
-            for n in tl.range(begin, first, BLOCK_N, num_stages=1):
+            for n in tl.range(begin, first, BLOCK_N, num_stages=1, disable_licm=True):
                 top, total, out = _tile(
                     q_tile, top, total, out, n, end, start, node, position, recorded, second,
                     depth, row, path, False, sequence, head, keys, values, masks, tables, origins,
@@ -238,7 +241,7 @@ def attend_items(
                 value_head, value_slot, table_stride, DIM, WIDE, BLOCK_N, PAGE, ALIGN, WINDOW,
                 ALL, MASK_WORDS, MASK_ALIGN, PROBES,
             )  # fmt: skip
-        for n in tl.range(whole, end, BLOCK_N, num_stages=1):
+        for n in tl.range(whole, end, BLOCK_N, num_stages=1, disable_licm=True):
             top, total, out = _tile(
                 q_tile, top, total, out, n, end, start, node, position, recorded, second,
                 depth, row, path, listed, sequence, head, keys, values, masks, tables, origins,
