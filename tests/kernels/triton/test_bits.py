@@ -99,16 +99,17 @@ def test_sinks_and_recorded_scores_change_no_bit() -> None:
 
 def test_a_launch_in_parts_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of work whose partial results take too much memory at once."""
-    cases = [make_case(n, 260, (-1, 0, 0, *range(1, 10)), (4, 2, 16)) for n in range(2)]
+    half = torch.float16
+    cases = [make_case(n, 260, (-1, 0, 0, *range(1, 10)), (4, 2, 16), half) for n in range(2)]
     segments = [TreeSegment(n, 260, case.segment.parents, 12) for n, case in enumerate(cases)]
-    segments.append(TreeSegment(1, 200, None, 70))
-    q = torch.cat([*(case.q for case in cases), torch.randn(70, 4, 16)])
+    segments.append(TreeSegment(1, 240, None, 20))
+    q = torch.cat([*(case.q for case in cases), torch.randn(20, 4, 16).to(half)])
     planes = [case.key for case in cases], [case.value for case in cases]
     whole = run(segments, q, *planes, None)
-    monkeypatch.setattr(tiles, "PART_BYTES", 80 * tiles.part_row_bytes(2, 16))
+    monkeypatch.setattr(tiles, "PART_BYTES", 70 * tiles.part_row_bytes(2, 16))
     plan = plan_trees(segments)
     work = plan_work(plan, Tiling.of(2, cases[0].key, None), tiles.part_row_bytes(2, 16))
-    assert len(work.spans) > 3
+    assert len(work.spans) >= 3
     for one, two in zip(whole, run(segments, q, *planes, None), strict=True):
         assert torch.equal(one, two)
 
