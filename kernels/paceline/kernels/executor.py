@@ -438,19 +438,20 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
     """See :meth:`paceline.kernels.Executor.run`."""
     kernels = row_kernels(call.plan.device)
     states = DeltaPass(call) if program.recurrent else None
-    buffers: dict[int, Tensor] = {}
+    # Products of integers keep their scales apart, for the kernel that reads them.
+    buffers: dict[int, Tensor | IntSums] = {}
     taps: dict[int, Tensor] = {}
     queries: dict[int, Tensor] = {}
     slots = chosen = torch.empty(0, dtype=torch.int64)
-    unscaled: dict[int, IntSums] = {}  # products of integers that their reader scales itself
 
     def scaled(index: int) -> Tensor:
-        if index in unscaled:
-            buffers[index] = unscaled.pop(index).scaled()
-        return buffers[index]
+        found = buffers[index]
+        if isinstance(found, IntSums):
+            buffers[index] = found = found.scaled()
+        return found
 
     for op in program.operations:
-        given = unscaled.get(op.source) if _reads_sums(op) else None
+        given = buffers[op.source] if _reads_sums(op) else None
         x = scaled(op.source) if op.source and given is None else torch.empty(0)
         match op.kind:
             case Kind.EMBED:
@@ -463,9 +464,9 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
                 assert call.inputs is not None
                 buffers[op.out] = call.inputs.to(program.dtype)
             case Kind.ADD_NORM:
-                delta: Tensor | IntSums | None = unscaled.get(op.delta) if op.factor == 1 else None
-                if delta is None and op.delta:
-                    delta = scaled(op.delta) if op.factor == 1 else scaled(op.delta) * op.factor
+                delta: Tensor | IntSums | None = None
+                if op.delta:
+                    delta = buffers[op.delta] if op.factor == 1 else scaled(op.delta) * op.factor
                 x = buffers[op.source] = x.float()
                 buffers[op.out] = kernels.add_norm(x, delta, op.norms[0], program.dtype)
             case Kind.MULTIPLY if op.experts is not None:
@@ -474,10 +475,7 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
                 assert op.matrix is not None
                 x = x.to(program.dtype)
                 sums = op.matrix.sums(x) if kernels.scale_sums else None
-                if sums is None:
-                    buffers[op.out] = op.matrix(x)
-                else:
-                    unscaled[op.out] = sums
+                buffers[op.out] = op.matrix(x) if sums is None else sums
             case Kind.ROTATE:
                 q = _rotate(program, op, call, x if given is None else given)
                 if op.layer in call.queries:
@@ -519,13 +517,13 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
                 assert op.routing is not None
                 buffers[op.out] = _route(x.float(), op.routing)
             case Kind.SPREAD:
-                chosen, slots = buffers[op.delta][:, : program.top].flatten().sort(stable=True)
+                chosen, slots = scaled(op.delta)[:, : program.top].flatten().sort(stable=True)
                 chosen = chosen.long()
                 buffers[op.out] = x[slots // program.top]
             case Kind.COMBINE:
                 ranked = torch.empty_like(x, dtype=torch.float32)
                 ranked[slots] = x.float()
-                shares = buffers[op.delta][:, program.top :].unsqueeze(-1)
+                shares = scaled(op.delta)[:, program.top :].unsqueeze(-1)
                 first, *others = ranked.unflatten(0, (-1, program.top)).mul_(shares).unbind(1)
                 for other in others:  # sum() has an order that depends on the number of rows
                     first = first + other
@@ -537,7 +535,7 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
                 buffers[op.out] = x if call.selection is None else x[call.selection]
     if states is not None:
         states.finish()
-    logits = scaled(0) if 0 in buffers or 0 in unscaled else torch.empty(0, 0)
+    logits = scaled(0) if 0 in buffers else torch.empty(0, 0)
     return PassResult(logits, taps, queries)
 
 

@@ -433,6 +433,27 @@ def test_a_layer_launches_its_kernels_and_no_others(
     assert Counter(launched.names) == Counter(expected | around)
 
 
+def test_products_of_integers_give_what_torch_gives(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, pool: PagePool
+) -> None:
+    """Kernels scale what they read. Queries are as wide as the model, so that they take the buffer
+    of an earlier product."""
+    from paceline.kernels._triton import products
+
+    for module in ("model", "weights"):
+        monkeypatch.setattr(f"paceline.decoder.{module}.is_rotated", lambda *_: True)
+    config = replace(CONFIG, weights="int8", hidden=CONFIG.q_heads * CONFIG.head_dim)
+    decoder, cache = make_decoder(config), LocalCache(config)
+    tokens, blocks = list(range(7)), [TreeSegment(0, 0, None, 7)]
+    wanted = decoder.forward(torch.tensor(tokens), plan_trees(blocks), [cache], logit_rows=None)
+    request.getfixturevalue("triton_on_cpu")
+    monkeypatch.setattr(rotated, "quantise_rows", products.quantise_rotated)
+    monkeypatch.setattr(rotated, "scale_sums", products.scaled_sums)
+    found = GraphRunner(decoder, pool).forward(tokens, blocks, [1])
+    assert found is not None
+    torch.testing.assert_close(found.logits, wanted.logits, atol=1e-4, rtol=1e-4)
+
+
 class Recorded:
     """Stands for a kernel."""
 
