@@ -32,15 +32,6 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def portable_numerics() -> Iterator[None]:
-    """What a module's verifiers and programs chose for the process does not reach the next one."""
-    yield
-    kernels = sys.modules.get("paceline.kernels")  # tests without kernels need not load them
-    if kernels is not None:
-        kernels.set_numerics("portable")
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests of equal bits where torch operations, which promise none, replace the kernels."""
     if item.get_closest_marker("bits") is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from paceline.kernels.dense import DenseBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kernel_cases import ProgramBackend, compiled, in_tiles
+from kernel_cases import ProgramBackend, compiled
 
 
 @pytest.fixture(params=[*levels_here(), "tiles"], scope="module")
@@ -26,8 +25,7 @@ def native_backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]
     """
     tiles = request.param == "tiles"
     library = compiled(levels_here()[0] if tiles else request.param)
-    with in_tiles(library) if tiles else nullcontext():
-        yield from _serving(ProgramBackend(library))
+    yield from _serving(ProgramBackend(library, "amx" if tiles else "portable"))
 
 
 @pytest.fixture(params=[*levels_here(), "none"], scope="module")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from reference import reference_attention
 from torch import Tensor
 
+from paceline.decoder.weights import Linear
 from paceline.kernels import (
     MAX_TREE_NODES,
     AttentionBackend,
@@ -33,6 +33,7 @@ from paceline.kernels import (
 from paceline.kernels._native import cpu_kernels, load
 from paceline.kernels.caches import to_rows
 from paceline.kernels.executor import NativeProgram, run_one_by_one, supported
+from paceline.kernels.linear import PackedMatrix
 
 HEADS = [(6, 2, 64), (4, 4, 16), (8, 2, 80), (3, 1, 96), (8, 1, 128), (7, 1, 32), (36, 2, 48)]
 PREFIXES = [0, 1, 7, 15, 16, 200, 250, 255, 256, 257, 511, 512, 700, 1025, 2303, 2304]
@@ -59,18 +60,21 @@ class _Cache:
 
 
 class ProgramBackend:
-    """The compiled attention of a level as a backend: programs of attention alone."""
+    """The compiled attention of a level as a backend: programs of attention alone.
+
+    With numerics "amx", bfloat16 is multiplied in tiles: of the processor, or emulated ones.
+    """
 
     name = "native"
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+    def __init__(self, library: ctypes.CDLL, numerics: str = "portable") -> None:
+        self._library, self._numerics = library, numerics
 
     def attend(self, call: AttentionCall) -> None:
         _, q_heads, dim = call.q.shape
         assert call.scale == dim**-0.5
         heads = Heads(q_heads, call.keys[0].shape[0], dim, cap=call.cap)
-        program = Recorder(heads, torch.float32)
+        program = Recorder(heads, torch.float32, numerics=self._numerics)
         q = program.rotate_queries(program.input(q_heads * dim))
         program.tap(program.attend(q, 0, call.window, call.sinks), 0)
         done = NativeProgram(self._library, program.finish()).run(
@@ -108,6 +112,11 @@ class ProgramRows:
             changed.append(self._run(program, out, x.clone(), plan_of(len(x))))
         x.copy_(changed[0])
         return changed[1].to(dtype)
+
+    def multiply(self, x: Tensor, packed: PackedMatrix, numerics: str) -> Tensor:
+        program = Recorder(Heads(1, 1, 16), torch.float32, numerics=numerics)
+        out = program.multiply(program.input(packed.ins), Linear(packed))
+        return self._run(program, out, x, plan_of(len(x)))
 
     def gate(self, gate_up: Tensor, *, gelu: bool = False) -> Tensor:
         program = Recorder(Heads(1, 1, 16), torch.float32)
@@ -153,16 +162,6 @@ class ProgramRows:
 def plan_of(rows: int) -> TreePlan:
     """One block of a chain."""
     return plan_trees([TreeSegment(0, 0, None, rows)])
-
-
-@contextmanager
-def in_tiles(library: ctypes.CDLL) -> Iterator[None]:
-    """bfloat16 is multiplied in tiles: of the processor, or emulated ones."""
-    library.paceline_set_numerics(1)
-    try:
-        yield
-    finally:
-        library.paceline_set_numerics(0)
 
 
 @st.composite

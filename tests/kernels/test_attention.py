@@ -15,7 +15,6 @@ from kernel_cases import (
     attend,
     cases,
     compiled,
-    in_tiles,
     make_case,
     trees,
 )
@@ -40,9 +39,7 @@ def test_any_tree_agrees_with_the_reference(case: Case) -> None:
 @given(case=cases(max_nodes=40, dtypes=[torch.bfloat16]))
 def test_tiles_agree_with_the_reference(case: Case) -> None:
     """Scaled queries are rounded in the reference too; the rest is the rounding of weights."""
-    library = compiled(levels_here()[0])
-    with in_tiles(library):
-        found = case.run_by(ProgramBackend(library))
+    found = case.run_by(ProgramBackend(compiled(levels_here()[0]), "amx"))
     scaled = replace(case, q=(case.q.float() * case.scale).bfloat16().double() / case.scale)
     torch.testing.assert_close(found.double(), scaled.expected()[0], atol=1.5e-2, rtol=0)
 

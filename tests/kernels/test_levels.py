@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from hypothesis import given, settings
-from kernel_cases import Case, ProgramBackend, ProgramRows, cases, compiled, in_tiles
+from kernel_cases import Case, ProgramBackend, ProgramRows, cases, compiled
 from torch import Tensor
 
 from paceline.kernels import Norm, TreeSegment, plan_trees
@@ -27,9 +25,8 @@ def level(request: pytest.FixtureRequest) -> str:
 def attention_at(
     level: str, case: Case, tiles: bool = False, cap: float = 0.0, sinks: Tensor | None = None
 ) -> Tensor:
-    library = compiled(level)
-    with in_tiles(library) if tiles else nullcontext():
-        return case.run_by(ProgramBackend(library), cap, sinks)
+    backend = ProgramBackend(compiled(level), "amx" if tiles else "portable")
+    return case.run_by(backend, cap, sinks)
 
 
 @settings(max_examples=40)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import compiled, in_tiles
+from kernel_cases import ProgramRows, compiled
 from torch import Tensor
 
-from paceline.kernels import cpu_kernels, set_numerics
+from paceline.kernels import choose_numerics, cpu_kernels
 from paceline.kernels._compile import levels_here
 from paceline.kernels.blocks import Blocks, quantise
 from paceline.kernels.linear import (
@@ -54,9 +54,7 @@ def at_level(level: str, x: Tensor, packed: PackedMatrix) -> Tensor:
 
 def multiplied_in_tiles(level: str, x: Tensor, packed: PackedMatrix) -> Tensor:
     """In tiles of the processor, or emulated ones."""
-    library = compiled(level)
-    with in_tiles(library):
-        return multiply_natively(library, x, packed.matrix())
+    return multiply_natively(compiled(level), x, packed.matrix("amx"))
 
 
 def in_plain_c(x: Tensor, packed: PackedMatrix) -> Tensor:
@@ -243,13 +241,13 @@ def test_wrong_arguments_are_clear_errors() -> None:
 
 def test_numerics_are_chosen_by_name() -> None:
     able = cpu_kernels().level == "amx"
-    assert set_numerics("auto") == ("amx" if able else "portable")
-    assert set_numerics("portable") == "portable"
+    assert choose_numerics("auto") == ("amx" if able else "portable")
+    assert choose_numerics("portable") == "portable"
     with pytest.raises(ValueError, match="numerics is 'fast', expected one of"):
-        set_numerics("fast")
+        choose_numerics("fast")
     if not able:
         with pytest.raises(ValueError, match="numerics is 'amx', expected one of"):
-            set_numerics("amx")
+            choose_numerics("amx")
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -268,3 +266,16 @@ def test_single_rows_are_those_that_were_packed(level: str, format: str) -> None
             ctypes.byref(matrix), ctypes.c_int64(row), ctypes.c_void_p(out[row].data_ptr())
         )
     assert out.equal(stored)
+
+
+def test_numerics_are_of_a_program_and_not_of_the_process() -> None:
+    """Programs over one packed matrix, which run in turns."""
+    x, packed = random((5, 64)), pack(random((32, 64), 1))
+    programs = ProgramRows(compiled(FASTEST))
+    found: dict[str, Tensor] = {}
+    for numerics in ("portable", "amx", "portable", "amx"):
+        out = programs.multiply(x, packed, numerics)
+        assert torch.equal(found.setdefault(numerics, out), out)
+    assert torch.equal(found["portable"], at_level(FASTEST, x, packed))
+    assert torch.equal(found["amx"], multiplied_in_tiles(FASTEST, x, packed))
+    assert not torch.equal(*found.values())

@@ -50,9 +50,9 @@ from paceline.kernels import (
     Recorder,
     TreePlan,
     TreeSegment,
+    choose_numerics,
     cpu_kernels,
     plan_trees,
-    set_numerics,
 )
 from paceline.kernels.caches import from_rows
 from paceline.kernels.dense import AttentionCall, DenseBackend
@@ -617,7 +617,6 @@ def _begin_of_loop(tokens: Sequence[int]) -> int:
 def _attention(bench: Bench) -> None:
     """Tree attention in two parts beside one masked attention, in PyTorch and in SDPA."""
     config = bench.source.config()
-    set_numerics("auto")  # as a verifier with KV in bfloat16
     for rows in bench.args.rows:
         bench.cell(f"{rows} rows", f"{rows} rows", partial(_attend, bench, config, rows))
 
@@ -636,7 +635,8 @@ class _OneLayer:
 def _native(q: Tensor, keys: Tensor, values: Tensor, plan: TreePlan) -> Callable[[], object]:
     """The attention of a decoder's step on the CPU, as a program of its own."""
     _, heads, dim = q.shape
-    recorder = Recorder(Heads(heads, keys.shape[0], dim), torch.float32)
+    numerics = choose_numerics("auto")  # as a verifier with KV in bfloat16
+    recorder = Recorder(Heads(heads, keys.shape[0], dim), torch.float32, numerics=numerics)
     rotated = recorder.rotate_queries(recorder.input(heads * dim))
     recorder.tap(recorder.attend(rotated, 0, None), 0)
     still = torch.tensor([1.0, 0.0]).repeat_interleave(dim // 2).repeat(plan.longest + 1, 1)

@@ -4,7 +4,7 @@ Backends are chosen by device in :func:`backend_for`. Imports nothing but torch 
 """
 
 from paceline.kernels._compile import processor, processor_name
-from paceline.kernels._native import NUMERICS, cpu_kernels, get_numerics, set_numerics
+from paceline.kernels._native import NUMERICS, choose_numerics, cpu_kernels
 from paceline.kernels.attention import (
     AttentionBackend,
     backend_for,
@@ -95,13 +95,13 @@ __all__ = [
     "backend_for",
     "best_candidates",
     "best_chunks",
+    "choose_numerics",
     "choose_token",
     "choose_tokens",
     "cpu_kernels",
     "edit_rows",
     "edits",
     "filter_logits",
-    "get_numerics",
     "gumbel_noise_at",
     "perturbed_logits",
     "plan_trees",
@@ -110,7 +110,6 @@ __all__ = [
     "raw_logprobs",
     "register_backend",
     "send",
-    "set_numerics",
     "streaming",
     "tree_attention",
     "why_bits_vary",

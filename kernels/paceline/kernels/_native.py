@@ -32,11 +32,13 @@ from paceline.kernels import _compile, structures
 
 VARIABLE = "PACELINE_CPU_LEVEL"
 
+NUMERICS = ("auto", "portable", "amx")
+"""Choices of :func:`choose_numerics`."""
+
 _AT, _COUNT, _KEY = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "paceline_layout": (_COUNT, ctypes.c_char_p, _AT, _COUNT),
     "paceline_limit": (_COUNT, ctypes.c_char_p),
-    "paceline_set_numerics": (None, ctypes.c_int),
     "paceline_linear_check": (_COUNT,),
     "paceline_linear_scratch": (_COUNT, _AT, _COUNT),
     "paceline_linear": (None, _AT, _AT, _COUNT, _AT, _AT),
@@ -195,36 +197,19 @@ def _own(folder: Path) -> bool:
     return found.st_uid in (0, os.getuid()) and not found.st_mode & 0o022
 
 
-NUMERICS = ("auto", "portable", "amx")
-"""Choices of :func:`set_numerics`."""
-
-_chosen = "portable"
-
-
-def get_numerics() -> str:
-    """ "portable" or "amx", as chosen last; "portable" from the start."""
-    return _chosen
-
-
-def set_numerics(requested: str) -> str:
-    """Choose how this process multiplies bfloat16 weights and caches; not while a product runs.
+def choose_numerics(requested: str) -> str:
+    """Choose how a program multiplies bfloat16 weights and caches.
 
     "portable" gives the same bits on every machine. "amx" multiplies in tiles: it is faster and has
-    the bits of processors with AMX. "auto" takes "amx" where the processor has it. Weights in other
-    formats have one set of bits, and need "portable" for their caches.
+    the bits of processors with AMX. "auto" takes "amx" where the processor has it.
 
     Returns:
-        "portable" or "amx".
+        "portable" or "amx", for :class:`~paceline.kernels.Recorder`.
 
     Raises:
         ValueError: Another name, or "amx" on a processor without it.
     """
-    global _chosen
-    kernels = cpu_kernels()
-    able = kernels.level == "amx"
+    able = cpu_kernels().level == "amx"
     if requested not in NUMERICS or (requested == "amx" and not able):
         raise ValueError(f"numerics is {requested!r}, expected one of {NUMERICS[: 2 + able]}")
-    _chosen = "amx" if able and requested != "portable" else "portable"
-    if kernels.library is not None:
-        kernels.library.paceline_set_numerics(_chosen == "amx")
-    return _chosen
+    return "amx" if able and requested != "portable" else "portable"

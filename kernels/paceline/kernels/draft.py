@@ -131,7 +131,7 @@ class NativeDraft:
         model.mask, model.state_input = block.mask, block.state_input
         if block.head is not None:
             w1, w2 = block.head
-            matrix = w2.matrix()
+            matrix = w2.matrix(block.context.numerics)
             self._kept.append(matrix)
             model.rank = w1.shape[1]
             model.w1, model.w2 = address(w1, "W1"), ctypes.addressof(matrix)

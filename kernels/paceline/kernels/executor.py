@@ -153,6 +153,7 @@ class NativeProgram:
     Attributes:
         address: Address of ``Program`` of ``native/program.h``.
         width: Width of the first operation's rows.
+        numerics: Those of the program.
     """
 
     def __init__(self, library: ctypes.CDLL, program: Program) -> None:
@@ -160,6 +161,7 @@ class NativeProgram:
         self._heads, self._layers, self._dtype = program.heads, program.layers, program.dtype
         self._ranks, self._gather_rows = program.ranks, program.gather
         self._gather_error: BaseException | None = None
+        self.numerics = program.numerics
         self._kept: list[Any] = [program]
         self.width = program.buffers[program.operations[0].out].width
         self._vocabulary = program.buffers[0].width
@@ -186,6 +188,7 @@ class NativeProgram:
             kv_heads=program.heads.kv_heads,
             dim=program.heads.dim,
             top=program.top,
+            tiles_bf16=program.numerics == "amx",
             scale=program.heads.factor,
             cap=program.heads.cap,
             gather=GATHER() if program.gather is None else GATHER(self._gather),
@@ -317,7 +320,7 @@ class NativeProgram:
 
     def _matrices(self, packed: Sequence[PackedMatrix | None]) -> int:
         """Address of matrices for the kernels, which live as long as the program."""
-        found = [matrix.matrix() for matrix in packed if matrix is not None]
+        found = [matrix.matrix(self.numerics) for matrix in packed if matrix is not None]
         matrices = (CMatrix * len(packed))(*found)
         self._kept.append(matrices)
         return ctypes.addressof(matrices)

@@ -220,8 +220,9 @@ class PackedMatrix:
         scale, minimum = factors[0].float(), factors[1].float() if self.minima else None
         return Blocks(words.view(torch.uint8), scale, minimum, bits, self.offset)
 
-    def matrix(self) -> CMatrix:
-        """The argument of the C kernels; valid as long as this object lives."""
+    def matrix(self, numerics: str = "portable") -> CMatrix:
+        """The argument of the C kernels, for products in some numerics; valid as long as this
+        object lives."""
         found = {name: address(tensor, name) for name, tensor in self.tensors().items()}
         return CMatrix(
             outs=self.outs,
@@ -230,6 +231,7 @@ class PackedMatrix:
             minima=self.minima,
             scales_f16=self.scales_f16,
             offset=self.offset,
+            tiles_bf16=numerics == "amx",
             **found,
         )
 

@@ -273,6 +273,8 @@ class Program:
         ranks: Processes that share the model. A cache may have the heads of all, those of this
             rank first.
         gather: Runs GATHER; None: there is none.
+        numerics: How compiled kernels multiply bfloat16 weights and caches: "portable" or "amx",
+            see :func:`paceline.kernels.choose_numerics`.
     """
 
     operations: tuple[Operation, ...]
@@ -284,6 +286,7 @@ class Program:
     top: int = 0
     ranks: int = 1
     gather: Gather | None = None
+    numerics: str = "portable"
 
     @property
     def recurrent(self) -> bool:
@@ -298,7 +301,12 @@ class Recorder:
     """
 
     def __init__(
-        self, heads: Heads, dtype: torch.dtype, ranks: int = 1, gather: Gather | None = None
+        self,
+        heads: Heads,
+        dtype: torch.dtype,
+        ranks: int = 1,
+        gather: Gather | None = None,
+        numerics: str = "portable",
     ) -> None:
         """Begin a program of a model with these heads and this type.
 
@@ -307,10 +315,11 @@ class Recorder:
             dtype: The model's type.
             ranks: Processes that share the model.
             gather: Gathers the columns of several ranks.
+            numerics: As in :class:`Program`.
         """
         self._heads = heads
         self._dtype = dtype
-        self._ranks, self._gather = ranks, gather
+        self._ranks, self._gather, self._numerics = ranks, gather, numerics
         self._operations: list[Operation] = []
         self._buffers = [Buffer(0, Extent.SELECTED)]
         self._layers = 0
@@ -448,6 +457,7 @@ class Recorder:
             top=self._top,
             ranks=self._ranks,
             gather=self._gather,
+            numerics=self._numerics,
         )
 
     def _add(self, kind: Kind, width: int, extent: Extent, **fields: object) -> int:

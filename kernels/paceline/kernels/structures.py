@@ -78,7 +78,7 @@ class CMatrix(ctypes.Structure):
 
     _fields_ = [
         *(*_numbers("outs", "ins", "format"), *_pointers("values")),
-        *(*_numbers("minima", "scales_f16", "offset"), *_pointers("bias")),
+        *(*_numbers("minima", "scales_f16", "offset"), *_pointers("bias"), *_numbers("tiles_bf16")),
     ]
 
 
@@ -128,7 +128,7 @@ class CProgram(ctypes.Structure):
     _fields_ = [
         *(*_numbers("operations", "selecting"), *_pointers("operation")),
         *(*_numbers("buffers"), *_pointers("buffer")),
-        *_numbers("vocabulary", "q_heads", "kv_heads", "dim", "top"),
+        *_numbers("vocabulary", "q_heads", "kv_heads", "dim", "top", "tiles_bf16"),
         *(*_floats("scale", "cap"), ("gather", GATHER)),
     ]
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
 from paceline.decoder import Decoder, LocalCache, plain_folder
-from paceline.kernels import TreeSegment, plan_trees, set_numerics
+from paceline.kernels import TreeSegment, plan_trees
 
 CHUNK = 256
 """Rows of a prefill chunk, as the engine cuts a prompt; only its last row has logits."""
@@ -49,13 +49,13 @@ class PacelineEngine:
 
     def __init__(self, target: Path, weights: str) -> None:
         self.name = f"paceline {weights}"
-        self.decoder = Decoder.load(target, weights)
+        # As the verifier chooses.
+        numerics = "auto" if weights == "bfloat16" else "portable"
+        self.decoder = Decoder.load(target, weights, numerics=numerics)
         gc.freeze()  # as the verifier does
 
     def measure(self, context: int, rows: Sequence[int]) -> Figures:
         """See :class:`StepEngine`; a step of at least `CHUNK` rows is a chunk of a prompt."""
-        # As the verifier chooses.
-        set_numerics("auto" if self.name.endswith("bfloat16") else "portable")
         cache = LocalCache(self.decoder.config)
         began = time.perf_counter()
         while len(cache) < context:

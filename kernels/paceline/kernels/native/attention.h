@@ -24,6 +24,7 @@ typedef struct {
 typedef struct {
   int64_t q_heads, kv_heads, dim, window; /* window 0: none */
   int64_t kv_type;                        /* KV_F32, KV_BF16 or KV_INT8 */
+  int64_t tiles_bf16; /* numerics amx: products with bfloat16 caches are in tiles */
   int64_t blocks;
   const Block *block;
   int64_t tiles;
@@ -89,7 +90,7 @@ typedef struct {
   float *q, *panel, *scores, *tree, *part, *total;
 } Buffers;
 
-INLINE int in_tiles(const Plan *p) { return amx_numerics && p->kv_type == KV_BF16; }
+INLINE int in_tiles(const Plan *p) { return p->tiles_bf16 && p->kv_type == KV_BF16; }
 
 /* Position of a node. */
 INLINE int64_t position(const Tile *t, int64_t n) {

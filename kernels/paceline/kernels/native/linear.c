@@ -2,16 +2,11 @@
 #include "linear_float.h"
 #include "linear_tiles.h"
 
-int amx_numerics;
-
-/* Not while a product runs. */
-void paceline_set_numerics(int amx) { amx_numerics = amx; }
-
 #define BLOCKS 8 /* blocks of rows in an item */
 
 static int quantised(const Matrix *m) { return m->format >= LINEAR_Q8; }
 
-static int in_tiles(const Matrix *m) { return m->format == LINEAR_BF16 && amx_numerics; }
+static int in_tiles(const Matrix *m) { return m->tiles_bf16 && m->format == LINEAR_BF16; }
 
 static int64_t max_rows(const Matrix *m) {
   if (in_tiles(m)) return TILE_ROWS;

@@ -41,6 +41,8 @@ typedef struct {
   int64_t scales_f16; /* scales and minima are float16, else float32 */
   int64_t offset;     /* subtracted from stored values: 128 (8 bit), 8 or 0 */
   const float *bias;  /* [outs] or null */
+  int64_t tiles_bf16; /* numerics amx: products with bfloat16 weights are in tiles, which are emulated
+                       * where the processor has none */
 } Matrix;
 
 /* x is [rows, ins], out [rows, outs], both dense. First every piece of the preparation, then every

@@ -136,7 +136,7 @@ static int differs(const Matrix *m, const float x[ROWS * INS]) {
 }
 
 /* Whether this level gives the bits of plain C in every format, on random data. Returns 0, or 1 +
- * the first format that differs. Leaves numerics portable; not on two threads at once. */
+ * the first format that differs. Not on two threads at once. */
 int64_t paceline_linear_check(void) {
   static _Alignas(64) uint32_t values[PADDED * INS];
   static float x[ROWS * INS], bias[OUTS];
@@ -144,7 +144,6 @@ int64_t paceline_linear_check(void) {
   Matrix m = {.outs = OUTS, .ins = INS, .values = values, .bias = bias};
   fill((uint32_t *)x, ROWS * INS, FLOATS, &seed);
   fill((uint32_t *)bias, OUTS, FLOATS, &seed);
-  amx_numerics = 0;
   for (m.format = LINEAR_F32; m.format <= LINEAR_BF16; m.format++) {
     fill(values, PADDED * INS, m.format == LINEAR_F32 ? FLOATS : BF16_PAIRS, &seed);
     if (differs(&m, x)) return 1 + m.format;
@@ -163,8 +162,6 @@ int64_t paceline_linear_check(void) {
   fill(values, PADDED * INS, WHOLE_PAIRS, &seed);
   for (int i = 0; i < ROWS * INS; i++) x[i] = rintf(x[i]);
   for (int i = 0; i < OUTS; i++) bias[i] = rintf(bias[i]);
-  amx_numerics = 1;
-  const int wrong = differs(&m, x);
-  amx_numerics = 0;
-  return wrong ? 1 + LINEAR_BF16 : 0;
+  m.tiles_bf16 = 1;
+  return differs(&m, x) ? 1 + LINEAR_BF16 : 0;
 }

@@ -222,6 +222,7 @@ static int64_t begin_attention(State *s, const Operation *o) {
   if (r->queries && !context) copy_queries(s, o);
   s->plan = (Plan){.q_heads = p->q_heads, .kv_heads = p->kv_heads, .dim = p->dim,
                    .window = o->window, .kv_type = context ? r->context_type : r->kv_type,
+                   .tiles_bf16 = p->tiles_bf16,
                    .scale = (float)p->scale, .cap = (float)p->cap, .sinks = o->weight, .blocks = r->blocks,
                    .block = context ? r->context_block : r->block, .tiles = s->tiles,
                    .tile = r->tile + 3 * s->tile};

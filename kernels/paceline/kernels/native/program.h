@@ -64,6 +64,7 @@ typedef struct {
   const Buffer *buffer;
   int64_t vocabulary, q_heads, kv_heads, dim;
   int64_t top; /* experts of a row */
+  int64_t tiles_bf16; /* numerics amx: products with bfloat16 caches are in tiles */
   double scale, cap; /* of attention scores; cap 0: none */
   /* Gathers `in` [rows, width] of all ranks to `out`, on any thread. Returns 0, or 1: it failed. */
   int64_t (*gather)(int64_t rows, int64_t width, const float *in, float *out);

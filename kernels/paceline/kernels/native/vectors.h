@@ -293,8 +293,4 @@ INLINE vec cap_(vec x, float cap) {
   return splat(cap) * (one - two / (exp_(x * splat(2.0f / cap)) + one));
 }
 
-/* Numerics of bfloat16 weights and caches in this process: 0 portable, the same bits on every
- * machine; 1 amx, products in tiles, which are emulated where the processor has none (for tests). */
-extern int amx_numerics;
-
 #endif

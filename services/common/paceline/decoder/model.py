@@ -54,6 +54,7 @@ from paceline.kernels import (
     Recorder,
     Routing,
     TreePlan,
+    choose_numerics,
 )
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.linear import PackedMatrix
@@ -117,6 +118,7 @@ class Decoder:
     Attributes:
         config: Its configuration.
         device: Where it runs.
+        numerics: How its compiled kernels multiply bfloat16: "portable" or "amx".
         rope: Cosines and sines of positions.
         final_norm: The norm before the LM head, with the model's factor on logits.
         products: How its products keep the bits of rows off the CPU; None: the library chooses by
@@ -132,9 +134,11 @@ class Decoder:
         device: torch.device | str,
         shared: PackedWeights | None = None,
         ranks: Ranks | None = None,
+        numerics: str = "portable",
     ) -> None:
         """Build from tensors by their Hugging Face names; see :meth:`load`."""
         self.config = config
+        self.numerics = choose_numerics(numerics)
         self.device = torch.device(device)
         self._ranks = ranks
 
@@ -185,6 +189,7 @@ class Decoder:
         kv_cache_dtype: str = "auto",
         ranks: Ranks | None = None,
         max_context: int | None = None,
+        numerics: str = "portable",
     ) -> Self:
         """Load a Hugging Face folder with safetensors weights, or a GGUF file.
 
@@ -200,9 +205,12 @@ class Decoder:
                 hidden states. Others than "auto" are supported on the CPU.
             ranks: The processes that share the model, of which each loads its part; None: one.
             max_context: Maximum length of texts; None: that of the model.
+            numerics: How the CPU multiplies bfloat16 weights and caches: "portable", "amx", or
+                "auto", see :func:`paceline.kernels.choose_numerics`.
 
         Raises:
-            ValueError: ``kv_cache_dtype`` is none of these, or not supported on the device.
+            ValueError: ``numerics`` or ``kv_cache_dtype`` is none of these, or not supported on
+                the device.
             UnsupportedModelError: The model needs a feature that the decoder does not support, or
                 a file is damaged.
             FileNotFoundError: There is no such file, or the folder has no config.json.
@@ -231,7 +239,7 @@ class Decoder:
             )
         try:
             with torch.inference_mode():
-                return cls(config, found.weights(config, device), device, shared, ranks)
+                return cls(config, found.weights(config, device), device, shared, ranks, numerics)
         except UnsupportedModelError as error:
             if str(found.path) in str(error):
                 raise
@@ -353,7 +361,8 @@ class Decoder:
             config.attention_scale, config.attention_cap,
         )  # fmt: skip
         gather = None if ranks is None else ranks.gather
-        program, scale = Recorder(heads, config.dtype, size, gather), config.residual_scale
+        program = Recorder(heads, config.dtype, size, gather, self.numerics)
+        scale = config.residual_scale
         x, delta = program.embed(self._embedding, config.embedding_scale), 0
 
         def enter(norm: Norm | None) -> int:

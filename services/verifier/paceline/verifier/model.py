@@ -26,7 +26,6 @@ from paceline.decoder.products import describe_device
 from paceline.kernels import (
     TreeSegment,
     cpu_kernels,
-    get_numerics,
     plan_trees,
     processor_name,
     send,
@@ -70,7 +69,7 @@ class ModelInfo:
         message.batch_invariance_reason = found.reason
         message.numerics = ""
         if decoder.device.type == "cpu":
-            message.numerics = get_numerics() if cpu_kernels().library is not None else ""
+            message.numerics = decoder.numerics if cpu_kernels().library is not None else ""
         elif decoder.products is not None and found.holds:
             message.numerics = f"{describe_device(decoder.device)}, {decoder.products}"
 

@@ -31,7 +31,7 @@ from paceline.decoder import (
     use_device,
 )
 from paceline.decoder.products import use_library_without_splits
-from paceline.kernels import set_numerics
+from paceline.kernels import choose_numerics
 from paceline.service import configure_logging
 from paceline.verifier.options import VerifierOptions
 
@@ -111,7 +111,6 @@ def load_target(
 ) -> Decoder:
     """Load the model, or this rank's part of it. Raises ``ValueError``: the model or an option is
     not supported; ``RanksLost``: another rank could not load its part."""
-    _choose_numerics(source, options)
     _check_numerics(options.numerics, device)
     kind = Decoder if ranks is None else ParallelDecoder
     decoder = kind.load(
@@ -122,6 +121,7 @@ def load_target(
         options.kv_cache_dtype,
         ranks,
         options.max_context,
+        _choose_numerics(source, options),
     )
     if device.type == "cuda":
         fixed = options.numerics == "auto"
@@ -153,9 +153,10 @@ def follow_rank_0(target: Path, options: VerifierOptions) -> None:
 
 
 def _choose_numerics(source: ModelSource, options: VerifierOptions) -> str:
+    """Numerics of the CPU for the model, "portable" or "amx"."""
     # Other formats have one set of bits on all processors; tiles would change their caches.
     bfloat16 = source.config(options.weights).weights == "bfloat16"
-    return set_numerics("auto" if bfloat16 and options.numerics == "auto" else "portable")
+    return choose_numerics("auto" if bfloat16 and options.numerics == "auto" else "portable")
 
 
 def _check_numerics(numerics: str, device: torch.device) -> None:

@@ -88,8 +88,8 @@ class Resources:
     threads: int | None = None
     """Threads of the math library; None: its default."""
 
-    numerics: str | None = None
-    """Choice of :func:`paceline.kernels.set_numerics` for the process; None: as it is."""
+    numerics: str = "portable"
+    """How programs multiply bfloat16, as :func:`paceline.kernels.choose_numerics` has it."""
 
     find_weights: Callable[[str, str], int | None] = field(default=lambda *_: None)
     """Asks the verifiers for packed weights of a model, by its fingerprint and their format;

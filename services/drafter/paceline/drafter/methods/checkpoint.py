@@ -32,7 +32,6 @@ from paceline.drafter.methods.layers import (
     drafted_tokens,
     linear,
 )
-from paceline.kernels import set_numerics
 from paceline.kernels.linear import PackedMatrix
 
 P = ParamSpec("P")
@@ -78,8 +77,6 @@ def load_model(
 
     def prepare() -> None:
         torch.set_num_threads(threads)
-        if resources.numerics is not None:
-            set_numerics(resources.numerics)
         use_device(resources.device)
 
     try:

@@ -422,17 +422,23 @@ class LayerWeights:
         config: Shape of the drafter.
         tensors: See :func:`~paceline.drafter.methods.checkpoint.load_weights`.
         bits: 8 or 4 for matrices in blocks of 32; 0: as they came.
+        numerics: Those of the programs, "portable" or "amx".
     """
 
     config: LayerShape
     tensors: Mapping[str, Tensor]
     bits: int = 0
+    numerics: str = "portable"
     _made: dict[tuple[str, ...], Linear] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def heads(self) -> Heads:
         """Heads of the layers."""
         return Heads(self.config.q_heads, self.config.kv_heads, self.config.head_dim)
+
+    def recorder(self, dtype: torch.dtype) -> Recorder:
+        """Begins a program of the layers, whose hidden states have a type."""
+        return Recorder(self.heads, dtype, numerics=self.numerics)
 
     def norm(self, name: str) -> Norm:
         """Returns an RMS norm."""

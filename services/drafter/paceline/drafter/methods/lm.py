@@ -400,7 +400,13 @@ class LmDrafter(BeamDrafter[LmSequence]):
         parsed = parse_options(LmOptions, options)
         fit = read_fit(folder)
         decoder = load_model(
-            folder, resources, Decoder.load, folder, parsed.weights, resources.device
+            folder,
+            resources,
+            Decoder.load,
+            folder,
+            parsed.weights,
+            resources.device,
+            numerics=resources.numerics,
         )
         refuse_recurrent(cls.method, decoder.config)
         return cls(decoder, parsed, fit, open_model(folder).weight_bytes)

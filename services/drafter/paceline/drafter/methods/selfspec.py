@@ -247,7 +247,13 @@ def _load_decoder(
     """Returns the model, and whether its weights are the verifier's own."""
     config = source.config(options.weights)
     shared = _shared_weights(fingerprint, config.weights, options, resources)
-    decoder = Decoder.load(source, options.weights, resources.device, shared=shared)
+    decoder = Decoder.load(
+        source,
+        options.weights,
+        resources.device,
+        shared=shared,
+        numerics=resources.numerics,
+    )
     return decoder, shared is not None
 
 

@@ -45,6 +45,7 @@ from paceline.kernels import (
     Pass,
     Program,
     TreePlan,
+    choose_numerics,
     plan_trees,
     send,
 )
@@ -128,17 +129,18 @@ class DraftLayers(ABC):
         dtype: torch.dtype,
         device: torch.device | str,
         bits: int = 0,
+        numerics: str = "portable",
     ) -> None:
         """Builds the layers from their tensors by name, and the embedding and LM head they use.
 
-        Their matrices get ``bits``, 8 or 4, in blocks of 32, or stay as they came.
+        Their matrices get ``bits``, 8 or 4, in blocks of 32, or stay as they came. ``numerics`` are
+        as of :func:`paceline.kernels.choose_numerics`.
         """
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.embedding, self.bits = embedding, bits
         self.rope = Rope(config, device)
-        self.programs = [
-            Executor(each) for each in self.record(LayerWeights(config, weights, bits))
-        ]
+        parts = LayerWeights(config, weights, bits, choose_numerics(numerics))
+        self.programs = [Executor(each) for each in self.record(parts)]
 
     @abstractmethod
     def record(self, tensors: LayerWeights) -> list[Program]:
@@ -330,9 +332,7 @@ class TargetDrafter(BeamDrafter[S]):
         folder = required_folder(cls.method, folder)
         given = {**cls.defaults(options, resources.device), **options}
         parsed = parse_options(cls.options_type, given)
-        return load_model(
-            folder, resources, cls._read, folder, read_fit(folder), parsed, resources.device
-        )
+        return load_model(folder, resources, cls._read, folder, read_fit(folder), parsed, resources)
 
     @classmethod
     def defaults(cls, given: Mapping[str, str], device: str) -> Mapping[str, str]:
@@ -340,7 +340,8 @@ class TargetDrafter(BeamDrafter[S]):
         return {}
 
     @classmethod
-    def _read(cls, folder: Path, fit: Fit, options: TargetOptions, device: str) -> Self:
+    def _read(cls, folder: Path, fit: Fit, options: TargetOptions, resources: Resources) -> Self:
+        device = resources.device
         target = open_model(options.target, options.lora) if options.target else None
         config, dtype = cls.read_config(folder, target)
         dtype = options.torch_dtype(dtype)
@@ -351,7 +352,9 @@ class TargetDrafter(BeamDrafter[S]):
         embedding = TargetEmbedding.read(folder, target, config, dtype, device, bits)
         weights = load_weights(folder, config, cls.model_type, dtype, device)
         with torch.inference_mode():
-            layers = cls.layers_type(config, weights, embedding, dtype, device, bits)
+            layers = cls.layers_type(
+                config, weights, embedding, dtype, device, bits, resources.numerics
+            )
         size = open_model(folder).weight_bytes + embedding.private_bytes
         drafter = cls(layers, options, fit, size)
         drafter.warm_up()

@@ -41,7 +41,7 @@ from paceline.drafter.methods.target_drafter import (
     TargetDrafter,
     WindowCache,
 )
-from paceline.kernels import Context, Program, Recorder, TreeSegment, send
+from paceline.kernels import Context, Program, TreeSegment, send
 from paceline.kernels.draft import BlockModel, NativeDraft
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.structures import DraftText
@@ -138,7 +138,7 @@ class DSparkBackbone(DraftLayers):
 
 def _record_context(backbone: DSparkBackbone, tensors: LayerWeights) -> Program:
     """Hidden states to the keys and values of all layers."""
-    config, program = backbone.config, Recorder(tensors.heads, backbone.dtype)
+    config, program = backbone.config, tensors.recorder(backbone.dtype)
     states = program.input(len(config.taps) * config.hidden)
     projected = program.multiply(states, tensors.matrix("fc"))
     inputs = program.add_norm(projected, 0, tensors.norm("hidden_norm"))
@@ -153,7 +153,7 @@ def _record_context(backbone: DSparkBackbone, tensors: LayerWeights) -> Program:
 def _record_block(backbone: DSparkBackbone, tensors: LayerWeights) -> Program:
     """Tokens of blocks to logits; the tap is the hidden state that the LM head reads."""
     config, embedding = backbone.config, backbone.embedding
-    program = Recorder(tensors.heads, backbone.dtype)
+    program = tensors.recorder(backbone.dtype)
     x, delta = program.embed(embedding.embedding, config.embedding_factor), 0
     if config.state_input:
         states = program.input(len(config.taps) * config.hidden)

@@ -42,7 +42,7 @@ from paceline.drafter.methods.target_drafter import (
     StateSequence,
     TargetDrafter,
 )
-from paceline.kernels import Program, Recorder, TreePlan, send
+from paceline.kernels import Program, TreePlan, send
 from paceline.kernels.draft import NativeDraft, StateText
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.structures import DraftText
@@ -99,7 +99,7 @@ def _record(
     ends with keys and values.
     """
     config, embedding, base = layer.config, layer.embedding, "layers.0."
-    program = Recorder(tensors.heads, layer.dtype)
+    program = tensors.recorder(layer.dtype)
     embedded = program.embed(embedding.embedding)
     x = program.input(config.states if fused else config.hidden)
     if fused:

@@ -43,7 +43,7 @@ from paceline.drafter.methods.target_drafter import (
     TargetSequence,
     WindowCache,
 )
-from paceline.kernels import CHUNK, Context, Program, Recorder, TreePlan
+from paceline.kernels import CHUNK, Context, Program, TreePlan
 from paceline.kernels.draft import NativeDraft
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.structures import DraftText
@@ -67,7 +67,7 @@ class LongSpecLayer(DraftLayers):
 def _record(layer: LongSpecLayer, tensors: LayerWeights, *, outputs: bool) -> Program:
     """Tokens to logits; without ``outputs`` to keys and values alone."""
     config, embedding, base = layer.config, layer.embedding, "layers.0."
-    program = Recorder(tensors.heads, layer.dtype)
+    program = tensors.recorder(layer.dtype)
     x = program.embed(embedding.embedding)
     inputs = program.add_norm(x, 0, tensors.norm(f"{base}input_layernorm"))
     qkv = tensors.matrix(*(f"{base}self_attn.{name}_proj" for name in "qkv"))
