@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from test_grammar import GRAMMARS, allowed, of
 
-from paceline.gateway.requests import Function, Tool, ToolUse
+from paceline.gateway.errors import ApiError
+from paceline.gateway.requests import ChatRequest, Function, Tool, ToolUse
 from paceline.gateway.tool_schemas import closed
-from paceline.sampling.json_schema import without_annotations
+from paceline.sampling.json_schema import SchemaTooComplex, without_annotations
 from paceline.verifier.grammar import GrammarError
 
 DRAFT4 = "http://json-schema.org/draft-04/schema#"
@@ -88,6 +91,49 @@ def test_a_recursive_schema_is_that_of_its_tool() -> None:
     schema = {"type": "object", "properties": {"x": {"$ref": "#"}}, "additionalProperties": False}
     grammar = of("json_schema", json.dumps(use(schema, "required").schema()))
     assert "<end>" in allowed(grammar, '[{"name":"f","arguments":{"x":{"x":{}}}}]')
+
+
+LONG = "é" * 100_000
+BOMBS: dict[str, Any] = {
+    "references to a long name": {
+        "properties": {LONG: {"$anchor": "a"}}, "anyOf": [{"$ref": "#a"}] * 300,
+    },
+    "many parts of a long name": {"properties": {LONG: {"anyOf": [{}] * 300}}},
+    "relative addresses of a long one": {
+        "$id": f"http://a/{LONG}/", "anyOf": [{"$id": "a"}] * 300,
+    },
+    "nested long names": json.loads(
+        f'{{"properties":{{"{LONG[:2000]}":' * 150 + "{}" + "}}" * 150
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_names_of_parts_take_no_more_than_a_schema_may(name: str) -> None:
+    """They have those of the parts around them before them: kilobytes could become gigabytes."""
+    source = json.dumps(BOMBS[name])
+    tracemalloc.start()
+    try:
+        without_annotations(source)
+        with suppress(SchemaTooComplex):
+            written = json.dumps(use(BOMBS[name], "required").schema())
+            assert len(written) < 4 * len(source)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"$id": "http://[a"}, {"$ref": "http://[a"}, {"items": [{}], "$ref": f"#/items/{'1' * 5000}"}],
+)
+def test_malformed_names_are_the_fault_of_a_request(schema: Any) -> None:
+    request = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    asked = ChatRequest.model_validate({**request, "tools": tools, "tool_choice": "required"})
+    with suppress(ApiError):
+        asked.constraint()
 
 
 TEXT = {"type": "string"}

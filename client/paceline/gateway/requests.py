@@ -278,6 +278,8 @@ class ToolUse:
 
         A named function's text is its arguments, other calls are an array of objects with `name`
         and `arguments`. Objects that do not say so have no other properties than those they name.
+
+        Raises ``ValueError``: the names of parts of a schema are malformed, or too long.
         """
         functions: dict[str, dict[str, Any]] = {
             tool.function.name: closed(tool.function.parameters) for tool in self.tools
@@ -578,7 +580,12 @@ class ChatRequest(GenerationRequest):
 
     def constraint(self) -> dict[str, Any]:
         """The constraint of the text, that of the tools included."""
-        own, schema = super().constraint(), self.tool_use().schema()
+        own = super().constraint()
+        try:
+            schema = self.tool_use().schema()
+        except ValueError as error:
+            why = f"the parameters of a tool cannot be read as a JSON schema: {error}"
+            raise bad_request(why, "tools") from error
         if own and schema is not None:
             raise bad_request(
                 "a call that tool_choice requires leaves no room for a constrained text: send "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from paceline.sampling.json_schema import REFERENCES, Schema, places
+from paceline.sampling.json_schema import REFERENCES, Schema, schemas
 
 _OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"}
 # Schemas that hold for the same value as the one that they are in.
@@ -22,7 +22,7 @@ def closed(schema: Schema) -> Schema:
     that combines several for one value, where one must not forbid the properties of another.
     """
     copied: Schema = json.loads(json.dumps(schema))
-    found = [place.schema for place in places(copied)]
+    found = list(schemas(copied))
     if any(map(_combines, found)):
         return schema
     for each in found:

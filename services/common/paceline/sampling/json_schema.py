@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,16 @@ _NEEDED = {
     "maxContains": ("contains",),
 }
 """Keywords that constrain nothing without another one."""
+_INDEX = re.compile("[0-9]{1,9}")
+_NAMES_CHARS = 1 << 24
+"""Characters of the pointers and addresses of all schemas within one. Each has those of the schemas
+around it before its own, so that they could take thousands of times the memory of the schema."""
+_REFERENCES_CHARS = 1 << 16
+"""Characters of the references of an embedded schema. No verifier takes a schema that is longer."""
+
+
+class SchemaTooComplex(ValueError):
+    """The names of the parts of a schema, or its references to them, are too long."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +91,31 @@ class Place:
     base: str
 
 
-def places(root: Any) -> Iterator[Place]:
+def schemas(root: Any) -> Iterator[Schema]:
     """All schemas within a schema, itself the first: under the keywords of JSON Schema, and where
     its references lead. Values that are data, such as those of `const`, are none."""
-    names = _id_names(root)
+    return (place.schema for place in _places(root, named=False))
+
+
+def _places(root: Any, *, named: bool = True) -> Iterator[Place]:
+    """The same with their pointers and addresses; without, if not `named`. Raises
+    ``SchemaTooComplex``: these are too long."""
+    names = _id_names(root) if named else ()
     waiting: list[tuple[Any, str, str]] = [(root, "", "")]
     seen: set[int] = set()
+    taken = 0
+
+    def take(name: str) -> str:
+        nonlocal taken
+        taken += len(name)
+        if taken > _NAMES_CHARS:
+            raise SchemaTooComplex("the names of the schema's parts are too long: shorten them")
+        return name
+
+    def add(value: Any, base: str, above: str, *words: str) -> None:
+        pointer = take("/".join((above, *map(_escaped, words)))) if named else ""
+        waiting.append((value, pointer, base))
+
     while waiting:
         schema, pointer, base = waiting.pop()
         if not isinstance(schema, dict) or id(schema) in seen:
@@ -94,18 +124,19 @@ def places(root: Any) -> Iterator[Place]:
         for name in names:
             own = schema.get(name)
             if isinstance(own, str) and not own.startswith("#"):
-                base = urldefrag(urljoin(base, own))[0]
+                base = take(urldefrag(urljoin(base, own))[0])
         yield Place(schema, pointer, base)
         for name, value in schema.items():
-            here = f"{pointer}/{_escaped(name)}"
             if name in _MAPS and isinstance(value, dict):
-                waiting += [(each, f"{here}/{_escaped(key)}", base) for key, each in value.items()]
+                for key, each in value.items():
+                    add(each, base, pointer, name, key)
             elif name in _LISTS and isinstance(value, list):
-                waiting += [(each, f"{here}/{index}", base) for index, each in enumerate(value)]
+                for index, each in enumerate(value):
+                    add(each, base, pointer, name, str(index))
             elif name in _SCHEMAS:
-                waiting.append((value, here, base))
+                add(value, base, pointer, name)
             elif name in REFERENCES and isinstance(value, str) and value.startswith("#/"):
-                waiting.append((_at(root, value[1:]), value[1:], base))
+                add(_at(root, value[1:]), base, value[1:])
 
 
 def _id_names(root: Any) -> tuple[str, ...]:
@@ -125,7 +156,7 @@ def _at(root: Any, pointer: str) -> Any:
         word = word.replace("~1", "/").replace("~0", "~")
         if isinstance(value, dict):
             value = value.get(word)
-        elif isinstance(value, list) and word.isdecimal() and int(word) < len(value):
+        elif isinstance(value, list) and _INDEX.fullmatch(word) and int(word) < len(value):
             value = value[int(word)]
         else:
             return None
@@ -137,8 +168,8 @@ def without_annotations(source: str) -> str:
     enforced, keywords whose value allows everything. A text that is no JSON stays as it is."""
     try:
         root = json.loads(source)
-        for place in list(places(root)):
-            _strip(place.schema)
+        for schema in list(schemas(root)):
+            _strip(schema)
         return json.dumps(root, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (ValueError, RecursionError):
         return source
@@ -163,9 +194,12 @@ def embedded(root: Schema, prefix: str) -> Schema:
 
     Its references lead where they led before. The names of its parts ($id, $anchor), by which they
     may do so, are left out: they could be those of other parts.
+
+    Raises ``ValueError``: the names of its parts are too long (``SchemaTooComplex``), or malformed.
     """
     copied: Schema = json.loads(json.dumps(root))
-    found = list(places(copied))
+    found = list(_places(copied))
+    written = 0
     targets: dict[tuple[str, str], str] = {("", ""): ""}
     addresses = _id_names(root)
     for place in reversed(found):
@@ -181,6 +215,9 @@ def embedded(root: Schema, prefix: str) -> Schema:
             if isinstance(reference := place.schema.get(name), str):
                 pointer = _pointer(reference, place.base, targets)
                 place.schema[name] = reference if pointer is None else prefix + pointer
+                written += len(place.schema[name])
+                if written > _REFERENCES_CHARS:
+                    raise SchemaTooComplex("the schema's references are too long: name less in it")
     for place in found:
         for name in (*addresses, "$anchor", "$schema"):
             if isinstance(place.schema.get(name), str):
