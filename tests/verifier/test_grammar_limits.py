@@ -6,8 +6,10 @@ import asyncio
 import gc
 import json
 import logging
+import os
+import resource
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,37 @@ async def test_a_cancelled_one_gives_its_place_back(monkeypatch: pytest.MonkeyPa
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert (await compiler.compile("regex", "a+")).begin().allowed().any()
+
+
+async def test_cancelled_at_any_moment_it_gives_its_place_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also in each turn of the event loop in which its process starts."""
+    monkeypatch.setattr(limits, "CONSTRAINTS_COMPILING", 1)
+    compiler = grammars()
+    for turns in range(24):
+        task = asyncio.create_task(compiler.compile("regex", f"a{{{turns + 1}}}"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task], timeout=60)
+        assert task.done(), f"it hangs when it is cancelled in turn {turns}"
+    assert not compiler._places.locked()
+    assert compiler._waiting == 0
+
+
+async def test_without_files_it_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    compiler = grammars()
+    await compiler.compile("regex", "a+")
+    with ExitStack() as opened:
+        opened.callback(
+            resource.setrlimit, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)
+        )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, most))
+        with pytest.raises(GrammarsBusy, match="no process can be started"):
+            await compiler.compile("regex", "b+")
+    await compiler.compile("regex", "b+")
 
 
 async def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -96,18 +96,18 @@ class Grammars:
             raise GrammarError(
                 f"a {what} needs a model with a tokenizer and an end-of-sequence token"
             )
-        if kind == "json_schema":
-            source = await in_thread(partial(without_annotations, source))
-        size = len(source.encode())
-        if size > limits.CONSTRAINT_BYTES:
-            raise GrammarError(
-                f"the {what} has {size} bytes, expected at most {limits.CONSTRAINT_BYTES}"
-            )
         if self._waiting >= limits.CONSTRAINTS_WAITING:
             raise GrammarsBusy(f"{self._waiting} constraints wait to be compiled")
         self._waiting += 1
         try:
             async with self._places:
+                if kind == "json_schema":
+                    source = await in_thread(partial(without_annotations, source))
+                size = len(source.encode())
+                if size > limits.CONSTRAINT_BYTES:
+                    raise GrammarError(
+                        f"the {what} has {size} bytes, expected at most {limits.CONSTRAINT_BYTES}"
+                    )
                 known = self._live.get((kind, source))
                 return known or await self._compile(kind, source)
         finally:
@@ -152,8 +152,6 @@ async def _check(kind: Kind, source: str) -> tuple[str, int]:
     """Compile a constraint in a process of its own; returns what the library reads, and the memory
     that it took. Raises ``GrammarError``: it cannot be compiled within the limits;
     ``GrammarsBusy``: the machine had no time for it."""
-    from llguidance import _lib
-
     what = _NAMES[kind]
     request = {
         "kind": kind,
@@ -163,24 +161,15 @@ async def _check(kind: Kind, source: str) -> tuple[str, int]:
         "memory": limits.CONSTRAINT_MEMORY,
         "states": limits.CONSTRAINT_STATES,
     }
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", str(_CHECK), str(_lib.__file__)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={"RUST_BACKTRACE": "0"},
-    )
+    process = _start(what)
     try:
-        async with asyncio.timeout(limits.CONSTRAINT_WAIT_SECONDS):
-            written, _ = await process.communicate(json.dumps(request).encode())
-    except TimeoutError:
+        written = await in_thread(partial(_answer, process, json.dumps(request).encode()))
+    except subprocess.TimeoutExpired:
         raise GrammarsBusy(
             f"the {what} was not compiled within {limits.CONSTRAINT_WAIT_SECONDS:g} s"
         ) from None
     finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+        process.kill()  # it has no effect on one that has ended
     if process.returncode != 0:
         raise GrammarError(
             f"the {what} takes more than {limits.CONSTRAINT_SECONDS} s or "
@@ -191,6 +180,37 @@ async def _check(kind: Kind, source: str) -> tuple[str, int]:
     if "error" in answer:
         raise GrammarError(f"the {what} {answer['error']}")
     return answer["grammar"], answer["bytes"]
+
+
+def _start(what: str) -> subprocess.Popen[bytes]:
+    """A process that compiles a constraint. Raises ``GrammarsBusy``: there is none to be had.
+
+    It is no subprocess of asyncio: where the start of one is cancelled, it may wait for its pipes
+    for ever.
+    """
+    from llguidance import _lib
+
+    try:
+        return subprocess.Popen(
+            (sys.executable, "-I", "-S", str(_CHECK), str(_lib.__file__)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={"RUST_BACKTRACE": "0"},
+        )
+    except OSError as error:
+        raise GrammarsBusy(f"no process can be started to compile the {what}: {error}") from error
+
+
+def _answer(process: subprocess.Popen[bytes], request: bytes) -> bytes:
+    """What a process writes after a request; it has ended then. Blocks. Raises
+    ``TimeoutExpired``: it takes too long."""
+    with process:
+        try:
+            return process.communicate(request, limits.CONSTRAINT_WAIT_SECONDS)[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
 
 
 class Grammar:
