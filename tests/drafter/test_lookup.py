@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafter.calibration import Calibration, Scaling
 from paceline.drafter.methods.base import Budget, GenerationInfo, LoadError, Resources, Update
 from paceline.drafter.methods.lookup import LookupDrafter, merge
 from paceline.drafter.registry import Loader
@@ -96,16 +95,6 @@ def test_the_model_rests_where_the_text_repeats_itself(folder: Path) -> None:
     assert sequence.model.backlog > 1  # it catches up when it drafts again
     sequence.warm(100)
     assert sequence.model.backlog <= 1
-
-
-def test_the_calibration_is_that_of_the_model_alone(folder: Path) -> None:
-    drafter = LookupDrafter(load("lm", folder, widths="3", depth="1"))
-    plain = drafter.start(generation(NEW)).draft(LARGE)
-    scaling = Scaling(2.0, -0.5)
-    drafter.model.calibration = Calibration("lm", (scaling,), ())
-    calibrated = drafter.start(generation(NEW)).draft(LARGE)
-    assert calibrated.confidences == tuple(map(scaling, plain.confidences))
-    assert drafter.calibration is None
 
 
 def test_rejection_sampling_gets_whole_trees_of_one_drafter(folder: Path) -> None:

@@ -99,13 +99,13 @@ def test_a_model_is_replaced_only_with_force(
     out = tmp_path / "out"
     run = make_run("work", steps=1)
     shutil.copytree(target, out)
-    (out / "calibration.json").touch()
+    (out / "notes.json").touch()
     (out / "kept").mkdir()
     with pytest.raises(FileExistsError, match="--force to replace it"):
         train_target(corpus, preset, run, out)
     assert not run.work.exists()
     train_target(corpus, preset, replace(run, force=True), out)
-    assert not (out / "calibration.json").exists(), "of the model that was there"
+    assert not (out / "notes.json").exists(), "of the model that was there"
     assert (out / "kept").is_dir()
 
 

@@ -51,12 +51,6 @@ COMMANDS = (
         "compare speeds by prompt, with services of its own",
         "server,gateway",
     ),
-    Command(
-        "calibrate",
-        "paceline.train.calibrate",
-        "fit confidences to how often drafted tokens are accepted",
-        "server",
-    ),
     Command("tune", "paceline.cli.tune", "find a drafter's best settings here", "server"),
     Command("train", "paceline.train.cli", "train targets and drafters", "train"),
     Command("bench", "paceline.bench.cli", "measure speed and resilience", "dev"),

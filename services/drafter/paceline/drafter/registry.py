@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from paceline.drafter.calibration import FILE, Calibration
-from paceline.drafter.methods import CALIBRATION, LOOKUP, method_class, path_options
+from paceline.drafter.methods import LOOKUP, method_class
 from paceline.drafter.methods.base import Drafter, LoadError, Resources, parse_options
 from paceline.drafter.methods.lookup import LookupDrafter, LookupOptions
 from paceline.drafter.session import DraftStatistics
@@ -56,11 +55,8 @@ class Loader:
         self._loading = asyncio.Lock()
 
     async def load(self, spec: DrafterSpec) -> Drafter:
-        """Load the drafter that a spec describes, with its calibration if it has one.
-
-        The calibration is the file of the option ``calibration``, or the one in its folder. Raises
-        ``LoadError``: the method, a folder or an option is wrong.
-        """
+        """Load the drafter that a spec describes. Raises ``LoadError``: the method, a folder or an
+        option is wrong."""
         async with self._loading:
             done: Future[Drafter] = Future()
             work = partial(settle, done, partial(self._load, spec))
@@ -80,20 +76,15 @@ class Loader:
 
     def _load(self, spec: DrafterSpec) -> Drafter:
         folder = self._roots.check(spec.folder) if spec.folder else None
-        folders = path_options(spec.method)
+        folders = method_class(spec.method).path_options
         options = {
             name: str(self._roots.check(Path(text))) if name in folders and text else text
             for name, text in spec.options.items()
         }
-        calibration = options.pop(CALIBRATION, "")
         lookup = {LOOKUP: options.pop(LOOKUP)} if LOOKUP in options else {}
-        if not calibration and folder is not None and (folder / FILE).is_file():
-            calibration = str(folder / FILE)
         try:
             wanted = parse_options(LookupOptions, lookup).lookup
             drafter = method_class(spec.method).load(folder, options, self._resources)
-            if calibration:
-                drafter.calibration = Calibration.read(Path(calibration), spec.method)
         except LoadError as error:
             raise LoadError(error.reason, f"drafter {spec.name!r}: {error}") from error
         except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is the latter

@@ -68,8 +68,7 @@ class Session:
     The event loop may make it; from then on only the drafting thread uses it. The creator has it
     closed once; KV and hidden states are closed after the sequence.
 
-    Trees get calibrated confidences. Under rejection sampling a tree is reduced to its best path,
-    and its confidences are left alone: they were not calibrated on sampled tokens.
+    Under rejection sampling a tree is reduced to its best path.
     """
 
     def __init__(
@@ -91,7 +90,6 @@ class Session:
         self.states = states
         self._sources = [source for source in (kv, states) if source is not None]
         self._rejects = rejects(generation.sampling)
-        self._sampled = generation.sampling.temperature > 0
         self._received = 0
         self._last: Drafted | None = None
         try:
@@ -136,11 +134,7 @@ class Session:
 
     def finish(self, drafted: Drafted) -> Drafted:
         """The tree as it is sent, of a round that was drafted."""
-        tree, calibration = drafted.tree, self.drafter.calibration
-        if self._rejects:
-            tree = tree.best_chain()
-        elif calibration is not None:
-            tree = calibration.apply(tree, sampled=self._sampled)
+        tree = drafted.tree.best_chain() if self._rejects else drafted.tree
         self._last = replace(drafted, tree=tree)
         return self._last
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.drafter.methods import path_options
+from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import LoadError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -57,7 +57,7 @@ class DrafterSpec:
     @property
     def folders(self) -> list[Path]:
         """All folders it reads."""
-        options = (self.options.get(name) for name in path_options(self.method))
+        options = (self.options.get(name) for name in method_class(self.method).path_options)
         named = [Path(option) for option in options if option]
         return named if self.folder is None else [self.folder, *named]
 

@@ -24,9 +24,6 @@ _BUILT_IN = {
     "selfspec": "paceline.drafter.methods.selfspec:SelfSpecDrafter",
 }
 
-CALIBRATION = "calibration"
-"""Option of every method: a file of :mod:`paceline.drafter.calibration`."""
-
 LOOKUP = "lookup"
 """Option of every method: whether it looks up earlier text first
 (:mod:`paceline.drafter.methods.lookup`)."""
@@ -41,12 +38,6 @@ def _methods() -> dict[str, EntryPoint]:
 def method_names() -> list[str]:
     """Returns the names of all installed methods, sorted."""
     return sorted(_methods())
-
-
-def path_options(name: str) -> tuple[str, ...]:
-    """Returns the options of a method that name a file or folder, which must be below a root.
-    Raises ``LoadError``: see :func:`method_class`."""
-    return (CALIBRATION, *method_class(name).path_options)
 
 
 def method_class(name: str) -> type[Drafter]:

@@ -16,7 +16,6 @@ from paceline.v1 import sampling_pb2
 
 if TYPE_CHECKING:
     from paceline.decoder.sources import Origin
-    from paceline.drafter.calibration import Calibration
     from paceline.drafter.kv.reader import KvReader, StateReader
 
 
@@ -217,9 +216,6 @@ class Drafter(ABC):
 
     weight_bytes: int = 0
     """Memory of the weights. Unit: bytes."""
-
-    calibration: Calibration | None = None
-    """Calibration of its confidences; None: there is none."""
 
     @classmethod
     @abstractmethod

@@ -43,7 +43,6 @@ class LookupSequence(DraftSequence):
     def __init__(self, drafter: LookupDrafter, generation: GenerationInfo) -> None:
         self.model = drafter.model.start(generation)
         self.lookup = drafter.lookup.start(generation)
-        self.sampled = generation.sampling.temperature > 0
         self.rejects = rejects(generation.sampling)
         self.expected = 0.0
         """Mean expected accepted length of the model's recent trees; 0: it has drafted none."""
@@ -88,7 +87,7 @@ class LookupDrafter(Drafter):
     method: ClassVar[str] = "lookup"
 
     def __init__(self, model: Drafter) -> None:
-        """Takes over ``model``. Its trees get its calibration here, since ``ngram`` has none."""
+        """Takes over ``model``."""
         self.model = model
         self.lookup = NgramDrafter.load(None, {}, Resources())
         self.fit, self.needs, self.weight_bytes = model.fit, model.needs, model.weight_bytes
@@ -116,8 +115,6 @@ class LookupDrafter(Drafter):
             if isinstance(tree, KvGone):
                 found[number] = tree
                 continue
-            if self.model.calibration is not None and not sequence.rejects:
-                tree = self.model.calibration.apply(tree, sampled=sequence.sampled)
             sequence.take(tree)
             found[number] = tree if tree.proposals else merge(trees[number], tree, budget)
         return found
