@@ -51,7 +51,6 @@ COMMANDS = (
         "compare speeds by prompt, with services of its own",
         "server,gateway",
     ),
-    Command("tune", "paceline.cli.tune", "find a drafter's best settings here", "server"),
     Command("train", "paceline.train.cli", "train targets and drafters", "train"),
     Command("bench", "paceline.bench.cli", "measure speed and resilience", "dev"),
     Command("completion", "paceline.cli.main", "print a shell's completion script"),
