@@ -271,6 +271,42 @@ def test_arguments_that_are_no_object_stay_text() -> None:
     assert r'"arguments": "{\"city\": "' in render_chat(model_of(CHATML), messages)
 
 
+# The last system message replaces the first, as for DeepSeek R1, and tools are not shown.
+LAST_SYSTEM = (
+    "{% set ns = namespace(system='') %}{% for m in messages if m.role == 'system' %}"
+    "{% set ns.system = m.content %}{% endfor %}{{ ns.system }}"
+    "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("messages", [[SYSTEM, SYSTEM, ASK], [ASK, ANSWER, SYSTEM, ASK]])
+def test_tools_are_told_where_a_later_system_message_replaces_the_first(
+    messages: list[dict[str, Any]],
+) -> None:
+    prompt = rendered(LAST_SYSTEM, messages, tools=TOOLS)
+    assert prompt.startswith("Be brief. <user>You may call functions.")
+    assert all(tool["function"]["name"] in prompt for tool in TOOLS)
+
+
+# Calls of the last message are shown only where no answer begins, as for Nemotron Nano 2.
+FINISHED_CALLS = (
+    "[{{ tools | tojson }}]{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% if not (loop.last and add_generation_prompt) %}{% for call in m.tool_calls or [] %}"
+    "{{ call.function | tojson }}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("begin", [True, False])
+def test_calls_that_are_not_shown_change_nothing_else(begin: bool) -> None:
+    messages = [ASK, {"role": "assistant", "content": "I look.", "tool_calls": [call()]}]
+    options: dict[str, Any] = {"tools": TOOLS, "add_generation_prompt": begin}
+    prompt = rendered(FINISHED_CALLS, messages, **options)
+    wanted = expected(FINISHED_CALLS, messages, **options)
+    assert prompt.startswith(wanted)
+    assert ("<tool_call>" in prompt) is begin
+    assert begin or prompt == wanted
+
+
 def test_a_refusal_has_the_words_of_the_template() -> None:
     messages = [ASK, {"role": "assistant", "tool_calls": [{**call(), "id": "x" * 29}]}, result()]
     with pytest.raises(InvalidRequestError, match="alphanumeric, with a length of 9") as refused:

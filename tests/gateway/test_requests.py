@@ -11,6 +11,8 @@ import openai
 import pytest
 from mock_transport import MockTransport
 
+from paceline.gateway.requests import Tool
+
 from .conftest import Serve, Served
 
 TEMPLATE = (
@@ -409,3 +411,26 @@ async def test_a_body_has_a_limit_of_values_and_depth(served: Served) -> None:
         assert found == status
         if status == 400:
             assert answer["error"]["code"] == "request_too_complex"
+
+
+@pytest.mark.parametrize("fields", [{}, {"description": None, "strict": None}])
+def test_a_template_is_given_tools_as_they_were_sent(fields: dict[str, Any]) -> None:
+    """In their order, and with the nulls of their schemas, which mean something."""
+    schema = {
+        "properties": {"a": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}},
+        "additionalProperties": {"enum": [None]},
+        "type": "object",
+        "default": None,
+    }
+    function = {"parameters": schema, "strict": True, "name": "f"}
+    tool = Tool.model_validate({"function": {**function, **fields}, "type": "function"})
+    wanted = {name: value for name, value in {**function, **fields}.items() if value is not None}
+    found = tool.for_template()
+    assert found == {"type": "function", "function": wanted}
+    assert json.dumps(found["function"]) == json.dumps(wanted)
+
+
+def test_a_template_is_told_the_parameters_of_every_tool() -> None:
+    tool = Tool.model_validate({"function": {"name": "f"}}).for_template()
+    assert tool["type"] == "function"
+    assert tool["function"]["parameters"]["type"] == "object"

@@ -262,7 +262,11 @@ class ChatTemplate:
             text = self._first([self._with_tools(single, tools, way)], names, values)
         if text is None:
             as_text = _calls_as_text(messages)
-            text = self._first([self._with_tools(as_text, tools, "text")], names, values)
+            others = [self._with_tools(as_text, tools, way)] if form is not None else []
+            others.append(self._with_tools(as_text, tools, "text"))
+            if tools:  # a later system message may have replaced the first
+                others.append((self._before_user(as_text, _tools_as_text(tools)), {}))
+            text = self._first(others, names, values)
         if text is None:
             raise TemplateRefusal("the chat template leaves out tools or calls of functions")
         return text
@@ -326,17 +330,20 @@ class ChatTemplate:
             if messages and messages[0]["role"] == "system":
                 first, messages = messages[0], messages[1:]
             return [{**first, "tools": as_json(functions)}, *messages], {}
-        text = _HERMES_TOOLS.format(tools="\n".join(json.dumps(tool) for tool in tools))
-        return self._with_text(messages, text), {}
+        return self._with_text(messages, _tools_as_text(tools)), {}
 
     def _with_text(self, messages: list[Message], text: str) -> list[Message]:
         """The messages with a text in the system message, or before the first user's."""
-        if self._takes_system:
-            if not messages or messages[0]["role"] != "system":
-                return [{"role": "system", "content": self._content({"content": text})}, *messages]
-            old = text_of(messages[0].get("content"))
-            changed = {**messages[0], "content": self._content({"content": f"{old}\n\n{text}"})}
-            return [changed, *messages[1:]]
+        if not self._takes_system:
+            return self._before_user(messages, text)
+        if not messages or messages[0]["role"] != "system":
+            return [{"role": "system", "content": self._content({"content": text})}, *messages]
+        old = text_of(messages[0].get("content"))
+        changed = {**messages[0], "content": self._content({"content": f"{old}\n\n{text}"})}
+        return [changed, *messages[1:]]
+
+    def _before_user(self, messages: list[Message], text: str) -> list[Message]:
+        """The messages with a text before the first user's."""
         for index, message in enumerate(messages):
             if message["role"] == "user":
                 old = text_of(message.get("content"))
@@ -431,7 +438,7 @@ class ChatTemplate:
     def _probe(self, messages: Sequence[Message], **values: Any) -> str | None:
         """The prompt; None: the template refuses."""
         try:
-            return self.render(messages, {**values, "add_generation_prompt": True})
+            return self.render(messages, {"add_generation_prompt": True, **values})
         except TemplateRefusal:
             return None
 
@@ -501,6 +508,10 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
         if not calls and not any(message is each for each in moved):
             found.append(message)
     return found
+
+
+def _tools_as_text(tools: Sequence[Tool]) -> str:
+    return _HERMES_TOOLS.format(tools="\n".join(json.dumps(tool) for tool in tools))
 
 
 def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:

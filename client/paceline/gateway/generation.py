@@ -151,7 +151,7 @@ class JobBuilder:
         text = templates.render(
             model,
             [message.for_template() for message in body.messages],
-            tools=[tool.model_dump(exclude_none=True) for tool in body.tool_use().tools],
+            tools=[tool.for_template() for tool in body.tool_use().tools],
             template=self._options.chat_template,
             documents=body.documents,
             variables=body.variables(),

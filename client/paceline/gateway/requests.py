@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar, get_args
 
 from aiohttp import web
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     field_validator,
     model_validator,
@@ -60,9 +61,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        return {name: value for name, value in fields.items() if value is not None}
+        return _present(fields) if isinstance(fields, dict) else fields
 
     def unknown(self, path: str = "") -> Iterator[str]:
         """Paths of fields that the schema does not have."""
@@ -72,6 +71,10 @@ class Body(BaseModel):
             for each in value if isinstance(value, list) else [value]:
                 if isinstance(each, Body):
                     yield from each.unknown(f"{path}{name}.")
+
+
+def _present(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -254,6 +257,21 @@ class Tool(Body):
 
     type: Literal["function"] = "function"
     function: Function
+    _sent: dict[str, Any] = PrivateAttr(default={})
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, fields: Any, validate: Callable[[Any], Self]) -> Self:
+        tool = validate(fields)
+        if isinstance(fields, dict):
+            tool._sent = fields
+        return tool
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool for `render_chat`: as it was sent, its order included, since templates print it.
+        Null fields are absent ones, but what a schema has as null is a part of the schema."""
+        function = _present(self._sent["function"]) | {"parameters": self.function.parameters}
+        return {"type": self.type, **_present(self._sent), "function": function}
 
 
 @dataclass(frozen=True)
