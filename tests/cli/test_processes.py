@@ -55,13 +55,38 @@ def test_a_failed_start_reports_why_with_code_2(
     assert "Traceback" not in str(failed.value)
 
 
+# A method whose load ends when somebody has written to a pipe.
+WAITING = """
+from paceline.drafter.methods.ngram import NgramDrafter
+
+class Waiting(NgramDrafter):
+    @classmethod
+    def load(cls, folder, options, resources):
+        open({pipe!r}, "rb").read()
+"""
+
+
 def test_a_signal_during_a_load_ends_a_drafter_at_once(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "config.json")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "waiting.py").write_text(WAITING.format(pipe=str(pipe)))
+    package = tmp_path / "waiting-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: waiting\nVersion: 1\n")
+    (package / "entry_points.txt").write_text("[paceline.methods]\nwaiting = waiting:Waiting\n")
     command = [sys.executable, "-m", "paceline.cli.main", "drafter", "--address", "127.0.0.1:0"]
-    with subprocess.Popen([*command, f"--load=x=lm:{tmp_path}"]) as process:
-        with (tmp_path / "config.json").open("wb"):  # opened once the load reads it
-            process.terminate()
-            assert process.wait(timeout=30) == 0
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen([*command, "--load=x=waiting"], env=environment) as process:
+        descriptor = -1
+        while descriptor < 0:
+            assert process.poll() is None, "it ended before the load"
+            with suppress(OSError):  # until the load has opened the other end
+                descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait(timeout=30) == 0
+        os.close(descriptor)
 
 
 def test_a_process_that_was_never_started_is_an_error() -> None:
