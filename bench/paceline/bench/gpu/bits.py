@@ -32,6 +32,9 @@ ROWS = 24
 OTHERS = 31
 """Sequences beside the compared one, in shorter contexts."""
 
+OTHER_SLOTS = 1536
+"""Positions of each of them."""
+
 LEVELS = 12
 """Nodes on the compared path of a tree."""
 
@@ -53,7 +56,7 @@ class Comparison:
         """Fill the caches, and decode :data:`ROWS` tokens one at a time."""
         config, device = decoder.config, decoder.device
         self._decoder, self._context = decoder, context
-        self._pages = Pages(config, device, context + 512, OTHERS + 1)
+        self._pages = Pages(config, device, context + 512, *[OTHER_SLOTS] * OTHERS)
         self._pages.pool.normal_()
         self._graphs = GraphRunner(decoder, self._pages)
         self._vocab = config.vocab_size
@@ -96,7 +99,7 @@ class Comparison:
         """Decode each token in a pass with other sequences, which have trees of `nodes` nodes."""
         parents = tuple((node - 1) // 2 for node in range(nodes))
         beside = [
-            TreeSegment(row, self._context * row // (others + 1), parents, nodes)
+            TreeSegment(row, min(self._context, 1000) * row // (others + 1), parents, nodes)
             for row in range(1, others + 1)
         ]
         filler = [(5 * index + 3) % self._vocab for index in range(others * nodes)]

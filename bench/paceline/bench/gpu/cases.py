@@ -208,14 +208,16 @@ class Pages:
 
     table = None
 
-    def __init__(
-        self, config: DecoderConfig, device: torch.device, slots: int, sequences: int = 1
-    ) -> None:
-        """Allocate ``slots`` positions, rounded up to pages, for each sequence."""
-        each = -(-slots // PAGE)
-        shape = (sequences * each, config.layers, 2, config.kv_heads, PAGE, config.head_dim)
+    def __init__(self, config: DecoderConfig, device: torch.device, *slots: int) -> None:
+        """Allocate this many positions for each sequence, rounded up to pages."""
+        counts = [-(-each // PAGE) for each in slots]
+        shape = (sum(counts), config.layers, 2, config.kv_heads, PAGE, config.head_dim)
         self.pool = torch.full(shape, torch.nan, dtype=config.dtype, device=device)
-        self._tables = torch.randperm(sequences * each).int().to(device).view(sequences, each)
+        tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+        pages = torch.randperm(sum(counts)).int().split(counts)
+        for row, own in enumerate(pages):
+            tables[row, : len(own)] = own
+        self._tables = tables.to(device)
         self._row = 0
 
     def sequence(self, row: int) -> Self:

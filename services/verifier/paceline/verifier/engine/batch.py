@@ -30,22 +30,17 @@ from paceline.verifier.engine.job import (
 )
 from paceline.verifier.kv.base import SequenceKv
 
-_MAX_PROMPT = 256
-"""Rows of a step with prompts from which it gains nothing by a graph, which has logits of all."""
+_SHARED_STEP = 256
+"""Rows of a step in which prompts and rounds share, so that rounds do not wait for long."""
 
 MIN_PROMPT = 64
 """Tokens of prompts that a step takes beside any number of rounds."""
 
 
-def gains_by_graph(rows: int, logit_rows: int) -> bool:
-    """Whether a step gains by a CUDA graph, by its rows and those of them that need logits."""
-    return rows <= _MAX_PROMPT or 2 * logit_rows >= rows
-
-
 def prompt_room(rounds: int) -> int:
     """Returns how many tokens of prompts a step takes beside rounds with so many rows, which wait
-    for its end: as many as leave it to a CUDA graph, at least :data:`MIN_PROMPT`."""
-    return max(MIN_PROMPT, _MAX_PROMPT - rounds, min(rounds, SHAPES[-1] - rounds))
+    for its end: at least :data:`MIN_PROMPT`, and else no more than a CUDA graph has room for."""
+    return max(MIN_PROMPT, _SHARED_STEP - rounds, min(rounds, SHAPES[-1] - rounds))
 
 
 @dataclass(frozen=True)
@@ -272,8 +267,6 @@ class Batch:
         self, decoder: Decoder, graphs: GraphRunner, taps: Items[int]
     ) -> ForwardResult | None:
         """Replay a CUDA graph; None if no graph can run the batch and observe its attention."""
-        if not gains_by_graph(len(self), len(self._logit_rows)):
-            return None
         config = decoder.config
         layers, probed = self._observer.scratch(config.windows)
         if len(self._observer) and not probed:
