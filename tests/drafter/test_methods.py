@@ -82,7 +82,7 @@ def test_unusable_methods_are_refused(
         ("selfspec", {"share_weights": "theirs"}, "share_weights"),
         ("selfspec", {"kv": "fast"}, "kv"),
         ("selfspec", {"kv_policy": "luck"}, "kv_policy"),
-        ("selfspec", {"kv_wire": "x"}, "kv_wire"),
+        ("selfspec", {"kv_wire": "int8"}, "kv_wire"),
         ("dspark", {"states": "fast"}, "states"),
     ],
 )

@@ -43,7 +43,7 @@ SELFSPEC = {
     "mapped": "kv=map",
     "chosen": "kv=map,kv_policy=verified",
     "followed": "kv=follow,kv_policy=chunk_topk",
-    "pages": "kv=follow,kv_policy=quest,kv_wire=int8",
+    "pages": "kv=follow,kv_policy=quest",
 }
 """Self-speculation with each source of KV."""
 DRAFTERS = ("lm", *SELFSPEC)

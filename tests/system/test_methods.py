@@ -34,7 +34,7 @@ METHODS = {
     "selfspec-pages": "selfspec:{target},context=48,kv=map,kv_policy=quest,widths=2,1",
     "selfspec-streaming": "selfspec:{target},context=48,kv=follow,kv_policy=streaming",
     "selfspec-verified": "selfspec:{target},context=48,kv=follow,kv_policy=verified",
-    "selfspec-chunk": "selfspec:{target},context=48,kv=follow,kv_policy=chunk_topk,kv_wire=float8",
+    "selfspec-chunk": "selfspec:{target},context=48,kv=follow,kv_policy=chunk_topk",
     "selfspec-quest": "selfspec:{target},context=48,kv=follow,kv_policy=quest",
 }
 SHAPES = (
@@ -48,7 +48,7 @@ SHAPES = (
 """Methods that are tested with every family's shapes."""
 
 POSITION_BYTES = {"auto": 256, "int8": 80}
-"""Bytes per position on the wire: two heads of 16 numbers, keys and values."""
+"""Bytes per position on the wire by type of the cache: two heads of 16 numbers, keys and values."""
 SAMPLED = {
     "temperature": 0.7,
     "top_p": 0.9,
@@ -76,7 +76,7 @@ def methods(
         loads += [f"--load={family}-{n}={spec.format(**paths)}" for n, spec in METHODS.items()]
         if family == "llama":
             follows = "longspec:{layer},target={target},kv=follow,context=40".format(**paths)
-            loads += [f"--load={wire}={follows},kv_wire={wire}" for wire in POSITION_BYTES]
+            loads.append(f"--load=following={follows}")
     with ServiceProcess("drafter", loads, environment=THREADS) as process:
         yield process
 
@@ -116,28 +116,28 @@ async def test_tokens_are_those_of_no_drafter(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kv", POSITION_BYTES)
 async def test_a_layer_follows_the_kv(
-    models: dict[str, Path], methods: ServiceProcess, sockets: Path
+    kv: str, models: dict[str, Path], methods: ServiceProcess, sockets: Path
 ) -> None:
     """Copies of 40 positions over gRPC, refreshed each round, across a restart of the verifier."""
     prompts = [prompt * 8 for prompt in make_prompts(4, seed=9)]
     options = {"temperature": 1.0, "ignore_eos": True}
-    arguments = ["--target", str(models["llama"])]
-    address = f"unix:{sockets}/follow"
+    arguments = ["--target", str(models["llama"]), f"--kv-cache-dtype={kv}"]
+    address = f"unix:{sockets}/follow-{kv}"
     with ServiceProcess("verifier", arguments, address=address, environment=THREADS) as served:
         async with Client(
             served.address, drafter_address=methods.address, drafting=EAGER, unread_chunks=2
         ) as client:
             plain = ids_of(await generate_all(client, prompts, "none", 48, **options))
-            for wire, position in POSITION_BYTES.items():
-                drafted = await generate_all(client, prompts, wire, 48, **options)
-                assert ids_of(drafted) == plain
-                for result in drafted:
-                    rounds = [r for r in result.stats.rounds if r.drafted]
-                    whole, sent = 40 * position, sum(r.kv_bytes for r in rounds)
-                    assert whole <= sent < whole * len(rounds) / 4, "only what changed"
+            drafted = await generate_all(client, prompts, "following", 48, **options)
+            assert ids_of(drafted) == plain
+            for result in drafted:
+                rounds = [r for r in result.stats.rounds if r.drafted]
+                whole, sent = 40 * POSITION_BYTES[kv], sum(r.kv_bytes for r in rounds)
+                assert whole <= sent < whole * len(rounds) / 4, "only what changed"
             generation = client.generate(
-                prompts[0], max_new_tokens=48, temperature=1.0, seed=0, drafter="auto",
+                prompts[0], max_new_tokens=48, temperature=1.0, seed=0, drafter="following",
                 ignore_eos=True,
             )  # fmt: skip
             pid, read = served.pid, 0
@@ -150,7 +150,7 @@ async def test_a_layer_follows_the_kv(
             result = await generation
             assert result.token_ids == plain[0]
             assert result.stats.fallbacks["verifier_restarted"] == 1
-            assert ids_of(await generate_all(client, prompts, "auto", 48, **options)) == plain
+            assert ids_of(await generate_all(client, prompts, "following", 48, **options)) == plain
 
 
 async def test_rejection_sampling_with_every_method(

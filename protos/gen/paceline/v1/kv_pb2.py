@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import verifier_pb2 as paceline_dot_v1_dot_verifier__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14paceline/v1/kv.proto\x12\x0bpaceline.v1\x1a\x1apaceline/v1/verifier.proto\"\xd3\x01\n\rSegmentLayout\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\r\n\x05heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12#\n\x05\x64type\x18\x04 \x01(\x0e\x32\x14.paceline.v1.KvDtype\x12\x10\n\x08\x63\x61pacity\x18\x05 \x01(\r\x12#\n\x05pages\x18\x06 \x01(\x0b\x32\x14.paceline.v1.KvPages\x12\x35\n\rhidden_states\x18\x07 \x01(\x0b\x32\x1e.paceline.v1.HiddenStateLayout\"Q\n\x07KvPages\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.paceline.v1.CudaMemory\x12\x11\n\tpage_size\x18\x02 \x01(\rJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"\x92\x01\n\x11HiddenStateLayout\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\x13\n\x0bhidden_size\x18\x02 \x01(\r\x12\r\n\x05slots\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12#\n\x05\x64type\x18\x05 \x01(\x0e\x32\x14.paceline.v1.KvDtype\x12\x14\n\x0ctable_offset\x18\x06 \x01(\x04\"Y\n\nCudaMemory\x12\x13\n\x0b\x64\x65vice_uuid\x18\x01 \x01(\x0c\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\x13\n\x0b\x62yte_offset\x18\x03 \x01(\x04\x12\x11\n\tbyte_size\x18\x04 \x01(\x04\"w\n\x12\x46ollowCacheRequest\x12\x31\n\tsubscribe\x18\x01 \x01(\x0b\x32\x1c.paceline.v1.FollowSubscribeH\x00\x12%\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x16.paceline.v1.FollowAckH\x00\x42\x07\n\x05\x65vent\"\xeb\x01\n\x0f\x46ollowSubscribe\x12\x12\n\nread_grant\x18\x01 \x01(\x0c\x12\x0e\n\x06layers\x18\x02 \x03(\x05\x12\x0e\n\x06\x62udget\x18\x03 \x01(\r\x12\x0e\n\x06policy\x18\x04 \x01(\t\x12(\n\nwire_dtype\x18\x05 \x01(\x0e\x32\x14.paceline.v1.KvDtype\x12\x16\n\x0epositions_only\x18\x06 \x01(\x08\x12\x1b\n\x13hidden_state_layers\x18\x07 \x03(\r\x12\x1b\n\x13hidden_state_window\x18\x08 \x01(\rJ\x04\x08\t\x10\nR\x12hidden_state_start\".\n\tFollowAck\x12\x11\n\tupdate_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x62udget\x18\x02 \x01(\r\"\x80\x02\n\x13\x46ollowCacheResponse\x12\x11\n\tupdate_id\x18\x01 \x01(\x04\x12$\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x14.paceline.v1.KvChunk\x12\x18\n\x10\x63ommitted_length\x18\x04 \x01(\r\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x0c\n\x04last\x18\x06 \x01(\x08\x12\"\n\x05\x64rops\x18\x07 \x03(\x0b\x32\x13.paceline.v1.KvDrop\x12#\n\x05shape\x18\x08 \x01(\x0b\x32\x14.paceline.v1.KvShape\x12\x30\n\rhidden_states\x18\t \x03(\x0b\x32\x19.paceline.v1.HiddenStates\"\x9e\x01\n\x07KvShape\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\r\n\x05heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12#\n\x05\x64type\x18\x04 \x01(\x0e\x32\x14.paceline.v1.KvDtype\x12(\n\nwire_dtype\x18\x05 \x01(\x0e\x32\x14.paceline.v1.KvDtype\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\"s\n\x07KvChunk\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x11\n\tpositions\x18\x03 \x03(\r\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\x0e\n\x06values\x18\x05 \x01(\x0c\x12\x12\n\nkey_scales\x18\x06 \x03(\x02\x12\x14\n\x0cvalue_scales\x18\x07 \x03(\x02\"*\n\x06KvDrop\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x11\n\tpositions\x18\x02 \x03(\r*\x93\x01\n\x07KvDtype\x12\x18\n\x14KV_DTYPE_UNSPECIFIED\x10\x00\x12\x14\n\x10KV_DTYPE_FLOAT32\x10\x01\x12\x14\n\x10KV_DTYPE_FLOAT16\x10\x02\x12\x15\n\x11KV_DTYPE_BFLOAT16\x10\x03\x12\x11\n\rKV_DTYPE_INT8\x10\x04\x12\x18\n\x14KV_DTYPE_FLOAT8_E4M3\x10\x05\x32i\n\x11KvExchangeService\x12T\n\x0b\x46ollowCache\x12\x1f.paceline.v1.FollowCacheRequest\x1a .paceline.v1.FollowCacheResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14paceline/v1/kv.proto\x12\x0bpaceline.v1\x1a\x1apaceline/v1/verifier.proto\"\xd3\x01\n\rSegmentLayout\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\r\n\x05heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12#\n\x05\x64type\x18\x04 \x01(\x0e\x32\x14.paceline.v1.KvDtype\x12\x10\n\x08\x63\x61pacity\x18\x05 \x01(\r\x12#\n\x05pages\x18\x06 \x01(\x0b\x32\x14.paceline.v1.KvPages\x12\x35\n\rhidden_states\x18\x07 \x01(\x0b\x32\x1e.paceline.v1.HiddenStateLayout\"Q\n\x07KvPages\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.paceline.v1.CudaMemory\x12\x11\n\tpage_size\x18\x02 \x01(\rJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"\x92\x01\n\x11HiddenStateLayout\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\x13\n\x0bhidden_size\x18\x02 \x01(\r\x12\r\n\x05slots\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12#\n\x05\x64type\x18\x05 \x01(\x0e\x32\x14.paceline.v1.KvDtype\x12\x14\n\x0ctable_offset\x18\x06 \x01(\x04\"Y\n\nCudaMemory\x12\x13\n\x0b\x64\x65vice_uuid\x18\x01 \x01(\x0c\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\x13\n\x0b\x62yte_offset\x18\x03 \x01(\x04\x12\x11\n\tbyte_size\x18\x04 \x01(\x04\"w\n\x12\x46ollowCacheRequest\x12\x31\n\tsubscribe\x18\x01 \x01(\x0b\x32\x1c.paceline.v1.FollowSubscribeH\x00\x12%\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x16.paceline.v1.FollowAckH\x00\x42\x07\n\x05\x65vent\"\xd3\x01\n\x0f\x46ollowSubscribe\x12\x12\n\nread_grant\x18\x01 \x01(\x0c\x12\x0e\n\x06layers\x18\x02 \x03(\x05\x12\x0e\n\x06\x62udget\x18\x03 \x01(\r\x12\x0e\n\x06policy\x18\x04 \x01(\t\x12\x16\n\x0epositions_only\x18\x06 \x01(\x08\x12\x1b\n\x13hidden_state_layers\x18\x07 \x03(\r\x12\x1b\n\x13hidden_state_window\x18\x08 \x01(\rJ\x04\x08\x05\x10\x06J\x04\x08\t\x10\nR\x12hidden_state_startR\nwire_dtype\".\n\tFollowAck\x12\x11\n\tupdate_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x62udget\x18\x02 \x01(\r\"\x80\x02\n\x13\x46ollowCacheResponse\x12\x11\n\tupdate_id\x18\x01 \x01(\x04\x12$\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x14.paceline.v1.KvChunk\x12\x18\n\x10\x63ommitted_length\x18\x04 \x01(\r\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x0c\n\x04last\x18\x06 \x01(\x08\x12\"\n\x05\x64rops\x18\x07 \x03(\x0b\x32\x13.paceline.v1.KvDrop\x12#\n\x05shape\x18\x08 \x01(\x0b\x32\x14.paceline.v1.KvShape\x12\x30\n\rhidden_states\x18\t \x03(\x0b\x32\x19.paceline.v1.HiddenStates\"\x9e\x01\n\x07KvShape\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\r\n\x05heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12#\n\x05\x64type\x18\x04 \x01(\x0e\x32\x14.paceline.v1.KvDtype\x12(\n\nwire_dtype\x18\x05 \x01(\x0e\x32\x14.paceline.v1.KvDtype\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\"s\n\x07KvChunk\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x11\n\tpositions\x18\x03 \x03(\r\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\x0e\n\x06values\x18\x05 \x01(\x0c\x12\x12\n\nkey_scales\x18\x06 \x03(\x02\x12\x14\n\x0cvalue_scales\x18\x07 \x03(\x02\"*\n\x06KvDrop\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x11\n\tpositions\x18\x02 \x03(\r*\x97\x01\n\x07KvDtype\x12\x18\n\x14KV_DTYPE_UNSPECIFIED\x10\x00\x12\x14\n\x10KV_DTYPE_FLOAT32\x10\x01\x12\x15\n\x11KV_DTYPE_BFLOAT16\x10\x03\x12\x11\n\rKV_DTYPE_INT8\x10\x04\"\x04\x08\x02\x10\x02\"\x04\x08\x05\x10\x05*\x10KV_DTYPE_FLOAT16*\x14KV_DTYPE_FLOAT8_E4M32i\n\x11KvExchangeService\x12T\n\x0b\x46ollowCache\x12\x1f.paceline.v1.FollowCacheRequest\x1a .paceline.v1.FollowCacheResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.kv_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVDTYPE']._serialized_start=1591
-  _globals['_KVDTYPE']._serialized_end=1738
+  _globals['_KVDTYPE']._serialized_start=1567
+  _globals['_KVDTYPE']._serialized_end=1718
   _globals['_SEGMENTLAYOUT']._serialized_start=66
   _globals['_SEGMENTLAYOUT']._serialized_end=277
   _globals['_KVPAGES']._serialized_start=279
@@ -45,17 +45,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FOLLOWCACHEREQUEST']._serialized_start=602
   _globals['_FOLLOWCACHEREQUEST']._serialized_end=721
   _globals['_FOLLOWSUBSCRIBE']._serialized_start=724
-  _globals['_FOLLOWSUBSCRIBE']._serialized_end=959
-  _globals['_FOLLOWACK']._serialized_start=961
-  _globals['_FOLLOWACK']._serialized_end=1007
-  _globals['_FOLLOWCACHERESPONSE']._serialized_start=1010
-  _globals['_FOLLOWCACHERESPONSE']._serialized_end=1266
-  _globals['_KVSHAPE']._serialized_start=1269
-  _globals['_KVSHAPE']._serialized_end=1427
-  _globals['_KVCHUNK']._serialized_start=1429
-  _globals['_KVCHUNK']._serialized_end=1544
-  _globals['_KVDROP']._serialized_start=1546
-  _globals['_KVDROP']._serialized_end=1588
-  _globals['_KVEXCHANGESERVICE']._serialized_start=1740
-  _globals['_KVEXCHANGESERVICE']._serialized_end=1845
+  _globals['_FOLLOWSUBSCRIBE']._serialized_end=935
+  _globals['_FOLLOWACK']._serialized_start=937
+  _globals['_FOLLOWACK']._serialized_end=983
+  _globals['_FOLLOWCACHERESPONSE']._serialized_start=986
+  _globals['_FOLLOWCACHERESPONSE']._serialized_end=1242
+  _globals['_KVSHAPE']._serialized_start=1245
+  _globals['_KVSHAPE']._serialized_end=1403
+  _globals['_KVCHUNK']._serialized_start=1405
+  _globals['_KVCHUNK']._serialized_end=1520
+  _globals['_KVDROP']._serialized_start=1522
+  _globals['_KVDROP']._serialized_end=1564
+  _globals['_KVEXCHANGESERVICE']._serialized_start=1720
+  _globals['_KVEXCHANGESERVICE']._serialized_end=1825
 # @@protoc_insertion_point(module_scope)

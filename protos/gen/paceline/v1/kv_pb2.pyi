@@ -12,16 +12,12 @@ class KvDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     KV_DTYPE_UNSPECIFIED: _ClassVar[KvDtype]
     KV_DTYPE_FLOAT32: _ClassVar[KvDtype]
-    KV_DTYPE_FLOAT16: _ClassVar[KvDtype]
     KV_DTYPE_BFLOAT16: _ClassVar[KvDtype]
     KV_DTYPE_INT8: _ClassVar[KvDtype]
-    KV_DTYPE_FLOAT8_E4M3: _ClassVar[KvDtype]
 KV_DTYPE_UNSPECIFIED: KvDtype
 KV_DTYPE_FLOAT32: KvDtype
-KV_DTYPE_FLOAT16: KvDtype
 KV_DTYPE_BFLOAT16: KvDtype
 KV_DTYPE_INT8: KvDtype
-KV_DTYPE_FLOAT8_E4M3: KvDtype
 
 class SegmentLayout(_message.Message):
     __slots__ = ("layers", "heads", "head_dim", "dtype", "capacity", "pages", "hidden_states")
@@ -86,12 +82,11 @@ class FollowCacheRequest(_message.Message):
     def __init__(self, subscribe: _Optional[_Union[FollowSubscribe, _Mapping]] = ..., ack: _Optional[_Union[FollowAck, _Mapping]] = ...) -> None: ...
 
 class FollowSubscribe(_message.Message):
-    __slots__ = ("read_grant", "layers", "budget", "policy", "wire_dtype", "positions_only", "hidden_state_layers", "hidden_state_window")
+    __slots__ = ("read_grant", "layers", "budget", "policy", "positions_only", "hidden_state_layers", "hidden_state_window")
     READ_GRANT_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
-    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_ONLY_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATE_WINDOW_FIELD_NUMBER: _ClassVar[int]
@@ -99,11 +94,10 @@ class FollowSubscribe(_message.Message):
     layers: _containers.RepeatedScalarFieldContainer[int]
     budget: int
     policy: str
-    wire_dtype: KvDtype
     positions_only: bool
     hidden_state_layers: _containers.RepeatedScalarFieldContainer[int]
     hidden_state_window: int
-    def __init__(self, read_grant: _Optional[bytes] = ..., layers: _Optional[_Iterable[int]] = ..., budget: _Optional[int] = ..., policy: _Optional[str] = ..., wire_dtype: _Optional[_Union[KvDtype, str]] = ..., positions_only: _Optional[bool] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., hidden_state_window: _Optional[int] = ...) -> None: ...
+    def __init__(self, read_grant: _Optional[bytes] = ..., layers: _Optional[_Iterable[int]] = ..., budget: _Optional[int] = ..., policy: _Optional[str] = ..., positions_only: _Optional[bool] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., hidden_state_window: _Optional[int] = ...) -> None: ...
 
 class FollowAck(_message.Message):
     __slots__ = ("update_id", "budget")

@@ -7,26 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.kernels.caches import SCALE_BYTES, from_rows
+from paceline.kernels.caches import SCALE_BYTES, row_width
 from paceline.v1 import kv_pb2
 
-WIRE_TYPES = {
+STATE_TYPES = {
     kv_pb2.KV_DTYPE_FLOAT32: torch.float32,
-    kv_pb2.KV_DTYPE_FLOAT16: torch.float16,
     kv_pb2.KV_DTYPE_BFLOAT16: torch.bfloat16,
-    kv_pb2.KV_DTYPE_INT8: torch.int8,
-    kv_pb2.KV_DTYPE_FLOAT8_E4M3: torch.float8_e4m3fn,
 }
-"""torch types of keys and values on the wire."""
-
-SCALED = {kv_pb2.KV_DTYPE_INT8: 127.0, kv_pb2.KV_DTYPE_FLOAT8_E4M3: 448.0}
-"""Types with one float32 scale per head and position, and the largest number of each type."""
-
-STATE_TYPES = {wire: dtype for wire, dtype in WIRE_TYPES.items() if wire not in SCALED}
 """torch types that hidden states can have."""
 
 KV_TYPES = {**STATE_TYPES, kv_pb2.KV_DTYPE_INT8: torch.int8}
-"""torch types that keys and values can have in a cache."""
+"""torch types that keys and values can have, in a cache and on the wire."""
 
 
 def cache_dtype(dtype: torch.dtype) -> kv_pb2.KvDtype:
@@ -36,33 +27,22 @@ def cache_dtype(dtype: torch.dtype) -> kv_pb2.KvDtype:
 
 def position_bytes(heads: int, head_dim: int, wire: kv_pb2.KvDtype) -> int:
     """Returns the bytes of keys, values and scales of one position of one layer."""
-    scale = 4 if wire in SCALED else 0
-    return 2 * heads * (head_dim * WIRE_TYPES[wire].itemsize + scale)
+    return 2 * heads * row_width(head_dim, KV_TYPES[wire]) * KV_TYPES[wire].itemsize
 
 
-def encode(plane: Tensor, wire: kv_pb2.KvDtype) -> tuple[bytes, list[float]]:
-    """Encode keys or values, ``[heads, n, D]`` on the CPU; int8 as in
-    :mod:`paceline.kernels.caches`.
+def encode(plane: Tensor) -> tuple[bytes, list[float]]:
+    """Encode the rows of keys or values of a cache, ``[heads, n, width]`` on the CPU, in their own
+    type; see :mod:`paceline.kernels.caches`.
 
     Returns:
-        Row-major bytes, and the scales, row-major ``[heads, n]``; none for types without scales. A
-        row of zeros has the scale 0.
+        Row-major bytes ``[heads, n, D]``, and the scales, row-major ``[heads, n]``; none for types
+        without scales.
     """
     scales: list[float] = []
-    if plane.dtype is torch.int8 and wire == kv_pb2.KV_DTYPE_INT8:
+    if plane.dtype is torch.int8:
         plane, bits = plane.split((plane.shape[2] - SCALE_BYTES, SCALE_BYTES), -1)
         scales = bits.contiguous().view(torch.float32).flatten().tolist()
-        return plane.contiguous().numpy().tobytes(), scales
-    plane = from_rows(plane)
-    if wire in SCALED:
-        plane = plane.float()
-        scale = plane.abs().amax(-1, keepdim=True) / SCALED[wire]
-        scales = scale.flatten().tolist()
-        plane = plane / scale.clamp(min=torch.finfo(torch.float32).tiny)
-        if wire == kv_pb2.KV_DTYPE_INT8:
-            plane = plane.round()
-    dense = plane.to(WIRE_TYPES[wire]).contiguous()
-    return dense.view(torch.uint8).numpy().tobytes(), scales
+    return plane.contiguous().view(torch.uint8).numpy().tobytes(), scales
 
 
 def decode(
@@ -75,13 +55,13 @@ def decode(
     """Decode what :func:`encode` returned, to ``[heads, n, D]`` in ``dtype``. Raises
     ``ValueError``: the number of bytes or scales does not fit the shape."""
     heads, positions, dim = shape
-    kind = WIRE_TYPES[wire]
+    kind = KV_TYPES[wire]
     if len(data) != heads * positions * dim * kind.itemsize:
         raise ValueError(f"{len(data)} bytes cannot be {shape} of {kind}")
-    if len(scales) != (heads * positions if wire in SCALED else 0):
+    if len(scales) != (heads * positions if kind is torch.int8 else 0):
         raise ValueError(f"{len(scales)} scales do not fit {shape} of {kind}")
     plane = torch.frombuffer(bytearray(data), dtype=kind).view(shape)
-    if wire in SCALED:
+    if kind is torch.int8:
         plane = plane.float() * torch.tensor(scales).view(heads, positions, 1)
     return plane.to(dtype)
 

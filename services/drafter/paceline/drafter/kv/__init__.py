@@ -12,17 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.kv.policies import STREAMING, kv_policies
-from paceline.v1 import kv_pb2
-
-WIRE_DTYPES = {
-    "auto": kv_pb2.KV_DTYPE_UNSPECIFIED,
-    "float32": kv_pb2.KV_DTYPE_FLOAT32,
-    "float16": kv_pb2.KV_DTYPE_FLOAT16,
-    "bfloat16": kv_pb2.KV_DTYPE_BFLOAT16,
-    "int8": kv_pb2.KV_DTYPE_INT8,
-    "float8": kv_pb2.KV_DTYPE_FLOAT8_E4M3,
-}
-"""Types on the wire by name."""
 
 TRANSPORTS = ("auto", "map", "follow")
 
@@ -58,12 +47,8 @@ class KvOptions:
     verified_all_weights, last_token (positions by the attention of rows of the newest round), quest
     (pages of 16 by bounds on their scores), or an installed package's."""
 
-    kv_wire: str = "auto"
-    """Type on the wire while following: auto (the cache's own), float32, float16, bfloat16, int8 or
-    float8 (the last two with one scale per head and position)."""
-
     def __post_init__(self) -> None:
-        known = {"kv": TRANSPORTS, "kv_policy": sorted(kv_policies()), "kv_wire": WIRE_DTYPES}
+        known = {"kv": TRANSPORTS, "kv_policy": sorted(kv_policies())}
         for name, values in known.items():
             if getattr(self, name) not in values:
                 raise ValueError(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from paceline.drafter.kv import WIRE_DTYPES, KvGone, KvNotShared, KvOptions, VerifierUnreachable
+from paceline.drafter.kv import KvGone, KvNotShared, KvOptions, VerifierUnreachable
 from paceline.kv.policies import STREAMING
 from paceline.service import limits
 from paceline.service.exchange import request_files
@@ -147,7 +147,6 @@ class KvExchange:
                 layers=layers,
                 budget=budget or MAX_POSITIONS,
                 policy=options.kv_policy,
-                wire_dtype=WIRE_DTYPES[options.kv_wire],
                 positions_only=positions_only,
             )
             return await RemoteKv.open(partial(self._follow, address), subscribe, CALL_SECONDS)

@@ -18,7 +18,7 @@ from paceline.drafter.kv import KvGone, KvNotShared
 from paceline.drafter.kv.cuda import CudaKv
 from paceline.drafter.kv.mapped import SharedKv
 from paceline.drafter.kv.reader import KvReader, StateReader
-from paceline.kv.wire import WIRE_TYPES, decode, decode_rows
+from paceline.kv.wire import KV_TYPES, STATE_TYPES, decode, decode_rows
 from paceline.v1 import kv_pb2
 
 _GROWTH = 256
@@ -50,7 +50,7 @@ class DeltaCache:
         """Make an empty cache. Raises ``KvGone``: the shape is empty, or its types are unknown."""
         if not (shape.layers and shape.heads and shape.head_dim):
             raise KvGone(f"the verifier described KV of an empty shape: {shape}")
-        if shape.dtype not in WIRE_TYPES or shape.wire_dtype not in (0, *WIRE_TYPES):
+        if shape.dtype not in STATE_TYPES or shape.wire_dtype not in (0, *KV_TYPES):
             raise KvGone(f"the verifier sends KV of an unknown type: {shape}")
         self._shape = shape
         self._positions = [torch.empty(0, dtype=torch.int64) for _ in range(shape.layers)]
@@ -136,7 +136,7 @@ class DeltaCache:
         shape = self._shape
         with torch.inference_mode(False):  # else they could be written in inference mode only
             return torch.zeros(
-                (2, shape.heads, slots, shape.head_dim), dtype=WIRE_TYPES[shape.dtype]
+                (2, shape.heads, slots, shape.head_dim), dtype=STATE_TYPES[shape.dtype]
             )
 
 

@@ -37,7 +37,7 @@ class Needs:
     generation without them (:attr:`GenerationInfo.kv`) is refused."""
 
     kv_options: KvOptions = field(default_factory=KvOptions)
-    """Transport, selection policy and wire format of the KV."""
+    """Transport and selection policy of the KV."""
 
     kv_budget: int = 0
     """Maximum number of positions that it reads per layer; 0: all. Unit: tokens."""

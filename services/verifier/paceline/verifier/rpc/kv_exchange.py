@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.kv.policies import load_policy
 from paceline.kv.segment import TAP_AHEAD
 from paceline.kv.selection import SelectionPolicy, Streaming
-from paceline.kv.wire import WIRE_TYPES, cache_dtype, encode, encode_rows, position_bytes
+from paceline.kv.wire import cache_dtype, encode, encode_rows, position_bytes
 from paceline.service import ServiceError
 from paceline.v1 import kv_pb2, kv_pb2_grpc, verifier_pb2
 from paceline.verifier.kv.base import SequenceKv
@@ -116,34 +116,34 @@ class FollowStream:
         layers: Sequence[int],
         policy: SelectionPolicy,
         budget: int,
-        wire: kv_pb2.KvDtype | None,
+        positions_only: bool = False,
         states: StateFeed | None = None,
         counts: FollowCounts | None = None,
     ) -> None:
         """Start from a drafter that has no positions.
 
         ``policy`` chooses at most ``budget`` positions of each of the layers, which are counted
-        from 0. ``wire`` is the type of keys and values on the wire; None: chunks carry positions
-        only.
+        from 0. With ``positions_only``, chunks carry no keys and values.
         """
         layout = cache.sequence.segment.layout
+        wire = cache_dtype(layout.dtype)
         self._cache = cache
         self._states = states
         self._layers = layers
         self._policy = policy
         self._budget = budget
-        self._wire = wire
+        self._positions_only = positions_only
         self._positions = [torch.empty(0, dtype=torch.int64) for _ in layers]
         self._shape = kv_pb2.KvShape(
             layers=len(layers),
             heads=layout.kv_heads,
             head_dim=layout.head_dim,
             dtype=cache_dtype(layout.hidden_dtype),
-            wire_dtype=wire or kv_pb2.KV_DTYPE_UNSPECIFIED,
+            wire_dtype=kv_pb2.KV_DTYPE_UNSPECIFIED if positions_only else wire,
             hidden_size=0 if states is None else states.hidden,
         )
         row = _POSITION_BYTES
-        if wire is not None:
+        if not positions_only:
             row = position_bytes(layout.kv_heads, layout.head_dim, wire)
         self._message_positions = max(1, MESSAGE_BYTES // row)
         self._counts = FollowCounts() if counts is None else counts
@@ -259,10 +259,10 @@ class FollowStream:
 
     def _chunk(self, index: int, positions: Tensor) -> kv_pb2.KvChunk:
         chunk = kv_pb2.KvChunk(layer=index, positions=positions.tolist())
-        if self._wire is not None:
+        if not self._positions_only:
             keys, values = self._cache.sequence.segment.gather(self._layers[index], positions)
-            chunk.keys, key_scales = encode(keys, self._wire)
-            chunk.values, value_scales = encode(values, self._wire)
+            chunk.keys, key_scales = encode(keys)
+            chunk.values, value_scales = encode(values)
             chunk.key_scales.extend(key_scales)
             chunk.value_scales.extend(value_scales)
         return chunk
@@ -307,18 +307,13 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
                 "TOO_MANY_FOLLOWERS",
                 f"{MAX_FOLLOWERS} streams follow this cache already; end one of them",
             )
-        wire = request.wire_dtype or cache_dtype(segment.layout.dtype)
-        if wire not in WIRE_TYPES:
-            raise ServiceError.invalid_argument(
-                "BAD_WIRE_DTYPE", f"there is no KV type {wire}, expected one of {[*WIRE_TYPES]}"
-            )
         scored = cache.policies.pop((request.policy, tuple(layers)), None)
         stream = FollowStream(
             cache,
             layers,
             scored or _policy(request.policy, segment, layers),
             request.budget,
-            None if request.positions_only else wire,
+            request.positions_only,
             _state_feed(cache, request),
             self._counts,
         )
