@@ -160,6 +160,10 @@ class Detokenizer:
     The end of the text is buffered while a later token may change it: one U+FFFD, to which an
     incomplete UTF-8 sequence decodes, and a run of byte-fallback tokens, because one invalid byte
     changes the text of the whole run.
+
+    `tokenizers.decoders.DecodeStream` (0.23) cannot replace it: it never returns an incomplete end,
+    raises in byte-fallback runs that are no UTF-8, and takes quadratic time for a long run of
+    invalid bytes.
     """
 
     def __init__(self, codec: TextCodec, shown: frozenset[int] = frozenset()) -> None:
