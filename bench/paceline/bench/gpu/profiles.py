@@ -54,12 +54,13 @@ def _watch() -> None:
                 continue
             done.add(file.name)
             head = f"{os.environ['PROFILED_SERVICE']}, {file.name}"
-            try:
-                lines = [*_host(head), *_device(head)]
-            except Exception as error:  # a profile must not end the service
-                lines = [f"## {head}: {type(error).__name__}: {error}"]
-            with output.open("a") as profile:
-                profile.write("\n".join(lines) + "\n")
+            for part in (_host, _device):
+                try:
+                    lines = part(head)
+                except Exception as error:  # a profile must not end the service
+                    lines = [f"## {head}: {type(error).__name__}: {error}"]
+                with output.open("a") as profile:
+                    profile.writelines(f"{line}\n" for line in lines)
 
 
 def _host(head: str) -> list[str]:
@@ -88,9 +89,12 @@ def _host(head: str) -> list[str]:
 
 
 def _device(head: str) -> list[str]:
-    """Kernels by their total time."""
+    """Kernels by their total time; none without a GPU."""
+    import torch
     from torch.profiler import ProfilerActivity, profile
 
+    if not torch.cuda.is_available():
+        return []
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         time.sleep(DEVICE_SECONDS)
     kernels = [(each.self_device_time_total, each.count, each.key) for each in found.key_averages()]
