@@ -20,7 +20,7 @@ BLOCKER = """
 import importlib.abc, importlib.metadata, sys
 
 MISSING = {
-    "accelerate", "aiohttp", "grpc_tools", "hypothesis", "jinja2", "llguidance", "openai",
+    "accelerate", "aiohttp", "grpc_tools", "hypothesis", "llguidance", "openai",
     "opentelemetry", "prometheus_client", "pydantic", "shtab", "uvloop",
 }
 
