@@ -25,7 +25,6 @@ MEASUREMENTS = {
     "rounds": 330.0,
     "bandwidth": 90.0,
     "sampling": 40.0,
-    "backends": 40.0,
 }
 """Modules of this package, and how long each may take. Unit: seconds."""
 
