@@ -84,6 +84,14 @@ FORMS: dict[str, tuple[str, list[Any]]] = {
         '<tool_calls><tool_call>weather\n```json\n{"city": "Rom"}\n```</tool_call><tool_call>clock\n```json\n{}\n'
         "```</tool_call></tool_calls>", TWO,
     ),
+    "glm 4": ('weather\n{"city": "Rom"}', ONE),
+    "glm 4.5 without arguments": (
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Rom</arg_value></tool_call><tool_call>clock\n</tool_call>", TWO,
+    ),
+    "constants of json in python": (
+        '[weather(city="Rom", days=null), clock(zones=[{"all": true}])]',
+        [("weather", {"city": "Rom", "days": None}), ("clock", {"zones": [{"all": True}]})],
+    ),
     "seed": ("<seed:tool_call><function=weather><parameter=city>Rom</parameter></function></seed:tool_call>", ONE),
 }  # fmt: skip
 
@@ -100,7 +108,8 @@ def parsed(parser: Any, pieces: list[str]) -> tuple[str, str, list[Any]]:
 def test_calls_are_read_in_each_form(form: str) -> None:
     text, calls = FORMS[form]
     for before, said in (("", ""), ("I look.\n\n", "I look.")):
-        if (before and text[0] not in "<[") or (before and form == "llama 4"):
+        at_start = ("llama 4", "constants of json in python")
+        if before and (text[0] not in "<[" or form in at_start):
             continue
         for pieces in ([before + text], list(before + text)):
             assert parsed(parser_of(USE, frozenset()), pieces) == (said, "", calls)
@@ -123,6 +132,72 @@ def test_text_that_is_no_call_stays(text: str) -> None:
         content, _, calls = parsed(parser_of(USE, frozenset()), pieces)
         assert content == text
         assert calls == []
+
+
+# Marks and brackets within the texts of calls.
+QUOTED = [
+    ("<tool_call>{}</tool_call>", '{"name": "weather", "arguments": ARGUMENTS}'),
+    ("<tool_call>[{}]</tool_call>", '{"name": "weather", "arguments": ARGUMENTS}'),
+    ("[TOOL_CALLS]{}", "weather[ARGS]ARGUMENTS"),
+    ("[TOOL_CALLS][{}]", '{"name": "weather", "arguments": ARGUMENTS}'),
+    ("{}", '{"name": "weather", "parameters": ARGUMENTS}'),
+    ("<tool_call><function=weather><parameter=city>{}</parameter></function></tool_call>", "PLAIN"),
+    ("<tool_call>weather<arg_key>city</arg_key><arg_value>{}</arg_value></tool_call>", "PLAIN"),
+]
+
+
+@pytest.mark.parametrize(("around", "call"), QUOTED)
+@pytest.mark.parametrize(
+    "value",
+    ["}]) {[", "say </tool_call> now", "<tool_call>", "[TOOL_CALLS]", 'a "b" \\', "</tool_call>" * 3],
+)  # fmt: skip
+def test_what_a_text_of_a_call_contains_ends_nothing(around: str, call: str, value: str) -> None:
+    arguments = json.dumps({"city": value})
+    written = call.replace("ARGUMENTS", arguments).replace("PLAIN", value)
+    text = around.format(written) if around != "{}" else written
+    for pieces in ([text], list(text)):
+        found = parsed(parser_of(USE, frozenset()), pieces)
+        assert found == ("", "", [("weather", {"city": value})])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Rom"}}}</tool_call>', ("", ONE)),
+        ('<tool_call>\n```json\n{"name": "clock"}\n```\n</tool_call>', ("", [("clock", {})])),
+        ('<tool_call>{"name": "clock", "arguments": null}</tool_call>', ("", [("clock", {})])),
+        ('<tool_call>{"name": "functions.clock"}</tool_call>', ("", [("clock", {})])),
+        ('{"name": "weather", "parameters": {"city": "Rom"}}</tool_call>', ("", ONE)),
+        (
+            '<tool_call>{"name": "weather", "arguments": {"city": "a\nb"}}</tool_call>',
+            ("", [("weather", {"city": "a\nb"})]),
+        ),
+        (
+            '<think>a <tool_call> now?</think>\n<tool_call>{"name": "clock"}</tool_call>',
+            ("<think>a <tool_call> now?</think>\n", [("clock", {})]),
+        ),
+        (
+            '<tool_call>{"name": "wea</tool_call> no <tool_call>{"name": "clock"}</tool_call>',
+            ('<tool_call>{"name": "wea</tool_call> no', [("clock", {})]),
+        ),
+        (
+            '<tool_call>{"name": "weather", "arguments": {"city": "\\ud83d"}}</tool_call>',
+            ("", [("weather", {"city": "?"})]),
+        ),
+    ],
+)
+def test_damaged_calls_are_read_as_far_as_they_are_clear(text: str, expected: Any) -> None:
+    for pieces in ([text], list(text)):
+        content, _, calls = parsed(parser_of(USE, frozenset()), pieces)
+        assert (content, calls) == expected
+
+
+def test_numbers_that_json_does_not_have_are_no_call() -> None:
+    for number in ("NaN", "-Infinity", "1e999"):
+        text = f'<tool_call>{{"name": "clock", "arguments": {{"a": {number}}}}}</tool_call>'
+        assert parsed(parser_of(USE, frozenset()), [text]) == (text, "", [])
+    text = "<tool_call>weather<arg_key>days</arg_key><arg_value>NaN</arg_value></tool_call>"
+    assert parsed(parser_of(USE, frozenset()), [text])[2] == [("weather", {"days": "NaN"})]
 
 
 def test_special_tokens_that_lead_no_call_are_left_out() -> None:

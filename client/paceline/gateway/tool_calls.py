@@ -3,14 +3,16 @@
 Between marks, which are special tokens of some models and text of others: JSON (Hermes, Qwen,
 SmolLM, Granite, Phi-4-mini, Command R, Nemotron, Apertus, ...), a name and JSON (Mistral, DeepSeek,
 Kimi, Hunyuan), tags for each argument (Qwen3-Coder, GLM-4.5) or a call in Python's form (LFM2,
-Llama 4). From the start of the text on also without marks: JSON (Llama 3, Mistral) or Python's
-form. The marks tell the form, so that no model needs an option.
+Llama 4). From the start of the text on also without marks: JSON (Llama 3, Mistral), Python's form,
+or a tool's name with JSON on the next line (GLM-4). The marks tell the form, so that no model needs
+an option.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 import secrets
 import string
@@ -70,11 +72,24 @@ _NAME_AND_JSON = re.compile(
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 _PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)", re.DOTALL)
-_DECODER = json.JSONDecoder()
+_JSON_CALL = re.compile(r"[\s\[]*\{")
+_QUOTE = re.compile(r'\\.|"', re.DOTALL)
+_FENCED = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL)
 _LETTERS = string.ascii_letters + string.digits
 _CONSTANTS = {"true": True, "false": False, "null": None}
 # Longest call in Python's form. Unit: characters.
 _LONGEST_PYTHON = 1 << 16
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no number of JSON")
+    return value
+
+
+# Texts may have line breaks, as models write them. Numbers must be those of JSON.
+_DECODER = json.JSONDecoder(strict=False, parse_float=_number, parse_constant=_number)
 
 
 @dataclass(frozen=True)
@@ -120,6 +135,7 @@ class CallParser:
         self._left = ""
         self._mark = ""
         self._space = ""  # before the mark
+        self._within = 0  # the last place of the open block that is within a text of its call
         # "all": no calls are looked for; "named": the text is arguments; "start": before the first
         # character; "text"; "block" and "json": among calls.
         self._state = {"none": "all", "named": "named"}.get(use.mode, "start")
@@ -137,14 +153,13 @@ class CallParser:
         """The rest, when no text follows."""
         if self._state == "named":
             return [self.made(self._use.name, self._left)]
-        parts = list(self._read())
-        if self._state == "block":
-            parts += self._block(self._left, "")
-            self._left = ""
-        elif self._state == "json" and not self.calls:
+        parts = list(self._read(final=True))
+        if self._state == "json" and not self.calls:
             parts += self._reported(_in_python(self._left, self._use))
             self._left = "" if self.calls else self._left
         rest, self._left = self._left, ""
+        if self._state == "json" and self.calls:
+            rest = re.sub("|".join(_STRAY), "", rest)
         if rest.strip(_SEPARATORS) or (rest and not self.calls):
             parts.append(rest)
         return parts
@@ -152,27 +167,40 @@ class CallParser:
     def made(self, name: str, arguments: str) -> Call:
         """A call that is counted."""
         self.calls += 1
+        known = name.removeprefix("functions.")
+        # Halves of characters are no text that could be sent.
+        name, arguments = (
+            text.encode(errors="replace").decode()
+            for text in (known if known in self._use.names else name, arguments)
+        )
         return Call(name, arguments)
 
-    def _read(self) -> Iterator[Part]:
+    def _read(self, *, final: bool = False) -> Iterator[Part]:
         if self._state == "start":
             stripped = self._left.lstrip()
-            if not stripped or (
-                len(stripped) < len(_FUNCTOOLS) and _FUNCTOOLS.startswith(stripped)
+            names = [f"{name}\n{{" for name in self._use.names]
+            if any(
+                len(stripped) < len(each) and each.startswith(stripped)
+                for each in [_FUNCTOOLS, *names]
             ):
                 return
             self._state = "json" if stripped[0] in "[{" else "text"
-            if stripped.startswith(_FUNCTOOLS):
+            if stripped.startswith(tuple(names)):
+                self._state, self._space = "block", self._left[: -len(stripped)]
+                self._left = stripped
+            elif stripped.startswith(_FUNCTOOLS):
                 self._state, self._mark, self._left = "block", "functools", stripped[9:]
         if self._state == "json":
             yield from self._objects()
             if self.calls or self._may_be_call():
                 return
             self._state = "text"  # JSON that is no call
-        while self._state == "text" or self._ends():
+        while self._state in ("text", "block"):
             if self._state == "block":
-                inside, end, self._left = self._split()
-                self._state = "text"
+                if (split := self._split(final)) is None:
+                    return
+                inside, end, self._left = split
+                self._state, self._within = "text", 0
                 yield from self._block(inside, end)
                 continue
             found = _MARK.search(self._left)
@@ -193,26 +221,45 @@ class CallParser:
             if found[0] in _BLOCKS:
                 self._state, self._mark = "block", found[0]
 
-    def _ends(self) -> bool:
-        """Whether the open block is complete."""
+    def _split(self, final: bool) -> tuple[str, str, str] | None:
+        """The open block, the mark that ends it, and the text behind; None: it is not complete."""
         end = _BLOCKS.get(self._mark, "")
-        return bool(end in self._left if end else _MARK.search(self._left))
+        marks = re.compile(re.escape(end)) if end else _MARK
+        for found in marks.finditer(self._left, self._within):
+            if not self._is_within(found.start()):
+                break
+            self._within = found.start()
+        else:
+            if not final:
+                return None
+            first = marks.search(self._left) if self._within else None
+            calls, rest = _calls_in(self._left, self._use)
+            if first is None or (calls and not rest.strip(_SEPARATORS)):
+                return self._left, "", ""
+            found = first  # it ends a damaged call
+        behind = found.end() if end else found.start()
+        return self._left[: found.start()], end, self._left[behind:]
 
-    def _split(self) -> tuple[str, str, str]:
-        """The open block, the mark that ends it, and the text behind."""
-        if end := _BLOCKS.get(self._mark, ""):
-            return self._left.partition(end)
-        found = _MARK.search(self._left)
-        at = found.start() if found else len(self._left)
-        return self._left[:at], "", self._left[at:]
+    def _is_within(self, at: int) -> bool:
+        """Whether a mark at a place of the open block is within a text of its call. Such marks end
+        nothing."""
+        before = self._left[:at]
+        if _JSON_CALL.match(before) or _NAME_AND_JSON.match(before.lstrip(_SEPARATORS)):
+            within = self._within > 0
+            for found in _QUOTE.finditer(before, self._within):
+                within ^= found[0] == '"'
+            return within
+        if before.lstrip().startswith("<function="):
+            return not before.rstrip().endswith(("</function>", "</parameter>"))
+        return "<arg_key>" in before and not before.rstrip().endswith("</arg_value>")
 
     def _block(self, inside: str, end: str) -> Iterator[Part]:
         """The calls of a block, or its text if it has none."""
         whole = self._mark + inside + end
         calls, rest = _calls_in(whole if self._mark == "<function=" else inside, self._use)
         yield from self._reported(calls)
-        if rest.strip(_SEPARATORS):
-            text = self._mark + rest + end if calls else self._space + whole
+        if rest.strip(_SEPARATORS + "}" * bool(calls)):
+            text = self._space + (self._mark + rest if calls else whole)
             for mark in self._special:
                 text = text.replace(mark, "")
             if text:
@@ -246,13 +293,13 @@ class CallParser:
 def _calls_in(text: str, use: ToolUse) -> tuple[list[tuple[str, str]], str]:
     """Names and arguments of the calls in a block, and the text that is none."""
     text = text.replace("<|plugin|>", "")
+    if text.strip() in use.names:
+        return [(text.strip(), "{}")], ""
+    fenced = _FENCED.fullmatch(text)
+    text = fenced[1] if fenced else text
     calls, rest = _objects_in(text, use.names, only_known=False)
     if calls or not rest.strip(_SEPARATORS):
         return calls, rest
-    inner = [part for part in re.split(r"</?tool_call>", text) if part.strip()]
-    if len(inner) > 1 or "<tool_call>" in text:
-        parts = [_calls_in(part, use) for part in inner]
-        return [call for part, _ in parts for call in part], "".join(rest for _, rest in parts)
     if "<function=" in text:
         for name, body in _FUNCTION.findall(text):
             calls.append((name.strip(), _function_arguments(name.strip(), body, use)))
@@ -262,6 +309,10 @@ def _calls_in(text: str, use: ToolUse) -> tuple[list[tuple[str, str]], str]:
         return [(name, _typed(name, dict(_PAIR.findall(text)), use))], ""
     if found := _named_objects_in(text):
         return found, ""
+    inner = [part for part in re.split(r"</?tool_call>", text) if part.strip()]
+    if len(inner) > 1 or "<tool_call>" in text:
+        parts = [_calls_in(part, use) for part in inner]
+        return [call for part, _ in parts for call in part], "".join(rest for _, rest in parts)
     calls = _in_python(text, use)
     return calls, "" if calls else text
 
@@ -298,6 +349,8 @@ def _as_call(value: Any, names: frozenset[str]) -> tuple[str, str] | None:
         ((name, arguments),) = value.items()
     else:
         return None
+    if arguments is None:
+        arguments = {}
     return name, arguments if isinstance(arguments, str) else _as_json(arguments)
 
 
@@ -322,7 +375,7 @@ def _function_arguments(name: str, body: str, use: ToolUse) -> str:
     """Arguments in tags, or JSON."""
     if not _PARAMETER.search(body):
         try:
-            return _as_json(json.loads(body)) if body.strip() else "{}"
+            return _as_json(_DECODER.decode(body)) if body.strip() else "{}"
         except (ValueError, RecursionError):
             return "{}"
     pairs = {key.strip(): value for key, value in _PARAMETER.findall(body)}
@@ -346,7 +399,7 @@ def _typed(name: str, pairs: Mapping[str, str], use: ToolUse) -> str:
             values[key] = text
             continue
         try:
-            values[key] = json.loads(text)
+            values[key] = _DECODER.decode(text)
         except (ValueError, RecursionError):
             values[key] = text
     return _as_json(values)
@@ -368,6 +421,13 @@ def _in_python(text: str, use: ToolUse) -> list[tuple[str, str]]:
     return calls if all(name in use.names for name, _ in calls) else []
 
 
+class _Constants(ast.NodeTransformer):
+    """Replaces the constants of JSON by Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
+
+
 def _python_call(node: ast.expr | None) -> tuple[str, str]:
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("no call with named arguments")
@@ -376,15 +436,9 @@ def _python_call(node: ast.expr | None) -> tuple[str, str]:
     for keyword in node.keywords:
         if keyword.arg is None:
             raise ValueError("no named argument")
-        value = keyword.value
-        constant = isinstance(value, ast.Name) and value.id in _CONSTANTS
-        values[keyword.arg] = (
-            _CONSTANTS[value.id]
-            if constant and isinstance(value, ast.Name)
-            else ast.literal_eval(value)
-        )
+        values[keyword.arg] = ast.literal_eval(_Constants().visit(keyword.value))
     return name, _as_json(values)
 
 
 def _as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
