@@ -7,6 +7,7 @@ import importlib
 import os
 from pathlib import Path
 
+from paceline.formats import WEIGHTS
 from paceline.harness import PROMPT_FILE
 from paceline.harness.models import model_path
 
@@ -23,7 +24,7 @@ _MODULES = {
 _EXPERIMENTS = (
     "context", "offset", "noise", "attention", "dspark", "load", "selection", "budget", "output",
 )  # fmt: skip
-_WEIGHTS = ("float32", "bfloat16", "int8", "int4")
+_WEIGHTS = WEIGHTS[1:]  # all but auto
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

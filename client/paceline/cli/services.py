@@ -27,8 +27,9 @@ from paceline.cli.service_process import (
     stop_with_stdin,
 )
 from paceline.client import PacelineError
+from paceline.formats import WEIGHTS
 from paceline.harness import local_services
-from paceline.harness.models import MODEL, WEIGHTS, drafter_spec, local_model, model_path, name_of
+from paceline.harness.models import MODEL, drafter_spec, local_model, model_path, name_of
 from paceline.service import Service, configure_logging
 from paceline.service.files import read_text
 from paceline.service.options import (

@@ -43,9 +43,6 @@ MODEL = (
 )
 """Description of an argument of type `model_path`, for --help."""
 
-WEIGHTS = ("auto", "float32", "bfloat16", "int8", "int4")
-"""Formats of a target's weights, for arguments `--weights`."""
-
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?", re.ASCII)
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]

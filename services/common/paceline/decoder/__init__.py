@@ -1,7 +1,7 @@
 """The decoder-only transformer of verifier and drafter, from Hugging Face folders or GGUF files."""
 
 from paceline.decoder.cache import LocalCache
-from paceline.decoder.config import WEIGHTS, DecoderConfig, UnsupportedModelError
+from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 from paceline.decoder.device import (
     ACCELERATORS,
     DeviceLost,
@@ -24,7 +24,6 @@ from paceline.kernels import KVCacheView
 
 __all__ = [
     "ACCELERATORS",
-    "WEIGHTS",
     "BatchInvariance",
     "Capturing",
     "Decoder",

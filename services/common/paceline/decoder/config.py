@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.families import FAMILIES, Family
+from paceline.formats import FLOATS, KV_CACHE_DTYPES, WEIGHTS
 from paceline.kernels import MAX_EXPERTS, DeltaShape
 from paceline.kernels.caches import row_width
 
@@ -18,17 +19,12 @@ class UnsupportedModelError(ValueError):
 
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
-_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-WEIGHTS = ("auto", *_FLOATS, "int8", "int4")
-"""Formats of weights that can be asked for. auto: as they are stored, bfloat16 for float16."""
+_FLOATS: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FLOATS}
 
 MXFP4 = "mxfp4"
 """A format of stored weights: experts in 8-bit blocks of the same values, the rest in ``dtype``."""
 
 _TYPES = ("dtype", "kv_dtype")  # fields that are torch types
-
-KV_CACHE_DTYPES = ("auto", *_FLOATS, "int8")
-"""Types of caches that can be asked for. auto: that of hidden states. int8: with a scale a row."""
 
 
 @dataclass(frozen=True)

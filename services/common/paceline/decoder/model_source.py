@@ -26,6 +26,7 @@ from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 from paceline.decoder.weights import Weight, WeightsOf, is_rotated
+from paceline.formats import FLOATS
 from paceline.kernels.linear import PackedMatrix
 
 _log = logging.getLogger(__name__)
@@ -234,7 +235,7 @@ class ModelSource(ABC):
         self, config: DecoderConfig, device: torch.device | str = "cpu"
     ) -> Mapping[str, Weight]:
         """Tensors in the format of a configuration; off the CPU, nothing is quantised."""
-        plain = config.weights in ("float32", "bfloat16")
+        plain = config.weights in FLOATS
         if plain or is_rotated(config.weights, torch.device(device)):
             stored = self.tensors(config.dtype, device)
         else:

@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 
 from paceline.decoder.config import UnsupportedModelError
 from paceline.decoder.folder_files import one_line, read_object
+from paceline.formats import FLOATS
 from paceline.kernels import cpu_kernels
 from paceline.kernels.blocks import BLOCK, Blocks, concatenate, quantise
 from paceline.kernels.linear import PackedMatrix, multiply, multiply_floats, pack, pack_blocks
@@ -83,7 +84,7 @@ class WeightsOf(Tensors[Weight]):
             bits = 8
         if bits and not (isinstance(found, Blocks) and found.bits <= bits):
             found = _quantise(name, plain(found, torch.float32), bits)
-        plain_format = self._weights in ("float32", "bfloat16")
+        plain_format = self._weights in FLOATS
         quantised = not plain_format and self._device.type == "cpu"
         if isinstance(found, Blocks) and quantised:
             return found

@@ -6,11 +6,10 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.formats import KV_CACHE_DTYPES, WEIGHTS
 from paceline.service.options import byte_count, option
 from paceline.tree import MAX_NODES
 
-WEIGHTS = ("auto", "float32", "bfloat16", "int8", "int4")
-KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
 CUDA_GRAPHS = ("auto", "on", "off")
 SCHEDULES = ("off", "auto", "profile")
 NUMERICS = ("auto", "portable", "fast")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.drafter.methods.base import Budget, check_choice, check_range
+from paceline.formats import FLOATS
 from paceline.kernels import (
     MAX_TREE_NODES,
     SINKS,
@@ -276,7 +277,7 @@ class BeamOptions:
     """Format of the weights: auto (as stored), float32 or bfloat16, also the type of the KV; for
     methods whose weights are their own or the target's also int8 or int4."""
 
-    formats: ClassVar[tuple[str, ...]] = ("auto", "float32", "bfloat16")
+    formats: ClassVar[tuple[str, ...]] = ("auto", *FLOATS)
     """Known values of ``weights``."""
 
     @property

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from paceline.decoder import WEIGHTS, Decoder, KVCacheView, LocalCache, open_model
+from paceline.decoder import Decoder, KVCacheView, LocalCache, open_model
 from paceline.drafter.methods.base import (
     Fit,
     GenerationInfo,
@@ -43,6 +43,7 @@ from paceline.drafter.methods.checkpoint import (
     refuse_recurrent,
     required_folder,
 )
+from paceline.formats import WEIGHTS
 from paceline.kernels import CHUNK, SELECTION_CHUNK, Probe, TreePlan, attention_weights, best_chunks
 from paceline.kernels.caches import span
 from paceline.kernels.draft import NativeDraft

@@ -22,7 +22,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from paceline.decoder import (
-    WEIGHTS,
     Decoder,
     LocalCache,
     ModelSource,
@@ -55,6 +54,7 @@ from paceline.drafter.methods.checkpoint import (
     refuse_recurrent,
     required_folder,
 )
+from paceline.formats import WEIGHTS
 from paceline.kernels import TreePlan
 
 MAX_NEW_TOKENS = 128
