@@ -35,6 +35,25 @@ _FORMS = re.compile(r"(unix|unix-abstract|ipv4|ipv6|vsock):.+|([\w.-]+|\[[\w.:%]
 # DNS names are resolved again after this time. Unit: seconds.
 _MAX_AGE = 5.0
 
+M = TypeVar("M", bound="Verifier | DrafterTransport")
+CLIENT_HEADER = "paceline-client"
+"""Metadata key of a client's random name; load balancers hash it."""
+
+_aio: Any = grpc.aio
+_EOF = _aio.EOF
+_CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    # A peer that no longer answers is detected within 40 seconds.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Reconnect quickly to a restarted service: RetryOptions limit the attempts.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 250),
+    # Clients of one process must not share connections and their back-off.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
 
 def parse_addresses(text: str, kind: str) -> tuple[str, ...]:
     """The entries of a list: "host:port", "unix:/path" or "dns:///name:port", comma-separated.
@@ -59,9 +78,6 @@ def parse_addresses(text: str, kind: str) -> tuple[str, ...]:
             f"{text!r} has the address of a {kind} twice: give each once", metadata=param
         )
     return entries
-
-
-M = TypeVar("M", bound="Verifier | DrafterTransport")
 
 
 class Pool(Generic[M]):
@@ -162,26 +178,6 @@ async def _lookup(name: str, port: int) -> list[str]:
     hosts = [(family, address[0]) for family, *_, address in found]
     ipv4 = [f"{host}:{port}" for family, host in hosts if family == socket.AF_INET]
     return ipv4 or [f"[{host}]:{port}" for _, host in hosts]
-
-
-CLIENT_HEADER = "paceline-client"
-"""Metadata key of a client's random name; load balancers hash it."""
-
-_aio: Any = grpc.aio
-_EOF = _aio.EOF
-
-_CHANNEL_OPTIONS: list[tuple[str, Any]] = [
-    # A peer that no longer answers is detected within 40 seconds.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    # Reconnect quickly to a restarted service: RetryOptions limit the attempts.
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 250),
-    # Clients of one process must not share connections and their back-off.
-    ("grpc.use_local_subchannel_pool", 1),
-]
 
 
 class Connections:

@@ -24,6 +24,10 @@ from paceline.kernels.trees import TreePlan
 
 logger = logging.getLogger("paceline.kernels")
 
+BACKENDS = ("triton", "flash_attn", "dense")
+VARIABLE = "PACELINE_ATTENTION"
+MIN_CAPABILITY = (8, 0)
+
 
 class AttentionBackend(Protocol):
     """The attention of a kind of device."""
@@ -143,11 +147,6 @@ def _check(
                 f"keys of sequence {segment.sequence} have shape {tuple(shape)}, expected "
                 f"[a divisor of {q.shape[1]}, at least {segment.stop}, {q.shape[2]}]"
             )
-
-
-BACKENDS = ("triton", "flash_attn", "dense")
-VARIABLE = "PACELINE_ATTENTION"
-MIN_CAPABILITY = (8, 0)
 
 
 def _cuda() -> AttentionBackend:

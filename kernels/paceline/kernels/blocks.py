@@ -15,6 +15,9 @@ _CHUNK = 1 << 18  # weights per piece of work: the temporaries of a search stay 
 _LEVELS = 15  # largest stored value of 4 bits
 _STRETCHES = (-1.0, -0.5, 0.0, 0.5, 1.0)  # added to _LEVELS in the search for a 4-bit scale
 
+_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the values of a float of 4 bits (E2M1), without its sign."""
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -115,10 +118,6 @@ def quantise(weight: Tensor, bits: int) -> Blocks:
         values[part] = q.T.reshape(-1, ins)
     check_finite(scale, minimum)
     return Blocks(values, scale, minimum, bits, 128 if bits == 8 else 0)
-
-
-_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
-"""Twice the values of a float of 4 bits (E2M1), without its sign."""
 
 
 def mxfp4(values: Tensor, exponents: Tensor) -> Blocks:

@@ -16,6 +16,10 @@ from torch import Tensor
 from paceline.kernels.caches import Plane, from_rows, span
 from paceline.kernels.trees import LevelSegment, TreePlan, TreeSegment, send
 
+MAX_PROBES = 2
+"""Rows of one block whose scores attention records on GPUs; those of further rows, and weights,
+are recorded by another kernel there, which reads the keys again."""
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -34,11 +38,6 @@ class Probe:
     node: int
     out: Tensor
     weights: bool = False
-
-
-MAX_PROBES = 2
-"""Rows of one block whose scores attention records on GPUs; those of further rows, and weights,
-are recorded by another kernel there, which reads the keys again."""
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,13 @@ if TYPE_CHECKING:
 CACHE_TYPES = (torch.float32, torch.bfloat16, torch.int8)
 """Types of caches, in the order of ``native/cache_rows.h``."""
 
+_OUT_OF_MEMORY = 1
+_NOT_GATHERED = 3
+_ZEROS = (ctypes.c_int32 * MAX_TREE_NODES)()
+_RISING = (ctypes.c_int32 * (MAX_TREE_NODES + 1))(*range(MAX_TREE_NODES + 1))
+_NODES = tuple(map(ctypes.addressof, (_ZEROS, _ZEROS, _RISING)))
+"""Depths, paths and their starts of nodes that all are the first slot after the prefix."""
+
 
 class BlockTables:
     """A plan's blocks, and their tiles, as C arrays; see ``native/attention.h``.
@@ -109,15 +116,6 @@ def _fill_tree(block: CBlock, segment: TreeSegment) -> ctypes.Array[ctypes.c_int
     block.path_starts = block.depths + 4 * len(paths)
     block.paths = block.path_starts + 4 * len(starts)
     return table
-
-
-_OUT_OF_MEMORY = 1
-_NOT_GATHERED = 3
-
-_ZEROS = (ctypes.c_int32 * MAX_TREE_NODES)()
-_RISING = (ctypes.c_int32 * (MAX_TREE_NODES + 1))(*range(MAX_TREE_NODES + 1))
-_NODES = tuple(map(ctypes.addressof, (_ZEROS, _ZEROS, _RISING)))
-"""Depths, paths and their starts of nodes that all are the first slot after the prefix."""
 
 
 def supported(program: Program) -> bool:

@@ -30,6 +30,15 @@ ALIGNMENT = 64
 _CHUNK = 32 << 20
 _HUGE = 2 << 20
 
+_ROWS = 64
+_MIN_LARGEST = 2.0**-100
+PANEL = 16
+_PADDED = 2 * PANEL
+FORMATS = ("float32", "bfloat16", "int8", "int4")
+"""Formats of packed weights, in the order of the C kernels."""
+
+_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
 
 class _Chunks:
     """Cuts tensors from chunks of anonymous memory; a chunk is freed with its last tensor.
@@ -73,10 +82,6 @@ def multiply_natively(native: ctypes.CDLL, x: Tensor, matrix: CMatrix) -> Tensor
     scratch = torch.empty(native.paceline_linear_scratch(at, rows), dtype=torch.uint8)
     native.paceline_linear(at, address(x, "x"), rows, scratch.data_ptr(), out.data_ptr())
     return out
-
-
-_ROWS = 64
-_MIN_LARGEST = 2.0**-100
 
 
 def multiply_floats(
@@ -138,14 +143,6 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     outwards = torch.where((error > 0) == (total > 0), 1, -1)
     inexact = (error != 0) & error.isfinite() & (bits & 1 == 0)
     return torch.where(inexact, bits + outwards, bits).view(torch.float64).float()
-
-
-PANEL = 16
-_PADDED = 2 * PANEL
-FORMATS = ("float32", "bfloat16", "int8", "int4")
-"""Formats of packed weights, in the order of the C kernels."""
-
-_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from paceline.kernels.linear import PackedMatrix
     from paceline.kernels.rotated import IntSums
 
+MAX_EXPERTS = 1024
+Gather = Callable[[Tensor], Tensor]
+"""Columns of all ranks of a tensor-parallel model: ``[rows, width]`` of each to ``[rows, ranks *
+width]`` in all, by rank. Every rank calls it at the same operations, with as many rows."""
+
 
 class Matrix(Protocol):
     """A linear layer.
@@ -69,9 +74,6 @@ class Routing:
     experts: int
     top: int
     among: bool
-
-
-MAX_EXPERTS = 1024
 
 
 class Kind(IntEnum):
@@ -191,11 +193,6 @@ class Operation:
         if self.experts is not None:
             return tuple(self.experts.experts)
         return () if self.matrix is None else (self.matrix,)
-
-
-Gather = Callable[[Tensor], Tensor]
-"""Columns of all ranks of a tensor-parallel model: ``[rows, width]`` of each to ``[rows, ranks *
-width]`` in all, by rank. Every rank calls it at the same operations, with as many rows."""
 
 
 @dataclass(frozen=True)

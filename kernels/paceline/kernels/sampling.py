@@ -41,6 +41,29 @@ from paceline.kernels._native import address, library
 from paceline.kernels.noise import check_range, gumbel_noise_at, philox
 from paceline.kernels.trees import send
 
+_FIRST_TOP_P_GUESS = 256
+_LARGEST = torch.finfo(torch.float32).max
+MIN_TEMPERATURE = 2.0**-60
+"""Below it, logits over temperature are so large that noise cannot change their order."""
+
+_MAX_TEMPERATURE = 2.0**60
+_MAX_PENALTY = 2.0**40
+"""Of a bias and of penalties; all of them together, over the temperature, are finite."""
+
+Edits = list[tuple[NDArray[np.int64], NDArray[np.float32]]]
+"""Changes of a row, one after the other: different token ids, with what divides their positive
+logits and multiplies negative ones; what is subtracted; what is added."""
+
+LOG2_E = 1549082005
+"""log2(e) in units of 2^-30."""
+
+EXP2_TERMS = (123394, 1386885, 10304738, 59591844, 257940802, 744261112, 1 << 30)
+"""2^-f = c0 - f (c1 - f (c2 - ...)) within 2^-26 for f from 0 to 1: c6 to c0 in units of 2^-30."""
+
+_DRAFT, _ACCEPT, _RESIDUAL = range(3)
+_SUM_TOLERANCE = 1e-3
+_LOW = 0xFFFFFFFF
+
 
 class History:
     """Prompt and output of one sequence, with output counts.
@@ -90,16 +113,6 @@ class History:
     def prompt_ids(self) -> NDArray[np.int64]:
         """Distinct prompt tokens, int64."""
         return np.array(list(self.prompt), np.int64)
-
-
-_FIRST_TOP_P_GUESS = 256
-_LARGEST = torch.finfo(torch.float32).max
-
-MIN_TEMPERATURE = 2.0**-60
-"""Below it, logits over temperature are so large that noise cannot change their order."""
-_MAX_TEMPERATURE = 2.0**60
-_MAX_PENALTY = 2.0**40
-"""Of a bias and of penalties; all of them together, over the temperature, are finite."""
 
 
 @dataclass(frozen=True)
@@ -323,11 +336,6 @@ def perturbed_logits(
     return scores.to(logits.device)
 
 
-Edits = list[tuple[NDArray[np.int64], NDArray[np.float32]]]
-"""Changes of a row, one after the other: different token ids, with what divides their positive
-logits and multiplies negative ones; what is subtracted; what is added."""
-
-
 def edits(params: SamplingParams, history: History) -> Edits:
     """Penalties and bias of the token after a history."""
     counts, none = history.counts, np.empty(0, np.int64)
@@ -462,13 +470,6 @@ def _nucleus(values: Tensor, mass: float) -> Tensor:
         count = min(count * 8, values.numel())
 
 
-LOG2_E = 1549082005
-"""log2(e) in units of 2^-30."""
-
-EXP2_TERMS = (123394, 1386885, 10304738, 59591844, 257940802, 744261112, 1 << 30)
-"""2^-f = c0 - f (c1 - f (c2 - ...)) within 2^-26 for f from 0 to 1: c6 to c0 in units of 2^-30."""
-
-
 def _weights(values: Tensor) -> tuple[NDArray[np.int64], int]:
     """Probabilities in integers, and their sum: of float32 ``[n]`` without NaN and plus infinity.
 
@@ -538,11 +539,6 @@ def best_candidates(
         temperature, None if both is None else both.data_ptr(), ids.data_ptr(), logs.data_ptr(),
     )  # fmt: skip
     return ids, logs
-
-
-_DRAFT, _ACCEPT, _RESIDUAL = range(3)
-_SUM_TOLERANCE = 1e-3
-_LOW = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,17 @@ from paceline.formats import FLOATS, KV_CACHE_DTYPES, WEIGHTS
 from paceline.kernels import MAX_EXPERTS, DeltaShape
 from paceline.kernels.caches import row_width
 
-
-class UnsupportedModelError(ValueError):
-    """The model folder needs a feature that this decoder does not support."""
-
-
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
 _FLOATS: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FLOATS}
-
 MXFP4 = "mxfp4"
 """A format of stored weights: experts in 8-bit blocks of the same values, the rest in ``dtype``."""
 
 _TYPES = ("dtype", "kv_dtype")  # fields that are torch types
+_FIRST_ROWS = 4096
+
+
+class UnsupportedModelError(ValueError):
+    """The model folder needs a feature that this decoder does not support."""
 
 
 @dataclass(frozen=True)
@@ -432,9 +431,6 @@ def _dtype(hf: Any, weights: str) -> torch.dtype:
             f"the model's dtype {own!r} is not supported, expected {', '.join(_FLOATS)} or float16"
         )
     return found
-
-
-_FIRST_ROWS = 4096
 
 
 class RopeShape(Protocol):

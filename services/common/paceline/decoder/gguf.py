@@ -41,6 +41,17 @@ EMBEDDING, NORM = "token_embd.weight", "output_norm.weight"
 
 _MAX_NUMBER = (1 << 31) - 1
 
+_log = logging.getLogger(__name__)
+_HEAD = "output.weight"
+_ROPE_FACTORS = "rope_freqs.weight"
+_LONG_FACTORS = {
+    "long_factor": "rope_factors_long.weight",
+    "short_factor": "rope_factors_short.weight",
+}
+_TEMPLATE = "tokenizer.chat_template"
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3_CONTEXT = 8192  # original context of all Llama 3 models with scaled frequencies
+
 
 class Metadata:
     """Checked values of a file's metadata.
@@ -151,19 +162,6 @@ def expected_tensors(values: Metadata) -> Iterator[tuple[str, str, tuple[int, ..
         for name, shape in layer.items():
             part, kind = name.rsplit(".", 1)
             yield f"blk.{index}.{names[part]}.{kind}", f"model.layers.{index}.{name}", shape
-
-
-_log = logging.getLogger(__name__)
-
-_HEAD = "output.weight"
-_ROPE_FACTORS = "rope_freqs.weight"
-_LONG_FACTORS = {
-    "long_factor": "rope_factors_long.weight",
-    "short_factor": "rope_factors_short.weight",
-}
-_TEMPLATE = "tokenizer.chat_template"
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_LLAMA3_CONTEXT = 8192  # original context of all Llama 3 models with scaled frequencies
 
 
 class GgufModel(ModelSource):

@@ -42,6 +42,15 @@ _SCALARS = {
     GGUFValueType.FLOAT64: "<d",
 }
 
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+Parts = tuple[Bytes, Floats, Floats | None]
+_CHUNK = 1 << 20  # weights decoded at a time, which bounds the temporaries
+_FLOATS = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
+
 
 @dataclass(frozen=True)
 class GgufTensor:
@@ -268,17 +277,6 @@ class _Reader:
             return GGUFValueType(number)
         except ValueError as error:
             raise self.damaged(f"a metadata value has type number {number}") from error
-
-
-Floats = np.ndarray[Any, np.dtype[np.float32]]
-Parts = tuple[Bytes, Floats, Floats | None]
-
-_CHUNK = 1 << 20  # weights decoded at a time, which bounds the temporaries
-_FLOATS = {
-    GGMLQuantizationType.F32: torch.float32,
-    GGMLQuantizationType.F16: torch.float16,
-    GGMLQuantizationType.BF16: torch.bfloat16,
-}
 
 
 def decode(file: GgufFile, tensor: GgufTensor) -> Tensor | Blocks:

@@ -19,6 +19,12 @@ _ROWS = (*range(1, 18), 33, 49, 65, 129, 257)
 _MAX_ROWS = 513
 _PARENTS = (-1, 0, 0, 1, 1, 3, 2, 5, 7, 4, 8, 9)
 
+SERVED_SLOTS = (512, 256)
+"""Slots that :func:`check_served` needs of the two texts: whole pages."""
+
+_FIRST, _LAST, _BORDERS = 180, 268, (188, 250)
+"""Positions that are decoded, and where trees begin: their paths cross 192 and 256."""
+
 
 @dataclass(frozen=True)
 class BatchInvariance:
@@ -76,13 +82,6 @@ class ServedForward(Protocol):
         """Logits of all rows, ``[M, V]``, in memory that the next call may overwrite; ``prompt``:
         as a step that is mostly prompts."""
         ...
-
-
-SERVED_SLOTS = (512, 256)
-"""Slots that :func:`check_served` needs of the two texts: whole pages."""
-
-_FIRST, _LAST, _BORDERS = 180, 268, (188, 250)
-"""Positions that are decoded, and where trees begin: their paths cross 192 and 256."""
 
 
 @torch.inference_mode()

@@ -60,6 +60,8 @@ from paceline.kernels.executor import NativeProgram
 from paceline.kernels.linear import PackedMatrix
 from paceline.kernels.rotated import RotatedMatrix
 
+_EMBEDDING = "model.embed_tokens.weight"
+
 
 @dataclass(frozen=True)
 class ForwardResult:
@@ -86,9 +88,6 @@ class _Layer:
     router: Linear | None  # scores of experts, if there are any
     gate_up: Linear | Experts
     down: Linear | Experts
-
-
-_EMBEDDING = "model.embed_tokens.weight"
 
 
 class AttentionObserver(Protocol):

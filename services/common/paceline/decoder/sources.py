@@ -33,6 +33,9 @@ from paceline.decoder.weights import Checkpoint, fingerprint_files, plain, weigh
 
 _log = logging.getLogger(__name__)
 
+_VALUES = 64
+_MIN_COSINE = 0.9  # 4 bits leave 0.99, unrelated weights are near 0
+
 
 class ModelFolder(ModelSource):
     """A Hugging Face folder with safetensors weights."""
@@ -189,10 +192,6 @@ class ModelFolder(ModelSource):
 
     def _read(self, name: str) -> bytes:
         return read_file(self.path / name)
-
-
-_VALUES = 64
-_MIN_COSINE = 0.9  # 4 bits leave 0.99, unrelated weights are near 0
 
 
 @dataclass(frozen=True)

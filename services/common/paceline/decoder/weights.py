@@ -41,6 +41,17 @@ _BITS = {"int8": 8, "int4": 4}
 
 W = TypeVar("W", bound=Weight)
 
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_READ_BYTES = 1 << 22
+_MAX_INDEX = 64 << 20
+_SCALE = ".scale"
+_TEXT_PART = "language_model."
+"""Part of the names in models of texts and images, which is left out."""
+
+_INT8 = {"format": "paceline-int8"}
+"""Metadata of a safetensors file with 8-bit blocks."""
+
 
 class Tensors(Mapping[str, W]):
     """Tensors by name, each read on access: none is read to tell whether it is there."""
@@ -134,12 +145,6 @@ def _quantise(name: str, weight: Tensor, bits: int) -> Blocks:
         ) from error
 
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_READ_BYTES = 1 << 22
-_MAX_INDEX = 64 << 20
-
-
 def weight_files(folder: str | Path) -> list[Path]:
     """The safetensors files of a model folder, in name order. Raises ``UnsupportedModelError``: the
     folder has no safetensors weights, a shard is missing, or the index is damaged."""
@@ -160,13 +165,6 @@ def weight_files(folder: str | Path) -> list[Path]:
     raise UnsupportedModelError(
         f"{base} has neither {_SINGLE} nor {_INDEX}; only safetensors weights are loaded"
     )
-
-
-_SCALE = ".scale"
-_TEXT_PART = "language_model."
-"""Part of the names in models of texts and images, which is left out."""
-_INT8 = {"format": "paceline-int8"}
-"""Metadata of a safetensors file with 8-bit blocks."""
 
 
 class Checkpoint(Tensors[Tensor]):

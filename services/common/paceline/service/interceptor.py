@@ -39,6 +39,23 @@ _KEY = secrets.token_bytes(32)
 # Subject fields of a certificate, which stay the same when it is renewed.
 _SUBJECT_KEYS = ("x509_subject", "x509_subject_alternative_name", "x509_common_name")
 
+DOMAIN = "paceline"
+# Trailing metadata holds the text twice, and peers accept 8 KiB of it in total.
+MAX_MESSAGE_CHARS = 1500
+MAX_METADATA_CHARS = 200
+request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""Id of the call whose handler runs; added to every log record."""
+
+logger = logging.getLogger("paceline.service")
+Behaviour = Callable[[Any, Any], Any]
+Deserializer = Callable[[bytes], Any]
+OnEnd = Callable[[str, str, str], None]
+"""Called with method ("unknown" if there is none), status code and reason ("" if none)."""
+
+_HEALTH = "/grpc.health.v1.Health/"
+_REQUEST_ID_KEY = "x-request-id"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
 
 def owner_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     """Identity of the caller, stable for the life of this process.
@@ -137,12 +154,6 @@ def check_authorities(file: Path) -> None:
         raise OptionsError(f"{file} holds no PEM certificates of authorities: {error}") from error
 
 
-DOMAIN = "paceline"
-# Trailing metadata holds the text twice, and peers accept 8 KiB of it in total.
-MAX_MESSAGE_CHARS = 1500
-MAX_METADATA_CHARS = 200
-
-
 class _Constructor:
     """Makes errors of one status code."""
 
@@ -233,21 +244,6 @@ def _clean(text: str, limit: int) -> str:
 
 # With and without stubs for grpc installed: its classes are generic only in the stubs.
 # mypy: disallow-subclassing-any=False, disallow-any-generics=False, warn-return-any=False
-
-
-request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Id of the call whose handler runs; added to every log record."""
-
-logger = logging.getLogger("paceline.service")
-
-Behaviour = Callable[[Any, Any], Any]
-Deserializer = Callable[[bytes], Any]
-OnEnd = Callable[[str, str, str], None]
-"""Called with method ("unknown" if there is none), status code and reason ("" if none)."""
-
-_HEALTH = "/grpc.health.v1.Health/"
-_REQUEST_ID_KEY = "x-request-id"
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class Gate:

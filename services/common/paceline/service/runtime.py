@@ -45,6 +45,26 @@ LogFormat = Literal["auto", "json", "text"]
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
+_UNSEEN = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Control characters, separators of lines, marks of direction and halves of surrogate pairs. In a
+terminal they would forge lines of a log, move the cursor or reorder what is shown."""
+
+logger = logging.getLogger("paceline.service")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# After the drain only idle streams and health watchers are left.
+CLOSE_GRACE_SECONDS = 1.0
+# Cancelled handlers get this long for their clean-up before the service frees everything.
+CANCEL_GRACE_SECONDS = 5.0
+KEEPALIVE_SECONDS = 30.0
+KEEPALIVE_TIMEOUT_SECONDS = 10.0
+FILES_SECONDS = 1.0
+"""Time between two checks whether files can be opened."""
+
+MIN_PING_SECONDS = 5.0
+"""Clients may ping this often, with and without a call in flight."""
+
 
 def configure_logging(format: LogFormat = "auto", level: str = "INFO") -> None:
     """Send all logs of this process to stderr, from a level such as "DEBUG" on. The format "auto"
@@ -53,13 +73,6 @@ def configure_logging(format: LogFormat = "auto", level: str = "INFO") -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(TextFormatter() if readable else JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-
-
-_UNSEEN = re.compile(
-    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-)
-"""Control characters, separators of lines, marks of direction and halves of surrogate pairs. In a
-terminal they would forge lines of a log, move the cursor or reorder what is shown."""
 
 
 def printable(text: str) -> str:
@@ -103,9 +116,6 @@ def _record_fields(record: logging.LogRecord) -> dict[str, object]:
     fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
     current = request_id.get()
     return {"request_id": current, **fields} if current is not None else fields
-
-
-logger = logging.getLogger("paceline.service")
 
 
 def trim() -> None:
@@ -169,9 +179,6 @@ def _fields(path: str) -> dict[str, int]:
     return {line[0].rstrip(":"): int(line[1]) for line in words if len(line) > 1}
 
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
 class Stop:
     """Two events, `soft` and `hard`, and the signals that set them.
 
@@ -228,18 +235,6 @@ class Stop:
             self._owns_signals = False
             for number in _SIGNALS:
                 asyncio.get_running_loop().remove_signal_handler(number)
-
-
-# After the drain only idle streams and health watchers are left.
-CLOSE_GRACE_SECONDS = 1.0
-# Cancelled handlers get this long for their clean-up before the service frees everything.
-CANCEL_GRACE_SECONDS = 5.0
-KEEPALIVE_SECONDS = 30.0
-KEEPALIVE_TIMEOUT_SECONDS = 10.0
-FILES_SECONDS = 1.0
-"""Time between two checks whether files can be opened."""
-MIN_PING_SECONDS = 5.0
-"""Clients may ping this often, with and without a call in flight."""
 
 
 class Service(Protocol):

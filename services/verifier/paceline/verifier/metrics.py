@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter as Counts
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
@@ -19,8 +18,8 @@ from paceline.telemetry.names import PROVIDER, Metric, Span
 from paceline.v1 import verifier_pb2
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill, StepOutput
-from paceline.verifier.rpc.kv_exchange import FollowCounts
-from paceline.verifier.store import Cache, CacheStore
+from paceline.verifier.store import Cache, CacheStore, RequestTimes
+from paceline.verifier.telemetry import FollowCounts
 
 _MODEL = ("model_name",)
 _DRAFTER = (*_MODEL, "drafter", "version")
@@ -139,24 +138,6 @@ _METRICS = {
         ),
     ),
 }
-
-
-@dataclass(slots=True)
-class RequestTimes:
-    """Times of one generation (time.perf_counter)."""
-
-    began: float
-    first: float = 0.0
-    newest: float = 0.0
-    tokens: int = 0
-    ended: bool = False
-
-    def emitted(self, tokens: int) -> None:
-        """Count tokens that were emitted now."""
-        self.newest = perf_counter()
-        if not self.tokens:
-            self.first = self.newest
-        self.tokens += tokens
 
 
 class VerifierMetrics(Collector):

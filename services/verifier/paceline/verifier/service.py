@@ -43,12 +43,12 @@ from paceline.verifier.model import ModelInfo, check_steps, read_model_info
 from paceline.verifier.options import VerifierOptions
 from paceline.verifier.ranks import load_target, meet_ranks, rank_device
 from paceline.verifier.rpc.exchange import DraftExchangeServicer
-from paceline.verifier.rpc.kv_exchange import FollowCounts, KvExchangeServicer
+from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
 from paceline.verifier.rpc.messages import read_tree
 from paceline.verifier.rpc.servicer import VerifierServicer
 from paceline.verifier.scheduler.scheduler import Scheduler, load_scheduler, save_scheduler
 from paceline.verifier.store import CacheStore, KvMemory
-from paceline.verifier.telemetry import Telemetry
+from paceline.verifier.telemetry import FollowCounts, Telemetry
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

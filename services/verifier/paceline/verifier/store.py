@@ -9,8 +9,8 @@ import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
 
 from paceline.kv.selection import SelectionPolicy
 from paceline.service import limits
@@ -20,10 +20,41 @@ from paceline.verifier.kv.base import TapLayout, open_segments, round_up
 from paceline.verifier.kv.pool import PagePool
 from paceline.verifier.kv.segment import SegmentMemory
 
-if TYPE_CHECKING:
-    from paceline.verifier.metrics import RequestTimes
-
 CAPABILITY_BYTES = 16
+
+WAIT_SECONDS = 30.0
+"""Longest wait of a request for memory. Then its client is told to come again."""
+
+_FIRST_EXPECTED = 256
+"""Output tokens expected of a generation before any has ended."""
+
+_NEWEST_SHARE = 1 / 16
+"""Weight of the newest output in the running mean of lengths."""
+
+_log = logging.getLogger(__name__)
+FreeSequence = Callable[[Sequence], Awaitable[None]]
+"""Ends a sequence when no step uses it."""
+
+KvMemory = SegmentMemory | PagePool
+"""KV memory of all sequences, taken as they grow."""
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Times of one generation (time.perf_counter)."""
+
+    began: float
+    first: float = 0.0
+    newest: float = 0.0
+    tokens: int = 0
+    ended: bool = False
+
+    def emitted(self, tokens: int) -> None:
+        """Count tokens that were emitted now."""
+        self.newest = time.perf_counter()
+        if not self.tokens:
+            self.first = self.newest
+        self.tokens += tokens
 
 
 class Cache:
@@ -90,16 +121,6 @@ def digest(capability: bytes) -> bytes:
     return hashlib.sha256(capability).digest()
 
 
-WAIT_SECONDS = 30.0
-"""Longest wait of a request for memory. Then its client is told to come again."""
-
-_FIRST_EXPECTED = 256
-"""Output tokens expected of a generation before any has ended."""
-
-_NEWEST_SHARE = 1 / 16
-"""Weight of the newest output in the running mean of lengths."""
-
-
 class NoRoom(Exception):
     """A request waited too long for memory, or too many wait."""
 
@@ -159,16 +180,6 @@ class Admission:
     def wake(self) -> None:
         """Have waiting requests look for memory again."""
         self._changed.set()
-
-
-_log = logging.getLogger(__name__)
-
-FreeSequence = Callable[[Sequence], Awaitable[None]]
-"""Ends a sequence when no step uses it."""
-
-
-KvMemory = SegmentMemory | PagePool
-"""KV memory of all sequences, taken as they grow."""
 
 
 class StoreFull(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns, time_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +17,18 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Tracer
 
     from paceline.verifier.metrics import VerifierMetrics
+
+
+@dataclass(slots=True)
+class FollowCounts:
+    """Counts of all streams of a verifier. Written by the event loop, read by any thread."""
+
+    streams: int = 0
+    """Open streams."""
+    updates: int = 0
+    """Updates that were begun."""
+    bytes: int = 0
+    """Bytes of all messages sent."""
 
 
 class OpenSpans(NamedTuple):

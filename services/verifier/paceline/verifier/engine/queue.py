@@ -34,6 +34,9 @@ CHUNK_TOKENS = 64
 Key = bytes
 """Digest of a user and the chunks of a text up to one of them."""
 
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
 
 class PrefixCache:
     """Finds a sequence of the same user with the longest common prefix, in whole chunks.
@@ -128,10 +131,6 @@ def _keys(user: str, tokens: Items[int]) -> list[Key]:
         state.update(chunks[start : start + CHUNK_TOKENS].tobytes())
         keys.append(state.copy().digest())
     return keys
-
-
-_log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 class JobQueue:

@@ -21,6 +21,15 @@ from paceline.kv.selection import ObservedCache
 from paceline.kv.wire import cache_dtype
 from paceline.v1 import kv_pb2
 
+_COPIED_ROWS = 1024  # copied at once, so that little other memory is needed
+BLOCK_TOKENS = 256
+"""Memory is reserved, and capacities are rounded up, in steps of this many tokens."""
+
+TREE_TOKENS = 256
+"""Slots behind the longest text for the nodes of one tree, anchor included."""
+
+_open_files: set[int] = set()
+
 
 @dataclass(frozen=True)
 class Taps:
@@ -139,15 +148,6 @@ class TapRows(ABC):
             self.record(first, dict(zip(taps.layers, copies, strict=True)), slice(None))
 
 
-_COPIED_ROWS = 1024  # copied at once, so that little other memory is needed
-
-BLOCK_TOKENS = 256
-"""Memory is reserved, and capacities are rounded up, in steps of this many tokens."""
-
-TREE_TOKENS = 256
-"""Slots behind the longest text for the nodes of one tree, anchor included."""
-
-
 def round_up(tokens: int) -> int:
     """Returns the next multiple of ``BLOCK_TOKENS``."""
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
@@ -217,9 +217,6 @@ class KvLayout:
         """Returns the memory of so many slots, their hidden and recurrent states. Unit: bytes."""
         rows = 0 if taps is None else taps.rows_of(slots) * taps.row_bytes
         return slots * self.token_bytes + rows + (self.state_bytes if slots else 0)
-
-
-_open_files: set[int] = set()
 
 
 class OutOfMemory(Exception):

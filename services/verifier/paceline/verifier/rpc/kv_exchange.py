@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -20,6 +19,18 @@ from paceline.v1 import kv_pb2, kv_pb2_grpc, verifier_pb2
 from paceline.verifier.kv.base import SequenceKv
 from paceline.verifier.rpc.messages import grant_not_found
 from paceline.verifier.store import CAPABILITY_BYTES, Cache, CacheNotFound, CacheStore
+from paceline.verifier.telemetry import FollowCounts
+
+MESSAGE_BYTES = 1 << 20
+"""Maximum size of KV or hidden states in one message, so that encoding it does not block the event
+loop for long. Unit: bytes."""
+
+UPDATES_AHEAD = 2
+"""Maximum number of updates sent that are not acknowledged yet. A slower link skips rounds."""
+
+_POSITION_BYTES = 4
+MAX_FOLLOWERS = 16
+"""Maximum number of FollowCache streams per cache."""
 
 
 class StateFeed:
@@ -78,28 +89,6 @@ class StateFeed:
             for layer, rows in zip(self._layers, copies, strict=True)
             if first < end
         ]
-
-
-MESSAGE_BYTES = 1 << 20
-"""Maximum size of KV or hidden states in one message, so that encoding it does not block the event
-loop for long. Unit: bytes."""
-
-UPDATES_AHEAD = 2
-"""Maximum number of updates sent that are not acknowledged yet. A slower link skips rounds."""
-
-_POSITION_BYTES = 4
-
-
-@dataclass(slots=True)
-class FollowCounts:
-    """Counts of all streams of a verifier. Written by the event loop, read by any thread."""
-
-    streams: int = 0
-    """Open streams."""
-    updates: int = 0
-    """Updates that were begun."""
-    bytes: int = 0
-    """Bytes of all messages sent."""
 
 
 class FollowStream:
@@ -266,10 +255,6 @@ class FollowStream:
             chunk.key_scales.extend(key_scales)
             chunk.value_scales.extend(value_scales)
         return chunk
-
-
-MAX_FOLLOWERS = 16
-"""Maximum number of FollowCache streams per cache."""
 
 
 class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):

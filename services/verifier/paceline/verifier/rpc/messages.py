@@ -30,6 +30,11 @@ from paceline.verifier.store import CacheNotFound, StoreFull
 RETRY_SECONDS = 0.5
 """Delay that clients are advised to wait for KV memory. Generations take seconds."""
 
+Model = verifier_pb2.GetModelResponse
+"""Description of the served model."""
+
+_invalid = ServiceError.invalid_argument
+
 
 @contextmanager
 def as_service_errors() -> Iterator[None]:
@@ -65,12 +70,6 @@ def cache_not_found() -> ServiceError:
         "you have no cache with this handle: it was released, its lease expired, or the verifier "
         "was restarted; create one with the prompt and the tokens emitted so far",
     )
-
-
-Model = verifier_pb2.GetModelResponse
-"""Description of the served model."""
-
-_invalid = ServiceError.invalid_argument
 
 
 async def read_generation(

@@ -39,6 +39,9 @@ _SETTLING = 4
 by up to a half: caches are cold, and a drafter may be opening the sequence. Of several generations
 fewer: their steps are longer, and others come and go."""
 
+_FORMAT = 7  # of the file, and of what is measured
+_TOO_SLOW = 0.75  # learnt scale of a table below which it was measured beside other processes
+
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
@@ -305,10 +308,6 @@ def _survivals(job: Decode, tree: TokenTree, state: SequenceState) -> list[float
     if job.sequence.generation.sampling.rejection:
         return list(tree.survivals)
     return [survival**state.own.exponent for survival in tree.survivals]
-
-
-_FORMAT = 7  # of the file, and of what is measured
-_TOO_SLOW = 0.75  # learnt scale of a table below which it was measured beside other processes
 
 
 def load_scheduler(
