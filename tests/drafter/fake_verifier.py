@@ -99,14 +99,20 @@ class Peer:
         """Close all sequences when the service leaves."""
         self.socket: asyncio.StreamWriter | None = None
         self._context = context
+        self._writing = asyncio.Lock()
 
     async def send(self, message: exchange_pb2.JoinResponse) -> None:
         """Send a message over the carrier."""
         if self.socket is None:
             with suppress(Exception):  # gRPC's own, if the connection has ended
-                await self._context.write(message)
+                await self.write(message)
         else:
             await self.send_frame(message.SerializeToString())
+
+    async def write(self, message: exchange_pb2.JoinResponse) -> None:
+        """Send a message over the stream, which takes one at a time."""
+        async with self._writing:
+            await self._context.write(message)
 
     async def send_frame(self, frame: bytes, length: int | None = None) -> None:
         """Send bytes over the socket, as a frame that may claim another length."""
@@ -259,7 +265,7 @@ class FakeVerifier(exchange_pb2_grpc.DraftExchangeServiceServicer):
             peer.receive(message)
             if message.HasField("drafters"):
                 await peer.takes_lists.wait()
-                await context.write(exchange_pb2.JoinResponse(lists=len(peer.lists)))
+                await peer.write(exchange_pb2.JoinResponse(lists=len(peer.lists)))
 
     async def _read_socket(self, peer: Peer, reader: asyncio.StreamReader) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):

@@ -1,8 +1,8 @@
 """A verifier whose process may open few files."""
 
 import asyncio
+import os
 import resource
-import socket
 from pathlib import Path
 
 import grpc
@@ -47,17 +47,20 @@ async def test_more_texts_than_files(verifier: ServiceProcess) -> None:
 
 async def test_health_says_when_no_file_can_be_opened(verifier: ServiceProcess) -> None:
     async with verifier:
-        host, _, port = verifier.address.rpartition(":")
         limits = resource.prlimit(verifier.pid, resource.RLIMIT_NOFILE)
         assert limits == (128, 128)
         with grpc.insecure_channel(verifier.address) as channel:
             assert health(channel) == SERVING
-            idle = [socket.create_connection((host, int(port))) for _ in range(128)]
+            # Connections of callers are bounded, so something else takes the files.
+            resource.prlimit(
+                verifier.pid,
+                resource.RLIMIT_NOFILE,
+                (len(os.listdir(f"/proc/{verifier.pid}/fd")) + 1, 128),
+            )
             await asyncio.to_thread(
                 eventually, lambda: health(channel) == NOT_SERVING, "health says so"
             )
-            for connection in idle:
-                connection.close()
+            resource.prlimit(verifier.pid, resource.RLIMIT_NOFILE, limits)
             await asyncio.to_thread(
                 eventually, lambda: health(channel) == SERVING, "it serves again"
             )

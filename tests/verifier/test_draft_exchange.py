@@ -180,6 +180,28 @@ async def test_the_socket_is_preferred_then_the_fewest_sequences(client: Client)
         assert [len(each.opened) for each in (far, near, nearest)] == [0, 2, 2]
 
 
+@pytest.mark.parametrize("fault", ["refuses", "draws an invalid tree", "is late"])
+async def test_a_service_that_fails_takes_no_texts_from_others(fault: str, client: Client) -> None:
+    """It offers the same drafter, and would be the first to be asked."""
+    async with client.new_drafter_service() as good, client.new_drafter_service() as bad:
+        await bad.add(
+            {
+                "refuses": lambda *_: None,
+                "draws an invalid tree": lambda *_: tree(tokens=[VOCAB], parents=[-1]),
+                "is late": drafters.nothing,
+            }[fault]
+        )
+        await good.add(lambda *_: TokenTree.chain([1]))
+        if fault == "is late":
+            bad.paused = []
+        for _ in range(4):
+            created = await client.create(PROMPT, **FIELDS)
+            rounds = await client.steps(created.handle, 6, drafter="test", draft_timeout_ms=200)
+        assert all(each.tree.tokens for each in rounds)
+        assert len(good.opened) >= 3
+        assert len(bad.opened) <= 2
+
+
 async def test_a_draining_version_gets_no_new_sequence(client: Client) -> None:
     service = client.drafter_service
     names = [await service.add(drafters.right([1] * 99, 0)) for _ in range(2)]

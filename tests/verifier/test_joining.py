@@ -426,3 +426,36 @@ async def test_messages_for_closed_sequences_are_ignored(client: Client) -> None
     plain = await client.generate(PROMPT, None, **FIELDS)
     assert await client.generate(PROMPT, drafters.random_tree, **FIELDS) == plain
     assert [each.sequence for each in service.opened] == [1, 2], "the same connection"
+
+
+async def test_the_drafters_of_all_services_are_bounded(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each client gets them with GetModel, in one message."""
+    service = client.drafter_service
+    await service.joining()
+    size = client.service._exchange._links[0].drafters.ByteSize()
+    monkeypatch.setattr(limits, "DRAFTER_LISTS_BYTES", 2 * size + 10)
+    await service.update(service.infos)  # its own earlier list does not count
+    async with client.new_drafter_service() as second, client.new_drafter_service() as third:
+        await second.joining()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await third.joining()
+        assert reason_of(caught.value) == "TOO_MANY_DRAFTERS"
+        await second.leave()
+        third.joined = None
+        await third.joining()
+    longer = exchange_pb2.DrafterList(drafters=[service.info("1" * 200)] * 200)
+    await service._call.write(exchange_pb2.JoinRequest(drafters=longer))
+    assert await service.error() == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_DRAFTERS")
+
+
+def test_what_comes_with_a_list_is_not_kept() -> None:
+    """A part of a message keeps the memory of all of it, so the list must not be a part."""
+    message = exchange_pb2.JoinRequest(
+        drafters=exchange_pb2.DrafterList(drafters=[drafter_pb2.DrafterInfo(name="a")])
+    )
+    kept = exchange._checked(message)
+    assert kept == message.drafters
+    message.drafters.default_drafter = "changed"
+    assert not kept.default_drafter

@@ -53,6 +53,10 @@ STEP_MESSAGES = 64
 DRAFTERS = 256
 """Drafters of a service."""
 DRAFTER_LIST_BYTES = 256 * KIB
+DRAFTER_LISTS_BYTES = 2 * MIB
+"""Of all services: GetModel sends them to each client, whose messages may have 4 MiB."""
+LOGGED_NAMES = 8
+"""Names of drafters in a line of the log."""
 NAME_CHARS = 256
 """Longest name or version of a drafter."""
 

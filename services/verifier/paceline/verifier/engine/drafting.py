@@ -71,6 +71,8 @@ class Link:
         last: The newest number that was given out.
         message: What is sent next.
         latency: Mean latency of trees by drafter. Unit: seconds.
+        failures: Trees and answers that were wrong, late or never came since the last tree that was
+            taken. Of several services that offer a drafter the one with the fewest gets a sequence.
         joined: Whether the engine uses it.
         known: Whether it is of a user who may join: by a token, or by the user of the socket.
     """
@@ -83,6 +85,7 @@ class Link:
     last: int = 0
     message: exchange_pb2.JoinResponse = field(default_factory=exchange_pb2.JoinResponse)
     latency: dict[str, float] = field(default_factory=dict)
+    failures: int = 0
     joined: bool = False
     known: bool = True
 
@@ -328,7 +331,10 @@ class Drafting:
                         f"the sequence {sequence.number} was opened before: say so once",
                     )
                 if sequence is not None:
-                    sequence.opened = opened
+                    sequence.opened = exchange_pb2.SequenceOpened(  # a part keeps its message
+                        max_nodes=opened.max_nodes,
+                        kv_transport=opened.kv_transport[: limits.NAME_CHARS],
+                    )
                     sequence.drafter = link.version(sequence.name, opened.version)
             for tree in message.trees:
                 sequence = self._find(link, tree.sequence)
@@ -352,6 +358,7 @@ class Drafting:
             if sequence is not None and sequence.opened is not None:
                 job.no_draft = NoDraft.LATE
                 seconds = now - sequence.asked_at
+                sequence.link.failures += 1
                 job.fallbacks.append(("drafter_timeout", f"no tree came in {seconds:.3f} s"))
             self._resume(job)
 
@@ -391,7 +398,7 @@ class Drafting:
             offering = offering[:1]
         if not offering:
             return None
-        link = min(offering, key=lambda each: (each.socket is None, len(each.sequences)))
+        link = min(offering, key=_preference)
         link.last += 1
         text = job.sequence
         sequence = SequenceAtDrafter(link, link.last, job, name, len(text.tokens), now)
@@ -456,6 +463,7 @@ class Drafting:
             why = f"{error.reason}: the drafter {sequence.name!r} sent an invalid tree: {error}"
             self._drop(sequence, "invalid_tree", why, wrong=True)
             return
+        link.failures = 0
         if len(tree):
             job.failures = 0
             max_us = microseconds(now - sequence.asked_at)
@@ -479,6 +487,7 @@ class Drafting:
         job = sequence.job
         delay = min(_MAX_DELAY, _FIRST_DELAY * 2 ** min(job.failures + 3 * wrong, 16))
         job.failures += 1
+        sequence.link.failures += 1
         job.retry_at = perf_counter() + delay
         why = why[:_MAX_REASON]
         job.fallbacks.append((reason, why))
@@ -504,6 +513,11 @@ class Drafting:
         _log.warning("a drafter service was disconnected", extra={"fault": error.message})
         self.leave(link, error.message)
         link.end(error)
+
+
+def _preference(link: Link) -> tuple[int, bool, int]:
+    """The lowest of several services that offer a drafter gets a sequence."""
+    return link.failures, link.socket is None, len(link.sequences)
 
 
 def eligible(

@@ -100,13 +100,14 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
 
     def _list_came(self) -> None:
         """Tell which layers are read, by drafters that were made for this target."""
-        lists = [link.drafters for link in self._links]
-        found = set[int]()
-        for name in {each.name for listed in lists for each in listed.drafters}:
-            taps = self.taps(name)
-            found |= set(() if taps is None else taps.layers)
-        if found:
-            self.on_tapped(tuple(sorted(found)))
+        layers: dict[str, set[int]] = {}
+        for link in self._links:
+            for each in link.drafters.drafters:
+                if each.hidden_state_layers and each.traffic_share > 0:
+                    layers.setdefault(each.name, set()).update(each.hidden_state_layers)
+        made = (found for found in layers.values() if max(found) < self._model.layers)
+        if tapped := set[int]().union(*made):
+            self.on_tapped(tuple(sorted(tapped)))
 
     def scored(self, drafter: str | None) -> set[tuple[str, tuple[int, ...]]]:
         """Selection policies of a drafter (see :meth:`taps`) that score positions, and layers."""
@@ -164,7 +165,8 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         first = await context.read()
         if first is grpc.aio.EOF:
             return
-        _check(first)
+        drafters = _checked(first)
+        del first  # a call may last for days
         if len(self._links) + len(self._expected) >= limits.JOINED_SERVICES:
             raise ServiceError.resource_exhausted(
                 "TOO_MANY_SERVICES",
@@ -206,7 +208,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
                     "NOT_READY", "the second message must set use_stream, or the socket be opened"
                 )
             second = asyncio.create_task(context.read())
-        await self._serve(first.drafters, framed, second, context)
+        await self._serve(drafters, framed, second, context)
 
     async def _serve(
         self,
@@ -233,6 +235,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         def end(error: ServiceError) -> None:
             loop.call_soon_threadsafe(partial(_set_error, failed, error))
 
+        self._check_room(drafters)
         known = self._needs_token or framed is not None or context.peer().startswith("unix:")
         self._check_names(drafters, known)
         link = Link(drafters, write, end, framed, known=known)
@@ -242,7 +245,10 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         lists = 1
         put(exchange_pb2.JoinResponse(lists=lists))
         writing = asyncio.create_task(_write_all(outgoing, context))
-        extra = {"carrier": link.carrier, "drafters": sorted({d.name for d in drafters.drafters})}
+        names = sorted({each.name for each in drafters.drafters})
+        if len(names) > limits.LOGGED_NAMES:
+            names[limits.LOGGED_NAMES :] = [f"{len(names) - limits.LOGGED_NAMES} more"]
+        extra = {"carrier": link.carrier, "drafters": names}
         _log.info("a drafter service joined", extra=extra)
         try:
             while True:
@@ -258,6 +264,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
                 if message.HasField("drafters"):
                     lists += 1
                     put(exchange_pb2.JoinResponse(lists=lists))
+                del message
                 reading = asyncio.create_task(context.read())
         finally:
             self._links.remove(link)
@@ -271,8 +278,8 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         """Pass on a message of the stream; returns when the engine has taken it, so that no service
         sends more than one between two steps."""
         if message.HasField("drafters"):
-            _check(message)
-            drafters = message.drafters
+            drafters = _checked(message)
+            self._check_room(drafters, link)
             self._check_names(drafters, link.known)
             link.drafters = drafters
             await self._engine.with_drafting(lambda drafting: drafting.update(link, drafters))
@@ -283,6 +290,18 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             )
         if link.socket is None:
             await self._engine.with_drafting(lambda drafting: drafting.receive(link, message))
+
+    def _check_room(self, drafters: exchange_pb2.DrafterList, own: Link | None = None) -> None:
+        """The lists of all services, besides an earlier one of ``own``, are bounded. Raises
+        ``ServiceError``: there is no room for another."""
+        others = sum(link.drafters.ByteSize() for link in self._links if link is not own)
+        if others + drafters.ByteSize() > limits.DRAFTER_LISTS_BYTES:
+            raise ServiceError.resource_exhausted(
+                "TOO_MANY_DRAFTERS",
+                f"the drafters of all services take more than {limits.DRAFTER_LISTS_BYTES} bytes; "
+                "unload some",
+                limits.JOIN_SECONDS,
+            )
 
     def _check_names(self, drafters: exchange_pb2.DrafterList, known: bool) -> None:
         """Names that a known service offers are not for an unknown one, which loses those that a
@@ -393,8 +412,9 @@ def _remove_dead(path: str) -> None:
             return  # bind() tells what is wrong
 
 
-def _check(message: exchange_pb2.JoinRequest) -> None:
-    """Check a list of drafters. Raises ``ServiceError``: INVALID_ARGUMENT."""
+def _checked(message: exchange_pb2.JoinRequest) -> exchange_pb2.DrafterList:
+    """A copy of the list of drafters of a message. A part would keep the whole message, with
+    whatever else it has. Raises ``ServiceError``: INVALID_ARGUMENT."""
     if not message.HasField("drafters"):
         raise ServiceError.invalid_argument(
             "NOT_JOINED", "the first message of a Join stream must have drafters"
@@ -412,3 +432,6 @@ def _check(message: exchange_pb2.JoinRequest) -> None:
             f"expected at most {limits.DRAFTERS} drafters in {limits.DRAFTER_LIST_BYTES} bytes, "
             f"with names of at most {limits.NAME_CHARS} characters",
         )
+    copied = exchange_pb2.DrafterList()
+    copied.CopyFrom(message.drafters)
+    return copied

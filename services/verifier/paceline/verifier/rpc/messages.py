@@ -120,6 +120,8 @@ async def read_generation(
     stop_ids = set(request.stop_token_ids)
     if not request.ignore_eos:
         stop_ids.update(model.eos_token_ids)
+    sampling = sampling_pb2.SamplingParams()
+    sampling.CopyFrom(request.sampling)  # a part would keep the whole message
     logprobs = request.logprobs or request.top_logprobs > 0
     return GenerationParams(
         prompt=tuple(prompt),
@@ -131,7 +133,7 @@ async def read_generation(
         taps=taps,
         grammar=await _read_grammar(request.sampling, tuple(output), grammars),
         prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
-        sampling_message=request.sampling,
+        sampling_message=sampling,
     )
 
 
