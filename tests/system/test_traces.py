@@ -49,8 +49,9 @@ def traced(
 def generate(
     verifier: ServiceProcess, drafter: ServiceProcess, name: str, environment: dict[str, str]
 ) -> dict[str, Any]:
-    """A generation of `paceline generate`, which drafts in every round."""
-    options = ["--seed", "1", "--json", "--draft-always", "--draft-timeout", "60"]
+    """A generation of `paceline generate`, which drafts in every round. A chat would first ask for
+    the model, outside of the generation."""
+    options = ["--raw", "--seed", "1", "--json", "--draft-always", "--draft-timeout", "60"]
     shown = paceline("generate", verifier, drafter, name, environment, *options)
     result: dict[str, Any] = json.loads(shown)
     return result
