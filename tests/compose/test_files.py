@@ -17,7 +17,7 @@ from compose_viz.spec.compose_spec import ComposeSpecification
 
 from paceline.cli import services
 from paceline.decoder import find_device
-from paceline.drafter.service import drafting_device
+from paceline.drafter.wiring import drafting_device
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 DEPLOYMENTS = ("cpu", "docker-compose", "remote")
@@ -147,7 +147,7 @@ def chosen_gpu(monkeypatch: pytest.MonkeyPatch, service: str, settings: dict[str
     visible = filled(found["environment"]["CUDA_VISIBLE_DEVICES"], settings).split(",")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr("paceline.drafter.service._has_driver", lambda: True)
+    monkeypatch.setattr("paceline.drafter.wiring._has_driver", lambda: True)
     words = filled(found["command"], settings).split()
     name = words[words.index("--device") + 1]
     choose = {"verifier": find_device, "drafter": drafting_device}[service]

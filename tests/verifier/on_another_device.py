@@ -49,12 +49,12 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name ``cuda`` means the device, in every thread that computes."""
     for kind in ("cpu", "other"):
         monkeypatch.setitem(attention._LOADED, kind, DenseBackend())
-    service, engine = "paceline.verifier.service", "paceline.verifier.engine.engine"
+    wiring, engine = "paceline.verifier.wiring", "paceline.verifier.engine.engine"
     real = torch.device("cpu")
     monkeypatch.setattr(
-        f"{service}.rank_device", lambda options: DEVICE if options.device == "cuda" else real
+        f"{wiring}.rank_device", lambda options: DEVICE if options.device == "cuda" else real
     )
-    for module in (service, engine):
+    for module in (wiring, engine):
         monkeypatch.setattr(
             f"{module}.use_device", lambda device: device == DEVICE and enter_thread()
         )

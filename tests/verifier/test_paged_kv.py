@@ -23,7 +23,7 @@ from paceline.verifier.engine.acceptance import walk
 from paceline.verifier.kv.base import OutOfMemory, TapLayout, Taps
 from paceline.verifier.kv.pool import PAGE_TOKENS, PagedKv, PagePool
 from paceline.verifier.kv.segment import Segment, SegmentMemory
-from paceline.verifier.service import _default_kv_bytes
+from paceline.verifier.wiring import default_kv_bytes
 
 CPU = torch.device("cpu")
 
@@ -215,8 +215,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("paceline.verifier.service.sleep", made.sleep)
-    monkeypatch.setattr("paceline.verifier.service.monotonic", lambda: made.now)
+    monkeypatch.setattr("paceline.verifier.wiring.sleep", made.sleep)
+    monkeypatch.setattr("paceline.verifier.wiring.monotonic", lambda: made.now)
     return made
 
 
@@ -232,7 +232,7 @@ def test_memory_that_an_earlier_verifier_held_is_waited_for(
 
     gpu = SimpleNamespace(mem_get_info=mem_get_info, memory_reserved=lambda device: 16 * gib)
     monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
-    found = _default_kv_bytes(torch.device("cuda"), 0.8)
+    found = default_kv_bytes(torch.device("cuda"), 0.8)
     if math.isfinite(until):
         assert (found, clock.now, caplog.text) == (48 * gib, until, "")
     else:
@@ -248,7 +248,7 @@ def test_a_share_that_leaves_no_tenth_is_not_waited_for(
         mem_get_info=lambda device: (63 * gib, 80 * gib), memory_reserved=lambda device: 16 * gib
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
-    assert _default_kv_bytes(torch.device("cuda"), 1.0) == int(0.9 * 63 * gib)
+    assert default_kv_bytes(torch.device("cuda"), 1.0) == int(0.9 * 63 * gib)
     assert (clock.now, caplog.text) == (0.0, "")
 
 
@@ -271,4 +271,4 @@ def test_kv_on_a_gpu_leaves_its_share_to_drafters(
         mem_get_info=lambda device: (free * gib, 80 * gib), memory_reserved=lambda device: own * gib
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
-    assert _default_kv_bytes(torch.device("cuda"), 0.8) == expected * gib
+    assert default_kv_bytes(torch.device("cuda"), 0.8) == expected * gib

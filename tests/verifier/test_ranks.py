@@ -109,7 +109,7 @@ async def test_a_rank_that_dies_ends_the_verifier(target: Path, tmp_path: Path) 
     with lost:
         async with serving(target, tmp_path / "v.sock", **OPTIONS, tensor_parallel=2) as client:
             created = await client.create(PROMPT, **FIELDS)
-            ranks: Any = client.service._ranks
+            ranks: Any = client.service._loaded.ranks
             ranks._children[0].kill()
             with pytest.raises(grpc.aio.AioRpcError):
                 await client.rest(created.handle)

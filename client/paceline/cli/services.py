@@ -247,7 +247,8 @@ def _build_drafter(args: argparse.Namespace, metrics: CollectorRegistry | None) 
     from paceline.cli.shipped import drafters_for
     from paceline.drafter import DrafterSpec
     from paceline.drafter.kv.exchange import VerifierAccess
-    from paceline.drafter.service import build_service, drafting_device
+    from paceline.drafter.service import build_service
+    from paceline.drafter.wiring import drafting_device
 
     options = DrafterOptions(**given_options(args, DrafterOptions))
     load = args.load

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,14 +12,17 @@ import grpc
 
 from paceline.drafter.connection import Parts
 from paceline.drafter.exchange import Exchange
-from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
-from paceline.drafter.methods.base import Drafter, LoadError, Resources
+from paceline.drafter.kv.exchange import VerifierAccess
+from paceline.drafter.methods.base import LoadError, Resources
 from paceline.drafter.recordings import TextRecorder
-from paceline.drafter.registry import Loader, Registry
-from paceline.drafter.spec import DrafterSpec, Roots
-from paceline.drafter.worker import DraftWorker
+from paceline.drafter.spec import DrafterSpec
+from paceline.drafter.wiring import (
+    drafter_registry,
+    drafting_device,
+    drafting_worker,
+    kv_readers,
+)
 from paceline.service import Service, ServiceError
-from paceline.service.runtime import trim
 from paceline.telemetry.tracing import tracer
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
@@ -207,7 +207,7 @@ def build_service(
         roots: Folders below which LoadDrafter may load from. Empty: the folders in ``load`` and
             their parents.
         device: Device of methods with weights: auto, cpu, cuda or cuda:N
-            (:func:`drafting_device`). KV on a GPU is mapped only by
+            (:func:`~paceline.drafter.wiring.drafting_device`). KV on a GPU is mapped only by
             drafters on a GPU.
         overlap: Whether chains of ``lm`` and ``selfspec`` grow on while the verifier works. It pays
             where the drafter has a processor of its own. None: if ``device`` is a GPU.
@@ -228,29 +228,12 @@ def build_service(
             or used.
         ValueError: ``record_bytes`` is too small, or there is no such device.
     """
-    # Drafts need not be the same on every machine.
     drafted_on = drafting_device(device)
-    kv = KvExchange(access or VerifierAccess(), drafted_on)
-    kv.verifiers = [each for each in verifiers if not each.endswith("*")]
+    kv = kv_readers(verifiers, access or VerifierAccess(), drafted_on)
+    # Drafts need not be the same on every machine.
     resources = Resources(drafted_on, threads, "auto", kv.find_weights)
-    folders = [folder for spec in load for folder in spec.folders]
-    allowed = [*roots, *folders] if roots else [f for each in folders for f in (each, each.parent)]
-    if overlap is None:
-        overlap = resources.device != "cpu"
-    prepare, find_fault = _device_calls(resources.device)
-    worker = DraftWorker(prepare, overlap=overlap, find_fault=find_fault, device=resources.device)
-
-    def dispose(drafter: Drafter) -> None:
-        worker.post(drafter.close)
-        # The sequence of a slow round may still refer to the drafter: memory is returned to the
-        # system after the last reference is gone.
-        weakref.finalize(drafter, worker.post, trim).atexit = False
-
-    registry = Registry(
-        Loader(Roots(allowed), resources),
-        dispose,
-        partial(worker.run, lambda: None),
-    )
+    worker = drafting_worker(drafted_on, overlap)
+    registry = drafter_registry(load, roots, resources, worker)
     recorder = TextRecorder(record, record_bytes) if record is not None else None
     parts = Parts(
         registry=registry,
@@ -268,67 +251,4 @@ def build_service(
         from paceline.drafter.metrics import DrafterMetrics
 
         parts.metrics = DrafterMetrics(metrics, registry, worker, recorder, exchange.links)
-    return DrafterService(load, parts, exchange, resources.device)
-
-
-def drafting_device(name: str) -> str:
-    """Resolve a device name to the torch name of an existing device, with its number.
-
-    Args:
-        name: auto, cpu, cuda or cuda:N. auto is the second GPU if there are two, since a verifier
-            on the same machine takes the first, and if the second can read the first's memory;
-            else the first GPU, or the CPU.
-
-    Raises:
-        ValueError: The name is malformed, or there is no such device.
-    """
-    # Drafters without weights need no torch, whose import takes seconds.
-    if name == "cpu":
-        return name
-    if name == "auto" and not _has_driver():
-        logging.getLogger("paceline.device").info(
-            "device auto: using the CPU, since there is no NVIDIA driver"
-        )
-        return "cpu"
-    from paceline.decoder import find_device
-
-    device = find_device(name, preferred=1)
-    if name == "auto" and device.index and not _reads_first(device.index):
-        logging.getLogger("paceline.device").warning(
-            "device auto: using cuda:0 after all, since %s has no peer access to its memory: KV "
-            "and hidden states of a verifier there would be copied over gRPC; --device %s takes it "
-            "anyway (of `paceline serve`: --drafter-device)",
-            device,
-            device,
-        )
-        return str(find_device("cuda:0"))
-    return str(device)
-
-
-def _reads_first(gpu: int) -> bool:
-    """Whether a GPU can read the memory of the first one; True if the driver cannot be asked."""
-    from paceline.kv.cuda import DriverError, cuda_driver
-
-    try:
-        return cuda_driver().reach(gpu, 0)
-    except DriverError:
-        return True
-
-
-def _device_calls(
-    device: str,
-) -> tuple[Callable[[], None] | None, Callable[[], Exception | None] | None]:
-    """Functions that select a GPU on the calling thread, and check it; None for the CPU."""
-    if device == "cpu":
-        return None, None
-    from paceline.decoder import device_lost, use_device
-
-    return partial(use_device, device), partial(device_lost, device)
-
-
-def _has_driver() -> bool:
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
+    return DrafterService(load, parts, exchange, drafted_on)

@@ -6,13 +6,9 @@ import asyncio
 import gc
 import logging
 import os
-import resource
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -21,34 +17,23 @@ from rich.console import Console
 from rich.progress import Progress
 
 from paceline.decoder import (
-    Decoder,
     GraphRunner,
-    PackedWeights,
-    ParallelDecoder,
-    open_model,
-    publish,
-    use_device,
 )
 from paceline.kernels import SamplingParams, choose_tokens
 from paceline.service import Gate, limits
-from paceline.service.runtime import available_memory, trim
+from paceline.service.runtime import trim
 from paceline.service.tasks import keep_running
 from paceline.telemetry.tracing import tracer
 from paceline.v1 import exchange_pb2_grpc, kv_pb2_grpc, verifier_pb2, verifier_pb2_grpc
-from paceline.verifier.engine.engine import Engine
-from paceline.verifier.kv.base import BLOCK_TOKENS, TREE_TOKENS, KvLayout
-from paceline.verifier.kv.pool import PagePool
-from paceline.verifier.kv.segment import SegmentMemory
-from paceline.verifier.model import ModelInfo, check_steps, read_model_info
+from paceline.verifier.model import ModelInfo, check_steps
 from paceline.verifier.options import VerifierOptions
-from paceline.verifier.ranks import load_target, meet_ranks, rank_device
 from paceline.verifier.rpc.exchange import DraftExchangeServicer
 from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
-from paceline.verifier.rpc.messages import read_tree
 from paceline.verifier.rpc.servicer import VerifierServicer
-from paceline.verifier.scheduler.scheduler import Scheduler, load_scheduler, save_scheduler
-from paceline.verifier.store import CacheStore, KvMemory
+from paceline.verifier.scheduler.scheduler import save_scheduler
+from paceline.verifier.store import CacheStore
 from paceline.verifier.telemetry import FollowCounts, Telemetry
+from paceline.verifier.wiring import engine, kv_memory, load_model
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -58,12 +43,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _DRAIN_POLL_SECONDS = 0.02
-_FREE_SECONDS, _FREE_POLL_SECONDS = 10.0, 0.25
-"""How long a start waits for memory of a GPU that a process before it held."""
-_CONTEXTS = 0.05
-"""Share of a GPU's memory that processes without tensors there may have."""
-_OTHER_FILES = 64
-"""Open files that are left for connections."""
 
 
 class VerifierService:
@@ -89,121 +68,37 @@ class VerifierService:
         needs_token: bool = False,
     ) -> None:
         """Load the model; see :func:`build_service`."""
-        threads = options.threads or torch.get_num_threads()
-        if not options.threads and "RANK" not in os.environ:
-            threads = max(1, threads // options.tensor_parallel)
-        # OpenMP keeps a team of workers for each thread that computes. A second team would
-        # outnumber the cores, and its workers then sleep and wake at every operation, which doubles
-        # the time of a step. So this thread gets none, and the loading thread ends with its own.
-        torch.set_num_threads(1)
-        device = rank_device(options)
-        self._ranks = meet_ranks(target, options, device, threads)
-        self._weights: int | None = None
-        self._scheduler: Scheduler | None = None
-        try:
-            with ThreadPoolExecutor(1, initializer=_use, initargs=(threads, device)) as pool:
-                decoder, model = pool.submit(self._load, target, options, device).result()
-        except BaseException:
-            if self._ranks is not None:
-                self._ranks.kill()
-            raise
-        self._decoder = decoder
-        followers = decoder.followers if isinstance(decoder, ParallelDecoder) else None
-        self._info, self._model, self._threads = model, model.message, threads
-        config = decoder.config
-        if config.delta_layers and options.paged_kv:
-            raise ValueError(
-                f"paged_kv is not supported for {config.model_type!r}, whose recurrent states lie "
-                "beside segments"
-            )
-        layout = KvLayout.of(config)
-        kv_bytes = options.kv_bytes
-        if kv_bytes is None:
-            kv_bytes = _default_kv_bytes(decoder.device, options.gpu_memory)
-        longest = _longest_text(layout, kv_bytes)
-        if longest < model.message.max_context:
-            _log.warning("%d bytes of KV hold texts of %d tokens at most", kv_bytes, longest)
-            model.message.max_context = longest
-        max_sequences, max_prefixes = _cache_limits(options)
-        self._pool: PagePool | None = None
-        memory: KvMemory
-        self._graphs: GraphRunner | None = None
-        if options.paged_kv or decoder.device.type != "cpu":
-            memory = self._pool = PagePool(
-                layout,
-                decoder.device,
-                kv_bytes=kv_bytes,
-                max_sequences=max_sequences + max_prefixes,
-                max_context=model.message.max_context,
-                followers=followers,
-            )
-            graphs = decoder.device.type == "cuda" and find_spec("triton") is not None
-            if graphs and followers is None and options.cuda_graphs != "off":
-                required = options.cuda_graphs == "on"
-                self._graphs = GraphRunner(decoder, self._pool, required=required)
-        else:
-            memory = SegmentMemory(layout, kv_bytes, followers)
-        self.engine = Engine(
-            decoder,
-            step_tokens=options.step_token_limit,
-            prefill_tokens=options.prefill_token_limit,
-            threads=threads,
-            scheduler=self._scheduler,
-            node_budget=options.node_budget,
-            graphs=self._graphs,
-            max_prefixes=max_prefixes,
-            read_tree=lambda tree, job: read_tree(tree, model.message, job.sequence),
-        )
+        loaded = self._loaded = load_model(target, options)
+        self._decoder, self._info = loaded.decoder, loaded.info
+        model = self._model = loaded.info.message
+        kv = kv_memory(loaded, options)
+        self._pool, self._graphs = kv.pool, kv.graphs
+        self.engine = engine(loaded, kv, options)
         self.store = CacheStore(
-            memory,
+            kv.memory,
             self.engine.release,
-            max_sequences=max_sequences,
+            max_sequences=kv.max_sequences,
             lease_seconds=options.lease_seconds,
             prefixes=self.engine.prefixes,
         )
         self._gate = Gate()
         self._follow_counts = FollowCounts()
         self._exchange = DraftExchangeServicer(
-            model.message,
+            model,
             self.engine,
             self.store,
             options.draft_socket,
-            self._weights,
+            loaded.weights,
             needs_token=needs_token,
         )
         self._exchange.on_tapped = self._capture_taps
         self._captures: set[asyncio.Task[None]] = set()
-        kept = None if metrics is None else self._metrics(metrics, model)
+        kept = None if metrics is None else self._metrics(metrics, loaded.info)
         telemetry = Telemetry(kept, tracer(), options.trace_rounds)
         self._servicer = VerifierServicer(
-            model, self.store, self.engine, self._gate, self._exchange, telemetry
+            loaded.info, self.store, self.engine, self._gate, self._exchange, telemetry
         )
         self._sweeper: asyncio.Task[None] | None = None
-
-    def _load(
-        self, target: Path, options: VerifierOptions, device: torch.device
-    ) -> tuple[Decoder, ModelInfo]:
-        """Load the model, publish its weights if they are shared, and profile its steps."""
-        source = open_model(target, options.lora)
-        decoder = load_target(source, options, device, self._ranks)
-        model = read_model_info(
-            source,
-            decoder,
-            max_context=options.max_context,
-            lease_seconds=options.lease_seconds,
-        )
-        trim()  # what is allocated next would keep what the checks have freed from being returned
-        model.message.name = options.model_name or model.message.name
-        if options.share_weights:
-            self._weights = publish(decoder.large_tensors())
-            packed = PackedWeights(self._weights)
-            decoder = load_target(source, options, device, shared=packed)
-        if options.schedule != "off":
-            again = options.schedule == "profile"
-            self._scheduler = load_scheduler(
-                decoder, model.message.max_context, options.node_budget, again=again
-            )
-        return decoder, model
 
     def _metrics(self, registry: CollectorRegistry, model: ModelInfo) -> VerifierMetrics:
         # Imported here, since only a verifier with metrics needs it.
@@ -243,7 +138,7 @@ class VerifierService:
             "model": model.name,
             "weights": model.weights,
             "device": name,
-            "threads": self._threads,
+            "threads": self._loaded.threads,
             "kv_bytes": self.store.memory.limit_bytes,
             "kv_cache_dtype": model.kv_cache_dtype,
             "max_context": model.max_context,
@@ -335,12 +230,13 @@ class VerifierService:
             task.cancel()
         await asyncio.gather(*self._captures, return_exceptions=True)
         await self.engine.stop()
-        if self._ranks is not None:
-            await asyncio.to_thread(self._ranks.stop)
-        if self._scheduler is not None:
-            save_scheduler(self._scheduler, self._decoder)
-        if self._weights is not None:
-            os.close(self._weights)
+        loaded = self._loaded
+        if loaded.ranks is not None:
+            await asyncio.to_thread(loaded.ranks.stop)
+        if loaded.scheduler is not None:
+            save_scheduler(loaded.scheduler, loaded.decoder)
+        if loaded.weights is not None:
+            os.close(loaded.weights)
         gc.unfreeze()
         await self.store.wait_released()
         try:
@@ -361,74 +257,6 @@ class VerifierService:
         while True:
             await asyncio.sleep(min(self.store.lease_seconds, limits.UNUSED_SECONDS) / 6)
             await self.store.sweep()
-
-
-def _use(threads: int, device: torch.device) -> None:
-    """Prepare a thread to run the model."""
-    torch.set_num_threads(threads)
-    use_device(device)
-
-
-def _cache_limits(options: VerifierOptions) -> tuple[int, int]:
-    """Maximum number of caches, and of ended texts whose KV is kept.
-
-    Each has two open files, its own and that of its mapping, so the limit of open files bounds
-    both. What is open now, and some for connections, is left out.
-    """
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = (limit - len(os.listdir("/proc/self/fd")) - _OTHER_FILES) // 2
-    max_sequences = min(options.max_sequences, max(1, room - room // 2))
-    if max_sequences < options.max_sequences:
-        _log.warning(
-            "%d open files allow %d caches at once, not %d; raise `ulimit -n`",
-            limit,
-            max_sequences,
-            options.max_sequences,
-        )
-    kept = options.max_sequences if options.prefix_caching else 0
-    return max_sequences, max(0, min(kept, room - max_sequences))
-
-
-def _longest_text(layout: KvLayout, kv_bytes: int) -> int:
-    """Tokens of the longest text that fits, with a tree behind it, if no other one does. Raises
-    ``ValueError``: none does."""
-    slots = (kv_bytes - layout.state_bytes) // layout.token_bytes
-    tokens = slots // BLOCK_TOKENS * BLOCK_TOKENS - TREE_TOKENS
-    if tokens <= 0:
-        min_bytes = layout.capacity(1) * layout.token_bytes + layout.state_bytes
-        raise ValueError(f"kv_bytes is {kv_bytes}, expected at least {min_bytes} for this model")
-    return tokens
-
-
-def _default_kv_bytes(device: torch.device, share: float) -> int:
-    """KV memory for a verifier that has loaded its weights on a device. Unit: bytes.
-
-    Half of what is free on the CPU. On another device what the weights leave of the share of its
-    memory: a drafter finds the same rest whichever of both starts first. Of what is free a tenth is
-    left in any case. A drafter may still map the KV of a verifier that has just ended: that memory
-    is waited for.
-    """
-    if device.type == "cpu":
-        return available_memory() // 2
-    module = torch.get_device_module(device)
-    deadline = monotonic() + _FREE_SECONDS
-    while True:
-        free, total = module.mem_get_info(device)
-        own = module.memory_reserved(device)
-        wanted, most = int(share * total - own), int(0.9 * free)
-        others = total - free - own
-        if most >= wanted or others < _CONTEXTS * total:
-            return max(0, min(wanted, most))
-        if monotonic() >= deadline:
-            break
-        sleep(_FREE_POLL_SECONDS)
-    _log.warning(
-        "KV on %s gets %.1f GB, not %.1f: other processes hold %.1f of its %.1f GB, such as a "
-        "drafter that maps the KV of an earlier verifier; end them, or set --gpu-memory or "
-        "--kv-bytes",
-        device, most / 1e9, wanted / 1e9, others / 1e9, total / 1e9,
-    )  # fmt: skip
-    return most
 
 
 def build_service(

@@ -1,0 +1,248 @@
+"""What a verifier is made of: the loaded model, memory for KV, and the engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from time import monotonic, sleep
+
+import torch
+
+from paceline.decoder import (
+    Decoder,
+    GraphRunner,
+    PackedWeights,
+    ParallelDecoder,
+    Ranks,
+    open_model,
+    publish,
+    use_device,
+)
+from paceline.service.runtime import available_memory, trim
+from paceline.verifier.engine.engine import Engine
+from paceline.verifier.kv.base import BLOCK_TOKENS, TREE_TOKENS, KvLayout
+from paceline.verifier.kv.pool import PagePool
+from paceline.verifier.kv.segment import SegmentMemory
+from paceline.verifier.model import ModelInfo, read_model_info
+from paceline.verifier.options import VerifierOptions
+from paceline.verifier.ranks import load_target, meet_ranks, rank_device
+from paceline.verifier.rpc.messages import read_tree
+from paceline.verifier.scheduler.scheduler import Scheduler, load_scheduler
+from paceline.verifier.store import KvMemory
+
+_log = logging.getLogger(__name__)
+
+_FREE_SECONDS, _FREE_POLL_SECONDS = 10.0, 0.25
+"""How long a start waits for memory of a GPU that a process before it held."""
+
+_CONTEXTS = 0.05
+"""Share of a GPU's memory that processes without tensors there may have."""
+
+_OTHER_FILES = 64
+"""Open files that are left for connections."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """The target model, and what was made while it was loaded."""
+
+    decoder: Decoder
+    info: ModelInfo
+    """Its description for clients."""
+    threads: int
+    """Threads of the math library that run it."""
+    ranks: Ranks | None
+    """The processes that share it; None: there is one."""
+    weights: int | None
+    """Descriptor of its packed weights, if drafters share them; the service closes it."""
+    scheduler: Scheduler | None
+    """With the times of its steps; None: every tree is verified as it comes."""
+
+
+@dataclass(frozen=True)
+class KvSpace:
+    """Memory for KV, and how many texts it serves."""
+
+    memory: KvMemory
+    pool: PagePool | None
+    """The same if KV lies in pages."""
+    graphs: GraphRunner | None
+    """CUDA graphs over the pages, on a device that has them."""
+    max_sequences: int
+    """Caches at once."""
+    max_prefixes: int
+    """Ended texts whose KV is kept."""
+
+
+def load_model(target: Path, options: VerifierOptions) -> LoadedModel:
+    """Load the target with the other ranks, publish its weights if they are shared, and profile its
+    steps. Raises as :func:`paceline.verifier.build_service`."""
+    threads = options.threads or torch.get_num_threads()
+    if not options.threads and "RANK" not in os.environ:
+        threads = max(1, threads // options.tensor_parallel)
+    # OpenMP keeps a team of workers for each thread that computes. A second team would
+    # outnumber the cores, and its workers then sleep and wake at every operation, which doubles
+    # the time of a step. So this thread gets none, and the loading thread ends with its own.
+    torch.set_num_threads(1)
+    device = rank_device(options)
+    ranks = meet_ranks(target, options, device, threads)
+
+    def load() -> LoadedModel:
+        source = open_model(target, options.lora)
+        decoder = load_target(source, options, device, ranks)
+        info = read_model_info(
+            source,
+            decoder,
+            max_context=options.max_context,
+            lease_seconds=options.lease_seconds,
+        )
+        trim()  # what is allocated next would keep what the checks have freed from being returned
+        info.message.name = options.model_name or info.message.name
+        weights, scheduler = None, None
+        if options.share_weights:
+            weights = publish(decoder.large_tensors())
+            decoder = load_target(source, options, device, shared=PackedWeights(weights))
+        if options.schedule != "off":
+            again = options.schedule == "profile"
+            scheduler = load_scheduler(
+                decoder, info.message.max_context, options.node_budget, again=again
+            )
+        return LoadedModel(decoder, info, threads, ranks, weights, scheduler)
+
+    try:
+        with ThreadPoolExecutor(1, initializer=_use, initargs=(threads, device)) as pool:
+            return pool.submit(load).result()
+    except BaseException:
+        if ranks is not None:
+            ranks.kill()
+        raise
+
+
+def kv_memory(model: LoadedModel, options: VerifierOptions) -> KvSpace:
+    """Take memory for KV. A context that does not fit shortens that of the model's description.
+
+    Raises:
+        ValueError: No text fits, or the model's caches cannot lie in pages.
+    """
+    decoder, message = model.decoder, model.info.message
+    config, device = decoder.config, decoder.device
+    if config.delta_layers and options.paged_kv:
+        raise ValueError(
+            f"paged_kv is not supported for {config.model_type!r}, whose recurrent states lie "
+            "beside segments"
+        )
+    followers = decoder.followers if isinstance(decoder, ParallelDecoder) else None
+    layout = KvLayout.of(config)
+    kv_bytes = options.kv_bytes
+    if kv_bytes is None:
+        kv_bytes = default_kv_bytes(device, options.gpu_memory)
+    longest = _longest_text(layout, kv_bytes)
+    if longest < message.max_context:
+        _log.warning("%d bytes of KV hold texts of %d tokens at most", kv_bytes, longest)
+        message.max_context = longest
+    max_sequences, max_prefixes = _cache_limits(options)
+    if not options.paged_kv and device.type == "cpu":
+        memory = SegmentMemory(layout, kv_bytes, followers)
+        return KvSpace(memory, None, None, max_sequences, max_prefixes)
+    pool = PagePool(
+        layout,
+        device,
+        kv_bytes=kv_bytes,
+        max_sequences=max_sequences + max_prefixes,
+        max_context=message.max_context,
+        followers=followers,
+    )
+    graphs = None
+    able = device.type == "cuda" and find_spec("triton") is not None
+    if able and followers is None and options.cuda_graphs != "off":
+        graphs = GraphRunner(decoder, pool, required=options.cuda_graphs == "on")
+    return KvSpace(pool, pool, graphs, max_sequences, max_prefixes)
+
+
+def engine(model: LoadedModel, kv: KvSpace, options: VerifierOptions) -> Engine:
+    """Make the engine that runs the model's steps over the KV."""
+    message = model.info.message
+    return Engine(
+        model.decoder,
+        step_tokens=options.step_token_limit,
+        prefill_tokens=options.prefill_token_limit,
+        threads=model.threads,
+        scheduler=model.scheduler,
+        node_budget=options.node_budget,
+        graphs=kv.graphs,
+        max_prefixes=kv.max_prefixes,
+        read_tree=lambda tree, job: read_tree(tree, message, job.sequence),
+    )
+
+
+def _use(threads: int, device: torch.device) -> None:
+    """Prepare a thread to run the model."""
+    torch.set_num_threads(threads)
+    use_device(device)
+
+
+def _cache_limits(options: VerifierOptions) -> tuple[int, int]:
+    """Maximum number of caches, and of ended texts whose KV is kept.
+
+    Each has two open files, its own and that of its mapping, so the limit of open files bounds
+    both. What is open now, and some for connections, is left out.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = (limit - len(os.listdir("/proc/self/fd")) - _OTHER_FILES) // 2
+    max_sequences = min(options.max_sequences, max(1, room - room // 2))
+    if max_sequences < options.max_sequences:
+        _log.warning(
+            "%d open files allow %d caches at once, not %d; raise `ulimit -n`",
+            limit,
+            max_sequences,
+            options.max_sequences,
+        )
+    kept = options.max_sequences if options.prefix_caching else 0
+    return max_sequences, max(0, min(kept, room - max_sequences))
+
+
+def _longest_text(layout: KvLayout, kv_bytes: int) -> int:
+    """Tokens of the longest text that fits, with a tree behind it, if no other one does. Raises
+    ``ValueError``: none does."""
+    slots = (kv_bytes - layout.state_bytes) // layout.token_bytes
+    tokens = slots // BLOCK_TOKENS * BLOCK_TOKENS - TREE_TOKENS
+    if tokens <= 0:
+        min_bytes = layout.capacity(1) * layout.token_bytes + layout.state_bytes
+        raise ValueError(f"kv_bytes is {kv_bytes}, expected at least {min_bytes} for this model")
+    return tokens
+
+
+def default_kv_bytes(device: torch.device, share: float) -> int:
+    """KV memory for a verifier that has loaded its weights on a device. Unit: bytes.
+
+    Half of what is free on the CPU. On another device what the weights leave of the share of its
+    memory: a drafter finds the same rest whichever of both starts first. Of what is free a tenth is
+    left in any case. A drafter may still map the KV of a verifier that has just ended: that memory
+    is waited for.
+    """
+    if device.type == "cpu":
+        return available_memory() // 2
+    module = torch.get_device_module(device)
+    deadline = monotonic() + _FREE_SECONDS
+    while True:
+        free, total = module.mem_get_info(device)
+        own = module.memory_reserved(device)
+        wanted, most = int(share * total - own), int(0.9 * free)
+        others = total - free - own
+        if most >= wanted or others < _CONTEXTS * total:
+            return max(0, min(wanted, most))
+        if monotonic() >= deadline:
+            break
+        sleep(_FREE_POLL_SECONDS)
+    _log.warning(
+        "KV on %s gets %.1f GB, not %.1f: other processes hold %.1f of its %.1f GB, such as a "
+        "drafter that maps the KV of an earlier verifier; end them, or set --gpu-memory or "
+        "--kv-bytes",
+        device, most / 1e9, wanted / 1e9, others / 1e9, total / 1e9,
+    )  # fmt: skip
+    return most
