@@ -366,10 +366,11 @@ def _with_items(
     begins = [0, *ends[np.array(cuts[1:]) - 1].tolist()]
     spans = np.array([begins[:-1], begins[1:], cuts[:-1], cuts[1:]], np.int32).T
     items = (numbers << CHUNK_BITS.value | chunks).astype(np.int32)
-    # Programs take items in their order: the tiles of a block that read the same chunk of keys run
-    # side by side, so that all but the first find it in the second-level cache.
-    launch = np.searchsorted(cuts[1:], numbers, "right")
-    items = items[np.lexsort((numbers, chunks, rows[numbers, 0], launch))]
+    if len(rows) > 1 and (rows[1:, 0] == rows[:-1, 0]).any():
+        # Programs take items in their order: the tiles of a block that read the same chunk of keys
+        # run side by side, so that all but the first find it in the second-level cache.
+        launch = np.searchsorted(cuts[1:], numbers, "right")
+        items = items[np.lexsort((numbers, chunks, rows[numbers, 0], launch))]
     return Work(spans, items, rows, places, steps, part_rows)
 
 
