@@ -15,7 +15,7 @@ from paceline.gateway.errors import ApiError
 from paceline.gateway.requests import ChatRequest, Function, Tool, ToolUse
 from paceline.gateway.tool_schemas import closed
 from paceline.sampling.json_schema import SchemaTooComplex, without_annotations
-from paceline.verifier.grammar import GrammarError
+from paceline.verifier.grammar import Grammar, GrammarError
 
 DRAFT4 = "http://json-schema.org/draft-04/schema#"
 DRAFT7 = "http://json-schema.org/draft-07/schema#"
@@ -151,6 +151,7 @@ ANNOTATIONS: list[tuple[Any, dict[str, Any]]] = [
     (INT, {"if": {"minimum": 5}}), (INT, {"then": False}), (INT, {"not": False}),
     ({"type": "array"}, {"minContains": 1, "unevaluatedItems": True}),
     ({"type": "object"}, {"dependentRequired": {}, "propertyNames": True, "minProperties": 0}),
+    ({"type": "object"}, {"required": None, "properties": None, "$defs": None, "format": None}),
 ]  # fmt: skip
 
 
@@ -158,6 +159,78 @@ ANNOTATIONS: list[tuple[Any, dict[str, Any]]] = [
 def test_annotations_are_no_constraints(schema: Any, more: dict[str, Any]) -> None:
     around = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     of("json_schema", json.dumps({**around, "properties": {"a": {**schema, **more}}}))
+
+
+# What pydantic and zod write: a schema, JSON that is an instance, and JSON that is none.
+LIBRARIES: dict[str, tuple[Any, list[str], list[str]]] = {
+    "names of an enumeration": (
+        {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": INT},
+        ["{}", '{"a": 1}', '{"a": 1, "b": 2}'], ['{"c": 1}', '{"a": "x"}'],
+    ),
+    "a constant name": (
+        {"type": "object", "propertyNames": {"type": "string", "const": "a"}, "required": ["a"]},
+        ['{"a": 1}'], ["{}", '{"b": 1}'],
+    ),
+    "names of a pattern": (
+        {"type": "object", "propertyNames": {"pattern": "^x"}, "additionalProperties": INT},
+        ["{}", '{"xa": 1}'], ['{"a": 1}', '{"xa": "x"}'],
+    ),
+    "names of a length": (
+        {"type": "object", "propertyNames": {"minLength": 1, "maxLength": 2}, "minProperties": 0},
+        ["{}", '{"a": 1}', '{"ab": 1}'], ['{"": 1}', '{"abc": 1}'],
+    ),
+    "decimal": (
+        {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"},
+        ['"1"', '"-1.5"', '".5"'], ['"-"', '"."', '""', '"a"'],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_schemas_of_libraries(name: str) -> None:
+    schema, right, wrong = LIBRARIES[name]
+    grammar = of("json_schema", json.dumps({"type": "array", "items": schema}))
+    assert [text for text in [*right, *wrong] if is_item(grammar, text)] == right
+
+
+def is_item(grammar: Grammar, text: str) -> bool:
+    try:
+        return "]" in allowed(grammar, f"[{text}")
+    except GrammarError:
+        return False
+
+
+def test_names_of_properties_take_no_more_than_a_schema_may() -> None:
+    many = {"propertyNames": {"enum": [f"n{index}" for index in range(9000)]}}
+    nested: Any = {"type": "integer"}
+    for _ in range(30):
+        nested = {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": nested}
+    for schema in (
+        {**many, "additionalProperties": {"$ref": "#/" + "x" * 1000}},
+        nested,
+        {"allOf": [{**many, "additionalProperties": {"type": "integer"}}] * 50},
+    ):
+        source = json.dumps(schema)
+        assert len(without_annotations(source)) <= len(source) + 2 * (1 << 16)
+
+
+@pytest.mark.parametrize("wrong", [5, [], {}, ["a", 1], [[]], True, "a", -1, 1.5])
+def test_rules_of_names_that_are_no_schema_are_refused(wrong: Any) -> None:
+    for name in ("enum", "const", "pattern", "minLength"):
+        with suppress(GrammarError):
+            of("json_schema", json.dumps({"type": "object", "propertyNames": {name: wrong}}))
+    schema = {"type": "string", "pattern": "^(?!^[-+.]*$)1", "allOf": wrong}
+    with suppress(GrammarError):
+        of("json_schema", json.dumps(schema))
+
+
+def test_look_ahead_that_a_format_has_is_left_out() -> None:
+    pattern = r"^(?!\.)(?!.*\.\.)([a-z.]*)@([a-z]+\.)+$"
+    schema = {"pattern": pattern, "format": "email"}
+    found = json.loads(without_annotations(json.dumps(schema)))
+    assert found == {**schema, "pattern": r"^([a-z.]*)@([a-z]+\.)+$"}
+    other = json.dumps({"pattern": pattern, "format": "date"})
+    assert json.loads(without_annotations(other)) == json.loads(other)
 
 
 def test_only_annotations_are_left_out() -> None:

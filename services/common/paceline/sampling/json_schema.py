@@ -64,6 +64,12 @@ _NEEDED = {
     "maxContains": ("contains",),
 }
 """Keywords that constrain nothing without another one."""
+# Longest schemas of properties that are written for rules of their names. Unit: characters.
+_MAX_NAMED = 1 << 16
+# Look-ahead at the start of patterns that pydantic and zod write: of decimal numbers, which are not
+# signs and points alone, and of addresses, where the format "email" says the same.
+_NO_NUMBER = "^(?!^[-+.]*$)"
+_ADDRESS = r"^(?!\.)(?!.*\.\.)"
 _INDEX = re.compile("[0-9]{1,9}")
 _NAMES_CHARS = 1 << 24
 """Characters of the pointers and addresses of all schemas within one. Each has those of the schemas
@@ -165,11 +171,15 @@ def _at(root: Any, pointer: str) -> Any:
 
 def without_annotations(source: str) -> str:
     """A schema, as JSON, without what constrains nothing: texts for people, formats that are not
-    enforced, keywords whose value allows everything. A text that is no JSON stays as it is."""
+    enforced, keywords whose value is null or allows everything. A text that is no JSON stays as it
+    is. Names of properties and patterns are written in the forms that grammars have."""
     try:
         root = json.loads(source)
+        room = _MAX_NAMED
         for schema in list(schemas(root)):
             _strip(schema)
+            room -= _name_properties(schema, room)
+            _look_ahead(schema)
         return json.dumps(root, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (ValueError, RecursionError):
         return source
@@ -179,6 +189,7 @@ def _strip(schema: Schema) -> None:
     for name, value in list(schema.items()):
         if (
             name in _ANNOTATIONS
+            or (value is None and name != "const")
             or (name == "format" and value not in FORMATS)
             or any(
                 value == each and type(value) is type(each)
@@ -187,6 +198,51 @@ def _strip(schema: Schema) -> None:
             or (name in _NEEDED and not schema.keys() & set(_NEEDED[name]))
         ):
             del schema[name]
+
+
+def _name_properties(schema: Schema, room: int) -> int:
+    """Writes rules for all names of properties as properties, where no others are. Returns the
+    length of their schemas, which is at most `room`; unit: characters."""
+    names, other = schema.get("propertyNames"), schema.get("additionalProperties", True)
+    if not isinstance(names, dict) or schema.keys() & {"properties", "patternProperties"}:
+        return 0
+    written = 0
+    rules = {name: value for name, value in names.items() if (name, value) != ("type", "string")}
+    listed = rules.get("enum", [rules.get("const")])
+    texts = isinstance(listed, list) and all(isinstance(each, str) for each in listed)
+    if rules.keys() in ({"enum"}, {"const"}) and texts:
+        # The schema of a property is written for each, so it must have no others within it.
+        within = other.values() if isinstance(other, dict) else ()
+        written = len(listed) * len(repr(other)) if not any(map(_is_nested, within)) else room + 1
+        named = {"properties": dict.fromkeys(listed, other)}
+    elif rules.keys() == {"pattern"} and isinstance(rules["pattern"], str):
+        named = {"patternProperties": {rules["pattern"]: other}}
+    elif rules.keys() <= {"minLength", "maxLength"} and all(type(n) is int for n in rules.values()):
+        lengths = f"{rules.get('minLength', 0)},{rules.get('maxLength', '')}"
+        named = {"patternProperties": {rf"^[\s\S]{{{lengths}}}$": other}}
+    else:
+        return 0
+    if written > room:
+        return 0
+    del schema["propertyNames"]
+    schema |= {**named, "additionalProperties": False}
+    return written
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, dict | list)
+
+
+def _look_ahead(schema: Schema) -> None:
+    """Writes known look-ahead of a pattern, which grammars do not have, without it."""
+    pattern, parts = schema.get("pattern"), schema.get("allOf", [])
+    if not isinstance(pattern, str) or not isinstance(parts, list):
+        return
+    if pattern.startswith(_NO_NUMBER):
+        schema["pattern"] = "^" + pattern.removeprefix(_NO_NUMBER)
+        schema["allOf"] = [*parts, {"pattern": "[^-+.]"}]
+    elif pattern.startswith(_ADDRESS) and schema.get("format") == "email":
+        schema["pattern"] = "^" + pattern.removeprefix(_ADDRESS)
 
 
 def embedded(root: Schema, prefix: str) -> Schema:
