@@ -331,6 +331,8 @@ class ToolUse:
 
 
 _Choices = Annotated[Items[str], Field(min_length=1)]
+# An empty one would be no constraint, without a word.
+_Source = Annotated[str, Field(min_length=1)]
 
 
 class FreeText(Body):
@@ -368,10 +370,10 @@ ResponseFormat = Annotated[FreeText | JsonObject | JsonSchema, Field(discriminat
 class StructuredOutputs(Body):
     """vLLM's form; one of its fields is set."""
 
-    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
-    regex: str | None = None
+    json_: dict[str, Any] | _Source | None = Field(default=None, alias="json")
+    regex: _Source | None = None
     choice: _Choices | None = None
-    grammar: str | None = None
+    grammar: _Source | None = None
     json_object: bool = False
 
     def constraints(self) -> list[tuple[str, Any]]:
@@ -379,7 +381,10 @@ class StructuredOutputs(Body):
         found: list[tuple[str, Any]] = [
             ("json_schema", self.json_),
             ("regex", self.regex),
-            ("regex", None if self.choice is None else "|".join(map(re.escape, self.choice))),
+            (
+                "regex",
+                None if self.choice is None else f"(?:{'|'.join(map(re.escape, self.choice))})",
+            ),
             ("grammar", self.grammar),
             ("json_schema", {"type": "object"} if self.json_object else None),
         ]
@@ -391,12 +396,12 @@ class Constrained(Body):
 
     response_format: ResponseFormat = FreeText(type="text")
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
+    guided_json: dict[str, Any] | _Source | None = None
+    guided_regex: _Source | None = None
     guided_choice: _Choices | None = None
-    guided_grammar: str | None = None
+    guided_grammar: _Source | None = None
     json_schema: dict[str, Any] | None = None
-    grammar: str | None = None
+    grammar: _Source | None = None
     """A grammar in llama.cpp's GBNF or in Lark's notation."""
 
     def constraint(self) -> dict[str, Any]:

@@ -44,9 +44,12 @@ def _check(library: Any, folder: str, request: dict[str, Any]) -> dict[str, Any]
         else:
             gbnf = _load("gbnf_to_lark", os.path.join(folder, "gbnf_to_lark.py"))
             try:
-                grammar = matcher.grammar_from_lark(gbnf.any_to_lark(source))
-            except gbnf.GbnfToLarkError as error:
+                lark = gbnf.any_to_lark(source)
+            except MemoryError:
+                raise
+            except Exception as error:  # the library raises its own class, or none
                 return {"error": f"cannot be read: {error}"}
+            grammar = matcher.grammar_from_lark(lark)
     except (ValueError, RecursionError) as error:
         return {"error": f"cannot be read: {error}"}
     before = _memory()
