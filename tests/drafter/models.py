@@ -27,11 +27,11 @@ from transformers import (
 from paceline.decoder import Decoder, LocalCache, load_config
 from paceline.decoder.sampling import sampling_params
 from paceline.decoder.weights import Checkpoint
+from paceline.drafter.growth.text import chain_segments
 from paceline.drafter.kv import KvGone
 from paceline.drafter.kv.reader import StreamingReader
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import GenerationInfo, Resources
-from paceline.drafter.methods.beam_drafter import chain_segments
 from paceline.drafter.methods.checkpoint import TargetRef, load_weights
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, read_dspark, save_dspark
 from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model, read_eagle3, save_eagle3

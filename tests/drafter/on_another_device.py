@@ -17,8 +17,10 @@ from torch import Tensor
 
 from paceline.decoder import Decoder
 from paceline.decoder.sampling import sampling_params
+from paceline.drafter.growth import beam
+from paceline.drafter.growth.beam import Ranked, Ranker
 from paceline.drafter.kv.reader import StateReader
-from paceline.drafter.methods import beam, method_class
+from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import (
     Budget,
     Drafter,
@@ -27,9 +29,8 @@ from paceline.drafter.methods.base import (
     Resources,
     Update,
 )
-from paceline.drafter.methods.beam import Ranked, Ranker
 from paceline.drafter.methods.layers import linear
-from paceline.drafter.methods.longspec.drafter import LongSpecOptions
+from paceline.drafter.methods.target_drafter import weight_bits
 from paceline.kernels import attention, send
 from paceline.kernels.blocks import quantise
 from paceline.kernels.dense import DenseBackend
@@ -247,9 +248,8 @@ def test_bfloat16_in_8_bits_has_a_scale_an_output_on_the_device() -> None:
 def test_drafters_in_bfloat16_are_in_8_bits_on_a_device_by_default(
     weights: str, device: str, bits: int, folders: dict[str, Path]
 ) -> None:
-    options = LongSpecOptions(weights=weights, widths=(2,))
-    assert options.bits(folders["longspec"], torch.bfloat16, device) == bits
-    assert options.bits(folders["longspec"], torch.float32, device) in (0, 4)
+    assert weight_bits(weights, folders["longspec"], torch.bfloat16, device) == bits
+    assert weight_bits(weights, folders["longspec"], torch.float32, device) in (0, 4)
 
 
 @pytest.mark.parametrize("sampling", ["T=1", "filtered"])

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.drafter.growth.beam import Ranker
 from paceline.drafter.methods.base import grow
-from paceline.drafter.methods.beam import Ranker
 from paceline.kernels import SamplingParams, gumbel_noise_at
 
 # A rule of growth: depth to a list of children, the same for every node of that depth.

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.drafter.growth.native import NativeGrowth
+from paceline.drafter.growth.sequence import TreeGrowth
 from paceline.drafter.kv import KvGone
 from paceline.drafter.methods.base import Budget, DraftSequence, GenerationInfo, Update
 from paceline.kernels import cpu_kernels
@@ -174,8 +176,8 @@ def test_drafts_of_one_native_call_are_those_by_levels(
     budgets = [Budget(data.draw(st.integers(0, 14)), data.draw(st.integers(0, 5))) for _ in lengths]
     rounds = [data.draw(st.integers(1, 5)) for _ in lengths]
 
-    def drafts(native: Any) -> list[TokenTree]:
-        method.drafter.native = native
+    def drafts(growth: TreeGrowth) -> list[TokenTree]:
+        method.drafter.growth = growth
         found = []
         read = [method.source(length + 4, i) for i, length in enumerate(lengths) if method.field]
         sources = read or [None] * count
@@ -187,13 +189,14 @@ def test_drafts_of_one_native_call_are_those_by_levels(
             found += method.drafter.draft_many(list(zip(going, budgets, strict=True)))
         return found
 
-    native = method.drafter.native
-    assert native is not None
+    growth = method.drafter.growth
+    assert isinstance(growth.ways[0], NativeGrowth)
     try:
-        for tree, expected in zip(drafts(native), drafts(None), strict=True):
+        by_levels = drafts(TreeGrowth(growth.host))
+        for tree, expected in zip(drafts(growth), by_levels, strict=True):
             check_equal(tree, expected)
     finally:
-        method.drafter.native = native
+        method.drafter.growth = growth
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from paceline.decoder import UnsupportedModelError
+from paceline.drafter.growth.native import NativeGrowth
 from paceline.drafter.methods.base import Budget
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
 from paceline.drafter.methods.dspark.config import dspark_config
@@ -203,7 +204,8 @@ def test_trees_equal_a_dense_beam_search(tmp_path: Path, name: str) -> None:
     folder = publish(tmp_path / "drafter", PUBLISHED[name])
     dense, depth = DenseDSpark(folder, target), 4
     drafter = load("dspark", folder, target, min_survival=0, max_nodes=64, widths="2,5")
-    assert (drafter.native is None) == (name == "DFlash 2")
+    native = isinstance(drafter.growth.ways[0], NativeGrowth)
+    assert native == (name != "DFlash 2")
     assert drafter.max_depth == dense.config.levels == depth
     for seed, (length, sampling) in enumerate(zip((2, 9, 17, 40, 90), SAMPLINGS, strict=True)):
         text = text_of(length, seed)

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from paceline.decoder import weights_fingerprint
+from paceline.drafter.growth.sequence import GrownSequence
 from paceline.drafter.methods import selfspec
 from paceline.drafter.methods.base import Budget, GenerationInfo, LoadError, Update
 from paceline.drafter.methods.selfspec import (
     MAX_NEW_TOKENS,
     SelfSpecDrafter,
-    SelfSpecSequence,
+    SelfSpecPasses,
 )
 from paceline.kernels import streaming
 
@@ -31,9 +32,11 @@ def load(folder: Path, **options: Any) -> SelfSpecDrafter:
     return drafter
 
 
-def start(drafter: SelfSpecDrafter, text: list[int], committed: int) -> SelfSpecSequence:
+def start(
+    drafter: SelfSpecDrafter, text: list[int], committed: int
+) -> GrownSequence[SelfSpecPasses]:
     kv = recorded_kv(drafter.decoder, text, committed)
-    sequence: SelfSpecSequence = models.start(drafter, text, kv)
+    sequence: GrownSequence[SelfSpecPasses] = models.start(drafter, text, kv)
     return sequence
 
 

@@ -190,10 +190,10 @@ def test_hidden_states_older_than_the_window_are_not_read(pairs: Any) -> None:
     states = made_up_states(pair.dense.config, 899)
     states.spoil(0, 899 - window)
     sequence = start(pair.load(widths=4, max_nodes=16), text_of(900), states)
-    before = sequence.cache.layer(0)[0].nbytes
+    before = sequence.passes.cache.layer(0)[0].nbytes
     assert sequence.backlog == window
     assert len(sequence.draft(Budget(16, 4))) > 4
-    assert sequence.cache.layer(0)[0].nbytes == before
+    assert sequence.passes.cache.layer(0)[0].nbytes == before
 
 
 def test_missing_states_do_not_prevent_a_draft(pairs: Any) -> None:

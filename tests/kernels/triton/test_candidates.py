@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.drafter.methods.device_trees import DeviceTrees, TreeShape
+from paceline.drafter.growth.device import DeviceTrees, TreeShape
 from paceline.kernels import SamplingParams, best_candidates, perturbed_logits
 
 INF = math.inf

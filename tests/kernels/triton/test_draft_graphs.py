@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,10 +31,14 @@ from drafter.segments import passed
 from stub_driver import StubDriver
 
 from paceline.decoder import Decoder
+from paceline.drafter.growth import graphs
+from paceline.drafter.growth.device import DeviceGrowth
+from paceline.drafter.growth.graphs import DraftGraphs
+from paceline.drafter.growth.sequence import TreeGrowth
 from paceline.drafter.kv import KvGone
 from paceline.drafter.kv.cuda import CudaKv, CudaStates
 from paceline.drafter.kv.mapped import CacheFile
-from paceline.drafter.methods import draft_graphs, method_class
+from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import Budget, GenerationInfo, Resources, Update
 from paceline.kernels import attention
 from paceline.kv.cuda import close_unused
@@ -176,24 +181,29 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[bool]]:
 
         monkeypatch.setitem(attention._LOADED, "cpu", TritonBackend())
         monkeypatch.setattr("paceline.kernels.executor.row_kernels", lambda device: TritonRows())
-        drafter.native, drafter.grows_on_device = None, True
-        drafter.drafted_on_device = drafter.drafted_tokens
         heads = getattr(drafter.layers, "heads", None)
         if (head := getattr(heads, "_markov", None)) is not None:
             heads._w2 = SimpleNamespace(weight=head.markov_w2.weight, packed=None)
-        monkeypatch.setattr(draft_graphs, "FED", (4,))
-        drafter.use_graphs()
-        run, replayed = drafter.graphs.run, []
+        monkeypatch.setattr(graphs, "FED", (4,))
+        settings = replace(drafter.settings, drafted_on_device=drafter.settings.drafted)
+        drafter.settings, captured = settings, DraftGraphs(drafter, settings)
+        growth = DeviceGrowth(drafter, settings, kernels=False, graphs=captured)
+        drafter.growth = TreeGrowth(drafter.growth.host, growth)
+        run, replayed = captured.run, []
 
         def recorded(*args: Any) -> Any:
             found = run(*args)
             replayed.append(found is not None)
             return found
 
-        monkeypatch.setattr(drafter.graphs, "run", recorded)
+        monkeypatch.setattr(captured, "run", recorded)
         return replayed
 
     return use
+
+
+def graphs_of(drafter: Any) -> Any:
+    return drafter.growth.ways[0].graphs
 
 
 def drafter_of(name: str, folders: dict[str, Path]) -> Any:
@@ -229,7 +239,7 @@ def test_captured_drafts_are_those_of_the_cpu(
     for tree, right in zip(found, expected, strict=True):
         assert (tree.tokens, tree.parents) == (right.tokens, right.parents)
         assert tree.confidences == pytest.approx(right.confidences, rel=1e-3)
-    (graph,) = drafter.graphs._graphs.values()
+    (graph,) = graphs_of(drafter)._graphs.values()
     with torch.inference_mode(), Operations() as operations:
         graph.clear()
         operations.found.clear()
@@ -251,13 +261,13 @@ def test_a_draft_is_a_copy_a_replay_and_a_copy_for_any_number_of_texts(
     waits once; the trees are those of copies."""
     expected = trees_of(drafter_of(name, folders), target, "greedy", 3)
     waits: list[None] = []
-    monkeypatch.setattr(draft_graphs, "wait_for", lambda device: waits.append(None))
+    monkeypatch.setattr(graphs, "wait_for", lambda device: waits.append(None))
     for count in (1, 3):
         drafter = drafter_of(name, folders)
         replayed, asked, pool = on_triton(drafter), Operations(), Pool(drafter)
 
         def draft(rounds: Any, drafter: Any = drafter, asked: Operations = asked) -> Any:
-            graph = drafter.graphs._graph({1: 1, 3: 4}[len(rounds)], 4, "none")
+            graph = graphs_of(drafter)._graph({1: 1, 3: 4}[len(rounds)], 4, "none")
             graph.run = asked.paused(graph.draft)
             waits.clear()
             asked.found.clear()
@@ -281,19 +291,20 @@ def test_a_text_whose_cache_was_released_during_a_draft_is_dropped(
     folders: dict[str, Path],
     target: Decoder,
     on_triton: Callable[[Any], list[bool]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its pages may be another text's by then. The others get their trees."""
     expected = trees_of(drafter_of(name, folders), target, "greedy", 3)
     drafter = drafter_of(name, folders)
     on_triton(drafter)
-    pool, run = Pool(drafter), drafter.graphs.run
+    pool, run = Pool(drafter), graphs_of(drafter).run
 
     def released(*args: Any) -> Any:
         found = run(*args)
         pool.release(1)
         return found
 
-    drafter.graphs.run = released
+    monkeypatch.setattr(graphs_of(drafter), "run", released)
     found: list[Any] = []
 
     def draft(rounds: Any) -> Any:
@@ -317,9 +328,10 @@ def test_a_drafter_whose_drafts_cannot_be_captured_has_no_graphs(
 
     drafter = drafter_of("dspark, causal", folders)
     on_triton(drafter)
-    monkeypatch.setattr(drafter.graphs._capturing, "capture", refuse)
-    drafter.warm_up()
-    assert drafter.graphs is None
+    monkeypatch.setattr(graphs_of(drafter)._capturing, "capture", refuse)
+    growth = drafter.growth.ways[0]
+    growth.warm_up()
+    assert growth.graphs is None
 
 
 VIEWS = ("select", "slice", "detach", "detach_", "lift_fresh", "to", "resolve_conj", "resolve_neg")

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache
 from paceline.decoder.sampling import sampling_params
+from paceline.drafter.growth.text import chain_segments
 from paceline.drafter.kv.reader import StateReader, StreamingReader
 from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update, accepted_tokens
-from paceline.drafter.methods.beam_drafter import chain_segments
 from paceline.kernels import plan_trees
 from paceline.train.own_text import Task, write_texts
 from paceline.tree import TokenTree

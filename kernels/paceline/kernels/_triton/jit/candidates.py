@@ -103,7 +103,7 @@ def grow_level(
     PATHS: tl.constexpr, CANDIDATES: tl.constexpr, ROOM: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """Adds ``SIZE`` nodes from number ``FIRST`` on to each tree, the best by score; see
-    :meth:`paceline.drafter.methods.device_trees.DeviceTrees.add_level`.
+    :meth:`paceline.drafter.growth.device.DeviceTrees.add_level`.
 
     ``ids`` and ``logs`` ``[S PARENTS, WIDTH]`` are the candidates, ``above`` float64
     ``[S, PARENTS]`` the scores of their parents, ``confidences`` float64 ``[S, PARENTS]`` where

@@ -8,15 +8,32 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, get_type_hints
 
+from paceline.drafter.generation import Budget, DraftSequence, GenerationInfo, Update
 from paceline.drafter.kv import KvGone, KvOptions
 from paceline.tree import TokenTree
-from paceline.v1 import sampling_pb2
 
 if TYPE_CHECKING:
     from paceline.decoder.sources import Origin
-    from paceline.drafter.kv.reader import KvReader, StateReader
+
+__all__ = [
+    "Budget",
+    "DraftSequence",
+    "Drafter",
+    "Fit",
+    "GenerationInfo",
+    "LoadError",
+    "Needs",
+    "Resources",
+    "Update",
+    "accepted_tokens",
+    "check_choice",
+    "check_range",
+    "grow",
+    "parse_options",
+    "refuse_folder",
+]
 
 
 class LoadError(Exception):
@@ -95,102 +112,17 @@ class Resources:
     returns a descriptor, which the caller closes, or None. Blocking."""
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Limits of the tree of one round."""
+class Growth(Protocol):
+    """How the trees of several sequences grow together, such as
+    :class:`~paceline.drafter.growth.sequence.TreeGrowth`."""
 
-    nodes: int
-    """Maximum number of nodes."""
+    def draft_many(
+        self, rounds: Sequence[tuple[DraftSequence, Budget]]
+    ) -> Sequence[TokenTree | KvGone]:
+        """See :meth:`Drafter.draft_many`."""
 
-    depth: int
-    """Longest path. Unit: tokens."""
-
-    deadline: float = math.inf
-    """Latest time of use. Unit: seconds of time.monotonic()."""
-
-
-@dataclass(frozen=True)
-class GenerationInfo:
-    """A generation, as the service describes it to a drafter."""
-
-    tokens: Sequence[int]
-    """Prompt and emitted tokens; the last is the anchor. At least one; each < vocab_size."""
-
-    prompt_length: int
-    """Number of prompt tokens among them."""
-
-    vocab_size: int
-    """Number of token ids of the target. A tree contains no others."""
-
-    sampling: sampling_pb2.SamplingParams = field(default_factory=sampling_pb2.SamplingParams)
-    """Sampling parameters of the verifier."""
-
-    owner: str = ""
-    """Whose text it is: a drafter may use it for later texts of the same owner, never for others'.
-    Empty: for no other text."""
-
-    read_grant: bytes = b""
-    """Capability to read the committed KV of the cache."""
-
-    verifier_address: str = ""
-    """Address of the verifier that serves it."""
-
-    kv: KvReader | None = None
-    """The layers of :attr:`Needs.kv_layers`, mapped or followed; None if it has none. The service
-    closes it, after the sequence. A sequence calls ``kv.settle()`` before it uses what it read, or
-    ``kv.check()`` where a GPU has read it by then: it lets :class:`KvGone` pass, and the service
-    refuses the sequence."""
-
-    states: StateReader | None = None
-    """The hidden states of :attr:`Needs.hidden_state_layers`; None if it has none. As for ``kv``:
-    they may run ahead of the text, the service closes them, and the sequence checks them."""
-
-
-@dataclass(frozen=True)
-class Update:
-    """Tokens since the last round."""
-
-    tokens: Sequence[int]
-    """Emitted since the last update; the last is the new anchor."""
-
-    committed_length: int = 0
-    """Positions whose KV is final, as the verifier reports it. :attr:`GenerationInfo.kv` has its
-    own committed length. Unit: tokens."""
-
-
-class DraftSequence(ABC):
-    """The state of one generation at one drafter.
-
-    One thread at a time uses it, so it needs no lock. The caller that started it closes it once,
-    after its last use. A tree that :meth:`draft` returned stays valid after that.
-    """
-
-    @abstractmethod
-    def extend(self, update: Update) -> None:
-        """Adds emitted tokens. Cheap: :meth:`warm` and :meth:`draft` process them."""
-
-    @abstractmethod
-    def draft(self, budget: Budget) -> TokenTree:
-        """Drafts a tree, after it has processed the backlog.
-
-        Returns:
-            At most ``budget.nodes`` nodes and ``budget.depth`` levels, possibly none, without
-            duplicate siblings, of tokens below the target's vocabulary size.
-
-        Raises:
-            KvGone: The cache whose KV it reads is gone.
-        """
-
-    @property
-    def backlog(self) -> int:
-        """Tokens that were added but not processed. :meth:`draft` is fast only if there are few."""
-        return 0
-
-    def warm(self, limit: int) -> None:  # noqa: B027 - only methods with a backlog need it
-        """Processes at most ``limit`` tokens of the backlog."""
-
-    def close(self) -> None:  # noqa: B027 - only methods that hold more than memory need it
-        """Releases memory and connections."""
+    def draft_ahead(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
+        """See :meth:`Drafter.draft_ahead`."""
 
 
 class Drafter(ABC):
@@ -216,6 +148,9 @@ class Drafter(ABC):
 
     weight_bytes: int = 0
     """Memory of the weights. Unit: bytes."""
+
+    growth: Growth | None = None
+    """How the trees of its sequences grow together; None: each sequence drafts by itself."""
 
     @classmethod
     @abstractmethod
@@ -246,6 +181,8 @@ class Drafter(ABC):
             The tree of each, or the error of one whose cache is gone: its KV or hidden states may
             have been overwritten while they were read. It concerns no other sequence.
         """
+        if self.growth is not None:
+            return self.growth.draft_many(rounds)
         return [sequence.draft(budget) for sequence, budget in rounds]
 
     def draft_ahead(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
@@ -257,7 +194,7 @@ class Drafter(ABC):
         Returns:
             The sequences for which another call can be of use.
         """
-        return []
+        return [] if self.growth is None else self.growth.draft_ahead(sequences)
 
     def close(self) -> None:  # noqa: B027 - only methods that hold more than memory need it
         """Releases memory and connections."""

@@ -1,6 +1,6 @@
 """A small language model with the target's tokenizer as a tree drafter.
 
-Trees grow level by level (:mod:`paceline.drafter.methods.beam`), ranked with the verifier's own
+Trees grow level by level (:mod:`paceline.drafter.growth.beam`), ranked with the verifier's own
 noise. The drafter keeps its own KV. Rounds that wait together share every forward pass.
 
 On a CPU trees with siblings are drafted in one native call, and accepted nodes are fed again as
@@ -21,21 +21,18 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import Decoder, KVCacheView, LocalCache, open_model
+from paceline.drafter.growth.host import HostGrowth, forward_blocks
+from paceline.drafter.growth.native import NativeGrowth
+from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
+from paceline.drafter.growth.text import Block, GrownText, TextPasses, TreeSettings
 from paceline.drafter.methods.base import (
+    Drafter,
     Fit,
     GenerationInfo,
     Resources,
-    Update,
     check_choice,
     check_range,
     parse_options,
-)
-from paceline.drafter.methods.beam import BeamOptions, check_context
-from paceline.drafter.methods.beam_drafter import (
-    BeamDrafter,
-    BeamSequence,
-    Block,
-    forward_blocks,
 )
 from paceline.drafter.methods.checkpoint import (
     load_model,
@@ -43,6 +40,7 @@ from paceline.drafter.methods.checkpoint import (
     refuse_recurrent,
     required_folder,
 )
+from paceline.drafter.methods.options import TreeOptions, check_context
 from paceline.formats import WEIGHTS
 from paceline.kernels import CHUNK, SELECTION_CHUNK, Probe, TreePlan, attention_weights, best_chunks
 from paceline.kernels.caches import span
@@ -134,8 +132,8 @@ class TextScores:
             each.scores.add(each.positions, weights.cpu())
 
 
-class LmSequence(BeamSequence):
-    """One generation of ``lm``.
+class LmPasses(TextPasses):
+    """Passes of ``lm`` for one generation.
 
     The first ``cached`` tokens of the text have their KV in the cache, followed by the nodes of the
     newest tree that were fed. The rest of the text, which includes the anchor when a round begins,
@@ -147,10 +145,8 @@ class LmSequence(BeamSequence):
     begins by dropping all but the selected positions.
     """
 
-    _drafter: LmDrafter
-
-    def __init__(self, drafter: LmDrafter, generation: GenerationInfo) -> None:
-        super().__init__(drafter, generation)
+    def __init__(self, drafter: LmDrafter, text: GrownText) -> None:
+        self._drafter, self.text = drafter, text
         self._cache: LocalCache | None = None
         self._sparse: LocalCache | None = None
         self.selected = torch.empty(0, dtype=torch.int64)
@@ -186,13 +182,12 @@ class LmSequence(BeamSequence):
 
     @property
     def backlog(self) -> int:
-        exhausted = self._given_up or self.length > self._drafter.decoder.config.max_position
-        return 0 if exhausted else max(0, self.length - 1 - self.cached)
+        exhausted = self._given_up or self.text.length > self._drafter.decoder.config.max_position
+        return 0 if exhausted else max(0, self.text.length - 1 - self.cached)
 
-    def extend(self, update: Update) -> None:
-        if self.beam is not None and update.tokens:
-            self._commit(self.beam.fed_path(update.tokens))
-        super().extend(update)
+    def extend(self, tokens: Sequence[int]) -> None:
+        if self.text.beam is not None and tokens:
+            self._commit(self.text.beam.fed_path(tokens))
 
     def warm(self, limit: int) -> None:
         count = min(limit, self.backlog)
@@ -204,7 +199,7 @@ class LmSequence(BeamSequence):
             rows = range(max(0, count - OBSERVED), count)
             observed = ObservedRows(self._scores, rows, self.cache, self.positions(end))
             observer = TextScores([observed])
-        block = self.text_block(0, begin, end, len(self.cache))
+        block = self.text.text_block(0, begin, end, len(self.cache))
         self._drafter.forward([block], [self.cache], observer)
         self.cache.commit(range(count))
 
@@ -213,56 +208,55 @@ class LmSequence(BeamSequence):
             self.warm(CHUNK)
         if self._given_up:
             return False
-        if self.cached == self.length:
+        if self.cached == self.text.length:
             # Nothing is new: the logits after the anchor are needed once more.
             self.cache.truncate(len(self.cache) - 1)
         if self._bounded:
             self._drop()
-            return self._reserve(self.length - self.cached + self.room)
-        return self._reserve(self.length - self.cached + self.room) and self._select()
+            return self._reserve(self.text.length - self.cached + self.text.room)
+        return self._reserve(self.text.length - self.cached + self.text.room) and self._select()
 
     def begin_ahead(self) -> bool:
         # A copy of selected positions ends with its round, and only a new round drops any.
-        return self._sparse is None and not self._bounded and self.chain_grows()
+        return self._sparse is None and not self._bounded and self.text.chain_grows()
 
     def keep_ahead(self) -> bool:
-        return self._reserve(self.room)
+        return self._reserve(self.text.room)
 
     def block(self, index: int) -> Block:
         """Returns what to feed for the next level; ``index`` is that of its cache in the pass."""
         slot = len(self.round_cache)
-        if self.tree.level:
-            return self.tree_block(index, slot)
-        return self.text_block(index, self.cached, self.length, slot)
+        if self.text.tree.level:
+            return self.text.tree_block(index, slot)
+        return self.text.text_block(index, self.cached, self.text.length, slot)
 
     def add_level(self, logits: Tensor) -> None:
         """Adds a level to the tree from the logits of :meth:`block`, ``[frontier, V]``."""
-        if not self.tree.level:
-            self._commit(range(self.length - self.cached))
-        self.grow(logits)
+        if not self.text.tree.level:
+            self._commit(range(self.text.length - self.cached))
+        self.text.grow(logits)
 
     def fill(self, text: DraftText) -> None:
         cache = self.cache
-        text.first, text.length = self.cached, self.length - 1
-        self._fed = torch.tensor([self.text[at] for at in range(text.first, self.length)])
+        text.first, text.length = self.cached, self.text.length - 1
+        self._fed = torch.tensor(self.text.newest(text.first, self.text.length))
         text.tokens = self._fed.data_ptr()
         assert cache.table is not None
         text.context = cache.table.address
-        cache.commit(range(self.length - self.cached))
+        cache.commit(range(self.text.length - self.cached))
 
     def observed_rows(self, stop: int) -> list[ObservedRows]:
         """Returns the rows of its block to be scored; the block ends before row ``stop``."""
         scores = self._scores
         everything = self._sparse is None and not self._bounded
-        if scores is None or self.tree.level > 0 or everything:
+        if scores is None or self.text.tree.level > 0 or everything:
             return []
-        positions = self.positions(self.length)
+        positions = self.positions(self.text.length)
         if self._sparse is not None:
-            positions = torch.cat([self.selected, torch.arange(self.cached, self.length)])
+            positions = torch.cat([self.selected, torch.arange(self.cached, self.text.length)])
         return [ObservedRows(scores, range(stop - 1, stop), self.round_cache, positions)]
 
     def close(self) -> None:
-        super().close()
         self._given_up = True
         self._drafter.kv_slots -= self.slots
         self._cache = self._sparse = None
@@ -299,7 +293,7 @@ class LmSequence(BeamSequence):
         before, source = self.slots, self.cache
         self.selected = held[slots]
         self._dropped += len(held) - len(slots)
-        if source.capacity > 2 * (budget + CHUNK + self.room):  # that of the whole prompt
+        if source.capacity > 2 * (budget + CHUNK + self.text.room):  # that of the whole prompt
             self._cache = LocalCache(self._drafter.decoder.config, self._drafter.decoder.device)
         self.cache.truncate(0)
         self.cache.take(source, slots)
@@ -318,7 +312,7 @@ class LmSequence(BeamSequence):
             self._sparse = LocalCache(self._drafter.decoder.config, self._drafter.decoder.device)
         self._sparse.truncate(0)
         self._sparse.take(self.cache, self.selected)
-        self._sparse.reserve(self.length - length + self.room)
+        self._sparse.reserve(self.text.length - length + self.text.room)
         return self._count(before)
 
     def _reserve(self, slots: int) -> bool:
@@ -339,7 +333,7 @@ class LmSequence(BeamSequence):
 
 
 @dataclass(frozen=True)
-class LmOptions(BeamOptions):
+class LmOptions(TreeOptions):
     """Options of ``lm``."""
 
     widths: tuple[int, ...] = (4, 4, 4, 4)
@@ -374,24 +368,31 @@ class LmOptions(BeamOptions):
             raise ValueError("option keep='budget': expected a KV budget, as in context=512")
 
 
-class LmDrafter(BeamDrafter[LmSequence]):
+class LmDrafter(Drafter):
     """The method ``lm``."""
 
     method: ClassVar[str] = "lm"
-    options: LmOptions
+    growth: TreeGrowth
 
     def __init__(self, decoder: Decoder, options: LmOptions, fit: Fit, size: int) -> None:
-        super().__init__(decoder.config, options, fit, size)
-        self.decoder = decoder
+        self.decoder, self.options = decoder, options
+        self.fit, self.weight_bytes, self.shape = fit, size, decoder.config
+        self.settings = settings = TreeSettings.of(decoder.config, options)
+        self.max_nodes, self.max_depth = settings.max_nodes, settings.max_depth
         self.kv_limit = int(options.kv_gib * (1 << 30) / decoder.config.kv_bytes_per_token)
         """Most KV slots of all sequences."""
         self.kv_slots = 0
         """KV slots that they occupy."""
+        self.growth = TreeGrowth(HostGrowth(self), *self._native_growth())
+
+    def _native_growth(self) -> list[NativeGrowth]:
+        decoder, options = self.decoder, self.options
         siblings = max(options.widths, default=1) > 1
-        if decoder.native is not None and siblings and not options.context:
-            tokens = torch.arange(decoder.config.vocab_size)
-            self.native = NativeDraft(decoder.native, decoder.config.kv_dtype, tokens)
-            self.rope = decoder.rope
+        if decoder.native is None or not siblings or options.context:
+            return []
+        tokens = torch.arange(decoder.config.vocab_size)
+        draft = NativeDraft(decoder.native, decoder.config.kv_dtype, tokens)
+        return [NativeGrowth(draft, decoder.rope, self.settings)]
 
     @classmethod
     def load(
@@ -412,24 +413,25 @@ class LmDrafter(BeamDrafter[LmSequence]):
         refuse_recurrent(cls.method, decoder.config)
         return cls(decoder, parsed, fit, open_model(folder).weight_bytes)
 
-    def start(self, generation: GenerationInfo) -> LmSequence:
-        return LmSequence(self, generation)
+    def start(self, generation: GenerationInfo) -> GrownSequence[LmPasses]:
+        text = GrownText(self.settings, generation)
+        return GrownSequence(self.growth, LmPasses(self, text))
 
-    def grow_level(self, growing: Sequence[LmSequence]) -> None:
-        blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
+    def grow_level(self, growing: Sequence[LmPasses]) -> None:
+        blocks = [each.block(index) for index, each in enumerate(growing)]
         stops = accumulate(len(block.tokens) for block in blocks)
         observed = [
             rows
-            for sequence, stop in zip(growing, stops, strict=True)
-            for rows in sequence.observed_rows(stop)
+            for each, stop in zip(growing, stops, strict=True)
+            for rows in each.observed_rows(stop)
         ]
         logits = self.forward(
             blocks,
-            [sequence.round_cache for sequence in growing],
+            [each.round_cache for each in growing],
             TextScores(observed) if observed else None,
         )
-        for sequence, part in zip(growing, logits, strict=True):
-            sequence.add_level(part)
+        for each, part in zip(growing, logits, strict=True):
+            each.add_level(part)
 
     def forward(
         self, blocks: Sequence[Block], caches: Sequence[LocalCache], observer: TextScores | None

@@ -28,25 +28,21 @@ from paceline.decoder import (
     PackedWeights,
     open_model,
 )
+from paceline.drafter.growth.beam import Beam
+from paceline.drafter.growth.host import HostGrowth, forward_blocks
+from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
+from paceline.drafter.growth.text import Block, GrownText, TextPasses, TreeSettings, required
 from paceline.drafter.kv import KvOptions
 from paceline.drafter.methods.base import (
+    Drafter,
     Fit,
     GenerationInfo,
     LoadError,
     Needs,
     Resources,
-    Update,
     check_choice,
     check_range,
     parse_options,
-)
-from paceline.drafter.methods.beam import Beam, BeamOptions, check_context
-from paceline.drafter.methods.beam_drafter import (
-    BeamDrafter,
-    BeamSequence,
-    Block,
-    forward_blocks,
-    required,
 )
 from paceline.drafter.methods.checkpoint import (
     load_model,
@@ -54,6 +50,7 @@ from paceline.drafter.methods.checkpoint import (
     refuse_recurrent,
     required_folder,
 )
+from paceline.drafter.methods.options import TreeOptions, check_context
 from paceline.formats import WEIGHTS
 from paceline.kernels import TreePlan
 
@@ -73,45 +70,45 @@ _RATE = 0.1
 """Relative change of the exponent for each token that was expected and wrong: about ten count."""
 
 
-class SelfSpecSequence(BeamSequence):
-    """One generation of ``selfspec``.
+class SelfSpecPasses(TextPasses):
+    """Passes of ``selfspec`` for one generation.
 
     Each round begins with a cache of the target's selected positions, in any order, since their
     keys are rotated already. They are followed by the tokens that the target's KV does not contain
     yet, which include the anchor, and then by the nodes of the tree.
     """
 
-    _drafter: SelfSpecDrafter
-
-    def __init__(self, drafter: SelfSpecDrafter, generation: GenerationInfo) -> None:
-        super().__init__(drafter, generation)
+    def __init__(
+        self, drafter: SelfSpecDrafter, text: GrownText, generation: GenerationInfo
+    ) -> None:
+        self._drafter, self.text = drafter, text
         self.kv = required(generation.kv, "selfspec", "KV")
         self.cache = LocalCache(drafter.decoder.config, drafter.decoder.device)
         self._begin = self._slot = self._fed = 0
         self.exponent = drafter.exponent
         """A probability to this power is the confidence of a node of a chain."""
 
-    def extend(self, update: Update) -> None:
-        if self.beam is not None and self._is_chain:
-            self._calibrate(self.beam, update.tokens)
-        super().extend(update)
+    def extend(self, tokens: Sequence[int]) -> None:
+        if self.text.beam is not None and self._is_chain:
+            self._calibrate(self.text.beam, tokens)
 
     @property
     def _is_chain(self) -> bool:
-        return max(self._widths) == 1  # powers of siblings' probabilities would sum to more than 1
+        # Powers of the probabilities of siblings would sum to more than 1.
+        return max(self.text.widths) == 1
 
     def prepare(self) -> bool:
         """Copies the selected positions of all layers. Returns False without any, or too few."""
         self.kv.check()
-        below = self.length - 1
+        below = self.text.length - 1
         budget = self._drafter.needs.kv_budget_at(below)
         self._begin = self.kv.refresh(below, budget)
         layers = [self.kv.parts(layer) for layer in self._drafter.needs.kv_layers]
         self._slot = sum(keys.shape[1] for keys, _ in layers[0])
-        new = self.length - self._begin
+        new = self.text.length - self._begin
         if not self._slot or new > MAX_NEW_TOKENS:
             return False
-        self.cache.reserve(self._slot + new + self.room)
+        self.cache.reserve(self._slot + new + self.text.room)
         for layer, parts in enumerate(layers):
             own_keys, own_values = self.cache.layer(layer)
             begin = 0
@@ -125,32 +122,31 @@ class SelfSpecSequence(BeamSequence):
     def keep_ahead(self) -> bool:
         """Counts the drafted tokens that were accepted as text; their KV stays this drafter's."""
         self.kv.check()
-        fed = self.length - self._begin
+        fed = self.text.length - self._begin
         self._slot += fed - self._fed
         self._fed = fed
-        return fed <= MAX_NEW_TOKENS and self._slot + self.room <= self.cache.capacity
+        return fed <= MAX_NEW_TOKENS and self._slot + self.text.room <= self.cache.capacity
 
     def block(self, index: int) -> Block:
         """Returns what to feed for the next level; ``index`` is that of its cache in the pass."""
-        if self.tree.level:
-            return self.tree_block(index, self._slot)
-        return self.text_block(index, self._begin, self.length, self._slot)
+        if self.text.tree.level:
+            return self.text.tree_block(index, self._slot)
+        return self.text.text_block(index, self._begin, self.text.length, self._slot)
 
     def add_level(self, logits: Tensor) -> None:
         """Adds a level to the tree from the logits of :meth:`block`, ``[frontier, V]``."""
-        if not self.tree.level:
-            self._fed = self.length - self._begin
+        if not self.text.tree.level:
+            self._fed = self.text.length - self._begin
             self._slot += self._fed
-        self.grow(logits, self.exponent if self._is_chain else 1.0)
+        self.text.grow(logits, self.exponent if self._is_chain else 1.0)
 
     def begin_ahead(self) -> bool:
-        return self.chain_grows()
+        return self.text.chain_grows()
 
     def finish(self) -> None:
         self.kv.check()
 
     def close(self) -> None:
-        super().close()
         del self.cache
 
     def _calibrate(self, beam: Beam, emitted: Sequence[int]) -> None:
@@ -169,7 +165,7 @@ _SHARED_WEIGHTS_TIMEOUT = 60.0
 
 
 @dataclass(frozen=True)
-class SelfSpecOptions(BeamOptions, KvOptions):
+class SelfSpecOptions(TreeOptions, KvOptions):
     """Options of ``selfspec``."""
 
     widths: tuple[int, ...] = (1,)
@@ -191,7 +187,7 @@ class SelfSpecOptions(BeamOptions, KvOptions):
     """Folder of the target's LoRA adapter; empty: it has none."""
 
     def __post_init__(self) -> None:
-        BeamOptions.__post_init__(self)
+        TreeOptions.__post_init__(self)
         KvOptions.__post_init__(self)
         self.check_drafted()
         check_context(self.context)
@@ -199,14 +195,18 @@ class SelfSpecOptions(BeamOptions, KvOptions):
         check_choice("share_weights", self.share_weights, ("auto", "always", "never"))
 
 
-class SelfSpecDrafter(BeamDrafter[SelfSpecSequence]):
+class SelfSpecDrafter(Drafter):
     """The method ``selfspec``."""
 
     method: ClassVar[str] = "selfspec"
+    growth: TreeGrowth
 
     def __init__(self, decoder: Decoder, options: SelfSpecOptions, fit: Fit, size: int) -> None:
-        super().__init__(decoder.config, options, fit, size)
-        self.decoder = decoder
+        self.decoder, self.shape = decoder, decoder.config
+        self.fit, self.weight_bytes = fit, size
+        self.settings = settings = TreeSettings.of(decoder.config, options)
+        self.max_nodes, self.max_depth = settings.max_nodes, settings.max_depth
+        self.growth = TreeGrowth(HostGrowth(self))
         self.exponent = _EXPONENT
         """Exponent of the sequence that was calibrated last; new ones start with it."""
         layers = tuple(range(decoder.config.layers))
@@ -226,19 +226,20 @@ class SelfSpecDrafter(BeamDrafter[SelfSpecSequence]):
         refuse_recurrent(cls.method, decoder.config)
         return cls(decoder, parsed, fit, 0 if shared else source.weight_bytes)
 
-    def start(self, generation: GenerationInfo) -> SelfSpecSequence:
-        return SelfSpecSequence(self, generation)
+    def start(self, generation: GenerationInfo) -> GrownSequence[SelfSpecPasses]:
+        text = GrownText(self.settings, generation)
+        return GrownSequence(self.growth, SelfSpecPasses(self, text, generation))
 
-    def grow_level(self, growing: Sequence[SelfSpecSequence]) -> None:
-        caches = [sequence.cache for sequence in growing]
+    def grow_level(self, growing: Sequence[SelfSpecPasses]) -> None:
+        caches = [each.cache for each in growing]
 
         def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
             return self.decoder.forward(tokens, plan, caches, logit_rows=rows).logits
 
-        blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
+        blocks = [each.block(index) for index, each in enumerate(growing)]
         logits = forward_blocks(run, blocks, self.decoder.device)
-        for sequence, part in zip(growing, logits, strict=True):
-            sequence.add_level(part)
+        for each, part in zip(growing, logits, strict=True):
+            each.add_level(part)
 
 
 def _load_decoder(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,12 @@ from torch import Tensor
 from paceline.decoder import ModelSource, open_model
 from paceline.decoder.config import Rope
 from paceline.decoder.weights import Checkpoint
+from paceline.drafter.growth.device import DeviceGrowth
+from paceline.drafter.growth.graphs import DraftGraphs, GraphModel, graphs_work_on
+from paceline.drafter.growth.host import HostGrowth, LevelModel
+from paceline.drafter.growth.native import NativeGrowth
+from paceline.drafter.growth.sequence import TreeGrowth
+from paceline.drafter.growth.text import Block, GrownText, Growth, TreeSettings, required
 from paceline.drafter.kv import TRANSPORTS
 from paceline.drafter.methods.base import (
     Fit,
@@ -23,8 +29,6 @@ from paceline.drafter.methods.base import (
     check_choice,
     parse_options,
 )
-from paceline.drafter.methods.beam import BeamOptions
-from paceline.drafter.methods.beam_drafter import BeamDrafter, BeamSequence, Block, required
 from paceline.drafter.methods.checkpoint import (
     TargetEmbedding,
     check_shape,
@@ -34,9 +38,8 @@ from paceline.drafter.methods.checkpoint import (
     read_fit,
     required_folder,
 )
-from paceline.drafter.methods.device_trees import TreeShape
-from paceline.drafter.methods.draft_graphs import DraftGraphs, PassShape, graphs_work_on
 from paceline.drafter.methods.layers import DraftModel, LayerWeights, TappedShape, rotates
+from paceline.drafter.methods.options import TreeOptions
 from paceline.kernels import (
     CHUNK,
     Executor,
@@ -54,56 +57,54 @@ from paceline.kernels.executor import NativeProgram
 from paceline.kernels.program import PassResult
 from paceline.kernels.structures import DraftText
 
+FORMATS = (*TreeOptions.formats, "int8", "int4")
+"""Known values of the option ``weights`` where matrices can be quantised."""
+
 
 @dataclass(frozen=True)
-class TargetOptions(BeamOptions):
+class TargetOptions:
     """Options of every method whose drafters share a target's embedding and LM head."""
-
-    formats: ClassVar[tuple[str, ...]] = (*BeamOptions.formats, "int8", "int4")
 
     target: str = ""
     """Folder of the target, for its embedding and LM head; empty: the drafter's folder has them."""
+
     lora: str = ""
     """Folder of the target's LoRA adapter; empty: it has none."""
 
-    def bits(self, folder: Path, dtype: torch.dtype, device: str) -> int:
-        """Bits of the matrices, 8 or 4, see :func:`linear`; by default 8 where the folder stores
-        them so, and in bfloat16 on a GPU, which reads half as much then; 0: as they come."""
-        if self.weights == "auto":
-            stored = Checkpoint(folder, torch.float32).int8
-            return 8 if stored or rotates(dtype, torch.device(device)) else 0
-        return {"int8": 8, "int4": 4}.get(self.weights, 0)
-
-    def torch_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """Returns the type of the model: that of ``weights`` or, if it has none, ``stored``."""
-        known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-        return known.get(self.weights, stored)
-
-    def needs(self, config: Any) -> Needs:
-        """Returns the target's data that a drafter of this shape reads."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
-class StateOptions(TargetOptions):
+class StateOptions:
     """Options of methods that read the target's hidden states."""
 
     states: str = "auto"
     """Transport of hidden states: map (the verifier's memory), follow (copies over gRPC), or auto:
     map where the drafter service can open the verifier's Unix socket, else follow."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.widths:
+    def check(self, widths: tuple[int, ...]) -> None:
+        """Raises ``ValueError`` if the transport is unknown, or no widths are given."""
+        if not widths:
             raise ValueError("option widths is empty, expected at least one number")
         check_choice("states", self.states, TRANSPORTS)
 
     def needs(self, config: TappedShape) -> Needs:
+        """Returns the target's data that a drafter of this shape reads."""
         return Needs(
             hidden_state_layers=config.taps,
             hidden_state_window=config.window,
             hidden_state_transport=self.states,
         )
+
+
+def weight_bits(weights: str, folder: Path, dtype: torch.dtype, device: str) -> int:
+    """Returns the bits of matrices, 8 or 4, see :func:`linear`; 0: as they come.
+
+    For ``auto`` they are 8 where the folder stores them so, and in bfloat16 on a GPU, which reads
+    half as much then.
+    """
+    if weights == "auto":
+        stored = Checkpoint(folder, torch.float32).int8
+        return 8 if stored or rotates(dtype, torch.device(device)) else 0
+    return {"int8": 8, "int4": 4}.get(weights, 0)
 
 
 class DraftLayers(ABC):
@@ -246,140 +247,148 @@ class WindowCache:
             return torch.zeros(shape, dtype=layers.dtype, device=layers.device)
 
 
-class TargetSequence(BeamSequence):
-    """One generation of a :class:`TargetDrafter`."""
-
-    cache: WindowCache
-
-    def fill(self, text: DraftText) -> None:
-        cache = self.cache
-        assert cache.table is not None
-        text.context, text.base, text.anchor = cache.table.address, cache.base, self.text[-1]
+def fill_cache(text: DraftText, cache: WindowCache, anchor: int) -> None:
+    """Sets the anchor of a text for native drafts, and where its keys and values lie."""
+    assert cache.table is not None
+    text.context, text.base, text.anchor = cache.table.address, cache.base, anchor
 
 
-class StateSequence(TargetSequence):
-    """One generation of a drafter that reads the target's hidden states."""
+class TextStates:
+    """The target's hidden states of a text, and the cache of what was made of them."""
 
     def __init__(
-        self,
-        drafter: TargetDrafter[Any],
-        generation: GenerationInfo,
+        self, layers: DraftLayers, method: str, text: GrownText, generation: GenerationInfo,
         extra: int,
-        kept: int | None = None,
-    ) -> None:
-        """See :class:`BeamSequence`; ``extra`` as of :class:`WindowCache`."""
-        super().__init__(drafter, generation, kept)
-        self.states = required(generation.states, drafter.method, "hidden states")
-        self.cache = WindowCache(drafter.layers, extra)
+    ) -> None:  # fmt: skip
+        """Begins without any; ``extra`` as of :class:`WindowCache`.
+
+        Raises:
+            ValueError: The generation comes without hidden states.
+        """
+        self.reader = required(generation.states, method, "hidden states")
+        self.cache = WindowCache(layers, extra)
+        self._text = text
 
     @property
     def backlog(self) -> int:
+        """Positions whose states can be read and are not in the cache."""
         return max(0, self.readable - self.cache.next_position(self.readable))
 
     @property
     def readable(self) -> int:
         """Positions below this are read: committed ones, and none beyond this text's anchor."""
-        return min(self.states.committed, self.length - 1)
+        return min(self.reader.committed, self._text.length - 1)
 
     def prepare(self) -> bool:
-        """Returns False unless the hidden states of all positions before the anchor are there."""
-        self.states.check()
-        return self.readable >= self.length - 1 > 0
+        """Returns whether the hidden states of all positions before the anchor are there.
 
-    def finish(self) -> None:
-        self.clear()
-        self.states.check()
-
-    def close(self) -> None:
-        super().close()
-        self.clear()
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Drops what belongs to the round."""
+        Raises:
+            KvGone: The cache that they are of is gone.
+        """
+        self.reader.check()
+        return self.readable >= self._text.length - 1 > 0
 
 
-S = TypeVar("S", bound=TargetSequence)
+Options = TypeVar("Options", bound=TreeOptions)
+Made = TypeVar("Made")
 
 
-class TargetDrafter(BeamDrafter[S]):
-    """A drafter with layers of its own that shares a target's embedding and LM head.
+@dataclass(frozen=True)
+class TargetParts(Generic[Options]):
+    """What a method consists of whose layers share a target's embedding and LM head."""
 
-    A subclass names the types of its parts.
-    """
+    method: str
+    """Its name."""
 
-    path_options: ClassVar[tuple[str, ...]] = ("target",)
-    options_type: ClassVar[type[TargetOptions]]
-    layers_type: ClassVar[type[DraftLayers]]
-    model_type: ClassVar[type[DraftModel]]
+    options: type[Options]
+    """Its options, which are :class:`TargetOptions` too."""
+
+    layers: type[DraftLayers]
+    """Its layers."""
+
+    model: type[DraftModel]
     """The drafter in training, whose tensors have the same names."""
 
-    def __init__(self, layers: DraftLayers, options: TargetOptions, fit: Fit, size: int) -> None:
-        """Builds a drafter; ``fit`` and ``size`` as in :class:`BeamDrafter`."""
-        super().__init__(layers.config, options, fit, size)
-        self.layers = layers
-        self.needs = options.needs(layers.config)
-        self.set_device(layers.device, layers.embedding.tokens)
-        self.rope, tokens = layers.rope, self.drafted_tokens
-        if (programs := layers.native) is not None:
-            ids = torch.arange(self.shape.vocab_size) if tokens is None else tokens
-            self.native = self.native_draft(programs, ids)
-        if graphs_work_on(self.device):
-            self.use_graphs()
+    read_config: Callable[[Path, ModelSource | None], tuple[Any, torch.dtype]]
+    """Reads the shape of the layers from a folder, and the type of its tensors."""
 
-    @classmethod
-    def load(cls, folder: Path | None, options: Mapping[str, str], resources: Resources) -> Self:
-        folder = required_folder(cls.method, folder)
-        given = {**cls.defaults(options, resources.device), **options}
-        parsed = parse_options(cls.options_type, given)
-        return load_model(folder, resources, cls._read, folder, read_fit(folder), parsed, resources)
+    def load(
+        self,
+        make: Callable[[Any, Options, Fit, int], Made],
+        folder: Path | None,
+        options: Mapping[str, str],
+        resources: Resources,
+    ) -> Made:
+        """Loads a folder.
 
-    @classmethod
-    def defaults(cls, given: Mapping[str, str], device: str) -> Mapping[str, str]:
-        """Returns the values of options that depend on the device, by its torch name."""
-        return {}
+        Args:
+            make: Makes the drafter of layers, options, fit and the bytes of its own weights.
+            folder: That of the drafter.
+            options: Option name to value.
+            resources: Hardware that it uses.
 
-    @classmethod
-    def _read(cls, folder: Path, fit: Fit, options: TargetOptions, resources: Resources) -> Self:
+        Raises:
+            LoadError: The folder or an option is invalid.
+        """
+        folder = required_folder(self.method, folder)
+        parsed = parse_options(self.options, options)
+        fit = read_fit(folder)
+        return load_model(folder, resources, self._read, make, folder, fit, parsed, resources)
+
+    def _read(
+        self,
+        make: Callable[[Any, Options, Fit, int], Made],
+        folder: Path,
+        fit: Fit,
+        options: Options,
+        resources: Resources,
+    ) -> Made:
+        assert isinstance(options, TargetOptions)
         device = resources.device
         target = open_model(options.target, options.lora) if options.target else None
-        config, dtype = cls.read_config(folder, target)
-        dtype = options.torch_dtype(dtype)
-        bits = options.bits(folder, dtype, device)
+        config, stored = self.read_config(folder, target)
+        known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+        dtype = known.get(options.weights, stored)
+        bits = weight_bits(options.weights, folder, dtype, device)
         if target is not None:
             fit = check_target(folder, target, fit)
             check_shape(folder, config, target)
         embedding = TargetEmbedding.read(folder, target, config, dtype, device, bits)
-        weights = load_weights(folder, config, cls.model_type, dtype, device)
+        weights = load_weights(folder, config, self.model, dtype, device)
         with torch.inference_mode():
-            layers = cls.layers_type(
+            layers = self.layers(
                 config, weights, embedding, dtype, device, bits, resources.numerics
             )
-        size = open_model(folder).weight_bytes + embedding.private_bytes
-        drafter = cls(layers, options, fit, size)
-        drafter.warm_up()
-        return drafter
+        return make(layers, options, fit, open_model(folder).weight_bytes + embedding.private_bytes)
 
-    @staticmethod
-    @abstractmethod
-    def read_config(folder: Path, target: ModelSource | None) -> tuple[Any, torch.dtype]:
-        """Reads the shape of the layers from a folder, and the type of its tensors."""
 
-    @abstractmethod
+class TargetModel(LevelModel, GraphModel, Protocol):
+    """A model whose trees grow by levels, in one native call, or on its device."""
+
+    @property
+    def layers(self) -> DraftLayers:
+        """Its layers."""
+
+    @property
+    def captured(self) -> bool:
+        """Whether its drafts can be captured as CUDA graphs."""
+
     def native_draft(self, programs: list[NativeProgram], ids: Tensor) -> NativeDraft | None:
         """Returns what drafts in one native call by :attr:`DraftLayers.native`, if that is
         possible; ``ids`` are the target's ids of the logits, int64 ``[R]``."""
 
-    def use_graphs(self) -> None:
-        """Drafts by CUDA graphs, on a device that has them."""
-        count = self.shape.vocab_size if self.drafted_tokens is None else len(self.drafted_tokens)
-        self.graphs = DraftGraphs(self, TreeShape.of(self.options, self.max_depth, count))
 
-    @property
-    def gathered_slots(self) -> int:
-        """Most positions of the target's KV that a draft reads; 0: it reads none, or all."""
-        return 0
-
-    @abstractmethod
-    def pass_shapes(self, fed: int, shape: TreeShape) -> Sequence[PassShape]:
-        """Returns the shapes of a draft's passes for texts with ``fed`` new positions."""
+def target_growth(model: TargetModel, settings: TreeSettings) -> TreeGrowth:
+    """Returns how the trees of a model grow, with all CUDA graphs captured."""
+    layers, preferred = model.layers, list[Growth]()
+    if (programs := layers.native) is not None:
+        ids = torch.arange(settings.vocab_size) if settings.drafted is None else settings.drafted
+        if (draft := model.native_draft(programs, ids)) is not None:
+            preferred.append(NativeGrowth(draft, layers.rope, settings))
+    if settings.device.type != "cpu":
+        kernels = graphs_work_on(settings.device)
+        graphs = DraftGraphs(model, settings) if kernels and model.captured else None
+        growth = DeviceGrowth(model, settings, kernels=kernels, graphs=graphs)
+        growth.warm_up()
+        preferred.append(growth)
+    return TreeGrowth(HostGrowth(model), *preferred)

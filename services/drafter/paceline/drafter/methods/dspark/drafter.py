@@ -3,13 +3,13 @@
 After Cheng et al., "DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive
 Generation", section 3. A folder without heads is DFlash. The backbone attends to the target's
 hidden states at all committed positions before the anchor, or at the last ``window``. Scores
-include the verifier's noise, and trees grow as in :mod:`paceline.drafter.methods.beam`; a level
+include the verifier's noise, and trees grow as in :mod:`paceline.drafter.growth.beam`; a level
 costs one pass of the heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -18,28 +18,34 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import ModelSource, load_config
-from paceline.drafter.kv.reader import StateBlock
-from paceline.drafter.methods.base import Fit, GenerationInfo
-from paceline.drafter.methods.beam_drafter import chain_segments
-from paceline.drafter.methods.device_trees import (
+from paceline.drafter.growth.device import (
     DeviceTrees,
     HostDraft,
     HostPass,
     Passes,
     TreeShape,
 )
-from paceline.drafter.methods.draft_graphs import PassShape
+from paceline.drafter.growth.graphs import PassShape
+from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
+from paceline.drafter.growth.target_data import StateRows
+from paceline.drafter.growth.text import GrownText, TextPasses, TreeSettings, chain_segments
+from paceline.drafter.kv.reader import StateBlock
+from paceline.drafter.methods.base import Drafter, Fit, GenerationInfo, Resources
 from paceline.drafter.methods.dspark.config import DSparkConfig, read_dspark
 from paceline.drafter.methods.dspark.heads import DSparkHeads
 from paceline.drafter.methods.dspark.module import DSparkModel
 from paceline.drafter.methods.layers import LayerWeights
-from paceline.drafter.methods.target_data import StateRows
+from paceline.drafter.methods.options import TreeOptions
 from paceline.drafter.methods.target_drafter import (
+    FORMATS,
     DraftLayers,
     StateOptions,
-    StateSequence,
-    TargetDrafter,
+    TargetOptions,
+    TargetParts,
+    TextStates,
     WindowCache,
+    fill_cache,
+    target_growth,
 )
 from paceline.kernels import Context, Program, TreeSegment, send
 from paceline.kernels.draft import BlockModel, NativeDraft
@@ -199,27 +205,33 @@ def _record_block(backbone: DSparkBackbone, tensors: LayerWeights) -> Program:
     return program.finish()
 
 
-class DSparkSequence(StateSequence):
-    """One generation of ``dspark``.
+class DSparkPasses(TextPasses):
+    """Passes of ``dspark`` for one generation.
 
     A round adds the hidden states since the last round to the context, runs the backbone once over
     the block after it, and grows a tree with the heads alone. All paths of a level share the
     backbone's hidden state of the level.
     """
 
-    _drafter: DSparkDrafter
-
     def __init__(self, drafter: DSparkDrafter, generation: GenerationInfo) -> None:
         config, backbone = drafter.layers.config, drafter.layers
-        super().__init__(drafter, generation, config.block, 1)
+        self._drafter = drafter
+        self.text = GrownText(drafter.settings, generation, 1)
+        self.states = TextStates(backbone, drafter.method, self.text, generation, config.block)
+        self.cache = self.states.cache
         width = len(config.taps) * config.hidden
         self.newest = torch.empty(1, width, dtype=backbone.dtype, device=backbone.device)
         """Hidden states of the newest position in the context, ``[1, taps * hidden]``."""
-        if self.draft_text is not None:
-            self.draft_text.newest = self.newest.data_ptr()
         self._block: tuple[Tensor, Tensor] | None = None
         """Hidden states and logits of the block, by level."""
         self._state: Tensor | None = None
+
+    @property
+    def backlog(self) -> int:
+        return self.states.backlog
+
+    def prepare(self) -> bool:
+        return self.states.prepare()
 
     def warm(self, limit: int) -> None:
         new = self.new_states(limit)
@@ -227,21 +239,22 @@ class DSparkSequence(StateSequence):
             backbone = self._drafter.layers
             draft = HostDraft([backbone.states_pass([(0, self.cache, new)])], [self.cache])
             backbone.write_states(Passes(draft, backbone.device))
-            self.states.settle()
+            self.states.reader.settle()
 
     def new_states(self, limit: int | None = None) -> StateBlock | None:
         """Returns hidden states that the context lacks, of at most ``limit`` positions; None if
         there are none."""
-        end = self.readable
+        end = self.states.readable
         begin = self.cache.next_position(end)
         if limit is not None:
             end = min(end, begin + limit)
         if begin >= end:
             return None
-        states = self.states.block(begin, end)
+        states = self.states.reader.block(begin, end)
         if not states.count:
             return None
-        if not self.states.paged or self.draft_text is not None:  # else they can be read again
+        # States in pages can be read again, by a draft that is not native.
+        if not self.states.reader.paged or self.text.native is not None:
             self.newest.copy_(states.read()[-1:], non_blocking=True)
         return states
 
@@ -250,9 +263,9 @@ class DSparkSequence(StateSequence):
         read."""
         if not self._drafter.layers.config.state_input:
             return None
-        last = self.length - 2
-        if self.states.paged:
-            return self.states.block(last, last + 1)
+        last = self.text.length - 2
+        if self.states.reader.paged:
+            return self.states.reader.block(last, last + 1)
         return StateBlock(last, self.newest)
 
     def set_block(self, hidden: Tensor, logits: Tensor) -> None:
@@ -263,58 +276,83 @@ class DSparkSequence(StateSequence):
     def add_level(self, heads: DSparkHeads) -> None:
         """Adds a level to the tree."""
         assert self._block is not None
-        beam, parents = self.tree, self.tree.frontier
+        beam, parents = self.text.tree, self.text.tree.frontier
         hidden, logits = (each[beam.level, None] for each in self._block)
-        tokens = [beam.tokens[node] for node in parents] if beam.level else [self.text[-1]]
+        tokens = [beam.tokens[node] for node in parents] if beam.level else [self.text.tokens[-1]]
         before = send(torch.tensor([tokens]), hidden.device)
         scores, state, logs = heads.forward(hidden, logits, before, self._state)
-        beam.add_level(self.rank(scores[0]), None if logs is None else logs[0].tolist())
+        beam.add_level(self.text.rank(scores[0]), None if logs is None else logs[0].tolist())
         if state is not None:
             self._state = state[:, [beam.parents[n] - parents.start for n in beam.frontier]]
 
     def fill(self, text: DraftText) -> None:
         layers, cache = self._drafter.layers, self.cache
         new = self.new_states()
-        text.first = text.length = self.readable
+        text.first = text.length = self.states.readable
         if new is not None:
             text.first = new.first
             self._fresh = new.read().to(layers.dtype).contiguous()
             text.fresh = self._fresh.data_ptr()
         cache.reserve(text.length)
         cache.length = text.length
-        super().fill(text)
-        text.row = layers.heads.row(self.text[-1])
+        fill_cache(text, cache, self.text.tokens[-1])
+        text.newest = self.newest.data_ptr()
+        text.row = layers.heads.row(self.text.tokens[-1])
 
-    def clear(self) -> None:
+    def finish(self) -> None:
+        self._clear()
+        self.states.reader.check()
+
+    def close(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
         self._block = self._state = None
 
 
 @dataclass(frozen=True)
-class DSparkOptions(StateOptions):
+class DSparkOptions(TreeOptions, TargetOptions, StateOptions):
     """Options of ``dspark``. By default ``depth`` is the length of the drafter's block."""
 
     widths: tuple[int, ...] = (4, 8)
     max_nodes: int = 16
+    formats: ClassVar[tuple[str, ...]] = FORMATS
+
+    def __post_init__(self) -> None:
+        TreeOptions.__post_init__(self)
+        self.check(self.widths)
 
 
-class DSparkDrafter(TargetDrafter[DSparkSequence]):
+class DSparkDrafter(Drafter):
     """The method ``dspark``."""
 
     method: ClassVar[str] = "dspark"
-    options_type, layers_type, model_type = DSparkOptions, DSparkBackbone, DSparkModel
-    layers: DSparkBackbone
+    path_options: ClassVar[tuple[str, ...]] = ("target",)
+    growth: TreeGrowth
+    gathered_slots = 0
 
     def __init__(self, layers: DSparkBackbone, options: DSparkOptions, fit: Fit, size: int) -> None:
+        """Builds a drafter of layers and options; ``size`` is the bytes of its own weights."""
         levels = layers.config.levels
         depth = min(options.depth or levels, levels)
-        super().__init__(layers, replace(options, depth=depth), fit, size)
+        self.layers, self.options = layers, replace(options, depth=depth)
+        self.shape, self.device = layers.config, layers.device
+        self.fit, self.needs, self.weight_bytes = fit, options.needs(layers.config), size
+        self.settings = TreeSettings.of(
+            layers.config, self.options, layers.device, layers.embedding.tokens
+        )
+        self.max_nodes, self.max_depth = self.settings.max_nodes, self.settings.max_depth
+        self.captured = layers.config.conv is None
+        self.growth = target_growth(self, self.settings)
 
-    @staticmethod
-    def read_config(folder: Path, target: ModelSource | None) -> tuple[DSparkConfig, torch.dtype]:
-        return read_dspark(folder, load_config(target).layers if target else 0)
+    @classmethod
+    def load(
+        cls, folder: Path | None, options: Mapping[str, str], resources: Resources
+    ) -> DSparkDrafter:
+        return PARTS.load(cls, folder, options, resources)
 
-    def start(self, generation: GenerationInfo) -> DSparkSequence:
-        return DSparkSequence(self, generation)
+    def start(self, generation: GenerationInfo) -> GrownSequence[DSparkPasses]:
+        return GrownSequence(self.growth, DSparkPasses(self, generation))
 
     def native_draft(self, programs: list[NativeProgram], ids: Tensor) -> NativeDraft | None:
         config, heads = self.layers.config, self.layers.heads.native()
@@ -331,17 +369,13 @@ class DSparkDrafter(TargetDrafter[DSparkSequence]):
         )
         return NativeDraft(programs[1], self.layers.dtype, ids, block)
 
-    def grow_level(self, growing: Sequence[DSparkSequence]) -> None:
-        if growing[0].tree.level == 0:
+    def grow_level(self, growing: Sequence[DSparkPasses]) -> None:
+        if growing[0].text.tree.level == 0:
             passes = Passes(self.draft_passes(growing), self.device)
-            for sequence, *block in zip(growing, *self.layers.draft(passes), strict=True):
-                sequence.set_block(*block)
-        for sequence in growing:
-            sequence.add_level(self.layers.heads)
-
-    def use_graphs(self) -> None:
-        if self.layers.config.conv is None:
-            super().use_graphs()
+            for each, *block in zip(growing, *self.layers.draft(passes), strict=True):
+                each.set_block(*block)
+        for each in growing:
+            each.add_level(self.layers.heads)
 
     def pass_shapes(self, fed: int, shape: TreeShape) -> list[PassShape]:
         config = self.layers.config
@@ -356,16 +390,19 @@ class DSparkDrafter(TargetDrafter[DSparkSequence]):
         return [states, block]
 
     def draft_passes(
-        self, growing: Sequence[DSparkSequence], shape: TreeShape | None = None
+        self, growing: Sequence[DSparkPasses], shape: TreeShape | None = None
     ) -> HostDraft:
-        found = [sequence.new_states() for sequence in growing]
-        caches = [sequence.cache for sequence in growing]
+        found = [each.new_states() for each in growing]
+        caches = [each.cache for each in growing]
         states = self.layers.states_pass(
             [(n, caches[n], new) for n, new in enumerate(found) if new is not None]
         )
-        blocks = [(each.cache, each.text[-1], each.newest_states()) for each in growing]
+        blocks = [(each.cache, each.text.tokens[-1], each.newest_states()) for each in growing]
         block, contexts = self.layers.block_pass(blocks)
         return HostDraft([states, block], caches, contexts)
+
+    def drafted(self, growing: Sequence[DSparkPasses]) -> None:
+        """Does nothing: the passes count what they write when they are made."""
 
     def grow_on_device(self, passes: Passes, trees: DeviceTrees) -> None:
         hidden, logits = self.layers.draft(passes)
@@ -380,3 +417,10 @@ class DSparkDrafter(TargetDrafter[DSparkSequence]):
             before = trees.tokens[:, trees.newest]
             if state is not None:
                 state = state.gather(1, trees.places[..., None].expand(-1, -1, state.shape[2]))
+
+
+def _read_config(folder: Path, target: ModelSource | None) -> tuple[DSparkConfig, torch.dtype]:
+    return read_dspark(folder, load_config(target).layers if target else 0)
+
+
+PARTS = TargetParts("dspark", DSparkOptions, DSparkBackbone, DSparkModel, _read_config)

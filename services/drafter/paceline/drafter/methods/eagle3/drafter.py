@@ -5,7 +5,7 @@ Training-Time Test", section 3. A position's input is the token there and the hi
 position before it: of the text the target's, outputs of a low, a middle and a high layer fused; of
 a drafted token the layer's own output at its parent. A round feeds the text since the last round,
 then its tree level by level. Scores include the verifier's noise, and trees grow as in
-:mod:`paceline.drafter.methods.beam`.
+:mod:`paceline.drafter.growth.beam`.
 """
 
 from __future__ import annotations
@@ -21,26 +21,34 @@ from torch import Tensor
 
 from paceline.decoder import ModelSource, load_config
 from paceline.decoder.weights import Linear
-from paceline.drafter.kv.reader import StateBlock
-from paceline.drafter.methods.base import GenerationInfo
-from paceline.drafter.methods.beam_drafter import Block, forward_blocks, text_pass
-from paceline.drafter.methods.device_trees import (
+from paceline.drafter.growth.device import (
     DeviceTrees,
     HostDraft,
     Passes,
     TreeShape,
     level_passes,
+    text_pass,
 )
-from paceline.drafter.methods.draft_graphs import PassShape, text_and_levels
+from paceline.drafter.growth.graphs import PassShape, text_and_levels
+from paceline.drafter.growth.host import forward_blocks
+from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
+from paceline.drafter.growth.target_data import StateRows
+from paceline.drafter.growth.text import Block, GrownText, TextPasses, TreeSettings
+from paceline.drafter.kv.reader import StateBlock
+from paceline.drafter.methods.base import Drafter, Fit, GenerationInfo, Resources
 from paceline.drafter.methods.eagle3.config import Eagle3Config, read_eagle3
 from paceline.drafter.methods.eagle3.module import Eagle3Model
 from paceline.drafter.methods.layers import LayerWeights, linear
-from paceline.drafter.methods.target_data import StateRows
+from paceline.drafter.methods.options import TreeOptions
 from paceline.drafter.methods.target_drafter import (
+    FORMATS,
     DraftLayers,
     StateOptions,
-    StateSequence,
-    TargetDrafter,
+    TargetOptions,
+    TargetParts,
+    TextStates,
+    fill_cache,
+    target_growth,
 )
 from paceline.kernels import Program, TreePlan, send
 from paceline.kernels.draft import NativeDraft, StateText
@@ -122,38 +130,44 @@ def _record(
     return program.finish()
 
 
-class Eagle3Sequence(StateSequence):
-    """One generation of ``eagle3``."""
-
-    _drafter: Eagle3Drafter
+class Eagle3Passes(TextPasses):
+    """Passes of ``eagle3`` for one generation."""
 
     def __init__(self, drafter: Eagle3Drafter, generation: GenerationInfo) -> None:
-        super().__init__(drafter, generation, drafter.options.drafted)
+        drafted = drafter.options.drafted
+        self._drafter = drafter
+        self.text = GrownText(drafter.settings, generation)
+        self.states = TextStates(drafter.layers, drafter.method, self.text, generation, drafted)
+        self.cache = self.states.cache
         self._fresh: StateBlock | None = None
         """States of the newest positions before the anchor, of the round; None outside of one."""
         self._outputs = NO_OUTPUTS
         """Outputs at the anchor and at the nodes of the tree that were fed."""
 
+    @property
+    def backlog(self) -> int:
+        return self.states.backlog
+
     def warm(self, limit: int) -> None:
-        cache = self.cache
-        begin = cache.next_position(self.readable)
-        begin, states = self.states.read(begin, max(begin, min(self.readable, begin + limit)))
+        cache, readable = self.cache, self.states.readable
+        begin = cache.next_position(readable)
+        begin, states = self.states.reader.read(begin, max(begin, min(readable, begin + limit)))
         if len(states):
             end, layers = begin + len(states), self._drafter.layers
             cache.reserve(end)
-            block = self.text_block(0, begin + 1, end + 1, begin - cache.base)
+            block = self.text.text_block(0, begin + 1, end + 1, begin - cache.base)
             layers.write_kv(block, cache, layers.states(states))
             cache.length = end
-            self.states.settle()
+            self.states.reader.settle()
 
     def prepare(self) -> bool:
-        if not super().prepare():
+        if not self.states.prepare():
             return False
-        end = self.length - 1
+        end = self.text.length - 1
         if self.backlog > MAX_FED_TOKENS:
             self.warm(self.backlog - 1)
         self.cache.reserve(end)
-        self._fresh = self.states.block(min(self.cache.next_position(end), end - 1), end)
+        self._fresh = self.states.reader.block(min(self.cache.next_position(end), end - 1), end)
         return self._fresh.count > 0
 
     @property
@@ -164,15 +178,15 @@ class Eagle3Sequence(StateSequence):
 
     def block(self, index: int) -> Block:
         """Returns what to feed for the next level; ``index`` is that of its cache in the pass."""
-        end = self.length - 1 - self.cache.base
-        if self.tree.level:
-            return self.tree_block(index, end)
+        end = self.text.length - 1 - self.cache.base
+        if self.text.tree.level:
+            return self.text.tree_block(index, end)
         count = self.fresh.count
-        return self.text_block(index, self.length - count, self.length, end - count)
+        return self.text.text_block(index, self.text.length - count, self.text.length, end - count)
 
     def inputs(self) -> Tensor:
         """Returns the hidden states that :meth:`block` reads."""
-        beam = self.tree
+        beam = self.text.tree
         if not beam.level:
             return self._drafter.layers.states(self.fresh.read())
         parents = torch.tensor(beam.parents[beam.trunk : beam.frontier.stop])
@@ -181,24 +195,31 @@ class Eagle3Sequence(StateSequence):
     def add_level(self, logits: Tensor, outputs: Tensor) -> None:
         """Adds a level to the tree from the logits of :meth:`block`, ``[frontier, V]``, and the
         outputs of the same rows."""
-        beam = self.tree
+        beam = self.text.tree
         if not beam.level:
-            self.cache.length = self.length - 1
+            self.cache.length = self.text.length - 1
             self._outputs = outputs.new_zeros(1 + self._drafter.options.drafted, outputs.shape[1])
         self._outputs[beam.frontier.start + 1 : beam.frontier.stop + 1] = outputs
-        self.grow(logits)
+        self.text.grow(logits)
 
     def fill(self, text: DraftText) -> None:
-        super().fill(text)
+        fill_cache(text, self.cache, self.text.tokens[-1])
         count = self.fresh.count
-        text.length = self.length - 2  # the slot of the anchor
+        text.length = self.text.length - 2  # the slot of the anchor
         text.first = text.length + 1 - count
         self._inputs = self._drafter.layers.states(self.fresh.read()).contiguous()
-        self._fed = torch.tensor([self.text[at] for at in range(-count, 0)])
+        self._fed = torch.tensor(self.text.newest(self.text.length - count, self.text.length))
         text.fresh, text.tokens = self._inputs.data_ptr(), self._fed.data_ptr()
-        self.cache.length = self.length - 1
+        self.cache.length = self.text.length - 1
 
-    def clear(self) -> None:
+    def finish(self) -> None:
+        self._clear()
+        self.states.reader.check()
+
+    def close(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
         self._fresh, self._outputs = None, NO_OUTPUTS
 
 
@@ -210,44 +231,56 @@ but the newest get keys and values alone."""
 
 
 @dataclass(frozen=True)
-class Eagle3Options(StateOptions):
+class Eagle3Options(TreeOptions, TargetOptions, StateOptions):
     """Options of ``eagle3``."""
 
     widths: tuple[int, ...] = (4, 8, 8, 8)
     max_nodes: int = 16
+    formats: ClassVar[tuple[str, ...]] = FORMATS
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        TreeOptions.__post_init__(self)
+        self.check(self.widths)
         self.check_drafted()
 
 
-class Eagle3Drafter(TargetDrafter[Eagle3Sequence]):
+class Eagle3Drafter(Drafter):
     """The method ``eagle3``."""
 
     method: ClassVar[str] = "eagle3"
-    options_type, layers_type, model_type = Eagle3Options, Eagle3Layer, Eagle3Model
-    layers: Eagle3Layer
+    path_options: ClassVar[tuple[str, ...]] = ("target",)
+    growth: TreeGrowth
+    captured = True
+    gathered_slots = 0
 
-    @staticmethod
-    def read_config(folder: Path, target: ModelSource | None) -> tuple[Eagle3Config, torch.dtype]:
-        known = load_config(target) if target else None
-        config, dtype = read_eagle3(folder, known.layers if known else 0)
-        longrope = config.rope_parameters.get("rope_type") == "longrope"  # depends on the length
-        if known is not None and not longrope:  # published ones have the length of their training
-            config = replace(config, max_position=max(config.max_position, known.max_position))
-        return config, dtype
+    def __init__(self, layers: Eagle3Layer, options: Eagle3Options, fit: Fit, size: int) -> None:
+        """Builds a drafter of layers and options; ``size`` is the bytes of its own weights."""
+        self.layers, self.options = layers, options
+        self.shape, self.device = layers.config, layers.device
+        self.fit, self.needs, self.weight_bytes = fit, options.needs(layers.config), size
+        self.settings = TreeSettings.of(
+            layers.config, options, layers.device, layers.embedding.tokens
+        )
+        self.max_nodes, self.max_depth = self.settings.max_nodes, self.settings.max_depth
+        self.growth = target_growth(self, self.settings)
 
-    def start(self, generation: GenerationInfo) -> Eagle3Sequence:
-        return Eagle3Sequence(self, generation)
+    @classmethod
+    def load(
+        cls, folder: Path | None, options: Mapping[str, str], resources: Resources
+    ) -> Eagle3Drafter:
+        return PARTS.load(cls, folder, options, resources)
+
+    def start(self, generation: GenerationInfo) -> GrownSequence[Eagle3Passes]:
+        return GrownSequence(self.growth, Eagle3Passes(self, generation))
 
     def native_draft(self, programs: list[NativeProgram], ids: Tensor) -> NativeDraft:
         text = StateText(programs[1], self.layers.config.states)
         return NativeDraft(programs[2], self.layers.dtype, ids, text=text)
 
-    def grow_level(self, growing: Sequence[Eagle3Sequence]) -> None:
-        caches = [sequence.cache for sequence in growing]
-        inputs = torch.cat([sequence.inputs() for sequence in growing])
-        number = 2 if growing[0].tree.level else 1  # all have as many levels
+    def grow_level(self, growing: Sequence[Eagle3Passes]) -> None:
+        caches = [each.cache for each in growing]
+        inputs = torch.cat([each.inputs() for each in growing])
+        number = 2 if growing[0].text.tree.level else 1  # all have as many levels
         outputs: list[Tensor] = []
 
         def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
@@ -255,11 +288,11 @@ class Eagle3Drafter(TargetDrafter[Eagle3Sequence]):
             outputs.append(result.taps[0])
             return result.logits
 
-        blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
+        blocks = [each.block(index) for index, each in enumerate(growing)]
         logits = forward_blocks(run, blocks, self.layers.device)
         parts = outputs[0].split([block.logit_rows for block in blocks])
-        for sequence, each, part in zip(growing, logits, parts, strict=True):
-            sequence.add_level(each, part)
+        for passes, each, part in zip(growing, logits, parts, strict=True):
+            passes.add_level(each, part)
 
     def pass_shapes(self, fed: int, shape: TreeShape) -> list[PassShape]:
         config = self.layers.config
@@ -267,18 +300,18 @@ class Eagle3Drafter(TargetDrafter[Eagle3Sequence]):
         text = replace(level, rows=fed, blocks=2, inputs=config.states, taps=len(config.taps))
         return text_and_levels(text, level, shape)
 
-    def draft_passes(self, growing: Sequence[Eagle3Sequence], shape: TreeShape) -> HostDraft:
-        blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
-        lengths = [sequence.length for sequence in growing]
-        starts = [sequence.length - 1 - sequence.cache.base for sequence in growing]
-        fresh = [sequence.fresh for sequence in growing]
+    def draft_passes(self, growing: Sequence[Eagle3Passes], shape: TreeShape) -> HostDraft:
+        blocks = [each.block(index) for index, each in enumerate(growing)]
+        lengths = [each.text.length for each in growing]
+        starts = [each.text.length - 1 - each.cache.base for each in growing]
+        fresh = [each.fresh for each in growing]
         text = text_pass(blocks, StateRows(fresh, self.layers.states))
-        caches = [sequence.cache for sequence in growing]
+        caches = [each.cache for each in growing]
         return HostDraft([text, *level_passes(starts, lengths, shape)], caches)
 
-    def drafted(self, growing: Sequence[Eagle3Sequence]) -> None:
-        for sequence in growing:
-            sequence.cache.length = sequence.length - 1
+    def drafted(self, growing: Sequence[Eagle3Passes]) -> None:
+        for each in growing:
+            each.cache.length = each.text.length - 1
 
     def grow_on_device(self, passes: Passes, trees: DeviceTrees) -> None:
         outputs: list[Tensor] = []  # at the anchors, then at the nodes
@@ -295,3 +328,15 @@ class Eagle3Drafter(TargetDrafter[Eagle3Sequence]):
             )
             outputs.append(result.taps[0].unflatten(0, (len(trees.tokens), -1)))
             trees.add_level(result.logits)
+
+
+def _read_config(folder: Path, target: ModelSource | None) -> tuple[Eagle3Config, torch.dtype]:
+    known = load_config(target) if target else None
+    config, dtype = read_eagle3(folder, known.layers if known else 0)
+    longrope = config.rope_parameters.get("rope_type") == "longrope"  # depends on the length
+    if known is not None and not longrope:  # published ones have the length of their training
+        config = replace(config, max_position=max(config.max_position, known.max_position))
+    return config, dtype
+
+
+PARTS = TargetParts("eagle3", Eagle3Options, Eagle3Layer, Eagle3Model, _read_config)

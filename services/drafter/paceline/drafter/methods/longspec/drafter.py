@@ -5,7 +5,7 @@ Verification", section 3.1 and appendix D. Self-attention of a token covers the 
 positions on its path, including its own. Cross-attention covers the committed positions before the
 anchor, the same ones for every level: all of them, or the first and the newest within a KV budget
 (:func:`paceline.kernels.streaming`). Training expresses this as lags. Scores include the verifier's
-noise, and trees grow as in :mod:`paceline.drafter.methods.beam`.
+noise, and trees grow as in :mod:`paceline.drafter.growth.beam`.
 """
 
 from __future__ import annotations
@@ -19,29 +19,34 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import ModelSource
-from paceline.drafter.kv import KvOptions
-from paceline.drafter.kv.reader import StreamingReader
-from paceline.drafter.methods.base import GenerationInfo, Needs
-from paceline.drafter.methods.beam import check_context
-from paceline.drafter.methods.beam_drafter import Block, forward_blocks, required, text_pass
-from paceline.drafter.methods.device_trees import (
+from paceline.drafter.growth.device import (
     DeviceTrees,
     HostDraft,
     Passes,
     TreeShape,
     level_passes,
+    text_pass,
 )
-from paceline.drafter.methods.draft_graphs import PassShape, text_and_levels
+from paceline.drafter.growth.graphs import PassShape, text_and_levels
+from paceline.drafter.growth.host import forward_blocks
+from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
+from paceline.drafter.growth.target_data import TargetKv
+from paceline.drafter.growth.text import Block, GrownText, TextPasses, TreeSettings, required
+from paceline.drafter.kv import KvOptions
+from paceline.drafter.kv.reader import StreamingReader
+from paceline.drafter.methods.base import Drafter, Fit, GenerationInfo, Needs, Resources
 from paceline.drafter.methods.layers import LayerWeights
 from paceline.drafter.methods.longspec.config import LongSpecConfig, read_longspec
 from paceline.drafter.methods.longspec.module import LongSpecModel
-from paceline.drafter.methods.target_data import TargetKv
+from paceline.drafter.methods.options import TreeOptions, check_context
 from paceline.drafter.methods.target_drafter import (
+    FORMATS,
     DraftLayers,
-    TargetDrafter,
     TargetOptions,
-    TargetSequence,
+    TargetParts,
     WindowCache,
+    fill_cache,
+    target_growth,
 )
 from paceline.kernels import CHUNK, Context, Program, TreePlan
 from paceline.kernels.draft import NativeDraft
@@ -87,19 +92,18 @@ def _record(layer: LongSpecLayer, tensors: LayerWeights, *, outputs: bool) -> Pr
     return program.finish()
 
 
-class LongSpecSequence(TargetSequence):
-    """One generation of ``longspec``.
+class LongSpecPasses(TextPasses):
+    """Passes of ``longspec`` for one generation.
 
     Its memory does not depend on the context: keys, values and tokens of a window. (Only the
     history of a generation with penalties grows, with its distinct tokens.) A round feeds the
     tokens since the last round, then its tree level by level.
     """
 
-    _drafter: LongSpecDrafter
-
     def __init__(self, drafter: LongSpecDrafter, generation: GenerationInfo) -> None:
         layer = drafter.layers
-        super().__init__(drafter, generation, layer.config.window)
+        self._drafter = drafter
+        self.text = GrownText(drafter.settings, generation, layer.config.window)
         self.kv = required(generation.kv, "longspec", "KV")
         in_place = isinstance(self.kv, StreamingReader) and layer.device.type == "cpu"
         self._default_context = 0 if in_place else DEFAULT_CONTEXT
@@ -109,15 +113,15 @@ class LongSpecSequence(TargetSequence):
 
     @property
     def backlog(self) -> int:
-        return max(0, self.length - 1 - self.cache.next_position(self.length))
+        return max(0, self.text.length - 1 - self.cache.next_position(self.text.length))
 
     def warm(self, limit: int) -> None:
         cache = self.cache
-        begin = cache.next_position(self.length)
+        begin = cache.next_position(self.text.length)
         end = begin + min(limit, self.backlog)
         if begin < end:
             cache.reserve(end)
-            block = self.text_block(0, begin, end, begin - cache.base)
+            block = self.text.text_block(0, begin, end, begin - cache.base)
             self._drafter.layers.write_kv(block, cache)
             cache.length = end
 
@@ -125,37 +129,37 @@ class LongSpecSequence(TargetSequence):
         self.kv.check()
         while self.backlog > MAX_FED_TOKENS:
             self.warm(CHUNK)
-        self.cache.reserve(self.length)
-        below = self.length - 1  # the verifier may have committed more than this text
+        self.cache.reserve(self.text.length)
+        below = self.text.length - 1  # the verifier may have committed more than this text
         context = self._drafter.options.context
         self.kv.refresh(below, self._default_context if context is None else context)
         layer = self._drafter.layers
         number = layer.config.target_layer
-        target = TargetKv(self.kv, number, layer, deferred=self.drafts_on_device)
+        target = TargetKv(self.kv, number, layer, deferred=self.text.on_device)
         self.context = Context(target, target.length)
         return True
 
     def block(self, index: int) -> Block:
         """Returns what to feed for the next level; ``index`` is that of its cache in the pass."""
-        if self.tree.level:
-            return self.tree_block(index, self.length - self.cache.base)
-        begin = min(self.cache.next_position(self.length), self.length - 1)
-        return self.text_block(index, begin, self.length, begin - self.cache.base)
+        if self.text.tree.level:
+            return self.text.tree_block(index, self.text.length - self.cache.base)
+        begin = min(self.cache.next_position(self.text.length), self.text.length - 1)
+        return self.text.text_block(index, begin, self.text.length, begin - self.cache.base)
 
     def add_level(self, logits: Tensor) -> None:
         """Adds a level to the tree from the logits of :meth:`block`, ``[frontier, V]``."""
-        if not self.tree.level:
-            self.cache.length = self.length
-        self.grow(logits)
+        if not self.text.tree.level:
+            self.cache.length = self.text.length
+        self.text.grow(logits)
 
     def fill(self, text: DraftText) -> None:
-        super().fill(text)
         cache, target = self.cache, self.context
-        text.length = self.length - 1
-        text.first = min(cache.next_position(self.length), text.length)
-        self._fed = torch.tensor([self.text[at] for at in range(text.first - self.length, 0)])
+        fill_cache(text, cache, self.text.tokens[-1])
+        text.length = self.text.length - 1
+        text.first = min(cache.next_position(self.text.length), text.length)
+        self._fed = torch.tensor(self.text.newest(text.first, self.text.length))
         text.tokens = self._fed.data_ptr()
-        cache.length = self.length
+        cache.length = self.text.length
         assert target is not None
         assert target.cache.table is not None
         text.target, text.slots = target.cache.table.address, target.length
@@ -166,7 +170,6 @@ class LongSpecSequence(TargetSequence):
             self.kv.check()
 
     def close(self) -> None:
-        super().close()
         self.context = None
 
 
@@ -187,12 +190,14 @@ DEFAULT_CONTEXT = 512
 
 
 @dataclass(frozen=True)
-class LongSpecOptions(TargetOptions, KvOptions):
+class LongSpecOptions(TreeOptions, TargetOptions, KvOptions):
     """Options of ``longspec``.
 
     By default ``widths`` is 8,8 on a CPU and 4,16,16,16,16 on other devices, and ``max_nodes`` is
     10 on a CPU if no widths are given.
     """
+
+    formats: ClassVar[tuple[str, ...]] = FORMATS
 
     context: int | None = None
     """KV budget: most target positions that a round reads, the first 4 and the newest; 0: all.
@@ -200,51 +205,63 @@ class LongSpecOptions(TargetOptions, KvOptions):
     With a budget, a draft takes as long at 128k tokens as at 1k. Unit: tokens."""
 
     def __post_init__(self) -> None:
-        TargetOptions.__post_init__(self)
+        TreeOptions.__post_init__(self)
         KvOptions.__post_init__(self)
         self.check_drafted()
         check_context(self.context or 0)
 
     def needs(self, config: LongSpecConfig) -> Needs:
+        """Returns the target's data that a drafter of this shape reads."""
         budget = DEFAULT_CONTEXT if self.context is None else self.context
         return Needs((config.target_layer,), self, budget)
 
 
-class LongSpecDrafter(TargetDrafter[LongSpecSequence]):
+class LongSpecDrafter(Drafter):
     """The method ``longspec``."""
 
     method: ClassVar[str] = "longspec"
-    options_type, layers_type, model_type = LongSpecOptions, LongSpecLayer, LongSpecModel
-    options: LongSpecOptions
-    layers: LongSpecLayer
+    path_options: ClassVar[tuple[str, ...]] = ("target",)
+    growth: TreeGrowth
+    captured = True
+
+    def __init__(
+        self, layers: LongSpecLayer, options: LongSpecOptions, fit: Fit, size: int
+    ) -> None:
+        """Builds a drafter of layers and options; ``size`` is the bytes of its own weights."""
+        self.layers, self.options = layers, options
+        self.shape, self.device = layers.config, layers.device
+        self.fit, self.needs, self.weight_bytes = fit, options.needs(layers.config), size
+        self.settings = TreeSettings.of(
+            layers.config, options, layers.device, layers.embedding.tokens
+        )
+        self.max_nodes, self.max_depth = self.settings.max_nodes, self.settings.max_depth
+        self.growth = target_growth(self, self.settings)
 
     @classmethod
-    def defaults(cls, given: Mapping[str, str], device: str) -> Mapping[str, str]:
-        if "widths" in given:
-            return {}
-        return CPU_SHAPE if device == "cpu" else GPU_SHAPE
+    def load(
+        cls, folder: Path | None, options: Mapping[str, str], resources: Resources
+    ) -> LongSpecDrafter:
+        if "widths" not in options:
+            options = {**(CPU_SHAPE if resources.device == "cpu" else GPU_SHAPE), **options}
+        return PARTS.load(cls, folder, options, resources)
 
-    @staticmethod
-    def read_config(folder: Path, target: ModelSource | None) -> tuple[LongSpecConfig, torch.dtype]:
-        return read_longspec(folder)
-
-    def start(self, generation: GenerationInfo) -> LongSpecSequence:
-        return LongSpecSequence(self, generation)
+    def start(self, generation: GenerationInfo) -> GrownSequence[LongSpecPasses]:
+        return GrownSequence(self.growth, LongSpecPasses(self, generation))
 
     def native_draft(self, programs: list[NativeProgram], ids: Tensor) -> NativeDraft:
         return NativeDraft(programs[-1], self.layers.dtype, ids)
 
-    def grow_level(self, growing: Sequence[LongSpecSequence]) -> None:
-        caches = [sequence.cache for sequence in growing]
-        contexts = [sequence.context for sequence in growing if sequence.context is not None]
+    def grow_level(self, growing: Sequence[LongSpecPasses]) -> None:
+        caches = [each.cache for each in growing]
+        contexts = [each.context for each in growing if each.context is not None]
 
         def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
             return self.layers.run(-1, tokens, plan, caches, rows, contexts=contexts).logits
 
-        blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
+        blocks = [each.block(index) for index, each in enumerate(growing)]
         logits = forward_blocks(run, blocks, self.layers.device)
-        for sequence, part in zip(growing, logits, strict=True):
-            sequence.add_level(part)
+        for each, part in zip(growing, logits, strict=True):
+            each.add_level(part)
 
     @property
     def gathered_slots(self) -> int:
@@ -254,19 +271,19 @@ class LongSpecDrafter(TargetDrafter[LongSpecSequence]):
         level = PassShape(0, 1, (self.layers.config.window,), (None,))
         return text_and_levels(replace(level, rows=fed, blocks=2), level, shape)
 
-    def draft_passes(self, growing: Sequence[LongSpecSequence], shape: TreeShape) -> HostDraft:
-        blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
-        lengths = [sequence.length for sequence in growing]
-        starts = [sequence.length - sequence.cache.base for sequence in growing]
+    def draft_passes(self, growing: Sequence[LongSpecPasses], shape: TreeShape) -> HostDraft:
+        blocks = [each.block(index) for index, each in enumerate(growing)]
+        lengths = [each.text.length for each in growing]
+        starts = [each.text.length - each.cache.base for each in growing]
         return HostDraft(
             [text_pass(blocks), *level_passes(starts, lengths, shape)],
-            [sequence.cache for sequence in growing],
-            [sequence.context for sequence in growing if sequence.context is not None],
+            [each.cache for each in growing],
+            [each.context for each in growing if each.context is not None],
         )
 
-    def drafted(self, growing: Sequence[LongSpecSequence]) -> None:
-        for sequence in growing:
-            sequence.cache.length = sequence.length
+    def drafted(self, growing: Sequence[LongSpecPasses]) -> None:
+        for each in growing:
+            each.cache.length = each.text.length
 
     def grow_on_device(self, passes: Passes, trees: DeviceTrees) -> None:
         while trees.grows:
@@ -274,3 +291,10 @@ class LongSpecDrafter(TargetDrafter[LongSpecSequence]):
             caches, contexts = passes.caches, passes.contexts
             result = self.layers.run(-1, tokens, plan, caches, rows, contexts=contexts)
             trees.add_level(result.logits)
+
+
+def _read_config(folder: Path, target: ModelSource | None) -> tuple[LongSpecConfig, torch.dtype]:
+    return read_longspec(folder)
+
+
+PARTS = TargetParts("longspec", LongSpecOptions, LongSpecLayer, LongSpecModel, _read_config)

@@ -1,7 +1,7 @@
 """Trees of several sequences that grow on a GPU without the host, in fixed shapes.
 
 Level l of every tree has a fixed number of nodes, the likeliest ones as in
-:class:`~paceline.drafter.methods.beam.Beam`. Nodes that a tree does not have, because none may be
+:class:`~paceline.drafter.growth.beam.Beam`. Nodes that a tree does not have, because none may be
 expanded that could be their parent, have the score -inf; they are computed too. So the host knows
 rows, positions and cache slots of all passes before the first one (:class:`HostDraft`). It reads
 all trees once, when they are complete.
@@ -9,19 +9,22 @@ all trees once, when they are complete.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.drafter.methods.base import Budget
-from paceline.drafter.methods.beam import BeamOptions, Ranker, rank_rows
-from paceline.drafter.methods.target_data import StateRows
+from paceline.drafter.generation import Budget
+from paceline.drafter.growth.beam import Chain, Ranker, rank_rows
+from paceline.drafter.growth.target_data import StateRows
+from paceline.drafter.growth.text import Block, Growth, TextPasses, TreeOptions, TreeSettings
 from paceline.kernels import (
     Context,
     KVCacheView,
@@ -32,6 +35,8 @@ from paceline.kernels import (
     send,
 )
 from paceline.tree import TokenTree
+
+logger = logging.getLogger("paceline.drafter")
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class TreeShape:
     chain: bool
 
     @classmethod
-    def of(cls, options: BeamOptions, levels: int, count: int) -> TreeShape:
+    def of(cls, options: TreeOptions, levels: int, count: int) -> TreeShape:
         """Returns the shape for the options of a method."""
         last, survival = len(options.widths) - 1, options.min_survival
         return cls(
@@ -108,6 +113,19 @@ class HostDraft:
     passes: Sequence[HostPass]
     caches: Sequence[KVCacheView]
     contexts: Sequence[Context] = ()
+
+
+def text_pass(blocks: Sequence[Block], inputs: StateRows | None = None) -> HostPass:
+    """Returns the pass over the blocks of several generations, with hidden states of its rows."""
+    stops = accumulate(len(block.tokens) for block in blocks)
+    counts = [block.logit_rows for block in blocks]
+    return HostPass(
+        [segment for block in blocks for segment in block.segments],
+        [position for block in blocks for position in block.positions],
+        [token for block in blocks for token in block.tokens],
+        [r for stop, n in zip(stops, counts, strict=True) for r in range(stop - n, stop)],
+        inputs,
+    )
 
 
 def level_passes(starts: Sequence[int], lengths: Sequence[int], shape: TreeShape) -> list[HostPass]:
@@ -252,7 +270,7 @@ class DeviceTrees:
         return self.tokens[:, :stop].flatten(), plan, rows[:, self.newest].flatten()
 
     def add_level(self, logits: Tensor, log_confidences: Tensor | None = None) -> None:
-        """Adds a level as :meth:`~paceline.drafter.methods.beam.Beam.add_level` does.
+        """Adds a level as :meth:`~paceline.drafter.growth.beam.Beam.add_level` does.
 
         Args:
             logits: After each node of the newest level, or after the anchors, ``[S F, V]`` or of
@@ -341,3 +359,109 @@ def read_trees(packed: Tensor, budgets: Sequence[Budget], shape: TreeShape) -> l
         TokenTree(*(tuple(column[index][:count]) for column in columns))
         for index, count in enumerate(counts.tolist())
     ]
+
+
+class DeviceModel(Protocol):
+    """A model whose trees grow on its device."""
+
+    @property
+    def method(self) -> str:
+        """Name of its method."""
+
+    def draft_passes(self, growing: Sequence[Any], shape: TreeShape) -> HostDraft:
+        """Returns the passes of a draft for generations whose trees have this shape."""
+
+    def drafted(self, growing: Sequence[Any]) -> None:
+        """Notes that the passes for generations were launched."""
+
+    def grow_on_device(self, passes: Passes, trees: DeviceTrees) -> None:
+        """Grows trees by these passes, without waiting for the device."""
+
+
+class Graphs(Protocol):
+    """Captured drafts, :class:`~paceline.drafter.growth.graphs.DraftGraphs`."""
+
+    def warm_up(self) -> None:
+        """Captures the graphs of all batches."""
+
+    def run(
+        self,
+        draft: HostDraft,
+        rankers: Sequence[Ranker],
+        lengths: Sequence[int],
+        last: Sequence[int],
+    ) -> Tensor | None:
+        """Drafts for a batch; None if no graph is large enough."""
+
+
+class DeviceGrowth(Growth):
+    """Growth of trees whose candidates do not depend on the path before them."""
+
+    at_once: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model: DeviceModel,
+        settings: TreeSettings,
+        *,
+        kernels: bool = False,
+        graphs: Graphs | None = None,
+    ) -> None:
+        """Sets the model.
+
+        Args:
+            model: Its passes.
+            settings: Of its trees.
+            kernels: Whether a Triton kernel adds the levels.
+            graphs: Runs captured drafts; None: there are none.
+        """
+        self._model, self._settings, self._kernels = model, settings, kernels
+        self.graphs = graphs
+
+    def warm_up(self) -> None:
+        """Captures the CUDA graphs of all batches. If that fails, there are none."""
+        try:
+            if self.graphs is not None:
+                self.graphs.warm_up()
+        except Exception:  # of kernels, their compiler, the driver: any that there is
+            method = self._model.method
+            logger.warning("%s drafts without CUDA graphs", method, exc_info=True)
+            self.graphs = None
+
+    def start(self, passes: TextPasses) -> bool:
+        text = passes.text
+        text.on_device = not text.ranker.by_paths
+        return text.on_device
+
+    def begin(self, passes: TextPasses, limits: Budget, ahead: Chain | None) -> None:
+        passes.text.begin_beam(limits, ahead)
+
+    def grow(self, rounds: Sequence[tuple[TextPasses, Budget]]) -> list[TokenTree]:
+        batches: dict[int, list[TextPasses]] = {}
+        for passes, _ in rounds:
+            batches.setdefault(passes.text.ranker.count, []).append(passes)
+        found: dict[TextPasses, TokenTree] = {}
+        for batch in batches.values():  # one, but for services of targets with other vocabularies
+            with torch.inference_mode():
+                found.update(zip(batch, self._grow(batch), strict=True))
+        return [found[passes] for passes, _ in rounds]
+
+    def _grow(self, batch: Sequence[TextPasses]) -> list[TokenTree]:
+        texts = [passes.text for passes in batch]
+        limits = [text.tree.limits for text in texts]
+        depth = max(each.depth for each in limits)
+        levels = depth if self.graphs is None else self._settings.max_depth
+        shape = TreeShape.of(self._settings.options, levels, texts[0].ranker.count)
+        rankers, lengths = [text.ranker for text in texts], [text.length for text in texts]
+        last = [min(each.nodes, shape.stops[-1]) - 1 for each in limits]
+        draft = self._model.draft_passes(batch, shape)
+        nodes = None if self.graphs is None else self.graphs.run(draft, rankers, lengths, last)
+        if nodes is None:
+            device = self._settings.device
+            worst = send(torch.tensor(last)[:, None], device)
+            rank = rank_on_device(rankers, lengths, shape)
+            trees = DeviceTrees(shape, worst, rank, kernels=self._kernels)
+            self._model.grow_on_device(Passes(draft, device), trees)
+            nodes = trees.packed().cpu()
+        self._model.drafted(batch)
+        return read_trees(nodes, limits, shape)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -20,21 +20,22 @@ from torch import Tensor
 
 from paceline.decoder import Capturing
 from paceline.decoder.device import wait_for
-from paceline.drafter.kv.reader import KvPages, StateBlock
-from paceline.drafter.methods.beam import Ranker
-from paceline.drafter.methods.device_trees import (
+from paceline.drafter.growth.beam import Ranker
+from paceline.drafter.growth.device import (
+    DeviceModel,
     DeviceTrees,
     HostDraft,
     HostPass,
     Passes,
     TreeShape,
 )
-from paceline.drafter.methods.target_data import StateRows, TargetKv
+from paceline.drafter.growth.target_data import KvLayers, StateRows, TargetKv
+from paceline.drafter.growth.text import TreeSettings
+from paceline.drafter.kv.reader import KvPages, StateBlock
 from paceline.kernels import Context, KVCacheView, SamplingParams, TreePlan, plan_trees, send
 from paceline.kernels.trees import ContextSegment
 
 if TYPE_CHECKING:
-    from paceline.drafter.methods.target_drafter import TargetDrafter, WindowCache
     from paceline.kernels._triton.plan import Shape
     from paceline.kernels._triton.tiles import Tiling
 
@@ -83,28 +84,55 @@ def text_and_levels(text: PassShape, level: PassShape, shape: TreeShape) -> list
     return [first, *(replace(level, rows=stop) for stop in shape.stops[1:-1])]
 
 
+class DenseCache(Protocol):
+    """A cache whose keys and values lie dense, ``[layers, 2, Hkv, slots, D]``."""
+
+    address: int
+    """Where they begin."""
+
+    slots: int
+    """Positions that there is room for."""
+
+
+class GraphModel(DeviceModel, Protocol):
+    """A model whose drafts can be captured."""
+
+    @property
+    def layers(self) -> KvLayers:
+        """Its layers."""
+
+    @property
+    def gathered_slots(self) -> int:
+        """Most positions of the target's KV that a draft reads; 0: it reads none, or all."""
+
+    def pass_shapes(self, fed: int, shape: TreeShape) -> Sequence[PassShape]:
+        """Returns the shapes of a draft's passes for texts with ``fed`` new positions."""
+
+
 class DraftGraphs:
     """Runs drafts by the graph of the next larger shape, captured at its first use or before.
 
     On the CPU, without graphs, it runs the same kernels with the same tables. Not thread-safe.
     """
 
-    def __init__(self, drafter: TargetDrafter[Any], shape: TreeShape) -> None:
+    def __init__(self, model: GraphModel, settings: TreeSettings) -> None:
         """Makes a runner without graphs for trees of one shape."""
-        self._drafter, self._shape = drafter, shape
-        self._passes = {fed: drafter.pass_shapes(fed, shape) for fed in FED}
+        shape = TreeShape.of(settings.options, settings.max_depth, settings.logits)
+        device = settings.device
+        self._model, self._settings, self._shape = model, settings, shape
+        self._passes = {fed: model.pass_shapes(fed, shape) for fed in FED}
         self._graphs: dict[tuple[int, int, str], _Graph] = {}
-        self._capturing = Capturing(drafter.device)
-        layers, heads = drafter.layers, drafter.layers.config
+        self._capturing = Capturing(device)
+        layers, heads = model.layers, model.layers.config
         with torch.inference_mode(False):
             self._bases = [
                 torch.zeros(
                     count, heads.kv_heads, 1, heads.head_dim,
-                    dtype=layers.dtype, device=drafter.device,
+                    dtype=layers.dtype, device=device,
                 )
                 for count in (layers.cached_layers, layers.context_layers)
             ]  # fmt: skip
-            slots = drafter.gathered_slots
+            slots = model.gathered_slots
             self._gathered = self._bases[1].new_zeros(
                 SEQUENCES[-1] * bool(slots), 2, heads.kv_heads, -(-slots // ALIGN) * ALIGN,
                 heads.head_dim,
@@ -113,7 +141,7 @@ class DraftGraphs:
             nodes = shape.stops[-1]
             self._results = torch.zeros(
                 SEQUENCES[-1], nodes, 4, dtype=torch.float64,
-                pin_memory=drafter.device.type == "cuda",
+                pin_memory=device.type == "cuda",
             )  # fmt: skip
 
     def warm_up(self) -> None:
@@ -154,7 +182,7 @@ class DraftGraphs:
             return None
         found = self._results[: len(rankers)]
         found.copy_(graph.run()[: len(rankers)], non_blocking=True)
-        wait_for(self._drafter.device)
+        wait_for(self._settings.device)
         return found
 
     def _fits(self, draft: HostDraft, sequences: int, fed: int) -> bool:
@@ -169,7 +197,9 @@ class DraftGraphs:
         if key not in self._graphs:
             passes = self._passes[fed]
             memory = self._bases, self._gathered[:sequences]
-            graph = _Graph(self._drafter, self._shape, memory, sequences, passes, noise)
+            graph = _Graph(
+                self._model, self._settings, self._shape, memory, sequences, passes, noise
+            )
             with torch.inference_mode():
                 graph.run = self._capturing.capture(graph.draft)
             self._graphs[key] = graph
@@ -200,7 +230,8 @@ class _Graph(Passes):
 
     def __init__(
         self,
-        drafter: TargetDrafter[Any],
+        model: GraphModel,
+        settings: TreeSettings,
         shape: TreeShape,
         memory: tuple[Sequence[Tensor], Tensor],
         sequences: int,
@@ -211,10 +242,11 @@ class _Graph(Passes):
         from paceline.kernels._triton.plan import PassTables, Staging, TableShape
 
         bases, self._gathered = memory
-        device, dtype = drafter.device, bases[0].dtype
+        device, dtype = settings.device, bases[0].dtype
         contexts = [Context(_Placed(bases[1]), 1)] if len(bases[1]) else []
         super().__init__(HostDraft([], [_Placed(bases[0])], contexts), device)
-        self._drafter, self._shape, self._noise, self._sequences = drafter, shape, noise, sequences
+        self._model, self._drafted = model, settings.drafted_on_device
+        self._shape, self._noise, self._sequences = shape, noise, sequences
         self._bases = bases
         self._shapes = passes
         self.run: Callable[[], Tensor] = self.draft
@@ -243,7 +275,7 @@ class _Graph(Passes):
             for each in self._shapes
         ]
         # A tree is no deeper than the rows of its passes.
-        longest = drafter.shape.max_position + max(each.rows for each in self._shapes)
+        longest = settings.max_position + max(each.rows for each in self._shapes)
         tables = []
         for each in self._shapes:
             rows, blocks = sequences * each.rows, sequences * each.blocks
@@ -265,7 +297,7 @@ class _Graph(Passes):
     def _tilings(self, windows: Sequence[int | None]) -> tuple[Tiling, ...]:
         from paceline.kernels._triton.tiles import tilings_for
 
-        return tilings_for(self._drafter.layers.config.group, self._bases[0], windows)
+        return tilings_for(self._model.layers.config.group, self._bases[0], windows)
 
     def clear(self) -> None:
         """Writes an empty batch to the tables."""
@@ -318,7 +350,7 @@ class _Graph(Passes):
             self._staging.host[self._kv_records][:] = 0
         for index, cache in enumerate(caches):
             if not isinstance(cache, TargetKv):
-                window = cast("WindowCache", cache)
+                window = cast(DenseCache, cache)
                 stores[index] = window.address, window.slots
             elif self._fill_pages(index, cache.pages):
                 text = index * self._gathered.stride(0) * bases.element_size()
@@ -421,7 +453,7 @@ class _Graph(Passes):
                 gather_states(self._bases[0], tables[places], rows)
         last = tables[self._last]
         trees = DeviceTrees(self._shape, last, self._rank, kernels=True)
-        self._drafter.grow_on_device(self, trees)
+        self._model.grow_on_device(self, trees)
         return trees.packed()
 
     def _rank(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
@@ -430,7 +462,7 @@ class _Graph(Passes):
         record = None if self._noise == "none" else self._staging.device[self._records[level]]
         scores, width = logits[:, : self._shape.count], self._shape.widths[level]
         return best_of_rows(
-            scores, min(width, self._shape.count), record, self._drafter.drafted_on_device,
+            scores, min(width, self._shape.count), record, self._drafted,
             filtered=self._noise == "filters",
         )  # fmt: skip
 
@@ -457,7 +489,7 @@ class _Graph(Passes):
 
     def inputs(self, index: int) -> Tensor | None:
         states = self._inputs[index]
-        return self._drafter.layers.states(states) if self._shapes[index].inputs else None
+        return self._model.layers.states(states) if self._shapes[index].inputs else None
 
 
 def context_blocks(each: HostPass, contexts: Sequence[Context]) -> list[ContextSegment]:

@@ -7,7 +7,7 @@ texts by tables. Everything else that reads them makes copies first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,27 @@ from torch import Tensor
 from paceline.drafter.kv.reader import KvPages, KvReader, StateBlock
 from paceline.kernels import LayerTable
 
-if TYPE_CHECKING:
-    from paceline.drafter.methods.target_drafter import DraftLayers
+
+class KvLayers(Protocol):
+    """Layers of a drafter, as far as what they read and write depends on them."""
+
+    config: Any
+    """Shape, a :class:`~paceline.drafter.methods.layers.LayerShape`."""
+
+    dtype: torch.dtype
+    """Type of the layers."""
+
+    device: torch.device
+    """Device of the layers."""
+
+    cached_layers: int
+    """Layers with keys and values of a text."""
+
+    context_layers: int
+    """Layers that attend to contexts."""
+
+    def states(self, states: Tensor) -> Tensor:
+        """Returns the target's hidden states ``[n, taps * hidden]`` as inputs of the layers."""
 
 
 class TargetKv:
@@ -31,7 +50,7 @@ class TargetKv:
     table: LayerTable | None = None
 
     def __init__(
-        self, kv: KvReader, number: int, layer: DraftLayers, *, deferred: bool = False
+        self, kv: KvReader, number: int, layer: KvLayers, *, deferred: bool = False
     ) -> None:
         """Takes what the newest :meth:`KvReader.refresh` selected.
 

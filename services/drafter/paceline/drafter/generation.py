@@ -1,0 +1,113 @@
+"""A generation at a drafter: what it is told of the text, and what it drafts."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from paceline.tree import TokenTree
+from paceline.v1 import sampling_pb2
+
+if TYPE_CHECKING:
+    from paceline.drafter.kv.reader import KvReader, StateReader
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits of the tree of one round."""
+
+    nodes: int
+    """Maximum number of nodes."""
+
+    depth: int
+    """Longest path. Unit: tokens."""
+
+    deadline: float = math.inf
+    """Latest time of use. Unit: seconds of time.monotonic()."""
+
+
+@dataclass(frozen=True)
+class GenerationInfo:
+    """A generation, as the service describes it to a drafter."""
+
+    tokens: Sequence[int]
+    """Prompt and emitted tokens; the last is the anchor. At least one; each < vocab_size."""
+
+    prompt_length: int
+    """Number of prompt tokens among them."""
+
+    vocab_size: int
+    """Number of token ids of the target. A tree contains no others."""
+
+    sampling: sampling_pb2.SamplingParams = field(default_factory=sampling_pb2.SamplingParams)
+    """Sampling parameters of the verifier."""
+
+    owner: str = ""
+    """Whose text it is: a drafter may use it for later texts of the same owner, never for others'.
+    Empty: for no other text."""
+
+    read_grant: bytes = b""
+    """Capability to read the committed KV of the cache."""
+
+    verifier_address: str = ""
+    """Address of the verifier that serves it."""
+
+    kv: KvReader | None = None
+    """The target layers whose KV the method needs, mapped or followed; None if it has none. The
+    service closes it, after the sequence. A sequence calls ``kv.settle()`` before it uses what it
+    read, or ``kv.check()`` where a GPU has read it by then: it lets :class:`KvGone` pass, and the
+    service refuses the sequence."""
+
+    states: StateReader | None = None
+    """The hidden states that the method needs; None if it has none. As for ``kv``: they may run
+    ahead of the text, the service closes them, and the sequence checks them."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """Tokens since the last round."""
+
+    tokens: Sequence[int]
+    """Emitted since the last update; the last is the new anchor."""
+
+    committed_length: int = 0
+    """Positions whose KV is final, as the verifier reports it. :attr:`GenerationInfo.kv` has its
+    own committed length. Unit: tokens."""
+
+
+class DraftSequence(ABC):
+    """The state of one generation at one drafter.
+
+    One thread at a time uses it, so it needs no lock. The caller that started it closes it once,
+    after its last use. A tree that :meth:`draft` returned stays valid after that.
+    """
+
+    @abstractmethod
+    def extend(self, update: Update) -> None:
+        """Adds emitted tokens. Cheap: :meth:`warm` and :meth:`draft` process them."""
+
+    @abstractmethod
+    def draft(self, budget: Budget) -> TokenTree:
+        """Drafts a tree, after it has processed the backlog.
+
+        Returns:
+            At most ``budget.nodes`` nodes and ``budget.depth`` levels, possibly none, without
+            duplicate siblings, of tokens below the target's vocabulary size.
+
+        Raises:
+            KvGone: The cache whose KV it reads is gone.
+        """
+
+    @property
+    def backlog(self) -> int:
+        """Tokens that were added but not processed. :meth:`draft` is fast only if there are few."""
+        return 0
+
+    def warm(self, limit: int) -> None:  # noqa: B027 - only methods with a backlog need it
+        """Processes at most ``limit`` tokens of the backlog."""
+
+    def close(self) -> None:  # noqa: B027 - only methods that hold more than memory need it
+        """Releases memory and connections."""

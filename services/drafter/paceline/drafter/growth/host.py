@@ -1,0 +1,80 @@
+"""Growth on the host: level by level, each level of all trees by one forward pass."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.drafter.generation import Budget
+from paceline.drafter.growth.beam import Chain
+from paceline.drafter.growth.device import HostDraft, Passes, text_pass
+from paceline.drafter.growth.text import Block, Growth, TextPasses
+from paceline.kernels import TreePlan
+from paceline.tree import TokenTree
+
+
+class LevelModel(Protocol):
+    """A model whose trees grow level by level."""
+
+    def grow_level(self, growing: Sequence[Any]) -> None:
+        """Adds one level to the tree of each generation, by one forward pass over all
+        frontiers."""
+
+
+class HostGrowth(Growth):
+    """Growth level by level, which reads the candidates of each level on the host.
+
+    A tree gets no further level that would probably end after its deadline. The estimate for a
+    level is the duration of the one before.
+    """
+
+    at_once: ClassVar[bool] = False
+
+    def __init__(self, model: LevelModel) -> None:
+        self.model = model
+
+    def start(self, passes: TextPasses) -> bool:
+        return True
+
+    def begin(self, passes: TextPasses, limits: Budget, ahead: Chain | None) -> None:
+        passes.text.begin_beam(limits, ahead)
+
+    def grow(self, rounds: Sequence[tuple[TextPasses, Budget]]) -> list[TokenTree]:
+        growing = [each for each in rounds if each[0].text.tree.grows]
+        while growing:
+            begun = time.monotonic()
+            self.model.grow_level([passes for passes, _ in growing])
+            now = time.monotonic()
+            next_end = now + (now - begun)
+            growing = [
+                (passes, budget)
+                for passes, budget in growing
+                if passes.text.tree.grows and next_end < budget.deadline
+            ]
+        return [passes.text.tree.tree() for passes, _ in rounds]
+
+
+Forward = Callable[[Tensor, TreePlan, Tensor], Tensor]
+"""Maps tokens ``[M]``, their plan and the rows that need logits, int64 ``[R]``, to the logits."""
+
+
+def forward_blocks(forward: Forward, blocks: Sequence[Block], device: torch.device) -> list[Tensor]:
+    """Runs one forward pass over the blocks of several generations.
+
+    Args:
+        forward: The pass of the model.
+        blocks: One per generation; segments refer to its caches by index.
+        device: Device of the model.
+
+    Returns:
+        Logits ``[logit_rows, V]`` of each block.
+    """
+    passes = Passes(HostDraft([text_pass(blocks)], []), device)
+    plan = passes.plan(0)
+    assert plan is not None
+    logits = forward(passes.tokens(0), plan, passes.logit_rows(0))
+    return list(logits.split([block.logit_rows for block in blocks]))
