@@ -1,5 +1,6 @@
 """Random tiny targets of every family, and real service processes over them."""
 
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from drafter.bigram_method import write_bigram
 from system_support import HOSTILE, SPAWNED, THREADS, open_segments
-from tiny_models import FAMILIES, write_model, write_tokenizer
+from tiny_models import FAMILIES, VOCABULARY, write_model, write_tokenizer
 
 from paceline.harness import ServiceProcess
 
@@ -45,7 +48,9 @@ def verifiers(models: dict[str, Path]) -> Iterator[Callable[[str], ServiceProces
 
 
 @pytest.fixture(scope="session")
-def drafter(models: dict[str, Path]) -> Iterator[ServiceProcess]:
+def drafter(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServiceProcess]:
     """One drafter service for all families, good and hostile methods alike.
 
     A family's name is the drafter that guesses like its target.
@@ -54,7 +59,10 @@ def drafter(models: dict[str, Path]) -> Iterator[ServiceProcess]:
     arguments = ["--load", f"lm=lm:{models['small']}", "--load", "ngram=ngram"]
     arguments += [f"--load={family}=lm:{models[family]}" for family in FAMILIES]
     arguments += [f"--load={method}={method}" for method in HOSTILE]
-    environment = {**THREADS, "PYTHONPATH": str(hostile)}
+    folder = write_bigram(tmp_path_factory.mktemp("bigram"), VOCABULARY)
+    arguments.append(f"--load=bigram=bigram:{folder}")
+    path = os.pathsep.join(filter(None, [str(hostile), os.environ.get("PYTHONPATH")]))
+    environment = {**THREADS, "PYTHONPATH": path}
     with ServiceProcess("drafter", arguments, environment=environment) as process:
         yield process
 

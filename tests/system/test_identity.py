@@ -21,7 +21,7 @@ from paceline.harness import ServiceProcess
 
 pytestmark = pytest.mark.bits
 Verifiers = Callable[[str], ServiceProcess]
-USEFUL = ("lm", "ngram")
+USEFUL = ("lm", "ngram", "bigram")
 
 TOKENS = 64
 SAMPLINGS = {

@@ -24,9 +24,8 @@ from paceline.cli.command import CommandError
 from paceline.decoder import UnsupportedModelError, open_model
 from paceline.decoder.sources import ModelFolder
 from paceline.decoder.weights import weight_files
-from paceline.drafter.methods.base import LoadError
+from paceline.drafter.methods.base import SECTION, LoadError
 from paceline.drafter.methods.checkpoint import TargetRef, check_target, read_fit
-from paceline.drafter.methods.layers import SECTION
 from paceline.kernels.blocks import BLOCK
 
 _COPIED = (".json", ".jinja", ".txt", ".model")

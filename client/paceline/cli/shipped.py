@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from paceline.decoder import ModelSource
-
-_METHODS = ("longspec", "dspark", "eagle3", "lm")
-"""Methods with trained weights, the preferred one first where no accepted length is noted. Folders
-of drafters are named after them; variants with other names are loaded explicitly."""
+    from paceline.drafter import Drafter
 
 _LARGE = 1 << 26
 """Weights from which on a step of a CPU takes as long as reading them. Unit: bytes."""
@@ -28,9 +25,6 @@ _FIRST = {
 """The default drafter of a large target on a CPU, by its format: the fastest in
 docs/benchmarks.md#default-drafters. "gguf" is a GGUF file in blocks of 8 bits or fewer,
 "mxfp4" a folder with such experts, which is not measured."""
-
-_TREES = {"dspark": "widths=3,1,max_nodes=4", "eagle3": "widths=3,3,3,max_nodes=5"}
-"""Trees on a CPU, where each node costs, and each level."""
 
 
 def drafters_for(
@@ -64,18 +58,18 @@ def drafters_for(
     model, adapter = open_model(target, lora), f",lora={lora}" if lora else ""
     native = device == "cpu" and cpu_kernels().library is not None
 
-    def described(folder: Path) -> str:
-        options = "lookup=true"
-        if device == "cpu" and folder.name in _TREES:
-            options += f",{_TREES[folder.name]}"
-        if native:
-            options += f",weights={'int4' if folder.name == 'dspark' else 'int8'}"
-        if folder.name != "lm":
-            options += f",target={target}{adapter}"
-        return f"{folder.name}={folder.name}:{folder},{options}"
+    def described(method: type[Drafter], folder: Path) -> str:
+        options = ["lookup=true"]
+        tree = method.cpu_tree if device == "cpu" else method.gpu_tree
+        options += [f"{name}={value}" for name, value in tree.items()]
+        if native and method.cpu_weights:
+            options.append(f"weights={method.cpu_weights}")
+        if "target" in method.path_options:
+            options.append(f"target={target}{adapter}")
+        return f"{method.method}={method.method}:{folder},{','.join(options)}"
 
-    found = sorted(_fitting(target, model), key=_accepted_length, reverse=True)
-    trained = [described(folder) for folder in found]
+    found = sorted(_fitting(target, model), key=lambda each: -_accepted_length(each[1]))
+    trained = [described(method, folder) for method, folder in found]
     own = f"selfspec=selfspec:{target},weights=int4{adapter}"
     load = [*trained, "ngram=ngram"] if trained or device != "cpu" else ["ngram=ngram", own]
     if native and model.weight_bytes >= _LARGE and not torch.cuda.is_available():
@@ -99,11 +93,14 @@ def _accepted_length(folder: Path) -> float:
     return float(training.get("accepted_length", 0.0))
 
 
-def _fitting(target: Path, model: ModelSource) -> Iterator[Path]:
-    """Folders of drafters that fit the target, in `models` and beside it, whatever format it has.
+def _fitting(target: Path, model: ModelSource) -> Iterator[tuple[type[Drafter], Path]]:
+    """Methods and folders of drafters that fit the target, in `models` and beside it.
 
-    What takes time, digests of weights and tokenizer, is read only if the vocabularies are equal.
+    A folder has the name of its method; variants with other names are loaded explicitly. The format
+    of the target does not matter. What takes time, digests of weights and tokenizer, is read only
+    if the vocabularies are equal.
     """
+    from paceline.drafter.methods import method_class, method_names
     from paceline.drafter.methods.base import LoadError
     from paceline.drafter.methods.checkpoint import check_target, read_fit
 
@@ -112,8 +109,8 @@ def _fitting(target: Path, model: ModelSource) -> Iterator[Path]:
         each.resolve(): each for each in (target.parent, *(models.iterdir() if models else ()))
     }
     vocab_size = model.config().vocab_size
-    for method in _METHODS:
-        for folder in sorted(group / method for group in groups):
+    for name in method_names():
+        for folder in sorted(group / name for group in groups):
             if not (folder / "config.json").is_file():
                 continue
             fit = read_fit(folder)
@@ -121,6 +118,7 @@ def _fitting(target: Path, model: ModelSource) -> Iterator[Path]:
                 continue
             try:
                 check_target(folder, model, fit)
-            except LoadError:
+                method = method_class(name)
+            except LoadError:  # made for another target, or a method that cannot be imported
                 continue
-            yield folder
+            yield method, folder

@@ -17,12 +17,14 @@ GROUP = "paceline.methods"
 
 _BUILT_IN = {
     "ngram": "paceline.drafter.methods.ngram:NgramDrafter",
-    "lm": "paceline.drafter.methods.lm:LmDrafter",
+    "selfspec": "paceline.drafter.methods.selfspec:SelfSpecDrafter",
     "longspec": "paceline.drafter.methods.longspec.drafter:LongSpecDrafter",
     "dspark": "paceline.drafter.methods.dspark.drafter:DSparkDrafter",
     "eagle3": "paceline.drafter.methods.eagle3.drafter:Eagle3Drafter",
-    "selfspec": "paceline.drafter.methods.selfspec:SelfSpecDrafter",
+    "lm": "paceline.drafter.methods.lm:LmDrafter",
 }
+"""The order is that in which methods are asked whose a folder is: ``lm`` takes any model. Where no
+accepted length is noted, ``paceline serve`` prefers methods in this order."""
 
 LOOKUP = "lookup"
 """Option of every method: whether it looks up earlier text first
@@ -31,13 +33,13 @@ LOOKUP = "lookup"
 
 def _methods() -> dict[str, EntryPoint]:
     """All installed methods by name. A built-in name cannot be registered again."""
-    built_in = (EntryPoint(name, value, GROUP) for name, value in _BUILT_IN.items())
-    return {entry.name: entry for entry in (*entry_points(group=GROUP), *built_in)}
+    others = {each.name: each for each in entry_points(group=GROUP) if each.name not in _BUILT_IN}
+    return others | {name: EntryPoint(name, at, GROUP) for name, at in _BUILT_IN.items()}
 
 
 def method_names() -> list[str]:
-    """Returns the names of all installed methods, sorted."""
-    return sorted(_methods())
+    """Returns the names of all installed methods, those of other packages first."""
+    return list(_methods())
 
 
 def method_class(name: str) -> type[Drafter]:
@@ -49,10 +51,11 @@ def method_class(name: str) -> type[Drafter]:
     """
     entry = _methods().get(name)
     if entry is None:
+        known = ", ".join(sorted(method_names()))
         raise LoadError(
             "UNKNOWN_METHOD",
-            f"unknown method {name!r}; known are {', '.join(method_names())}. A package adds a "
-            f"method by an entry point of the group {GROUP}",
+            f"unknown method {name!r}; known are {known}. A package adds a method by an entry "
+            f"point of the group {GROUP}",
         )
     try:
         method = entry.load()

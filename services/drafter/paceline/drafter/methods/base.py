@@ -15,9 +15,11 @@ from paceline.drafter.kv import KvGone, KvOptions
 from paceline.tree import TokenTree
 
 if TYPE_CHECKING:
+    from paceline.decoder import ModelSource
     from paceline.decoder.sources import Origin
 
 __all__ = [
+    "SECTION",
     "Budget",
     "DraftSequence",
     "Drafter",
@@ -34,6 +36,10 @@ __all__ = [
     "parse_options",
     "refuse_folder",
 ]
+
+
+SECTION = "paceline"
+"""Section of config.json with what other projects have no fields for."""
 
 
 class LoadError(Exception):
@@ -135,8 +141,23 @@ class Drafter(ABC):
     method: ClassVar[str]
     """Name of the method."""
 
+    label: ClassVar[str] = ""
+    """Its name in prose, such as EAGLE-3; empty: its own name."""
+
     path_options: ClassVar[tuple[str, ...]] = ()
-    """Options that name a file or folder. Like the drafter's own, it must be below a root."""
+    """Options that name a file or folder. Like the drafter's own, it must be below a root. With an
+    option ``target``, ``paceline serve`` names the folder of its target there."""
+
+    cpu_tree: ClassVar[Mapping[str, str]] = {}
+    """Options of the tree that ``paceline serve`` chooses on a CPU, where each node costs, and each
+    level; empty: the defaults of the options."""
+
+    gpu_tree: ClassVar[Mapping[str, str]] = {}
+    """The same on a GPU."""
+
+    cpu_weights: ClassVar[str] = ""
+    """Format of the weights that ``paceline serve`` chooses for compiled CPU kernels, a value of
+    the option ``weights``; empty: there is no such option."""
 
     fit: Fit = Fit()
     needs: Needs = Needs()
@@ -165,6 +186,38 @@ class Drafter(ABC):
         Raises:
             LoadError: The folder or an option is invalid.
         """
+
+    @classmethod
+    def layout(cls, described: Mapping[str, Any]) -> str | None:
+        """Tells whether a folder is one of this method, and in which layout.
+
+        By default the folders of a method have its name in a section of config.json:
+        ``"paceline": {"method": NAME}``.
+
+        Args:
+            described: The folder's config.json, with a ``paceline`` section that is an object.
+
+        Returns:
+            Name of the project whose layout it is; None: the folder is one of another method.
+        """
+        return SECTION if described.get(SECTION, {}).get("method") == cls.method else None
+
+    @classmethod
+    def inspect(cls, folder: Path, target: ModelSource | None) -> Mapping[str, str]:
+        """Checks whether a folder of this method can be loaded, and reads no weights.
+
+        Args:
+            folder: The folder, whose config.json has a :meth:`layout`.
+            target: The target that it is for; None: any.
+
+        Returns:
+            More facts to be shown, by name.
+
+        Raises:
+            UnsupportedModelError: The folder cannot be loaded, or does not fit the target.
+            LoadError: The same.
+        """
+        return {}
 
     @abstractmethod
     def start(self, generation: GenerationInfo) -> DraftSequence:

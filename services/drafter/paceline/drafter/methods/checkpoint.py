@@ -21,11 +21,10 @@ from paceline.decoder import (
 )
 from paceline.decoder.folder_files import check_fields, read_object
 from paceline.decoder.sources import Origin
-from paceline.drafter.methods.base import Fit, LoadError, Resources
+from paceline.drafter.methods.base import SECTION, Fit, LoadError, Resources
 from paceline.drafter.methods.layers import (
     DRAFT_TOKENS,
     DRAFTED,
-    SECTION,
     DrafterWeights,
     DraftModel,
     LayerShape,
@@ -177,6 +176,22 @@ def check_target(folder: Path, target: Path | ModelSource, fit: Fit) -> Fit:
                 f"{found or 'none'}; give the target it was trained for",
             )
     return fit
+
+
+def check_own_tensors(folder: Path, config: LayerShape) -> None:
+    """Check the shapes of embedding and LM head, if the folder has its own.
+
+    Raises:
+        UnsupportedModelError: One has another shape.
+    """
+    weights = DrafterWeights(folder, torch.float32)
+    kinds = ((EMBEDDING, {config.vocab_size}), (HEAD, {config.vocab_size, config.drafted}))
+    for name, rows in kinds:
+        if name in weights and weights.shape(name) not in {(n, config.hidden) for n in rows}:
+            raise UnsupportedModelError(
+                f"tensor {name!r} of {folder} has shape {weights.shape(name)}, expected "
+                f"{(max(rows), config.hidden)}"
+            )
 
 
 def check_shape(folder: Path, shape: LayerShape, target: ModelSource) -> None:

@@ -25,12 +25,10 @@ from paceline.decoder.config import check_rope, rope_frequencies, rope_parameter
 from paceline.decoder.folder_files import one_line
 from paceline.decoder.model_source import remembered_by_transformers
 from paceline.decoder.weights import Checkpoint, Linear, plain
+from paceline.drafter.methods.base import SECTION
 from paceline.kernels import Heads, Norm, Recorder
 from paceline.kernels.blocks import BLOCK, quantise
 from paceline.kernels.rotated import RotatedMatrix
-
-SECTION = "paceline"
-"""Section of config.json with what other projects have no fields for."""
 
 DRAFT_TOKENS, DRAFTED = "d2t", "t2d"
 """Names of the tensor with the target's token id of each drafted token, int64 ``[R]``, and of the

@@ -15,17 +15,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from paceline.decoder import Decoder, KVCacheView, LocalCache, open_model
+from paceline.decoder import (
+    Decoder,
+    KVCacheView,
+    LocalCache,
+    ModelSource,
+    load_config,
+    open_model,
+)
 from paceline.drafter.growth.host import HostGrowth, forward_blocks
 from paceline.drafter.growth.native import NativeGrowth
 from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
 from paceline.drafter.growth.text import Block, GrownText, TextPasses, TreeSettings
 from paceline.drafter.methods.base import (
+    SECTION,
     Drafter,
     Fit,
     GenerationInfo,
@@ -372,6 +380,8 @@ class LmDrafter(Drafter):
     """The method ``lm``."""
 
     method: ClassVar[str] = "lm"
+    label: ClassVar[str] = "small language model"
+    cpu_weights: ClassVar[str] = "int8"
     growth: TreeGrowth
 
     def __init__(self, decoder: Decoder, options: LmOptions, fit: Fit, size: int) -> None:
@@ -412,6 +422,16 @@ class LmDrafter(Drafter):
         )
         refuse_recurrent(cls.method, decoder.config)
         return cls(decoder, parsed, fit, open_model(folder).weight_bytes)
+
+    @classmethod
+    def layout(cls, described: Mapping[str, Any]) -> str | None:
+        method = described.get(SECTION, {}).get("method", cls.method)
+        other = method != cls.method or "speculators_model_type" in described
+        return None if other else "transformers"
+
+    @classmethod
+    def inspect(cls, folder: Path, target: ModelSource | None) -> Mapping[str, str]:
+        return {"vocabulary": f"{load_config(folder).vocab_size:,} tokens"}
 
     def start(self, generation: GenerationInfo) -> GrownSequence[LmPasses]:
         text = GrownText(self.settings, generation)

@@ -429,6 +429,7 @@ class NgramDrafter(Drafter):
     """The method ``ngram``. Thread-safe."""
 
     method: ClassVar[str] = "ngram"
+    label: ClassVar[str] = "prompt look-up"
 
     def __init__(self, options: NgramOptions) -> None:
         self._options = options

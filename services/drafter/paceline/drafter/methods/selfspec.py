@@ -199,6 +199,7 @@ class SelfSpecDrafter(Drafter):
     """The method ``selfspec``."""
 
     method: ClassVar[str] = "selfspec"
+    label: ClassVar[str] = "self-speculation"
     growth: TreeGrowth
 
     def __init__(self, decoder: Decoder, options: SelfSpecOptions, fit: Fit, size: int) -> None:

@@ -31,14 +31,22 @@ from paceline.drafter.methods.base import (
 )
 from paceline.drafter.methods.checkpoint import (
     TargetEmbedding,
+    check_own_tensors,
     check_shape,
     check_target,
+    check_tensors,
     load_model,
     load_weights,
     read_fit,
     required_folder,
 )
-from paceline.drafter.methods.layers import DraftModel, LayerWeights, TappedShape, rotates
+from paceline.drafter.methods.layers import (
+    DraftModel,
+    LayerWeights,
+    TappedShape,
+    drafted_tokens,
+    rotates,
+)
 from paceline.drafter.methods.options import TreeOptions
 from paceline.kernels import (
     CHUNK,
@@ -334,6 +342,16 @@ class TargetParts(Generic[Options]):
         parsed = parse_options(self.options, options)
         fit = read_fit(folder)
         return load_model(folder, resources, self._read, make, folder, fit, parsed, resources)
+
+    def inspect(self, folder: Path, target: ModelSource | None) -> dict[str, str]:
+        """See :meth:`~paceline.drafter.methods.base.Drafter.inspect`."""
+        config, _ = self.read_config(folder, target)
+        check_own_tensors(folder, config)
+        check_tensors(folder, config, self.model)
+        drafted_tokens(folder, config)
+        if target is not None:
+            check_shape(folder, config, target)
+        return {}
 
     def _read(
         self,

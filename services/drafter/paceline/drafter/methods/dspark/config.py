@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import UnsupportedModelError
+from paceline.drafter.methods.base import SECTION
 from paceline.drafter.methods.checkpoint import (
     EMBEDDING,
     HEAD,
@@ -26,7 +27,6 @@ from paceline.drafter.methods.checkpoint import (
     write_checkpoint,
 )
 from paceline.drafter.methods.layers import (
-    SECTION,
     LayerShape,
     TappedShape,
     config_errors,

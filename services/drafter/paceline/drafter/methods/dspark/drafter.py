@@ -10,14 +10,15 @@ costs one pass of the heads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from paceline.decoder import ModelSource, load_config
+from paceline.decoder import ModelSource, UnsupportedModelError, load_config
 from paceline.drafter.growth.device import (
     DeviceTrees,
     HostDraft,
@@ -30,8 +31,8 @@ from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
 from paceline.drafter.growth.target_data import StateRows
 from paceline.drafter.growth.text import GrownText, TextPasses, TreeSettings, chain_segments
 from paceline.drafter.kv.reader import StateBlock
-from paceline.drafter.methods.base import Drafter, Fit, GenerationInfo, Resources
-from paceline.drafter.methods.dspark.config import DSparkConfig, read_dspark
+from paceline.drafter.methods.base import SECTION, Drafter, Fit, GenerationInfo, Resources
+from paceline.drafter.methods.dspark.config import DSparkConfig, layout_of, read_dspark
 from paceline.drafter.methods.dspark.heads import DSparkHeads
 from paceline.drafter.methods.dspark.module import DSparkModel
 from paceline.drafter.methods.layers import LayerWeights
@@ -327,6 +328,9 @@ class DSparkDrafter(Drafter):
     """The method ``dspark``."""
 
     method: ClassVar[str] = "dspark"
+    label: ClassVar[str] = "DSpark"
+    cpu_tree: ClassVar[Mapping[str, str]] = {"widths": "3,1", "max_nodes": "4"}
+    cpu_weights: ClassVar[str] = "int4"
     path_options: ClassVar[tuple[str, ...]] = ("target",)
     growth: TreeGrowth
     gathered_slots = 0
@@ -350,6 +354,18 @@ class DSparkDrafter(Drafter):
         cls, folder: Path | None, options: Mapping[str, str], resources: Resources
     ) -> DSparkDrafter:
         return PARTS.load(cls, folder, options, resources)
+
+    @classmethod
+    def layout(cls, described: Mapping[str, Any]) -> str | None:
+        if SECTION in described:
+            return super().layout(described)
+        with suppress(UnsupportedModelError):
+            return layout_of(described).value
+        return None
+
+    @classmethod
+    def inspect(cls, folder: Path, target: ModelSource | None) -> Mapping[str, str]:
+        return PARTS.inspect(folder, target)
 
     def start(self, generation: GenerationInfo) -> GrownSequence[DSparkPasses]:
         return GrownSequence(self.growth, DSparkPasses(self, generation))

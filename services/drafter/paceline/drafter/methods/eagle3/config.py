@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import UnsupportedModelError, load_config
+from paceline.drafter.methods.base import SECTION
 from paceline.drafter.methods.checkpoint import (
     TargetRef,
     read_shape,
@@ -23,7 +24,6 @@ from paceline.drafter.methods.checkpoint import (
     write_checkpoint,
 )
 from paceline.drafter.methods.layers import (
-    SECTION,
     TappedShape,
     config_errors,
     reduced_vocabulary,

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,8 +35,8 @@ from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
 from paceline.drafter.growth.target_data import StateRows
 from paceline.drafter.growth.text import Block, GrownText, TextPasses, TreeSettings
 from paceline.drafter.kv.reader import StateBlock
-from paceline.drafter.methods.base import Drafter, Fit, GenerationInfo, Resources
-from paceline.drafter.methods.eagle3.config import Eagle3Config, read_eagle3
+from paceline.drafter.methods.base import SECTION, Drafter, Fit, GenerationInfo, Resources
+from paceline.drafter.methods.eagle3.config import Eagle3Config, is_eagle3, read_eagle3
 from paceline.drafter.methods.eagle3.module import Eagle3Model
 from paceline.drafter.methods.layers import LayerWeights, linear
 from paceline.drafter.methods.options import TreeOptions
@@ -248,6 +248,9 @@ class Eagle3Drafter(Drafter):
     """The method ``eagle3``."""
 
     method: ClassVar[str] = "eagle3"
+    label: ClassVar[str] = "EAGLE-3"
+    cpu_tree: ClassVar[Mapping[str, str]] = {"widths": "3,3,3", "max_nodes": "5"}
+    cpu_weights: ClassVar[str] = "int8"
     path_options: ClassVar[tuple[str, ...]] = ("target",)
     growth: TreeGrowth
     captured = True
@@ -269,6 +272,16 @@ class Eagle3Drafter(Drafter):
         cls, folder: Path | None, options: Mapping[str, str], resources: Resources
     ) -> Eagle3Drafter:
         return PARTS.load(cls, folder, options, resources)
+
+    @classmethod
+    def layout(cls, described: Mapping[str, Any]) -> str | None:
+        if SECTION in described or not is_eagle3(described):
+            return super().layout(described)
+        return "speculators" if "speculators_model_type" in described else "EAGLE"
+
+    @classmethod
+    def inspect(cls, folder: Path, target: ModelSource | None) -> Mapping[str, str]:
+        return PARTS.inspect(folder, target)
 
     def start(self, generation: GenerationInfo) -> GrownSequence[Eagle3Passes]:
         return GrownSequence(self.growth, Eagle3Passes(self, generation))

@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import UnsupportedModelError
+from paceline.drafter.methods.base import SECTION
 from paceline.drafter.methods.checkpoint import (
     TargetRef,
     read_shape,
     speculators_fields,
     write_checkpoint,
 )
-from paceline.drafter.methods.layers import SECTION, LayerShape, config_errors
+from paceline.drafter.methods.layers import (
+    LayerShape,
+    config_errors,
+)
 
 METHOD = "longspec"
 

@@ -177,10 +177,10 @@ MAX_FED_TOKENS = 16
 """Maximum number of tokens that a round feeds through the whole layer. Of more, as of a prompt,
 all but the newest get keys and values alone."""
 
-GPU_SHAPE = {"widths": "4,16,16,16,16"}
+GPU_TREE = {"widths": "4,16,16,16,16"}
 """The paper's (LongSpec, appendix D)."""
 
-CPU_SHAPE = {"widths": "8,8", "max_nodes": "10"}
+CPU_TREE = {"widths": "8,8", "max_nodes": "10"}
 """The fastest shape with the demo pair, see docs/longspec.md. For a target whose step takes
 more of a round's time a deeper tree is better, such as 4,8,8,8 with 16 nodes."""
 
@@ -220,6 +220,10 @@ class LongSpecDrafter(Drafter):
     """The method ``longspec``."""
 
     method: ClassVar[str] = "longspec"
+    label: ClassVar[str] = "LongSpec"
+    cpu_tree: ClassVar[Mapping[str, str]] = CPU_TREE
+    gpu_tree: ClassVar[Mapping[str, str]] = GPU_TREE
+    cpu_weights: ClassVar[str] = "int8"
     path_options: ClassVar[tuple[str, ...]] = ("target",)
     growth: TreeGrowth
     captured = True
@@ -242,8 +246,12 @@ class LongSpecDrafter(Drafter):
         cls, folder: Path | None, options: Mapping[str, str], resources: Resources
     ) -> LongSpecDrafter:
         if "widths" not in options:
-            options = {**(CPU_SHAPE if resources.device == "cpu" else GPU_SHAPE), **options}
+            options = {**(cls.cpu_tree if resources.device == "cpu" else cls.gpu_tree), **options}
         return PARTS.load(cls, folder, options, resources)
+
+    @classmethod
+    def inspect(cls, folder: Path, target: ModelSource | None) -> Mapping[str, str]:
+        return PARTS.inspect(folder, target)
 
     def start(self, generation: GenerationInfo) -> GrownSequence[LongSpecPasses]:
         return GrownSequence(self.growth, LongSpecPasses(self, generation))

@@ -1,0 +1,97 @@
+"""The method ``bigram``, in a module outside of the package: a table of logits after each token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.decoder import ModelSource, UnsupportedModelError
+from paceline.decoder.weights import Checkpoint
+from paceline.drafter.growth.host import HostGrowth
+from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
+from paceline.drafter.growth.text import GrownText, TextPasses, TreeSettings
+from paceline.drafter.methods.base import (
+    SECTION,
+    Drafter,
+    Fit,
+    GenerationInfo,
+    Resources,
+    parse_options,
+)
+from paceline.drafter.methods.checkpoint import read_fit, required_folder
+from paceline.drafter.methods.options import TreeOptions
+
+TABLE = "table.weight"
+
+
+@dataclass(frozen=True)
+class BigramOptions(TreeOptions):
+    """Options of ``bigram``."""
+
+    widths: tuple[int, ...] = (3, 2, 2)
+
+
+class BigramPasses(TextPasses):
+    """It reads nothing but the text."""
+
+    def __init__(self, text: GrownText) -> None:
+        self.text = text
+
+    def prepare(self) -> bool:
+        return True
+
+
+class BigramDrafter(Drafter):
+    """A table, and trees that grow level by level."""
+
+    method: ClassVar[str] = "bigram"
+    label: ClassVar[str] = "bigram table"
+    growth: TreeGrowth
+
+    def __init__(self, table: Tensor, options: BigramOptions, fit: Fit) -> None:
+        self.table, self.fit = table, fit
+        self.vocab_size, self.max_position = len(table), 1 << 20
+        self.settings = TreeSettings.of(self, options)
+        self.max_nodes, self.max_depth = self.settings.max_nodes, self.settings.max_depth
+        self.growth = TreeGrowth(HostGrowth(self))
+
+    @classmethod
+    def load(
+        cls, folder: Path | None, options: Mapping[str, str], resources: Resources
+    ) -> BigramDrafter:
+        folder = required_folder(cls.method, folder)
+        parsed = parse_options(BigramOptions, options)
+        return cls(Checkpoint(folder, torch.float32)[TABLE], parsed, read_fit(folder))
+
+    @classmethod
+    def inspect(cls, folder: Path, target: ModelSource | None) -> Mapping[str, str]:
+        if TABLE not in Checkpoint(folder, torch.float32):
+            raise UnsupportedModelError(f"{folder} has no tensor {TABLE!r}")
+        return {"vocabulary": f"{read_fit(folder).vocab_size} tokens"}
+
+    def start(self, generation: GenerationInfo) -> GrownSequence[BigramPasses]:
+        return GrownSequence(self.growth, BigramPasses(GrownText(self.settings, generation)))
+
+    def grow_level(self, growing: Sequence[BigramPasses]) -> None:
+        """Looks up the newest token of each path."""
+        for passes in growing:
+            text, tree = passes.text, passes.text.tree
+            newest = [tree.tokens[node] for node in tree.frontier] if tree.level else []
+            text.grow(self.table[newest or [text.tokens[-1]]])
+
+
+def write_bigram(folder: Path, vocab_size: int, **section: str) -> Path:
+    """Writes a folder with a random table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    described = {"vocab_size": vocab_size, SECTION: {"method": "bigram", **section}}
+    (folder / "config.json").write_text(json.dumps(described))
+    table = torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(0)) * 4
+    save_file({TABLE: table}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
