@@ -8,11 +8,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from verifier_support import Client, make_model, serving, until
+from verifier_support import Client, failure, make_model, reason_of, serving, until
 
 from paceline.service import ServiceError, limits
-from paceline.v1 import verifier_pb2, verifier_pb2_grpc
-from paceline.verifier.rpc import servicer
+from paceline.v1 import (
+    exchange_pb2_grpc,
+    kv_pb2,
+    kv_pb2_grpc,
+    verifier_pb2,
+    verifier_pb2_grpc,
+)
+from paceline.verifier.rpc import streams
 
 PROMPT = list(range(1, 40))
 
@@ -65,6 +71,47 @@ async def test_a_drain_ends_texts_that_nobody_reads(
         assert not client.service.store.unfinished
 
 
+@pytest.mark.parametrize("stream", ["Generate", "FollowCache", "Join"])
+async def test_a_stream_that_says_nothing_ends(
+    stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "FIRST_MESSAGE_SECONDS", 0.1)
+    folder = make_model(tmp_path / "model", "Llama")
+    async with serving(folder, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        stubs = (
+            client.stub,
+            kv_pb2_grpc.KvExchangeServiceStub(client.channel),
+            exchange_pb2_grpc.DraftExchangeServiceStub(client.channel),
+        )
+        (method,) = (getattr(each, stream) for each in stubs if hasattr(each, stream))
+        error = await failure(method())
+        assert (error.code().name, reason_of(error)) == ("FAILED_PRECONDITION", "NO_MESSAGE")
+
+
+async def test_followers_and_creators_that_take_nothing_lose_their_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their connection takes 64 KiB, and what they ask for is longer."""
+    monkeypatch.setattr(limits, "WRITE_SECONDS", 0.1)
+    folder = make_model(tmp_path / "model", "Llama")
+    async with serving(folder, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        request = verifier_pb2.CreateCacheRequest(
+            prompt_tokens=[token % 60 for token in range(1500)], prompt_logprobs=20
+        )
+        call = client.stub.CreateCache(request)
+        created = await client.create(list(request.prompt_tokens))
+        follow = kv_pb2_grpc.KvExchangeServiceStub(client.channel).FollowCache()
+        subscribe = kv_pb2.FollowSubscribe(read_grant=created.read_grant, budget=1500)
+        await follow.write(kv_pb2.FollowCacheRequest(subscribe=subscribe))
+        counts = client.service._follow_counts
+        await until(lambda: counts.streams == 1)
+        await until(lambda: counts.streams == 0)
+        await client.release(created.handle)
+        await until(lambda: not len(client.service.store))
+        call.cancel()
+        follow.cancel()
+
+
 async def test_a_client_that_takes_nothing_loses_its_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -74,5 +121,5 @@ async def test_a_client_that_takes_nothing_loses_its_stream(
         await asyncio.Event().wait()
 
     with pytest.raises(ServiceError, match="no message") as raised:
-        await servicer._write(SimpleNamespace(write=write), verifier_pb2.GenerateResponse())
+        await streams.write(SimpleNamespace(write=write), verifier_pb2.GenerateResponse())
     assert raised.value.reason == "NOT_READ"

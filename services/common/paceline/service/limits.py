@@ -67,8 +67,10 @@ UNUSED_SECONDS = 5.0
 """Longest lease of a cache until it is used: its client may have left while it was made."""
 ABANDONED_SECONDS = 2.0
 """While a verifier drains, a text that nobody has read for this time ends."""
+FIRST_MESSAGE_SECONDS = 10.0
+"""A stream whose peer sends no message for this time ends."""
 WRITE_SECONDS = 30.0
-"""A stream whose client takes no message for this time ends."""
+"""A stream whose peer takes no message for this time ends."""
 WAITING_FOR_MEMORY = 1024
 """Requests that wait for KV memory."""
 

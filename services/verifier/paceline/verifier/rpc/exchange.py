@@ -22,6 +22,7 @@ from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc, verifier_p
 from paceline.verifier.engine.drafting import Link, eligible, hidden_states
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.kv.base import Taps
+from paceline.verifier.rpc.streams import first_message
 from paceline.verifier.store import CacheNotFound, CacheStore
 
 _log = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
 
     async def Join(self, request_iterator: Any, context: Any) -> None:
         """Serve the connection of one drafter service until it ends."""
-        first = await context.read()
+        first = await first_message(context)
         if first is grpc.aio.EOF:
             return
         drafters = _checked(first)

@@ -18,6 +18,7 @@ from paceline.service import ServiceError
 from paceline.v1 import kv_pb2, kv_pb2_grpc, verifier_pb2
 from paceline.verifier.kv.base import SequenceKv
 from paceline.verifier.rpc.messages import grant_not_found
+from paceline.verifier.rpc.streams import first_message, write
 from paceline.verifier.store import CAPABILITY_BYTES, Cache, CacheNotFound, CacheStore
 from paceline.verifier.telemetry import FollowCounts
 
@@ -170,7 +171,7 @@ class FollowStream:
             reading.cancel()
 
     async def _send(self, context: Any, message: kv_pb2.FollowCacheResponse) -> None:
-        await context.write(message)
+        await write(context, message)
         self._counts.bytes += message.ByteSize()
 
     def _check(self) -> None:
@@ -270,7 +271,7 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
 
     async def FollowCache(self, request_iterator: Any, context: Any) -> None:
         """Stream selected positions, and their changes after each round."""
-        first = await context.read()
+        first = await first_message(context)
         if first is grpc.aio.EOF:
             return
         if first.WhichOneof("event") != "subscribe":

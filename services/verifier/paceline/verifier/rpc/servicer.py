@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -31,11 +30,11 @@ from paceline.verifier.rpc.messages import (
     write_result,
     write_top,
 )
+from paceline.verifier.rpc.streams import first_message, write
 from paceline.verifier.store import CAPABILITY_BYTES, Cache, CacheNotFound, CacheStore
 from paceline.verifier.telemetry import Telemetry
 
 _MAX_CREDITS = (1 << 31) - 1
-_WRITE_SECONDS = 1.0  # for the end of a message whose stream is cancelled
 
 
 class GenerateStream:
@@ -87,7 +86,7 @@ class GenerateStream:
             raise cache_not_found()
         _check(start, cache)
         if start.position < cache.sequence.output_tokens:
-            await _write(context, _message(self._again(start.position)))
+            await write(context, _message(self._again(start.position)))
         if cache.sequence.finish is not None:
             return
         job = Decode(
@@ -143,7 +142,7 @@ class GenerateStream:
             if not outputs:
                 continue
             try:
-                await _write(context, _message(*map(self._round, outputs)))
+                await write(context, _message(*map(self._round, outputs)))
             finally:  # a client that has the last token cancels the stream meanwhile
                 for output in outputs:
                     self._telemetry.answered(self._cache, output, job.spans)
@@ -192,25 +191,6 @@ class GenerateStream:
             steps=0,
         )
         return self._round(output)
-
-
-async def _write(context: Any, message: verifier_pb2.GenerateResponse) -> None:
-    """Send a message. A cancellation waits for that: a call whose first message is interrupted can
-    carry no status, and its client would wait for ever."""
-    writing = asyncio.ensure_future(context.write(message))
-    try:
-        async with asyncio.timeout(limits.WRITE_SECONDS):
-            await asyncio.shield(writing)
-    except TimeoutError:
-        writing.cancel()
-        raise ServiceError.resource_exhausted(
-            "NOT_READ",
-            f"the client has taken no message for {limits.WRITE_SECONDS:g} s; begin a new stream",
-        ) from None
-    except asyncio.CancelledError:
-        with suppress(Exception):  # the client has left, or does not read
-            await asyncio.wait_for(writing, _WRITE_SECONDS)
-        raise
 
 
 def _message(*rounds: verifier_pb2.Round) -> verifier_pb2.GenerateResponse:
@@ -282,7 +262,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                 cache.job = prefill
                 self._engine.prefill(prefill, parent)
                 await self._send_progress(prefill, context)
-                await context.write(self._created(cache, prefill))
+                await write(context, self._created(cache, prefill))
             except BaseException as error:  # cancelled too: the client has no handle
                 await self._store.release(cache, type(error).__name__)
                 raise
@@ -291,7 +271,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     async def Generate(self, request_iterator: Any, context: Any) -> None:
         """Run the rounds of one cache and stream its tokens."""
         # Reads from the context, since the iterator of requests adds latency.
-        first = await context.read()
+        first = await first_message(context)
         if first is grpc.aio.EOF:
             return
         cache = self._find(first.start.handle, owner_of(context))
@@ -336,7 +316,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                     prefilled_tokens=prefill.sequence.committed,
                     total_tokens=prefill.sequence.generation.prefilled,
                 )
-                await context.write(verifier_pb2.CreateCacheResponse(progress=progress))
+                await write(context, verifier_pb2.CreateCacheResponse(progress=progress))
         if prefill.error is not None:
             raise prefill.error
 
