@@ -28,7 +28,7 @@ from paceline.kernels import (
     TreeSegment,
     plan_trees,
 )
-from paceline.kernels.executor import run_one_by_one
+from paceline.kernels.operations import run_one_by_one
 from paceline.kernels.program import PassResult, Program
 
 pytestmark = pytest.mark.bits

@@ -32,8 +32,9 @@ from paceline.kernels import (
 )
 from paceline.kernels._native import cpu_kernels, load
 from paceline.kernels.caches import to_rows
-from paceline.kernels.executor import NativeProgram, run_one_by_one, supported
+from paceline.kernels.executor import NativeProgram, supported
 from paceline.kernels.linear import PackedMatrix
+from paceline.kernels.operations import run_one_by_one
 
 HEADS = [(6, 2, 64), (4, 4, 16), (8, 2, 80), (3, 1, 96), (8, 1, 128), (7, 1, 32), (36, 2, 48)]
 PREFIXES = [0, 1, 7, 15, 16, 200, 250, 255, 256, 257, 511, 512, 700, 1025, 2303, 2304]

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from paceline.kernels import cpu_kernels, structures
+from paceline.kernels.operations import OPERATIONS
+from paceline.kernels.program import Kind
 
 NATIVE = Path(structures.__file__).parent / "native"
 
@@ -88,3 +90,11 @@ def test_a_debug_build_ends_at_a_wrong_shape(
         )
         assert ("no check" in done.stdout) != checked, done.stderr
         assert ("m->ins > 0" in done.stderr) == checked, done.stderr
+
+
+def test_every_kind_of_operation_runs_both_ways() -> None:
+    """By PyTorch all, by the compiled kernels all that have a code, one each."""
+    assert list(OPERATIONS) == list(Kind)
+    codes = [each.code for each in OPERATIONS.values() if each.code is not None]
+    assert codes == list(structures.Code)
+    assert [kind for kind, each in OPERATIONS.items() if each.code is None] == [Kind.CONVOLVE]

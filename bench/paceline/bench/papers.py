@@ -56,7 +56,8 @@ from paceline.kernels import (
 )
 from paceline.kernels.caches import from_rows
 from paceline.kernels.dense import AttentionCall, DenseBackend
-from paceline.kernels.executor import NativeProgram, run_one_by_one
+from paceline.kernels.executor import NativeProgram
+from paceline.kernels.operations import run_one_by_one
 from paceline.kv.policies import kv_policies, load_policy
 from paceline.train.acceptance import RecordedKv, TargetRecording, rounds
 from paceline.tree import TokenTree

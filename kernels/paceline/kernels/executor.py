@@ -1,5 +1,5 @@
 """Runs programs: on the CPU by one native call (``native/program.c``), elsewhere one operation at a
-time."""
+time (:mod:`paceline.kernels.operations`)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from paceline.kernels._native import address, library
-from paceline.kernels.attention import tree_attention
-from paceline.kernels.caches import LayerTable, Plane, first_heads
+from paceline.kernels.caches import LayerTable
 from paceline.kernels.delta import DeltaPass
 from paceline.kernels.dense import Probe
-from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program, Routing
-from paceline.kernels.rotated import IntSums
-from paceline.kernels.rows import (
-    clamped_gate,
-    convolve_blocks,
-    gelu_gate,
-    row_kernels,
-)
+from paceline.kernels.operations import OPERATIONS, run_one_by_one, whole_norms
+from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program
 from paceline.kernels.structures import (
     GATHER,
     LANES,
@@ -43,11 +35,8 @@ from paceline.kernels.structures import (
 )
 from paceline.kernels.trees import (
     MAX_TREE_NODES,
-    ContextSegment,
     TreePlan,
     TreeSegment,
-    plan_trees,
-    send,
 )
 
 if TYPE_CHECKING:
@@ -124,7 +113,7 @@ def supported(program: Program) -> bool:
     matrices = [matrix for op in program.operations for matrix in op.matrices]
     dim, any_width = program.heads.dim, {0}  # logits, and scores and routes of experts
     for op in program.operations:
-        if op.kind == Kind.CONVOLVE:
+        if OPERATIONS[op.kind].code is None:
             return False
         if op.kind == Kind.ROUTE:
             any_width |= {op.source, op.out}
@@ -297,13 +286,14 @@ class NativeProgram:
             weights[0] = ctypes.addressof(rule)
         for index, norm in enumerate(op.norms):
             weights[index] = address(norm.weight, "a norm")
-        alike = ("kind", "source", "delta", "out", "layer", "window", "rope", "gelu", "factor")
+        alike = ("source", "delta", "out", "layer", "window", "rope", "gelu", "factor")
         return COperation(
+            kind=OPERATIONS[op.kind].code,
             **{name: getattr(op, name) for name in alike},
             q_heads=0 if op.heads is None else op.heads.q_heads,
             kv_heads=0 if op.heads is None else op.heads.kv_heads,
             bf16=isinstance(op.table, Tensor) and op.table.dtype == torch.bfloat16,
-            whole=_whole(op),
+            whole=whole_norms(op),
             experts=len(op.matrices)
             if op.experts
             else 0
@@ -426,207 +416,8 @@ def _vocabulary(op: Operation) -> int:
     return op.table.shape[0] if isinstance(op.table, Tensor) else op.table.outs
 
 
-def _whole(op: Operation) -> bool:
-    """Whether the norms of ROTATE are over all queries and all keys together."""
-    return op.heads is not None and bool(op.norms) and len(op.norms[0].weight) != op.heads.dim
-
-
 def _addresses(tables: Sequence[LayerTable]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(tables))(*(table.address for table in tables))
-
-
-def run_one_by_one(program: Program, call: Pass) -> PassResult:
-    """See :meth:`paceline.kernels.Executor.run`."""
-    kernels = row_kernels(call.plan.device)
-    states = DeltaPass(call) if program.recurrent else None
-    # Products of integers keep their scales apart, for the kernel that reads them.
-    buffers: dict[int, Tensor | IntSums] = {}
-    taps: dict[int, Tensor] = {}
-    queries: dict[int, Tensor] = {}
-    slots = chosen = torch.empty(0, dtype=torch.int64)
-
-    def scaled(index: int) -> Tensor:
-        found = buffers[index]
-        if isinstance(found, IntSums):
-            buffers[index] = found = found.scaled()
-        return found
-
-    for op in program.operations:
-        given = buffers[op.source] if _reads_sums(op) else None
-        x = scaled(op.source) if op.source and given is None else torch.empty(0)
-        match op.kind:
-            case Kind.EMBED:
-                assert op.table is not None
-                assert call.tokens is not None
-                table = op.table
-                found = table[call.tokens] if isinstance(table, Tensor) else table.rows(call.tokens)
-                buffers[op.out] = found.float() if op.factor == 1 else found.float() * op.factor
-            case Kind.INPUT:
-                assert call.inputs is not None
-                buffers[op.out] = call.inputs.to(program.dtype)
-            case Kind.ADD_NORM:
-                delta: Tensor | IntSums | None = None
-                if op.delta:
-                    delta = buffers[op.delta] if op.factor == 1 else scaled(op.delta) * op.factor
-                x = buffers[op.source] = x.float()
-                buffers[op.out] = kernels.add_norm(x, delta, op.norms[0], program.dtype)
-            case Kind.MULTIPLY if op.experts is not None:
-                buffers[op.out] = op.experts(x.to(program.dtype), chosen)
-            case Kind.MULTIPLY:
-                assert op.matrix is not None
-                x = x.to(program.dtype)
-                sums = op.matrix.sums(x) if kernels.scale_sums else None
-                buffers[op.out] = op.matrix(x) if sums is None else sums
-            case Kind.ROTATE:
-                q = _rotate(program, op, call, x if given is None else given)
-                if op.layer in call.queries:
-                    rows = send(torch.tensor(call.queries[op.layer]), q.device)
-                    queries[op.layer] = q.index_select(0, rows)
-                buffers[op.out] = q
-            case Kind.ATTEND:
-                buffers[op.out] = _attend(program, op, call, x)
-            case Kind.ATTEND_CONTEXT:
-                buffers[op.out] = _attend_context(program, op, call, x)
-            case Kind.GATE:
-                if op.limit:
-                    buffers[op.out] = clamped_gate(x, op.limit)
-                else:
-                    gate_up = x if given is None else given
-                    buffers[op.out] = gelu_gate(x) if op.gelu else kernels.gate(gate_up)
-            case Kind.DELTA:
-                assert op.rule is not None
-                assert states is not None
-                buffers[op.out] = states.run(op.rule, op.layer, call, x).to(program.dtype)
-            case Kind.OPEN:
-                gates = scaled(op.delta)[:, -x.shape[1] :].float().sigmoid()
-                buffers[op.source] = (x.float() * gates).to(x.dtype)
-            case Kind.ADD:
-                x += scaled(op.delta) * op.factor if op.factor != 1 else scaled(op.delta)
-            case Kind.CONVOLVE:
-                assert isinstance(op.table, Tensor)
-                length = call.plan.segments[0].length
-                source, weights = (
-                    each.unflatten(0, (-1, length)) for each in (x, scaled(op.delta))
-                )
-                buffers[op.out] = convolve_blocks(source, op.table, weights, op.layer).flatten(0, 1)
-            case Kind.GATHER:
-                assert program.gather is not None
-                buffers[op.out] = program.gather(x)
-            case Kind.CAP:
-                buffers[op.out] = op.factor * (scaled(op.out) / op.factor).tanh()
-            case Kind.ROUTE:
-                assert op.routing is not None
-                buffers[op.out] = _route(x.float(), op.routing)
-            case Kind.SPREAD:
-                chosen, slots = scaled(op.delta)[:, : program.top].flatten().sort(stable=True)
-                chosen = chosen.long()
-                buffers[op.out] = x[slots // program.top]
-            case Kind.COMBINE:
-                ranked = torch.empty_like(x, dtype=torch.float32)
-                ranked[slots] = x.float()
-                shares = scaled(op.delta)[:, program.top :].unsqueeze(-1)
-                first, *others = ranked.unflatten(0, (-1, program.top)).mul_(shares).unbind(1)
-                for other in others:  # sum() has an order that depends on the number of rows
-                    first = first + other
-                buffers[op.out] = first.to(program.dtype)
-            case Kind.TAP:
-                if op.layer in call.taps:
-                    taps[op.layer] = x.to(program.dtype, copy=True)
-            case Kind.SELECT:
-                buffers[op.out] = x if call.selection is None else x[call.selection]
-    if states is not None:
-        states.finish()
-    logits = scaled(0) if 0 in buffers else torch.empty(0, 0)
-    return PassResult(logits, taps, queries)
-
-
-def _reads_sums(op: Operation) -> bool:
-    """Whether the kernel of an operation takes its source before it is scaled."""
-    if op.kind == Kind.GATE:
-        return not (op.limit or op.gelu)
-    return (
-        op.kind == Kind.ROTATE and op.heads is not None and op.heads.kv_heads > 0 and not _whole(op)
-    )
-
-
-def _route(scores: Tensor, routing: Routing) -> Tensor:
-    """Experts of each row, then their shares: float32 ``[rows, 2 top]``."""
-    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-    top = ranked[:, : routing.top]
-    shares = top.softmax(-1) if routing.among else ranked.softmax(-1)[:, : routing.top]
-    return torch.cat([order[:, : routing.top].float(), shares], dim=-1)
-
-
-def _rotate(program: Program, op: Operation, call: Pass, x: Tensor | IntSums) -> Tensor:
-    assert op.heads is not None
-    dim = op.heads.dim
-    norms = (op.norms[0], op.norms[1]) if op.norms else None
-    width = (op.heads.q_heads + 2 * op.heads.kv_heads) * dim
-    missing = program.heads.q_heads - op.heads.q_heads  # the kernels rotate all heads together
-    if isinstance(x, IntSums):
-        if x.shape[1] == width and not missing:
-            table = call.table[op.rope] if call.table.dim() == 3 else call.table
-            keys, values = _planes(program, op, call)
-            kernels = row_kernels(x.sums.device)
-            return kernels.rotate(x, norms, table, call.plan, keys, values)
-        x = x.scaled()
-    table = call.table[op.rope] if call.table.dim() == 3 else call.table
-    if not op.heads.kv_heads:
-        cos, sin = table[call.plan.positions].unsqueeze(1).chunk(2, dim=-1)
-        low, high = x.float().unflatten(1, (-1, dim)).chunk(2, dim=-1)
-        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
-    keys, values = _planes(program, op, call)
-    x = x[:, :width]  # without gates of outputs
-    heads = pad(x, (missing * dim, 0)) if missing else x.contiguous()
-    if norms is not None and _whole(op):
-        widths = [len(norm.weight) for norm in norms]
-        q, k, v = heads.split([*widths, widths[1]], dim=-1)
-        rows = row_kernels(x.device)
-        parts = [
-            rows.add_norm(part.float().contiguous(), None, norm, torch.float32)
-            for part, norm in zip((q, k), norms, strict=True)
-        ]
-        heads, norms = torch.cat([*(part.to(v.dtype) for part in parts), v], -1), None
-    return row_kernels(x.device).rotate(heads, norms, table, call.plan, keys, values)
-
-
-def _planes(program: Program, op: Operation, call: Pass) -> tuple[list[Plane], list[Plane]]:
-    """Keys and values of each sequence in a layer, of this rank's heads."""
-    planes = [each.layer(op.layer) for each in call.caches]
-    if program.ranks > 1:
-        count = program.heads.kv_heads
-        planes = [(first_heads(k, count), first_heads(v, count)) for k, v in planes]
-    return [k for k, _ in planes], [v for _, v in planes]
-
-
-def _attend(program: Program, op: Operation, call: Pass, q: Tensor) -> Tensor:
-    keys, values = _planes(program, op, call)
-    out = torch.empty(q.shape, dtype=program.dtype, device=q.device)
-    tree_attention(
-        q, keys, values, call.plan,
-        scale=program.heads.factor, cap=program.heads.cap, window=op.window or None, out=out,
-        probes=call.probes.get(op.layer, ()), sinks=op.sinks,
-    )  # fmt: skip
-    return out.flatten(1)
-
-
-def _attend_context(program: Program, op: Operation, call: Pass, q: Tensor) -> Tensor:
-    """Attention of all rows of a block to the same keys."""
-    keys, values = zip(*(each.cache.layer(op.layer) for each in call.contexts), strict=True)
-    plan = call.plan.contexts
-    if plan is None:  # for all layers
-        blocks = [
-            ContextSegment(
-                block.sequence, call.contexts[block.sequence].length - 1, None, block.length
-            )
-            for block in call.plan.segments
-        ]
-        plan = call.plan.contexts = plan_trees(blocks, device=call.plan.device)
-    attended = tree_attention(
-        q, keys, values, plan,
-        scale=program.heads.factor, cap=program.heads.cap, window=op.window or None,
-    )  # fmt: skip
-    return attended.flatten(1).to(program.dtype)
 
 
 class Executor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
+from enum import Enum, IntEnum, auto
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -76,28 +76,28 @@ class Routing:
     among: bool
 
 
-class Kind(IntEnum):
-    """Kinds of operations, as in ``native/program.h``; CONVOLVE runs in PyTorch only."""
+class Kind(Enum):
+    """Kinds of operations; :mod:`paceline.kernels.operations` has how each runs."""
 
-    EMBED = 0
-    INPUT = 1
-    ADD_NORM = 2
-    MULTIPLY = 3
-    ROTATE = 4
-    ATTEND = 5
-    ATTEND_CONTEXT = 6
-    GATE = 7
-    ADD = 8
-    TAP = 9
-    SELECT = 10
-    CAP = 11
-    ROUTE = 12
-    SPREAD = 13
-    COMBINE = 14
-    CONVOLVE = 15
-    GATHER = 16
-    DELTA = 17
-    OPEN = 18
+    EMBED = auto()
+    INPUT = auto()
+    ADD_NORM = auto()
+    MULTIPLY = auto()
+    ROTATE = auto()
+    ATTEND = auto()
+    ATTEND_CONTEXT = auto()
+    GATE = auto()
+    ADD = auto()
+    TAP = auto()
+    SELECT = auto()
+    CAP = auto()
+    ROUTE = auto()
+    SPREAD = auto()
+    COMBINE = auto()
+    CONVOLVE = auto()
+    GATHER = auto()
+    DELTA = auto()
+    OPEN = auto()
 
 
 class Extent(IntEnum):

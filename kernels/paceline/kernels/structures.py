@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from typing import Any
 
 from paceline.kernels.trees import CHUNK, MAX_TREE_NODES
@@ -29,6 +30,29 @@ MAX_DRAFTED_NODES = MAX_TREE_NODES - 1
 QUERY_TILE_ROWS = 128
 """Query rows of a tile: its scores of a chunk fit a core's cache, and keys are converted once for
 many rows."""
+
+
+class Code(IntEnum):
+    """Kinds of operations of compiled programs, as ``native/program.h`` numbers them."""
+
+    EMBED = 0
+    INPUT = 1
+    ADD_NORM = 2
+    MULTIPLY = 3
+    ROTATE = 4
+    ATTEND = 5
+    ATTEND_CONTEXT = 6
+    GATE = 7
+    ADD = 8
+    TAP = 9
+    SELECT = 10
+    CAP = 11
+    ROUTE = 12
+    SPREAD = 13
+    COMBINE = 14
+    GATHER = 15
+    DELTA = 16
+    OPEN = 17
 
 
 def _numbers(*names: str) -> list[tuple[str, Any]]:
@@ -243,8 +267,9 @@ LIMITS: Mapping[str, int] = {
     "MAX_TAPS": MAX_TAPS,
     "QUERY_TILE_ROWS": QUERY_TILE_ROWS,
     "CHUNK": CHUNK,
+    **{code.name: code.value for code in Code},
 }
-"""By their names in ``native/limits.h``."""
+"""By their names in ``native/limits.h``, and the codes of operations in ``native/program.h``."""
 
 
 def layout_of(structure: type[ctypes.Structure]) -> list[int]:

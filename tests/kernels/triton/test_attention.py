@@ -28,7 +28,7 @@ from paceline.kernels import (
 )
 from paceline.kernels.caches import Plane
 from paceline.kernels.dense import AttentionCall, DenseBackend, record_scores
-from paceline.kernels.executor import run_one_by_one
+from paceline.kernels.operations import run_one_by_one
 
 HEADS = [(2, 2, 64), (8, 2, 80), (7, 1, 96), (5, 1, 128), (1, 1, 256), (40, 1, 64)]
 

@@ -88,9 +88,12 @@ static const struct {
   const char *name;
   int64_t value;
 } limits[] = {LIMIT(WIDTH),    LIMIT(MAX_DIM),         LIMIT(MAX_BLOCK), LIMIT(MAX_NODES),
-              LIMIT(MAX_TAPS), LIMIT(QUERY_TILE_ROWS), LIMIT(CHUNK)};
+              LIMIT(MAX_TAPS), LIMIT(QUERY_TILE_ROWS), LIMIT(CHUNK), LIMIT(EMBED), LIMIT(INPUT),
+              LIMIT(ADD_NORM), LIMIT(MULTIPLY), LIMIT(ROTATE), LIMIT(ATTEND), LIMIT(ATTEND_CONTEXT),
+              LIMIT(GATE), LIMIT(ADD), LIMIT(TAP), LIMIT(SELECT), LIMIT(CAP), LIMIT(ROUTE),
+              LIMIT(SPREAD), LIMIT(COMBINE), LIMIT(GATHER), LIMIT(DELTA), LIMIT(OPEN)};
 
-/* A limit of limits.h by its name; -1: there is no such limit. */
+/* A limit of limits.h, or the code of an operation of program.h, by its name; -1: there is none. */
 int64_t paceline_limit(const char *name) {
   for (size_t i = 0; i < sizeof limits / sizeof *limits; i++)
     if (!strcmp(limits[i].name, name)) return limits[i].value;

@@ -10,7 +10,7 @@
 
 enum {
   EMBED, INPUT, ADD_NORM, MULTIPLY, ROTATE, ATTEND, ATTEND_CONTEXT, GATE, ADD, TAP, SELECT, CAP,
-  ROUTE, SPREAD, COMBINE, GATHER = 16, DELTA, OPEN
+  ROUTE, SPREAD, COMBINE, GATHER, DELTA, OPEN
 };
 
 /* One operation. Of the fields each kind uses some; `in`, `delta` and `out` are buffers.

@@ -1,0 +1,299 @@
+"""The operations of programs: how PyTorch runs each, and its code in ``native/program.h``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from paceline.kernels.attention import tree_attention
+from paceline.kernels.caches import Plane, first_heads
+from paceline.kernels.delta import DeltaPass
+from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program, Routing
+from paceline.kernels.rotated import IntSums
+from paceline.kernels.rows import clamped_gate, convolve_blocks, gelu_gate, row_kernels
+from paceline.kernels.structures import Code
+from paceline.kernels.trees import ContextSegment, plan_trees, send
+
+Rows = Tensor | IntSums
+"""Rows of a buffer. Products of integers keep their scales apart, for the kernel that reads
+them."""
+
+
+class OneByOne:
+    """One run of a program, an operation after the other."""
+
+    def __init__(self, program: Program, call: Pass) -> None:
+        self.program, self.call = program, call
+        self.kernels = row_kernels(call.plan.device)
+        self.states = DeltaPass(call) if program.recurrent else None
+        self.buffers: dict[int, Rows] = {}
+        """Rows by the number of their buffer."""
+        self.taps: dict[int, Tensor] = {}
+        self.queries: dict[int, Tensor] = {}
+        self.slots = torch.empty(0, dtype=torch.int64)
+        """Rows of COMBINE by slot: ``row * top + rank``."""
+        self.chosen = torch.empty(0, dtype=torch.int64)
+        """Experts by slot, rising."""
+
+    def scaled(self, index: int) -> Tensor:
+        """The rows of a buffer, which keeps them with their scales."""
+        found = self.buffers[index]
+        if isinstance(found, IntSums):
+            self.buffers[index] = found = found.scaled()
+        return found
+
+
+def run_one_by_one(program: Program, call: Pass) -> PassResult:
+    """See :meth:`paceline.kernels.Executor.run`."""
+    run = OneByOne(program, call)
+    for op in program.operations:
+        out = OPERATIONS[op.kind].run(run, op)
+        if out is not None:
+            run.buffers[op.out] = out
+    if run.states is not None:
+        run.states.finish()
+    logits = run.scaled(0) if 0 in run.buffers else torch.empty(0, 0)
+    return PassResult(logits, run.taps, run.queries)
+
+
+def whole_norms(op: Operation) -> bool:
+    """Whether the norms of ROTATE are over all queries and all keys together."""
+    return op.heads is not None and bool(op.norms) and len(op.norms[0].weight) != op.heads.dim
+
+
+def _embed(run: OneByOne, op: Operation) -> Tensor:
+    tokens, table = run.call.tokens, op.table
+    assert table is not None
+    assert tokens is not None
+    found = table[tokens] if isinstance(table, Tensor) else table.rows(tokens)
+    return found.float() if op.factor == 1 else found.float() * op.factor
+
+
+def _input(run: OneByOne, op: Operation) -> Tensor:
+    assert run.call.inputs is not None
+    return run.call.inputs.to(run.program.dtype)
+
+
+def _add_norm(run: OneByOne, op: Operation) -> Tensor:
+    delta: Rows | None = None
+    x = run.scaled(op.source)
+    if op.delta:
+        delta = run.buffers[op.delta] if op.factor == 1 else run.scaled(op.delta) * op.factor
+    x = run.buffers[op.source] = x.float()
+    return run.kernels.add_norm(x, delta, op.norms[0], run.program.dtype)
+
+
+def _multiply(run: OneByOne, op: Operation) -> Rows:
+    x = run.scaled(op.source).to(run.program.dtype)
+    if op.experts is not None:
+        return op.experts(x, run.chosen)
+    assert op.matrix is not None
+    sums = op.matrix.sums(x) if run.kernels.scale_sums else None
+    return op.matrix(x) if sums is None else sums
+
+
+def _rotate(run: OneByOne, op: Operation) -> Tensor:
+    assert op.heads is not None
+    unscaled = op.heads.kv_heads > 0 and not whole_norms(op)  # its kernel takes integers
+    x = run.buffers[op.source] if unscaled else run.scaled(op.source)
+    q = _rotated(run, op, x)
+    if op.layer in run.call.queries:
+        rows = send(torch.tensor(run.call.queries[op.layer]), q.device)
+        run.queries[op.layer] = q.index_select(0, rows)
+    return q
+
+
+def _gate(run: OneByOne, op: Operation) -> Tensor:
+    if op.limit:
+        return clamped_gate(run.scaled(op.source), op.limit)
+    if op.gelu:
+        return gelu_gate(run.scaled(op.source))
+    return run.kernels.gate(run.buffers[op.source])
+
+
+def _delta(run: OneByOne, op: Operation) -> Tensor:
+    assert op.rule is not None
+    assert run.states is not None
+    x = run.scaled(op.source)
+    return run.states.run(op.rule, op.layer, run.call, x).to(run.program.dtype)
+
+
+def _open(run: OneByOne, op: Operation) -> None:
+    x = run.scaled(op.source)
+    gates = run.scaled(op.delta)[:, -x.shape[1] :].float().sigmoid()
+    run.buffers[op.source] = (x.float() * gates).to(x.dtype)
+
+
+def _add(run: OneByOne, op: Operation) -> None:
+    x, delta = run.scaled(op.source), run.scaled(op.delta)
+    x += delta * op.factor if op.factor != 1 else delta
+
+
+def _convolve(run: OneByOne, op: Operation) -> Tensor:
+    assert isinstance(op.table, Tensor)
+    length = run.call.plan.segments[0].length
+    source, weights = (
+        run.scaled(each).unflatten(0, (-1, length)) for each in (op.source, op.delta)
+    )
+    return convolve_blocks(source, op.table, weights, op.layer).flatten(0, 1)
+
+
+def _gather(run: OneByOne, op: Operation) -> Tensor:
+    assert run.program.gather is not None
+    return run.program.gather(run.scaled(op.source))
+
+
+def _cap(run: OneByOne, op: Operation) -> Tensor:
+    return op.factor * (run.scaled(op.out) / op.factor).tanh()
+
+
+def _route(run: OneByOne, op: Operation) -> Tensor:
+    assert op.routing is not None
+    return _routes(run.scaled(op.source).float(), op.routing)
+
+
+def _spread(run: OneByOne, op: Operation) -> Tensor:
+    top = run.program.top
+    x = run.scaled(op.source)
+    chosen, run.slots = run.scaled(op.delta)[:, :top].flatten().sort(stable=True)
+    run.chosen = chosen.long()
+    return x[run.slots // top]
+
+
+def _combine(run: OneByOne, op: Operation) -> Tensor:
+    x, top = run.scaled(op.source), run.program.top
+    ranked = torch.empty_like(x, dtype=torch.float32)
+    ranked[run.slots] = x.float()
+    shares = run.scaled(op.delta)[:, top:].unsqueeze(-1)
+    total, *others = ranked.unflatten(0, (-1, top)).mul_(shares).unbind(1)
+    for other in others:  # sum() has an order that depends on the number of rows
+        total = total + other
+    combined: Tensor = total.to(run.program.dtype)
+    return combined
+
+
+def _tap(run: OneByOne, op: Operation) -> None:
+    x = run.scaled(op.source)
+    if op.layer in run.call.taps:
+        run.taps[op.layer] = x.to(run.program.dtype, copy=True)
+
+
+def _select(run: OneByOne, op: Operation) -> Tensor:
+    x, selection = run.scaled(op.source), run.call.selection
+    return x if selection is None else x[selection]
+
+
+def _routes(scores: Tensor, routing: Routing) -> Tensor:
+    """Experts of each row, then their shares: float32 ``[rows, 2 top]``."""
+    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
+    top = ranked[:, : routing.top]
+    shares = top.softmax(-1) if routing.among else ranked.softmax(-1)[:, : routing.top]
+    return torch.cat([order[:, : routing.top].float(), shares], dim=-1)
+
+
+def _rotated(run: OneByOne, op: Operation, x: Rows) -> Tensor:
+    """Queries after RoPE; keys and values are written to the caches."""
+    assert op.heads is not None
+    plan, table, dim = run.call.plan, run.call.table, op.heads.dim
+    table = table[op.rope] if table.dim() == 3 else table
+    norms = (op.norms[0], op.norms[1]) if op.norms else None
+    width = (op.heads.q_heads + 2 * op.heads.kv_heads) * dim
+    missing = run.program.heads.q_heads - op.heads.q_heads  # the kernels rotate all heads together
+    if isinstance(x, IntSums):
+        if x.shape[1] == width and not missing:
+            return run.kernels.rotate(x, norms, table, plan, *_planes(run, op))
+        x = x.scaled()
+    if not op.heads.kv_heads:
+        cos, sin = table[plan.positions].unsqueeze(1).chunk(2, dim=-1)
+        low, high = x.float().unflatten(1, (-1, dim)).chunk(2, dim=-1)
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+    x = x[:, :width]  # without gates of outputs
+    heads = pad(x, (missing * dim, 0)) if missing else x.contiguous()
+    if norms is not None and whole_norms(op):
+        widths = [len(norm.weight) for norm in norms]
+        q, k, v = heads.split([*widths, widths[1]], dim=-1)
+        parts = [
+            run.kernels.add_norm(part.float().contiguous(), None, norm, torch.float32)
+            for part, norm in zip((q, k), norms, strict=True)
+        ]
+        heads, norms = torch.cat([*(part.to(v.dtype) for part in parts), v], -1), None
+    return run.kernels.rotate(heads, norms, table, plan, *_planes(run, op))
+
+
+def _planes(run: OneByOne, op: Operation) -> tuple[list[Plane], list[Plane]]:
+    """Keys and values of each sequence in a layer, of this rank's heads."""
+    planes = [each.layer(op.layer) for each in run.call.caches]
+    if run.program.ranks > 1:
+        count = run.program.heads.kv_heads
+        planes = [(first_heads(k, count), first_heads(v, count)) for k, v in planes]
+    return [k for k, _ in planes], [v for _, v in planes]
+
+
+def _attend(run: OneByOne, op: Operation) -> Tensor:
+    q, heads, call = run.scaled(op.source), run.program.heads, run.call
+    keys, values = _planes(run, op)
+    out = torch.empty(q.shape, dtype=run.program.dtype, device=q.device)
+    tree_attention(
+        q, keys, values, call.plan,
+        scale=heads.factor, cap=heads.cap, window=op.window or None, out=out,
+        probes=call.probes.get(op.layer, ()), sinks=op.sinks,
+    )  # fmt: skip
+    return out.flatten(1)
+
+
+def _attend_context(run: OneByOne, op: Operation) -> Tensor:
+    """Attention of all rows of a block to the same keys."""
+    q, heads, call = run.scaled(op.source), run.program.heads, run.call
+    keys, values = zip(*(each.cache.layer(op.layer) for each in call.contexts), strict=True)
+    plan = call.plan.contexts
+    if plan is None:  # for all layers
+        blocks = [
+            ContextSegment(
+                block.sequence, call.contexts[block.sequence].length - 1, None, block.length
+            )
+            for block in call.plan.segments
+        ]
+        plan = call.plan.contexts = plan_trees(blocks, device=call.plan.device)
+    attended = tree_attention(
+        q, keys, values, plan,
+        scale=heads.factor, cap=heads.cap, window=op.window or None,
+    )  # fmt: skip
+    return attended.flatten(1).to(run.program.dtype)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """How an operation of one kind runs."""
+
+    run: Callable[[OneByOne, Operation], Rows | None]
+    """By PyTorch: returns the rows of buffer ``op.out``; None if it has no such buffer."""
+    code: Code | None
+    """By the compiled kernels; None: they do not run it."""
+
+
+OPERATIONS: Mapping[Kind, Implementation] = {
+    Kind.EMBED: Implementation(_embed, Code.EMBED),
+    Kind.INPUT: Implementation(_input, Code.INPUT),
+    Kind.ADD_NORM: Implementation(_add_norm, Code.ADD_NORM),
+    Kind.MULTIPLY: Implementation(_multiply, Code.MULTIPLY),
+    Kind.ROTATE: Implementation(_rotate, Code.ROTATE),
+    Kind.ATTEND: Implementation(_attend, Code.ATTEND),
+    Kind.ATTEND_CONTEXT: Implementation(_attend_context, Code.ATTEND_CONTEXT),
+    Kind.GATE: Implementation(_gate, Code.GATE),
+    Kind.ADD: Implementation(_add, Code.ADD),
+    Kind.TAP: Implementation(_tap, Code.TAP),
+    Kind.SELECT: Implementation(_select, Code.SELECT),
+    Kind.CAP: Implementation(_cap, Code.CAP),
+    Kind.ROUTE: Implementation(_route, Code.ROUTE),
+    Kind.SPREAD: Implementation(_spread, Code.SPREAD),
+    Kind.COMBINE: Implementation(_combine, Code.COMBINE),
+    Kind.CONVOLVE: Implementation(_convolve, None),
+    Kind.GATHER: Implementation(_gather, Code.GATHER),
+    Kind.DELTA: Implementation(_delta, Code.DELTA),
+    Kind.OPEN: Implementation(_open, Code.OPEN),
+}
+"""All kinds of operations."""
