@@ -93,7 +93,7 @@ def test_the_command_line_overrides_the_file(config: Path) -> None:
     ("text", "message"),
     [
         ("[verifer]\n", r"c.toml has 'verifer', expected .*\[gateway\]; did you mean verifier\?"),
-        ("verifier = 3\n", "c.toml has 'verifier'"),
+        ("verifier = 3\n", r"c.toml has verifier = 3, expected a table: \[verifier\]"),
         ("[verifier\n", "cannot read .*c.toml"),
         ("[verifier]\ntarget = {a = 1}\n", r"c.toml: \[verifier\] target = {'a': 1}: expected"),
         ("[verifier]\ntarget = true\n", r"c.toml: \[verifier\] target = True: expected a text"),

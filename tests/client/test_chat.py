@@ -123,11 +123,12 @@ def services(world: World) -> list[str]:
     return ["chat", "--verifier-address", verifier, "--drafter-address", drafter, "--seed", "5"]
 
 
+@pytest.mark.parametrize("end", ["/quit", "/exit", "/bye"])
 async def test_lines_of_a_pipe_are_answered(
-    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    end: str, world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without control codes, prompts or statistics."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n\n/quit\nnever\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"hi\n\n{end}\nnever\n"))
     words = [*services(world), "--max-new-tokens", "40"]
     assert await asyncio.to_thread(main, words) == 0
     answer = bytes(continuation([*b"<user>hi<assistant>"], 40, 5)).decode()

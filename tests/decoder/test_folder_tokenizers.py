@@ -91,6 +91,13 @@ def test_first_and_last_tokens_are_the_tokenizer_s(
     assert config.eos_token_ids == (258, 4)
 
 
+@pytest.mark.parametrize("bos", [-1, 10**12])
+def test_an_id_without_a_token_is_no_bos(bos: int, tmp_path: Path) -> None:
+    for named, expected in ((3, 3), (bos, None)):
+        folder = folder_of(tmp_path, {}, bos_token_id=named)
+        assert open_model(folder).config().bos_token_id == expected
+
+
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_a_vocabulary_has_the_bos_that_its_configuration_adds(
     add_bos: bool, tmp_path: Path

@@ -101,7 +101,7 @@ def _converse(chat: Chat, runner: asyncio.Runner) -> None:
         except KeyboardInterrupt:
             chat.notice("\n/quit or Ctrl-D ends the chat")
             continue
-        if line == "/quit":
+        if line in ("/quit", "/exit", "/bye"):  # as Ollama and others name it
             return
         if not line:
             continue

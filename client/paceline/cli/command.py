@@ -86,12 +86,14 @@ def _config_arguments(
     except (OSError, ValueError) as error:
         raise CommandError(f"cannot read {path}: {error}") from error
     for name, table in tables.items():
-        if name not in TABLES["serve"] or not isinstance(table, dict):
+        if name not in TABLES["serve"]:
             known = ", ".join(f"[{each}]" for each in TABLES["serve"])
             raise CommandError(
                 f"{path} has {name!r}, expected only the tables {known}"
                 + meant(name, TABLES["serve"])
             )
+        if not isinstance(table, dict):
+            raise CommandError(f"{path} has {name} = {table!r}, expected a table: [{name}]")
     for name in TABLES[command]:
         actions = _actions_of(command, name, parser)
         for key, value in tables.get(name, {}).items():

@@ -100,6 +100,8 @@ class ModelFolder(ModelSource):
         bos = found.bos_token_id if known is None else next(iter(known.added), None)
         if known is not None and bos != known.ids.get(self.special_tokens.get("bos_token", "")):
             bos = None  # what it adds is no BOS
+        if bos is not None and not 0 <= bos < found.vocab_size:
+            bos = None  # some files name -1 for none
         return replace(found, eos_token_ids=self._eos(found.vocab_size), bos_token_id=bos)
 
     def _eos(self, vocab_size: int) -> tuple[int, ...]:
