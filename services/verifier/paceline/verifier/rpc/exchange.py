@@ -73,6 +73,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         self._accepting: asyncio.Task[None] | None = None
         self._expected: dict[bytes, asyncio.Future[FramedSocket]] = {}
         self._handshakes: dict[asyncio.Task[None], None] = {}
+        self._refused: set[int] = set()
         self._links: list[Link] = []
         self.on_tapped: Callable[[tuple[int, ...]], None] = lambda layers: None
 
@@ -381,7 +382,9 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         _, user, _ = _CREDENTIALS.unpack(found)
         if user in (_ROOT, os.getuid()):
             return True
-        _log.warning("refused a connection of another user", extra={"user": user})
+        if user not in self._refused:  # each time would fill the disk
+            self._refused.add(user)
+            _log.warning("connections of another user are refused", extra={"user": user})
         return False
 
     def _files(self, token: bytes) -> list[int]:
