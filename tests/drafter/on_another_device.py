@@ -83,7 +83,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             target,
             5,
             markov_rank=4,
-            markov_head="rnn",
             confidence=True,
             draft_vocab_size=50,
         ),

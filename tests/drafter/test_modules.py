@@ -189,20 +189,11 @@ def test_the_sequential_head_by_hand(kind: str) -> None:
     with torch.no_grad():
         found, rows = head(before, hidden)
         bias = head.markov_w2(found)
-        state = torch.zeros(6)
         for place, token in enumerate(before[0]):
             features = w1[token]
             assert torch.equal(rows[0, place], features)
-            if kind == "gated":
-                wide = torch.cat([hidden[0, place], features])
-                features = features * torch.sigmoid(head.gate_proj(wide))
-            elif kind == "product":
+            if kind == "product":
                 features = features * head.gate_proj(hidden[0, place])
-            elif kind == "rnn":
-                z = torch.cat([state, features, hidden[0, place]])
-                gate, candidate, output = head.joint_proj(z).split(6)
-                state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
-                features = output.tanh()
             torch.testing.assert_close(bias[0, place], w2 @ features)
 
 

@@ -66,12 +66,8 @@ CASES = {
     ),
     "dspark, markov": Case("dspark", drafter={"markov_rank": 8}),
     "dspark, window": Case("dspark", drafter={"markov_rank": 8, "window": 16, "layers": 2}),
-    "dspark, gated, tied": Case(
-        "dspark", "llama", {"tie_word_embeddings": True}, {"markov_rank": 6, "markov_head": "gated"}
-    ),
-    "dspark, rnn, two layers": Case(
-        "dspark", "qwen3", drafter={"markov_rank": 6, "markov_head": "rnn", "layers": 2}
-    ),
+    "dspark, tied": Case("dspark", "llama", {"tie_word_embeddings": True}, {"markov_rank": 6}),
+    "dspark, two layers": Case("dspark", "qwen3", drafter={"markov_rank": 6, "layers": 2}),
     "dspark, no confidence": Case(
         "dspark", drafter={"markov_rank": 6, "confidence": False, "window": 3}
     ),

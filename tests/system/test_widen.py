@@ -47,7 +47,7 @@ async def outputs(folders: dict[str, Path]) -> dict[str, list[tuple[object, ...]
         f"--load=lm=lm:{folders['lm']}",
         f"--load=layer=longspec:{folders['layer']},target={target}",
         f"--load=states=eagle3:{folders['states']},target={target}",
-        *(f"--load={n}=dspark:{folders[n]},target={target}" for n in ("vanilla", "gated", "rnn")),
+        *(f"--load={n}=dspark:{folders[n]},target={target}" for n in ("block", "input")),
     ]
     found: dict[str, list[tuple[object, ...]]] = {}
     async with (
@@ -70,10 +70,8 @@ async def test_wide_models_have_the_same_tokens_and_drafts(
     folders = {"target": target, "lm": models["small"]}
     folders["layer"] = write_layer(target, tmp_path / "layer")
     folders["states"] = write_states(target, tmp_path / "states")
-    for head in ("vanilla", "gated", "rnn"):
-        folders[head] = write_block(
-            target, tmp_path / head, markov_head=head, state_input=head == "rnn"
-        )
+    for name in ("block", "input"):
+        folders[name] = write_block(target, tmp_path / name, state_input=name == "input")
     drafters = {name: folder for name, folder in folders.items() if name != "target"}
     widen(target, tmp_path / "wide", *drafters.values())
     wide = {name: tmp_path / "wide" / folder.name for name, folder in drafters.items()}

@@ -198,8 +198,8 @@ def test_the_command_line_varies_a_preset(
     cli.add_arguments(parser)
     common = ["--target", str(target), "--out", str(tmp_path), "--preset", "smollm2"]
     for options in (
-        "dspark --layers 2 --block 5 --head rnn --losses 0.1,0.9,1 --vocabulary 99 --rate 0.5",
-        "dspark --head none",
+        "dspark --layers 2 --block 5 --losses 0.1,0.9,1 --vocabulary 99 --rate 0.5",
+        "dspark --no-heads",
         "longspec --levels 3 --no-offset --budgets 0,64 --max-length 99",
         "eagle3 --levels 4 --norms",
     ):
@@ -207,7 +207,7 @@ def test_the_command_line_varies_a_preset(
     shipped = DSPARK_PRESETS["smollm2"]
     assert presets == [
         replace(
-            shipped, layers=2, block=5, markov_head="rnn", ce=0.1, tv=0.9, certainty=1.0,
+            shipped, layers=2, block=5, ce=0.1, tv=0.9, certainty=1.0,
             draft_vocab_size=99, muon_rate=0.01, adamw_rate=shipped.adamw_rate / 2,
         ),
         shipped.without_heads(),

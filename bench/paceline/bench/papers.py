@@ -500,11 +500,10 @@ def _dspark(bench: Bench) -> None:
     shipped = {"shipped": f"dspark:models/smollm2/dspark,target={bench.models.target}"}
     if bench.args.minutes:
         arms = {
-            "DFlash": "--head none",
-            "Markov": "--head vanilla",
-            "RNN": "--head rnn",
-            "Markov, 2 layers": "--head vanilla --layers 2",
-            "Markov, block 6": "--head vanilla --block 6",
+            "DFlash": "--no-heads",
+            "Markov": "",
+            "Markov, 2 layers": "--layers 2",
+            "Markov, block 6": "--block 6",
         }
         shipped = bench.trained("dspark", arms)
         beams = bench.trained("eagle3", {"EAGLE-3": "", "EAGLE-3.1": "--norms"})

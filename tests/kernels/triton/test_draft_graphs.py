@@ -64,7 +64,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "target": target,
         "longspec": write_longspec(base / "longspec", target, window=16, draft_vocab_size=60),
         "eagle3": write_eagle3(base / "eagle3", target, fc_norm=True, draft_vocab_size=50),
-        "dspark": write_dspark(base / "dspark", target, markov_head="rnn", **block),
+        "dspark": write_dspark(base / "dspark", target, **block),
         "dspark, causal": write_dspark(base / "no_head", target, confidence=False),
     }
 

@@ -65,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dspark.add_argument("--layers", type=int, metavar="N", help="of the backbone")
     dspark.add_argument("--block", type=int, metavar="N", help="tokens of a block")
     dspark.add_argument(
-        "--head", choices=("none", "vanilla", "gated", "rnn"),
-        help="sequential head; none: no confidence head either, which is DFlash",
+        "--no-heads", action="store_true",
+        help="neither a sequential nor a confidence head, which is DFlash",
     )  # fmt: skip
     dspark.add_argument(
         "--losses", type=_losses, metavar="CE,DISTANCE,CONFIDENCE", help="weights of the losses"
@@ -168,10 +168,8 @@ def _dspark(args: argparse.Namespace) -> None:
         **_given(layers=args.layers, block=args.block, draft_vocab_size=args.vocabulary),
         **_given(ce=ce, tv=tv, certainty=certainty),
     )
-    if args.head == "none":
+    if args.no_heads:
         preset = preset.without_heads()
-    elif args.head:
-        preset = replace(preset, markov_head=args.head)
     recipe = DSparkRecipe(args.target, _scaled(preset, args.rate))
     recipe.train(_corpus(args), _run(args, preset), args.out, args.own_text, args.start)
 

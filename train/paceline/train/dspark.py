@@ -452,7 +452,7 @@ class DSparkRecipe(Recipe[DSparkPreset, DSparkDrafterModel]):
         heads = "no sequential head and no confidence head: this is DFlash"
         if config.markov_rank:
             confidence = "a confidence head" if config.confidence else "no confidence head"
-            rank = f"{config.markov_head} sequential head of rank {config.markov_rank}"
+            rank = f"sequential head of rank {config.markov_rank}"
             heads = f"{rank}, {confidence}"
         context = f"the last {config.window} positions" if config.window else "all positions"
         return f"""\

@@ -297,7 +297,6 @@ class DSparkPreset:
     """Learning rate of the matrices; None: AdamW for all."""
     window: int = 0
     state_input: bool = False
-    markov_head: str = "vanilla"
     confidence: bool = True
     own_from: float = 1.0
     """From this share of the run on, only texts that the target wrote are read."""
@@ -320,7 +319,7 @@ class DSparkPreset:
         from paceline.drafter.methods.dspark import DSparkConfig
 
         names = (
-            "taps", "block", "layers", "window", "markov_rank", "markov_head", "confidence",
+            "taps", "block", "layers", "window", "markov_rank", "confidence",
             "draft_vocab_size", "state_input",
         )  # fmt: skip
         fields = {name: getattr(self, name) for name in names}

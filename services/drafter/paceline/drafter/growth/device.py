@@ -243,12 +243,6 @@ class DeviceTrees:
         """Numbers of the newest level's nodes."""
         return slice(self._shape.stops[self.level - 1], self._shape.stops[self.level])
 
-    @property
-    def places(self) -> Tensor:
-        """Places in the level before of the newest level's parents, int64 ``[S, F]``."""
-        before = self._shape.stops[self.level - 2] if self.level > 1 else -1
-        return self.parents[:, self.newest] - before
-
     def begin_paths(self) -> Tensor:
         """Keeps paths from now on. Returns those of trees whose nodes have no parents."""
         trees, nodes = self.tokens.shape

@@ -37,7 +37,8 @@ from paceline.drafter.methods.layers import (
 
 METHOD = "dspark"
 
-MARKOV_HEADS = ("vanilla", "gated", "rnn", "product")
+MARKOV_HEADS = ("vanilla", "product")
+"""Sequential heads that published checkpoints have: DSpark's, and that of DFlash 2."""
 
 _DEEPSPEC_MODEL = "Qwen3DSparkModel"
 _DFLASH_MODELS = ("DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel")
@@ -67,8 +68,8 @@ class DSparkConfig(TappedShape):
             to every embedding of the block, as in EAGLE. If false, they are read by attention
             alone, as in DSpark.
         markov_rank: Rank of the sequential head (equation 5); 0: there is none.
-        markov_head: ``vanilla`` (equation 5), ``gated`` by the hidden state, ``rnn``
-            (equation 6), or ``product`` with a projection of the hidden state (DFlash 2).
+        markov_head: ``vanilla`` (equation 5), or ``product`` with a projection of the hidden state
+            (DFlash 2).
         markov_all: Whether W1 has a row for every token although the vocabulary is reduced.
         markov_best: The sequential head chooses among this many best tokens of the backbone; 0:
             all.

@@ -225,7 +225,6 @@ class DSparkPasses(TextPasses):
         """Hidden states of the newest position in the context, ``[1, taps * hidden]``."""
         self._block: tuple[Tensor, Tensor] | None = None
         """Hidden states and logits of the block, by level."""
-        self._state: Tensor | None = None
 
     @property
     def backlog(self) -> int:
@@ -272,7 +271,7 @@ class DSparkPasses(TextPasses):
     def set_block(self, hidden: Tensor, logits: Tensor) -> None:
         """Sets the block that the tree grows from: hidden states ``[levels, hidden]`` and their
         logits."""
-        self._block, self._state = (hidden, logits), None
+        self._block = (hidden, logits)
 
     def add_level(self, heads: DSparkHeads) -> None:
         """Adds a level to the tree."""
@@ -281,10 +280,8 @@ class DSparkPasses(TextPasses):
         hidden, logits = (each[beam.level, None] for each in self._block)
         tokens = [beam.tokens[node] for node in parents] if beam.level else [self.text.tokens[-1]]
         before = send(torch.tensor([tokens]), hidden.device)
-        scores, state, logs = heads.forward(hidden, logits, before, self._state)
+        scores, logs = heads.forward(hidden, logits, before)
         beam.add_level(self.text.rank(scores[0]), None if logs is None else logs[0].tolist())
-        if state is not None:
-            self._state = state[:, [beam.parents[n] - parents.start for n in beam.frontier]]
 
     def fill(self, text: DraftText) -> None:
         layers, cache = self._drafter.layers, self.cache
@@ -308,7 +305,7 @@ class DSparkPasses(TextPasses):
         self._clear()
 
     def _clear(self) -> None:
-        self._block = self._state = None
+        self._block = None
 
 
 @dataclass(frozen=True)
@@ -423,16 +420,11 @@ class DSparkDrafter(Drafter):
     def grow_on_device(self, passes: Passes, trees: DeviceTrees) -> None:
         hidden, logits = self.layers.draft(passes)
         before = passes.tokens(1).view(len(hidden), -1)[:, :1]  # the anchors
-        state: Tensor | None = None
         while trees.grows:
             level = trees.level
-            scores, state, logs = self.layers.heads.forward(
-                hidden[:, level], logits[:, level], before, state
-            )
+            scores, logs = self.layers.heads.forward(hidden[:, level], logits[:, level], before)
             trees.add_level(scores.flatten(0, 1), logs)
             before = trees.tokens[:, trees.newest]
-            if state is not None:
-                state = state.gather(1, trees.places[..., None].expand(-1, -1, state.shape[2]))
 
 
 def _read_config(folder: Path, target: ModelSource | None) -> tuple[DSparkConfig, torch.dtype]:

@@ -18,14 +18,12 @@ Head = TypeVar("Head", bound=nn.Module)
 
 
 class MarkovHead(nn.Module):
-    """Bias of a position's logits that depends on the tokens before it in the block.
+    """Bias of a position's logits that depends on the token before it in the block.
 
-    The bias is W2 of features, which :meth:`step` computes from the previous token, the backbone's
-    hidden state of the position and, for ``rnn``, the recurrent state (DSpark, section 3.1,
-    equations 5 and 6). For ``gated``, W1's features are weighted by the sigmoid of a linear layer
-    over hidden state and features, for ``product`` by a linear layer of the hidden state. With a
-    reduced vocabulary W1 has rows for the drafted tokens and one for all others, since only an
-    anchor can be another token, or rows for all tokens.
+    The bias is W2 of features: W1's row of the token before (DSpark, section 3.1, equation 5), for
+    ``product`` multiplied by a linear layer of the backbone's hidden state of the position
+    (DFlash 2). With a reduced vocabulary W1 has rows for the drafted tokens and one for all others,
+    since only an anchor can be another token, or rows for all tokens.
     """
 
     def __init__(self, config: DSparkConfig) -> None:
@@ -36,61 +34,36 @@ class MarkovHead(nn.Module):
         rows = torch.empty(config.markov_rows, rank)
         self.markov_w1 = nn.Embedding.from_pretrained(rows, freeze=False)
         self.markov_w2 = nn.Linear(rank, config.drafted, bias=False)
-        if self.kind == "gated":
-            self.gate_proj = nn.Linear(hidden + rank, rank)
-        elif self.kind == "product":
+        if self.kind == "product":
             self.gate_proj = nn.Linear(hidden, rank, bias=False)
-        elif self.kind == "rnn":
-            self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
         if not rows.is_meta:  # there, random numbers import torch's compiler: 1 s and 150 MiB
             nn.init.normal_(self.markov_w1.weight, std=0.1)
         nn.init.zeros_(self.markov_w2.weight)
 
-    def begin(self, hidden: Tensor) -> Tensor:
-        """Returns the recurrent state before the first position, ``[..., r]``."""
-        return hidden.new_zeros(*hidden.shape[:-1], self.markov_w1.embedding_dim)
-
-    def step(self, state: Tensor, before: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes one position.
+    def features(self, before: Tensor, hidden: Tensor) -> Tensor:
+        """Computes the features of positions.
 
         Args:
-            state: Recurrent state, ``[..., r]``.
-            before: W1's row of the previous token, ``[..., r]``.
-            hidden: The backbone's hidden state of the position, ``[..., hidden]``.
+            before: W1's row of the token before each, ``[..., r]``.
+            hidden: The backbone's hidden states, ``[..., hidden]``.
 
         Returns:
-            The next recurrent state and the features, both ``[..., r]``.
+            Features, of which W2 makes the bias, ``[..., r]``.
         """
-        if self.kind == "gated":
-            gate = torch.sigmoid(self.gate_proj(torch.cat([hidden, before], dim=-1)))
-            return state, gate * before
-        if self.kind == "product":
-            return state, self.gate_proj(hidden) * before
-        if self.kind == "rnn":
-            joint = self.joint_proj(torch.cat([state, before, hidden], dim=-1))
-            gate, candidate, output = joint.chunk(3, dim=-1)
-            gate = torch.sigmoid(gate)
-            return gate * state + (1 - gate) * torch.tanh(candidate), torch.tanh(output)
-        return state, before
+        return self.gate_proj(hidden) * before if self.kind == "product" else before
 
     def forward(self, before: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Computes all positions of blocks whose tokens are known.
 
         Args:
-            before: W1's row of the token before each position, int64 ``[N, S]``.
+            before: W1's row number of the token before each position, int64 ``[N, S]``.
             hidden: The backbone's hidden states, ``[N, S, hidden]``.
 
         Returns:
             Features, of which W2 makes the bias, and W1's rows, both ``[N, S, r]``.
         """
         rows = self.markov_w1(before)
-        if self.kind == "rnn":
-            state, features = self.begin(hidden[:, 0]), []
-            for position in range(before.shape[1]):
-                state, found = self.step(state, rows[:, position], hidden[:, position])
-                features.append(found)
-            return torch.stack(features, dim=1), rows
-        return self.step(rows, rows, hidden)[1], rows
+        return self.features(rows, hidden), rows
 
 
 class ConfidenceHead(nn.Module):
@@ -176,34 +149,28 @@ class DSparkHeads:
 
     @torch.inference_mode()
     def forward(
-        self, hidden: Tensor, logits: Tensor, before: Tensor, state: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self, hidden: Tensor, logits: Tensor, before: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Runs the heads for the next level of S trees with F parents each; on a CPU of one tree.
 
         Args:
             hidden: The backbone's hidden states of the level, ``[S, hidden]``.
             logits: The target's logits of them, ``[S, V]`` or of drafted tokens alone.
             before: The parents' tokens, int64 ``[S, F]``.
-            state: Recurrent state of each path, ``[S, F, r]``; None at the first level.
 
         Returns:
-            Logits after each parent, ``[S, F, V]``; recurrent states for the next level,
-            ``[S, F, r]``, None without a recurrent head; log probabilities that a token of the
-            level is accepted, float64 ``[S, F]``, None without a confidence head.
+            Logits after each parent, ``[S, F, V]``, and log probabilities that a token of the level
+            is accepted, float64 ``[S, F]``, None without a confidence head.
         """
         hidden, logits = hidden.to(self._dtype), logits.to(self._dtype)[:, None]
         rows = self._rows[before]
-        logs = after = None
+        logs = None
         if self._confidence is not None:
             own = (hidden @ self._confidence)[:, None].double() + self._offsets[rows]
             logs = torch.nn.functional.logsigmoid(own)
         if self._markov is None:
-            return logits.expand(-1, before.shape[1], -1), None, logs
-        features = self._w1[rows]
-        if self._markov.kind != "vanilla":
-            wide = hidden[:, None].expand(-1, before.shape[1], -1)
-            begin = self._markov.begin(wide) if state is None else state
-            after, features = self._markov.step(begin, features, wide)
+            return logits.expand(-1, before.shape[1], -1), logs
+        features = self._markov.features(self._w1[rows], hidden[:, None])
         if self._w2.packed is not None:
             scores = self._w2(features[0], logits[0, 0])[None]
         else:
@@ -213,7 +180,7 @@ class DSparkHeads:
         if 0 < self._best < logits.shape[2]:
             worst = logits.topk(self._best).values[..., -1:]
             scores = scores.masked_fill(logits < worst, -torch.inf)
-        return scores, after, logs
+        return scores, logs
 
 
 def _loaded(head: Head, name: str, weights: Mapping[str, Tensor]) -> Head:
