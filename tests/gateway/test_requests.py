@@ -11,7 +11,7 @@ import openai
 import pytest
 from mock_transport import MockTransport
 
-from paceline.gateway.requests import Tool
+from paceline.gateway.requests import Message, Tool
 
 from .conftest import Serve, Served
 
@@ -438,3 +438,10 @@ def test_a_template_is_told_the_parameters_of_every_tool() -> None:
     tool = Tool.model_validate({"function": {"name": "f"}}).for_template()
     assert tool["type"] == "function"
     assert tool["function"]["parameters"]["type"] == "object"
+
+
+@pytest.mark.parametrize("named", [{}, {"id": ""}, {"id": None}, {"id": "abcdefgh1"}])
+def test_a_call_without_an_id_has_none_in_a_template(named: dict[str, Any]) -> None:
+    call = {**named, "function": {"name": "f", "arguments": "{}"}}
+    message = Message.model_validate({"role": "assistant", "tool_calls": [call]}).for_template()
+    assert ("id" in message["tool_calls"][0]) is bool(named.get("id"))

@@ -228,7 +228,10 @@ class Message(Body):
         if isinstance(content, list):
             content = [{"type": "text", "text": part.text or part.refusal} for part in content]
         calls = [
-            call.model_dump(include={"id": True, "type": True, "function": {"name", "arguments"}})
+            call.model_dump(
+                include={"id": True, "type": True, "function": {"name", "arguments"}},
+                exclude=None if call.id else {"id"},
+            )
             for call in self.tool_calls
         ]
         names = ("name", "tool_call_id", "tools", "tool_plan", "thinking")
