@@ -167,7 +167,7 @@ def test_an_invalid_page_table_is_refused(pool: Pool) -> None:
         {"heads": 1 << 31},
         {"capacity": 0},
         {"capacity": 1 << 31},
-        {"dtype": kv_pb2.KV_DTYPE_FLOAT8_E4M3},
+        {"dtype": 5},
         {"pages__page_size": 0},
         {"pages__page_size": 4096},
         {"pages__memory__handle": bytes(64)},

@@ -165,6 +165,15 @@ def test_trees_equal_a_dense_beam_search(
         check_tree(tree, pair.dense.tree(text, source, SAMPLINGS[sampling], levels))
 
 
+@pytest.mark.parametrize("method", ["longspec", "dspark"])
+def test_a_drafter_tells_which_tokens_it_can_draft(pairs: Any, method: str) -> None:
+    reduced = pairs(f"{method}, reduced vocabulary")
+    tokens = reduced.load(widths="2").drafted_tokens
+    assert tokens is not None
+    assert tokens.tolist() == reduced.dense.model.d2t.tolist()
+    assert pairs(f"{method}, window").load(widths="2").drafted_tokens is None
+
+
 def test_the_budget_of_target_kv_may_change_between_rounds(pairs: Any) -> None:
     pair = pairs("longspec, window")
     drafter, dense, text = pair.load(widths="2,2"), pair.dense, text_of(60, 3)

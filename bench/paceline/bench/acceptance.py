@@ -119,7 +119,7 @@ def write_answer(
 
 @torch.inference_mode()
 def _measure(drafter: Drafter, answer: TargetRecording, found: Acceptance) -> None:
-    drafted = getattr(drafter, "drafted_tokens", None)
+    drafted = drafter.drafted_tokens
     known = None if drafted is None else frozenset(drafted.tolist())
     for tree, after in rounds(drafter, answer):
         accepted = accepted_tokens(tree, after)

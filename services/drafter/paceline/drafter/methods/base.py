@@ -15,6 +15,8 @@ from paceline.drafter.kv import KvGone, KvOptions
 from paceline.tree import TokenTree
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from paceline.decoder import ModelSource
     from paceline.decoder.sources import Origin
 
@@ -169,6 +171,9 @@ class Drafter(ABC):
 
     weight_bytes: int = 0
     """Memory of the weights. Unit: bytes."""
+
+    drafted_tokens: Tensor | None = None
+    """The target's ids of the tokens that it can draft, rising, int64 ``[R]``; None: all."""
 
     growth: Growth | None = None
     """How the trees of its sequences grow together; None: each sequence drafts by itself."""

@@ -339,8 +339,9 @@ class DSparkDrafter(Drafter):
         self.layers, self.options = layers, replace(options, depth=depth)
         self.shape, self.device = layers.config, layers.device
         self.fit, self.needs, self.weight_bytes = fit, options.needs(layers.config), size
+        self.drafted_tokens = layers.embedding.tokens
         self.settings = TreeSettings.of(
-            layers.config, self.options, layers.device, layers.embedding.tokens
+            layers.config, self.options, layers.device, self.drafted_tokens
         )
         self.max_nodes, self.max_depth = self.settings.max_nodes, self.settings.max_depth
         self.captured = layers.config.conv is None

@@ -261,9 +261,8 @@ class Eagle3Drafter(Drafter):
         self.layers, self.options = layers, options
         self.shape, self.device = layers.config, layers.device
         self.fit, self.needs, self.weight_bytes = fit, options.needs(layers.config), size
-        self.settings = TreeSettings.of(
-            layers.config, options, layers.device, layers.embedding.tokens
-        )
+        self.drafted_tokens = layers.embedding.tokens
+        self.settings = TreeSettings.of(layers.config, options, layers.device, self.drafted_tokens)
         self.max_nodes, self.max_depth = self.settings.max_nodes, self.settings.max_depth
         self.growth = target_growth(self, self.settings)
 
