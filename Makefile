@@ -98,6 +98,7 @@ down:
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.c' '*.h')
 
 # Import rules: see .importlinter.
 imports: setup

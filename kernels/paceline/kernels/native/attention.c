@@ -8,11 +8,10 @@
  *   drafted and committed tokens are treated alike.
  * - Weights of a chunk are relative to the row's largest score in it. Weighted values are one chain
  *   of FMAs over the chunk's positions; weights are summed in WIDTH partial sums.
- * - The results of the chunks are merged one after the other. A hidden position has weight exactly 0
- *   and changes nothing; a chunk without visible positions is skipped.
- * Keys and values in 8 bits are multiplied as whole numbers. The scale of a key multiplies its scores,
- * that of a value its weights.
- * attention_tiles.h takes the two products in another order, with the same property. */
+ * - The results of the chunks are merged one after the other. A hidden position has weight exactly
+ * 0 and changes nothing; a chunk without visible positions is skipped. Keys and values in 8 bits
+ * are multiplied as whole numbers. The scale of a key multiplies its scores, that of a value its
+ * weights. attention_tiles.h takes the two products in another order, with the same property. */
 #include <stdlib.h>
 
 #include "attention.h"
@@ -41,7 +40,8 @@ static float *take(Scratch *scratch, size_t floats) {
   return scratch->memory;
 }
 
-/* Floats of the scores of one query head that are kept for a probe, until their largest is known. */
+/* Floats of the scores of one query head that are kept for a probe, until their largest is known.
+ */
 static int64_t kept_row(const Plan *p, const Probe *probe) {
   return probe->weights ? round_up(p->block[probe->block].start, WIDTH) : 0;
 }
@@ -49,8 +49,7 @@ static int64_t kept_row(const Plan *p, const Probe *probe) {
 /* Floats of the scores that are kept for all probes. */
 static int64_t kept_floats(const Plan *p, const Probes *probes) {
   int64_t floats = 0;
-  for (int64_t i = 0; i < probes->count; i++)
-    floats += p->q_heads * kept_row(p, probes->probe + i);
+  for (int64_t i = 0; i < probes->count; i++) floats += p->q_heads * kept_row(p, probes->probe + i);
   return floats;
 }
 
@@ -122,9 +121,15 @@ static Tile tile_of(const Attention *a, int64_t item) {
   const int64_t *tile = p->tile + item / p->kv_heads * 3;
   const Block *b = p->block + tile[0];
   const int64_t node = tile[1], nodes = tile[2], group = p->q_heads / p->kv_heads;
-  Tile t = {.plan = p, .block = b, .k = a->keys + b->sequence, .v = a->values + b->sequence,
-            .head = item % p->kv_heads, .node = node,
-            .rows = nodes * group, .group = group, .width = p->dim + WIDTH};
+  Tile t = {.plan = p,
+            .block = b,
+            .k = a->keys + b->sequence,
+            .v = a->values + b->sequence,
+            .head = item % p->kv_heads,
+            .node = node,
+            .rows = nodes * group,
+            .group = group,
+            .width = p->dim + WIDTH};
   int64_t lowest = position(&t, node), highest = lowest;
   for (int64_t n = node; n < node + nodes; n++) {
     lowest = min(lowest, position(&t, n));
@@ -140,9 +145,9 @@ static Tile tile_of(const Attention *a, int64_t item) {
 /* Buffers for a tile in this thread's scratch memory; `q` is null when out of memory. */
 static Buffers reserve(const Tile *t) {
   const int64_t dim = t->plan->dim, rows = round_up(t->rows, SIDE);
-  const size_t q = (size_t)(rows * round_up(dim, DOT)), panel = (size_t)(CHUNK * round_up(dim, DOT)),
-               scores = (size_t)(rows * STRIDE), tree = (size_t)(rows * t->tree_columns),
-               results = (size_t)(t->rows * t->width);
+  const size_t q = (size_t)(rows * round_up(dim, DOT)),
+               panel = (size_t)(CHUNK * round_up(dim, DOT)), scores = (size_t)(rows * STRIDE),
+               tree = (size_t)(rows * t->tree_columns), results = (size_t)(t->rows * t->width);
   Buffers m = {.q = take(&own, q + panel + scores + tree + 2 * results)};
   if (!m.q) return m;
   m.panel = m.q + q;
@@ -202,8 +207,8 @@ static void weigh_paths(const Tile *t, const Buffers *m, int64_t base, float *pa
     const int32_t *path = b->paths + b->path_starts[n];
     for (int64_t c = max(base, b->start); c < min(base + CHUNK, at + 1); c++) {
       float weight = m->scores[r * STRIDE + c - base];
-      const int64_t slot = t->head * t->v->head_stride +
-                           (b->start + path[c - b->start]) * t->v->slot_stride;
+      const int64_t slot =
+          t->head * t->v->head_stride + (b->start + path[c - b->start]) * t->v->slot_stride;
       if (type == KV_INT8) weight *= scale_of(t->v, slot, dim);
       for (int64_t d = 0; d < dim; d += LANES) {
         float *sum = part + r * t->width + d;
@@ -279,7 +284,8 @@ static void finish(const Tile *t, float *total, float *out) {
   const Plan *p = t->plan;
   for (int64_t r = 0; r < t->rows; r++) {
     float *row = total + r * t->width;
-    if (p->sinks) row[p->dim] += exp_one(p->sinks[t->head * t->group + r % t->group] - row[p->dim + 1]);
+    if (p->sinks)
+      row[p->dim] += exp_one(p->sinks[t->head * t->group + r % t->group] - row[p->dim + 1]);
     float *to = out + packed_row(t, r) * p->dim;
     for (int64_t d = 0; d < p->dim; d += LANES)
       store_f32(to + d, load_f32(row + d) / splat(row[p->dim]));

@@ -29,12 +29,12 @@ typedef struct {
   const Block *block;
   int64_t tiles;
   const int64_t *tile; /* [tiles, 3]: block, first node and number of nodes */
-  float scale, cap; /* of scores; cap 0: none */
-  const float *sinks; /* by query head: a score more in the sum of weights; null: none */
+  float scale, cap;    /* of scores; cap 0: none */
+  const float *sinks;  /* by query head: a score more in the sum of weights; null: none */
 } Plan;
 
-/* Records scores of node `node` of block `block` over its prefix: out [kv head][prefix position], at
- * `stride`, gets the sum over the head's query rows of scores or weights. */
+/* Records scores of node `node` of block `block` over its prefix: out [kv head][prefix position],
+ * at `stride`, gets the sum over the head's query rows of scores or weights. */
 typedef struct {
   int64_t block, node, weights, stride;
   float *out;

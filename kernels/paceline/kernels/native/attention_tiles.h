@@ -1,17 +1,17 @@
 /* The two products of attention in bfloat16 tiles, for bfloat16 caches at the level amx.
  *
  * Queries and weights are rounded to bfloat16; sums are float32. A sum over dimensions, or over the
- * positions of a chunk, is taken in steps of DOT: positions in steps counted from the chunk's first.
- * A step that holds positions of the tree is done for each node with the values of its own path, so
- * that drafted and committed tokens are treated alike. */
+ * positions of a chunk, is taken in steps of DOT: positions in steps counted from the chunk's
+ * first. A step that holds positions of the tree is done for each node with the values of its own
+ * path, so that drafted and committed tokens are treated alike. */
 #ifndef PACELINE_ATTENTION_TILES_H
 #define PACELINE_ATTENTION_TILES_H
 
 #include "attention.h"
 #include "tiles.h"
 
-#define DOT 32             /* products summed by one tile instruction */
-#define WIDE 4             /* tiles of columns worked on at once */
+#define DOT 32              /* products summed by one tile instruction */
+#define WIDE 4              /* tiles of columns worked on at once */
 #define WORDS (SIDE * SIDE) /* 32-bit values of a tile */
 
 /* C [SIDE, tiles * SIDE] = A * B; A [SIDE, depth] at `stride`, B [depth / DOT][tiles][SIDE pairs]
@@ -19,6 +19,9 @@
 INLINE void multiply_tiles(const int tiles, const uint16_t *a, int64_t stride, const uint32_t *b,
                            int64_t depth, int more, float *c, int64_t c_stride) {
   const int64_t a_bytes = stride * 2, c_bytes = c_stride * 4;
+  /* Numbers of tiles are literals in the instructions, so these stand for loops over the tiles `t`
+   * of C, 0 to `tiles` - 1: each begins as zeros or as C, takes a step of A (in tile 4) times B (in
+   * tile 5), and ends in memory. */
 #define EACH(CALL) \
   CALL(0);         \
   if (tiles > 1) { \
@@ -26,14 +29,14 @@ INLINE void multiply_tiles(const int tiles, const uint16_t *a, int64_t stride, c
     CALL(2);       \
     CALL(3);       \
   }
-#define BEGIN(t)                                   \
-  if (more) {                                      \
-    TILE_LOAD(t, c + t * SIDE, c_bytes);           \
-  } else {                                         \
-    TILE_ZERO(t);                                  \
+#define BEGIN(t)                         \
+  if (more) {                            \
+    TILE_LOAD(t, c + t * SIDE, c_bytes); \
+  } else {                               \
+    TILE_ZERO(t);                        \
   }
-#define STEP(t)                                    \
-  TILE_LOAD(5, b + t * WORDS, 64);                 \
+#define STEP(t)                    \
+  TILE_LOAD(5, b + t * WORDS, 64); \
   TILE_DOT_BF16(t, 4, 5)
 #define END(t) TILE_STORE(t, c + t * SIDE, c_bytes)
   EACH(BEGIN)
@@ -125,7 +128,8 @@ static void pack_values(const Tile *t, const int64_t *slots, int64_t count, int6
   }
 }
 
-/* Weighted values of rows r .. end of a chunk, from its column `first` on; added to `part` if `more`. */
+/* Weighted values of rows r .. end of a chunk, from its column `first` on; added to `part` if
+ * `more`. */
 static void weigh_rows(const Tile *t, const Buffers *m, int64_t r, int64_t end, int64_t first,
                        int64_t depth, int more, float *part) {
   for (; r < end; r += SIDE) {
@@ -135,8 +139,8 @@ static void weigh_rows(const Tile *t, const Buffers *m, int64_t r, int64_t end, 
     float c[SIDE * SIDE * WIDE];
     for (int64_t i = 0; i < SIDE; i++)
       for (int64_t k = 0; k < depth; k += LANES)
-        store_bf16(a + i * CHUNK + k, i < rows ? load_f32(m->scores + (r + i) * STRIDE + first + k)
-                                               : splat(0.0f));
+        store_bf16(a + i * CHUNK + k,
+                   i < rows ? load_f32(m->scores + (r + i) * STRIDE + first + k) : splat(0.0f));
     for (int64_t d = 0, tiles; d < t->plan->dim; d += tiles * SIDE) {
       tiles = tiles_at(d, t->plan->dim);
       for (int64_t i = 0; more && i < rows; i++)

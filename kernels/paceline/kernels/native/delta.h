@@ -27,9 +27,9 @@ typedef struct {
 
 /* States of a sequence, [layers, ...] each: before its first row (from), and of the run (to). */
 typedef struct {
-  int64_t start;               /* position of the first row of the run */
-  int64_t replayed;            /* rows of from_log between the state and this position */
-  int64_t from_rows, to_rows;  /* rows that the logs have room for */
+  int64_t start;              /* position of the first row of the run */
+  int64_t replayed;           /* rows of from_log between the state and this position */
+  int64_t from_rows, to_rows; /* rows that the logs have room for */
   const float *from, *from_window, *from_log;
   float *to, *to_window, *to_log; /* [Hv, Dk, Dv], [taps - 1, channels], [rows, channels + 2 Hv] */
 } States;
@@ -70,7 +70,8 @@ INLINE int64_t delta_places(const Block *b, int64_t committed, int16_t *place) {
 INLINE int64_t delta_scratch(const Delta *d, const Block *b, int64_t committed) {
   int16_t place[MAX_BLOCK];
   if (committed >= b->length) return 0;
-  return delta_places(b, committed, place) * (d->value_heads / d->key_heads) * d->key_dim * d->value_dim;
+  return delta_places(b, committed, place) * (d->value_heads / d->key_heads) * d->key_dim *
+         d->value_dim;
 }
 
 /* `lanes` vectors of columns of a state through one token; `to` null: only the output. */
@@ -105,7 +106,8 @@ INLINE void delta_convolve(const Delta *d, const float *const *rows, int64_t fir
   for (int64_t i = 0; i < width; i += LANES) {
     vec sum = splat(0.0f);
     for (int64_t t = 0; t < d->taps; t++)
-      sum = fma_(load_f32(d->convolution + t * channels + first + i), load_f32(rows[t] + first + i), sum);
+      sum = fma_(load_f32(d->convolution + t * channels + first + i), load_f32(rows[t] + first + i),
+                 sum);
     store_f32(out + i, sum / (splat(1.0f) + exp_(-sum)));
   }
 }
@@ -131,9 +133,12 @@ INLINE float delta_decay(float x, float rate) {
  * in, out: rows of the batch, [width of in] and [Hv Dv]; committed: rows of the block that the
  * stored state will include; scratch: delta_scratch() floats. */
 static void delta_block(const Delta *d, const States *states, int64_t layer, const Block *b,
-                        int64_t committed, int64_t head, const float *in, float *out, float *scratch) {
-  const int64_t dk = d->key_dim, dv = d->value_dim, heads = d->value_heads, group = heads / d->key_heads;
-  const int64_t channels = delta_channels(d), logged = channels + 2 * heads, width = logged + heads * dv;
+                        int64_t committed, int64_t head, const float *in, float *out,
+                        float *scratch) {
+  const int64_t dk = d->key_dim, dv = d->value_dim, heads = d->value_heads,
+                group = heads / d->key_heads;
+  const int64_t channels = delta_channels(d), logged = channels + 2 * heads,
+                width = logged + heads * dv;
   const int64_t size = dk * dv, all_keys = d->key_heads * dk, head_v = head * group;
   const int64_t begins = b->start == states->start, replayed = begins ? states->replayed : 0;
   const float *log = states->from_log + layer * states->from_rows * logged;
@@ -148,15 +153,16 @@ static void delta_block(const Delta *d, const States *states, int64_t layer, con
   float q[MAX_DIM], k[MAX_DIM], v[MAX_DIM], read[MAX_DIM];
 
   /* A row: of the block, or a replayed one, or one of the window before it. */
-#define DELTA_ROW(n) \
-  ((n) >= 0 ? in + (b->row + (n)) * width \
-            : (n) + replayed >= 0 ? log + ((n) + replayed) * logged \
-                                  : window + (d->taps - 1 + (n) + replayed) * channels)
+#define DELTA_ROW(n)                                       \
+  ((n) >= 0              ? in + (b->row + (n)) * width     \
+   : (n) + replayed >= 0 ? log + ((n) + replayed) * logged \
+                         : window + (d->taps - 1 + (n) + replayed) * channels)
   if (begins && from != state) memcpy(state, from, (size_t)(group * size) * sizeof(float));
   if (committed < b->length) delta_places(b, committed, place);
   for (int64_t n = -replayed; n < b->length; n++) {
     const float *rows[MAX_TAPS];
-    for (int64_t t = d->taps - 1, at = n; t >= 0; t--, at = delta_parent(b, at)) rows[t] = DELTA_ROW(at);
+    for (int64_t t = d->taps - 1, at = n; t >= 0; t--, at = delta_parent(b, at))
+      rows[t] = DELTA_ROW(at);
     const float *x = rows[d->taps - 1];
     delta_convolve(d, rows, firsts[0], dk, q);
     delta_convolve(d, rows, firsts[1], dk, k);
@@ -172,7 +178,8 @@ static void delta_block(const Delta *d, const States *states, int64_t layer, con
       for (int part = 0; part < 3; part++)
         memcpy(saved + firsts[part], x + firsts[part], (size_t)widths[part] * sizeof(float));
       memcpy(saved + channels + head_v, x + channels + head_v, (size_t)group * sizeof(float));
-      memcpy(saved + channels + heads + head_v, x + channels + heads + head_v, (size_t)group * sizeof(float));
+      memcpy(saved + channels + heads + head_v, x + channels + heads + head_v,
+             (size_t)group * sizeof(float));
     }
     for (int64_t g = 0; g < group; g++) {
       const int64_t h = head_v + g;
@@ -181,11 +188,11 @@ static void delta_block(const Delta *d, const States *states, int64_t layer, con
       delta_convolve(d, rows, 2 * all_keys + h * dv, dv, v);
       int64_t i = 0;
       for (; i + 4 * LANES <= dv; i += 4 * LANES)
-        delta_columns(source + g * size + i, target ? target + g * size + i : NULL, dk, dv, k, q, v + i,
-                      decay, beta, read + i, 4);
+        delta_columns(source + g * size + i, target ? target + g * size + i : NULL, dk, dv, k, q,
+                      v + i, decay, beta, read + i, 4);
       for (; i < dv; i += LANES)
-        delta_columns(source + g * size + i, target ? target + g * size + i : NULL, dk, dv, k, q, v + i,
-                      decay, beta, read + i, 1);
+        delta_columns(source + g * size + i, target ? target + g * size + i : NULL, dk, dv, k, q,
+                      v + i, decay, beta, read + i, 1);
       if (n < 0) continue;
       const float *z = x + logged + h * dv;
       float *to = out + (b->row + n) * heads * dv + h * dv;
@@ -200,7 +207,8 @@ static void delta_block(const Delta *d, const States *states, int64_t layer, con
   for (int64_t t = 0; t < d->taps - 1; t++) {
     const float *x = DELTA_ROW(committed - (d->taps - 1) + t);
     for (int part = 0; part < 3; part++)
-      memmove(to_window + t * channels + firsts[part], x + firsts[part], (size_t)widths[part] * sizeof(float));
+      memmove(to_window + t * channels + firsts[part], x + firsts[part],
+              (size_t)widths[part] * sizeof(float));
   }
 #undef DELTA_ROW
 }

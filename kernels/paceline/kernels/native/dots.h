@@ -58,7 +58,9 @@ INLINE int32_t add_lanes(ivec x) {
   return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
 }
 INLINE void store_i32(int32_t *p, ivec x) { _mm256_storeu_si256((__m256i *)p, x); }
-INLINE vec load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INLINE vec load_f16(const uint16_t *p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
 #else
 INLINE ivec load_i32(const void *p) {
   ivec x;
@@ -151,12 +153,14 @@ INLINE ivec dot(const int four, ivec sum, ivec weights, const char *a) {
 #undef DOT_OFFSET
 #define DOT_OFFSET 128 /* both operands are signed */
 INLINE ivec dot(const int four, ivec sum, ivec weights, const char *a) {
-  const int8x16_t w = (int8x16_t)(weights ^ (int32_t)0x80808080), x = (int8x16_t)splat_i32(word_at(a));
+  const int8x16_t w = (int8x16_t)(weights ^ (int32_t)0x80808080),
+                  x = (int8x16_t)splat_i32(word_at(a));
   return (ivec)vdotq_s32((int32x4_t)sum, w, x);
 }
 #else
 INLINE ivec dot(const int four, ivec sum, ivec weights, const char *a) {
-  for (int byte = 0; byte < 4; byte++) sum += (weights >> 8 * byte & 255) * ((const int8_t *)a)[byte];
+  for (int byte = 0; byte < 4; byte++)
+    sum += (weights >> 8 * byte & 255) * ((const int8_t *)a)[byte];
   return sum;
 }
 #endif

@@ -1,10 +1,10 @@
 /* Drafts for several texts in one call.
  *
  * A block model (DSpark, section 3): new hidden states go to the contexts, one pass runs over all
- * blocks, and a tree grows from the logits of each block. A model of levels (LongSpec, section 3): the
- * newest tokens of the texts, then the nodes of their trees run through it level by level. With states
- * (EAGLE-3, section 3) a token is read with the state of the position before it: the target's, or the
- * model's own output. Its slot is that position.
+ * blocks, and a tree grows from the logits of each block. A model of levels (LongSpec, section 3):
+ * the newest tokens of the texts, then the nodes of their trees run through it level by level. With
+ * states (EAGLE-3, section 3) a token is read with the state of the position before it: the
+ * target's, or the model's own output. Its slot is that position.
  *
  * How a tree grows is said in paceline.drafter.growth.beam, whose trees these are. */
 #include <math.h>
@@ -74,15 +74,17 @@ static int64_t add_states(const Model *m, Text *const *texts, Run run) {
     for (int64_t at = text->first, stop; at < text->length; at = stop) {
       stop = min(text->length, (at / CHUNK + 1) * CHUNK); /* the same cuts however states come */
       for (int64_t i = at; i < stop; i++) chains.position[run.rows + i - at] = i;
-      add_chain(&run, &chains, m->context,
-                (Block){.sequence = t, .start = at - text->base, .length = stop - at, .row = run.rows});
+      add_chain(
+          &run, &chains, m->context,
+          (Block){.sequence = t, .start = at - text->base, .length = stop - at, .row = run.rows});
     }
   }
   return run_program(m->context, &run);
 }
 
 /* Runs the blocks of all texts: logits [texts, levels, drafted], hidden [texts, levels, hidden]. */
-static int64_t run_blocks(const Model *m, Text *const *texts, Run run, float *logits, float *hidden) {
+static int64_t run_blocks(const Model *m, Text *const *texts, Run run, float *logits,
+                          float *hidden) {
   const int64_t rows = run.sequences * m->length, bytes = m->states * (m->bf16 ? 2 : 4);
   int64_t *numbers OWNED = allocate(6 * rows * (int64_t)sizeof(int64_t));
   int32_t *paths OWNED = allocate((2 * m->length + 1) * (int64_t)sizeof(int32_t));
@@ -111,7 +113,8 @@ static int64_t run_blocks(const Model *m, Text *const *texts, Run run, float *lo
       tokens[first + i] = i ? m->mask : text->anchor;
       if (m->state_input) memcpy(inputs + (first + i) * bytes, text->newest, (size_t)bytes);
     }
-    for (int64_t i = m->length - m->levels; i < m->length; i++) selection[run.selected++] = first + i;
+    for (int64_t i = m->length - m->levels; i < m->length; i++)
+      selection[run.selected++] = first + i;
   }
   return run_program(m->block, &run);
 }
@@ -165,10 +168,11 @@ static int64_t find_children(const Model *m, const Text *t, const Level *l, cons
   float *noise = t->temperature > 0 ? l->noise : NULL;
   const int64_t position = t->length + (m->text ? 2 : 1) + tree->level;
   if (noise) paceline_gumbel(t->seed, (uint64_t)position, m->ids, t->count, noise);
-  paceline_candidates(scores, stride, parents, t->count, width, (float)t->temperature, noise, l->ids,
-                      l->logs);
+  paceline_candidates(scores, stride, parents, t->count, width, (float)t->temperature, noise,
+                      l->ids, l->logs);
   double own = 0;
-  for (int64_t i = 0; m->confidence && i < m->hidden; i++) own += (double)hidden[i] * m->confidence[i];
+  for (int64_t i = 0; m->confidence && i < m->hidden; i++)
+    own += (double)hidden[i] * m->confidence[i];
   int chain = 1;
   for (int64_t i = 0; i < t->levels; i++) chain &= t->width[i] == 1;
   int64_t found = 0;
@@ -194,8 +198,8 @@ static int growing(const Text *t, const Tree *tree) {
 }
 
 /* Adds a level; arguments as of find_children. */
-static void add_level(const Model *m, const Text *t, const Level *l, Tree *tree, const float *logits,
-                      int64_t stride, const float *hidden) {
+static void add_level(const Model *m, const Text *t, const Level *l, Tree *tree,
+                      const float *logits, int64_t stride, const float *hidden) {
   const int64_t width = t->width[min(tree->level, t->levels - 1)];
   const int64_t found = find_children(m, t, l, tree, min(width, t->count), logits, stride, hidden);
   qsort(l->found, (size_t)found, sizeof(Node), by_score);
@@ -235,23 +239,26 @@ static void finish(const Model *m, Text *t, const Level *l, const Tree *tree) {
   }
 }
 
-/* The nodes of a level that run through a model of levels: the newest tokens of a text, or its nodes
- * from the trunk to the last one that is expanded. */
+/* The nodes of a level that run through a model of levels: the newest tokens of a text, or its
+ * nodes from the trunk to the last one that is expanded. */
 static void add_nodes(const Model *m, const Text *t, const Tree *tree, int64_t sequence, Run *run,
                       const Chains *chains, int64_t *tokens, int64_t *selection, int32_t *path,
                       char *inputs) {
   const int64_t from = run->rows, lead = m->text ? 1 : 0; /* of positions over slots */
   const int64_t bytes = tree->level ? m->hidden * 4 : m->states * (m->bf16 ? 2 : 4);
   if (!tree->level) {
-    if (m->text) memcpy(inputs + from * bytes, t->fresh, (size_t)((t->length + 1 - t->first) * bytes));
+    if (m->text)
+      memcpy(inputs + from * bytes, t->fresh, (size_t)((t->length + 1 - t->first) * bytes));
     for (int64_t at = t->first, stop; at <= t->length; at = stop) {
       stop = min(t->length + 1, (at / CHUNK + 1) * CHUNK); /* the same cuts however tokens come */
       for (int64_t i = at; i < stop; i++) {
         chains->position[run->rows + i - at] = i + lead;
         tokens[run->rows + i - at] = t->tokens[i - t->first];
       }
-      add_chain(run, chains, m->block,
-                (Block){.sequence = sequence, .start = at - t->base, .length = stop - at, .row = run->rows});
+      add_chain(
+          run, chains, m->block,
+          (Block){
+              .sequence = sequence, .start = at - t->base, .length = stop - at, .row = run->rows});
     }
   } else {
     const int64_t trunk = tree->trunk, count = tree->first + tree->parents - trunk;
@@ -269,7 +276,8 @@ static void add_nodes(const Model *m, const Text *t, const Tree *tree, int64_t s
       chains->position[from + n] = t->length + 1 + lead + trunk + above;
       tokens[from + n] = m->ids[node->row];
       if (m->text)
-        memcpy(inputs + (from + n) * bytes, tree->output + (node->parent + 1) * m->hidden, (size_t)bytes);
+        memcpy(inputs + (from + n) * bytes, tree->output + (node->parent + 1) * m->hidden,
+               (size_t)bytes);
     }
     Block block = {sequence, t->length + 1 + trunk - t->base, count, from, depths, paths, starts};
     if (chain) block.depths = block.paths = block.path_starts = NULL;
@@ -297,8 +305,10 @@ static int64_t grow_by_levels(const Model *m, Text *const *texts, int64_t count,
   const int64_t width = m->text ? m->hidden : 0;
   float *hidden OWNED = allocate(count * wide * width * (int64_t)sizeof(float));
   float *outputs OWNED = allocate(count * (nodes + 1) * width * (int64_t)sizeof(float));
-  char *inputs OWNED = allocate(m->text ? rows * max(m->states, width) * (int64_t)sizeof(float) : 0);
-  if (!numbers || !path || !slots || !blocks || !caches || !logits || !hidden || !outputs || !inputs)
+  char *inputs OWNED =
+      allocate(m->text ? rows * max(m->states, width) * (int64_t)sizeof(float) : 0);
+  if (!numbers || !path || !slots || !blocks || !caches || !logits || !hidden || !outputs ||
+      !inputs)
     return OUT_OF_MEMORY;
   for (int64_t t = 0; t < count; t++) trees[t].output = outputs + t * (nodes + 1) * width;
   void *taps[] = {hidden};
@@ -319,10 +329,11 @@ static int64_t grow_by_levels(const Model *m, Text *const *texts, int64_t count,
       if (!growing(texts[t], trees + t)) continue;
       const int64_t sequence = run.sequences++, block = run.blocks;
       caches[sequence] = texts[t]->context, caches[count + sequence] = texts[t]->target;
-      add_nodes(m, texts[t], trees + t, sequence, &run, &chains, tokens, selection, path + t * paths,
-                inputs);
+      add_nodes(m, texts[t], trees + t, sequence, &run, &chains, tokens, selection,
+                path + t * paths, inputs);
       for (int64_t b = block; b < run.blocks; b++)
-        contexts[b] = (Block){sequence, texts[t]->slots - 1, 1, blocks[b].row, zeros, zeros, starts};
+        contexts[b] =
+            (Block){sequence, texts[t]->slots - 1, 1, blocks[b].row, zeros, zeros, starts};
     }
     if (!run.sequences) return 0;
     run.inputs_bf16 = reading && m->bf16;
@@ -376,13 +387,14 @@ static void check_draft(const Model *m, Text *const *texts, int64_t count) {
     CHECK(text->first <= text->length + 1 && text->count > 0 && text->count <= m->drafted);
     CHECK(text->levels > 0 && text->levels <= MAX_NODES && text->depth >= 0);
     CHECK(text->nodes >= 0 && text->nodes <= MAX_NODES);
-    for (int64_t i = 0; i < text->levels; i++) CHECK(text->width[i] >= 0 && text->width[i] <= MAX_NODES);
+    for (int64_t i = 0; i < text->levels; i++)
+      CHECK(text->width[i] >= 0 && text->width[i] <= MAX_NODES);
   }
   (void)m, (void)texts, (void)count;
 }
 
-/* Drafts a tree for each of `count` texts. `table` has cosines and sines of all positions, as of Run.
- * Returns 0, 1 when memory ran out, or 2 for a token outside of the vocabulary. */
+/* Drafts a tree for each of `count` texts. `table` has cosines and sines of all positions, as of
+ * Run. Returns 0, 1 when memory ran out, or 2 for a token outside of the vocabulary. */
 int64_t paceline_draft(const Model *m, Text *const *texts, int64_t count, const float *table,
                        int64_t table_rows, int64_t threads) {
   check_draft(m, texts, count);
@@ -405,10 +417,15 @@ int64_t paceline_draft(const Model *m, Text *const *texts, int64_t count, const 
   if (!features || !scores || !noise || !logs || !ids || !scratch || !found || !all || !trees)
     return OUT_OF_MEMORY;
   const Level level = {features, scores, noise, logs, ids, scratch, found};
-  const Run run = {.threads = threads, .table = table, .table_rows = table_rows, .kv_type = m->kv_type, .inputs_bf16 = m->bf16};
+  const Run run = {.threads = threads,
+                   .table = table,
+                   .table_rows = table_rows,
+                   .kv_type = m->kv_type,
+                   .inputs_bf16 = m->bf16};
   for (int64_t t = 0; t < count; t++) trees[t] = (Tree){.node = all + t * nodes, .parents = 1};
-  const int64_t failed = m->context ? grow_from_blocks(m, texts, count, trees, &level, run)
-                                    : grow_by_levels(m, texts, count, trees, &level, run, wide, deep);
+  const int64_t failed = m->context
+                             ? grow_from_blocks(m, texts, count, trees, &level, run)
+                             : grow_by_levels(m, texts, count, trees, &level, run, wide, deep);
   for (int64_t t = 0; !failed && t < count; t++) finish(m, texts[t], &level, trees + t);
   return failed;
 }

@@ -20,9 +20,9 @@ typedef struct {
 
 typedef struct {
   int64_t groups;
-  Group *group;    /* by rising expert */
-  int64_t *row;    /* of every slot */
-  int64_t *slot;   /* of every row and rank: [rows, top] */
+  Group *group;  /* by rising expert */
+  int64_t *row;  /* of every slot */
+  int64_t *slot; /* of every row and rank: [rows, top] */
 } Slots;
 
 /* Scores of all experts -> route [2 * top]: the best experts, the best first and the lower number

@@ -1,14 +1,14 @@
-/* Limits of what the kernels take, and how far ahead they fetch. paceline_limits (abi.c) tells them to
- * Python, which compares its own at load. */
+/* Limits of what the kernels take, and how far ahead they fetch. paceline_limits (abi.c) tells them
+ * to Python, which compares its own at load. */
 #ifndef PACELINE_LIMITS_H
 #define PACELINE_LIMITS_H
 
-#define WIDTH 16            /* widths in memory are multiples of this, at every level */
-#define MAX_DIM 512         /* values of a head */
-#define MAX_BLOCK 256       /* rows of a block with drafted rows of the delta rule: nodes and anchor */
+#define WIDTH 16      /* widths in memory are multiples of this, at every level */
+#define MAX_DIM 512   /* values of a head */
+#define MAX_BLOCK 256 /* rows of a block with drafted rows of the delta rule: nodes and anchor */
 #define MAX_NODES (MAX_BLOCK - 1) /* nodes of a drafted tree */
-#define MAX_TAPS 8          /* positions of a convolution */
-#define MAX_THREADS 256     /* threads of a team */
+#define MAX_TAPS 8                /* positions of a convolution */
+#define MAX_THREADS 256           /* threads of a team */
 #define QUERY_TILE_ROWS 128 /* query rows of a tile: its scores of a chunk fit a core's cache */
 #define CHUNK 256           /* keys whose softmax is one step; see attention.c */
 

@@ -6,25 +6,21 @@
  *   bfloat16  [panel][ins / 2][16][2]
  *   8 bit and 4 bit  [panel / 2][ins / 32] blocks: one stream of memory for 32 outputs. A block is
  *     8 bit   [panel % 2][8][16][4] unsigned bytes
- *     4 bit   [panel % 2][4][16][4] bytes; the low halves are inputs 8 i .. 8 i + 3, the high halves
- *             the next 4: two whole lines of the 8-bit layout
- *     scales  [32], float16 or float32
- *     minima  [32] of the same type, in some formats
+ *     4 bit   [panel % 2][4][16][4] bytes; the low halves are inputs 8 i .. 8 i + 3, the high
+ * halves the next 4: two whole lines of the 8-bit layout scales  [32], float16 or float32 minima
+ * [32] of the same type, in some formats
  *
  * Arithmetic: the bits of an output depend on its row of x and its weights alone, not on the other
  * rows, their number, the threads or the level.
  *   float32, bfloat16: one chain of FMAs over the inputs in rising order, starting from 0; + bias.
- *   bfloat16 with numerics amx: activations rounded to bfloat16, the sums of TDPBF16PS; + bias. These
- *   are the bits of processors with AMX.
- *   8 and 4 bit, w = scale * (value - offset) + minimum in blocks of 32 inputs: activations are
- *   quantised block by block (below), the sum of a block is exact in int32. In rising order of the
- *   blocks
- *     acc = fma(fma((float)sum((value - offset) * a), scale, 0), a_scale, acc)
- *     acc = fma(minimum, a_scale * (float)sum(a), acc)     where there are minima
- *   and at last acc + bias.
- * Activations of a block: m = max|x|, a_scale = m / 127, a = x * (1 / a_scale) rounded to the nearest
- * integer, ties to even. Where m < 2^-100, a_scale and all a are 0. Where a value is infinite or NaN,
- * a_scale is NaN and all a are 0. */
+ *   bfloat16 with numerics amx: activations rounded to bfloat16, the sums of TDPBF16PS; + bias.
+ * These are the bits of processors with AMX. 8 and 4 bit, w = scale * (value - offset) + minimum in
+ * blocks of 32 inputs: activations are quantised block by block (below), the sum of a block is
+ * exact in int32. In rising order of the blocks acc = fma(fma((float)sum((value - offset) * a),
+ * scale, 0), a_scale, acc) acc = fma(minimum, a_scale * (float)sum(a), acc)     where there are
+ * minima and at last acc + bias. Activations of a block: m = max|x|, a_scale = m / 127, a = x * (1
+ * / a_scale) rounded to the nearest integer, ties to even. Where m < 2^-100, a_scale and all a are
+ * 0. Where a value is infinite or NaN, a_scale is NaN and all a are 0. */
 #ifndef PACELINE_LINEAR_H
 #define PACELINE_LINEAR_H
 
@@ -41,13 +37,13 @@ typedef struct {
   int64_t scales_f16; /* scales and minima are float16, else float32 */
   int64_t offset;     /* subtracted from stored values: 128 (8 bit), 8 or 0 */
   const float *bias;  /* [outs] or null */
-  int64_t tiles_bf16; /* numerics amx: products with bfloat16 weights are in tiles, which are emulated
-                       * where the processor has none */
+  int64_t tiles_bf16; /* numerics amx: products with bfloat16 weights are in tiles, which are
+                       * emulated where the processor has none */
 } Matrix;
 
 /* x is [rows, ins], out [rows, outs], both dense. First every piece of the preparation, then every
  * piece of the product, in any order and on any threads. */
-int64_t linear_scratch(const Matrix *m, int64_t rows); /* bytes of prepared activations */
+int64_t linear_scratch(const Matrix *m, int64_t rows);       /* bytes of prepared activations */
 int64_t linear_prepare_items(const Matrix *m, int64_t rows); /* 0: x is used as it is */
 void linear_prepare(const Matrix *m, const float *x, int64_t rows, void *scratch, int64_t item);
 int64_t linear_items(const Matrix *m, int64_t rows);

@@ -13,7 +13,7 @@
 #elif LANES == 8 && defined(SPLIT_ACTIVATIONS)
 #define BLOCK_ROWS 4
 #else
-#define BLOCK_ROWS 6 /* with two vectors of outputs: sums in registers, at 256 bits totals in memory */
+#define BLOCK_ROWS 6 /* two vectors of outputs: sums in registers, at 256 bits totals in memory */
 #endif
 #define FEW_ROWS 8 /* products of so many rows wait for memory, those of more for arithmetic */
 
@@ -38,7 +38,8 @@ INLINE Factors quantise(const float *x, int64_t offset, int32_t value[BLOCK_INS]
   ivec largest = splat_i32(0), sum = splat_i32(0);
   float m, scale = 0.0f, inverse = 0.0f;
 #pragma GCC unroll 8
-  for (int i = 0; i < BLOCK_INS; i += LANES) largest = max_i32(largest, clear_sign(load_f32(x + i)));
+  for (int i = 0; i < BLOCK_INS; i += LANES)
+    largest = max_i32(largest, clear_sign(load_f32(x + i)));
   const int32_t bits = largest_lane(largest); /* magnitudes are ordered as whole numbers */
   memcpy(&m, &bits, sizeof m);
   if (bits >= 0x7f800000) { /* infinite or NaN */
@@ -52,7 +53,8 @@ INLINE Factors quantise(const float *x, int64_t offset, int32_t value[BLOCK_INS]
     return (Factors){scale, scale * 0.0f, SHIFT_BITS, 0};
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < BLOCK_INS; i += LANES) { /* the addition rounds to a whole number, ties to even */
+  for (int i = 0; i < BLOCK_INS;
+       i += LANES) { /* the addition rounds to a whole number, ties to even */
     const vec rounded = load_f32(x + i) * splat(inverse) + splat(SHIFT);
     const ivec whole = add_i32(as_int(rounded), splat_i32(-SHIFT_BITS));
     store_i32(value + i, whole);
@@ -94,8 +96,9 @@ INLINE vec scaled(ivec sum, vec scale, vec shift, int f16) {
   return fma_(to_float(add_i32(sum, splat_i32(-SHIFT_BITS))), scale, splat(0.0f));
 }
 
-/* Constants of an inner loop. `few`: panels one after the other, as they are in memory, which took 4
- * rows of 8 bits 4.4 instead of 6.4 ms. Otherwise vectors share a broadcast: 33 rows 16.5, not 19.5. */
+/* Constants of an inner loop. `few`: panels one after the other, as they are in memory, which took
+ * 4 rows of 8 bits 4.4 instead of 6.4 ms. Otherwise vectors share a broadcast: 33 rows 16.5,
+ * not 19.5. */
 typedef struct {
   int four, f16, minima, few;
 } BlockFormat;
@@ -121,7 +124,8 @@ INLINE void add_products(const int rows, const int four, const char *values, int
   }
 }
 
-/* PAIR outputs, from `first` on, of `rows` rows. `later`: rows before them used the same weights. */
+/* PAIR outputs, from `first` on, of `rows` rows. `later`: rows before them used the same weights.
+ */
 INLINE void quantised_block(const int rows, const BlockFormat f, const Matrix *m,
                             const Activations *a, float *out, int64_t first, int later) {
   const int four = f.four, factor = f.f16 ? 2 : 4;
@@ -184,26 +188,37 @@ INLINE void quantised_block(const int rows, const BlockFormat f, const Matrix *m
   finish(m, rows, totals, PAIR, out, first);
 }
 
+/* The kernel for a block of `n` rows, 1 to BLOCK_ROWS. As a case with a literal number, its loops
+ * over rows are unrolled and its sums stay in registers; with a variable number they would be in
+ * memory. */
 #define QUANTISED_CASE(n) \
   case n: quantised_block(n, f, m, a, out, first, later); break;
 
 INLINE void quantised_rows(int64_t rows, const BlockFormat f, const Matrix *m, const Activations *a,
                            float *out, int64_t first, int later) {
   switch (rows) {
-    QUANTISED_CASE(1) QUANTISED_CASE(2) QUANTISED_CASE(3)
+    QUANTISED_CASE(1)
+    QUANTISED_CASE(2)
+    QUANTISED_CASE(3)
 #if BLOCK_ROWS >= 4
     QUANTISED_CASE(4)
 #endif
 #if BLOCK_ROWS >= 6
-    QUANTISED_CASE(5) QUANTISED_CASE(6)
+    QUANTISED_CASE(5)
+    QUANTISED_CASE(6)
 #endif
   }
 }
 
-#define FORMAT_ROWS(name, four, f16, minima, few)                                                \
+/* Defines `name`, the product of a block of rows with one format of weights: `four`: 4 bits, not 8;
+ * `f16`: scales and minima are float16, not float32; `minima`: there are minima; `few`: the whole
+ * product has few rows, so that it waits for memory. All four are literals: each function is
+ * compiled without the branches of other formats. FORMAT_KERNELS defines it for many rows as `name`
+ * and, where vectors are as wide as a panel, for few rows as few_`name`. */
+#define FORMAT_ROWS(name, four, f16, minima, few)                                                  \
   static void name(int64_t rows, const Matrix *m, const Activations *a, float *out, int64_t first, \
-                   int later) {                                                                  \
-    quantised_rows(rows, (BlockFormat){four, f16, minima, few}, m, a, out, first, later);        \
+                   int later) {                                                                    \
+    quantised_rows(rows, (BlockFormat){four, f16, minima, few}, m, a, out, first, later);          \
   }
 #if LANES == PANEL
 #define FORMAT_KERNELS(name, four, f16, minima) \

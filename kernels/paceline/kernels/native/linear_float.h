@@ -10,7 +10,8 @@
 #define FLOAT_ROWS 4
 #endif
 
-/* Weights of input k + odd for one vector of outputs, k even; a line of bfloat16 has both inputs. */
+/* Weights of input k + odd for one vector of outputs, k even; a line of bfloat16 has both inputs.
+ */
 INLINE vec float_weight(const int bf16, const char *weights, int64_t k, const int odd) {
   if (!bf16) return load_f32((const float *)(weights + (k + odd) * 64));
   vec pair[2];
@@ -41,7 +42,8 @@ INLINE void float_block(const int rows, const int bf16, const Matrix *m, const f
 #pragma GCC unroll 12
       for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) sum[r][v] = fma_(splat(x[r * ins + k + odd]), w[v], sum[r][v]);
+        for (int v = 0; v < VECTORS; v++)
+          sum[r][v] = fma_(splat(x[r * ins + k + odd]), w[v], sum[r][v]);
     }
   if (k < ins) { /* the last of an odd number */
 #pragma GCC unroll 4
@@ -58,15 +60,27 @@ INLINE void float_block(const int rows, const int bf16, const Matrix *m, const f
   finish(m, rows, sums, UNIT, out, first);
 }
 
+/* The kernel for a block of `n` rows, 1 to FLOAT_ROWS. As a case with a literal number, its loops
+ * over rows are unrolled and its sums stay in registers; with a variable number they would be in
+ * memory. */
 #define FLOAT_CASE(n) \
   case n: float_block(n, bf16, m, x, out, first); break;
 
 INLINE void float_rows(int64_t rows, const int bf16, const Matrix *m, const float *x, float *out,
                        int64_t first) {
   switch (rows) {
-    FLOAT_CASE(1) FLOAT_CASE(2) FLOAT_CASE(3) FLOAT_CASE(4)
+    FLOAT_CASE(1)
+    FLOAT_CASE(2)
+    FLOAT_CASE(3)
+    FLOAT_CASE(4)
 #if FLOAT_ROWS == 12
-    FLOAT_CASE(5) FLOAT_CASE(6) FLOAT_CASE(7) FLOAT_CASE(8) FLOAT_CASE(9) FLOAT_CASE(10) FLOAT_CASE(11)
+    FLOAT_CASE(5)
+    FLOAT_CASE(6)
+    FLOAT_CASE(7)
+    FLOAT_CASE(8)
+    FLOAT_CASE(9)
+    FLOAT_CASE(10)
+    FLOAT_CASE(11)
     FLOAT_CASE(12)
 #endif
   }

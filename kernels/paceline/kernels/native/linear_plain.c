@@ -15,8 +15,7 @@ static float from_bf16(uint16_t x) {
 
 static float weight_at(const Matrix *m, int64_t out, int64_t in) {
   const int64_t panel = out / PANEL, lane = out % PANEL, ins = padded_ins(m);
-  if (m->format == LINEAR_F32)
-    return ((const float *)m->values)[(panel * ins + in) * PANEL + lane];
+  if (m->format == LINEAR_F32) return ((const float *)m->values)[(panel * ins + in) * PANEL + lane];
   const int64_t pair = panel * ins / 2 + in / 2;
   return from_bf16(((const uint16_t *)m->values)[(pair * PANEL + lane) * 2 + in % 2]);
 }
@@ -128,8 +127,7 @@ static int differs(const Matrix *m, const float x[ROWS * INS]) {
   void *scratch = malloc((size_t)linear_scratch(m, ROWS));
   for (int64_t i = 0; i < linear_prepare_items(m, ROWS); i++)
     linear_prepare(m, x, ROWS, scratch, i);
-  for (int64_t i = 0; i < linear_items(m, ROWS); i++)
-    linear_item(m, x, scratch, ROWS, found, i);
+  for (int64_t i = 0; i < linear_items(m, ROWS); i++) linear_item(m, x, scratch, ROWS, found, i);
   free(scratch);
   paceline_linear_plain(m, x, ROWS, expected);
   return memcmp(found, expected, sizeof found);

@@ -53,8 +53,8 @@ INLINE const char *first_block(const Matrix *m, int64_t out) {
   return (const char *)m->values + out / PAIR * (m->ins / BLOCK_INS) * block_bytes(m);
 }
 
-/* Adds the bias to `rows` rows of `width` sums and stores them; `out` is the first row. Not inlined:
- * the blocks of all sizes share it. */
+/* Adds the bias to `rows` rows of `width` sums and stores them; `out` is the first row. Not
+ * inlined: the blocks of all sizes share it. */
 static __attribute__((noinline)) void finish(const Matrix *m, int64_t rows, const float *sums,
                                              int64_t width, float *out, int64_t first) {
   for (int64_t r = 0; r < rows; r++, sums += width, out += m->outs)

@@ -86,8 +86,8 @@ static void multiply(int64_t columns, int64_t rows, const float *a, int64_t a_st
     multiply_rows(1, 0, rows, a, a_stride, b, depth, more, c, c_stride);
 }
 
-/* 32-bit words w .. w + LANES of LANES keys from `slot` on: x[i] has word w + i of all keys. Key `last`
- * stands in for those behind it. */
+/* 32-bit words w .. w + LANES of LANES keys from `slot` on: x[i] has word w + i of all keys. Key
+ * `last` stands in for those behind it. */
 INLINE void load_words(const Tile *t, const int type, int64_t slot, const int64_t last, int64_t w,
                        int64_t words, vec x[LANES]) {
   const char *key = row_at(t, t->k, type, slot) + 4 * w;
@@ -99,25 +99,28 @@ INLINE void load_words(const Tile *t, const int type, int64_t slot, const int64_
   transpose(x);
 }
 
-/* The dimensions of words w .. w + LANES of LANES keys from `slot` on: BODY with `d` and the keys'
- * `value` from x. Between them, fetches later keys, and the values of these slots, into the
- * second-level cache. */
-#define EACH_DIMENSION(slot, BODY)                                           \
-  const char *key = row_at(t, t->k, type, slot) + 4 * w + KEYS_AHEAD;       \
-  const char *of_value = row_at(t, t->v, type, slot) + 4 * w;                \
-  _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) {                 \
-    if (w % 16 == 0) { /* once a line */                                     \
-      __builtin_prefetch(key, 0, 2);                                         \
-      __builtin_prefetch(of_value, 0, 2);                                    \
-      key += t->k->slot_stride * kv_size(type);                              \
-      of_value += t->v->slot_stride * kv_size(type);                         \
-    }                                                                        \
-    if (w + i >= words) continue;                                            \
-    _Pragma("GCC unroll 4") for (int j = 0; j < 4 / kv_size(type); j++) {    \
-      const int64_t d = (w + i) * (4 / kv_size(type)) + j;                   \
-      const vec value = value_of(x[i], type, j);                             \
-      BODY;                                                                  \
-    }                                                                        \
+/* Runs BODY for each dimension of words w .. w + LANES of LANES keys from `slot` on, with the
+ * dimension as `d` and its LANES numbers, one of each key, as `value`. It reads these names of the
+ * function around it: the tile `t`, the cache's `type`, the first word `w` of `words`, and `x`,
+ * which load_words has filled. Once a line it fetches keys that are KEYS_AHEAD bytes further, and
+ * the values of these slots, into the second-level cache. It is a macro because BODY changes the
+ * registers of its function. */
+#define EACH_DIMENSION(slot, BODY)                                        \
+  const char *key = row_at(t, t->k, type, slot) + 4 * w + KEYS_AHEAD;     \
+  const char *of_value = row_at(t, t->v, type, slot) + 4 * w;             \
+  _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) {              \
+    if (w % 16 == 0) { /* once a line */                                  \
+      __builtin_prefetch(key, 0, 2);                                      \
+      __builtin_prefetch(of_value, 0, 2);                                 \
+      key += t->k->slot_stride * kv_size(type);                           \
+      of_value += t->v->slot_stride * kv_size(type);                      \
+    }                                                                     \
+    if (w + i >= words) continue;                                         \
+    _Pragma("GCC unroll 4") for (int j = 0; j < 4 / kv_size(type); j++) { \
+      const int64_t d = (w + i) * (4 / kv_size(type)) + j;                \
+      const vec value = value_of(x[i], type, j);                          \
+      BODY;                                                               \
+    }                                                                     \
   }
 
 /* `columns` keys from `slot` on as a panel [dim][columns]. The last key before `stop` stands in for
@@ -135,8 +138,8 @@ INLINE void transpose_keys(const Tile *t, const int type, int64_t slot, int64_t 
   }
 }
 
-/* Scores of FEW_KEYS keys from `slot` on, of few rows: the keys stay in registers. While the sums of
- * one vector of keys wait for their FMAs, the other vector is loaded. */
+/* Scores of FEW_KEYS keys from `slot` on, of few rows: the keys stay in registers. While the sums
+ * of one vector of keys wait for their FMAs, the other vector is loaded. */
 INLINE void score_few(const int rows, const Tile *t, const int type, const float *q, int64_t slot,
                       float *out, int64_t stride) {
   const int64_t words = t->plan->dim * kv_size(type) / 4;
@@ -151,8 +154,9 @@ INLINE void score_few(const int rows, const Tile *t, const int type, const float
     for (int g = 0; g < FEW_KEYS / LANES; g++) {
       vec x[LANES];
       load_words(t, type, slot + g * LANES, LANES - 1, w, words, x);
-      EACH_DIMENSION(slot + g * LANES, _Pragma("GCC unroll 4") for (int r = 0; r < rows; r++)
-                         sum[g][r] = fma_(splat(q[r * t->plan->dim + d]), value, sum[g][r]))
+      EACH_DIMENSION(slot + g * LANES,
+                     _Pragma("GCC unroll 4") for (int r = 0; r < rows; r++) sum[g][r] =
+                         fma_(splat(q[r * t->plan->dim + d]), value, sum[g][r]))
     }
 #pragma GCC unroll 2
   for (int g = 0; g < FEW_KEYS / LANES; g++)
@@ -191,8 +195,7 @@ INLINE void score_keys(const Tile *t, const int type, const Buffers *m, int64_t 
         multiply(columns, t->rows, m->q, dim, panel_of(m, columns), dim, 0, out, stride);
     }
 #undef CALL
-    if (type == KV_INT8)
-      scale_columns(t, t->k, slot, min(slot + columns, stop), out, stride);
+    if (type == KV_INT8) scale_columns(t, t->k, slot, min(slot + columns, stop), out, stride);
   }
 }
 
@@ -205,8 +208,8 @@ static void score(const Tile *t, const Buffers *m, int64_t first, int64_t stop, 
   }
 }
 
-/* Weighted values of slots first .. stop, for all rows of one chunk. With few rows, fetches the keys of
- * the next chunk: memory is busy in both products. */
+/* Weighted values of slots first .. stop, for all rows of one chunk. With few rows, fetches the
+ * keys of the next chunk: memory is busy in both products. */
 static void weigh_values(const Tile *t, const Buffers *m, int64_t first, int64_t stop,
                          float *part) {
   const int64_t dim = t->plan->dim, stride = t->v->slot_stride;
@@ -224,8 +227,7 @@ static void weigh_values(const Tile *t, const Buffers *m, int64_t first, int64_t
       if (convert) {
         for (int64_t k = 0; k < depth; k++)
           for (int64_t i = 0; i < columns; i += LANES)
-            store_f32(m->panel + k * columns + i,
-                      load_kv(panel.data, k * stride + i, type));
+            store_f32(m->panel + k * columns + i, load_kv(panel.data, k * stride + i, type));
         panel = panel_of(m, columns);
       }
       multiply(columns, t->rows, weights, STRIDE, panel, depth, slot > first, part + d, t->width);

@@ -2,27 +2,27 @@
  * row-wise operations between them, the preparation of the next product included, are one stage: a
  * thread takes a row through all of them, and the row stays in its first-level cache.
  *
- * Long batches run slice by slice: all operations up to the selection for the first blocks, then for
- * the next ones. The bits of a row do not depend on it, and buffers stay small. */
+ * Long batches run slice by slice: all operations up to the selection for the first blocks, then
+ * for the next ones. The bits of a row do not depend on it, and buffers stay small. */
 #include "program.h"
 
 #include "team.h"
 
-#define SLICE 512    /* rows after which a slice ends, at the end of a block */
-#define VALUES 4096  /* values of an item of a row-wise operation, some us */
+#define SLICE 512   /* rows after which a slice ends, at the end of a block */
+#define VALUES 4096 /* values of an item of a row-wise operation, some us */
 #define LINE 64
 
 typedef struct {
   const Program *program;
   const Run *run;
   int64_t threads;
-  int64_t at, part;          /* operation, and which of its stages; at is -1 before the first */
-  int64_t stop;              /* row-wise stage: the first operation behind it, */
-  int64_t prepares;          /* which is a product that the stage prepares */
-  int64_t first, rows;       /* rows of the slice, or selected rows */
-  int64_t begins, block;      /* first block of the slice, and the one after it */
-  int64_t tile, tiles;        /* its tiles */
-  int64_t piece;              /* rows of an item */
+  int64_t at, part;      /* operation, and which of its stages; at is -1 before the first */
+  int64_t stop;          /* row-wise stage: the first operation behind it, */
+  int64_t prepares;      /* which is a product that the stage prepares */
+  int64_t first, rows;   /* rows of the slice, or selected rows */
+  int64_t begins, block; /* first block of the slice, and the one after it */
+  int64_t tile, tiles;   /* its tiles */
+  int64_t piece;         /* rows of an item */
   Attention attention;
   Plan plan;
   Cache *keys, *values;     /* of the layer, by sequence */
@@ -61,10 +61,13 @@ static int64_t extent(const Program *p, const Run *r, int64_t buffer) {
 /* Bytes of prepared activations of a product. */
 static int64_t scratch_bytes(const Program *p, const Run *r, const Operation *o) {
   const int64_t rows = extent(p, r, o->out);
-  return o->experts ? experts_scratch(o->weight, o->experts, rows) : linear_scratch(o->weight, rows);
+  return o->experts ? experts_scratch(o->weight, o->experts, rows)
+                    : linear_scratch(o->weight, rows);
 }
 
-static int64_t team_size(const Run *r) { return r->threads < MAX_THREADS ? r->threads : MAX_THREADS; }
+static int64_t team_size(const Run *r) {
+  return r->threads < MAX_THREADS ? r->threads : MAX_THREADS;
+}
 
 /* Floats of a thread for the states of drafted rows of DELTA. */
 static int64_t states_of(const Program *p, const Run *r) {
@@ -194,7 +197,8 @@ static void chain_rows(State *s) {
       s->prepares = 1;
       return;
     }
-    if (o->kind == ATTEND || o->kind == ATTEND_CONTEXT || o->kind == GATHER || o->kind == DELTA) return;
+    if (o->kind == ATTEND || o->kind == ATTEND_CONTEXT || o->kind == GATHER || o->kind == DELTA)
+      return;
     if (o->kind == ROTATE) {
       if (layer >= 0) return; /* the state shows the caches of one layer */
       show_caches(s, s->run->caches, layer = o->layer);
@@ -208,7 +212,8 @@ static void copy_queries(const State *s, const Operation *o) {
   for (int64_t i = 0; i < wanted->count; i++) {
     const int64_t row = wanted->row[i] - s->first;
     if (row >= 0 && row < s->rows)
-      memcpy(wanted->out + i * width, s->buffers[o->in] + row * width, (size_t)width * sizeof(float));
+      memcpy(wanted->out + i * width, s->buffers[o->in] + row * width,
+             (size_t)width * sizeof(float));
   }
 }
 
@@ -220,14 +225,23 @@ static int64_t begin_attention(State *s, const Operation *o) {
   const int context = o->kind == ATTEND_CONTEXT;
   show_caches(s, context ? r->contexts : r->caches, o->layer);
   if (r->queries && !context) copy_queries(s, o);
-  s->plan = (Plan){.q_heads = p->q_heads, .kv_heads = p->kv_heads, .dim = p->dim,
-                   .window = o->window, .kv_type = context ? r->context_type : r->kv_type,
+  s->plan = (Plan){.q_heads = p->q_heads,
+                   .kv_heads = p->kv_heads,
+                   .dim = p->dim,
+                   .window = o->window,
+                   .kv_type = context ? r->context_type : r->kv_type,
                    .tiles_bf16 = p->tiles_bf16,
-                   .scale = (float)p->scale, .cap = (float)p->cap, .sinks = o->weight, .blocks = r->blocks,
-                   .block = context ? r->context_block : r->block, .tiles = s->tiles,
+                   .scale = (float)p->scale,
+                   .cap = (float)p->cap,
+                   .sinks = o->weight,
+                   .blocks = r->blocks,
+                   .block = context ? r->context_block : r->block,
+                   .tiles = s->tiles,
                    .tile = r->tile + 3 * s->tile};
   /* Blocks name rows of the batch, buffers hold those of the slice. */
-  s->attention = (Attention){.plan = &s->plan, .keys = s->keys, .values = s->values,
+  s->attention = (Attention){.plan = &s->plan,
+                             .keys = s->keys,
+                             .values = s->values,
                              .probes = r->probes && !context ? r->probes + o->layer : &none,
                              .q = s->buffers[o->in] - s->first * p->buffer[o->in].width,
                              .out = s->buffers[o->out] - s->first * p->buffer[o->out].width};
@@ -240,7 +254,8 @@ static int64_t begin_attention(State *s, const Operation *o) {
 
 /* Rows, or slots, of the present operation. */
 static int64_t rows_at(const State *s) {
-  return over_slots(s->program, s->program->operation + s->at) ? s->rows * s->program->top : s->rows;
+  return over_slots(s->program, s->program->operation + s->at) ? s->rows * s->program->top
+                                                               : s->rows;
 }
 
 /* Prepares the present stage; returns its items. */
@@ -285,12 +300,17 @@ static void rotate_heads(const State *s, const Operation *o, int64_t row) {
   const Program *p = s->program;
   const Run *r = s->run;
   const int64_t at = s->first + row, of = s->sequence[at];
-  const Heads heads = {.q_heads = o->q_heads, .kv_heads = o->kv_heads, .dim = p->dim,
-                       .q_weight = o->weight, .k_weight = o->second, .whole = (int)o->whole,
+  const Heads heads = {.q_heads = o->q_heads,
+                       .kv_heads = o->kv_heads,
+                       .dim = p->dim,
+                       .q_weight = o->weight,
+                       .k_weight = o->second,
+                       .whole = (int)o->whole,
                        .eps = (float)o->eps};
   rotate_row(&heads, rows_of(s, o->in) + row * p->buffer[o->in].width,
-             r->table + (o->rope * r->table_rows + r->position[at]) * p->dim, rows_of(s, o->out) + row * p->buffer[o->out].width,
-             s->keys + of, s->values + of, s->slot[at], (int)r->kv_type);
+             r->table + (o->rope * r->table_rows + r->position[at]) * p->dim,
+             rows_of(s, o->out) + row * p->buffer[o->out].width, s->keys + of, s->values + of,
+             s->slot[at], (int)r->kv_type);
 }
 
 static void run_row(const State *s, const Operation *o, int64_t row) {
@@ -306,7 +326,10 @@ static void run_row(const State *s, const Operation *o, int64_t row) {
       normalise(in, o->weight, width, (float)o->eps, rows_of(s, o->out) + row * width);
       break;
     case ROTATE: rotate_heads(s, o, row); break;
-    case GATE: gate_row(in, rows_of(s, o->out) + row * (width / 2), (int)o->gelu, (float)o->limit, width / 2); break;
+    case GATE:
+      gate_row(in, rows_of(s, o->out) + row * (width / 2), (int)o->gelu, (float)o->limit,
+               width / 2);
+      break;
     case ADD: add_row(in, rows_of(s, o->delta) + row * width, (float)o->factor, width); break;
     case OPEN: {
       const int64_t wide = s->program->buffer[o->delta].width;
@@ -323,8 +346,8 @@ static void run_row(const State *s, const Operation *o, int64_t row) {
       break;
     case COMBINE:
       combine_row(rows_of(s, o->in), s->slots.slot + row * top,
-                  rows_of(s, o->delta) + (2 * row + 1) * top, top,
-                  rows_of(s, o->out) + row * width, width);
+                  rows_of(s, o->delta) + (2 * row + 1) * top, top, rows_of(s, o->out) + row * width,
+                  width);
       break;
     case TAP:
       for (int64_t i = 0; r->taps && r->taps[o->layer] && i < width; i += LANES)
@@ -346,7 +369,8 @@ static void prepare_row(const State *s, const Operation *o, int64_t row) {
   }
   const Group *g = group_at(&s->slots, row, 0);
   const Matrix *m = (const Matrix *)o->weight + g->expert;
-  linear_prepare(m, x + g->first * m->ins, g->count, (char *)s->scratch + g->scratch, row - g->first);
+  linear_prepare(m, x + g->first * m->ins, g->count, (char *)s->scratch + g->scratch,
+                 row - g->first);
 }
 
 static void multiply_item(const State *s, const Operation *o, int64_t item) {

@@ -1,4 +1,5 @@
-/* A program: the operations of a forward pass over numbered buffers, recorded once, run in one call. */
+/* A program: the operations of a forward pass over numbered buffers, recorded once, run in one
+ * call. */
 #ifndef PACELINE_PROGRAM_H
 #define PACELINE_PROGRAM_H
 
@@ -9,8 +10,24 @@
 #include "rows.h"
 
 enum {
-  EMBED, INPUT, ADD_NORM, MULTIPLY, ROTATE, ATTEND, ATTEND_CONTEXT, GATE, ADD, TAP, SELECT, CAP,
-  ROUTE, SPREAD, COMBINE, GATHER, DELTA, OPEN
+  EMBED,
+  INPUT,
+  ADD_NORM,
+  MULTIPLY,
+  ROTATE,
+  ATTEND,
+  ATTEND_CONTEXT,
+  GATE,
+  ADD,
+  TAP,
+  SELECT,
+  CAP,
+  ROUTE,
+  SPREAD,
+  COMBINE,
+  GATHER,
+  DELTA,
+  OPEN
 };
 
 /* One operation. Of the fields each kind uses some; `in`, `delta` and `out` are buffers.
@@ -23,12 +40,10 @@ enum {
  * ROTATE   out = rotated queries of the heads in `in`; keys and values go to the caches of `layer`;
  *          there may be queries alone, or keys and values alone. `rope`: which of the tables;
  *          `whole`: the norms are over all queries and all keys together
- * ATTEND   out = attention of the queries in `in` over the caches of `layer`, with the sinks `weight`
- *          or without
- * ATTEND_CONTEXT  the same over the contexts, where all rows of a block attend to the same keys
- * GATE     out = silu(gate) * up, or gelu(gate) * up, or its form with a limit
- * ADD      in += delta * factor
- * TAP      copies `in` to the caller's buffer of `layer`, if there is one
+ * ATTEND   out = attention of the queries in `in` over the caches of `layer`, with the sinks
+ * `weight` or without ATTEND_CONTEXT  the same over the contexts, where all rows of a block attend
+ * to the same keys GATE     out = silu(gate) * up, or gelu(gate) * up, or its form with a limit ADD
+ * in += delta * factor TAP      copies `in` to the caller's buffer of `layer`, if there is one
  * SELECT   out = the rows of `in` that need logits
  * CAP      in = factor * tanh(in / factor)
  * ROUTE    out = the experts of a row and their shares by the scores in `in`; see experts.h
@@ -39,14 +54,15 @@ enum {
  * OPEN     in *= sigmoid of the last columns of `delta` */
 typedef struct {
   int64_t kind, in, delta, out, layer;
-  int64_t window;              /* of attention; 0: none */
-  int64_t q_heads, kv_heads;   /* of `in` of ROTATE */
-  int64_t bf16;                /* type of the table of EMBED */
-  int64_t rope, whole;         /* of ROTATE */
-  int64_t gelu;                /* of GATE */
-  int64_t experts, among;      /* of ROUTE; matrices of MULTIPLY over slots, else 0 */
-  const void *weight, *second; /* second: norm of keys for ROTATE, whose `weight` is that of queries */
-  double eps, factor, limit;   /* limit: of GATE; 0: none */
+  int64_t window;            /* of attention; 0: none */
+  int64_t q_heads, kv_heads; /* of `in` of ROTATE */
+  int64_t bf16;              /* type of the table of EMBED */
+  int64_t rope, whole;       /* of ROTATE */
+  int64_t gelu;              /* of GATE */
+  int64_t experts, among;    /* of ROUTE; matrices of MULTIPLY over slots, else 0 */
+  const void *weight,
+      *second; /* second: norm of keys for ROTATE, whose `weight` is that of queries */
+  double eps, factor, limit; /* limit: of GATE; 0: none */
 } Operation;
 
 /* A buffer is float32 [rows, width]. Buffer 0 is the caller's: the logits. */
@@ -63,9 +79,9 @@ typedef struct {
   int64_t buffers;
   const Buffer *buffer;
   int64_t vocabulary, q_heads, kv_heads, dim;
-  int64_t top; /* experts of a row */
+  int64_t top;        /* experts of a row */
   int64_t tiles_bf16; /* numerics amx: products with bfloat16 caches are in tiles */
-  double scale, cap; /* of attention scores; cap 0: none */
+  double scale, cap;  /* of attention scores; cap 0: none */
   /* Gathers `in` [rows, width] of all ranks to `out`, on any thread. Returns 0, or 1: it failed. */
   int64_t (*gather)(int64_t rows, int64_t width, const float *in, float *out);
 } Program;
@@ -81,29 +97,29 @@ typedef struct {
 typedef struct {
   int64_t rows, selected, threads;
   const int64_t *tokens, *position; /* [rows]; no tokens without EMBED */
-  const int64_t *selection;   /* rows that need logits [selected]; null: all */
-  const float *table;         /* cosines and sines [kinds, table_rows, D] */
+  const int64_t *selection;         /* rows that need logits [selected]; null: all */
+  const float *table;               /* cosines and sines [kinds, table_rows, D] */
   int64_t table_rows;
   int64_t sequences;
   const Cache *const *caches; /* of every sequence: [layers][keys, values] */
-  int64_t kv_type;           /* KV_F32, KV_BF16 or KV_INT8 */
+  int64_t kv_type;            /* KV_F32, KV_BF16 or KV_INT8 */
   int64_t blocks;
   const Block *block;
   const Cache *const *contexts; /* of every context: [layers][keys, values] */
-  const Block *context_block;   /* [blocks]: the rows of `block` as nodes that attend to a context */
+  const Block *context_block; /* [blocks]: the rows of `block` as nodes that attend to a context */
   int64_t context_type;
-  const void *inputs;           /* of INPUT: [rows, width] */
+  const void *inputs; /* of INPUT: [rows, width] */
   int64_t inputs_bf16;
   int64_t tiles;
-  const int64_t *tile;    /* [tiles, 3], in the order of blocks; see Plan */
+  const int64_t *tile; /* [tiles, 3], in the order of blocks; see Plan */
   float *logits;
-  void *const *taps;      /* by layer: [rows, hidden]; null: not wanted */
+  void *const *taps; /* by layer: [rows, hidden]; null: not wanted */
   int64_t taps_bf16;
-  const Probes *probes;   /* by layer; null: none */
-  const Queries *queries; /* by layer; null: none */
-  const States *states;   /* of every sequence, for DELTA */
+  const Probes *probes;     /* by layer; null: none */
+  const Queries *queries;   /* by layer; null: none */
+  const States *states;     /* of every sequence, for DELTA */
   const int64_t *committed; /* [blocks]: rows that DELTA stores the state of */
-  char *memory;           /* paceline_program_bytes() bytes, aligned to 64 */
+  char *memory;             /* paceline_program_bytes() bytes, aligned to 64 */
 } Run;
 
 int64_t paceline_program_bytes(const Program *p, const Run *r);

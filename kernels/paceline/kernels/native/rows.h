@@ -37,9 +37,9 @@ INLINE void cap_row(float *x, float cap, int64_t width) {
     store_part(x, i, width - i, 0, cap_(load_part(x + i, width - i), cap));
 }
 
-/* gate_up [2 * width] -> out [width] = silu(gate) * up, or with GELU in its form with tanh, which is
- * x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)). With a limit: gate * sigmoid(1.702 gate) * (up + 1)
- * of clamped gates and ups (gpt-oss). */
+/* gate_up [2 * width] -> out [width] = silu(gate) * up, or with GELU in its form with tanh, which
+ * is x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)). With a limit: gate * sigmoid(1.702 gate) * (up
+ * + 1) of clamped gates and ups (gpt-oss). */
 INLINE void gate_row(const float *gate_up, float *out, int gelu, float limit, int64_t width) {
   const vec one = splat(1.0f), cube = splat(0.044715f), slope = splat(1.5957691216057308f);
   const vec high = splat(limit), sharp = splat(1.702f);
@@ -61,8 +61,8 @@ INLINE void open_row(float *x, const float *gate, int64_t width) {
     store_f32(x + i, load_f32(x + i) / (splat(1.0f) + exp_(-load_f32(gate + i))));
 }
 
-/* Heads of a model, and the norms of single queries and keys, or of all together if `whole` (weights
- * null: none). */
+/* Heads of a model, and the norms of single queries and keys, or of all together if `whole`
+ * (weights null: none). */
 typedef struct {
   int64_t q_heads, kv_heads, dim;
   const float *q_weight, *k_weight;

@@ -1,5 +1,5 @@
-/* Noise, probabilities and candidates of tokens. Noise and probabilities have the same bits on every
- * machine with FMA. */
+/* Noise, probabilities and candidates of tokens. Noise and probabilities have the same bits on
+ * every machine with FMA. */
 #include "sampling.h"
 
 #include <math.h>
@@ -123,10 +123,11 @@ static __attribute__((noinline)) float sum_exponentials(const float *x, int64_t 
   return sum;
 }
 
-/* Of each row of logits [rows, count], `stride` apart: ids [rows, width] of the largest scores, best
- * first, the lower id first where they are equal, and the logs [rows, width] of their softmax. Scores
- * are the logits or, with noise [2, count], whose second row is overwritten, logits / temperature +
- * noise. Where fewer than `width` scores are above -inf, the others have arbitrary ids. */
+/* Of each row of logits [rows, count], `stride` apart: ids [rows, width] of the largest scores,
+ * best first, the lower id first where they are equal, and the logs [rows, width] of their softmax.
+ * Scores are the logits or, with noise [2, count], whose second row is overwritten, logits /
+ * temperature + noise. Where fewer than `width` scores are above -inf, the others have arbitrary
+ * ids. */
 void paceline_candidates(const float *logits, int64_t stride, int64_t rows, int64_t count,
                          int64_t width, float temperature, float *noise, int64_t *ids,
                          float *logs) {

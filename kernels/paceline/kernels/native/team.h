@@ -1,10 +1,10 @@
 /* Stages of work, divided among the threads of one parallel region.
  *
- * A stage is a number of items. Each thread begins with a run of neighbouring items of its own, then
- * takes what is left of the other runs. So the weights of a run are one stream of memory, and the
- * same thread reads them in every step. The thread that ends the last item begins the next stage.
- * Nobody waits for a thread that has taken nothing: one that the system has stopped, or that comes
- * late, delays no stage. */
+ * A stage is a number of items. Each thread begins with a run of neighbouring items of its own,
+ * then takes what is left of the other runs. So the weights of a run are one stream of memory, and
+ * the same thread reads them in every step. The thread that ends the last item begins the next
+ * stage. Nobody waits for a thread that has taken nothing: one that the system has stopped, or that
+ * comes late, delays no stage. */
 #ifndef PACELINE_TEAM_H
 #define PACELINE_TEAM_H
 
@@ -18,7 +18,7 @@
 #define SPINS 1000 /* reads of the ticket, 20 to 50 us, before a waiting thread yields its core */
 #define ITEM_BITS 20
 #define MAX_ITEMS ((1 << ITEM_BITS) - 1024) /* of a stage: threads that find none count on */
-#define LAST ((1 << ITEM_BITS) - 1) /* end of a run behind the last stage */
+#define LAST ((1 << ITEM_BITS) - 1)         /* end of a run behind the last stage */
 
 /* What a team works on. */
 typedef struct {
@@ -29,7 +29,8 @@ typedef struct {
 } Stages;
 
 typedef struct {
-  _Alignas(128) _Atomic uint64_t ticket; /* number of the stage, end of the run, and its next item */
+  _Alignas(
+      128) _Atomic uint64_t ticket; /* number of the stage, end of the run, and its next item */
 } Items;
 
 typedef struct {

@@ -1,5 +1,5 @@
-/* Tile registers: 8 of 16 rows of 64 bytes. The instructions where the level has them, else the same
- * in plain C, which tests packing and edges on any machine. Numbers of tiles are literals. */
+/* Tile registers: 8 of 16 rows of 64 bytes. The instructions where the level has them, else the
+ * same in plain C, which tests packing and edges on any machine. Numbers of tiles are literals. */
 #ifndef PACELINE_TILES_H
 #define PACELINE_TILES_H
 
@@ -11,6 +11,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+/* Tile `t` as zeros; from rows at `stride` bytes; to such rows; and c += a * b over pairs of
+ * bfloat16. `t`, `a`, `b` and `c` are literals: they are parts of instructions. The other branch
+ * defines the same four in plain C. */
 #define TILE_ZERO(t) _tile_zero(t)
 /* The intrinsics for reading do not tell gcc that they read memory. */
 #define WRITTEN __asm__ volatile("" ::: "memory")
@@ -52,10 +55,10 @@ INLINE float from_bf16(uint32_t bits) {
 }
 
 #define TILE_ZERO(t) memset(tile_registers[t], 0, sizeof tile_registers[t])
-#define TILE_LOAD(t, from, stride)     \
+#define TILE_LOAD(t, from, stride)                        \
   for (int64_t tile_row = 0; tile_row < SIDE; tile_row++) \
   memcpy(tile_registers[t][tile_row], (const char *)(from) + tile_row * (int64_t)(stride), 64)
-#define TILE_STORE(t, to, stride)      \
+#define TILE_STORE(t, to, stride)                         \
   for (int64_t tile_row = 0; tile_row < SIDE; tile_row++) \
   memcpy((char *)(to) + tile_row * (int64_t)(stride), tile_registers[t][tile_row], 64)
 #define TILE_DOT_BF16(c, a, b) dot_bf16(c, a, b)

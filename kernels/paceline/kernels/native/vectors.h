@@ -1,8 +1,8 @@
 /* Vectors of floats, and conversions from and to bfloat16, for AVX-512, AVX2 and anything else.
  *
  * Loads, stores and fused products are intrinsics: compilers may move a generic 64-byte vector
- * through the stack in halves. Every operation works lane by lane, and only FMA is fused, so a value
- * has the same bits at every level and for every number of lanes. */
+ * through the stack in halves. Every operation works lane by lane, and only FMA is fused, so a
+ * value has the same bits at every level and for every number of lanes. */
 #ifndef PACELINE_VECTORS_H
 #define PACELINE_VECTORS_H
 
@@ -162,9 +162,7 @@ INLINE vec max_(vec a, vec b) { return select_(a > b, a, b); }
 INLINE vec min_(vec a, vec b) { return select_(a < b, a, b); }
 INLINE vec zero_below(vec test, vec bound, vec x) { return (vec)(~(test < bound) & (ivec)x); }
 INLINE vec scale_(vec x, vec shifted) { return (vec)((uvec)x + ((uvec)shifted << 23)); }
-INLINE vec load_bf16(const uint16_t *p) {
-  return (vec)((uvec){p[0], p[1], p[2], p[3]} << 16);
-}
+INLINE vec load_bf16(const uint16_t *p) { return (vec)((uvec){p[0], p[1], p[2], p[3]} << 16); }
 INLINE void split_bf16(vec pairs, vec *even, vec *odd) {
   *even = (vec)((uvec)pairs << 16);
   *odd = (vec)((uvec)pairs & 0xffff0000u);
@@ -209,7 +207,8 @@ typedef struct {
   int64_t head_stride, slot_stride;
 } Cache;
 
-/* An array of float32 or bfloat16 values. Storing rounds to nearest, ties to even; NaN stays NaN. */
+/* An array of float32 or bfloat16 values. Storing rounds to nearest, ties to even; NaN stays NaN.
+ */
 INLINE vec load_any(const void *base, int64_t at, int bf16) {
   return bf16 ? load_bf16((const uint16_t *)base + at) : load_f32((const float *)base + at);
 }
@@ -255,7 +254,7 @@ INLINE vec exp_(vec x) {
   const float *k = EXP;
   if (LANES < 16) __asm__ volatile("" : "+r"(k));
   const vec magic = splat(12582912.0f), lowest = splat(-87.0f); /* magic: rounds to whole numbers */
-  x = min_(splat(k[9]), x); /* in this order a NaN stays one */
+  x = min_(splat(k[9]), x);                                     /* in this order a NaN stays one */
   vec shifted = fma_(x, splat(k[0]), magic);
   vec whole = shifted - magic;
   vec r = fma_(whole, splat(k[1]), x);
