@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.drafter.generation import Budget
 from paceline.drafter.growth.beam import Chain, Ranker, rank_rows
 from paceline.drafter.growth.target_data import StateRows
-from paceline.drafter.growth.text import Block, Growth, TextPasses, TreeOptions, TreeSettings
+from paceline.drafter.growth.text import Block, Growth, TextPasses, TreeChoices, TreeSettings
 from paceline.kernels import (
     Context,
     KVCacheView,
@@ -56,7 +56,7 @@ class TreeShape:
     chain: bool
 
     @classmethod
-    def of(cls, options: TreeOptions, levels: int, count: int) -> TreeShape:
+    def of(cls, options: TreeChoices, levels: int, count: int) -> TreeShape:
         """Returns the shape for the options of a method."""
         last, survival = len(options.widths) - 1, options.min_survival
         return cls(

@@ -69,7 +69,7 @@ class Block:
     """How many of the last tokens need logits."""
 
 
-class TreeOptions(Protocol):
+class TreeChoices(Protocol):
     """The options of a method that its trees depend on, as
     :class:`paceline.drafter.methods.options.TreeOptions` has them."""
 
@@ -114,7 +114,7 @@ class ModelShape(Protocol):
 class TreeSettings:
     """What the trees of all texts of a drafter have in common."""
 
-    options: TreeOptions
+    options: TreeChoices
     """Widths, depth and limits."""
 
     vocab_size: int
@@ -136,7 +136,7 @@ class TreeSettings:
     def of(
         cls,
         shape: ModelShape,
-        options: TreeOptions,
+        options: TreeChoices,
         device: torch.device | None = None,
         drafted: Tensor | None = None,
     ) -> TreeSettings:

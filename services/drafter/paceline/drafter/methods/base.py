@@ -120,7 +120,7 @@ class Resources:
     returns a descriptor, which the caller closes, or None. Blocking."""
 
 
-class Growth(Protocol):
+class SharedGrowth(Protocol):
     """How the trees of several sequences grow together, such as
     :class:`~paceline.drafter.growth.sequence.TreeGrowth`."""
 
@@ -175,7 +175,7 @@ class Drafter(ABC):
     drafted_tokens: Tensor | None = None
     """The target's ids of the tokens that it can draft, rising, int64 ``[R]``; None: all."""
 
-    growth: Growth | None = None
+    growth: SharedGrowth | None = None
     """How the trees of its sequences grow together; None: each sequence drafts by itself."""
 
     @classmethod
