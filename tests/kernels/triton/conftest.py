@@ -50,4 +50,4 @@ def triton_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.kernels._triton.backend import TritonBackend, TritonRows
 
     monkeypatch.setitem(attention._LOADED, "cpu", TritonBackend())
-    monkeypatch.setattr("paceline.kernels.executor.row_kernels", lambda device: TritonRows())
+    monkeypatch.setattr("paceline.kernels.operations.row_kernels", lambda device: TritonRows())

@@ -180,7 +180,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[bool]]:
         from paceline.kernels._triton.backend import TritonBackend, TritonRows
 
         monkeypatch.setitem(attention._LOADED, "cpu", TritonBackend())
-        monkeypatch.setattr("paceline.kernels.executor.row_kernels", lambda device: TritonRows())
+        monkeypatch.setattr("paceline.kernels.operations.row_kernels", lambda device: TritonRows())
         heads = getattr(drafter.layers, "heads", None)
         if (head := getattr(heads, "_markov", None)) is not None:
             heads._w2 = SimpleNamespace(weight=head.markov_w2.weight, packed=None)
