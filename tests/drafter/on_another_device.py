@@ -106,8 +106,10 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"paceline.drafter.methods.{module}.load_model", _here)
 
 
-def _here(folder: Path, resources: Resources, load: Callable[..., Any], *args: Any) -> Any:
-    return load(*args)
+def _here(
+    folder: Path, resources: Resources, load: Callable[..., Any], *args: Any, **more: Any
+) -> Any:
+    return load(*args, **more)
 
 
 def drafter_of(name: str, folders: dict[str, Path], device: str, **more: str) -> Drafter:
