@@ -244,13 +244,12 @@ def test_bfloat16_in_8_bits_has_a_scale_an_output_on_the_device() -> None:
 
 @pytest.mark.parametrize(
     ("weights", "device", "bits"),
-    [("auto", "cpu", 0), ("auto", "other:0", 8), ("bfloat16", "other:0", 0), ("int4", "cpu", 4)],
+    [("auto", "cpu", 0), ("auto", "other:0", 0), ("int8", "other:0", 8), ("int4", "cpu", 4)],
 )
-def test_drafters_in_bfloat16_are_in_8_bits_on_a_device_by_default(
+def test_drafters_keep_their_type_unless_it_is_told(
     weights: str, device: str, bits: int, folders: dict[str, Path]
 ) -> None:
-    assert weight_bits(weights, folders["longspec"], torch.bfloat16, device) == bits
-    assert weight_bits(weights, folders["longspec"], torch.float32, device) in (0, 4)
+    assert weight_bits(weights, folders["longspec"], device) == bits
 
 
 @pytest.mark.parametrize("sampling", ["T=1", "filtered"])

@@ -45,7 +45,6 @@ from paceline.drafter.methods.layers import (
     LayerWeights,
     TappedShape,
     drafted_tokens,
-    rotates,
 )
 from paceline.drafter.methods.options import TreeOptions
 from paceline.kernels import (
@@ -103,15 +102,16 @@ class StateOptions:
         )
 
 
-def weight_bits(weights: str, folder: Path, dtype: torch.dtype, device: str) -> int:
+def weight_bits(weights: str, folder: Path, device: str) -> int:
     """Returns the bits of matrices, 8 or 4, see :func:`linear`; 0: as they come.
 
-    For ``auto`` they are 8 where the folder stores them so, and in bfloat16 on a GPU, which reads
-    half as much then.
+    For ``auto`` they are 8 on a CPU where the folder stores them so. On a GPU products of 8-bit
+    integers are slower than those of bfloat16 from some hundred rows on, as drafts for many texts
+    have (docs/gpu.md).
     """
     if weights == "auto":
-        stored = Checkpoint(folder, torch.float32).int8
-        return 8 if stored or rotates(dtype, torch.device(device)) else 0
+        on_cpu = torch.device(device).type == "cpu"
+        return 8 if on_cpu and Checkpoint(folder, torch.float32).int8 else 0
     return {"int8": 8, "int4": 4}.get(weights, 0)
 
 
@@ -367,7 +367,7 @@ class TargetParts(Generic[Options]):
         config, stored = self.read_config(folder, target)
         known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
         dtype = known.get(options.weights, stored)
-        bits = weight_bits(options.weights, folder, dtype, device)
+        bits = weight_bits(options.weights, folder, device)
         if target is not None:
             fit = check_target(folder, target, fit)
             check_shape(folder, config, target)
