@@ -29,6 +29,8 @@ from paceline.drafter.methods.base import (
     Resources,
     Update,
 )
+from paceline.drafter.methods.dspark.config import DSparkConfig
+from paceline.drafter.methods.dspark.heads import DSparkHeads
 from paceline.drafter.methods.layers import linear
 from paceline.drafter.methods.target_drafter import weight_bits
 from paceline.kernels import attention, send
@@ -118,10 +120,17 @@ def drafter_of(name: str, folders: dict[str, Path], device: str, **more: str) ->
     if method in ("longspec", "dspark", "eagle3"):
         options["target"] = str(folders["lm"])
     folder = folders.get(name, folders[method])
-    drafter: Any = method_class(method).load(folder, options, Resources(device=device))
-    if name == "dspark, heads":
-        drafter.layers.heads._best = 30  # only published folders name it
-    return drafter  # type: ignore[no-any-return]
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "dspark, heads":
+            patch.setattr(DSparkHeads, "__init__", _with_best_tokens)
+        return method_class(method).load(folder, options, Resources(device=device))
+
+
+def _with_best_tokens(
+    heads: DSparkHeads, config: DSparkConfig, *args: Any, make: Any = DSparkHeads.__init__
+) -> None:
+    """Makes heads that choose among 30 best tokens, which only published folders name."""
+    make(heads, replace(config, markov_best=30), *args)
 
 
 class Moved(StateReader):

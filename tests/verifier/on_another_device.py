@@ -125,7 +125,7 @@ class EvenTokens(Guide):
     def __init__(self) -> None:
         self._vocab_size = VOCAB
 
-    def begin(self, output: object) -> EvenTokens:
+    def begin(self) -> EvenTokens:
         return self
 
     def allowed(self) -> Any:

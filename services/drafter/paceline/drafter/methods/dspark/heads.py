@@ -136,7 +136,7 @@ class DSparkHeads:
         with packed W2, and weights and offsets of confidences; None if it cannot run them."""
         head = None
         if self._markov is not None:
-            if self._markov.kind != "vanilla" or self._w2.packed is None:
+            if self._markov.kind != "vanilla" or self._best or self._w2.packed is None:
                 return None
             head = self._w1.detach(), self._w2.packed
         if self._confidence is None:
