@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
@@ -17,6 +18,15 @@ from paceline.verifier import service
 from paceline.verifier.engine import drafting
 from paceline.verifier.kv.segment import Segment
 from paceline.verifier.store import CacheStore
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_leftovers() -> None:
+    """Frees what tests of other files left in this process: a verifier that starts freezes all
+    objects, and so keeps segments of other tests that are in cycles. Checks of integrity count the
+    segments of the process."""
+    gc.unfreeze()
+    gc.collect()
 
 
 @pytest.fixture(autouse=True, scope="session")

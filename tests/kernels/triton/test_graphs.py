@@ -191,20 +191,17 @@ def test_a_batch_that_needs_no_logits(request: pytest.FixtureRequest, pool: Page
     kv.close()
 
 
-def test_a_long_piece_of_a_prompt_takes_no_graph(
-    monkeypatch: pytest.MonkeyPatch, pool: PagePool
+@pytest.mark.parametrize("rows", [300, 512, 513])
+def test_a_piece_of_a_prompt_takes_the_graph_that_has_room_for_it(
+    monkeypatch: pytest.MonkeyPatch, pool: PagePool, rows: int
 ) -> None:
-    """Which would compute logits of all rows; trees of many sequences need them."""
-    decoder, kv = make_decoder(), pool.allocate(512, None)
+    decoder, kv = make_decoder(), pool.allocate(1024, None)
     runner = GraphRunner(decoder, pool)
     monkeypatch.setattr(runner, "_capture", lambda plan, *_: Captured(plan).run)
-    kv.reserve(300)
-    for scored in (None, 0):  # all rows of a prompt are read for their log-probabilities
-        params = GenerationParams(tuple(range(40)) * 8, prompt_logprobs=scored)
-        batch = Batch()
-        batch.add_prefill(Prefill(Sequence(params, kv)), 300)
-        found = batch._replay(decoder, runner, ())
-        assert (found is None) == (scored is None)
+    kv.reserve(rows)
+    batch = Batch()
+    batch.add_prefill(Prefill(Sequence(GenerationParams(tuple(range(40)) * 13), kv)), rows)
+    assert (batch._replay(decoder, runner, ()) is None) == (rows > 512)
     kv.close()
 
 
