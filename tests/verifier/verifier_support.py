@@ -444,7 +444,8 @@ class DrafterService:
         reply = exchange_pb2.JoinRequest()
         for round_ in kept or ():
             self._draft(round_, reply)
-        await self.send(trees=reply.trees, refused=reply.refused)
+        if reply.trees or reply.refused:  # a message that answers nothing is a violation
+            await self.send(trees=reply.trees, refused=reply.refused)
 
     def _listed(self) -> exchange_pb2.DrafterList:
         return exchange_pb2.DrafterList(drafters=self.infos, default_drafter=self._name)
