@@ -170,7 +170,8 @@ async def test_all_at_once(attacked: Attacked) -> None:
         # There may be no memory for all of them at once.
         assert set(await asyncio.gather(*attacks)) <= {200, 400, 503}
         assert await attacked.stream(session) == TEXT
-        assert attacked.memory < 3 * before  # one attack alone may double it
+        await asyncio.sleep(2.0)  # memory is returned a second after a long request
+        assert attacked.memory < 2 * before
 
 
 async def test_bodies_that_do_not_end(attacked: Attacked) -> None:

@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 from aiohttp import web
 
 from paceline.service.interceptor import Gate
-from paceline.service.runtime import trim_heap
+from paceline.service.runtime import share_one_heap, trim_heap
 
 from .errors import ApiError
 
@@ -116,6 +116,7 @@ class Admission:
         self._arriving: dict[Place, Wait] = {}
         self._waiting: set[Wait] = set()
         self._trimming: asyncio.TimerHandle | None = None
+        share_one_heap()  # or each thread would keep some of what long requests took
         self._short = ThreadPoolExecutor(_THREADS, "paceline-request")
         self._long = ThreadPoolExecutor(_LONG_THREADS, "paceline-long-request")
 
