@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from system_support import EAGER, eventually, make_prompts
@@ -51,7 +52,8 @@ def generate(verifier: ServiceProcess, drafter: ServiceProcess) -> list[Generati
         async with Client(
             verifier.address, drafter_address=drafter.address, drafting=EAGER
         ) as client:
-            asked = [client.generate(p, max_new_tokens=TOKENS, drafter="lm") for p in PROMPTS]
+            options: dict[str, Any] = {"max_new_tokens": TOKENS, "ignore_eos": True}
+            asked = [client.generate(p, drafter="lm", **options) for p in PROMPTS]
             return await asyncio.gather(*asked)
 
     return asyncio.run(all_at_once())
