@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from verifier_support import VOCAB, Client, make_model, reason_of, serving
 
 from paceline.v1 import sampling_pb2
-from paceline.verifier.grammar import Grammar, GrammarError, Grammars
+from paceline.verifier.grammar import Grammar, GrammarError, Grammars, masked
 
 SMALL = {
     "type": "object",
@@ -58,9 +58,9 @@ def ids(text: str) -> list[int]:
 
 def allowed(grammar: Grammar, text: str) -> set[str]:
     """The tokens that may come after a text."""
-    masked = grammar.after(ids(text)).begin().mask(torch.zeros(VOCAB))
-    assert set(masked.tolist()) <= {0.0, -torch.inf}
-    found = masked.isfinite().nonzero()[:, 0].tolist()
+    row = masked(torch.zeros(VOCAB), grammar.after(ids(text)).begin().allowed())
+    assert set(row.tolist()) <= {0.0, -torch.inf}
+    found = row.isfinite().nonzero()[:, 0].tolist()
     return {"<end>" if token == 0 else TOKENIZER.decode([token]) for token in found}
 
 

@@ -164,6 +164,11 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def filtered(self) -> bool:
+        """Whether a filter leaves out tokens, by how likely the others are."""
+        return self.top_k != 0 or self.top_p != 1 or self.min_p != 0
+
+    @property
     def penalised(self) -> bool:
         """Whether the history or a bias changes the logits."""
         return (

@@ -122,7 +122,7 @@ class Grammars:
         matcher = await in_thread(lambda: self._matcher(prepared))
         if matcher.is_error():
             raise GrammarError(f"the {_NAMES[kind]} is not supported: {matcher.get_error()}")
-        grammar = Grammar(matcher, self._vocab_size)
+        grammar = Grammar(matcher)
         self._live[kind, source] = grammar
         self._live_bytes += size
         weakref.finalize(grammar, self._freed, size).atexit = False
@@ -213,41 +213,49 @@ def _answer(process: subprocess.Popen[bytes], request: bytes) -> bytes:
             raise
 
 
+def is_allowed(allowed: NDArray[np.uint8], token: int) -> bool:
+    """Whether a token is among those of :meth:`Guide.allowed`."""
+    return bool(allowed[token >> 3] >> (token & 7) & 1)
+
+
+def masked(logits: Tensor, allowed: NDArray[np.uint8]) -> Tensor:
+    """A copy of logits ``[V]``, on the CPU, in float32, with -inf for every token that is not
+    allowed.
+
+    NumPy computes it: PyTorch would wake a team of threads of its own for a row this long, and the
+    threads of the next step would wait for these.
+    """
+    bits = np.unpackbits(allowed, count=len(logits), bitorder="little")
+    return torch.from_numpy(np.where(bits, logits.float().numpy(), np.float32(-np.inf)))
+
+
 class Grammar:
     """A compiled constraint, at its beginning or after some tokens. Immutable."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, origin: Grammar | None = None) -> None:
+    def __init__(self, matcher: LLMatcher, origin: Grammar | None = None) -> None:
         """``origin`` is the same constraint at its beginning, which is counted while it is used."""
         self._matcher = matcher
-        self._vocab_size = vocab_size
         self._origin = origin
 
     def begin(self) -> Guide:
         """Begin one text."""
-        return Guide(self._matcher.deep_copy(), self._vocab_size)
+        return Guide(self._matcher.deep_copy())
 
     def after(self, output: Sequence[int]) -> Grammar:
         """The constraint of what follows ``output``. A long one takes a while: call it in a thread.
         Raises ``GrammarError``: ``output`` is not the beginning of a text of this grammar."""
         matcher = self._matcher.deep_copy()
-        guide = Guide(matcher, self._vocab_size)
+        guide = Guide(matcher)
         for token in output:
             guide.push(token)
-        return Grammar(matcher, self._vocab_size, self)
+        return Grammar(matcher, self)
 
 
 class Guide:
     """The state of a grammar after the tokens of one text. One thread at a time may use it."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
-        self._vocab_size = vocab_size
-
-    def mask(self, logits: Tensor) -> Tensor:
-        """A copy of logits ``[V]``, on the CPU, with -inf for every token that may not come next.
-        Raises ``GrammarError``: the constraint is too complex for the library."""
-        allowed = np.unpackbits(self.allowed(), count=self._vocab_size, bitorder="little")
-        return logits.masked_fill(torch.from_numpy(allowed == 0), -torch.inf)
 
     def allowed(self) -> NDArray[np.uint8]:
         """Tokens that may come next, 8 a byte, the lowest id in the lowest bit. Raises

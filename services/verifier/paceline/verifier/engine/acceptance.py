@@ -43,7 +43,7 @@ from paceline.verifier.engine.job import (
     StepFailed,
     StepOutput,
 )
-from paceline.verifier.grammar import GrammarError
+from paceline.verifier.grammar import GrammarError, is_allowed, masked
 from paceline.verifier.kv.pool import PagedKv, TapPages
 
 _log = logging.getLogger(__name__)
@@ -80,6 +80,8 @@ class Sampler:
         self._tokens = tokens
         sampling = sequence.generation.sampling
         self._argmax = sampling.greedy and not sampling.penalised
+        # Without filters a token that the grammar refuses takes no part in the choice of another.
+        self._independent = not sampling.rejection and (sampling.greedy or not sampling.filtered)
         self._chain = tree if sampling.rejection else EMPTY
         self.logprobs: list[float] = []
         self.top_logprobs: list[list[tuple[int, float]]] = []
@@ -101,16 +103,25 @@ class Sampler:
         return token
 
     def _choose(self, node: int) -> int:
-        sequence, allowed = self._sequence, self._logits[node + 1]
-        if sequence.guide is not None:
-            allowed = sequence.guide.mask(allowed)
+        guide, logits = self._sequence.guide, self._logits[node + 1]
+        if guide is None:
+            return self._choose_among(node, logits)
+        allowed = guide.allowed()
+        if self._independent:
+            token = self._choose_among(node, logits)
+            if is_allowed(allowed, token):
+                return token
+        return self._choose_among(node, masked(logits, allowed))
+
+    def _choose_among(self, node: int, logits: Tensor) -> int:
+        """The token after ``node``, of those whose logits are finite."""
         if self._argmax:
             # numpy's argmax returns the lowest of equal values too, in a twentieth of torch's time.
-            return int(allowed.float().numpy().argmax())
+            return int(logits.float().numpy().argmax())
         if node + 1 < len(self._chain):
-            return self._accept_or_resample(node + 1, allowed)
-        history = sequence.history
-        return choose_token(allowed, sequence.generation.sampling, len(history), history)
+            return self._accept_or_resample(node + 1, logits)
+        history = self._sequence.history
+        return choose_token(logits, self._sequence.generation.sampling, len(history), history)
 
     def _accept_or_resample(self, node: int, logits: Tensor) -> int:
         """The token at the position of a drafted ``node``, by rejection sampling."""
@@ -380,7 +391,7 @@ def _add_contexts(
     contexts[node] = edits(generation.sampling, history), mask
     for child in tree.children(node):
         token = tree.tokens[child]
-        refused = mask is not None and not mask[token >> 3] >> (token & 7) & 1
+        refused = mask is not None and not is_allowed(mask, token)
         if refused or token in generation.stop_ids:
             continue
         if guide is not None:
