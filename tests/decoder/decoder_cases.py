@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache
-from paceline.kernels import CHUNK, TreeSegment, plan_trees
+from paceline.kernels import CHUNK, QueryBlock, plan_trees
 
 VOCAB = 101
 
@@ -184,7 +184,7 @@ def extend(decoder: Decoder, cache: LocalCache, tokens: Tensor, max_tokens: int 
         start = len(cache)
         count = min(max_tokens, CHUNK - start % CHUNK, tokens.numel() - done)
         cache.reserve(count)
-        plan = plan_trees([TreeSegment(0, start, None, count)])
+        plan = plan_trees([QueryBlock(0, start, None, count)])
         block = tokens[done : done + count]
         logits.append(decoder.forward(block, plan, [cache], logit_rows=None).logits)
         cache.commit(range(count))
@@ -195,8 +195,8 @@ def extend(decoder: Decoder, cache: LocalCache, tokens: Tensor, max_tokens: int 
 def ask_tree(decoder: Decoder, cache: LocalCache, tokens: Tensor, parents: Sequence[int]) -> Tensor:
     """Logits of a tree behind what is committed."""
     cache.reserve(len(parents))
-    segment = TreeSegment(0, len(cache), tuple(parents), len(parents))
-    return decoder.forward(tokens, plan_trees([segment]), [cache], logit_rows=None).logits
+    block = QueryBlock(0, len(cache), tuple(parents), len(parents))
+    return decoder.forward(tokens, plan_trees([block]), [cache], logit_rows=None).logits
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:

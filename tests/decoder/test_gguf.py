@@ -30,7 +30,7 @@ from paceline.decoder import (
 )
 from paceline.decoder.gguf_file import GgufFile, GgufTensor, converts, decode
 from paceline.decoder.weights import Weight, plain
-from paceline.kernels.blocks import Blocks, quantise
+from paceline.kernels.quantised import QuantisedMatrix, quantise
 
 NAMES = (
     "llama", "llama-tied", "llama-bias", "llama-linear", "llama3", "mistral-full", "qwen2", "qwen3",
@@ -99,7 +99,7 @@ def test_quantised_files_keep_their_values(
         if len(weight.shape) == 1:
             assert plain(weight, torch.float32).equal(plain(hf[key], torch.float32))
             continue
-        assert isinstance(weight, Blocks)
+        assert isinstance(weight, QuantisedMatrix)
         assert weight.bits == (8 if kind == Kind.Q8_0 else 4)
         error = (weight.dequantise() - plain(hf[key], torch.float32)).abs().max()
         assert error < (0.01 if kind == Kind.Q8_0 else 0.1), key
@@ -133,7 +133,7 @@ def test_quantising_at_load(
         if expected.dim() == 2:
             vocabulary = key in ("model.embed_tokens.weight", "lm_head.weight")
             blocks = quantise(expected, 8 if vocabulary or weights == "int8" else 4)
-            assert isinstance(weight, Blocks)
+            assert isinstance(weight, QuantisedMatrix)
             assert weight.bits == blocks.bits
             expected = blocks.dequantise()
         assert torch.equal(plain(weight, torch.float32), expected), key
@@ -148,7 +148,7 @@ def test_blocks_are_not_made_larger(models: dict[str, Path], tmp_path: Path) -> 
     stored = all_weights(file)[name]
     for weights in ("int8", "int4"):
         found = all_weights(file, weights)[name]
-        assert isinstance(found, Blocks)
+        assert isinstance(found, QuantisedMatrix)
         assert torch.equal(plain(found, torch.float32), plain(stored, torch.float32))
 
 
@@ -262,7 +262,7 @@ def expected(tensor: GgufTensor) -> torch.Tensor:
 def test_blocks_have_the_bits_of_the_file(kind: Kind, outs: int, blocks: int, seed: int) -> None:
     tensor = stored(kind, outs, blocks, seed)
     found = decode(FILE, tensor)
-    assert isinstance(found, Blocks)
+    assert isinstance(found, QuantisedMatrix)
     assert not converts(kind)
     assert found.bits == EXACT[kind]
     bits = found.dequantise().view(torch.int32)
@@ -273,7 +273,7 @@ def test_blocks_have_the_bits_of_the_file(kind: Kind, outs: int, blocks: int, se
 def test_other_formats_become_eight_bits(kind: Kind) -> None:
     tensor = stored(kind, 5, 3, 1)
     found, weight = decode(FILE, tensor), expected(tensor)
-    assert isinstance(found, Blocks)
+    assert isinstance(found, QuantisedMatrix)
     assert converts(kind)
     assert found.bits == 8
     most = weight.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True)

@@ -21,7 +21,7 @@ from paceline.decoder import (
     weights_fingerprint,
 )
 from paceline.decoder.weights import Checkpoint
-from paceline.kernels.blocks import quantise
+from paceline.kernels.quantised import quantise
 
 MATRIX = "model.layers.0.mlp.gate_proj.weight"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.decoder import Decoder, LocalCache, check_batch_invariance, check_served
 from paceline.decoder.invariance import SERVED_SLOTS, ServedForward
 from paceline.decoder.weights import Linear
-from paceline.kernels import Executor, Pass, TreeSegment, plan_trees
+from paceline.kernels import Executor, Pass, QueryBlock, plan_trees
 from paceline.kernels._native import CpuKernels
 from paceline.kernels.program import PassResult
 
@@ -84,10 +84,10 @@ def served(decoder: Decoder) -> ServedForward:
         cache.reserve(slots)
 
     def forward(
-        tokens: Sequence[int], segments: Sequence[TreeSegment], *, prompt: bool = False
+        tokens: Sequence[int], blocks: Sequence[QueryBlock], *, prompt: bool = False
     ) -> Tensor:
         packed = torch.tensor(tokens)
-        return decoder.forward(packed, plan_trees(segments), caches, logit_rows=None).logits
+        return decoder.forward(packed, plan_trees(blocks), caches, logit_rows=None).logits
 
     return forward
 
@@ -118,17 +118,17 @@ def test_the_check_of_what_is_served_holds(models: dict[str, Path], dtype: torch
 )  # fmt: skip
 def test_the_check_of_what_is_served_names_what_differs(
     models: dict[str, Path],
-    other: Callable[[Sequence[TreeSegment], bool], bool],
+    other: Callable[[Sequence[QueryBlock], bool], bool],
     named: set[str],
 ) -> None:
     decoder = load(models, "llama", torch.float32)
     forward = served(decoder)
 
     def careless(
-        tokens: Sequence[int], segments: Sequence[TreeSegment], *, prompt: bool = False
+        tokens: Sequence[int], blocks: Sequence[QueryBlock], *, prompt: bool = False
     ) -> Tensor:
-        logits = forward(tokens, segments, prompt=prompt)
-        if other(segments, prompt):
+        logits = forward(tokens, blocks, prompt=prompt)
+        if other(blocks, prompt):
             logits[-1] *= 1 + 2**-20
         return logits
 

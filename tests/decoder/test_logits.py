@@ -19,7 +19,7 @@ from decoder_cases import (
 from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache
-from paceline.kernels import TreeSegment, plan_trees
+from paceline.kernels import QueryBlock, plan_trees
 
 PARENTS = (-1, 0, 0, 1, 2, 2, 3, 6, 7, 5)
 
@@ -127,7 +127,7 @@ def test_logits_only_of_requested_rows_and_taps_of_requested_layers(
     decoder = Decoder.load(models["llama"])
     cache = LocalCache(decoder.config)
     tokens = random_tokens(30)
-    plan = plan_trees([TreeSegment(0, 0, None, 30)])
+    plan = plan_trees([QueryBlock(0, 0, None, 30)])
     full = decoder.forward(tokens, plan, [cache], logit_rows=None)
     some = decoder.forward(tokens, plan, [cache], logit_rows=torch.tensor([29, 3]), taps=(1, 0))
     assert full.taps == ()
@@ -153,6 +153,6 @@ def test_positions_beyond_the_first_table_are_made(models: dict[str, Path]) -> N
 
 def test_tokens_that_do_not_fit_the_plan_are_refused(models: dict[str, Path]) -> None:
     decoder = Decoder.load(models["llama"])
-    plan = plan_trees([TreeSegment(0, 0, None, 4)])
+    plan = plan_trees([QueryBlock(0, 0, None, 4)])
     with pytest.raises(ValueError, match="plan has 4 rows"):
         decoder.forward(random_tokens(3), plan, [LocalCache(decoder.config)], logit_rows=None)

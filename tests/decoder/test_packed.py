@@ -15,7 +15,7 @@ from paceline.decoder import (
     publish,
 )
 from paceline.decoder.weights import Linear, plain
-from paceline.kernels import Executor, Heads, Pass, Recorder, TreeSegment, plan_trees
+from paceline.kernels import Executor, Heads, Pass, QueryBlock, Recorder, plan_trees
 
 TARGET = Path(__file__).parents[2] / "models" / "demo" / "target"
 
@@ -24,7 +24,7 @@ def logits(decoder: Decoder) -> torch.Tensor:
     cache = LocalCache(decoder.config)
     cache.reserve(9)
     tokens = torch.arange(9)
-    plan = plan_trees([TreeSegment(0, 0, None, 9)])
+    plan = plan_trees([QueryBlock(0, 0, None, 9)])
     return decoder.forward(tokens, plan, [cache], logit_rows=None).logits
 
 
@@ -77,7 +77,7 @@ def test_a_tied_embedding_is_in_memory_once(weights: str) -> None:
     program = Recorder(Heads(config.q_heads, config.kv_heads, config.head_dim), torch.float32)
     x = program.embed(decoder.large_tensors()["head"])
     program.multiply(program.select(x), Linear(torch.eye(config.hidden)))
-    plan, cache = plan_trees([TreeSegment(0, 0, None, 3)]), LocalCache(decoder.config)
+    plan, cache = plan_trees([QueryBlock(0, 0, None, 3)]), LocalCache(decoder.config)
     table = torch.zeros(4, config.head_dim)
     found = Executor(program.finish()).run(Pass(tokens, plan, [cache], table)).logits
     torch.testing.assert_close(found, expected)

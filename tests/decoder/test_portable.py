@@ -16,8 +16,8 @@ import torch
 from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import (
     History,
+    QueryBlock,
     SamplingParams,
-    TreeSegment,
     choose_token,
     cpu_kernels,
     gumbel_noise_at,
@@ -41,7 +41,7 @@ def generate(decoder: Decoder, sampling: SamplingParams) -> str:
         while new:
             block, new = new[:256], new[256:]
             cache.reserve(len(block))
-            plan = plan_trees([TreeSegment(0, len(cache), None, len(block))])
+            plan = plan_trees([QueryBlock(0, len(cache), None, len(block))])
             last = torch.tensor([len(block) - 1])
             result = decoder.forward(torch.tensor(block), plan, [cache], logit_rows=last)
             cache.commit(range(len(block)))

@@ -23,9 +23,9 @@ from paceline.kernels import (
     Norm,
     Pass,
     Probe,
+    QueryBlock,
     Recorder,
     TreePlan,
-    TreeSegment,
     plan_trees,
 )
 from paceline.kernels.operations import run_one_by_one
@@ -49,9 +49,9 @@ class Everything:
         self.q: dict[int, Tensor] = {}
         self._rows = rows
         self.scores = {
-            (layer, index): torch.zeros(config.kv_heads, max(1, segment.start))
+            (layer, index): torch.zeros(config.kv_heads, max(1, block.start))
             for layer in range(config.layers)
-            for index, segment in enumerate(plan.segments)
+            for index, block in enumerate(plan.blocks)
         }
 
     def probes(self, layer: int) -> list[Probe]:
@@ -65,17 +65,17 @@ class Everything:
 
 
 def batch(
-    decoder: Decoder, blocks: Sequence[tuple[int, tuple[int, ...] | None, int]], seed: int
-) -> tuple[list[LocalCache], list[TreeSegment], Tensor]:
+    decoder: Decoder, shapes: Sequence[tuple[int, tuple[int, ...] | None, int]], seed: int
+) -> tuple[list[LocalCache], list[QueryBlock], Tensor]:
     """Sequences with random texts, and a block behind each: start, parents, length."""
-    caches, segments = [], []
-    for index, (start, parents, length) in enumerate(blocks):
+    caches, blocks = [], []
+    for index, (start, parents, length) in enumerate(shapes):
         caches.append(LocalCache(decoder.config))
         if start:
             extend(decoder, caches[-1], random_tokens(start, seed + index))
         caches[-1].reserve(length)
-        segments.append(TreeSegment(index, start, parents, length))
-    return caches, segments, random_tokens(sum(each[2] for each in blocks), seed)
+        blocks.append(QueryBlock(index, start, parents, length))
+    return caches, blocks, random_tokens(sum(each[2] for each in shapes), seed)
 
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
@@ -96,13 +96,13 @@ def test_one_call_is_close_to_the_operations_one_by_one(
 ) -> None:
     decoder = load(models, name)
     parents = tuple(max(-1, node - 1 - step) for node, step in enumerate(steps))
-    blocks = [(s, None if i % 2 else parents, len(parents)) for i, s in enumerate(starts)]
-    caches, segments, tokens = batch(decoder, blocks, seed)
+    shapes = [(s, None if i % 2 else parents, len(parents)) for i, s in enumerate(starts)]
+    caches, blocks, tokens = batch(decoder, shapes, seed)
     rows = torch.tensor([len(tokens) - 1, 0]) if selects else None
     found, expected = [], []
     runs = (Executor.run, lambda executor, call: run_one_by_one(executor._program, call))
     for run, into in zip(runs, (found, expected), strict=True):
-        plan = plan_trees(segments)
+        plan = plan_trees(blocks)
         observer = Everything(decoder, plan, [len(tokens) - 1, 0, 0])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Executor, "run", run)
@@ -110,8 +110,8 @@ def test_one_call_is_close_to_the_operations_one_by_one(
                 tokens, plan, caches, logit_rows=rows, taps=(1, 0), observer=observer
             )
         keys = [
-            plane[:, segment.start : segment.stop].clone()
-            for cache, segment in zip(caches, segments, strict=True)
+            plane[:, block.start : block.stop].clone()
+            for cache, block in zip(caches, blocks, strict=True)
             for plane in cache.layer(1)
         ]
         into += [result.logits, *result.taps, *observer.q.values(), *keys]
@@ -131,33 +131,33 @@ def test_slices_and_threads_do_not_change_bits(
 ) -> None:
     """More rows than a slice holds, in several sequences, with rows of logits from all of them."""
     decoder = load(models, name, dtype)
-    blocks = [(0, None, 200), (130, (-1, 0, 0, 1), 4), (0, None, 256), (3, None, 250), (9, None, 1)]
-    caches, segments, tokens = batch(decoder, blocks, 0)
-    segments += [TreeSegment(2, 256, None, 70), TreeSegment(4, 10, None, 256)]
+    shapes = [(0, None, 200), (130, (-1, 0, 0, 1), 4), (0, None, 256), (3, None, 250), (9, None, 1)]
+    caches, blocks, tokens = batch(decoder, shapes, 0)
+    blocks += [QueryBlock(2, 256, None, 70), QueryBlock(4, 10, None, 256)]
     caches[2].reserve(400)
     caches[4].reserve(400)
     tokens = torch.cat([tokens, random_tokens(326, 5)])
-    plan = plan_trees(segments)
+    plan = plan_trees(blocks)
     rows = torch.tensor([len(tokens) - 1, 0, 203, 459, 460, 600, 711, 3])
     alone = torch.cat(
         [
             decoder.forward(
-                tokens[first : first + segment.length],
-                plan_trees([segment]),
+                tokens[first : first + block.length],
+                plan_trees([block]),
                 caches,
                 logit_rows=None,
             ).logits
-            for segment, first in zip(segments, plan.offsets, strict=False)
+            for block, first in zip(blocks, plan.offsets, strict=False)
         ]
     )
     for threads in (1, 2, 3, 7):
         torch.set_num_threads(threads)
-        result = decoder.forward(tokens, plan_trees(segments), caches, logit_rows=rows, taps=(1,))
+        result = decoder.forward(tokens, plan_trees(blocks), caches, logit_rows=rows, taps=(1,))
         assert torch.equal(result.logits, alone[rows])
         assert result.taps[0].shape == (len(tokens), decoder.config.hidden)
         observer = Everything(decoder, plan, [0, 711])
         observed = decoder.forward(
-            tokens, plan_trees(segments), caches, logit_rows=rows, observer=observer
+            tokens, plan_trees(blocks), caches, logit_rows=rows, observer=observer
         )
         assert torch.equal(observed.logits, alone[rows])
 
@@ -184,12 +184,12 @@ def test_two_threads_run_one_decoder(models: dict[str, Path]) -> None:
 def test_what_does_not_exist_is_refused(models: dict[str, Path]) -> None:
     decoder = load(models, "llama")
     cache = LocalCache(decoder.config)
-    plan = plan_trees([TreeSegment(0, 0, None, 2)])
+    plan = plan_trees([QueryBlock(0, 0, None, 2)])
     for tokens, rows in (([3, 101], None), ([-1, 3], None), ([3, 3], [2])):
         selected = None if rows is None else torch.tensor(rows)
         with pytest.raises(IndexError, match=r"vocabulary of 101.* batch of 2 rows"):
             decoder.forward(torch.tensor(tokens), plan, [cache], logit_rows=selected)
-    beyond = plan_trees([TreeSegment(0, cache.capacity - 1, None, 2)])
+    beyond = plan_trees([QueryBlock(0, cache.capacity - 1, None, 2)])
     with pytest.raises(ValueError, match=f"ends at slot {cache.capacity + 1}"):
         decoder.forward(torch.tensor([3, 3]), beyond, [cache], logit_rows=None)
     with pytest.raises(ValueError, match="sequence 0"):
@@ -203,7 +203,7 @@ def test_no_rows_of_logits(models: dict[str, Path]) -> None:
     decoder = load(models, "llama")
     cache = LocalCache(decoder.config)
     none = torch.empty(0, dtype=torch.int64)
-    plan = plan_trees([TreeSegment(0, 0, None, 5)])
+    plan = plan_trees([QueryBlock(0, 0, None, 5)])
     result = decoder.forward(random_tokens(5), plan, [cache], logit_rows=none, taps=(0, 1))
     assert result.logits.shape == (0, 101)
     again = decoder.forward(random_tokens(5), plan, [cache], logit_rows=None, taps=(0, 1))
@@ -282,7 +282,7 @@ def table() -> Tensor:
 
 @settings(max_examples=25)
 @given(
-    blocks=st.lists(
+    shapes=st.lists(
         st.tuples(st.integers(1, 40), st.sampled_from([1, 2, 5, 256, 257, 700])),
         min_size=1,
         max_size=4,
@@ -291,22 +291,22 @@ def table() -> Tensor:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_all_rows_of_a_block_attend_to_the_context(
-    blocks: list[tuple[int, int]], window: int | None, dtype: torch.dtype
+    shapes: list[tuple[int, int]], window: int | None, dtype: torch.dtype
 ) -> None:
     """One native call is close to the operations one by one; its bits are those of each alone."""
     program = reading(window)
     executor = Executor(program)
 
     def call(chosen: list[int]) -> Pass:
-        lengths = [blocks[i][0] for i in chosen]
-        segments = [TreeSegment(at, 0, None, n) for at, n in enumerate(lengths)]
+        lengths = [shapes[i][0] for i in chosen]
+        blocks = [QueryBlock(at, 0, None, n) for at, n in enumerate(lengths)]
         caches = [Cache(i, dtype) for i in chosen]
-        contexts = [Context(cache, blocks[i][1]) for i, cache in zip(chosen, caches, strict=True)]
+        contexts = [Context(cache, shapes[i][1]) for i, cache in zip(chosen, caches, strict=True)]
         tokens = torch.cat([torch.arange(n) + i for i, n in zip(chosen, lengths, strict=True)])
         rows = torch.arange(len(tokens)).flip(0)
-        return Pass(tokens, plan_trees(segments), caches, table(), rows, contexts=contexts)
+        return Pass(tokens, plan_trees(blocks), caches, table(), rows, contexts=contexts)
 
-    everything = list(range(len(blocks)))
+    everything = list(range(len(shapes)))
     together = executor.run(call(everything)).logits
     expected = run_one_by_one(program, call(everything)).logits
     torch.testing.assert_close(together, expected, rtol=1e-3, atol=2e-3)
@@ -321,12 +321,12 @@ def test_all_rows_of_a_block_attend_to_the_context(
 )
 def test_inputs_become_keys_and_values(lengths: list[int], dtype: torch.dtype) -> None:
     program = writing()
-    segments = [TreeSegment(i, 7 * i, None, n) for i, n in enumerate(lengths)]
+    blocks = [QueryBlock(i, 7 * i, None, n) for i, n in enumerate(lengths)]
     inputs = torch.randn(sum(lengths), WIDTH)
     results = []
     for run in (Executor(program).run, lambda call: run_one_by_one(program, call)):
         caches = [Cache(i, dtype) for i in range(len(lengths))]
-        result = run(Pass(None, plan_trees(segments), caches, table(), inputs=inputs))
+        result = run(Pass(None, plan_trees(blocks), caches, table(), inputs=inputs))
         assert not result.logits.numel()
         results.append(torch.cat([cache.store for cache in caches]).float())
     torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
@@ -334,11 +334,11 @@ def test_inputs_become_keys_and_values(lengths: list[int], dtype: torch.dtype) -
 
 def test_a_context_longer_than_its_cache_is_refused() -> None:
     cache = Cache(0, torch.float32)
-    segment = TreeSegment(0, 0, None, 1)
+    block = QueryBlock(0, 0, None, 1)
     for length in (0, SLOTS + 1):
         call = Pass(
-            torch.tensor([1]), plan_trees([segment]), [cache], table(), torch.tensor([0]),
+            torch.tensor([1]), plan_trees([block]), [cache], table(), torch.tensor([0]),
             contexts=[Context(cache, length)],
         )  # fmt: skip
-        with pytest.raises(ValueError, match=r"context|segment|keys"):
+        with pytest.raises(ValueError, match=r"context|block|keys"):
             Executor(reading(None)).run(call)

@@ -27,7 +27,7 @@ from transformers import (
 from paceline.decoder import Decoder, LocalCache, load_config
 from paceline.decoder.sampling import sampling_params
 from paceline.decoder.weights import Checkpoint
-from paceline.drafter.growth.text import chain_segments
+from paceline.drafter.growth.text import chain_blocks
 from paceline.drafter.kv import KvGone
 from paceline.drafter.kv.reader import StreamingReader
 from paceline.drafter.methods import method_class
@@ -187,7 +187,7 @@ def forward(
     """Logits after the text, and its KV with room for more, by one pass over all of it."""
     cache = LocalCache(decoder.config)
     cache.reserve(len(text) + room)
-    plan = plan_trees(chain_segments(0, 0, len(text)))
+    plan = plan_trees(chain_blocks(0, 0, len(text)))
     last = torch.tensor([len(text) - 1])
     logits = decoder.forward(torch.tensor(text), plan, [cache], logit_rows=last).logits
     return logits[0], cache

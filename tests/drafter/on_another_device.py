@@ -34,8 +34,8 @@ from paceline.drafter.methods.dspark.heads import DSparkHeads
 from paceline.drafter.methods.layers import linear
 from paceline.drafter.methods.target_drafter import weight_bits
 from paceline.kernels import attention, send
-from paceline.kernels.blocks import quantise
 from paceline.kernels.dense import DenseBackend
+from paceline.kernels.quantised import quantise
 from paceline.tree import TokenTree
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

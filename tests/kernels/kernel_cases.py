@@ -23,10 +23,10 @@ from paceline.kernels import (
     LayerTable,
     Norm,
     Pass,
+    QueryBlock,
     Recorder,
     SamplingParams,
     TreePlan,
-    TreeSegment,
     plan_trees,
     tree_attention,
 )
@@ -162,7 +162,7 @@ class ProgramRows:
 
 def plan_of(rows: int) -> TreePlan:
     """One block of a chain."""
-    return plan_trees([TreeSegment(0, 0, None, rows)])
+    return plan_trees([QueryBlock(0, 0, None, rows)])
 
 
 @st.composite
@@ -178,9 +178,9 @@ def trees(draw: st.DrawFn, max_nodes: int = 64) -> tuple[int, ...]:
 
 @dataclass
 class Case:
-    """One segment with the cache and queries it runs on."""
+    """One block with the cache and queries it runs on."""
 
-    segment: TreeSegment
+    block: QueryBlock
     q: Tensor
     key: Tensor
     value: Tensor
@@ -192,7 +192,7 @@ class Case:
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root of the block down to ``node``."""
-        parents = self.segment.parents or tuple(range(-1, self.segment.length - 1))
+        parents = self.block.parents or tuple(range(-1, self.block.length - 1))
         path = [node]
         while parents[path[0]] >= 0:
             path.insert(0, parents[path[0]])
@@ -200,14 +200,14 @@ class Case:
 
     def run(self) -> Tensor:
         """Attention in float32 of the whole block."""
-        return attend([self.segment], self.q, [self.key], [self.value], self.window)
+        return attend([self.block], self.q, [self.key], [self.value], self.window)
 
     def run_by(
         self, backend: AttentionBackend, cap: float = 0.0, sinks: Tensor | None = None
     ) -> Tensor:
         """The same by a backend, with a soft cap of scores and sinks."""
         out = torch.empty(self.q.shape)
-        plan = plan_trees([self.segment])
+        plan = plan_trees([self.block])
         backend.attend(
             AttentionCall(
                 self.q,
@@ -225,7 +225,7 @@ class Case:
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Attention and log-sum-exp by the reference."""
-        plan = plan_trees([self.segment])
+        plan = plan_trees([self.block])
         return reference_attention(
             self.q, [self.key], [self.value], plan, scale=self.scale, window=self.window
         )
@@ -233,10 +233,10 @@ class Case:
     def run_alone(self, node: int) -> Tensor:
         """The same of one node, decoded as the only row behind its own path."""
         path = self.path(node)
-        slots = [*range(self.segment.start), *(self.segment.start + n for n in path)]
-        segment = TreeSegment(0, len(slots) - 1, None, 1)
+        slots = [*range(self.block.start), *(self.block.start + n for n in path)]
+        block = QueryBlock(0, len(slots) - 1, None, 1)
         q = self.q[node : node + 1]
-        return attend([segment], q, [self.key[:, slots]], [self.value[:, slots]], self.window)
+        return attend([block], q, [self.key[:, slots]], [self.value[:, slots]], self.window)
 
 
 def make_case(
@@ -248,7 +248,7 @@ def make_case(
     window: int | None = None,
     spare: int = 3,
 ) -> Case:
-    """A segment over random keys, values (of ``dtype``) and rather peaked queries."""
+    """A block over random keys, values (of ``dtype``) and rather peaked queries."""
     generator = torch.Generator().manual_seed(seed)
     q_heads, kv_heads, dim = heads
     shape = (kv_heads, start + len(parents) + spare, dim)
@@ -257,8 +257,8 @@ def make_case(
     value[:, start + len(parents) :] = float("nan")  # unwritten slots must not matter
     q = 3 * torch.randn(len(parents), q_heads, dim, generator=generator)
     q = q if dtype is torch.int8 else q.to(dtype)
-    segment = TreeSegment(0, start, parents, len(parents))
-    return Case(segment, q, to_rows(key, dtype), to_rows(value, dtype), window)
+    block = QueryBlock(0, start, parents, len(parents))
+    return Case(block, q, to_rows(key, dtype), to_rows(value, dtype), window)
 
 
 def sampling_params(penalties: bool = False) -> st.SearchStrategy[SamplingParams]:
@@ -301,7 +301,7 @@ def cases(
 
 
 def attend(
-    segments: list[TreeSegment],
+    blocks: list[QueryBlock],
     q: Tensor,
     keys: list[Tensor],
     values: list[Tensor],
@@ -312,7 +312,7 @@ def attend(
         q,
         keys,
         values,
-        plan_trees(segments),
+        plan_trees(blocks),
         scale=q.shape[2] ** -0.5,
         window=window,
         out=torch.empty(q.shape),

@@ -28,18 +28,18 @@ def reference_attention(
     heads = q.shape[1]
     out = torch.empty(q.shape, dtype=torch.float64)
     lse = torch.empty(q.shape[:2], dtype=torch.float64)
-    for segment, first_row in zip(plan.segments, plan.offsets, strict=False):
-        key = from_rows(keys[segment.sequence]).double()
-        value = from_rows(values[segment.sequence]).double()
+    for block, first_row in zip(plan.blocks, plan.offsets, strict=False):
+        key = from_rows(keys[block.sequence]).double()
+        value = from_rows(values[block.sequence]).double()
         group = heads // key.shape[0]
-        for node in range(segment.length):
+        for node in range(block.length):
             path = [node]
             while True:
-                above = path[-1] - 1 if segment.parents is None else segment.parents[path[-1]]
+                above = path[-1] - 1 if block.parents is None else block.parents[path[-1]]
                 if above < 0:
                     break
                 path.append(above)
-            slots = list(range(segment.start)) + [segment.start + n for n in reversed(path)]
+            slots = list(range(block.start)) + [block.start + n for n in reversed(path)]
             if window is not None:
                 slots = slots[-window:]  # a path has one slot per position
             for head in range(heads):

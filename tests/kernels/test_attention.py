@@ -20,7 +20,7 @@ from kernel_cases import (
 )
 from torch import Tensor
 
-from paceline.kernels import Probe, TreeSegment, plan_trees, tree_attention
+from paceline.kernels import Probe, QueryBlock, plan_trees, tree_attention
 from paceline.kernels._compile import levels_here
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
@@ -46,7 +46,7 @@ def test_tiles_agree_with_the_reference(case: Case) -> None:
 
 def test_the_result_has_the_type_of_the_query() -> None:
     case = make_case(0, 20, (-1, 0), dtype=torch.bfloat16)
-    plan = plan_trees([case.segment])
+    plan = plan_trees([case.block])
     out = tree_attention(case.q, [case.key], [case.value], plan, scale=case.scale)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, case.run().bfloat16())
@@ -55,7 +55,7 @@ def test_the_result_has_the_type_of_the_query() -> None:
 def test_caches_may_be_strided_views() -> None:
     case = make_case(3, 300, (-1, 0, 0, 2))
     interleaved = torch.stack([case.key, case.value], dim=2)
-    out = attend([case.segment], case.q, [interleaved[:, :, 0]], [interleaved[:, :, 1]], None)
+    out = attend([case.block], case.q, [interleaved[:, :, 0]], [interleaved[:, :, 1]], None)
     assert torch.equal(out, case.run())
 
 
@@ -73,23 +73,23 @@ def test_shapes_that_do_not_fit_are_refused(change: dict[str, object], message: 
     case = make_case(0, 20, (-1, 0))
     arguments = {"q": case.q, "keys": [case.key], "values": [case.value], "window": None} | change
     with pytest.raises(ValueError, match=message):
-        tree_attention(plan=plan_trees([case.segment]), scale=1.0, **arguments)  # type: ignore[call-overload]
+        tree_attention(plan=plan_trees([case.block]), scale=1.0, **arguments)  # type: ignore[call-overload]
 
 
 def expected(
-    q: Tensor, key: Tensor, segment: TreeSegment, row: int, probe: Probe, window: int | None
+    q: Tensor, key: Tensor, block: QueryBlock, row: int, probe: Probe, window: int | None
 ) -> Tensor:
     """``[Hkv, start]`` by the definition, in float64."""
-    ancestors = torch.from_numpy(segment.ancestors())[probe.node]
-    at = segment.start + segment.depths[probe.node]
-    where = torch.cat([torch.arange(segment.start), segment.start + torch.tensor(segment.depths)])
-    seen = torch.cat([torch.ones(segment.start, dtype=torch.bool), ancestors])
+    ancestors = torch.from_numpy(block.ancestors())[probe.node]
+    at = block.start + block.depths[probe.node]
+    where = torch.cat([torch.arange(block.start), block.start + torch.tensor(block.depths)])
+    seen = torch.cat([torch.ones(block.start, dtype=torch.bool), ancestors])
     if window is not None:
         seen &= where > at - window
     heads = q[row].double().view(key.shape[0], -1, q.shape[2])
-    scores = heads @ key[:, : segment.stop].double().mT * q.shape[2] ** -0.5
+    scores = heads @ key[:, : block.stop].double().mT * q.shape[2] ** -0.5
     scores = scores.masked_fill(~seen, -torch.inf)
-    return (scores.softmax(-1) if probe.weights else scores)[..., : segment.start].sum(1)
+    return (scores.softmax(-1) if probe.weights else scores)[..., : block.start].sum(1)
 
 
 @settings(max_examples=40)
@@ -110,41 +110,41 @@ def test_noted_is_what_rows_look_at_and_the_result_has_the_same_bits(
     """Batches of sequences, several probes each, of scores and of weights."""
     shapes = shapes or [(300, (-1, 0, 0))]
     hq, hkv, dim = heads
-    segments = [
-        TreeSegment(index, start, parents, len(parents or (0,)))
+    blocks = [
+        QueryBlock(index, start, parents, len(parents or (0,)))
         for index, (start, parents) in enumerate(shapes)
     ]
-    plan = plan_trees(segments)
+    plan = plan_trees(blocks)
     torch.manual_seed(0)
     q = torch.randn(plan.rows, hq, dim).to(dtype)
-    keys = [torch.randn(hkv, s.stop, dim).to(dtype) for s in segments]
-    values = [torch.randn(hkv, s.stop, dim).to(dtype) for s in segments]
+    keys = [torch.randn(hkv, s.stop, dim).to(dtype) for s in blocks]
+    values = [torch.randn(hkv, s.stop, dim).to(dtype) for s in blocks]
     probes = []
-    for index, segment in enumerate(segments):
-        for node in data.draw(st.lists(st.integers(0, segment.length - 1), max_size=12)):
-            room = torch.full((hkv, segment.start + 3), torch.nan)
+    for index, block in enumerate(blocks):
+        for node in data.draw(st.lists(st.integers(0, block.length - 1), max_size=12)):
+            room = torch.full((hkv, block.start + 3), torch.nan)
             probes.append(Probe(index, node, room, data.draw(st.booleans())))
     scale = dim**-0.5
     plain = tree_attention(q, keys, values, plan, scale=scale, window=window)
     probed = tree_attention(q, keys, values, plan, scale=scale, window=window, probes=probes)
     assert probed.equal(plain)
     for probe in probes:
-        segment = segments[probe.segment]
-        row = plan.offsets[probe.segment] + probe.node
-        right = expected(q, keys[probe.segment], segment, row, probe, window)
-        probed = probe.out[:, : segment.start].double()
+        block = blocks[probe.block]
+        row = plan.offsets[probe.block] + probe.node
+        right = expected(q, keys[probe.block], block, row, probe, window)
+        probed = probe.out[:, : block.start].double()
         torch.testing.assert_close(probed, right, rtol=2e-3, atol=2e-3)
-        assert probe.out[:, segment.start :].isnan().all(), "nothing behind the prefix is written"
+        assert probe.out[:, block.start :].isnan().all(), "nothing behind the prefix is written"
 
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_a_plan_is_used_for_many_layers(weights: bool) -> None:
     """Other caches and other probes with the same plan."""
-    plan = plan_trees([TreeSegment(0, 50, None, 4)])
+    plan = plan_trees([QueryBlock(0, 50, None, 4)])
     torch.manual_seed(0)
     for _ in range(3):
         q, key = torch.randn(4, 6, 64), torch.randn(2, 54, 64)
         probe = Probe(0, 3, torch.empty(2, 50), weights)
         tree_attention(q, [key], [key], plan, scale=0.125, probes=[probe])
-        right = expected(q, key, plan.segments[0], 3, probe, None)
+        right = expected(q, key, plan.blocks[0], 3, probe, None)
         torch.testing.assert_close(probe.out.double(), right, rtol=1e-4, atol=1e-4)

@@ -11,7 +11,7 @@ from kernel_cases import make_case
 from paceline.kernels import (
     MAX_TREE_NODES,
     AttentionCall,
-    TreeSegment,
+    QueryBlock,
     attention,
     backend_for,
     plan_trees,
@@ -37,7 +37,7 @@ def test_an_unknown_device_is_a_clear_error() -> None:
 @pytest.mark.parametrize("start", [0, 17, 700])
 def test_the_plain_one_gives_the_log_sum_exp(start: int, window: int | None) -> None:
     case = make_case(3, start, PARENTS, window=window)
-    lse, out, plan = torch.empty(case.q.shape[:2]), case.q.clone(), plan_trees([case.segment])
+    lse, out, plan = torch.empty(case.q.shape[:2]), case.q.clone(), plan_trees([case.block])
     DenseBackend().attend(
         AttentionCall(case.q, [case.key], [case.value], plan, case.scale, window, out, lse)
     )
@@ -95,13 +95,13 @@ def test_a_gpu_that_is_too_old_is_warned_about(
         ((0, 0, (-2,), 1), "topological order"),
     ],
 )
-def test_bad_segments_are_refused(
+def test_bad_blocks_are_refused(
     arguments: tuple[int, int, tuple[int, ...] | None, int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        TreeSegment(*arguments)
+        QueryBlock(*arguments)
 
 
 def test_an_empty_plan_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one segment"):
+    with pytest.raises(ValueError, match="at least one query block"):
         plan_trees([])

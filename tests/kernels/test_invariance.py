@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DTYPES, HEADS, Case, attend, cases, make_case, trees
 
-from paceline.kernels import Probe, TreeSegment, plan_trees, tree_attention
+from paceline.kernels import Probe, QueryBlock, plan_trees, tree_attention
 
 pytestmark = pytest.mark.usefixtures("native_backend")
 
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.usefixtures("native_backend")
 def assert_every_path_alone(case: Case, nodes: list[int]) -> None:
     out = case.run()
     for node in nodes:
-        assert torch.equal(case.run_alone(node)[0], out[node]), f"node {node} of {case.segment}"
+        assert torch.equal(case.run_alone(node)[0], out[node]), f"node {node} of {case.block}"
 
 
 @settings(max_examples=60)
 @given(case=cases())
 def test_any_node_of_any_tree_has_the_bits_of_its_path_alone(case: Case) -> None:
-    count = case.segment.length
+    count = case.block.length
     assert_every_path_alone(case, sorted({0, count // 3, count // 2, count - 1}))
 
 
@@ -55,16 +55,16 @@ def test_threads_do_not_change_bits(
 ) -> None:
     """Chunks of few rows are divided among threads, also those of rows with probes."""
     cases = [make_case(seed, start, parents, HEADS[0], dtype) for start, parents in shapes]
-    segments = [
-        TreeSegment(index, case.segment.start, case.segment.parents, case.segment.length)
+    blocks = [
+        QueryBlock(index, case.block.start, case.block.parents, case.block.length)
         for index, case in enumerate(cases)
     ]
-    q, plan = torch.cat([case.q for case in cases]), plan_trees(segments)
+    q, plan = torch.cat([case.q for case in cases]), plan_trees(blocks)
     results, threads = [], torch.get_num_threads()
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            outs = [torch.zeros(2, segment.start) for segment in segments]
+            outs = [torch.zeros(2, block.start) for block in blocks]
             probes = [Probe(index, 0, out, weights=True) for index, out in enumerate(outs)]
             out = tree_attention(
                 q, [case.key for case in cases], [case.value for case in cases], plan,
@@ -82,6 +82,6 @@ def test_blocks_of_one_sequence_in_one_plan_have_the_bits_of_separate_plans(
     dtype: torch.dtype,
 ) -> None:
     case = make_case(3, 200, (-1, *range(199)), dtype=dtype)
-    segments = [TreeSegment(0, 200, None, 56), TreeSegment(0, 256, None, 144)]
-    out = attend(segments, case.q, [case.key], [case.value], None)
+    blocks = [QueryBlock(0, 200, None, 56), QueryBlock(0, 256, None, 144)]
+    out = attend(blocks, case.q, [case.key], [case.value], None)
     assert torch.equal(out, case.run())

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from kernel_cases import Case, ProgramBackend, ProgramRows, cases, compiled
 from torch import Tensor
 
-from paceline.kernels import Norm, TreeSegment, plan_trees
+from paceline.kernels import Norm, QueryBlock, plan_trees
 from paceline.kernels._compile import levels_here
 from paceline.kernels.caches import row_width
 from paceline.kernels.dense import DenseBackend
@@ -56,7 +56,7 @@ def test_tiles_have_the_bits_of_emulated_ones(level: str, case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_row_operations_have_the_bits_of_plain_c(level: str, dtype: torch.dtype) -> None:
-    plan = plan_trees([TreeSegment(0, 5, (-1, 0, 0, 1), 4)])
+    plan = plan_trees([QueryBlock(0, 5, (-1, 0, 0, 1), 4)])
     generator = torch.Generator().manual_seed(0)
     x, delta, weight = (torch.randn(n, 96, generator=generator) for n in (4, 4, 1))
     gates = torch.randn(4, 192, generator=generator).mul_(30).to(dtype)

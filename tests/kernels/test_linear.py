@@ -14,17 +14,17 @@ from torch import Tensor
 
 from paceline.kernels import choose_numerics, cpu_kernels
 from paceline.kernels._compile import levels_here
-from paceline.kernels.blocks import Blocks, quantise
 from paceline.kernels.linear import (
     FORMATS,
     PackedMatrix,
     multiply,
-    multiply_blocks,
     multiply_floats,
     multiply_natively,
+    multiply_quantised,
     pack,
-    pack_blocks,
+    pack_quantised,
 )
+from paceline.kernels.quantised import QuantisedMatrix, quantise
 
 FLOATS, FASTEST = FORMATS[:2], levels_here()[0]
 
@@ -38,14 +38,16 @@ def random(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.flo
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def random_blocks(outs: int, ins: int, bits: int, minima: bool, half: bool, seed: int) -> Blocks:
+def random_blocks(
+    outs: int, ins: int, bits: int, minima: bool, half: bool, seed: int
+) -> QuantisedMatrix:
     """Every stored value occurs; scales are float16 numbers if ``half``."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 1 << bits, (outs, ins), generator=generator, dtype=torch.uint8)
     scale, minimum = random((2, outs, ins // 32), seed)
     if half:
         scale, minimum = scale.half().float(), minimum.half().float()
-    return Blocks(values, scale, minimum if minima else None, bits, 1 << (bits - 1))
+    return QuantisedMatrix(values, scale, minimum if minima else None, bits, 1 << (bits - 1))
 
 
 def at_level(level: str, x: Tensor, packed: PackedMatrix) -> Tensor:
@@ -75,7 +77,7 @@ def matrices(draw: st.DrawFn) -> PackedMatrix:
     if format in FLOATS:
         return pack(random((outs, draw(st.integers(1, 130))), seed), bias, format)
     ins, bits = 32 * draw(st.integers(1, 5)), 8 if format == "int8" else 4
-    return pack_blocks(
+    return pack_quantised(
         random_blocks(outs, ins, bits, draw(st.booleans()), draw(st.booleans()), seed), bias
     )
 
@@ -133,8 +135,8 @@ def test_torch_has_the_same_bits_in_quantised_formats(
     packed: PackedMatrix, rows: int, seed: int
 ) -> None:
     x, weight = random((rows, packed.ins), seed), packed.unpacked
-    if isinstance(weight, Blocks):
-        assert torch.equal(multiply_blocks(x, weight, packed.bias), in_plain_c(x, packed))
+    if isinstance(weight, QuantisedMatrix):
+        assert torch.equal(multiply_quantised(x, weight, packed.bias), in_plain_c(x, packed))
     else:
         found = multiply_floats(x, weight, packed.bias)
         torch.testing.assert_close(found, in_plain_c(x, packed), rtol=1e-4, atol=1e-4)
@@ -185,7 +187,7 @@ def test_floats_are_the_product(format: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize(("bits", "error"), [(8, 0.01), (4, 0.1)])
 def test_quantised_is_near_the_product(bits: int, error: float) -> None:
     weight, x = random((96, 256)), random((9, 256), 2)
-    found, exact = multiply(x, pack_blocks(quantise(weight, bits))), x @ weight.T
+    found, exact = multiply(x, pack_quantised(quantise(weight, bits))), x @ weight.T
     assert (found - exact).norm() < error * exact.norm()
 
 
@@ -193,8 +195,8 @@ def test_quantised_is_near_the_product(bits: int, error: float) -> None:
 @given(packed=matrices())
 def test_unpacking_gives_back_what_was_packed(packed: PackedMatrix) -> None:
     weight = packed.unpacked
-    if isinstance(weight, Blocks):
-        again = pack_blocks(weight, packed.bias)
+    if isinstance(weight, QuantisedMatrix):
+        again = pack_quantised(weight, packed.bias)
     else:
         again = pack(weight, packed.bias, packed.format)
     assert again.tensors().keys() == packed.tensors().keys()
@@ -204,7 +206,7 @@ def test_unpacking_gives_back_what_was_packed(packed: PackedMatrix) -> None:
 
 @pytest.mark.parametrize("half", [True, False])
 def test_scales_are_float16_where_that_is_exact(half: bool) -> None:
-    packed = pack_blocks(random_blocks(40, 64, 4, minima=True, half=half, seed=0))
+    packed = pack_quantised(random_blocks(40, 64, 4, minima=True, half=half, seed=0))
     assert packed.minima
     assert packed.scales_f16 == half
 
@@ -215,7 +217,7 @@ def test_extreme_activations_stay_in_their_row(level: str, format: str, value: f
     weight, x = random((20, 64)), random((8, 64), 1)
     packed = (
         pack(weight, format=format) if format in FLOATS
-        else pack_blocks(quantise(weight, 8 if format == "int8" else 4))
+        else pack_quantised(quantise(weight, 8 if format == "int8" else 4))
     )  # fmt: skip
     usual = at_level(level, x, packed)
     x[3, 40] = value
@@ -258,7 +260,7 @@ def test_single_rows_are_those_that_were_packed(level: str, format: str) -> None
         packed = pack(stored, format=format)
     else:
         blocks = random_blocks(50, 96, 8 if format == "int8" else 4, format == "int4", True, 1)
-        stored, packed = blocks.dequantise(), pack_blocks(blocks)
+        stored, packed = blocks.dequantise(), pack_quantised(blocks)
     assert packed.rows(torch.tensor([49, 0, 17])).equal(stored[[49, 0, 17]])
     out, matrix = torch.empty(50, 96), packed.matrix()
     for row in range(50):

@@ -7,7 +7,7 @@ import torch
 from kernel_cases import ProgramRows
 from torch import Tensor
 
-from paceline.kernels import Norm, TreeSegment, plan_trees
+from paceline.kernels import Norm, QueryBlock, plan_trees
 from paceline.kernels._native import library
 from paceline.kernels.rows import RowKernels, TorchRows
 
@@ -66,8 +66,8 @@ def test_gate(rows: RowKernels, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
 def test_turn(rows: RowKernels, dim: int, dtype: torch.dtype, normed: bool) -> None:
-    segments = [TreeSegment(1, 5, (-1, 0, 0, 1), 4), TreeSegment(0, 0, None, 3)]
-    plan = plan_trees(segments)
+    blocks = [QueryBlock(1, 5, (-1, 0, 0, 1), 4), QueryBlock(0, 0, None, 3)]
+    plan = plan_trees(blocks)
     heads = draw(plan.rows, (6 + 2 * 2) * dim, dtype=dtype)
     angles = torch.arange(40)[:, None] * torch.rand(dim // 2)
     table = torch.cat([angles.cos(), angles.sin()], -1)

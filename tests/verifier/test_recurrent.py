@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from verifier_support import CONTEXT, VOCAB, serving, text
 
 from paceline.decoder import Decoder, LocalCache, UnsupportedModelError
-from paceline.kernels import TreeSegment, plan_trees
+from paceline.kernels import QueryBlock, plan_trees
 from paceline.v1 import sampling_pb2
 
 pytestmark = pytest.mark.bits
@@ -172,8 +172,8 @@ def test_a_pass_that_is_not_committed_changes_nothing(hybrid: Path) -> None:
     for parents, final in (((-1, 0, 0, 2), False), ((-1, -1, 1), False), (None, True)):
         length = len(parents or range(9))
         cache.reserve(length)
-        segment = TreeSegment(0, 20, parents, length, final=final)
-        decoder.forward(prompt[:length], plan_trees([segment]), [cache], logit_rows=None)
+        block = QueryBlock(0, 20, parents, length, final=final)
+        decoder.forward(prompt[:length], plan_trees([block]), [cache], logit_rows=None)
         if final:
             found = append(decoder, cache, prompt[20:])
             assert torch.equal(found, expected[20:])
@@ -194,10 +194,10 @@ def test_slices_and_threads_do_not_change_bits(hybrid: Path) -> None:
         for cache in caches:
             cache.reserve(700)
         blocks = [
-            TreeSegment(1, 0, None, 256, final=True),
-            TreeSegment(1, 256, None, 256, final=True),
-            TreeSegment(0, 30, parents, 7),
-            TreeSegment(1, 512, None, 188, final=True),
+            QueryBlock(1, 0, None, 256, final=True),
+            QueryBlock(1, 256, None, 256, final=True),
+            QueryBlock(0, 30, parents, 7),
+            QueryBlock(1, 512, None, 188, final=True),
         ]
         rows = torch.cat([prompt[:512], prompt[:7], prompt[512:]])
         found = decoder.forward(rows, plan_trees(blocks), caches, logit_rows=None).logits
@@ -214,7 +214,7 @@ def append(decoder: Decoder, cache: LocalCache, tokens: torch.Tensor) -> torch.T
     """Logits of a chain that is committed."""
     count = len(tokens)
     cache.reserve(count)
-    plan = plan_trees([TreeSegment(0, len(cache), None, count)])
+    plan = plan_trees([QueryBlock(0, len(cache), None, count)])
     logits = decoder.forward(tokens, plan, [cache], logit_rows=None).logits
     cache.commit(range(count))
     return logits

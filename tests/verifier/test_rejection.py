@@ -17,8 +17,8 @@ from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import (
     History,
     Proposal,
+    QueryBlock,
     SamplingParams,
-    TreeSegment,
     filter_logits,
     plan_trees,
 )
@@ -78,7 +78,7 @@ def chances(model: Path, tokens: int, top_k: int) -> dict[tuple[int, ...], float
     def following(text: list[int]) -> dict[int, float]:
         cache = LocalCache(decoder.config)
         cache.reserve(len(text))
-        plan = plan_trees([TreeSegment(0, 0, None, len(text))])
+        plan = plan_trees([QueryBlock(0, 0, None, len(text))])
         logits = decoder.forward(torch.tensor(text), plan, [cache], logit_rows=None).logits[-1]
         odds = filter_logits(logits, params, History(text)).double().softmax(0)
         return {token: float(odds[token]) for token in odds.nonzero().flatten().tolist()}

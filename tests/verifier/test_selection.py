@@ -17,7 +17,7 @@ from verifier_support import serving, until
 from paceline.decoder import Decoder
 from paceline.drafter.kv import KvOptions
 from paceline.drafter.kv.remote import SparseView
-from paceline.kernels import SELECTION_CHUNK, PageBounds, TreeSegment, plan_trees
+from paceline.kernels import SELECTION_CHUNK, PageBounds, QueryBlock, plan_trees
 from paceline.kernels.caches import from_rows
 from paceline.kv.policies import load_policy
 from paceline.kv.selection import PAGE, ScoreObserver, TopScores
@@ -74,37 +74,37 @@ def test_scores_are_right_and_observers_change_nothing(
             for segment in both:
                 segment.reserve(512)
                 blocks = [
-                    TreeSegment(0, at, None, min(256, start - at)) for at in range(0, start, 256)
+                    QueryBlock(0, at, None, min(256, start - at)) for at in range(0, start, 256)
                 ]
                 decoder.forward(text, plan_trees(blocks), [segment], logit_rows=None)
         for grown in (0, 1):  # the second round with the first's anchor committed
-            segments = [
-                TreeSegment(index, start + grown, parents, len(parents or (0,)))
+            blocks = [
+                QueryBlock(index, start + grown, parents, len(parents or (0,)))
                 for index, (start, parents) in enumerate(zip(prefixes, trees, strict=True))
             ]
-            plan = plan_trees(segments)
+            plan = plan_trees(blocks)
             tokens = torch.randint(1, 60, (plan.rows,), generator=draws)
             batch, seen = BatchObserver(), Seen(plan.rows)
-            for index, (segment, observer) in enumerate(zip(segments, observers, strict=True)):
-                batch.add(observer, index, segment, plan.offsets[index])
+            for index, (block, observer) in enumerate(zip(blocks, observers, strict=True)):
+                batch.add(observer, index, block, plan.offsets[index])
             watched_side, plain_side = zip(*pairs, strict=True)
             observed = decoder.forward(
                 tokens, plan, watched_side, logit_rows=None, observer=batch
             ).logits
             batch.publish(config.q_heads)
             plain_logits = decoder.forward(
-                tokens, plan_trees(segments), plain_side, logit_rows=None, observer=seen
+                tokens, plan_trees(blocks), plain_side, logit_rows=None, observer=seen
             ).logits
             assert plain_logits.equal(observed)
-            for index, (segment, observer) in enumerate(zip(segments, observers, strict=True)):
+            for index, (block, observer) in enumerate(zip(blocks, observers, strict=True)):
                 watched, plain = pairs[index]
-                assert watched.kv[..., : segment.stop, :].equal(plain.kv[..., : segment.stop, :])
-                deepest = segment.depths.index(max(segment.depths))
+                assert watched.kv[..., : block.stop, :].equal(plain.kv[..., : block.stop, :])
+                deepest = block.depths.index(max(block.depths))
                 nodes = sorted({0, deepest})
                 if "all" in policy:
-                    nodes = [*range(segment.length)]
+                    nodes = [*range(block.length)]
                 elif policy == "last_token":
-                    nodes = [min(1 + grown, segment.length - 1)]
+                    nodes = [min(1 + grown, block.length - 1)]
                 observer.accepted(nodes[-1])
                 found = observer.scores
                 assert found is not None
@@ -131,21 +131,21 @@ def _scores(
     weights: Tensor,
 ) -> Tensor:
     """By the definitions, in float64."""
-    segment, window = plan.segments[index], config.windows[layer]
+    block, window = plan.blocks[index], config.windows[layer]
     heads = torch.stack([q[plan.offsets[index] + node] for node in nodes]).double()
     group = config.q_heads // config.kv_heads
-    keys = from_rows(cache.layer(layer)[0][:, : segment.stop]).double().repeat_interleave(group, 0)
+    keys = from_rows(cache.layer(layer)[0][:, : block.stop]).double().repeat_interleave(group, 0)
     scores = torch.einsum("rhd,hpd->rhp", heads, keys) * config.head_dim**-0.5
-    prefix = segment.start
+    prefix = block.start
     if policy == "quest":
         pages = keys[:, : prefix // PAGE * PAGE].unflatten(1, (-1, PAGE))
         low, high = pages.aminmax(dim=2)
         bound = torch.maximum(heads.unsqueeze(2) * low, heads.unsqueeze(2) * high).sum(-1)
         return bound.sum((0, 1))
     for row, node in enumerate(nodes):
-        ancestors = torch.from_numpy(segment.ancestors())[node]
+        ancestors = torch.from_numpy(block.ancestors())[node]
         scores[row, :, prefix:].masked_fill_(~ancestors, -torch.inf)
-        at = prefix + segment.depths[node]
+        at = prefix + block.depths[node]
         if window is not None:
             scores[row, :, : max(0, at - window + 1)] = -torch.inf
     if policy in ("verified", "verified_all"):

@@ -13,7 +13,7 @@ from verifier_support import LAYOUT, Client
 
 from paceline.decoder import Decoder, LocalCache
 from paceline.drafter.kv import KvNotShared
-from paceline.kernels import TreeSegment, plan_trees
+from paceline.kernels import QueryBlock, plan_trees
 from paceline.verifier.kv.base import TapLayout, Taps
 from paceline.verifier.kv.segment import Segment, SegmentMemory, TapPlanes
 
@@ -30,7 +30,7 @@ def outputs(
     cache.reserve(len(tokens))
     rows = []
     for position, token in enumerate(tokens):
-        plan = plan_trees([TreeSegment(0, position, None, 1)])
+        plan = plan_trees([QueryBlock(0, position, None, 1)])
         found = decoder.forward(torch.tensor([token]), plan, [cache], logit_rows=None, taps=layers)
         rows.append(torch.cat(found.taps, dim=1))
         cache.commit([0])

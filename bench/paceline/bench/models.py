@@ -10,7 +10,7 @@ import torch
 
 from paceline.cli.command import CommandError
 from paceline.decoder import open_model
-from paceline.kernels.blocks import Blocks
+from paceline.kernels.quantised import QuantisedMatrix
 
 _MATRIX = "model.layers.0.mlp.down_proj.weight"
 
@@ -37,7 +37,7 @@ class Models:
         target = args.target or args.models / "target"
         if "int8" in getattr(args, "weights", ()) and target.is_file():
             found = open_model(target).tensors(torch.bfloat16, "cpu")[_MATRIX]
-            if isinstance(found, Blocks) and found.bits < 8:
+            if isinstance(found, QuantisedMatrix) and found.bits < 8:
                 raise CommandError(
                     f"{target.name} has {found.bits}-bit weights, which --weights int8 keeps: use "
                     "int4, or a folder (`paceline fetch NAME --format folder`)"

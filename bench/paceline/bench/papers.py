@@ -47,9 +47,9 @@ from paceline.kernels import (
     Heads,
     LayerTable,
     Pass,
+    QueryBlock,
     Recorder,
     TreePlan,
-    TreeSegment,
     choose_numerics,
     cpu_kernels,
     plan_trees,
@@ -143,7 +143,7 @@ class PolicyKv(RecordedKv):
         end = text.prompt_length
         if self._policy.observer is not None and end > SELECTION_CHUNK:  # as in a prefill
             start = end - SELECTION_CHUNK
-            self._observe(TreeSegment(0, start, None, SELECTION_CHUNK), text.tokens[start:end])
+            self._observe(QueryBlock(0, start, None, SELECTION_CHUNK), text.tokens[start:end])
 
     def refresh(self, below: int, budget: int) -> int:
         length = min(self.committed, below)
@@ -166,22 +166,22 @@ class PolicyKv(RecordedKv):
             return
         start, parents = self.committed, (-1, *(parent + 1 for parent in tree.parents))
         tokens = [self._text.tokens[start], *tree.tokens]
-        self._observe(TreeSegment(0, start, parents, len(tokens)), tokens)
+        self._observe(QueryBlock(0, start, parents, len(tokens)), tokens)
         paths = [[], *(list(tree.path(node)) for node in range(len(tree.tokens)))]
         self._policy.observer.accepted(paths.index(list(accepted)))
 
-    def _observe(self, segment: TreeSegment, tokens: Sequence[int]) -> None:
+    def _observe(self, block: QueryBlock, tokens: Sequence[int]) -> None:
         observer = self._policy.observer
         assert observer is not None
-        start, count = segment.start, segment.length
+        start, count = block.start, block.length
         observers = BatchObserver()
-        observers.add(observer, 0, segment, 0)
+        observers.add(observer, 0, block, 0)
         cache = self._text.cache
         layers = map(cache.layer, range(self._target.config.layers))
         planes = [plane for both in layers for plane in both]
         # The rows overwrite the recording behind the prefix.
         kept = [plane[:, start : start + count].clone() for plane in planes]
-        plan, rows = plan_trees([segment]), torch.tensor([0])
+        plan, rows = plan_trees([block]), torch.tensor([0])
         self._target.forward(
             torch.tensor(tokens), plan, [cache], logit_rows=rows, observer=observers
         )
@@ -660,7 +660,7 @@ def _attend(bench: Bench, config: Any, rows: int) -> Samples:
         keys, values = (
             torch.randn(config.kv_heads, stop, config.head_dim).to(config.dtype) for _ in range(2)
         )
-        plan = plan_trees([TreeSegment(0, context, parents, rows)])
+        plan = plan_trees([QueryBlock(0, context, parents, rows)])
         mask = torch.zeros(rows, stop, dtype=torch.bool)
         mask[:, :context] = True
         for node, parent in enumerate(parents):

@@ -29,7 +29,7 @@ from paceline.bench.prompts import tokenizer
 from paceline.bench.record import Results, digest, make_console
 from paceline.bench.step.engines import CHUNK
 from paceline.decoder import Decoder, LocalCache
-from paceline.kernels import TreeSegment, plan_trees
+from paceline.kernels import QueryBlock, plan_trees
 
 WINDOW = 1024
 _PROSE = ("*.md", "docs/*.md")
@@ -71,7 +71,7 @@ def predictions(decoder: Decoder, window: Tensor) -> Tensor:
     for start in range(0, len(window), CHUNK):
         rows = min(CHUNK, len(window) - start)
         cache.reserve(rows)
-        plan = plan_trees([TreeSegment(0, start, None, rows)])
+        plan = plan_trees([QueryBlock(0, start, None, rows)])
         logits = decoder.forward(window[start : start + rows], plan, [cache], logit_rows=None)
         cache.commit(range(rows))
         found.append(logits.logits.float().log_softmax(dim=-1))

@@ -26,7 +26,7 @@ from paceline.decoder.sources import ModelFolder
 from paceline.decoder.weights import weight_files
 from paceline.drafter.methods.base import SECTION, LoadError
 from paceline.drafter.methods.checkpoint import TargetRef, check_target, read_fit
-from paceline.kernels.blocks import BLOCK
+from paceline.kernels.quantised import QUANT_BLOCK
 
 _COPIED = (".json", ".jinja", ".txt", ".model")
 _LAYER = "transformer_layer_config"
@@ -108,7 +108,7 @@ def _tensors(files: list[Any], hidden: int, factor: int) -> Iterator[tuple[str, 
         tensor: Tensor = file.get_tensor(name)
         part, blocks = _part(name), name.endswith(_SCALE)
         wide = _placed(
-            tensor, _axes(name, tensor.shape, hidden // BLOCK if blocks else hidden, factor)
+            tensor, _axes(name, tensor.shape, hidden // QUANT_BLOCK if blocks else hidden, factor)
         )
         is_norm = part.endswith("norm") and part not in _KEPT
         if (is_norm or part in divided) and name + _SCALE not in known:

@@ -82,16 +82,16 @@ def tree_attention(
 ) -> Tensor:
     """Attention of packed tree nodes over their own paths.
 
-    Row i of a segment attends to the segment's committed prefix and to its own ancestors and
+    Row i of a block attends to the block's committed prefix and to its own ancestors and
     itself; with a window, only to those at positions above ``position - window``.
 
     Args:
         q: Queries after RoPE, ``[M, Hq, D]`` of a float dtype.
         keys: Per sequence, cached keys ``[Hkv, capacity, D]`` (any strides with a dense last
             dimension; see :mod:`paceline.kernels.caches` for int8) or in pages of one pool,
-            filled up to ``segment.stop``.
+            filled up to ``block.stop``.
         values: Per sequence, cached values, like ``keys``.
-        plan: The packed segments.
+        plan: The packed blocks.
         scale: Factor on the scores, usually ``D ** -0.5``.
         cap: Soft cap of the scores, ``cap * tanh(score / cap)``; 0: none.
         window: Sliding window in tokens, or None.
@@ -135,17 +135,17 @@ def _check(
         )
     if len(keys) != len(values):
         raise ValueError(f"{len(keys)} key caches but {len(values)} value caches; give one each")
-    for segment in plan.segments:
-        if segment.sequence >= len(keys):
+    for block in plan.blocks:
+        if block.sequence >= len(keys):
             raise ValueError(
-                f"a segment names sequence {segment.sequence}, but {len(keys)} caches were given"
+                f"a query block names sequence {block.sequence}, but {len(keys)} caches were given"
             )
-        key = keys[segment.sequence]
+        key = keys[block.sequence]
         shape = key.shape
-        if head_width(key) != q.shape[2] or q.shape[1] % shape[0] or shape[1] < segment.stop:
+        if head_width(key) != q.shape[2] or q.shape[1] % shape[0] or shape[1] < block.stop:
             raise ValueError(
-                f"keys of sequence {segment.sequence} have shape {tuple(shape)}, expected "
-                f"[a divisor of {q.shape[1]}, at least {segment.stop}, {q.shape[2]}]"
+                f"keys of sequence {block.sequence} have shape {tuple(shape)}, expected "
+                f"[a divisor of {q.shape[1]}, at least {block.stop}, {q.shape[2]}]"
             )
 
 

@@ -22,7 +22,7 @@ from torch.nn.functional import silu, softplus
 from paceline.kernels._native import address
 from paceline.kernels.rows import Norm, normalised
 from paceline.kernels.structures import CDelta, CStates
-from paceline.kernels.trees import TreeSegment
+from paceline.kernels.trees import QueryBlock
 
 if TYPE_CHECKING:
     from paceline.kernels.program import Pass
@@ -247,15 +247,15 @@ class DeltaPass:
         Raises:
             ValueError: States that it needs are not kept, or a cache has none.
         """
-        segments = call.plan.segments
-        last = {segment.sequence: index for index, segment in enumerate(segments)}
+        blocks = call.plan.blocks
+        last = {block.sequence: index for index, block in enumerate(blocks)}
         self.committed = [
-            segment.length if last[segment.sequence] != index else _committed(segment)
-            for index, segment in enumerate(segments)
+            block.length if last[block.sequence] != index else _committed(block)
+            for index, block in enumerate(blocks)
         ]
         starts: dict[int, int] = {}
-        for segment in segments:
-            starts.setdefault(segment.sequence, segment.start)
+        for block in blocks:
+            starts.setdefault(block.sequence, block.start)
         self.steps: list[_Step | None] = []
         for index, cache in enumerate(call.caches):
             if index not in starts:
@@ -267,7 +267,7 @@ class DeltaPass:
                     f"cache {index} has no recurrent states, which this model needs; make it from "
                     "the model's configuration"
                 )
-            final = segments[last[index]]
+            final = blocks[last[index]]
             drafted = final.length - self.committed[last[index]]
             slots = states.begin(starts[index], drafted)
             self.steps.append(_Step(starts[index], final.stop, drafted, *slots))
@@ -305,16 +305,16 @@ class DeltaPass:
             float32 ``[M, Hv Dv]``.
         """
         out = torch.empty(len(x), delta.shape.value_heads * delta.shape.value_dim)
-        rows = zip(call.plan.segments, call.plan.offsets, self.committed, strict=False)
-        for segment, row, committed in rows:
-            step = self.steps[segment.sequence]
+        rows = zip(call.plan.blocks, call.plan.offsets, self.committed, strict=False)
+        for block, row, committed in rows:
+            step = self.steps[block.sequence]
             assert step is not None
-            part = slice(row, row + segment.length)
-            out[part] = _run_block(delta, layer, step, segment, committed, x[part].float())
+            part = slice(row, row + block.length)
+            out[part] = _run_block(delta, layer, step, block, committed, x[part].float())
         return out
 
 
-def _committed(last: TreeSegment) -> int:
+def _committed(last: QueryBlock) -> int:
     """Rows of a sequence's last block that are stored: all of a text, the root of a tree."""
     if last.final:
         return last.length
@@ -323,10 +323,10 @@ def _committed(last: TreeSegment) -> int:
 
 
 def _run_block(
-    delta: Delta, layer: int, step: _Step, segment: TreeSegment, committed: int, x: Tensor
+    delta: Delta, layer: int, step: _Step, block: QueryBlock, committed: int, x: Tensor
 ) -> Tensor:
     shape, taps = delta.shape, delta.shape.taps
-    begins = segment.start == step.start
+    begins = block.start == step.start
     source, replayed = (step.source, step.replayed) if begins else (step.target, 0)
     logged = x[:, : shape.logged]
     before = source.log[layer, :replayed]
@@ -335,14 +335,14 @@ def _run_block(
     )
     scalars = torch.cat([before[:, shape.channels :], logged[:, shape.channels :]])
     state, states, outs = source.state[layer], dict[int, Tensor](), []
-    for n in range(-replayed, segment.length):
+    for n in range(-replayed, block.length):
         path, at = [], n
         for _ in range(taps):
             path.append(taps - 1 + replayed + at)
-            at = segment.parents[at] if segment.parents is not None and at > 0 else at - 1
+            at = block.parents[at] if block.parents is not None and at > 0 else at - 1
         mixed = silu((channels[path[::-1]] * delta.convolution).sum(0))
         if n >= committed:
-            parent = n - 1 if segment.parents is None else segment.parents[n]
+            parent = n - 1 if block.parents is None else block.parents[n]
             found, read = _token(delta, states.get(parent, state), mixed, scalars[replayed + n])
             states[n] = found
         else:
@@ -352,7 +352,7 @@ def _run_block(
     end = replayed + committed
     step.target.state[layer] = state
     step.target.window[layer] = channels[end : end + taps - 1].clone()
-    step.target.log[layer, : segment.length - committed] = logged[committed:]
+    step.target.log[layer, : block.length - committed] = logged[committed:]
     gates = silu(x[:, shape.logged :].unflatten(1, (shape.value_heads, -1)))
     return (normalised(torch.stack(outs), delta.norm) * gates).flatten(1)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.caches import Plane, from_rows, span
-from paceline.kernels.trees import LevelSegment, TreePlan, TreeSegment, send
+from paceline.kernels.trees import LevelBlock, QueryBlock, TreePlan, send
 
 MAX_PROBES = 2
 """Rows of one block whose scores attention records on GPUs; those of further rows, and weights,
@@ -26,15 +26,15 @@ class Probe:
     """Request to record the scores of one row over the committed prefix.
 
     Attributes:
-        segment: Index of the segment in the plan.
-        node: Index of the row in the segment.
-        out: float32 ``[Hkv, n]`` with a dense last dimension and n at least the segment's start;
+        block: Index of the block in the plan.
+        node: Index of the row in the block.
+        out: float32 ``[Hkv, n]`` with a dense last dimension and n at least the block's start;
             for each prefix position, the sum over the query heads that share a kv head.
         weights: Whether to record softmax weights; else the scaled scores before the softmax,
             -inf for positions outside of a window.
     """
 
-    segment: int
+    block: int
     node: int
     out: Tensor
     weights: bool = False
@@ -91,7 +91,7 @@ class AttentionCall:
         q: Queries, ``[M, Hq, D]``.
         keys: Per sequence, ``[Hkv, capacity, D]`` or in pages.
         values: Like ``keys``.
-        plan: The packed segments.
+        plan: The packed blocks.
         scale: Factor on the scores.
         window: Sliding window in tokens, or None.
         out: The attention of every row, ``[M, Hq, D]``.
@@ -125,25 +125,25 @@ def record_scores(call: AttentionCall, probes: Sequence[Probe]) -> None:
     q, plan, lse = call.q, call.plan, call.lse
     index, key = -1, torch.empty(0)
     for probe in probes:
-        segment = plan.segments[probe.segment]
-        row = plan.offsets[probe.segment] + probe.node
-        if probe.segment != index:
-            index = probe.segment
-            key = from_rows(span(call.keys[segment.sequence], 0, segment.start)).float()
+        block = plan.blocks[probe.block]
+        row = plan.offsets[probe.block] + probe.node
+        if probe.block != index:
+            index = probe.block
+            key = from_rows(span(call.keys[block.sequence], 0, block.start)).float()
         heads = q[row].float().view(key.shape[0], -1, q.shape[2])
         scores = call.scores(heads, key)
         if call.window is not None:
-            first = segment.start + segment.depths[probe.node] - call.window + 1
+            first = block.start + block.depths[probe.node] - call.window + 1
             scores[..., : max(0, first)] = -torch.inf
         if probe.weights:
             if lse is None:
                 raise ValueError("weights cannot be recorded without the log-sum-exp of the scores")
             scores = (scores - lse[row].view(key.shape[0], -1, 1)).exp()
-        probe.out[:, : segment.start] = scores.sum(1)
+        probe.out[:, : block.start] = scores.sum(1)
 
 
 class DenseBackend:
-    """One masked softmax per segment, in fp32, on any device.
+    """One masked softmax per block, in fp32, on any device.
 
     Scores are materialised: memory grows with nodes times context. On the CPU it serves what the
     compiled programs (:class:`paceline.kernels.Executor`) do not run.
@@ -154,10 +154,10 @@ class DenseBackend:
     def attend(self, call: AttentionCall) -> None:
         """See :class:`AttentionBackend`."""
         plan = call.plan
-        for index, segment in enumerate(plan.segments):
+        for index, block in enumerate(plan.blocks):
             rows = slice(plan.offsets[index], plan.offsets[index + 1])
-            key = from_rows(span(call.keys[segment.sequence], 0, segment.stop)).float()
-            value = from_rows(span(call.values[segment.sequence], 0, segment.stop)).float()
+            key = from_rows(span(call.keys[block.sequence], 0, block.stop)).float()
+            value = from_rows(span(call.values[block.sequence], 0, block.stop)).float()
             nodes, heads, dim = call.q[rows].shape
             kv_heads = key.shape[0]
             packed = call.q[rows].float().view(nodes, kv_heads, -1, dim).permute(1, 2, 0, 3)
@@ -177,20 +177,20 @@ def _hidden(plan: TreePlan, index: int, window: int | None) -> Tensor:
     """Mask of hidden keys per node, bool ``[nodes, stop]``; computed once per plan."""
     key = (index, window)
     if key not in plan.torch.hidden:
-        segment = plan.segments[index]
-        found = send(~_seen(segment, window), plan.device)
+        block = plan.blocks[index]
+        found = send(~_seen(block, window), plan.device)
         if plan.ancestors is not None:
-            found[:, segment.start :] |= ~plan.ancestors[index]
+            found[:, block.start :] |= ~plan.ancestors[index]
         plan.torch.hidden[key] = found
     return plan.torch.hidden[key]
 
 
-def _seen(segment: TreeSegment, window: int | None) -> Tensor:
-    seen = torch.ones(segment.length, segment.stop, dtype=torch.bool)
-    if not isinstance(segment, LevelSegment):
-        seen[:, segment.start :] = torch.from_numpy(segment.ancestors())
+def _seen(block: QueryBlock, window: int | None) -> Tensor:
+    seen = torch.ones(block.length, block.stop, dtype=torch.bool)
+    if not isinstance(block, LevelBlock):
+        seen[:, block.start :] = torch.from_numpy(block.ancestors())
     if window is not None:
-        at = torch.tensor(segment.depths) + segment.start
-        new = at[: segment.stop - segment.start]
-        seen &= torch.cat([torch.arange(segment.start), new])[None, :] > at[:, None] - window
+        at = torch.tensor(block.depths) + block.start
+        new = at[: block.stop - block.start]
+        seen &= torch.cat([torch.arange(block.start), new])[None, :] > at[:, None] - window
     return seen

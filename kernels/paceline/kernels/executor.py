@@ -19,11 +19,10 @@ from paceline.kernels.dense import Probe
 from paceline.kernels.operations import OPERATIONS, run_one_by_one, whole_norms
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program
 from paceline.kernels.structures import (
-    GATHER,
+    ALL_GATHER,
     LANES,
     MAX_HEAD_DIM,
     QUERY_TILE_ROWS,
-    CBlock,
     CBuffer,
     CMatrix,
     COperation,
@@ -31,12 +30,13 @@ from paceline.kernels.structures import (
     CProbes,
     CProgram,
     CQueries,
+    CQueryBlock,
     CRun,
 )
 from paceline.kernels.trees import (
     MAX_TREE_NODES,
+    QueryBlock,
     TreePlan,
-    TreeSegment,
 )
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ _NODES = tuple(map(ctypes.addressof, (_ZEROS, _ZEROS, _RISING)))
 """Depths, paths and their starts of nodes that all are the first slot after the prefix."""
 
 
-class BlockTables:
+class NativeTables:
     """A plan's blocks, and their tiles, as C arrays; see ``native/attention.h``.
 
     Attributes:
-        block: Address of ``Block [blocks]``.
+        block: Address of ``QueryBlock [blocks]``.
         blocks: Number of blocks.
         tile: Address of the tiles, int64 ``[tiles, 3]``.
         tiles: Number of tiles.
@@ -65,16 +65,16 @@ class BlockTables:
 
     def __init__(self, plan: TreePlan, group: int) -> None:
         """Make the tables for ``group`` query heads per kv head."""
-        rows = (CBlock * len(plan.segments))()
+        rows = (CQueryBlock * len(plan.blocks))()
         tiles: list[int] = []
         max_nodes = max(1, QUERY_TILE_ROWS // group)
         self._kept: list[Any] = [rows]
-        for index, (segment, row) in enumerate(zip(plan.segments, plan.offsets, strict=False)):
-            block, length = rows[index], segment.length
-            block.sequence, block.start = segment.sequence, segment.start
-            block.length, block.row = length, row
-            if not segment.is_chain:
-                self._kept.append(_fill_tree(block, segment))
+        for index, (block, row) in enumerate(zip(plan.blocks, plan.offsets, strict=False)):
+            entry, length = rows[index], block.length
+            entry.sequence, entry.start = block.sequence, block.start
+            entry.length, entry.row = length, row
+            if not block.is_chain:
+                self._kept.append(_fill_tree(entry, block))
             count = -(-length // max_nodes)  # tiles of almost equal sizes
             bounds = [length * i // count for i in range(count + 1)]
             for node, stop in pairwise(bounds):
@@ -85,25 +85,25 @@ class BlockTables:
         self.block, self.tile = ctypes.addressof(rows), ctypes.addressof(table)
 
     @classmethod
-    def of(cls, plan: TreePlan, group: int) -> BlockTables:
+    def of(cls, plan: TreePlan, group: int) -> NativeTables:
         """The tables, made once for each plan."""
         if group not in plan.native:
             plan.native[group] = cls(plan, group)
         return plan.native[group]
 
 
-def _fill_tree(block: CBlock, segment: TreeSegment) -> ctypes.Array[ctypes.c_int32]:
-    """Set the depths and root-first paths of a tree in ``block``; returns their memory."""
-    assert segment.parents is not None
+def _fill_tree(entry: CQueryBlock, block: QueryBlock) -> ctypes.Array[ctypes.c_int32]:
+    """Set the depths and root-first paths of a tree in ``entry``; returns their memory."""
+    assert block.parents is not None
     paths: list[list[int]] = []
-    for node, parent in enumerate(segment.parents):
+    for node, parent in enumerate(block.parents):
         paths.append([*paths[parent], node] if parent >= 0 else [node])
     starts = [0, *accumulate(map(len, paths))]
-    numbers = [*segment.depths, *starts, *chain.from_iterable(paths)]
+    numbers = [*block.depths, *starts, *chain.from_iterable(paths)]
     table = (ctypes.c_int32 * len(numbers))(*numbers)
-    block.depths = ctypes.addressof(table)
-    block.path_starts = block.depths + 4 * len(paths)
-    block.paths = block.path_starts + 4 * len(starts)
+    entry.depths = ctypes.addressof(table)
+    entry.path_starts = entry.depths + 4 * len(paths)
+    entry.paths = entry.path_starts + 4 * len(starts)
     return table
 
 
@@ -124,7 +124,7 @@ def supported(program: Program) -> bool:
                 each % LANES or each > MAX_HEAD_DIM for each in (shape.key_dim, shape.value_dim)
             ):
                 return False
-    gathered = {op.source for op in program.operations if op.kind == Kind.GATHER}
+    gathered = {op.source for op in program.operations if op.kind == Kind.ALL_GATHER}
     any_width |= gathered - {op.out for op in program.operations if op.kind == Kind.GATE}
     widths = [b.width for index, b in enumerate(program.buffers) if index not in any_width]
     return (
@@ -146,8 +146,8 @@ class NativeProgram:
     def __init__(self, library: ctypes.CDLL, program: Program) -> None:
         """Translate a program that is :func:`supported`."""
         self._heads, self._layers, self._dtype = program.heads, program.layers, program.dtype
-        self._ranks, self._gather_rows = program.ranks, program.gather
-        self._gather_error: BaseException | None = None
+        self._ranks, self._all_gather_rows = program.ranks, program.all_gather
+        self._all_gather_error: BaseException | None = None
         self.numerics = program.numerics
         self._kept: list[Any] = [program]
         self.width = program.buffers[program.operations[0].out].width
@@ -178,7 +178,7 @@ class NativeProgram:
             tiles_bf16=program.numerics == "amx",
             scale=program.heads.factor,
             cap=program.heads.cap,
-            gather=GATHER() if program.gather is None else GATHER(self._gather),
+            all_gather=ALL_GATHER() if program.all_gather is None else ALL_GATHER(self._all_gather),
         )
         self._kept += [operations, buffers]
         self.address = ctypes.addressof(self._program)
@@ -190,8 +190,8 @@ class NativeProgram:
         plan = call.plan
         states = DeltaPass(call) if self._recurrent else None
         tables = self._check_caches([cache.table for cache in call.caches], self._layers)
-        self._check_segments(plan, tables)
-        blocks = BlockTables.of(plan, self._heads.q_heads // self._heads.kv_heads)
+        self._check_blocks(plan, tables)
+        blocks = NativeTables.of(plan, self._heads.q_heads // self._heads.kv_heads)
         caches = _addresses(tables)
         tokens = None if call.tokens is None else call.tokens.contiguous()
         inputs = None if call.inputs is None else call.inputs.contiguous()
@@ -246,8 +246,8 @@ class NativeProgram:
         run.memory = memory.data_ptr()
         failed = self._library.paceline_run_program(self.address, at)
         if failed == _NOT_GATHERED:
-            assert self._gather_error is not None
-            raise self._gather_error
+            assert self._all_gather_error is not None
+            raise self._all_gather_error
         if failed == _OUT_OF_MEMORY:
             raise MemoryError(f"no memory for the scores of {plan.rows} rows: send smaller batches")
         if failed:
@@ -259,14 +259,14 @@ class NativeProgram:
             states.finish()
         return PassResult(logits, taps, queries)
 
-    def _gather(self, rows: int, width: int, source: int, out: int) -> int:
-        """Run GATHER for the compiled code, on one of its threads; an error waits for its end."""
+    def _all_gather(self, rows: int, width: int, source: int, out: int) -> int:
+        """Run ALL_GATHER for the compiled code on one of its threads. Errors wait for the end."""
         try:
-            assert self._gather_rows is not None
-            found = self._gather_rows(_floats(source, rows, width))
+            assert self._all_gather_rows is not None
+            found = self._all_gather_rows(_floats(source, rows, width))
             _floats(out, rows, found.shape[1]).copy_(found)
         except BaseException as error:
-            self._gather_error = error
+            self._all_gather_error = error
             return 1
         return 0
 
@@ -322,12 +322,12 @@ class NativeProgram:
                     f"a context has {context.length} slots, expected 1 to {table.capacity}"
                 )
         caches, plan = _addresses(tables), call.plan
-        blocks = (CBlock * len(plan.segments))(
+        blocks = (CQueryBlock * len(plan.blocks))(
             *(
-                CBlock(
-                    segment.sequence, call.contexts[segment.sequence].length - 1, 1, row, *_NODES
+                CQueryBlock(
+                    block.sequence, call.contexts[block.sequence].length - 1, 1, row, *_NODES
                 )
-                for segment, row in zip(plan.segments, plan.offsets, strict=False)
+                for block, row in zip(plan.blocks, plan.offsets, strict=False)
             )
         )
         run.contexts, run.context_block = ctypes.addressof(caches), ctypes.addressof(blocks)
@@ -351,11 +351,11 @@ class NativeProgram:
         return found
 
     @staticmethod
-    def _check_segments(plan: TreePlan, tables: Sequence[LayerTable]) -> None:
-        for segment in plan.segments:
-            if segment.sequence >= len(tables) or segment.stop > tables[segment.sequence].capacity:
+    def _check_blocks(plan: TreePlan, tables: Sequence[LayerTable]) -> None:
+        for block in plan.blocks:
+            if block.sequence >= len(tables) or block.stop > tables[block.sequence].capacity:
                 raise ValueError(
-                    f"a segment ends at slot {segment.stop} of sequence {segment.sequence}, but "
+                    f"a query block ends at slot {block.stop} of sequence {block.sequence}, but "
                     f"there are caches of {[table.capacity for table in tables]} slots"
                 )
 
@@ -375,7 +375,7 @@ class NativeProgram:
         for layer, each in probes.items():
             rows = (CProbe * len(each))()
             for row, probe in zip(rows, each, strict=True):
-                row.block, row.node, row.weights = probe.segment, probe.node, probe.weights
+                row.block, row.node, row.weights = probe.block, probe.node, probe.weights
                 row.stride, row.out = probe.out.stride(0), address(probe.out, "a probe's output")
             table[layer] = CProbes(len(rows), ctypes.addressof(rows))
             kept.append(rows)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from paceline.kernels._native import address, library
-from paceline.kernels.blocks import BLOCK, Blocks
+from paceline.kernels.quantised import QUANT_BLOCK, QuantisedMatrix
 from paceline.kernels.structures import CMatrix
 
 ALIGNMENT = 64
@@ -102,11 +102,11 @@ def multiply_floats(
     return out if len(out) == rows else out[:rows]
 
 
-def multiply_blocks(x: Tensor, blocks: Blocks, bias: Tensor | None) -> Tensor:
+def multiply_quantised(x: Tensor, blocks: QuantisedMatrix, bias: Tensor | None) -> Tensor:
     """The same for quantised weights, see ``native/linear.h``."""
-    rows, outs, count = len(x), blocks.shape[0], x.shape[1] // BLOCK
-    a, a_scale = _quantise_activations(x.view(rows, count, BLOCK))
-    values = (blocks.values.float() - blocks.offset).view(outs, count, BLOCK)
+    rows, outs, count = len(x), blocks.shape[0], x.shape[1] // QUANT_BLOCK
+    a, a_scale = _quantise_activations(x.view(rows, count, QUANT_BLOCK))
+    values = (blocks.values.float() - blocks.offset).view(outs, count, QUANT_BLOCK)
     # Sums of a block are whole numbers below 2^24: exact in float32, in any order.
     sums = torch.bmm(a.transpose(0, 1), values.permute(1, 2, 0))
     a_sums = a_scale * a.sum(2)
@@ -185,23 +185,23 @@ class PackedMatrix:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @cached_property
-    def unpacked(self) -> Tensor | Blocks:
+    def unpacked(self) -> Tensor | QuantisedMatrix:
         """The weights in their usual order: float32 ``[outs, ins]``, or blocks."""
         return self._unpack(slice(None))
 
     def rows(self, indices: Tensor) -> Tensor:
         """The weights of some outputs, int64 ``[n]``: float32 ``[n, ins]``."""
         found = self._unpack(indices)
-        return found.dequantise() if isinstance(found, Blocks) else found
+        return found.dequantise() if isinstance(found, QuantisedMatrix) else found
 
-    def _unpack(self, which: Tensor | slice) -> Tensor | Blocks:
+    def _unpack(self, which: Tensor | slice) -> Tensor | QuantisedMatrix:
         if self.format in _TYPES:
             panels = self.values.view(torch.int32).view(-(-self.outs // _PADDED) * 2, -1, PANEL)
             words = _outputs(panels, which, self.outs)
             return words.view(_TYPES[self.format])[:, : self.ins].float()
         bits, half = 8 if self.format == "int8" else 4, self.scales_f16
         lines, factor = bits, 2 if half else 4
-        pieces = self.values.view(-(-self.outs // _PADDED), self.ins // BLOCK, -1)
+        pieces = self.values.view(-(-self.outs // _PADDED), self.ins // QUANT_BLOCK, -1)
         size = _PADDED * lines * 4
         stored = pieces[:, :, :size].contiguous().view(torch.int32)
         stored = stored.view(len(pieces), -1, 2, lines, PANEL).permute(0, 2, 1, 3, 4).flatten(2, 3)
@@ -215,7 +215,7 @@ class PackedMatrix:
             for part in pieces[:, :, size:].split(_PADDED * factor, 2)
         ]
         scale, minimum = factors[0].float(), factors[1].float() if self.minima else None
-        return Blocks(words.view(torch.uint8), scale, minimum, bits, self.offset)
+        return QuantisedMatrix(words.view(torch.uint8), scale, minimum, bits, self.offset)
 
     def matrix(self, numerics: str = "portable") -> CMatrix:
         """The argument of the C kernels, for products in some numerics; valid as long as this
@@ -248,7 +248,7 @@ def pack(weight: Tensor, bias: Tensor | None = None, format: str = "bfloat16") -
         raise ValueError(f"format is {format!r}, expected float32 or bfloat16")
     outs, ins = weight.shape
     # A bfloat16 line holds pairs of inputs, which move as one number of 4 bytes.
-    words = _padded(weight.to(_TYPES[format]), BLOCK).view(torch.int32)
+    words = _padded(weight.to(_TYPES[format]), QUANT_BLOCK).view(torch.int32)
     count = words.shape[1]
     packed = allocate(words.nbytes)
     panels = packed.view(torch.int32).view(-1, count, PANEL)
@@ -256,14 +256,14 @@ def pack(weight: Tensor, bias: Tensor | None = None, format: str = "bfloat16") -
     return PackedMatrix(format, outs, ins, packed, _bias(bias))
 
 
-def pack_blocks(blocks: Blocks, bias: Tensor | None = None) -> PackedMatrix:
+def pack_quantised(blocks: QuantisedMatrix, bias: Tensor | None = None) -> PackedMatrix:
     """Pack a quantised matrix; ``bias`` is ``[outs]`` of any floating type, or None.
 
     Scales and minima are stored as float16 if that changes none of them, else as float32.
     """
     outs, ins = blocks.shape
-    count = ins // BLOCK
-    words = _padded(blocks.values, BLOCK).view(torch.int32)
+    count = ins // QUANT_BLOCK
+    words = _padded(blocks.values, QUANT_BLOCK).view(torch.int32)
     if blocks.bits == 4:
         words = words[:, 0::2] | words[:, 1::2] << 4
     factors = [t for t in (blocks.scale, blocks.minimum) if t is not None]
@@ -321,8 +321,8 @@ def multiply(x: Tensor, packed: PackedMatrix, bias: Tensor | None = None) -> Ten
             matrix.bias = address(bias, "bias")
         return multiply_natively(native, x, matrix)
     weight = packed.unpacked
-    if isinstance(weight, Blocks):
-        return multiply_blocks(x, weight, bias)
+    if isinstance(weight, QuantisedMatrix):
+        return multiply_quantised(x, weight, bias)
     return multiply_floats(x, weight, bias)
 
 

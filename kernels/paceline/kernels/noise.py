@@ -29,7 +29,7 @@ from paceline.kernels._native import library
 
 _ROUNDS = 10
 _LOW = 0xFFFFFFFF
-_BLOCK = 8192  # ids per pass: the working arrays fit the L2 cache
+_CHUNK = 8192  # ids per pass: the working arrays fit the L2 cache
 
 _U64 = NDArray[np.uint64]
 
@@ -85,8 +85,8 @@ def _gumbel(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.floa
     native = library()
     out = np.empty(ids.size, dtype=np.float32)
     if native is None:
-        for begin in range(0, ids.size, _BLOCK):
-            block = slice(begin, begin + _BLOCK)
+        for begin in range(0, ids.size, _CHUNK):
+            block = slice(begin, begin + _CHUNK)
             out[block] = _slow_gumbel(_slow_mantissas(seed, position, ids[block]))
         return out
     native.paceline_gumbel(seed, position, ids.ctypes.data, ids.size, out.ctypes.data)

@@ -16,7 +16,7 @@ from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program,
 from paceline.kernels.rotated import IntSums
 from paceline.kernels.rows import clamped_gate, convolve_blocks, gelu_gate, row_kernels
 from paceline.kernels.structures import Code
-from paceline.kernels.trees import ContextSegment, plan_trees, send
+from paceline.kernels.trees import ContextBlock, plan_trees, send
 
 Rows = Tensor | IntSums
 """Rows of a buffer. Products of integers keep their scales apart, for the kernel that reads
@@ -122,7 +122,7 @@ def _delta(run: OneByOne, op: Operation) -> Tensor:
     return run.states.run(op.rule, op.layer, run.call, x).to(run.program.dtype)
 
 
-def _open(run: OneByOne, op: Operation) -> None:
+def _sigmoid_gate(run: OneByOne, op: Operation) -> None:
     x = run.scaled(op.source)
     gates = run.scaled(op.delta)[:, -x.shape[1] :].float().sigmoid()
     run.buffers[op.source] = (x.float() * gates).to(x.dtype)
@@ -135,16 +135,16 @@ def _add(run: OneByOne, op: Operation) -> None:
 
 def _convolve(run: OneByOne, op: Operation) -> Tensor:
     assert isinstance(op.table, Tensor)
-    length = run.call.plan.segments[0].length
+    length = run.call.plan.blocks[0].length
     source, weights = (
         run.scaled(each).unflatten(0, (-1, length)) for each in (op.source, op.delta)
     )
     return convolve_blocks(source, op.table, weights, op.layer).flatten(0, 1)
 
 
-def _gather(run: OneByOne, op: Operation) -> Tensor:
-    assert run.program.gather is not None
-    return run.program.gather(run.scaled(op.source))
+def _all_gather(run: OneByOne, op: Operation) -> Tensor:
+    assert run.program.all_gather is not None
+    return run.program.all_gather(run.scaled(op.source))
 
 
 def _cap(run: OneByOne, op: Operation) -> Tensor:
@@ -252,10 +252,10 @@ def _attend_context(run: OneByOne, op: Operation) -> Tensor:
     plan = call.plan.contexts
     if plan is None:  # for all layers
         blocks = [
-            ContextSegment(
+            ContextBlock(
                 block.sequence, call.contexts[block.sequence].length - 1, None, block.length
             )
-            for block in call.plan.segments
+            for block in call.plan.blocks
         ]
         plan = call.plan.contexts = plan_trees(blocks, device=call.plan.device)
     attended = tree_attention(
@@ -292,8 +292,8 @@ OPERATIONS: Mapping[Kind, Implementation] = {
     Kind.SPREAD: Implementation(_spread, Code.SPREAD),
     Kind.COMBINE: Implementation(_combine, Code.COMBINE),
     Kind.CONVOLVE: Implementation(_convolve, None),
-    Kind.GATHER: Implementation(_gather, Code.GATHER),
+    Kind.ALL_GATHER: Implementation(_all_gather, Code.ALL_GATHER),
     Kind.DELTA: Implementation(_delta, Code.DELTA),
-    Kind.OPEN: Implementation(_open, Code.OPEN),
+    Kind.SIGMOID_GATE: Implementation(_sigmoid_gate, Code.SIGMOID_GATE),
 }
 """All kinds of operations."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.kernels.rotated import IntSums
 
 MAX_EXPERTS = 1024
-Gather = Callable[[Tensor], Tensor]
+AllGather = Callable[[Tensor], Tensor]
 """Columns of all ranks of a tensor-parallel model: ``[rows, width]`` of each to ``[rows, ranks *
 width]`` in all, by rank. Every rank calls it at the same operations, with as many rows."""
 
@@ -95,9 +95,9 @@ class Kind(Enum):
     SPREAD = auto()
     COMBINE = auto()
     CONVOLVE = auto()
-    GATHER = auto()
+    ALL_GATHER = auto()
     DELTA = auto()
-    OPEN = auto()
+    SIGMOID_GATE = auto()
 
 
 class Extent(IntEnum):
@@ -269,7 +269,7 @@ class Program:
         top: Experts of a row, which are its slots; 0 without experts.
         ranks: Processes that share the model. A cache may have the heads of all, those of this
             rank first.
-        gather: Runs GATHER; None: there is none.
+        all_gather: Runs ALL_GATHER; None: there is none.
         numerics: How compiled kernels multiply bfloat16 weights and caches: "portable" or "amx",
             see :func:`paceline.kernels.choose_numerics`.
     """
@@ -282,7 +282,7 @@ class Program:
     dtype: torch.dtype
     top: int = 0
     ranks: int = 1
-    gather: Gather | None = None
+    all_gather: AllGather | None = None
     numerics: str = "portable"
 
     @property
@@ -302,7 +302,7 @@ class Recorder:
         heads: Heads,
         dtype: torch.dtype,
         ranks: int = 1,
-        gather: Gather | None = None,
+        all_gather: AllGather | None = None,
         numerics: str = "portable",
     ) -> None:
         """Begin a program of a model with these heads and this type.
@@ -311,12 +311,12 @@ class Recorder:
             heads: Heads of this rank.
             dtype: The model's type.
             ranks: Processes that share the model.
-            gather: Gathers the columns of several ranks.
+            all_gather: Gathers the columns of several ranks.
             numerics: As in :class:`Program`.
         """
         self._heads = heads
         self._dtype = dtype
-        self._ranks, self._gather, self._numerics = ranks, gather, numerics
+        self._ranks, self._all_gather, self._numerics = ranks, all_gather, numerics
         self._operations: list[Operation] = []
         self._buffers = [Buffer(0, Extent.SELECTED)]
         self._layers = 0
@@ -374,9 +374,9 @@ class Recorder:
         width = rule.shape.value_heads * rule.shape.value_dim
         return self._add(Kind.DELTA, width, Extent.SLICE, source=x, rule=rule, layer=layer)
 
-    def open(self, x: int, gates: int) -> None:
+    def sigmoid_gate(self, x: int, gates: int) -> None:
         """``x *= sigmoid`` of the last columns of ``gates``."""
-        self._operations.append(Operation(Kind.OPEN, source=x, delta=gates))
+        self._operations.append(Operation(Kind.SIGMOID_GATE, source=x, delta=gates))
 
     def gate(self, gate_up: int, *, gelu: bool = False, limit: float = 0.0) -> int:
         """``silu(gate) * up``, or ``gelu(gate) * up`` with the form that uses tanh, or the form of
@@ -411,12 +411,12 @@ class Recorder:
             table=base, layer=which,
         )  # fmt: skip
 
-    def gather(self, x: int) -> int:
+    def all_gather(self, x: int) -> int:
         """The columns of all ranks; those of a single rank are all."""
         if self._ranks == 1:
             return x
         buffer = self._buffers[x]
-        return self._add(Kind.GATHER, self._ranks * buffer.width, buffer.extent, source=x)
+        return self._add(Kind.ALL_GATHER, self._ranks * buffer.width, buffer.extent, source=x)
 
     def add(self, x: int, delta: int, factor: float = 1.0) -> None:
         """``x += delta * factor``."""
@@ -430,7 +430,7 @@ class Recorder:
         """``x`` as the output of a layer, where a run wants it."""
         self._operations.append(Operation(Kind.TAP, source=x, layer=layer))
 
-    def keep(self, x: int) -> int:
+    def keep_all(self, x: int) -> int:
         """``x``, of which rows will be selected: its buffer holds those of all slices."""
         self._buffers[x] = replace(self._buffers[x], extent=Extent.ALL)
         return x
@@ -453,7 +453,7 @@ class Recorder:
             dtype=self._dtype,
             top=self._top,
             ranks=self._ranks,
-            gather=self._gather,
+            all_gather=self._all_gather,
             numerics=self._numerics,
         )
 

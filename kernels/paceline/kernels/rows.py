@@ -138,10 +138,10 @@ class TorchRows:
             plan.torch.factors[table.data_ptr()] = factors
         q, k = _rotated(q, factors), _rotated(k, factors)
         k, v = k.transpose(0, 1), v.transpose(0, 1)
-        for segment, row in zip(plan.segments, plan.offsets, strict=False):
-            start, count = segment.start, segment.length
-            write(keys[segment.sequence], start, k.narrow(1, row, count))
-            write(values[segment.sequence], start, v.narrow(1, row, count))
+        for block, row in zip(plan.blocks, plan.offsets, strict=False):
+            start, count = block.start, block.length
+            write(keys[block.sequence], start, k.narrow(1, row, count))
+            write(values[block.sequence], start, v.narrow(1, row, count))
         return q
 
 

@@ -50,9 +50,9 @@ class Code(IntEnum):
     ROUTE = 12
     SPREAD = 13
     COMBINE = 14
-    GATHER = 15
+    ALL_GATHER = 15
     DELTA = 16
-    OPEN = 17
+    SIGMOID_GATE = 17
 
 
 def _numbers(*names: str) -> list[tuple[str, Any]]:
@@ -76,8 +76,8 @@ class CPlane(ctypes.Structure):
     _fields_ = [*_pointers("data"), *_numbers("head_stride", "slot_stride")]
 
 
-class CBlock(ctypes.Structure):
-    """``Block`` of ``native/attention.h``."""
+class CQueryBlock(ctypes.Structure):
+    """``QueryBlock`` of ``native/attention.h``."""
 
     _fields_ = [
         *_numbers("sequence", "start", "length", "row"),
@@ -140,10 +140,10 @@ class CBuffer(ctypes.Structure):
     _fields_ = _numbers("width", "extent")
 
 
-GATHER = ctypes.CFUNCTYPE(
+ALL_GATHER = ctypes.CFUNCTYPE(
     ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
 )
-"""``gather(rows, width, in, out) -> 0, or 1 if it failed``, of a :class:`CProgram`."""
+"""``all_gather(rows, width, in, out) -> 0, or 1 if it failed``, of a :class:`CProgram`."""
 
 
 class CProgram(ctypes.Structure):
@@ -153,7 +153,7 @@ class CProgram(ctypes.Structure):
         *(*_numbers("operations", "selecting"), *_pointers("operation")),
         *(*_numbers("buffers"), *_pointers("buffer")),
         *_numbers("vocabulary", "q_heads", "kv_heads", "dim", "top", "tiles_bf16"),
-        *(*_floats("scale", "cap"), ("gather", GATHER)),
+        *(*_floats("scale", "cap"), ("all_gather", ALL_GATHER)),
     ]
 
 
@@ -243,7 +243,7 @@ class DraftText(ctypes.Structure):
 
 STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "Cache": CPlane,
-    "Block": CBlock,
+    "QueryBlock": CQueryBlock,
     "Probe": CProbe,
     "Probes": CProbes,
     "Matrix": CMatrix,
@@ -262,7 +262,7 @@ STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
 LIMITS: Mapping[str, int] = {
     "WIDTH": LANES,
     "MAX_DIM": MAX_HEAD_DIM,
-    "MAX_BLOCK": MAX_TREE_NODES,
+    "MAX_TREE_NODES": MAX_TREE_NODES,
     "MAX_NODES": MAX_DRAFTED_NODES,
     "MAX_TAPS": MAX_TAPS,
     "QUERY_TILE_ROWS": QUERY_TILE_ROWS,

@@ -1,9 +1,9 @@
 """Query blocks of an attention call.
 
-A *segment* is the query block of one sequence: a chain or a tree of new tokens after a committed
-prefix. Its keys and values are already in the sequence's cache, node i at slot ``start + i``; its
-absolute position is ``start + depth(i)``. A *plan* holds the segments of one forward pass and
-everything about them that does not depend on the layer, computed once.
+A *query block*, or *block*, is a chain or a tree of new tokens of one sequence after a committed
+prefix. Their keys and values are already in the sequence's cache: those of node i are at slot
+``start + i``, and its absolute position is ``start + depth(i)``. A *plan* holds the blocks of one
+forward pass and everything about them that does not depend on the layer, computed once.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from paceline.kernels._triton.plan import PlanTables
-    from paceline.kernels.executor import BlockTables
+    from paceline.kernels.executor import NativeTables
 
 MAX_TREE_NODES = 256
-"""Maximum number of nodes one segment may have."""
+"""Maximum number of nodes that a query block may have."""
 
 CHUNK = 256
 """Keys per attention chunk. Chunks begin at absolute multiples of this in every batch."""
 
 
 @dataclass(frozen=True)
-class TreeSegment:
+class QueryBlock:
     """One query block: ``length`` new tokens of one sequence.
 
     Attributes:
@@ -51,18 +51,20 @@ class TreeSegment:
     def __post_init__(self) -> None:
         if not 1 <= self.length <= MAX_TREE_NODES:
             raise ValueError(
-                f"a segment has {self.length} nodes, expected 1 to {MAX_TREE_NODES}; "
-                "split a longer chain into several segments"
+                f"a query block has {self.length} nodes, expected 1 to {MAX_TREE_NODES}; "
+                "split a longer chain into several blocks"
             )
         if self.start < 0 or self.sequence < 0:
             raise ValueError(
-                f"segment start {self.start} and sequence {self.sequence} must not be negative"
+                f"start {self.start} and sequence {self.sequence} of a query block must not be "
+                "negative"
             )
         if self.parents is None:
             return
         if len(self.parents) != self.length:
             raise ValueError(
-                f"segment has {self.length} nodes but {len(self.parents)} parents; give one each"
+                f"a query block has {self.length} nodes but {len(self.parents)} parents; "
+                "give one each"
             )
         for node, parent in enumerate(self.parents):
             if not -1 <= parent < node:
@@ -88,7 +90,7 @@ class TreeSegment:
 
     @property
     def stop(self) -> int:
-        """One past the last cache slot the segment fills."""
+        """One past the last cache slot the block fills."""
         return self.start + self.length
 
     @cached_property
@@ -112,7 +114,7 @@ class TreeSegment:
 
 
 @dataclass(frozen=True)
-class ContextSegment(TreeSegment):
+class ContextBlock(QueryBlock):
     """Rows that all attend to the same keys: those of a prefix and of the slot after it."""
 
     @property
@@ -137,7 +139,7 @@ class ContextSegment(TreeSegment):
 
 
 @dataclass(frozen=True)
-class LevelSegment(TreeSegment):
+class LevelBlock(QueryBlock):
     """Levels of a tree one after the other, whose parents only the device knows.
 
     The plan's ``ancestors`` are the paths of its nodes.
@@ -182,12 +184,12 @@ class TreePlan:
     """All query blocks of one forward pass, packed row after row.
 
     Attributes:
-        segments: The blocks; rows ``offsets[j] .. offsets[j + 1]`` of the packed query are block j.
-        offsets: Row where each block starts, one longer than ``segments``.
+        blocks: The blocks; rows ``offsets[j] .. offsets[j + 1]`` of the packed query are block j.
+        offsets: Row where each block starts, one longer than ``blocks``.
         positions: Absolute position of every row, int64 ``[M]``, on the plan's device.
         longest: The largest of them.
         device: Device of the queries and caches.
-        ancestors: Of a plan of :class:`LevelSegment` alone, which are equally long: paths of all
+        ancestors: Of a plan of :class:`LevelBlock` alone, which are equally long: paths of all
             nodes to themselves, bool ``[S, length, length]``, on the device; else None.
         contexts: Blocks of the same rows that attend to contexts; see
             :meth:`paceline.kernels.Executor.run`. Made at their first use.
@@ -197,7 +199,7 @@ class TreePlan:
         triton: Tables of the Triton kernels; None: none so far.
     """
 
-    segments: tuple[TreeSegment, ...]
+    blocks: tuple[QueryBlock, ...]
     offsets: tuple[int, ...]
     positions: Tensor
     longest: int
@@ -205,7 +207,7 @@ class TreePlan:
     ancestors: Tensor | None = None
     contexts: TreePlan | None = field(default=None, repr=False)
     checked: set[tuple[object, ...]] = field(default_factory=set, repr=False)
-    native: dict[int, BlockTables] = field(default_factory=dict, repr=False)
+    native: dict[int, NativeTables] = field(default_factory=dict, repr=False)
     torch: TorchTables = field(default_factory=TorchTables, repr=False)
     triton: PlanTables | None = field(default=None, repr=False)
 
@@ -223,7 +225,7 @@ def send(numbers: Tensor, device: torch.device | str) -> Tensor:
 
 
 def plan_trees(
-    segments: Sequence[TreeSegment],
+    blocks: Sequence[QueryBlock],
     *,
     positions: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
@@ -232,7 +234,7 @@ def plan_trees(
     """Plan one packed forward pass.
 
     Args:
-        segments: Query blocks, at least one. Several blocks may belong to one sequence (chunks of
+        blocks: Query blocks, at least one. Several blocks may belong to one sequence (chunks of
             a prefill); their keys and values must all be in the cache before attention runs.
         positions: Absolute position of every row, for caches whose slots are not positions; None:
             slots are positions.
@@ -243,22 +245,22 @@ def plan_trees(
         The plan, for all layers of one pass.
 
     Raises:
-        ValueError: There is no segment, or another number of positions than rows.
+        ValueError: There is no block, or another number of positions than rows.
     """
-    if not segments:
-        raise ValueError("a plan needs at least one segment, got none")
+    if not blocks:
+        raise ValueError("a plan needs at least one query block, got none")
     offsets = [0]
-    for segment in segments:
-        offsets.append(offsets[-1] + segment.length)
+    for block in blocks:
+        offsets.append(offsets[-1] + block.length)
     if positions is None:
-        positions = [segment.start + depth for segment in segments for depth in segment.depths]
+        positions = [block.start + depth for block in blocks for depth in block.depths]
     elif len(positions) != offsets[-1]:
         raise ValueError(
             f"{len(positions)} positions for {offsets[-1]} rows, expected one for each"
         )
     where = torch.device(device)
     return TreePlan(
-        segments=tuple(segments),
+        blocks=tuple(blocks),
         offsets=tuple(offsets),
         positions=send(torch.tensor(positions, dtype=torch.int64), where),
         longest=max(positions),

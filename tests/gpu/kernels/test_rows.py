@@ -63,7 +63,7 @@ def turned(rows: RowKernels, heads: Tensor, case: Case, dim: int) -> list[Tensor
     case.plan.torch.factors.clear()
     queries = rows.rotate(heads, (norm, norm), table, case.plan, case.keys, case.values)
     return [queries] + [
-        span(planes[segment.sequence], segment.start, segment.stop).clone()
+        span(planes[block.sequence], block.start, block.stop).clone()
         for planes in (case.keys, case.values)
-        for segment in case.plan.segments
+        for block in case.plan.blocks
     ]

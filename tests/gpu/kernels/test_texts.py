@@ -14,8 +14,8 @@ from paceline.decoder import Decoder, GraphRunner
 from paceline.kernels import (
     Probe,
     ProbedBlock,
+    QueryBlock,
     SamplingParams,
-    TreeSegment,
     choose_tokens,
     plan_trees,
 )
@@ -36,18 +36,18 @@ class Text:
 
     def run(self, start: int, tokens: list[int], parents: tuple[int, ...] | None) -> list[int]:
         """Token behind each node of a block at ``start``."""
-        segment = TreeSegment(0, start, parents, len(tokens))
+        block = QueryBlock(0, start, parents, len(tokens))
         logits = None
         if self._graphs is not None:
-            found = self._graphs.forward(tokens, [segment], [0])
+            found = self._graphs.forward(tokens, [block], [0])
             logits = None if found is None else found.logits
         if logits is None:
             device = self._decoder.device
-            plan = plan_trees([segment], device=device)
+            plan = plan_trees([block], device=device)
             logits = self._decoder.forward(
                 torch.tensor(tokens, device=device), plan, [self._pages], logit_rows=None
             ).logits
-        positions = [start + depth + 1 for depth in segment.depths]
+        positions = [start + depth + 1 for depth in block.depths]
         return choose_tokens(logits, [self._sampling] * len(tokens), positions).tolist()
 
     def prefill(self, prompt: list[int]) -> None:
@@ -87,17 +87,17 @@ class Text:
 
 def test_weights_in_8_bits_run_in_graphs(device: torch.device) -> None:
     config = replace(SMALL, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, weights="bfloat16")
-    tokens, segment, found = list(range(64)), TreeSegment(0, 0, None, 64), []
+    tokens, block, found = list(range(64)), QueryBlock(0, 0, None, 64), []
     for weights, graphs in (("bfloat16", False), ("int8", False), ("int8", True)):
         pages = Pages(config, device, 2048)
         decoder = Decoder(
             replace(config, weights=weights), RandomWeights(config, device, 0), device
         )
         if graphs:
-            result = GraphRunner(decoder, pages).forward(tokens, [segment], [0])
+            result = GraphRunner(decoder, pages).forward(tokens, [block], [0])
             assert result is not None
         else:
-            plan = plan_trees([segment], device=device)
+            plan = plan_trees([block], device=device)
             result = decoder.forward(
                 torch.tensor(tokens, device=device), plan, [pages], logit_rows=None
             )
@@ -179,14 +179,14 @@ def test_graphs_record_the_scores_of_a_plain_pass(
     prefix = 700
     pages = Pages(SMALL, device, 1024)
     pages.pool.normal_()
-    segment = TreeSegment(0, prefix, (-1, 0, 0), 3)
+    block = QueryBlock(0, prefix, (-1, 0, 0), 3)
     layers = tuple(layer for layer, window in enumerate(SMALL.windows) if window is None)
     shape = (len(layers), len(nodes), SMALL.kv_heads, prefix)
     captured, plain = (torch.full(shape, torch.nan, device=device) for _ in range(2))
     probed = [ProbedBlock(0, nodes, captured, weights)]
-    GraphRunner(decoder, pages).forward([1, 2, 3], [segment], [0], (), layers, probed)
+    GraphRunner(decoder, pages).forward([1, 2, 3], [block], [0], (), layers, probed)
     tokens = torch.tensor([1, 2, 3], device=device)
-    plan = plan_trees([segment], device=device)
+    plan = plan_trees([block], device=device)
     recorder = Recorder(dict(zip(layers, plain, strict=True)), nodes, weights=weights)
     decoder.forward(tokens, plan, [pages], logit_rows=None, observer=recorder)
     torch.testing.assert_close(captured, plain, atol=1e-2, rtol=0)

@@ -30,12 +30,12 @@ from triton.runtime.jit import KernelInterface
 
 from paceline.kernels import (
     AttentionCall,
-    LevelSegment,
+    LevelBlock,
     Norm,
     PagedPlane,
     Probe,
+    QueryBlock,
     SamplingParams,
-    TreeSegment,
     plan_trees,
 )
 from paceline.kernels._triton import backend, tiles
@@ -155,9 +155,9 @@ def compile_attention(
     """With probes, weights are recorded too; with a window, sinks. The device knows the paths of a
     tree."""
     start, nodes = 1000, 8
-    block = TreeSegment(0, start, None, nodes)
+    block = QueryBlock(0, start, None, nodes)
     if tree:
-        block = LevelSegment(0, start, None, nodes, levels=(4, 4))
+        block = LevelBlock(0, start, None, nodes, levels=(4, 4))
     paths = empty(1, nodes, nodes, dtype=torch.bool) if tree else None
     plan = plan_trees([block], device=META, ancestors=paths)
     q, out = empty(nodes, KV_HEADS * group, dim), empty(nodes, KV_HEADS * group, dim, dtype=kv)
@@ -175,7 +175,7 @@ def compile_attention(
 
 def compile_rows(kv: torch.dtype, dim: int, page: int, *, norms: bool) -> None:
     """The steps between products, for a model of a type."""
-    rows, plan = TritonRows(), plan_trees([TreeSegment(0, 0, None, 8)], device=META)
+    rows, plan = TritonRows(), plan_trees([QueryBlock(0, 0, None, 8)], device=META)
     rows.add_norm(
         empty(8, 4096), empty(8, 4096, dtype=kv) if norms else None, Norm(empty(4096), 1e-5), kv
     )

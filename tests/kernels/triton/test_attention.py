@@ -17,12 +17,12 @@ from triton_cases import MILLION, check, draw_caches, in_far_pages, in_pages, ru
 from paceline.kernels import (
     Context,
     Heads,
-    LevelSegment,
+    LevelBlock,
     PagedPlane,
     Pass,
     Probe,
+    QueryBlock,
     Recorder,
-    TreeSegment,
     attention,
     plan_trees,
 )
@@ -53,18 +53,18 @@ def test_any_batch_of_trees_agrees_with_the_reference(
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    segments = [
-        TreeSegment(index, start, parents, len(parents or (0,) * 3))
+    blocks = [
+        QueryBlock(index, start, parents, len(parents or (0,) * 3))
         for index, (start, parents) in enumerate(shapes)
     ]
-    q, keys, values = draw_caches(segments, heads, dtype)
+    q, keys, values = draw_caches(blocks, heads, dtype)
     key_planes: Sequence[Plane] = keys
     value_planes: Sequence[Plane] = values
     if page_size:
         key_planes, value_planes = in_pages(keys, values, page_size)
-    found = run(segments, q, key_planes, value_planes, window)
+    found = run(blocks, q, key_planes, value_planes, window)
     expected = reference_attention(
-        q, keys, values, plan_trees(segments), scale=q.shape[2] ** -0.5, window=window
+        q, keys, values, plan_trees(blocks), scale=q.shape[2] ** -0.5, window=window
     )
     check(found, expected, dtype)
 
@@ -72,10 +72,10 @@ def test_any_batch_of_trees_agrees_with_the_reference(
 def test_the_largest_tree_over_many_chunks() -> None:
     torch.manual_seed(0)
     parents = tuple(max(-1, (node - 1) // 2) for node in range(256))
-    segments = [TreeSegment(0, 600, parents, 256), TreeSegment(1, 3, None, 1)]
-    q, keys, values = draw_caches(segments, (1, 1, 64), torch.float16)
-    expected = reference_attention(q, keys, values, plan_trees(segments), scale=0.125)
-    check(run(segments, q, keys, values, None), expected, torch.float16)
+    blocks = [QueryBlock(0, 600, parents, 256), QueryBlock(1, 3, None, 1)]
+    q, keys, values = draw_caches(blocks, (1, 1, 64), torch.float16)
+    expected = reference_attention(q, keys, values, plan_trees(blocks), scale=0.125)
+    check(run(blocks, q, keys, values, None), expected, torch.float16)
 
 
 def test_paths_that_only_the_device_knows_are_those_of_the_same_trees() -> None:
@@ -87,16 +87,13 @@ def test_paths_that_only_the_device_knows_are_those_of_the_same_trees() -> None:
     starts = (0, 63, 130)
     known = plan_trees(
         [
-            TreeSegment(index, *each, 8)
+            QueryBlock(index, *each, 8)
             for index, each in enumerate(zip(starts, parents, strict=True))
         ]
     )
-    paths = torch.stack([torch.from_numpy(each.ancestors()) for each in known.segments])
+    paths = torch.stack([torch.from_numpy(each.ancestors()) for each in known.blocks])
     there = plan_trees(
-        [
-            LevelSegment(index, start, None, 8, levels=(2, 3, 3))
-            for index, start in enumerate(starts)
-        ],
+        [LevelBlock(index, start, None, 8, levels=(2, 3, 3)) for index, start in enumerate(starts)],
         ancestors=paths,
     )
     assert torch.equal(there.positions, known.positions)
@@ -109,20 +106,20 @@ def test_paths_that_only_the_device_knows_are_those_of_the_same_trees() -> None:
 
 def test_sinks_are_scores_without_values() -> None:
     torch.manual_seed(0)
-    segments = [TreeSegment(0, 600, (-1, 0, 0), 3), TreeSegment(1, 0, None, 2)]
-    q, keys, values = draw_caches(segments, (6, 2, 64), torch.float16)
+    blocks = [QueryBlock(0, 600, (-1, 0, 0), 3), QueryBlock(1, 0, None, 2)]
+    q, keys, values = draw_caches(blocks, (6, 2, 64), torch.float16)
     sinks = torch.tensor([-50.0, 0.0, 1.0, 3.0, 8.0, 60.0])
-    found = run(segments, q, keys, values, None, sinks=sinks)
-    attended, lse = reference_attention(q, keys, values, plan_trees(segments), scale=0.125)
+    found = run(blocks, q, keys, values, None, sinks=sinks)
+    attended, lse = reference_attention(q, keys, values, plan_trees(blocks), scale=0.125)
     expected = attended * (lse - sinks).sigmoid()[..., None], lse.logaddexp(sinks.double())
     check(found, expected, torch.float16)
 
 
 def test_a_call_repeated_gives_the_same_bits() -> None:
     torch.manual_seed(0)
-    segments = [TreeSegment(0, 700, (-1, 0, 0), 3)]
-    q, keys, values = draw_caches(segments, (8, 2, 64), torch.float16)
-    first, second = (run(segments, q, keys, values, None) for _ in range(2))
+    blocks = [QueryBlock(0, 700, (-1, 0, 0), 3)]
+    q, keys, values = draw_caches(blocks, (8, 2, 64), torch.float16)
+    first, second = (run(blocks, q, keys, values, None) for _ in range(2))
     assert first[0].equal(second[0])
     assert first[1].equal(second[1])
 
@@ -135,11 +132,11 @@ def test_sparse_attention_is_attention_to_the_listed_slots() -> None:
     tables = chosen.int()[None]
     planes = [PagedPlane(each, tables, 0, 93) for each in pool]
     q = torch.randn(3, 6, 64).half()
-    segments = [TreeSegment(0, 90, (-1, 0, 0), 3)]
+    blocks = [QueryBlock(0, 90, (-1, 0, 0), 3)]
     keys, values = ([plane.gather(torch.arange(93))] for plane in planes)
     assert keys[0].equal(pool[0][chosen, :, 0].transpose(0, 1))
-    expected = reference_attention(q, keys, values, plan_trees(segments), scale=0.125)
-    check(run(segments, q, planes[:1], planes[1:], None), expected, torch.float16)
+    expected = reference_attention(q, keys, values, plan_trees(blocks), scale=0.125)
+    check(run(blocks, q, planes[:1], planes[1:], None), expected, torch.float16)
 
 
 @pytest.mark.parametrize("heads", [(6, 2, 64), (4, 1, 64), (40, 1, 64)])
@@ -151,17 +148,17 @@ def test_noted_are_the_scores_and_the_result_has_the_same_bits(
     of a row, and heads that no tile holds, by separate products."""
     torch.manual_seed(0)
     dtype = torch.float32 if heads[0] == 40 else torch.float16
-    segments = [
-        TreeSegment(0, 400, (-1, 0, 0), 3), TreeSegment(1, 70, None, 1), TreeSegment(2, 65, None, 9)
+    blocks = [
+        QueryBlock(0, 400, (-1, 0, 0), 3), QueryBlock(1, 70, None, 1), QueryBlock(2, 65, None, 9)
     ]  # fmt: skip
-    q, keys, values = draw_caches(segments, heads, dtype)
+    q, keys, values = draw_caches(blocks, heads, dtype)
     asked = [(0, 0, False), (0, 2, False), (0, 1, False), (1, 0, False), (1, 0, True)]
     asked += [(1, 0, True), *((2, node, True) for node in range(0, 9, 2))]
 
     def make() -> list[Probe]:
         # What nothing is written to, as of the third block, is no number.
         rooms = [
-            torch.full((heads[1], segments[block].start + 3), torch.nan) for block, _, _ in asked
+            torch.full((heads[1], blocks[block].start + 3), torch.nan) for block, _, _ in asked
         ]
         return [
             Probe(block, node, room, weights)
@@ -169,11 +166,11 @@ def test_noted_are_the_scores_and_the_result_has_the_same_bits(
         ]
 
     found, expected = make(), make()
-    probed = run(segments, q, keys, values, window, found)
-    plain = run(segments, q, keys, values, window)
+    probed = run(blocks, q, keys, values, window, found)
+    plain = run(blocks, q, keys, values, window)
     assert probed[0].equal(plain[0])
     assert probed[1].equal(plain[1])
-    plan = plan_trees(segments)
+    plan = plan_trees(blocks)
     call = AttentionCall(q, keys, values, plan, 0.125, window, *plain)
     record_scores(call, expected)
     for ours, theirs in zip(found, expected, strict=True):
@@ -184,13 +181,13 @@ def test_far_pages_and_positions_change_no_bit() -> None:
     """Of results, recorded scores and weights, with a window over two pages."""
     torch.manual_seed(0)
     start, kept, found = 300, [], []
-    q, keys, values = draw_caches([TreeSegment(0, start, (-1, 0, 0), 3)], (2, 1, 64), torch.float16)
+    q, keys, values = draw_caches([QueryBlock(0, start, (-1, 0, 0), 3)], (2, 1, 64), torch.float16)
     for before in (MILLION // 8, MILLION):  # chunks of the same length begin at both
         planes = in_far_pages(keys, values, before, 1 << 31 if before == MILLION else 0)
         outs = [torch.empty(1, before + start) for _ in range(3)]
         probes = [Probe(0, node, out, weights=node == 1) for node, out in enumerate(outs)]
-        segments = [TreeSegment(0, before + start, (-1, 0, 0), 3)]
-        found.append(run(segments, q, *planes, 150, probes))
+        blocks = [QueryBlock(0, before + start, (-1, 0, 0), 3)]
+        found.append(run(blocks, q, *planes, 150, probes))
         kept.append(torch.stack(outs)[..., before:])
     assert found[0][0].equal(found[1][0])
     assert found[0][1].equal(found[1][1])
@@ -203,9 +200,9 @@ def test_caches_of_several_pools_are_refused() -> None:
         PagedPlane(torch.zeros(2, 1, 16, 64), torch.zeros(1, 2, dtype=torch.int32), 0, 32)
         for _ in range(2)
     ]
-    segments = [TreeSegment(index, 3, None, 1) for index in range(2)]
+    blocks = [QueryBlock(index, 3, None, 1) for index in range(2)]
     with pytest.raises(ValueError, match="in one pool"):
-        run(segments, torch.zeros(2, 1, 64), planes, planes, None)
+        run(blocks, torch.zeros(2, 1, 64), planes, planes, None)
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -229,7 +226,7 @@ def test_blocks_of_all_lengths_over_a_context_share_a_kernel(
     caches = [FilledCache(seed) for seed in range(2)]
     contexts = [Context(caches[0], 70), Context(caches[1], 33)]
     for length in (1, 3, 4, 7, 13, 33, 64):
-        plan = plan_trees([TreeSegment(i, 0, None, n) for i, n in enumerate((length, 3))])
+        plan = plan_trees([QueryBlock(i, 0, None, n) for i, n in enumerate((length, 3))])
         inputs, table = torch.randn(length + 3, 64), torch.ones(64, 16)
         call = Pass(None, plan, caches, table, taps=[0], contexts=contexts, inputs=inputs)
         found = []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kernel_cases import Case, make_case, trees
 from triton_cases import in_pages, run
 
-from paceline.kernels import Probe, TreeSegment, plan_trees
+from paceline.kernels import Probe, QueryBlock, plan_trees
 from paceline.kernels._triton import tiles
 from paceline.kernels._triton.jit.attention import CHUNK_BITS
 from paceline.kernels._triton.plan import PassTables, Staging, TableShape
@@ -26,16 +26,16 @@ HALF = [torch.float16, torch.bfloat16]
 
 def alone(case: Case, node: int, sinks: torch.Tensor | None = None) -> list[torch.Tensor]:
     """Attention and log-sum-exp of a node, decoded as the only row behind its own path."""
-    slots = [*range(case.segment.start), *(case.segment.start + n for n in case.path(node))]
+    slots = [*range(case.block.start), *(case.block.start + n for n in case.path(node))]
     keys, values = [case.key[:, slots]], [case.value[:, slots]]
-    segment, q = TreeSegment(0, len(slots) - 1, None, 1), case.q[node : node + 1]
-    return [each[0] for each in run([segment], q, keys, values, case.window, sinks=sinks)]
+    block, q = QueryBlock(0, len(slots) - 1, None, 1), case.q[node : node + 1]
+    return [each[0] for each in run([block], q, keys, values, case.window, sinks=sinks)]
 
 
 def assert_bits(case: Case, found: Sequence[torch.Tensor], nodes: Sequence[int]) -> None:
     for node in nodes:
         for ours, plain in zip(found, alone(case, node), strict=True):
-            assert torch.equal(ours[node], plain), f"node {node} of {case.segment}"
+            assert torch.equal(ours[node], plain), f"node {node} of {case.block}"
 
 
 def some_nodes(count: int) -> list[int]:
@@ -64,7 +64,7 @@ def test_any_node_of_any_tree(
     torch.manual_seed(seed)
     case = make_case(seed, start, parents, heads, dtype, window)
     planes = in_pages([case.key], [case.value], page) if page else ([case.key], [case.value])
-    found = run([case.segment], case.q, *planes, window)
+    found = run([case.block], case.q, *planes, window)
     assert_bits(case, found, some_nodes(len(parents)))
 
 
@@ -74,10 +74,10 @@ def test_rows_beside_others_in_chains_and_in_parts(dtype: torch.dtype, window: i
     case = make_case(1, 230, (-1, *range(39)), (2, 1, 16), dtype, window)
     other = make_case(2, 70, (-1, 0, 0, 2), (2, 1, 16), dtype, window)
     keys, values = [case.key, other.key], [case.value, other.value]
-    found = run([case.segment], case.q, keys, values, window)
-    cut = [TreeSegment(0, *each) for each in ((230, None, 7), (237, None, 20), (257, None, 13))]
+    found = run([case.block], case.q, keys, values, window)
+    cut = [QueryBlock(0, *each) for each in ((230, None, 7), (237, None, 20), (257, None, 13))]
     again = run(cut, case.q, keys, values, window)
-    beside = [TreeSegment(1, 70, other.segment.parents, 4), TreeSegment(0, 250, None, 20)]
+    beside = [QueryBlock(1, 70, other.block.parents, 4), QueryBlock(0, 250, None, 20)]
     q = torch.cat([other.q, case.q[20:]])
     for one, two, three in zip(
         found, again, run(beside, q, keys, values, window), strict=True
@@ -91,7 +91,7 @@ def test_sinks_and_recorded_scores_change_no_bit() -> None:
     case = make_case(3, 300, (-1, 0, 0, 1, 2, 4), (4, 2, 16), torch.float16)
     sinks = torch.linspace(-2, 8, 4)
     probes = [Probe(0, node, torch.empty(2, 300), node == 5) for node in (1, 4, 5)]
-    found = run([case.segment], case.q, [case.key], [case.value], None, probes, sinks=sinks)
+    found = run([case.block], case.q, [case.key], [case.value], None, probes, sinks=sinks)
     for node in (1, 4, 5):
         for ours, plain in zip(found, alone(case, node, sinks=sinks), strict=True):
             assert torch.equal(ours[node], plain)
@@ -101,16 +101,16 @@ def test_a_launch_in_parts_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     """Of work whose partial results take too much memory at once."""
     half = torch.float16
     cases = [make_case(n, 260, (-1, 0, 0, *range(1, 10)), (4, 2, 16), half) for n in range(2)]
-    segments = [TreeSegment(n, 260, case.segment.parents, 12) for n, case in enumerate(cases)]
-    segments.append(TreeSegment(1, 240, None, 20))
+    blocks = [QueryBlock(n, 260, case.block.parents, 12) for n, case in enumerate(cases)]
+    blocks.append(QueryBlock(1, 240, None, 20))
     q = torch.cat([*(case.q for case in cases), torch.randn(20, 4, 16).to(half)])
     planes = [case.key for case in cases], [case.value for case in cases]
-    whole = run(segments, q, *planes, None)
+    whole = run(blocks, q, *planes, None)
     monkeypatch.setattr(tiles, "PART_BYTES", 70 * tiles.part_row_bytes(2, 16))
-    plan = plan_trees(segments)
+    plan = plan_trees(blocks)
     work = plan_work(plan, Tiling.of(2, cases[0].key, None), tiles.part_row_bytes(2, 16))
     assert len(work.spans) >= 3
-    for one, two in zip(whole, run(segments, q, *planes, None), strict=True):
+    for one, two in zip(whole, run(blocks, q, *planes, None), strict=True):
         assert torch.equal(one, two)
 
 
@@ -126,7 +126,7 @@ def test_borders_of_chunks_are_fixed_positions() -> None:
 
 @settings(max_examples=60)
 @given(
-    blocks=st.lists(
+    shapes=st.lists(
         st.tuples(st.integers(0, 30_000), st.none() | trees(120), st.integers(1, 200)),
         min_size=1, max_size=4,
     ),
@@ -134,40 +134,40 @@ def test_borders_of_chunks_are_fixed_positions() -> None:
     window=st.sampled_from([None, 1, 300, 5000]),
 )  # fmt: skip
 def test_work_covers_what_rows_see_once(
-    blocks: list[tuple[int, tuple[int, ...] | None, int]], group: int, window: int | None
+    shapes: list[tuple[int, tuple[int, ...] | None, int]], group: int, window: int | None
 ) -> None:
     """And fits the tables of a graph of as many rows."""
-    segments = [
-        TreeSegment(n, start, parents, len(parents) if parents else length)
-        for n, (start, parents, length) in enumerate(blocks)
+    blocks = [
+        QueryBlock(n, start, parents, len(parents) if parents else length)
+        for n, (start, parents, length) in enumerate(shapes)
     ]
-    plan = plan_trees(segments)
+    plan = plan_trees(blocks)
     tiling = Tiling.of(group, torch.empty(1, 1, 16, dtype=torch.float16), window)
     work = plan_work(plan, tiling, 100)
-    room = Room.for_rows(plan.rows, len(segments), tiling, 31_000, 100)
+    room = Room.for_rows(plan.rows, len(blocks), tiling, 31_000, 100)
     assert room.holds(work)
     chunks: dict[int, list[int]] = {}
     for item in work.items.tolist():
         chunks.setdefault(item >> CHUNK_BITS.value, []).append(item & (1 << CHUNK_BITS.value) - 1)
     for row in range(plan.rows):
-        block = next(n for n, first in enumerate(plan.offsets[1:]) if row < first)
-        segment, first = segments[block], plan.offsets[block]
+        index = next(n for n, first in enumerate(plan.offsets[1:]) if row < first)
+        block, first = blocks[index], plan.offsets[index]
         node = row - first
         place = work.places[row, 1]
         assert work.places[first + place, 0] == node
-        position = segment.start + segment.depths[node]
+        position = block.start + block.depths[node]
         seen = []
         for base in sorted(set(work.places[row, 2:].tolist())):
             tile = base + (place * group - work.tiles[base, 1]) // tiling.used
             own = work.tiles[tile]
-            assert own[0] == block
+            assert own[0] == index
             assert own[1] <= place * group < own[1] + own[2]
             found = chunks.get(tile, [])
             assert found == list(range(own[4], own[4] + own[5]))
             seen += found
             if own[9] > position and own[10] >= 0:
-                path = work.steps[own[10] :][: segment.depths[node] + 1]
-                assert path.tolist() == [n for n in range(node + 1) if segment.paths[node] >> n & 1]
+                path = work.steps[own[10] :][: block.depths[node] + 1]
+                assert path.tolist() == [n for n in range(node + 1) if block.paths[node] >> n & 1]
         oldest = chunk_of(max(0, position - (window or position + 1) + 1))
         assert len(seen) == len(set(seen))
         assert set(range(oldest, chunk_of(position) + 1)) <= set(seen)
@@ -178,5 +178,5 @@ def test_more_work_than_a_graph_has_room_for_is_refused(monkeypatch: pytest.Monk
     tiling = Tiling.of(1, torch.empty(1, 16, 16), None)
     shape = TableShape.of(4, 4, [tiling], 4000, torch.empty(1, 16, 16))
     tables = PassTables(Staging(shape.tables, torch.device("cpu")), 0, shape)
-    assert tables.fill(plan_trees([TreeSegment(0, 1000, None, 4)]), [0])
-    assert not tables.fill(plan_trees([TreeSegment(0, 3000, None, 4)]), [0])
+    assert tables.fill(plan_trees([QueryBlock(0, 1000, None, 4)]), [0])
+    assert not tables.fill(plan_trees([QueryBlock(0, 3000, None, 4)]), [0])

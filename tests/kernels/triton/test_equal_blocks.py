@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.kernels import LevelSegment, TreeSegment, plan_trees
-from paceline.kernels.trees import ContextSegment
+from paceline.kernels import LevelBlock, QueryBlock, plan_trees
+from paceline.kernels.trees import ContextBlock
 
 STARTS = (0, 1, 63, 255, 256, 700, 4096, 5000, 12288, 20_000)
 
@@ -22,26 +22,26 @@ def test_blocks_of_one_shape(
 
     count = sum(levels)
     tiling = Tiling.of(4, torch.empty(2, 1, 64, dtype=dtype), window)
-    segments: list[TreeSegment] = [
-        LevelSegment(index, start, None, count, levels=levels)
+    blocks: list[QueryBlock] = [
+        LevelBlock(index, start, None, count, levels=levels)
         if kind == "level"
-        else ContextSegment(index, start, None, count)
+        else ContextBlock(index, start, None, count)
         for index, start in enumerate(STARTS)
     ]
-    found, right = (each(segments, tiling, 1 << 30) for each in (_equal_work, _any_work))
+    found, right = (each(blocks, tiling, 1 << 30) for each in (_equal_work, _any_work))
     assert found is not None
     assert found.part_rows == right.part_rows
     for mine, other in zip(found.arrays, right.arrays, strict=True):
         assert mine.dtype == other.dtype
         assert mine.tolist() == other.tolist()
-    assert _equal_work(segments, tiling, found.part_rows // 2) is None, "it takes several launches"
+    assert _equal_work(blocks, tiling, found.part_rows // 2) is None, "it takes several launches"
 
 
 def test_other_blocks_are_planned_one_by_one() -> None:
     from paceline.kernels._triton.tiles import Tiling, _equal_work, plan_work
 
     tiling = Tiling.of(1, torch.empty(2, 1, 64), None)
-    blocks = [LevelSegment(0, 9, None, 2, levels=(2,)), LevelSegment(1, 9, None, 3, levels=(3,))]
+    blocks = [LevelBlock(0, 9, None, 2, levels=(2,)), LevelBlock(1, 9, None, 3, levels=(3,))]
     assert _equal_work(blocks, tiling, 1 << 30) is None
-    assert _equal_work([TreeSegment(0, 9, None, 2)], tiling, 1 << 30) is None
+    assert _equal_work([QueryBlock(0, 9, None, 2)], tiling, 1 << 30) is None
     assert len(plan_work(plan_trees(blocks), tiling, 64).tiles) == 2

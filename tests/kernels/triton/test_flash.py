@@ -11,12 +11,12 @@ import torch
 from reference import reference_attention
 from triton_cases import check, draw_caches, in_pages, run
 
-from paceline.kernels import AttentionBackend, AttentionCall, TreeSegment, plan_trees
+from paceline.kernels import AttentionBackend, AttentionCall, QueryBlock, plan_trees
 from paceline.kernels.attention import cuda_backend
 
 PROMPTS = {
-    "of two texts": ([TreeSegment(0, 300, None, 3), TreeSegment(1, 0, None, 7)], [303, 7]),
-    "in parts": ([TreeSegment(0, 0, None, 5), TreeSegment(0, 5, None, 2)], [5, 7]),
+    "of two texts": ([QueryBlock(0, 300, None, 3), QueryBlock(1, 0, None, 7)], [303, 7]),
+    "in parts": ([QueryBlock(0, 0, None, 5), QueryBlock(0, 5, None, 2)], [5, 7]),
 }
 
 
@@ -30,13 +30,13 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
 @pytest.mark.parametrize("name", PROMPTS)
 def test_the_package_attends_to_prompts(backend: AttentionBackend, name: str) -> None:
     torch.manual_seed(0)
-    segments, keys_seen = PROMPTS[name]
-    segments = [replace(segment, final=True) for segment in segments]
-    sequences = [TreeSegment(0, 0, None, 7)] if name == "in parts" else segments
+    blocks, keys_seen = PROMPTS[name]
+    blocks = [replace(block, final=True) for block in blocks]
+    sequences = [QueryBlock(0, 0, None, 7)] if name == "in parts" else blocks
     q, keys, values = draw_caches(sequences, (4, 2, 64), torch.float16)
-    expected = reference_attention(q, keys, values, plan_trees(segments), scale=0.125)
+    expected = reference_attention(q, keys, values, plan_trees(blocks), scale=0.125)
     paged = in_pages(keys, values, 256)
-    check(run(segments, q, *paged, None, backend=backend), expected, torch.float16)
+    check(run(blocks, q, *paged, None, backend=backend), expected, torch.float16)
     assert [(True, keys_seen)] == flash_package.CALLS
 
 
@@ -44,18 +44,18 @@ def test_other_calls_are_left_to_the_kernels(backend: AttentionBackend) -> None:
     """Of plain decoding, chains and trees, whose rows must have equal bits, and what the package
     does not do."""
     torch.manual_seed(0)
-    prompt = TreeSegment(0, 300, None, 3, final=True)
+    prompt = QueryBlock(0, 300, None, 3, final=True)
     q, keys, values = draw_caches([prompt], (4, 2, 64), torch.float16)
     paged = in_pages(keys, values, 256)
-    for segment, planes, window, sinks in (
-        (TreeSegment(0, 300, None, 3), paged, None, None),
-        (TreeSegment(0, 300, (-1, 0, 0), 3), paged, None, None),
+    for block, planes, window, sinks in (
+        (QueryBlock(0, 300, None, 3), paged, None, None),
+        (QueryBlock(0, 300, (-1, 0, 0), 3), paged, None, None),
         (prompt, (keys, values), None, None),
         (prompt, in_pages(keys, values, 16), None, None),
         (prompt, paged, 40, None),
         (prompt, paged, None, torch.randn(4)),
     ):
-        found = run([segment], q, *planes, window, backend=backend, sinks=sinks)
+        found = run([block], q, *planes, window, backend=backend, sinks=sinks)
         assert found[0].isfinite().all()
     assert not flash_package.CALLS
 
@@ -64,9 +64,9 @@ def test_layers_share_a_plan(backend: AttentionBackend) -> None:
     """And two plans in turns do not take each other's."""
     torch.manual_seed(0)
     cases = []
-    for segment in (TreeSegment(0, 300, None, 3, True), TreeSegment(0, 40, None, 2, True)):
-        q, keys, values = draw_caches([segment], (4, 2, 64), torch.float16)
-        plan = plan_trees([segment])
+    for block in (QueryBlock(0, 300, None, 3, True), QueryBlock(0, 40, None, 2, True)):
+        q, keys, values = draw_caches([block], (4, 2, 64), torch.float16)
+        plan = plan_trees([block])
         expected = reference_attention(q, keys, values, plan, scale=0.125)
         cases.append((q, *in_pages(keys, values, 256), plan, expected))
     for index in (0, 0, 1, 0):

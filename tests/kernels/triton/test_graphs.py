@@ -22,7 +22,7 @@ from paceline.decoder import (
 )
 from paceline.decoder.graphs import FIXED_SHAPES, SHAPES
 from paceline.decoder.products import FIXED_ROWS, Products
-from paceline.kernels import PagedPlane, TreeSegment, attention, plan_trees, rotated
+from paceline.kernels import PagedPlane, QueryBlock, attention, plan_trees, rotated
 from paceline.kv.selection import AttentionScores, PageScores, Rows
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.batch import Batch, BatchObserver
@@ -64,18 +64,18 @@ def test_padded_batches_give_what_the_plain_decoder_gives(
     pool.kv.fill_(torch.nan)
     runner = GraphRunner(make_decoder(), pool)
     steps = [
-        [TreeSegment(0, 0, None, 9), TreeSegment(1, 0, None, 5)],
-        [TreeSegment(1, 5, (-1, 0, 0), 3), TreeSegment(0, 9, None, 2)],
-        [TreeSegment(1, 7, None, 1)],
+        [QueryBlock(0, 0, None, 9), QueryBlock(1, 0, None, 5)],
+        [QueryBlock(1, 5, (-1, 0, 0), 3), QueryBlock(0, 9, None, 2)],
+        [QueryBlock(1, 7, None, 1)],
     ]
     before, logits = dict(attention._LOADED), []
-    for segments in steps:
-        tokens = torch.randint(50, (sum(segment.length for segment in segments),)).tolist()
-        found = runner.forward(tokens, segments, [1, 2], taps=[1])
+    for blocks in steps:
+        tokens = torch.randint(50, (sum(block.length for block in blocks),)).tolist()
+        found = runner.forward(tokens, blocks, [1, 2], taps=[1])
         assert found is not None
         attention._LOADED.pop("cpu")
         expected = plain.forward(
-            torch.tensor(tokens), plan_trees(segments), caches, logit_rows=None, taps=[1]
+            torch.tensor(tokens), plan_trees(blocks), caches, logit_rows=None, taps=[1]
         )
         attention._LOADED.update(before)
         torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
@@ -103,47 +103,47 @@ def test_scores_are_noted_in_a_captured_pass_as_in_a_plain_one(
 ) -> None:
     """Of a sequence with three rows and one with a row, in the layer without a window."""
     pool.kv.copy_(torch.randn(pool.kv.shape))
-    segments = [TreeSegment(0, 70, (-1, 0, 0), 3), TreeSegment(1, 33, None, 1)]
+    blocks = [QueryBlock(0, 70, (-1, 0, 0), 3), QueryBlock(1, 33, None, 1)]
     views = [RowView(pool, row) for row in (1, 2)]
     published = []
     for captured in (False, True):
         batch, decoder = BatchObserver(), make_decoder()
         observers = [AttentionScores(view, [0], **options) for view in views]
-        for block, observer in enumerate(observers):
-            batch.add(observer, block, segments[block], 3 * block)
+        for index, observer in enumerate(observers):
+            batch.add(observer, index, blocks[index], 3 * index)
         if captured:
             request.getfixturevalue("triton_on_cpu")
             runner = GraphRunner(decoder, pool)
             layers, probed = batch.scratch(CONFIG.windows)
-            found = runner.forward([5, 6, 7, 8], segments, [1, 2], (), layers, probed)
+            found = runner.forward([5, 6, 7, 8], blocks, [1, 2], (), layers, probed)
             assert found is not None
         else:
-            plan = plan_trees(segments)
+            plan = plan_trees(blocks)
             tokens = torch.tensor([5, 6, 7, 8])
             decoder.forward(tokens, plan, views, logit_rows=None, observer=batch)
         batch.publish(CONFIG.q_heads)
         for node, observer in zip((2, 0), observers, strict=True):
             observer.accepted(node)
         published.append([observer.scores.clone() for observer in observers])
-    for plain, replayed, segment in zip(*published, segments, strict=True):
-        assert replayed.shape == (1, segment.start // observers[0].chunk)
+    for plain, replayed, block in zip(*published, blocks, strict=True):
+        assert replayed.shape == (1, block.start // observers[0].chunk)
         torch.testing.assert_close(plain, replayed, atol=1e-4, rtol=1e-4)
-    again = runner.forward([5, 6], segments[1:], [1, 2])
+    again = runner.forward([5, 6], blocks[1:], [1, 2])
     assert again is not None, "the next batch has nothing to note"
 
 
 def test_what_a_captured_pass_cannot_note_is_left_to_others() -> None:
-    batch, cache, segment = BatchObserver(), Cache(), TreeSegment(0, 20, None, 1)
+    batch, cache, block = BatchObserver(), Cache(), QueryBlock(0, 20, None, 1)
     assert batch.scratch(CONFIG.windows) == ((), [])
-    batch.add(AttentionScores(cache, [0]), 0, segment, 0)
-    batch.add(AttentionScores(cache, [0], cumulative=True), 1, segment, 1)
+    batch.add(AttentionScores(cache, [0]), 0, block, 0)
+    batch.add(AttentionScores(cache, [0], cumulative=True), 1, block, 1)
     layers, probed = batch.scratch(CONFIG.windows)
     assert (layers, [each.again for each in probed]) == ((0,), [False, True])
     assert batch.scratch((40, 40)) == ((), []), "a window hides positions"
-    batch.add(AttentionScores(cache, [0], weights=True), 1, segment, 1)
+    batch.add(AttentionScores(cache, [0], weights=True), 1, block, 1)
     assert batch.scratch(CONFIG.windows) == ((), []), "two of one block"
     batch = BatchObserver()
-    batch.add(PageScores(cache, [0]), 0, segment, 0)
+    batch.add(PageScores(cache, [0]), 0, block, 0)
     assert batch.scratch(CONFIG.windows) == ((), []), "queries"
 
 
@@ -174,9 +174,9 @@ class RowView:
 
 def test_batches_beyond_every_shape_are_left_to_others(pool: PagePool) -> None:
     runner = GraphRunner(make_decoder(), pool)
-    segments = [TreeSegment(0, start, None, 256) for start in (0, 256)]
-    segments.append(TreeSegment(0, 512, None, 1))
-    assert runner.forward([0] * 513, segments, [1]) is None
+    blocks = [QueryBlock(0, start, None, 256) for start in (0, 256)]
+    blocks.append(QueryBlock(0, 512, None, 1))
+    assert runner.forward([0] * 513, blocks, [1]) is None
 
 
 def test_a_batch_that_needs_no_logits(request: pytest.FixtureRequest, pool: PagePool) -> None:
@@ -227,8 +227,8 @@ def test_after_the_warm_up_no_step_captures_a_graph(
     assert reported == [(n, len(runner)) for n in range(1, len(runner) + 1)]
     for rows, shape in shapes.items():
         for widest in (1, 5, 30, 200):
-            blocks = [TreeSegment(0, 9, None, min(rows, widest))]
-            blocks += [TreeSegment(1, 9, None, 1)] * (rows - blocks[0].length)
+            blocks = [QueryBlock(0, 9, None, min(rows, widest))]
+            blocks += [QueryBlock(1, 9, None, 1)] * (rows - blocks[0].length)
             Captured.runs.clear()
             runner.forward([0] * rows, blocks, [1, 2])
             assert Captured.runs == [shape]
@@ -254,7 +254,7 @@ def test_graphs_with_hidden_states_are_captured_before_a_step_needs_one(
     assert made == [()] * plain + [(0, 1)] * plain
     for taps in ((), (1,), (0,), (0, 1), (1, 0)):
         for rows in (1, 64, 300):
-            blocks = [TreeSegment(0, 9, None, 1)] * rows
+            blocks = [QueryBlock(0, 9, None, 1)] * rows
             found = runner.forward([0] * rows, blocks, [1], taps)
             assert found is not None
             assert [tap.unique().tolist() for tap in found.taps] == [[layer] for layer in taps]
@@ -352,7 +352,7 @@ def test_a_graph_that_cannot_be_captured_ends_no_start(
         batch.add_prefill(Prefill(Sequence(GenerationParams(tuple(range(40)) * 2), kv)), 70)
         expected.append(batch.forward(decoder, graphs)[0])
     assert torch.equal(*expected)
-    assert runner.forward([1], [TreeSegment(0, 3, None, 1)], [1]) is not None
+    assert runner.forward([1], [QueryBlock(0, 3, None, 1)], [1]) is not None
     kv.close()
     required = GraphRunner(decoder, pool, required=True)
     monkeypatch.setattr(required, "_capture", fail)
@@ -408,7 +408,7 @@ def test_a_layer_launches_its_kernels_and_no_others(
     monkeypatch.setattr(rotated, "scale_sums", products.scaled_sums)
     decoder.products = Products({}, "", "")  # graphs have as many rows as products need
     runner = GraphRunner(decoder, pool)
-    blocks = [TreeSegment(0, 0, None, 2)]
+    blocks = [QueryBlock(0, 0, None, 2)]
     runner.forward([1, 2], blocks, [1])
     launched = Launches()
     kernels = ("attend_items", "merge_items", "rotate_rows", "add_norm_rows", "gate_rows")
@@ -441,7 +441,7 @@ def test_products_of_integers_give_what_torch_gives(
         monkeypatch.setattr(f"paceline.decoder.{module}.is_rotated", lambda *_: True)
     config = replace(CONFIG, weights="int8", hidden=CONFIG.q_heads * CONFIG.head_dim)
     decoder, cache = make_decoder(config), LocalCache(config)
-    tokens, blocks = list(range(7)), [TreeSegment(0, 0, None, 7)]
+    tokens, blocks = list(range(7)), [QueryBlock(0, 0, None, 7)]
     wanted = decoder.forward(torch.tensor(tokens), plan_trees(blocks), [cache], logit_rows=None)
     request.getfixturevalue("triton_on_cpu")
     monkeypatch.setattr(rotated, "quantise_rows", products.quantise_rotated)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton_cases import MILLION, in_far_pages, in_pages
 
-from paceline.kernels import Norm, TreeSegment, plan_trees
+from paceline.kernels import Norm, QueryBlock, plan_trees
 from paceline.kernels.rotated import IntSums
 from paceline.kernels.rows import TorchRows
 
@@ -56,13 +56,13 @@ def test_products_of_integers_are_scaled_by_the_kernels_that_read_them(has_bias:
     assert torch.equal(ours, theirs)
     gate_up = product(2 * 1100)
     assert torch.equal(rows.gate(gate_up), rows.gate(gate_up.scaled()))
-    segments = [TreeSegment(0, 3, None, 5)]
+    blocks = [QueryBlock(0, 3, None, 5)]
     heads, table = product(8 * 16), torch.randn(64, 16)
     norms = make_norm(16), make_norm(16)
     found_q, written = [], []
     for given in (heads, heads.scaled()):
         keys, values = ([torch.zeros(2, 8, 16)] for _ in range(2))
-        found_q.append(rows.rotate(given, norms, table, plan_trees(segments), keys, values))
+        found_q.append(rows.rotate(given, norms, table, plan_trees(blocks), keys, values))
         written.append(torch.stack([*keys, *values]))
     assert torch.equal(*found_q)
     assert torch.equal(*written)
@@ -78,24 +78,24 @@ def test_queries_turn_and_keys_and_values_go_to_their_slots(
 
     torch.manual_seed(1)
     q_heads, kv_heads, dim = 4, 2, 80
-    segments = [TreeSegment(0, 30, (-1, 0, 0), 3), TreeSegment(1, 0, None, 2)]
-    plan = plan_trees(segments)
+    blocks = [QueryBlock(0, 30, (-1, 0, 0), 3), QueryBlock(1, 0, None, 2)]
+    plan = plan_trees(blocks)
     heads = torch.randn(6, (q_heads + 2 * kv_heads) * dim)  # a row more than is planned
     norms = (make_norm(dim), make_norm(dim)) if has_norms else None
     table = torch.randn(64, dim)
     outs, filled = [], []
     for rows in (TritonRows(), TorchRows()):
-        empty = [torch.zeros(kv_heads, segment.stop + 2, dim) for segment in segments]
+        empty = [torch.zeros(kv_heads, block.stop + 2, dim) for block in blocks]
         keys, values = empty, [each.clone() for each in empty]
         if page_size:
             torch.manual_seed(2)
             keys, values = in_pages(keys, values, page_size)
-        outs.append(rows.rotate(heads, norms, table, plan_trees(segments), keys, values))
+        outs.append(rows.rotate(heads, norms, table, plan_trees(blocks), keys, values))
         assert outs[-1].shape == (plan.rows, q_heads, dim)
         filled.append([
-            each.gather(torch.arange(segment.stop)) if page_size else each[:, : segment.stop]
+            each.gather(torch.arange(block.stop)) if page_size else each[:, : block.stop]
             for planes in (keys, values)
-            for each, segment in zip(planes, segments, strict=True)
+            for each, block in zip(planes, blocks, strict=True)
         ])  # fmt: skip
     torch.testing.assert_close(*outs)
     for found, expected in zip(*filled, strict=True):
@@ -118,7 +118,7 @@ def test_far_positions_are_written_to_far_pages() -> None:
     for before, table, make in ((0, near, in_pages), (MILLION, far, in_far_pages)):
         where = (256,) if make is in_pages else (MILLION, 1 << 31)
         planes = make([empty.half()], [empty.half()], *where)
-        plan = plan_trees([TreeSegment(0, before + 254, (-1, 0, 0, 1, 1), 5)])
+        plan = plan_trees([QueryBlock(0, before + 254, (-1, 0, 0, 1, 1), 5)])
         q = TritonRows().rotate(heads, None, table, plan, *planes)
         slots = torch.arange(before + 250, before + 262)
         found.append([q, *(plane.gather(slots) for (plane,) in planes)])

@@ -12,24 +12,24 @@ from paceline.kernels import (
     AttentionCall,
     PagedPlane,
     Probe,
-    TreeSegment,
+    QueryBlock,
     plan_trees,
 )
 from paceline.kernels.caches import Plane
 
 
 def draw_caches(
-    segments: Sequence[TreeSegment], heads: tuple[int, int, int], dtype: torch.dtype
+    blocks: Sequence[QueryBlock], heads: tuple[int, int, int], dtype: torch.dtype
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Queries and filled caches; what was not written is NaN."""
     q_heads, kv_heads, dim = heads
-    rows = sum(segment.length for segment in segments)
+    rows = sum(block.length for block in blocks)
     q = 2 * torch.randn(rows, q_heads, dim).to(dtype)
     keys, values = [], []
-    for segment in segments:
+    for block in blocks:
         for planes in (keys, values):
-            plane = torch.full((kv_heads, segment.stop + 5, dim), torch.nan, dtype=dtype)
-            plane[:, : segment.stop] = torch.randn(kv_heads, segment.stop, dim).to(dtype)
+            plane = torch.full((kv_heads, block.stop + 5, dim), torch.nan, dtype=dtype)
+            plane[:, : block.stop] = torch.randn(kv_heads, block.stop, dim).to(dtype)
             planes.append(plane)
     return q, keys, values
 
@@ -79,7 +79,7 @@ def in_far_pages(
 
 
 def run(
-    segments: Sequence[TreeSegment],
+    blocks: Sequence[QueryBlock],
     q: Tensor,
     keys: Sequence[Plane],
     values: Sequence[Plane],
@@ -96,7 +96,7 @@ def run(
     scale = q.shape[2] ** -0.5
     (backend or TritonBackend()).attend(
         AttentionCall(
-            q, keys, values, plan_trees(segments), scale, window, out, lse, probes, sinks=sinks
+            q, keys, values, plan_trees(blocks), scale, window, out, lse, probes, sinks=sinks
         )
     )
     return out, lse

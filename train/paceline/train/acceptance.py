@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache
 from paceline.decoder.sampling import sampling_params
-from paceline.drafter.growth.text import chain_segments
+from paceline.drafter.growth.text import chain_blocks
 from paceline.drafter.kv.reader import StateReader, StreamingReader
 from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update, accepted_tokens
 from paceline.kernels import plan_trees
@@ -131,7 +131,7 @@ def replay(
     taps: dict[int, list[Tensor]] = {layer: [] for layer in sorted(layers)}
     while len(cache) < len(text) - 1:
         part = text[len(cache) : min(len(cache) + _PREFILL, len(text) - 1)]
-        plan = plan_trees(chain_segments(0, len(cache), len(cache) + len(part)), device=device)
+        plan = plan_trees(chain_blocks(0, len(cache), len(cache) + len(part)), device=device)
         last = torch.tensor([len(part) - 1], device=device)
         result = target.forward(
             torch.tensor(part, device=device), plan, [cache], logit_rows=last, taps=list(taps)

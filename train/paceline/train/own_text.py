@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache
-from paceline.kernels import TreeSegment, plan_trees
+from paceline.kernels import QueryBlock, plan_trees
 from paceline.kernels.sampling import History, SamplingParams, choose_token
 from paceline.kernels.trees import MAX_TREE_NODES
 from paceline.train.corpus import Documents
@@ -88,7 +88,7 @@ def _read_prompt(decoder: Decoder, writing: _Writing) -> Tensor:
     cache.reserve(len(prompt))
     for start in range(0, len(prompt), MAX_TREE_NODES):
         part = torch.tensor(prompt[start : start + MAX_TREE_NODES])
-        plan = plan_trees([TreeSegment(0, start, None, len(part))])
+        plan = plan_trees([QueryBlock(0, start, None, len(part))])
         last = torch.tensor([len(part) - 1])
         logits = decoder.forward(part, plan, [cache], logit_rows=last).logits[0]
         cache.commit(range(len(part)))
@@ -99,7 +99,7 @@ def _step(decoder: Decoder, active: Sequence[_Writing]) -> None:
     """Add one token to each text."""
     for writing in active:
         writing.cache.reserve(1)
-    blocks = [TreeSegment(i, len(w.cache), None, 1) for i, w in enumerate(active)]
+    blocks = [QueryBlock(i, len(w.cache), None, 1) for i, w in enumerate(active)]
     tokens = torch.tensor([writing.tokens[-1] for writing in active])
     caches = [writing.cache for writing in active]
     logits = decoder.forward(tokens, plan_trees(blocks), caches, logit_rows=None).logits

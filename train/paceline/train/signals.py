@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.decoder import Decoder, LocalCache, ModelSource, open_model, weights_fingerprint
-from paceline.kernels import CHUNK, TreeSegment, plan_trees
+from paceline.kernels import CHUNK, QueryBlock, plan_trees
 
 
 class TappedTarget:
@@ -57,7 +57,7 @@ class TappedTarget:
             cache.truncate(0)
             cache.reserve(length)
         blocks = [
-            TreeSegment(text, start, None, min(CHUNK, length - start))
+            QueryBlock(text, start, None, min(CHUNK, length - start))
             for text in range(texts)
             for start in range(0, length, CHUNK)
         ]

@@ -25,7 +25,7 @@ from paceline.bench.gpu.cases import (
     median_ms,
     report,
 )
-from paceline.kernels import Probe, TreeSegment, plan_trees, tree_attention
+from paceline.kernels import Probe, QueryBlock, plan_trees, tree_attention
 
 Action = Callable[[], Tensor]
 """Computes attention, ``[M, Hq, D]`` of packed rows."""
@@ -59,19 +59,19 @@ class PaddedBatch:
     @classmethod
     def of(cls, case: Case) -> PaddedBatch:
         """From contiguous caches and blocks of one length."""
-        segments = case.plan.segments
+        blocks = case.plan.blocks
         both = (
-            [_padded(planes[segment.sequence], segment, segments) for segment in segments]
+            [_padded(planes[block.sequence], block, blocks) for block in blocks]
             for planes in (case.keys, case.values)
         )
         keys, values = (torch.stack(each) for each in both)
-        q = case.q.unflatten(0, (len(segments), -1))
-        return cls(q, keys, values, [segment.stop for segment in segments], case.scale)
+        q = case.q.unflatten(0, (len(blocks), -1))
+        return cls(q, keys, values, [block.stop for block in blocks], case.scale)
 
 
-def _padded(plane: Any, segment: TreeSegment, segments: Sequence[TreeSegment]) -> Tensor:
-    rows = plane[:, : segment.stop].transpose(0, 1)
-    more = max(each.stop for each in segments) - segment.stop
+def _padded(plane: Any, block: QueryBlock, blocks: Sequence[QueryBlock]) -> Tensor:
+    rows = plane[:, : block.stop].transpose(0, 1)
+    more = max(each.stop for each in blocks) - block.stop
     return torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, more)).contiguous()
 
 
@@ -154,12 +154,12 @@ BASELINES: dict[str, Callable[[PaddedBatch], Action]] = {
 
 def eager_with_mask(case: Case) -> Action:
     """Tree attention of one sequence in plain PyTorch operations."""
-    (segment,) = case.plan.segments
+    (block,) = case.plan.blocks
     batch = PaddedBatch.of(case)
     group = batch.q.shape[2] // batch.keys.shape[2]
     q, keys, values = (each.transpose(1, 2) for each in (batch.q, batch.keys, batch.values))
-    mask = torch.ones(segment.length, segment.stop, dtype=torch.bool)
-    mask[:, segment.start :] = torch.from_numpy(segment.ancestors())
+    mask = torch.ones(block.length, block.stop, dtype=torch.bool)
+    mask[:, block.start :] = torch.from_numpy(block.ancestors())
     mask = mask.to(q.device)
 
     def run() -> Tensor:
@@ -207,7 +207,7 @@ def main() -> None:
             case = make_case(
                 device, lengths, [nodes] * len(lengths), (32, 8), 128, torch.bfloat16, paged=paged
             )
-            size = sum(segment.stop for segment in case.plan.segments) * 2 * 8 * 128 * 2
+            size = sum(block.stop for block in case.plan.blocks) * 2 * 8 * 128 * 2
             kind = "paged" if paged else "contiguous"
             time = _timed(_ours(case, ()), device)
             found[kind] = {"ms": time, "of_copy": size / time / 1e6 / copied}
@@ -235,8 +235,8 @@ def _baselines(case: Case, device: torch.device, time: float) -> dict[str, Any]:
         device: Its device.
         time: Milliseconds of our kernel.
     """
-    segments = [replace(segment, parents=None) for segment in case.plan.segments]
-    chain = replace(case, plan=plan_trees(segments, device=device))
+    blocks = [replace(block, parents=None) for block in case.plan.blocks]
+    chain = replace(case, plan=plan_trees(blocks, device=device))
     ours = _ours(chain, ())
     right = ours().float()
     found: dict[str, Any] = {"chain_ms": _timed(ours, device)}
@@ -254,7 +254,7 @@ def _baselines(case: Case, device: torch.device, time: float) -> dict[str, Any]:
             found[name] = f"cannot do it: {error}"[:200]
     if times:
         found["best_baseline_over_ours"] = min(times.values()) / found["chain_ms"]
-    if len(segments) == 1:
+    if len(blocks) == 1:
         found["eager_with_mask_ms"] = _timed(eager_with_mask(case), device)
         found["eager_over_ours"] = found["eager_with_mask_ms"] / time
     return found
@@ -274,9 +274,9 @@ def _ours(case: Case, probes: tuple[Probe, ...]) -> Callable[[], Tensor]:
 
 def _probes(case: Case) -> tuple[Probe, ...]:
     return tuple(
-        Probe(index, node, torch.empty(8, segment.start, device=case.q.device))
-        for index, segment in enumerate(case.plan.segments)
-        for node in dict.fromkeys((0, segment.length - 1))
+        Probe(index, node, torch.empty(8, block.start, device=case.q.device))
+        for index, block in enumerate(case.plan.blocks)
+        for node in dict.fromkeys((0, block.length - 1))
     )
 
 

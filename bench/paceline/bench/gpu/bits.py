@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.bench.gpu.cases import EIGHT_BILLION, Pages, RandomWeights, arguments, report
 from paceline.decoder import Decoder, GraphRunner
 from paceline.decoder.products import use_library_without_splits
-from paceline.kernels import MAX_TREE_NODES, TreeSegment, plan_trees
+from paceline.kernels import MAX_TREE_NODES, QueryBlock, plan_trees
 
 CONTEXTS = (200, 250, 2040, 8000, 12280)
 """Positions in front of the compared tokens. Some trees cross a multiple of 64, 256 or 1,024."""
@@ -63,16 +63,16 @@ class Comparison:
         self._tokens = [(7 * index + 11) % self._vocab for index in range(ROWS)]
         self._plain = self._alone()
 
-    def _run(self, tokens: Sequence[int], segments: Sequence[TreeSegment]) -> Tensor:
-        rows = [segment.sequence for segment in segments]
-        blocks = [replace(segment, sequence=index) for index, segment in enumerate(segments)]
-        result = self._graphs.forward(tokens, blocks, rows)
+    def _run(self, tokens: Sequence[int], blocks: Sequence[QueryBlock]) -> Tensor:
+        rows = [block.sequence for block in blocks]
+        placed = [replace(block, sequence=index) for index, block in enumerate(blocks)]
+        result = self._graphs.forward(tokens, placed, rows)
         assert result is not None, "no graph has so many rows"
         return result.logits.clone()
 
     def _alone(self) -> Tensor:
         parts = [
-            self._run([token], [TreeSegment(0, self._context + index, None, 1)])
+            self._run([token], [QueryBlock(0, self._context + index, None, 1)])
             for index, token in enumerate(self._tokens)
         ]
         return torch.cat(parts)
@@ -89,7 +89,7 @@ class Comparison:
         """Decode the tokens in chains of a length."""
         parts = [
             self._run(
-                self._tokens[at : at + length], [TreeSegment(0, self._context + at, None, length)]
+                self._tokens[at : at + length], [QueryBlock(0, self._context + at, None, length)]
             )
             for at in range(0, ROWS, length)
         ]
@@ -99,13 +99,13 @@ class Comparison:
         """Decode each token in a pass with other sequences, which have trees of `nodes` nodes."""
         parents = tuple((node - 1) // 2 for node in range(nodes))
         beside = [
-            TreeSegment(row, min(self._context, 1000) * row // (others + 1), parents, nodes)
+            QueryBlock(row, min(self._context, 1000) * row // (others + 1), parents, nodes)
             for row in range(1, others + 1)
         ]
         filler = [(5 * index + 3) % self._vocab for index in range(others * nodes)]
         parts = []
         for index, token in enumerate(self._tokens):
-            one = TreeSegment(0, self._context + index, None, 1)
+            one = QueryBlock(0, self._context + index, None, 1)
             parts.append(self._run([*filler, token], [*beside, one])[-1:])
         return self._differing(torch.cat(parts))
 
@@ -115,7 +115,7 @@ class Comparison:
         tokens = [(13 * node + 5) % self._vocab for node in range(len(parents))]
         for node, token in zip(path, self._tokens, strict=False):
             tokens[node] = token
-        found = self._run(tokens, [TreeSegment(0, self._context, parents, len(parents))])
+        found = self._run(tokens, [QueryBlock(0, self._context, parents, len(parents))])
         differing = self._differing(found[list(path)])
         self._alone()  # the slots of the tree get the KV of plain decoding again
         return differing
@@ -133,18 +133,18 @@ class Comparison:
             for stop in (*(cut for cut in cuts if cut < len(prompt)), len(prompt)):
                 last = self._eager(prompt[start:stop], start, row)[-1:]
                 start = stop
-            step = self._run([self._tokens[0]], [TreeSegment(row, len(prompt), None, 1)])
+            step = self._run([self._tokens[0]], [QueryBlock(row, len(prompt), None, 1)])
             found.append(torch.cat([last, step]))
         return self._differing(*found)
 
     def _eager(self, tokens: Sequence[int], start: int, row: int) -> Tensor:
         device = self._decoder.device
         stop = start + len(tokens)
-        segments = [
-            TreeSegment(0, at, None, min(MAX_TREE_NODES, stop - at))
+        blocks = [
+            QueryBlock(0, at, None, min(MAX_TREE_NODES, stop - at))
             for at in range(start, stop, MAX_TREE_NODES)
         ]
-        plan = plan_trees(segments, device=device)
+        plan = plan_trees(blocks, device=device)
         packed = torch.tensor(tokens, device=device)
         cache = self._pages.sequence(row)
         return self._decoder.forward(packed, plan, [cache], logit_rows=None).logits

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import DecoderConfig
-from paceline.kernels import PagedPlane, TreePlan, TreeSegment, plan_trees
+from paceline.kernels import PagedPlane, QueryBlock, TreePlan, plan_trees
 from paceline.kernels.caches import Plane, span
 
 PAGE = 256
@@ -64,44 +64,44 @@ def make_case(
     window: int | None = None,
 ) -> Case:
     """Sequences of some prefix lengths with trees of this many nodes; unwritten slots are NaN."""
-    segments = [
-        TreeSegment(index, length, random_tree(count), count)
+    blocks = [
+        QueryBlock(index, length, random_tree(count), count)
         for index, (length, count) in enumerate(zip(lengths, nodes, strict=True))
     ]
-    plan = plan_trees(segments, device=device)
+    plan = plan_trees(blocks, device=device)
     q = torch.randn(plan.rows, heads[0], dim, device=device).to(dtype)
     if paged:
-        return Case(plan, q, *_pages(device, segments, heads[1], dim, dtype), window)
-    keys, values = ([_cache(device, s, heads[1], dim, dtype) for s in segments] for _ in range(2))
+        return Case(plan, q, *_pages(device, blocks, heads[1], dim, dtype), window)
+    keys, values = ([_cache(device, s, heads[1], dim, dtype) for s in blocks] for _ in range(2))
     return Case(plan, q, keys, values, window)
 
 
 def _cache(
-    device: torch.device, segment: TreeSegment, heads: int, dim: int, dtype: torch.dtype
+    device: torch.device, block: QueryBlock, heads: int, dim: int, dtype: torch.dtype
 ) -> Tensor:
-    cache = torch.randn(heads, segment.stop + 7, dim, device=device, dtype=dtype)
-    cache[:, segment.stop :] = torch.nan
+    cache = torch.randn(heads, block.stop + 7, dim, device=device, dtype=dtype)
+    cache[:, block.stop :] = torch.nan
     return cache
 
 
 def _pages(
     device: torch.device,
-    segments: Sequence[TreeSegment],
+    blocks: Sequence[QueryBlock],
     heads: int,
     dim: int,
     dtype: torch.dtype,
 ) -> tuple[list[PagedPlane], list[PagedPlane]]:
     """Pages of all sequences in random order, over one pool."""
-    counts = [-(-segment.stop // PAGE) for segment in segments]
+    counts = [-(-block.stop // PAGE) for block in blocks]
     order = torch.randperm(sum(counts), device=device).int()
-    tables = torch.zeros(len(segments), max(counts), dtype=torch.int32, device=device)
+    tables = torch.zeros(len(blocks), max(counts), dtype=torch.int32, device=device)
     begin = 0
     for row, count in enumerate(counts):
         tables[row, :count] = order[begin : begin + count]
         begin += count
     pool = torch.randn(sum(counts), 2, heads, PAGE, dim, device=device, dtype=dtype)
-    for row, segment in enumerate(segments):
-        pool[int(tables[row, counts[row] - 1]), :, :, (segment.stop - 1) % PAGE + 1 :] = torch.nan
+    for row, block in enumerate(blocks):
+        pool[int(tables[row, counts[row] - 1]), :, :, (block.stop - 1) % PAGE + 1 :] = torch.nan
     both = [
         [PagedPlane(pool[:, kind], tables, row, count * PAGE) for row, count in enumerate(counts)]
         for kind in (0, 1)
@@ -112,12 +112,12 @@ def _pages(
 def expected(case: Case, dtype: torch.dtype) -> Tensor:
     """Masked softmax attention with every operation in `dtype`, ``[M, Hq, D]``."""
     out = torch.empty_like(case.q, dtype=dtype)
-    for index, segment in enumerate(case.plan.segments):
+    for index, block in enumerate(case.plan.blocks):
         rows = slice(case.plan.offsets[index], case.plan.offsets[index + 1])
-        key = span(case.keys[segment.sequence], 0, segment.stop)
-        value = span(case.values[segment.sequence], 0, segment.stop)
+        key = span(case.keys[block.sequence], 0, block.stop)
+        value = span(case.values[block.sequence], 0, block.stop)
         group = case.q.shape[1] // key.shape[0]
-        hidden = ~_seen(case, segment).to(case.q.device)
+        hidden = ~_seen(case, block).to(case.q.device)
         for head in range(case.q.shape[1]):  # one at a time, because scores are large
             scores = case.q[rows, head].to(dtype) @ key[head // group].to(dtype).T * case.scale
             weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
@@ -125,12 +125,12 @@ def expected(case: Case, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _seen(case: Case, segment: TreeSegment) -> Tensor:
-    seen = torch.ones(segment.length, segment.stop, dtype=torch.bool)
-    seen[:, segment.start :] = torch.from_numpy(segment.ancestors())
+def _seen(case: Case, block: QueryBlock) -> Tensor:
+    seen = torch.ones(block.length, block.stop, dtype=torch.bool)
+    seen[:, block.start :] = torch.from_numpy(block.ancestors())
     if case.window is not None:
-        at = torch.tensor(segment.depths) + segment.start
-        seen &= torch.cat([torch.arange(segment.start), at]) > at[:, None] - case.window
+        at = torch.tensor(block.depths) + block.start
+        seen &= torch.cat([torch.arange(block.start), at]) > at[:, None] - case.window
     return seen
 
 

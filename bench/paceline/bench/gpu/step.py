@@ -21,7 +21,7 @@ from paceline.bench.gpu.cases import (
 )
 from paceline.decoder import Decoder, GraphRunner
 from paceline.decoder.products import use_library_without_splits
-from paceline.kernels import ProbedBlock, TreeSegment, plan_trees
+from paceline.kernels import ProbedBlock, QueryBlock, plan_trees
 
 CONTEXTS = (2048, 32768)
 NODES = (1, 8, 16, 64)
@@ -82,8 +82,8 @@ def _times(decoder: Decoder, context: int, counts: Sequence[int]) -> dict[str, f
     by_nodes = {}
     for nodes in counts:
         parents = (-1, *((node - 1) // 2 for node in range(1, nodes)))
-        segments = [TreeSegment(0, context, parents, nodes)]
-        replay = partial(graphs.forward, list(range(nodes)), segments, [0])
+        blocks = [QueryBlock(0, context, parents, nodes)]
+        replay = partial(graphs.forward, list(range(nodes)), blocks, [0])
         by_nodes[str(nodes)] = median_ms(replay, device)
     return by_nodes
 
@@ -97,14 +97,14 @@ def _others(decoder: Decoder, context: int, ms_of_16: float) -> dict[str, float]
     found: dict[str, float] = {}
     if device.type == "cuda":
         scores = torch.empty(config.layers, 2, config.kv_heads, context, device=device)
-        chain = [TreeSegment(0, context, None, 16)]
+        chain = [QueryBlock(0, context, None, 16)]
         layers = tuple(range(config.layers))
         probed = [ProbedBlock(0, (0, 15), scores)]
         note = partial(graphs.forward, list(range(16)), chain, [0], (), layers, probed)
         found["16_nodes_with_scores_over_without"] = median_ms(note, device) / ms_of_16
 
     def eager() -> None:
-        plan = plan_trees([TreeSegment(0, context, None, 1)], device=device)
+        plan = plan_trees([QueryBlock(0, context, None, 1)], device=device)
         token = torch.zeros(1, dtype=torch.int64, device=device)
         decoder.forward(token, plan, [pages], logit_rows=None)
 

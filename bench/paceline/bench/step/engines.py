@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
 from paceline.decoder import Decoder, LocalCache, plain_folder
-from paceline.kernels import TreeSegment, plan_trees
+from paceline.kernels import QueryBlock, plan_trees
 
 CHUNK = 256
 """Rows of a prefill chunk, as the engine cuts a prompt; only its last row has logits."""
@@ -75,7 +75,7 @@ class PacelineEngine:
     def _forward(self, cache: LocalCache, rows: int, chunk: bool = False) -> None:
         cache.reserve(rows)
         parents = None if chunk else (-1, *((node - 1) // 2 for node in range(1, rows)))
-        plan = plan_trees([TreeSegment(0, len(cache), parents, rows)])
+        plan = plan_trees([QueryBlock(0, len(cache), parents, rows)])
         tokens = torch.randint(self.decoder.config.vocab_size, (rows,))
         last = torch.tensor([rows - 1]) if chunk else None
         self.decoder.forward(tokens, plan, [cache], logit_rows=last).logits.argmax(dim=-1)

@@ -391,7 +391,7 @@ def _read(given: Tensor | IntSums) -> tuple[Tensor, tuple[Tensor, ...], dict[str
     return given.sums, (given.rows, given.outs, bias), options
 
 
-CHUNK, KEEP = 2048, 64
+CHUNK, BESTS = 2048, 64
 """Ids that a program filters, and its candidates for the search for a row's border."""
 SEARCH_BLOCK, NOISE_BLOCK = 4096, 1024
 SPANS, ROOM = 32, 16384
@@ -434,9 +434,9 @@ def find_borders(logits: Tensor, record: Tensor) -> Tensor:
     chunks = triton.cdiv(vocab, CHUNK)
     stride = logits.stride(0)
     best = record.new_empty(rows, chunks)
-    candidates, sums = record.new_empty(rows, chunks, KEEP), record.new_empty(rows, 2, chunks)
+    candidates, sums = record.new_empty(rows, chunks, BESTS), record.new_empty(rows, 2, chunks)
     borders = record.new_empty(rows)
-    sizes = {"CHUNKS": triton.next_power_of_2(chunks), "KEEP": KEEP}
+    sizes = {"CHUNKS": triton.next_power_of_2(chunks), "BESTS": BESTS}
     find_best[(rows, chunks)](logits, floats, best, vocab, stride, CHUNK=CHUNK)
     find_candidates[(rows, chunks)](
         logits, record, floats, best, candidates, sums, vocab, stride, CHUNK=CHUNK, **sizes,

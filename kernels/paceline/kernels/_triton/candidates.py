@@ -57,7 +57,7 @@ def best_of_rows(
     reduced = tokens if ids is None else ids
     best_of_chunks[(rows, chunks)](
         logits, reduced, given, given.view(torch.float64), borders, keys, sums, vocab, stride,
-        NOISE=record is not None, FILTERED=filtered, REDUCED=ids is not None, KEEP=width,
+        NOISE=record is not None, FILTERED=filtered, REDUCED=ids is not None, BESTS=width,
         CHUNK=chunk, num_warps=chunk // 256,
     )  # fmt: skip
     size = triton.next_power_of_2(chunks * width)

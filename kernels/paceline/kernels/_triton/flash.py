@@ -29,7 +29,7 @@ class _Batch:
     """
 
     def __init__(self, plan: TreePlan, caches: Caches) -> None:
-        counts = [segment.length for segment in plan.segments]
+        counts = [block.length for block in plan.blocks]
         widest = max(counts)
         padded = [
             [first + max(0, place - widest + count) for place in range(widest)]
@@ -45,8 +45,8 @@ class _Batch:
             return send(torch.tensor(numbers, dtype=dtype), plan.device)
 
         self.plan, self.sequences = plan, caches.sequences
-        self.lengths = there([segment.stop for segment in plan.segments], torch.int32)
-        which = there([caches.sequences[segment.sequence] for segment in plan.segments])
+        self.lengths = there([block.stop for block in plan.blocks], torch.int32)
+        which = there([caches.sequences[block.sequence] for block in plan.blocks])
         self.tables = caches.tables[which]
         self.rows, self.places = there(padded), there(places).unbind(1)
 
@@ -96,8 +96,8 @@ class FlashAttention2(TritonBackend):
             and key.page_size % _PAGE == 0
             and key.dtype != torch.float32
             and call.q.shape[2] in _WIDTHS
-            and call.plan.segments
-            and all(segment.final for segment in call.plan.segments)
+            and call.plan.blocks
+            and all(block.final for block in call.plan.blocks)
             and not call.probes
             and call.sinks is None
             and not call.window

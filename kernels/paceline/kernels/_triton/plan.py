@@ -35,10 +35,10 @@ from paceline.kernels._triton.tiles import (
 from paceline.kernels.dense import MAX_PROBES, ProbedBlock
 from paceline.kernels.trees import (
     MAX_TREE_NODES,
-    ContextSegment,
-    LevelSegment,
+    ContextBlock,
+    LevelBlock,
+    QueryBlock,
     TreePlan,
-    TreeSegment,
     plan_trees,
     send,
 )
@@ -85,31 +85,31 @@ def row_arrays(plan: TreePlan, sequences: Sequence[int]) -> tuple[Ints, Ints]:
         plan: The packed blocks.
         sequences: Number of each sequence in the tables of blocks.
     """
-    kinds = {(type(segment), segment.length) for segment in plan.segments}
-    if isinstance(plan.segments[0], (LevelSegment, ContextSegment)) and len(kinds) == 1:
-        return _equal_blocks(plan.segments, sequences)
+    kinds = {(type(block), block.length) for block in plan.blocks}
+    if isinstance(plan.blocks[0], (LevelBlock, ContextBlock)) and len(kinds) == 1:
+        return _equal_blocks(plan.blocks, sequences)
     # Plain lists: a step has many blocks of few rows, and each call of numpy takes microseconds.
     rows: list[tuple[int, int, int]] = []
     blocks: list[tuple[int, int, int, int]] = []
-    for index, (segment, first) in enumerate(zip(plan.segments, plan.offsets, strict=False)):
-        rows += [(index, node, depth) for node, depth in enumerate(segment.depths)]
-        blocks.append((first, segment.start, segment.length, sequences[segment.sequence]))
+    for index, (block, first) in enumerate(zip(plan.blocks, plan.offsets, strict=False)):
+        rows += [(index, node, depth) for node, depth in enumerate(block.depths)]
+        blocks.append((first, block.start, block.length, sequences[block.sequence]))
     return np.array(rows, np.int32), np.array(blocks, np.int32)
 
 
-def _equal_blocks(segments: Sequence[TreeSegment], sequences: Sequence[int]) -> tuple[Ints, Ints]:
+def _equal_blocks(blocks: Sequence[QueryBlock], sequences: Sequence[int]) -> tuple[Ints, Ints]:
     """The same for blocks of one length and of the same depths."""
-    count, nodes, first = len(segments), segments[0].length, segments[0]
+    count, nodes, first = len(blocks), blocks[0].length, blocks[0]
     rows = np.empty((count, nodes, 3), np.int32)
     rows[..., 0] = np.arange(count)[:, None]
     rows[..., 1] = np.arange(nodes)
     rows[..., 2] = first.depths
-    blocks = np.empty((count, 4), np.int32)
-    blocks[:, 0] = np.arange(count) * nodes
-    blocks[:, 1] = [segment.start for segment in segments]
-    blocks[:, 2] = nodes
-    blocks[:, 3] = [sequences[segment.sequence] for segment in segments]
-    return rows.reshape(-1, 3), blocks
+    table = np.empty((count, 4), np.int32)
+    table[:, 0] = np.arange(count) * nodes
+    table[:, 1] = [block.start for block in blocks]
+    table[:, 2] = nodes
+    table[:, 3] = [sequences[block.sequence] for block in blocks]
+    return rows.reshape(-1, 3), table
 
 
 def path_words(ancestors: Tensor, starts: Tensor) -> Tensor:
@@ -383,7 +383,7 @@ class PassTables:
         places: Mapping[int, Places] | None = None,
         probes: ProbeTable | None = None,
     ) -> TreePlan:
-        """The plan. It has no segments: kernels read its tables.
+        """The plan. It has no blocks: kernels read its tables.
 
         Args:
             ancestors: Paths that only the device knows, bool ``[S, N, N]``.
@@ -479,16 +479,16 @@ class GraphPlan:
         """Blocks, and rows of the page tables, that the host's tables are of; None: of no batch."""
         self.fill([], [], [])
 
-    def prepare(self, segments: Sequence[TreeSegment], table_rows: Sequence[int]) -> bool:
+    def prepare(self, blocks: Sequence[QueryBlock], table_rows: Sequence[int]) -> bool:
         """Write all of a batch but its tokens and probes to the host's tables, if they do not have
         it: while a GPU computes, for a :meth:`fill` of the same batch that comes next. Returns
         whether it has room there."""
-        filled = tuple(segments), tuple(table_rows)
+        filled = tuple(blocks), tuple(table_rows)
         if filled == self._filled:
             return True
         self._staging.wait()
         self._filled = None
-        if not self._pass.fill(plan_trees(segments) if segments else None, table_rows):
+        if not self._pass.fill(plan_trees(blocks) if blocks else None, table_rows):
             return False
         self._filled = filled
         return True
@@ -496,7 +496,7 @@ class GraphPlan:
     def fill(
         self,
         tokens: Sequence[int],
-        segments: Sequence[TreeSegment],
+        blocks: Sequence[QueryBlock],
         table_rows: Sequence[int],
         probed: Sequence[ProbedBlock] = (),
     ) -> bool:
@@ -505,18 +505,18 @@ class GraphPlan:
 
         Args:
             tokens: Packed tokens, at most ``rows``.
-            segments: Their blocks.
+            blocks: Their blocks.
             table_rows: Row of the page tables of each sequence.
             probed: Blocks whose scores are recorded, each once.
         """
-        if not self.prepare(segments, table_rows):
+        if not self.prepare(blocks, table_rows):
             return False
         self._staging.wait()
         self._staging.host[0][: len(tokens)] = tokens
         self._staging.host[0][len(tokens) :] = 0
         if self._probes is not None:
             self._probes.clear()
-            offsets = [0, *accumulate(segment.length for segment in segments)]
+            offsets = [0, *accumulate(block.length for block in blocks)]
             for each in probed:
                 layers, nodes, heads, _ = each.out.stride()
                 first = (each.out.data_ptr() - self._base.data_ptr()) // 4

@@ -65,11 +65,9 @@ class ProbeTable:
         if tiling.window:
             for probe in probes:
                 outside = 0.0 if probe.weights else -torch.inf
-                probe.out[:, : plan.segments[probe.segment].start] = outside
+                probe.out[:, : plan.blocks[probe.block].start] = outside
         # The next layer records to the same addresses.
-        key = tuple(
-            (p.segment, p.node, p.weights, p.out.data_ptr(), p.out.stride(0)) for p in probes
-        )
+        key = tuple((p.block, p.node, p.weights, p.out.data_ptr(), p.out.stride(0)) for p in probes)
         if key not in tables.probes:
             tables.probes[key] = _sorted(probes, plan, tables, tiling)
         table, others = tables.probes[key]
@@ -112,7 +110,7 @@ def _sorted(
     """A table, relative to the output of the first probe, and the probes that it does not have."""
     if tiling.group > tiling.rows:
         return ProbeTable.of((), plan, tables, tiling), tuple(range(len(probes)))
-    blocks = len(plan.segments)
+    blocks = len(plan.blocks)
     sizes = (blocks * MAX_PROBES * 4, blocks * 4, plan.rows)
     flat = np.empty(sum(sizes), np.int64)
     table, wanted, noted = np.split(flat, np.cumsum(sizes)[:2])
@@ -120,10 +118,10 @@ def _sorted(
     arrays.clear()
     base, others = probes[0].out, []
     for index, probe in enumerate(probes):
-        row = plan.offsets[probe.segment] + probe.node
+        row = plan.offsets[probe.block] + probe.node
         origin = (probe.out.data_ptr() - base.data_ptr()) // 4
         strides = probe.out.stride(0), 0
-        if not arrays.add(probe.segment, probe.node, row, origin, strides, probe.weights):
+        if not arrays.add(probe.block, probe.node, row, origin, strides, probe.weights):
             others.append(index)
     count = int((arrays.table[..., 0] != NO_NODE).sum(1).max())
     sent = send(torch.from_numpy(flat), plan.device).split(sizes)

@@ -31,10 +31,10 @@ from torch import Tensor
 from paceline.kernels._triton.jit.attention import CHUNK_BITS, TILE_FIELDS
 from paceline.kernels.trees import (
     MAX_TREE_NODES,
-    ContextSegment,
-    LevelSegment,
+    ContextBlock,
+    LevelBlock,
+    QueryBlock,
     TreePlan,
-    TreeSegment,
 )
 
 NEAR, MIDDLE, FAR = (0, 256), (4096, 512), (12288, 1024)
@@ -200,19 +200,19 @@ class _Paths(NamedTuple):
     leaves: list[tuple[int, int, int]]
 
 
-def _depth_first(segment: TreeSegment, steps: bytearray) -> _Paths:
+def _depth_first(block: QueryBlock, steps: bytearray) -> _Paths:
     """Order the nodes of a tree; lists of the slots of its paths are appended to ``steps``."""
-    assert segment.parents is not None
-    children: list[list[int]] = [[] for _ in range(segment.length + 1)]  # the last one's: roots
-    for node, parent in enumerate(segment.parents):
+    assert block.parents is not None
+    children: list[list[int]] = [[] for _ in range(block.length + 1)]  # the last one's: roots
+    for node, parent in enumerate(block.parents):
         children[parent].append(node)
     order: list[int] = []
     leaves: list[tuple[int, int, int]] = []
-    path, first = bytearray(segment.length), 0
+    path, first = bytearray(block.length), 0
     waiting = children[-1][::-1]
     while waiting:
         node = waiting.pop()
-        depth = segment.depths[node]
+        depth = block.depths[node]
         path[depth] = node
         order.append(node)
         if children[node]:
@@ -284,34 +284,34 @@ class _Tiles:
 def plan_work(plan: TreePlan, tiling: Tiling, part_row_bytes: int) -> Work:
     """Split the blocks of a plan; arguments as of :meth:`Room.for_rows`."""
     limit = PART_BYTES // part_row_bytes
-    return _equal_work(plan.segments, tiling, limit) or _any_work(plan.segments, tiling, limit)
+    return _equal_work(plan.blocks, tiling, limit) or _any_work(plan.blocks, tiling, limit)
 
 
-def _any_work(segments: Sequence[TreeSegment], tiling: Tiling, limit: int) -> Work:
+def _any_work(blocks: Sequence[QueryBlock], tiling: Tiling, limit: int) -> Work:
     """The work of any blocks; a launch has at most ``limit`` partial results."""
     tiles = _Tiles(tiling, limit)
     places: list[tuple[int, int, int, int]] = []
-    for block, segment in enumerate(segments):
-        if segment.is_chain or isinstance(segment, (LevelSegment, ContextSegment)):
-            base = _add_dense(tiles, block, segment, tiling)
-            places += [(node, node, base, base) for node in range(segment.length)]
+    for index, block in enumerate(blocks):
+        if block.is_chain or isinstance(block, (LevelBlock, ContextBlock)):
+            base = _add_dense(tiles, index, block, tiling)
+            places += [(node, node, base, base) for node in range(block.length)]
         else:
-            places += _add_tree(tiles, block, segment, tiling)
+            places += _add_tree(tiles, index, block, tiling)
     rows = np.array(tiles.rows, np.int32)
     steps = np.frombuffer(tiles.steps, np.uint8)
     return _with_items(rows, np.array(places, np.int32), steps, tiles.cuts, tiles.largest)
 
 
-def _equal_work(segments: Sequence[TreeSegment], tiling: Tiling, limit: int) -> Work | None:
+def _equal_work(blocks: Sequence[QueryBlock], tiling: Tiling, limit: int) -> Work | None:
     """The same for the blocks of a draft's level, which are equal but for their starts, with
     arrays; None if they are not, or for several launches."""
-    first = segments[0]
-    kinds = {(type(segment), segment.length) for segment in segments}
-    if not isinstance(first, (LevelSegment, ContextSegment)) or len(kinds) > 1:
+    first = blocks[0]
+    kinds = {(type(block), block.length) for block in blocks}
+    if not isinstance(first, (LevelBlock, ContextBlock)) or len(kinds) > 1:
         return None
-    starts = np.array([segment.start for segment in segments])
+    starts = np.array([block.start for block in blocks])
     highest = starts + max(first.depths)
-    tree = isinstance(first, LevelSegment)
+    tree = isinstance(first, LevelBlock)
     ends = (starts, starts + first.length) if tree else (starts + 1, highest + 1)
     zeros = np.zeros_like(starts)
     oldest, seen = (
@@ -325,19 +325,19 @@ def _equal_work(segments: Sequence[TreeSegment], tiling: Tiling, limit: int) -> 
     before = counts.cumsum().reshape(counts.shape) - counts
     if (before + sizes * end[:, None]).max() > limit:
         return None
-    keys, blocks = tiling.keys, np.arange(len(starts))
+    keys, numbers = tiling.keys, np.arange(len(starts))
     table = np.empty((len(starts), len(parts), TILE_FIELDS.value), np.int32)
     of_blocks = (
         oldest // keys * keys, -(-seen // keys) * keys, ends[0] // keys * keys, ends[1],
     )  # fmt: skip
-    table[..., 0], table[..., 1], table[..., 2] = blocks[:, None], [n for n, _ in parts], sizes
+    table[..., 0], table[..., 1], table[..., 2] = numbers[:, None], [n for n, _ in parts], sizes
     table[..., 3], table[..., 4], table[..., 5] = before, begin[:, None], (end - begin)[:, None]
     for field, values in enumerate(of_blocks, 6):
         table[..., field] = values[:, None]
     table[..., 10], table[..., 11] = -1, 0
     places = np.empty((len(starts), first.length, 4), np.int32)
     places[..., :2] = np.arange(first.length)[:, None]
-    places[..., 2:] = (blocks * len(parts))[:, None, None]
+    places[..., 2:] = (numbers * len(parts))[:, None, None]
     rows = table.reshape(-1, TILE_FIELDS.value)
     return _with_items(rows, places.reshape(-1, 4), np.empty(0, np.uint8), [0], int(counts.sum()))
 
@@ -380,35 +380,35 @@ def _slices(tiling: Tiling, begin: int, end: int) -> list[tuple[int, int]]:
     return [(row, min(tiling.used, last - row)) for row in range(first, last, tiling.used)]
 
 
-def _add_dense(tiles: _Tiles, block: int, segment: TreeSegment, tiling: Tiling) -> int:
+def _add_dense(tiles: _Tiles, index: int, block: QueryBlock, tiling: Tiling) -> int:
     """Add a block whose columns are slots; returns its first tile."""
-    base, start, group = len(tiles.rows), segment.start, tiling.group
-    tree, context = isinstance(segment, LevelSegment), isinstance(segment, ContextSegment)
-    for first, rows in _slices(tiling, 0, segment.length):
+    base, start, group = len(tiles.rows), block.start, tiling.group
+    tree, context = isinstance(block, LevelBlock), isinstance(block, ContextBlock)
+    for first, rows in _slices(tiling, 0, block.length):
         low, high = first // group, (first + rows - 1) // group
         if tree or context:
-            low, high = 0, max(segment.depths)
+            low, high = 0, max(block.depths)
         ends = (start + low + 1, start + high + 1)
         if tree:  # the device knows what a node sees
-            ends = (start, segment.stop)
+            ends = (start, block.stop)
         end = chunk_of(ends[1] - 1) + 1
         tiles.cut(rows * end)
-        tiles.add(block, first, rows, (start + low, start + high), ends, (0, end))
+        tiles.add(index, first, rows, (start + low, start + high), ends, (0, end))
     return base
 
 
 def _add_tree(
-    tiles: _Tiles, block: int, segment: TreeSegment, tiling: Tiling
+    tiles: _Tiles, index: int, block: QueryBlock, tiling: Tiling
 ) -> list[tuple[int, int, int, int]]:
     """Add a tree; returns its rows of :attr:`Work.places`."""
-    start, depths = segment.start, segment.depths
+    start, depths = block.start, block.depths
     tail = chunk_of(start)
-    tiles.cut(segment.length * tiling.group * (chunk_of(segment.stop) + 1))
-    base, (order, leaves) = len(tiles.rows), _depth_first(segment, tiles.steps)
+    tiles.cut(block.length * tiling.group * (chunk_of(block.stop) + 1))
+    base, (order, leaves) = len(tiles.rows), _depth_first(block, tiles.steps)
     shared, highest = chunk_begin(tail), start + max(depths)
-    for first, rows in _slices(tiling, 0, segment.length):
-        tiles.add(block, first, rows, (start, highest), (shared, shared), (0, tail))
-    place_of, tail_of = [0] * segment.length, [0] * segment.length
+    for first, rows in _slices(tiling, 0, block.length):
+        tiles.add(index, first, rows, (start, highest), (shared, shared), (0, tail))
+    place_of, tail_of = [0] * block.length, [0] * block.length
     for begin, end, list_begin in leaves:
         for place in range(begin, end):
             place_of[order[place]], tail_of[order[place]] = place, len(tiles.rows)
@@ -418,8 +418,8 @@ def _add_tree(
             # The first row sees the columns of its ancestors, but their slots are in a list.
             ends = (low + 1 if list_begin < 0 else start, high + 1)
             chunks = (tail, chunk_of(high) + 1)
-            tiles.add(block, first, rows, (low, high), ends, chunks, list_begin)
-    return list(zip(order, place_of, [base] * segment.length, tail_of, strict=True))
+            tiles.add(index, first, rows, (low, high), ends, chunks, list_begin)
+    return list(zip(order, place_of, [base] * block.length, tail_of, strict=True))
 
 
 def programs(device: torch.device) -> int:

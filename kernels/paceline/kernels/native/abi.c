@@ -15,9 +15,9 @@ typedef struct {
 /* clang-format off: a line begins with its structure */
 static const Line lines[] = {
     STRUCTURE(Cache),           FIELD(Cache, data),         FIELD(Cache, head_stride),
-    FIELD(Cache, slot_stride),  STRUCTURE(Block),           FIELD(Block, sequence),
-    FIELD(Block, start),        FIELD(Block, length),       FIELD(Block, row),
-    FIELD(Block, depths),       FIELD(Block, paths),        FIELD(Block, path_starts),
+    FIELD(Cache, slot_stride),  STRUCTURE(QueryBlock),      FIELD(QueryBlock, sequence),
+    FIELD(QueryBlock, start),   FIELD(QueryBlock, length),  FIELD(QueryBlock, row),
+    FIELD(QueryBlock, depths),  FIELD(QueryBlock, paths),   FIELD(QueryBlock, path_starts),
     STRUCTURE(Probe),           FIELD(Probe, block),        FIELD(Probe, node),
     FIELD(Probe, weights),      FIELD(Probe, stride),       FIELD(Probe, out),
     STRUCTURE(Probes),          FIELD(Probes, count),       FIELD(Probes, probe),
@@ -44,7 +44,7 @@ static const Line lines[] = {
     FIELD(Program, buffer),     FIELD(Program, vocabulary), FIELD(Program, q_heads),
     FIELD(Program, kv_heads),   FIELD(Program, dim),        FIELD(Program, top),
     FIELD(Program, tiles_bf16), FIELD(Program, scale),      FIELD(Program, cap),
-    FIELD(Program, gather),     STRUCTURE(Queries),         FIELD(Queries, count),
+    FIELD(Program, all_gather), STRUCTURE(Queries),         FIELD(Queries, count),
     FIELD(Queries, row),        FIELD(Queries, out),        STRUCTURE(Run),
     FIELD(Run, rows),           FIELD(Run, selected),       FIELD(Run, threads),
     FIELD(Run, tokens),         FIELD(Run, position),       FIELD(Run, selection),
@@ -96,13 +96,31 @@ int64_t paceline_layout(const char *name, int64_t *numbers, int64_t room) {
 static const struct {
   const char *name;
   int64_t value;
-} limits[] = {LIMIT(WIDTH),    LIMIT(MAX_DIM),         LIMIT(MAX_BLOCK), LIMIT(MAX_NODES),
-              LIMIT(MAX_TAPS), LIMIT(QUERY_TILE_ROWS), LIMIT(CHUNK),     LIMIT(EMBED),
-              LIMIT(INPUT),    LIMIT(ADD_NORM),        LIMIT(MULTIPLY),  LIMIT(ROTATE),
-              LIMIT(ATTEND),   LIMIT(ATTEND_CONTEXT),  LIMIT(GATE),      LIMIT(ADD),
-              LIMIT(TAP),      LIMIT(SELECT),          LIMIT(CAP),       LIMIT(ROUTE),
-              LIMIT(SPREAD),   LIMIT(COMBINE),         LIMIT(GATHER),    LIMIT(DELTA),
-              LIMIT(OPEN)};
+} limits[] = {LIMIT(WIDTH),
+              LIMIT(MAX_DIM),
+              LIMIT(MAX_TREE_NODES),
+              LIMIT(MAX_NODES),
+              LIMIT(MAX_TAPS),
+              LIMIT(QUERY_TILE_ROWS),
+              LIMIT(CHUNK),
+              LIMIT(EMBED),
+              LIMIT(INPUT),
+              LIMIT(ADD_NORM),
+              LIMIT(MULTIPLY),
+              LIMIT(ROTATE),
+              LIMIT(ATTEND),
+              LIMIT(ATTEND_CONTEXT),
+              LIMIT(GATE),
+              LIMIT(ADD),
+              LIMIT(TAP),
+              LIMIT(SELECT),
+              LIMIT(CAP),
+              LIMIT(ROUTE),
+              LIMIT(SPREAD),
+              LIMIT(COMBINE),
+              LIMIT(ALL_GATHER),
+              LIMIT(DELTA),
+              LIMIT(SIGMOID_GATE)};
 
 /* A limit of limits.h, or the code of an operation of program.h, by its name; -1: there is none. */
 int64_t paceline_limit(const char *name) {

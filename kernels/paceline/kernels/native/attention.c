@@ -119,7 +119,7 @@ static void take_probes(const Attention *a, Tile *t) {
 static Tile tile_of(const Attention *a, int64_t item) {
   const Plan *p = a->plan;
   const int64_t *tile = p->tile + item / p->kv_heads * 3;
-  const Block *b = p->block + tile[0];
+  const QueryBlock *b = p->block + tile[0];
   const int64_t node = tile[1], nodes = tile[2], group = p->q_heads / p->kv_heads;
   Tile t = {.plan = p,
             .block = b,
@@ -199,7 +199,7 @@ static void score_any(const Tile *t, const Buffers *m, int64_t first, int64_t st
 
 /* Adds the weighted values of every row's own path. */
 static void weigh_paths(const Tile *t, const Buffers *m, int64_t base, float *part) {
-  const Block *b = t->block;
+  const QueryBlock *b = t->block;
   const int64_t dim = t->plan->dim;
   const int type = (int)t->plan->kv_type;
   for (int64_t r = 0; r < t->rows; r++) {
@@ -221,7 +221,7 @@ static void weigh_paths(const Tile *t, const Buffers *m, int64_t base, float *pa
 /* Results of all rows for one chunk, to part [rows][width]. */
 static void attend_chunk(const Tile *t, const Buffers *m, int64_t chunk, float *part) {
   const Plan *p = t->plan;
-  const Block *b = t->block;
+  const QueryBlock *b = t->block;
   const int64_t base = chunk * CHUNK, stop = max(base, min(base + CHUNK, t->prefix));
   score_any(t, m, base, stop, m->scores, STRIDE);
   for (int64_t r = 0; r < t->rows; r++) {
@@ -352,7 +352,7 @@ static float *parts_of(const Attention *a, int64_t item) {
 static int64_t attention_work(const Plan *p) {
   int64_t work = 0;
   for (int64_t i = 0; i < p->tiles; i++) {
-    const Block *b = p->block + p->tile[3 * i];
+    const QueryBlock *b = p->block + p->tile[3 * i];
     work += p->tile[3 * i + 2] * p->q_heads * (b->start + b->length) * p->dim;
   }
   return work;

@@ -5,10 +5,10 @@
 #include "cache_rows.h"
 #include "vectors.h"
 
-#define STRIDE (CHUNK + WIDTH)  /* of a row of scores */
-#define ROWS 6                  /* rows of a block of a product */
-#define COLUMNS (BLOCK * LANES) /* its columns */
-#define DEPTH 64                /* values of a panel */
+#define STRIDE (CHUNK + WIDTH) /* of a row of scores */
+#define ROWS 6                 /* rows of a tile of a product, whose sums stay in registers */
+#define COLUMNS (COLUMN_VECTORS * LANES) /* its columns */
+#define DEPTH 64                         /* values of a panel */
 
 INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -19,14 +19,14 @@ typedef struct {
   const int32_t *depths;                /* [length]; null for a chain */
   const int32_t *paths;                 /* ancestors of every node and itself, root first ... */
   const int32_t *path_starts;           /* ... [length + 1] */
-} Block;
+} QueryBlock;
 
 typedef struct {
   int64_t q_heads, kv_heads, dim, window; /* window 0: none */
   int64_t kv_type;                        /* KV_F32, KV_BF16 or KV_INT8 */
   int64_t tiles_bf16; /* numerics amx: products with bfloat16 caches are in tiles */
   int64_t blocks;
-  const Block *block;
+  const QueryBlock *block;
   int64_t tiles;
   const int64_t *tile; /* [tiles, 3]: block, first node and number of nodes */
   float scale, cap;    /* of scores; cap 0: none */
@@ -75,7 +75,7 @@ void attention_merge_item(const Attention *a, int64_t i);
  * floats: `dim` weighted values, the sum of the weights, and the largest score. */
 typedef struct {
   const Plan *plan;
-  const Block *block;
+  const QueryBlock *block;
   const Cache *k, *v;
   Probes probes; /* from the first to the last one of the block */
   float *raw;    /* scores kept for these */

@@ -155,7 +155,7 @@ static void weigh_rows(const Tile *t, const Buffers *m, int64_t r, int64_t end, 
 
 /* Weighted values of the chunk from `base` on: the prefix up to `stop`, then every row's path. */
 static void weigh_tiles(const Tile *t, const Buffers *m, int64_t base, int64_t stop, float *part) {
-  const Block *b = t->block;
+  const QueryBlock *b = t->block;
   const int64_t count = b->depths && stop < base + CHUNK ? (stop - base) / DOT * DOT : stop - base;
   int64_t slots[CHUNK];
   for (int64_t i = 0; i < stop - base; i++) slots[i] = base + i;

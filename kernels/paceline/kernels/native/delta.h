@@ -38,7 +38,7 @@ INLINE int64_t delta_channels(const Delta *d) {
   return 2 * d->key_heads * d->key_dim + d->value_heads * d->value_dim;
 }
 
-INLINE int64_t delta_parent(const Block *b, int64_t n) {
+INLINE int64_t delta_parent(const QueryBlock *b, int64_t n) {
   if (!b->depths || n <= 0) return n - 1;
   const int32_t *end = b->paths + b->path_starts[n + 1];
   return b->path_starts[n + 1] - b->path_starts[n] > 1 ? end[-2] : -1;
@@ -46,8 +46,8 @@ INLINE int64_t delta_parent(const Block *b, int64_t n) {
 
 /* The place of each drafted row's state, -1 for a row without children, which needs none; a last
  * child takes the place of its parent. Returns the number of places. */
-INLINE int64_t delta_places(const Block *b, int64_t committed, int16_t *place) {
-  int16_t last[MAX_BLOCK];
+INLINE int64_t delta_places(const QueryBlock *b, int64_t committed, int16_t *place) {
+  int16_t last[MAX_TREE_NODES];
   int64_t count = 0;
   for (int64_t n = committed; n < b->length; n++) {
     last[n] = -1;
@@ -67,8 +67,8 @@ INLINE int64_t delta_places(const Block *b, int64_t committed, int16_t *place) {
 }
 
 /* Floats of memory for the states of a block's drafted rows. */
-INLINE int64_t delta_scratch(const Delta *d, const Block *b, int64_t committed) {
-  int16_t place[MAX_BLOCK];
+INLINE int64_t delta_scratch(const Delta *d, const QueryBlock *b, int64_t committed) {
+  int16_t place[MAX_TREE_NODES];
   if (committed >= b->length) return 0;
   return delta_places(b, committed, place) * (d->value_heads / d->key_heads) * d->key_dim *
          d->value_dim;
@@ -132,7 +132,7 @@ INLINE float delta_decay(float x, float rate) {
  *
  * in, out: rows of the batch, [width of in] and [Hv Dv]; committed: rows of the block that the
  * stored state will include; scratch: delta_scratch() floats. */
-static void delta_block(const Delta *d, const States *states, int64_t layer, const Block *b,
+static void delta_block(const Delta *d, const States *states, int64_t layer, const QueryBlock *b,
                         int64_t committed, int64_t head, const float *in, float *out,
                         float *scratch) {
   const int64_t dk = d->key_dim, dv = d->value_dim, heads = d->value_heads,
@@ -149,7 +149,7 @@ static void delta_block(const Delta *d, const States *states, int64_t layer, con
   const float *from = states->from + (layer * heads + head_v) * size;
   const int64_t firsts[3] = {head * dk, all_keys + head * dk, 2 * all_keys + head_v * dv};
   const int64_t widths[3] = {dk, dk, group * dv};
-  int16_t place[MAX_BLOCK];
+  int16_t place[MAX_TREE_NODES];
   float q[MAX_DIM], k[MAX_DIM], v[MAX_DIM], read[MAX_DIM];
 
   /* A row: of the block, or a replayed one, or one of the window before it. */

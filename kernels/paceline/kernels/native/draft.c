@@ -32,10 +32,10 @@ static void *allocate(int64_t bytes) {
 /* Memory for the chains of a pass. */
 typedef struct {
   int64_t *position, *tile;
-  Block *block;
+  QueryBlock *block;
 } Chains;
 
-static void add_chain(Run *r, const Chains *c, const Program *p, Block block) {
+static void add_chain(Run *r, const Chains *c, const Program *p, QueryBlock block) {
   const int64_t nodes = max(1, QUERY_TILE_ROWS / (p->q_heads / p->kv_heads));
   c->block[r->blocks] = block;
   for (int64_t node = 0; node < block.length; node += nodes) {
@@ -60,7 +60,7 @@ static int64_t add_states(const Model *m, Text *const *texts, Run run) {
   for (int64_t t = 0; t < run.sequences; t++) fresh += texts[t]->length - texts[t]->first;
   if (!fresh) return 0;
   int64_t *numbers OWNED = allocate(7 * fresh * (int64_t)sizeof(int64_t));
-  Block *blocks OWNED = allocate(fresh * (int64_t)sizeof(Block));
+  QueryBlock *blocks OWNED = allocate(fresh * (int64_t)sizeof(QueryBlock));
   char *inputs OWNED = allocate(fresh * bytes);
   if (!numbers || !blocks || !inputs) return OUT_OF_MEMORY;
   const Chains chains = {numbers, numbers + fresh, blocks};
@@ -74,9 +74,9 @@ static int64_t add_states(const Model *m, Text *const *texts, Run run) {
     for (int64_t at = text->first, stop; at < text->length; at = stop) {
       stop = min(text->length, (at / CHUNK + 1) * CHUNK); /* the same cuts however states come */
       for (int64_t i = at; i < stop; i++) chains.position[run.rows + i - at] = i;
-      add_chain(
-          &run, &chains, m->context,
-          (Block){.sequence = t, .start = at - text->base, .length = stop - at, .row = run.rows});
+      add_chain(&run, &chains, m->context,
+                (QueryBlock){
+                    .sequence = t, .start = at - text->base, .length = stop - at, .row = run.rows});
     }
   }
   return run_program(m->context, &run);
@@ -88,11 +88,11 @@ static int64_t run_blocks(const Model *m, Text *const *texts, Run run, float *lo
   const int64_t rows = run.sequences * m->length, bytes = m->states * (m->bf16 ? 2 : 4);
   int64_t *numbers OWNED = allocate(6 * rows * (int64_t)sizeof(int64_t));
   int32_t *paths OWNED = allocate((2 * m->length + 1) * (int64_t)sizeof(int32_t));
-  Block *blocks OWNED = allocate(2 * run.sequences * (int64_t)sizeof(Block));
+  QueryBlock *blocks OWNED = allocate(2 * run.sequences * (int64_t)sizeof(QueryBlock));
   char *inputs OWNED = allocate(m->state_input ? rows * bytes : 0);
   if (!numbers || !paths || !blocks || !inputs) return OUT_OF_MEMORY;
   const Chains chains = {numbers, numbers + rows, blocks};
-  Block *contexts = blocks + run.sequences;
+  QueryBlock *contexts = blocks + run.sequences;
   int64_t *tokens = numbers + 4 * rows, *selection = numbers + 5 * rows;
   int32_t *zeros = paths, *starts = paths + m->length; /* nodes that all are the first slot */
   for (int32_t i = 0; i < m->length; i++) zeros[i] = 0, starts[i] = i;
@@ -105,9 +105,9 @@ static int64_t run_blocks(const Model *m, Text *const *texts, Run run, float *lo
   for (int64_t t = 0; t < run.sequences; t++) {
     const Text *text = texts[t];
     const int64_t start = text->length - text->base, first = run.rows;
-    contexts[t] = (Block){t, start + m->length - 1, 1, first, zeros, zeros, starts};
+    contexts[t] = (QueryBlock){t, start + m->length - 1, 1, first, zeros, zeros, starts};
     add_chain(&run, &chains, m->block,
-              (Block){.sequence = t, .start = start, .length = m->length, .row = first});
+              (QueryBlock){.sequence = t, .start = start, .length = m->length, .row = first});
     for (int64_t i = 0; i < m->length; i++) {
       chains.position[first + i] = text->length + i;
       tokens[first + i] = i ? m->mask : text->anchor;
@@ -257,7 +257,7 @@ static void add_nodes(const Model *m, const Text *t, const Tree *tree, int64_t s
       }
       add_chain(
           run, chains, m->block,
-          (Block){
+          (QueryBlock){
               .sequence = sequence, .start = at - t->base, .length = stop - at, .row = run->rows});
     }
   } else {
@@ -279,7 +279,8 @@ static void add_nodes(const Model *m, const Text *t, const Tree *tree, int64_t s
         memcpy(inputs + (from + n) * bytes, tree->output + (node->parent + 1) * m->hidden,
                (size_t)bytes);
     }
-    Block block = {sequence, t->length + 1 + trunk - t->base, count, from, depths, paths, starts};
+    QueryBlock block = {sequence, t->length + 1 + trunk - t->base, count, from, depths, paths,
+                        starts};
     if (chain) block.depths = block.paths = block.path_starts = NULL;
     add_chain(run, chains, m->block, block);
   }
@@ -299,7 +300,7 @@ static int64_t grow_by_levels(const Model *m, Text *const *texts, int64_t count,
   int64_t *numbers OWNED = allocate(9 * rows * size);
   int32_t *path OWNED = allocate(count * paths * (int64_t)sizeof(int32_t));
   int32_t *slots OWNED = allocate((2 * longest + 1) * (int64_t)sizeof(int32_t));
-  Block *blocks OWNED = allocate(2 * rows * (int64_t)sizeof(Block));
+  QueryBlock *blocks OWNED = allocate(2 * rows * (int64_t)sizeof(QueryBlock));
   const Cache **caches OWNED = allocate(2 * count * (int64_t)sizeof(Cache *));
   float *logits OWNED = allocate(count * wide * m->drafted * (int64_t)sizeof(float));
   const int64_t width = m->text ? m->hidden : 0;
@@ -318,7 +319,7 @@ static int64_t grow_by_levels(const Model *m, Text *const *texts, int64_t count,
   int32_t *zeros = slots, *starts = slots + longest; /* nodes that all are the first slot */
   for (int32_t i = 0; i < longest; i++) zeros[i] = 0, starts[i] = i;
   starts[longest] = (int32_t)longest;
-  Block *contexts = blocks + rows;
+  QueryBlock *contexts = blocks + rows;
   run.position = chains.position, run.tile = chains.tile, run.block = blocks;
   run.tokens = tokens, run.selection = selection, run.logits = logits;
   run.caches = caches, run.contexts = caches + count, run.context_block = contexts;
@@ -333,7 +334,7 @@ static int64_t grow_by_levels(const Model *m, Text *const *texts, int64_t count,
                 path + t * paths, inputs);
       for (int64_t b = block; b < run.blocks; b++)
         contexts[b] =
-            (Block){sequence, texts[t]->slots - 1, 1, blocks[b].row, zeros, zeros, starts};
+            (QueryBlock){sequence, texts[t]->slots - 1, 1, blocks[b].row, zeros, zeros, starts};
     }
     if (!run.sequences) return 0;
     run.inputs_bf16 = reading && m->bf16;

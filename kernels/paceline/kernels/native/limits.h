@@ -3,12 +3,12 @@
 #ifndef PACELINE_LIMITS_H
 #define PACELINE_LIMITS_H
 
-#define WIDTH 16      /* widths in memory are multiples of this, at every level */
-#define MAX_DIM 512   /* values of a head */
-#define MAX_BLOCK 256 /* rows of a block with drafted rows of the delta rule: nodes and anchor */
-#define MAX_NODES (MAX_BLOCK - 1) /* nodes of a drafted tree */
-#define MAX_TAPS 8                /* positions of a convolution */
-#define MAX_THREADS 256           /* threads of a team */
+#define WIDTH 16                       /* widths in memory are multiples of this, at every level */
+#define MAX_DIM 512                    /* values of a head */
+#define MAX_TREE_NODES 256             /* rows of a query block that is a tree: nodes and anchor */
+#define MAX_NODES (MAX_TREE_NODES - 1) /* nodes of a drafted tree */
+#define MAX_TAPS 8                     /* positions of a convolution */
+#define MAX_THREADS 256                /* threads of a team */
 #define QUERY_TILE_ROWS 128 /* query rows of a tile: its scores of a chunk fit a core's cache */
 #define CHUNK 256           /* keys whose softmax is one step; see attention.c */
 

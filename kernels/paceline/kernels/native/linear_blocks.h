@@ -9,11 +9,12 @@
 #define SHIFT 12582912.0f /* 3 * 2^22: a float whose last bit is 1 */
 #define SHIFT_BITS 0x4b400000
 #if LANES == 4
-#define BLOCK_ROWS 3
+#define QUANTISED_ROWS 3
 #elif LANES == 8 && defined(SPLIT_ACTIVATIONS)
-#define BLOCK_ROWS 4
+#define QUANTISED_ROWS 4
 #else
-#define BLOCK_ROWS 6 /* two vectors of outputs: sums in registers, at 256 bits totals in memory */
+#define QUANTISED_ROWS \
+  6 /* two vectors of outputs: sums in registers, at 256 bits totals in memory */
 #endif
 #define FEW_ROWS 8 /* products of so many rows wait for memory, those of more for arithmetic */
 
@@ -26,19 +27,19 @@ typedef struct {
 
 typedef struct {
 #ifdef SPLIT_ACTIVATIONS
-  char values[2 * BLOCK_INS];
+  char values[2 * QUANT_BLOCK];
 #else
-  char values[BLOCK_INS];
+  char values[QUANT_BLOCK];
 #endif
   Factors factors;
 } Activations;
 
 /* Quantises a block of a row, see linear.h. */
-INLINE Factors quantise(const float *x, int64_t offset, int32_t value[BLOCK_INS]) {
+INLINE Factors quantise(const float *x, int64_t offset, int32_t value[QUANT_BLOCK]) {
   ivec largest = splat_i32(0), sum = splat_i32(0);
   float m, scale = 0.0f, inverse = 0.0f;
 #pragma GCC unroll 8
-  for (int i = 0; i < BLOCK_INS; i += LANES)
+  for (int i = 0; i < QUANT_BLOCK; i += LANES)
     largest = max_i32(largest, clear_sign(load_f32(x + i)));
   const int32_t bits = largest_lane(largest); /* magnitudes are ordered as whole numbers */
   memcpy(&m, &bits, sizeof m);
@@ -49,11 +50,11 @@ INLINE Factors quantise(const float *x, int64_t offset, int32_t value[BLOCK_INS]
     inverse = 1.0f / scale;
   }
   if (inverse == 0.0f) {
-    memset(value, 0, BLOCK_INS * sizeof *value);
+    memset(value, 0, QUANT_BLOCK * sizeof *value);
     return (Factors){scale, scale * 0.0f, SHIFT_BITS, 0};
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < BLOCK_INS;
+  for (int i = 0; i < QUANT_BLOCK;
        i += LANES) { /* the addition rounds to a whole number, ties to even */
     const vec rounded = load_f32(x + i) * splat(inverse) + splat(SHIFT);
     const ivec whole = add_i32(as_int(rounded), splat_i32(-SHIFT_BITS));
@@ -64,24 +65,24 @@ INLINE Factors quantise(const float *x, int64_t offset, int32_t value[BLOCK_INS]
   return (Factors){scale, scale * (float)total, SHIFT_BITS - (int32_t)offset * total, 0};
 }
 
-/* Row `row` of x. Within a block of rows, activations are in the order [ins / 32][rows]. */
+/* Row `row` of x. Within a range of rows, activations are in the order [ins / 32][rows]. */
 static void quantise_row(const Matrix *m, const float *x, int64_t rows, Activations *out,
                          int64_t row) {
-  const RowBlock in = row_block(rows, BLOCK_ROWS, row);
-  const int64_t blocks = m->ins / BLOCK_INS;
+  const RowRange in = row_range(rows, QUANTISED_ROWS, row);
+  const int64_t blocks = m->ins / QUANT_BLOCK;
   const int split = activation_bytes(m->format == LINEAR_Q4) == 2;
   out += in.first * blocks + (row - in.first);
   for (int64_t b = 0; b < blocks; b++, out += in.count) {
-    int32_t value[BLOCK_INS];
+    int32_t value[QUANT_BLOCK];
     int16_t *wide = (int16_t *)out->values;
-    out->factors = quantise(x + row * m->ins + b * BLOCK_INS, m->offset - DOT_OFFSET, value);
+    out->factors = quantise(x + row * m->ins + b * QUANT_BLOCK, m->offset - DOT_OFFSET, value);
     if (split)
-      for (int i = 0; i < BLOCK_INS; i += 4) {
+      for (int i = 0; i < QUANT_BLOCK; i += 4) {
         wide[i] = (int16_t)value[i], wide[i + 1] = (int16_t)value[i + 2];
         wide[i + 2] = (int16_t)value[i + 1], wide[i + 3] = (int16_t)value[i + 3];
       }
     else
-      for (int i = 0; i < BLOCK_INS; i++) out->values[i] = (char)value[i];
+      for (int i = 0; i < QUANT_BLOCK; i++) out->values[i] = (char)value[i];
   }
 }
 
@@ -101,14 +102,14 @@ INLINE vec scaled(ivec sum, vec scale, vec shift, int f16) {
  * not 19.5. */
 typedef struct {
   int four, f16, minima, few;
-} BlockFormat;
+} QuantisedFormat;
 
 /* Adds the products of a block to the sums of vectors begin .. end - 1 of outputs. */
 INLINE void add_products(const int rows, const int four, const char *values, int64_t panel,
                          const int begin, const int end, const Activations *a,
-                         ivec sum[BLOCK_ROWS][VECTORS]) {
+                         ivec sum[QUANTISED_ROWS][VECTORS]) {
 #pragma GCC unroll 8
-  for (int i = 0; i < BLOCK_INS; i += 4) {
+  for (int i = 0; i < QUANT_BLOCK; i += 4) {
     ivec w[VECTORS];
 #pragma GCC unroll 4
     for (int v = begin; v < end; v++) {
@@ -126,14 +127,15 @@ INLINE void add_products(const int rows, const int four, const char *values, int
 
 /* PAIR outputs, from `first` on, of `rows` rows. `later`: rows before them used the same weights.
  */
-INLINE void quantised_block(const int rows, const BlockFormat f, const Matrix *m,
-                            const Activations *a, float *out, int64_t first, int later) {
+INLINE void quantised_pair(const int rows, const QuantisedFormat f, const Matrix *m,
+                           const Activations *a, float *out, int64_t first, int later) {
   const int four = f.four, factor = f.f16 ? 2 : 4;
-  const int64_t panel = BLOCK_INS * PANEL / (four ? 2 : 1);
-  const int64_t bytes = 2 * panel + PAIR * factor * (f.minima ? 2 : 1), blocks = m->ins / BLOCK_INS;
+  const int64_t panel = QUANT_BLOCK * PANEL / (four ? 2 : 1);
+  const int64_t bytes = 2 * panel + PAIR * factor * (f.minima ? 2 : 1),
+                blocks = m->ins / QUANT_BLOCK;
   const char *block = first_block(m, first);
-  vec total[PAIR / UNIT][BLOCK_ROWS][VECTORS];
-  float totals[BLOCK_ROWS * PAIR];
+  vec total[PAIR / UNIT][QUANTISED_ROWS][VECTORS];
+  float totals[QUANTISED_ROWS * PAIR];
 #pragma GCC unroll 1
   for (int u = 0; u < PAIR / UNIT; u++)
 #pragma GCC unroll 8
@@ -152,7 +154,7 @@ INLINE void quantised_block(const int rows, const BlockFormat f, const Matrix *m
 #pragma GCC unroll 1
     for (int u = 0; u < PAIR / UNIT; u++) { /* outputs whose sums fit the registers */
       const char *scales = block + 2 * panel + u * UNIT * factor, *minima = scales + PAIR * factor;
-      ivec sum[BLOCK_ROWS][VECTORS];
+      ivec sum[QUANTISED_ROWS][VECTORS];
 #pragma GCC unroll 8
       for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -188,29 +190,29 @@ INLINE void quantised_block(const int rows, const BlockFormat f, const Matrix *m
   finish(m, rows, totals, PAIR, out, first);
 }
 
-/* The kernel for a block of `n` rows, 1 to BLOCK_ROWS. As a case with a literal number, its loops
- * over rows are unrolled and its sums stay in registers; with a variable number they would be in
- * memory. */
+/* The kernel for a range of `n` rows, 1 to QUANTISED_ROWS. As a case with a literal number, its
+ * loops over rows are unrolled and its sums stay in registers; with a variable number they would be
+ * in memory. */
 #define QUANTISED_CASE(n) \
-  case n: quantised_block(n, f, m, a, out, first, later); break;
+  case n: quantised_pair(n, f, m, a, out, first, later); break;
 
-INLINE void quantised_rows(int64_t rows, const BlockFormat f, const Matrix *m, const Activations *a,
-                           float *out, int64_t first, int later) {
+INLINE void quantised_rows(int64_t rows, const QuantisedFormat f, const Matrix *m,
+                           const Activations *a, float *out, int64_t first, int later) {
   switch (rows) {
     QUANTISED_CASE(1)
     QUANTISED_CASE(2)
     QUANTISED_CASE(3)
-#if BLOCK_ROWS >= 4
+#if QUANTISED_ROWS >= 4
     QUANTISED_CASE(4)
 #endif
-#if BLOCK_ROWS >= 6
+#if QUANTISED_ROWS >= 6
     QUANTISED_CASE(5)
     QUANTISED_CASE(6)
 #endif
   }
 }
 
-/* Defines `name`, the product of a block of rows with one format of weights: `four`: 4 bits, not 8;
+/* Defines `name`, the product of a range of rows with one format of weights: `four`: 4 bits, not 8;
  * `f16`: scales and minima are float16, not float32; `minima`: there are minima; `few`: the whole
  * product has few rows, so that it waits for memory. All four are literals: each function is
  * compiled without the branches of other formats. FORMAT_KERNELS defines it for many rows as `name`
@@ -218,7 +220,7 @@ INLINE void quantised_rows(int64_t rows, const BlockFormat f, const Matrix *m, c
 #define FORMAT_ROWS(name, four, f16, minima, few)                                                  \
   static void name(int64_t rows, const Matrix *m, const Activations *a, float *out, int64_t first, \
                    int later) {                                                                    \
-    quantised_rows(rows, (BlockFormat){four, f16, minima, few}, m, a, out, first, later);          \
+    quantised_rows(rows, (QuantisedFormat){four, f16, minima, few}, m, a, out, first, later);      \
   }
 #if LANES == PANEL
 #define FORMAT_KERNELS(name, four, f16, minima) \

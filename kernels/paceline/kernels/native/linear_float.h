@@ -20,8 +20,8 @@ INLINE vec float_weight(const int bf16, const char *weights, int64_t k, const in
 }
 
 /* UNIT outputs, from `first` on, of `rows` rows. */
-INLINE void float_block(const int rows, const int bf16, const Matrix *m, const float *x, float *out,
-                        int64_t first) {
+INLINE void float_unit(const int rows, const int bf16, const Matrix *m, const float *x, float *out,
+                       int64_t first) {
   const int64_t ins = m->ins, panel = padded_ins(m) * PANEL * (bf16 ? 2 : 4);
   const char *weights[VECTORS];
   vec sum[FLOAT_ROWS][VECTORS], w[VECTORS];
@@ -60,11 +60,11 @@ INLINE void float_block(const int rows, const int bf16, const Matrix *m, const f
   finish(m, rows, sums, UNIT, out, first);
 }
 
-/* The kernel for a block of `n` rows, 1 to FLOAT_ROWS. As a case with a literal number, its loops
+/* The kernel for a range of `n` rows, 1 to FLOAT_ROWS. As a case with a literal number, its loops
  * over rows are unrolled and its sums stay in registers; with a variable number they would be in
  * memory. */
 #define FLOAT_CASE(n) \
-  case n: float_block(n, bf16, m, x, out, first); break;
+  case n: float_unit(n, bf16, m, x, out, first); break;
 
 INLINE void float_rows(int64_t rows, const int bf16, const Matrix *m, const float *x, float *out,
                        int64_t first) {

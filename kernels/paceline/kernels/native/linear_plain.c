@@ -22,13 +22,13 @@ static float weight_at(const Matrix *m, int64_t out, int64_t in) {
 
 static const uint8_t *block_at(const Matrix *m, int64_t out, int64_t block) {
   const int64_t bits = m->format == LINEAR_Q8 ? 8 : 4, factor = m->scales_f16 ? 2 : 4;
-  const int64_t bytes = PAIR * (BLOCK_INS * bits / 8 + factor * (m->minima ? 2 : 1));
-  return (const uint8_t *)m->values + (out / PAIR * (m->ins / BLOCK_INS) + block) * bytes;
+  const int64_t bytes = PAIR * (QUANT_BLOCK * bits / 8 + factor * (m->minima ? 2 : 1));
+  return (const uint8_t *)m->values + (out / PAIR * (m->ins / QUANT_BLOCK) + block) * bytes;
 }
 
 static int32_t stored_at(const Matrix *m, int64_t out, int64_t in) {
-  const int64_t panel = out / PANEL % 2, lane = out % PANEL, i = in % BLOCK_INS;
-  const uint8_t *values = block_at(m, out, in / BLOCK_INS);
+  const int64_t panel = out / PANEL % 2, lane = out % PANEL, i = in % QUANT_BLOCK;
+  const uint8_t *values = block_at(m, out, in / QUANT_BLOCK);
   if (m->format == LINEAR_Q8) return values[((panel * 8 + i / 4) * PANEL + lane) * 4 + i % 4];
   const int byte = values[((panel * 4 + i / 8) * PANEL + lane) * 4 + i % 4];
   return i / 4 % 2 ? byte >> 4 : byte & 15;
@@ -37,7 +37,7 @@ static int32_t stored_at(const Matrix *m, int64_t out, int64_t in) {
 /* Kind 0: a scale; 1: a minimum. */
 static float factor_at(const Matrix *m, int kind, int64_t out, int64_t block) {
   const int64_t bits = m->format == LINEAR_Q8 ? 8 : 4, at = kind * PAIR + out % PAIR;
-  const uint8_t *factors = block_at(m, out, block) + PAIR * BLOCK_INS * bits / 8;
+  const uint8_t *factors = block_at(m, out, block) + PAIR * QUANT_BLOCK * bits / 8;
   if (m->scales_f16) return half_to_float(((const uint16_t *)factors)[at]);
   return ((const float *)factors)[at];
 }
@@ -48,22 +48,22 @@ void linear_row(const Matrix *m, int64_t row, float *out) {
       out[k] = weight_at(m, row, k);
       continue;
     }
-    const int64_t block = k / BLOCK_INS;
+    const int64_t block = k / QUANT_BLOCK;
     out[k] = (float)(stored_at(m, row, k) - m->offset) * factor_at(m, 0, row, block);
     if (m->minima) out[k] += factor_at(m, 1, row, block);
   }
 }
 
-static float quantise_plain(const float x[BLOCK_INS], int32_t a[BLOCK_INS]) {
+static float quantise_plain(const float x[QUANT_BLOCK], int32_t a[QUANT_BLOCK]) {
   float largest = 0.0f;
-  for (int i = 0; i < BLOCK_INS; i++) a[i] = 0;
-  for (int i = 0; i < BLOCK_INS; i++) {
+  for (int i = 0; i < QUANT_BLOCK; i++) a[i] = 0;
+  for (int i = 0; i < QUANT_BLOCK; i++) {
     if (!isfinite(x[i])) return NAN;
     largest = fmaxf(largest, fabsf(x[i]));
   }
   if (largest < 0x1p-100f) return 0.0f;
   const float scale = largest / 127.0f, inverse = 1.0f / scale;
-  for (int i = 0; i < BLOCK_INS; i++) a[i] = (int32_t)rintf(x[i] * inverse);
+  for (int i = 0; i < QUANT_BLOCK; i++) a[i] = (int32_t)rintf(x[i] * inverse);
   return scale;
 }
 
@@ -73,11 +73,11 @@ static float output(const Matrix *m, const float *x, int64_t out) {
   if (m->format <= LINEAR_BF16)
     for (int64_t k = 0; k < m->ins; k++) total = fmaf(x[k], weight_at(m, out, k), total);
   else
-    for (int64_t b = 0; b < m->ins / BLOCK_INS; b++) {
-      int32_t a[BLOCK_INS], sum = 0, plain = 0;
-      const float scale = quantise_plain(x + b * BLOCK_INS, a);
-      for (int64_t i = 0; i < BLOCK_INS; i++) {
-        sum += a[i] * (stored_at(m, out, b * BLOCK_INS + i) - (int32_t)m->offset);
+    for (int64_t b = 0; b < m->ins / QUANT_BLOCK; b++) {
+      int32_t a[QUANT_BLOCK], sum = 0, plain = 0;
+      const float scale = quantise_plain(x + b * QUANT_BLOCK, a);
+      for (int64_t i = 0; i < QUANT_BLOCK; i++) {
+        sum += a[i] * (stored_at(m, out, b * QUANT_BLOCK + i) - (int32_t)m->offset);
         plain += a[i];
       }
       total = fmaf(fmaf((float)sum, factor_at(m, 0, out, b), 0.0f), scale, total);
@@ -93,7 +93,7 @@ void paceline_linear_plain(const Matrix *m, const float *x, int64_t rows, float 
 
 #define OUTS 50
 #define INS 96
-#define ROWS 37 /* whole blocks of rows and a smaller one, at every level */
+#define ROWS 37 /* whole ranges of rows and a smaller one, at every level */
 #define PADDED 64
 
 enum { FLOATS, BF16_PAIRS, BYTES, F16_PAIRS, WHOLE_PAIRS };
@@ -116,7 +116,7 @@ static void fill(uint32_t *words, int64_t count, int kind, uint32_t *seed) {
 /* Random blocks of a quantised matrix. */
 static void fill_blocks(const Matrix *m, uint32_t *words, uint32_t *seed) {
   const int64_t words_of_values = 2 * block_panel(m) / 4, all = block_bytes(m) / 4;
-  for (int64_t b = 0; b < PADDED / PAIR * (INS / BLOCK_INS); b++, words += all) {
+  for (int64_t b = 0; b < PADDED / PAIR * (INS / QUANT_BLOCK); b++, words += all) {
     fill(words, words_of_values, BYTES, seed);
     fill(words + words_of_values, all - words_of_values, m->scales_f16 ? F16_PAIRS : FLOATS, seed);
   }

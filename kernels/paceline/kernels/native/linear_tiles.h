@@ -25,10 +25,10 @@ static void prepare_tile_row(const Matrix *m, const float *x, char *scratch, int
 }
 
 /* PAIR outputs, from `first` on, of the rows of one block. */
-static void tile_block(const Matrix *m, RowBlock block, const char *scratch, float *out,
-                       int64_t first) {
-  const int64_t stride = padded_ins(m) * 2, second = block.count > SIDE;
-  const char *x = scratch + block.first * stride, *w = place(m->values, stride * PANEL, first);
+static void tile_pair(const Matrix *m, RowRange range, const char *scratch, float *out,
+                      int64_t first) {
+  const int64_t stride = padded_ins(m) * 2, second = range.count > SIDE;
+  const char *x = scratch + range.first * stride, *w = place(m->values, stride * PANEL, first);
   _Alignas(64) float sums[TILE_ROWS * PAIR];
   configure_tiles();
   TILE_ZERO(0);
@@ -51,6 +51,6 @@ static void tile_block(const Matrix *m, RowBlock block, const char *scratch, flo
   TILE_STORE(1, sums + SIDE, PAIR * 4);
   TILE_STORE(2, sums + SIDE * PAIR, PAIR * 4);
   TILE_STORE(3, sums + SIDE * PAIR + SIDE, PAIR * 4);
-  finish(m, block.count, sums, PAIR, out, first);
+  finish(m, range.count, sums, PAIR, out, first);
 }
 #endif

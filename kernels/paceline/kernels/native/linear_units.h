@@ -1,4 +1,4 @@
-/* How a product is divided: units of outputs times blocks of rows, both kept in registers. */
+/* How a product is divided: units of outputs times ranges of rows, both kept in registers. */
 #ifndef PACELINE_LINEAR_UNITS_H
 #define PACELINE_LINEAR_UNITS_H
 
@@ -18,18 +18,18 @@ INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE int64_t padded_ins(const Matrix *m) { return divide_up(m->ins, 32) * 32; }
 
 /* Rows of a block, such that blocks of at most `limit` rows are as equal as possible. */
-INLINE int64_t block_rows(int64_t rows, int64_t limit) {
+INLINE int64_t range_rows(int64_t rows, int64_t limit) {
   return divide_up(rows, divide_up(rows, limit));
 }
 
-/* The block of rows that contains `row`. */
+/* The range of rows that contains `row`. */
 typedef struct {
   int64_t first, count;
-} RowBlock;
+} RowRange;
 
-INLINE RowBlock row_block(int64_t rows, int64_t limit, int64_t row) {
-  const int64_t size = block_rows(rows, limit), first = row / size * size;
-  return (RowBlock){first, first + size < rows ? size : rows - first};
+INLINE RowRange row_range(int64_t rows, int64_t limit, int64_t row) {
+  const int64_t size = range_rows(rows, limit), first = row / size * size;
+  return (RowRange){first, first + size < rows ? size : rows - first};
 }
 
 /* Place of output `out` in panels of this many bytes, whose lines have 4 bytes an output. */
@@ -37,11 +37,11 @@ INLINE const char *place(const void *base, int64_t panel_bytes, int64_t out) {
   return (const char *)base + out / PANEL * panel_bytes + out % PANEL * 4;
 }
 
-#define BLOCK_INS 32
+#define QUANT_BLOCK 32
 
 /* Bytes of the parts of a quantised block, see linear.h. */
 INLINE int64_t block_panel(const Matrix *m) {
-  return BLOCK_INS * PANEL / (m->format == LINEAR_Q4 ? 2 : 1);
+  return QUANT_BLOCK * PANEL / (m->format == LINEAR_Q4 ? 2 : 1);
 }
 INLINE int64_t block_factors(const Matrix *m) { return PAIR * (m->scales_f16 ? 2 : 4); }
 INLINE int64_t block_bytes(const Matrix *m) {
@@ -50,7 +50,7 @@ INLINE int64_t block_bytes(const Matrix *m) {
 
 /* The first block of the two panels that contain output `out`. */
 INLINE const char *first_block(const Matrix *m, int64_t out) {
-  return (const char *)m->values + out / PAIR * (m->ins / BLOCK_INS) * block_bytes(m);
+  return (const char *)m->values + out / PAIR * (m->ins / QUANT_BLOCK) * block_bytes(m);
 }
 
 /* Adds the bias to `rows` rows of `width` sums and stores them; `out` is the first row. Not

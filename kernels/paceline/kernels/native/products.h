@@ -2,7 +2,7 @@
  * kernel: C = A * B, A [rows, depth] by rows, B [depth, COLUMNS].
  *
  * B is a panel of COLUMNS keys or of COLUMNS dimensions of DEPTH values, converted to float32 once
- * for all rows. The panel stays in the first-level cache, a block of C in registers. */
+ * for all rows. The panel stays in the first-level cache, a tile of C in registers. */
 #ifndef PACELINE_PRODUCTS_H
 #define PACELINE_PRODUCTS_H
 
@@ -24,10 +24,10 @@ INLINE Panel panel_of(const Buffers *m, int64_t columns) {
 
 /* C = A * B, or C += A * B if `more`, for at most ROWS rows and `vectors` vectors of B's columns.
  * An element of C is one chain of FMAs over k. */
-INLINE void multiply_block(const int rows, const int vectors, const float *a, int64_t a_stride,
-                           Panel b, const int bf16, int64_t depth, int more, float *c,
-                           int64_t c_stride) {
-  vec sum[ROWS][BLOCK];
+INLINE void multiply_tile(const int rows, const int vectors, const float *a, int64_t a_stride,
+                          Panel b, const int bf16, int64_t depth, int more, float *c,
+                          int64_t c_stride) {
+  vec sum[ROWS][COLUMN_VECTORS];
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -36,7 +36,7 @@ INLINE void multiply_block(const int rows, const int vectors, const float *a, in
   int64_t at = 0;
 #pragma GCC unroll 1
   for (int64_t k = 0; k < depth; k++, at += b.stride) {
-    vec x[BLOCK];
+    vec x[COLUMN_VECTORS];
     if (rows <= FEW)
       for (int64_t i = 0; i < vectors * LANES; i += bf16 ? 32 : 16)
         __builtin_prefetch(b.next + (at + i) * (bf16 ? 2 : 4), 0, 2);
@@ -60,7 +60,7 @@ INLINE void multiply_rows(const int vectors, const int bf16, int64_t rows, const
                           int64_t a_stride, Panel b, int64_t depth, int more, float *c,
                           int64_t c_stride) {
   for (; rows > 0; rows -= ROWS, a += ROWS * a_stride, c += ROWS * c_stride) {
-#define CALL(n) multiply_block(n, vectors, a, a_stride, b, bf16, depth, more, c, c_stride)
+#define CALL(n) multiply_tile(n, vectors, a, a_stride, b, bf16, depth, more, c, c_stride)
     switch (rows) {
       case 1: CALL(1); break;
       case 2: CALL(2); break;
@@ -77,9 +77,9 @@ INLINE void multiply_rows(const int vectors, const int bf16, int64_t rows, const
 static void multiply(int64_t columns, int64_t rows, const float *a, int64_t a_stride, Panel b,
                      int64_t depth, int more, float *c, int64_t c_stride) {
   if (columns == COLUMNS && b.bf16)
-    multiply_rows(BLOCK, 1, rows, a, a_stride, b, depth, more, c, c_stride);
+    multiply_rows(COLUMN_VECTORS, 1, rows, a, a_stride, b, depth, more, c, c_stride);
   else if (columns == COLUMNS)
-    multiply_rows(BLOCK, 0, rows, a, a_stride, b, depth, more, c, c_stride);
+    multiply_rows(COLUMN_VECTORS, 0, rows, a, a_stride, b, depth, more, c, c_stride);
   else if (b.bf16)
     multiply_rows(1, 1, rows, a, a_stride, b, depth, more, c, c_stride);
   else

@@ -163,7 +163,7 @@ static void show_caches(State *s, const Cache *const *caches, int64_t layer) {
 
 static int row_wise(const State *s) {
   const int64_t kind = s->program->operation[s->at].kind;
-  return kind != ATTEND && kind != ATTEND_CONTEXT && kind != GATHER && kind != DELTA &&
+  return kind != ATTEND && kind != ATTEND_CONTEXT && kind != ALL_GATHER && kind != DELTA &&
          (kind != MULTIPLY || s->part == 0);
 }
 
@@ -197,7 +197,7 @@ static void chain_rows(State *s) {
       s->prepares = 1;
       return;
     }
-    if (o->kind == ATTEND || o->kind == ATTEND_CONTEXT || o->kind == GATHER || o->kind == DELTA)
+    if (o->kind == ATTEND || o->kind == ATTEND_CONTEXT || o->kind == ALL_GATHER || o->kind == DELTA)
       return;
     if (o->kind == ROTATE) {
       if (layer >= 0) return; /* the state shows the caches of one layer */
@@ -273,7 +273,7 @@ static int64_t begin_stage(State *s) {
   }
   if (o->kind == MULTIPLY)
     return o->experts ? divide_product(&s->slots, o->weight) : linear_items(o->weight, s->rows);
-  if (o->kind == GATHER) return 1;
+  if (o->kind == ALL_GATHER) return 1;
   if (o->kind == DELTA) return s->run->sequences * ((const Delta *)o->weight)->key_heads;
   return s->part == 0 ? begin_attention(s, o) : attention_merge_items(&s->attention);
 }
@@ -331,9 +331,9 @@ static void run_row(const State *s, const Operation *o, int64_t row) {
                width / 2);
       break;
     case ADD: add_row(in, rows_of(s, o->delta) + row * width, (float)o->factor, width); break;
-    case OPEN: {
+    case SIGMOID_GATE: {
       const int64_t wide = s->program->buffer[o->delta].width;
-      open_row(in, rows_of(s, o->delta) + (row + 1) * wide - width, width);
+      sigmoid_gate_row(in, rows_of(s, o->delta) + (row + 1) * wide - width, width);
       break;
     }
     case CAP: cap_row(in, (float)o->factor, width); break;
@@ -412,9 +412,9 @@ static void work(void *state, int64_t item) {
     }
   } else if (o->kind == MULTIPLY) {
     multiply_item(s, o, item);
-  } else if (o->kind == GATHER) {
-    if (s->program->gather(s->rows, s->program->buffer[o->in].width, rows_of(s, o->in),
-                           rows_of(s, o->out)))
+  } else if (o->kind == ALL_GATHER) {
+    if (s->program->all_gather(s->rows, s->program->buffer[o->in].width, rows_of(s, o->in),
+                               rows_of(s, o->out)))
       s->failed = 3;
   } else if (o->kind == DELTA) {
     delta_item(s, o, item);
@@ -439,7 +439,7 @@ static int64_t begin(void *state) {
 
 static void expand_blocks(const State *s) {
   for (int64_t i = 0; i < s->run->blocks; i++) {
-    const Block *b = s->run->block + i;
+    const QueryBlock *b = s->run->block + i;
     for (int64_t n = 0; n < b->length; n++) {
       s->sequence[b->row + n] = b->sequence;
       s->slot[b->row + n] = b->start + n;
@@ -475,7 +475,7 @@ static void check_program(const Program *p) {
   }
   for (int64_t i = 0; i < p->operations; i++) {
     const Operation *o = p->operation + i;
-    CHECK(o->kind >= EMBED && o->kind <= OPEN && o->layer >= 0 && o->window >= 0);
+    CHECK(o->kind >= EMBED && o->kind <= SIGMOID_GATE && o->layer >= 0 && o->window >= 0);
     CHECK(o->in >= 0 && o->in < p->buffers && o->delta >= 0 && o->delta < p->buffers);
     CHECK(o->out >= 0 && o->out < p->buffers);
     for (int64_t e = 0; o->kind == MULTIPLY && e < max(1, o->experts); e++) {
@@ -496,7 +496,7 @@ static void check_run(const Program *p, const Run *r) {
     CHECK(r->position[i] >= 0 && r->position[i] < r->table_rows);
   int64_t row = 0;
   for (int64_t i = 0; i < r->blocks; i++) {
-    const Block *b = r->block + i;
+    const QueryBlock *b = r->block + i;
     CHECK(b->sequence >= 0 && b->sequence < r->sequences && b->start >= 0);
     CHECK(b->row == row && b->length > 0 && (row += b->length) <= r->rows);
     CHECK(!b->depths == !b->paths && !b->depths == !b->path_starts);

@@ -25,33 +25,36 @@ enum {
   ROUTE,
   SPREAD,
   COMBINE,
-  GATHER,
+  ALL_GATHER,
   DELTA,
-  OPEN
+  SIGMOID_GATE
 };
 
 /* One operation. Of the fields each kind uses some; `in`, `delta` and `out` are buffers.
- * EMBED    out = rows of the table `weight` [vocabulary, width of out], or of the Matrix `second`,
- *          times `factor`
- * INPUT    out = the caller's rows
- * ADD_NORM in += delta * factor (delta 0: nothing); out = norm(in) * weight
- * MULTIPLY out = in times the Matrix `weight`; over slots, each times that of its expert among
- *          `weight` [experts]
- * ROTATE   out = rotated queries of the heads in `in`; keys and values go to the caches of `layer`;
- *          there may be queries alone, or keys and values alone. `rope`: which of the tables;
- *          `whole`: the norms are over all queries and all keys together
- * ATTEND   out = attention of the queries in `in` over the caches of `layer`, with the sinks
- * `weight` or without ATTEND_CONTEXT  the same over the contexts, where all rows of a block attend
- * to the same keys GATE     out = silu(gate) * up, or gelu(gate) * up, or its form with a limit ADD
- * in += delta * factor TAP      copies `in` to the caller's buffer of `layer`, if there is one
- * SELECT   out = the rows of `in` that need logits
- * CAP      in = factor * tanh(in / factor)
- * ROUTE    out = the experts of a row and their shares by the scores in `in`; see experts.h
- * SPREAD   out = the rows of `in` in slots by the routes `delta`
- * COMBINE  out = the sum of a row's slots in `in` by the routes `delta`
- * GATHER   out = the columns of `in` of all ranks, by the caller's function
- * DELTA    out = the outputs of the Delta `weight` over the states of `layer`; see delta.h
- * OPEN     in *= sigmoid of the last columns of `delta` */
+ *
+ * - EMBED: out = rows of the table `weight` [vocabulary, width of out], or of the Matrix `second`,
+ *   times `factor`.
+ * - INPUT: out = the caller's rows.
+ * - ADD_NORM: in += delta * factor (delta 0: nothing); out = norm(in) * weight.
+ * - MULTIPLY: out = in times the Matrix `weight`; over slots, each times that of its expert among
+ *   `weight` [experts].
+ * - ROTATE: out = rotated queries of the heads in `in`; their keys and values go to the caches of
+ *   `layer`; there may be queries alone, or keys and values alone. `rope`: which of the tables;
+ *   `whole`: the norms are over all queries and all keys together.
+ * - ATTEND: out = attention of the queries in `in` over the caches of `layer`, with the sinks
+ *   `weight` or without.
+ * - ATTEND_CONTEXT: the same over the contexts, where all rows of a block attend to the same keys.
+ * - GATE: out = silu(gate) * up, or gelu(gate) * up, or its form with a limit.
+ * - ADD: in += delta * factor.
+ * - TAP: copies `in` to the caller's buffer of `layer`, if there is one.
+ * - SELECT: out = the rows of `in` that need logits.
+ * - CAP: in = factor * tanh(in / factor).
+ * - ROUTE: out = the experts of a row and their shares by the scores in `in`; see experts.h.
+ * - SPREAD: out = the rows of `in` in slots by the routes `delta`.
+ * - COMBINE: out = the sum of a row's slots in `in` by the routes `delta`.
+ * - ALL_GATHER: out = the columns of `in` of all ranks, by the caller's function.
+ * - DELTA: out = the outputs of the Delta `weight` over the states of `layer`; see delta.h.
+ * - SIGMOID_GATE: in *= sigmoid of the last columns of `delta`. */
 typedef struct {
   int64_t kind, in, delta, out, layer;
   int64_t window;            /* of attention; 0: none */
@@ -83,7 +86,7 @@ typedef struct {
   int64_t tiles_bf16; /* numerics amx: products with bfloat16 caches are in tiles */
   double scale, cap;  /* of attention scores; cap 0: none */
   /* Gathers `in` [rows, width] of all ranks to `out`, on any thread. Returns 0, or 1: it failed. */
-  int64_t (*gather)(int64_t rows, int64_t width, const float *in, float *out);
+  int64_t (*all_gather)(int64_t rows, int64_t width, const float *in, float *out);
 } Program;
 
 /* Request to copy queries of a layer: out [count, Hq, D]. */
@@ -104,9 +107,10 @@ typedef struct {
   const Cache *const *caches; /* of every sequence: [layers][keys, values] */
   int64_t kv_type;            /* KV_F32, KV_BF16 or KV_INT8 */
   int64_t blocks;
-  const Block *block;
+  const QueryBlock *block;
   const Cache *const *contexts; /* of every context: [layers][keys, values] */
-  const Block *context_block; /* [blocks]: the rows of `block` as nodes that attend to a context */
+  const QueryBlock
+      *context_block; /* [blocks]: the rows of `block` as nodes that attend to a context */
   int64_t context_type;
   const void *inputs; /* of INPUT: [rows, width] */
   int64_t inputs_bf16;

@@ -56,7 +56,7 @@ INLINE void gate_row(const float *gate_up, float *out, int gelu, float limit, in
 }
 
 /* x [width] *= sigmoid(gate). */
-INLINE void open_row(float *x, const float *gate, int64_t width) {
+INLINE void sigmoid_gate_row(float *x, const float *gate, int64_t width) {
   for (int64_t i = 0; i < width; i += LANES)
     store_f32(x + i, load_f32(x + i) / (splat(1.0f) + exp_(-load_f32(gate + i))));
 }

@@ -9,7 +9,7 @@
 
 #define ROUNDS 10
 #define LOW 0xFFFFFFFFu
-#define BLOCK_IDS 512
+#define CHUNK_IDS 512
 #define PIECE 64 /* scores that are skipped together if none is among the best so far */
 
 /* The 52-bit integers behind the noise of `count` ids at one position: Philox4x32-10;
@@ -39,9 +39,9 @@ static void draw(uint64_t seed, uint64_t position, const int64_t *ids, int64_t c
 void paceline_gumbel(uint64_t seed, uint64_t position, const int64_t *ids, int64_t count,
                      float *out) {
   CHECK(count >= 0 && (!count || (ids && out)));
-  uint64_t mantissas[BLOCK_IDS];
-  for (int64_t at = 0; at < count; at += BLOCK_IDS) {
-    const int64_t n = count - at < BLOCK_IDS ? count - at : BLOCK_IDS;
+  uint64_t mantissas[CHUNK_IDS];
+  for (int64_t at = 0; at < count; at += CHUNK_IDS) {
+    const int64_t n = count - at < CHUNK_IDS ? count - at : CHUNK_IDS;
     draw(seed, position, ids + at, n, mantissas);
     for (int64_t i = 0; i < n; i++)
       out[at + i] = (float)-log_(-log_(((double)mantissas[i] + 0.5) * 0x1p-52));

@@ -17,7 +17,7 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>
 #define LANES 16
-#define BLOCK 4 /* vectors processed at once: with 6 rows they fill the registers */
+#define COLUMN_VECTORS 4 /* vectors processed at once: with 6 rows they fill the registers */
 typedef __m512 vec;
 
 INLINE vec splat(float x) { return _mm512_set1_ps(x); }
@@ -82,7 +82,7 @@ INLINE void transpose(vec x[LANES]) {
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #define LANES 8
-#define BLOCK 2
+#define COLUMN_VECTORS 2
 typedef __m256 vec;
 
 INLINE vec splat(float x) { return _mm256_set1_ps(x); }
@@ -140,7 +140,7 @@ INLINE void transpose(vec x[LANES]) {
 #else
 /* Plain C: the reference for the other levels, and the code for ARM. */
 #define LANES 4
-#define BLOCK 4
+#define COLUMN_VECTORS 4
 typedef float vec __attribute__((vector_size(16)));
 typedef int32_t ivec __attribute__((vector_size(16)));
 typedef uint32_t uvec __attribute__((vector_size(16))); /* shifts and sums of bits may overflow */

@@ -17,7 +17,7 @@ _GROWTH = 256
 class LocalCache:
     """A cache in the memory of one process, which grows as needed; a ``KVCacheView``.
 
-    In a round, ``reserve`` slots for the block, run the decoder with a segment that starts at
+    In a round, ``reserve`` slots for the block, run the decoder with a block that starts at
     ``len(cache)``, then ``commit`` the accepted path.
     """
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.decoder.config import UnsupportedModelError
 from paceline.decoder.weights import Checkpoint, Linear, Tensors, Weight
 from paceline.kernels import MAX_EXPERTS
-from paceline.kernels.blocks import check_finite, mxfp4
+from paceline.kernels.quantised import check_finite, mxfp4
 
 _NAMES = {
     ".block_sparse_moe.": ".mlp.",

@@ -33,8 +33,8 @@ from paceline.decoder.gguf_file import (
 from paceline.decoder.gguf_tokenizer import GgufTokenizer
 from paceline.decoder.model_source import ModelSource, file_facts, remembered
 from paceline.decoder.weights import Tensors, Weight, fingerprint_files, plain
-from paceline.kernels.blocks import Blocks
-from paceline.kernels.linear import PackedMatrix, pack_blocks
+from paceline.kernels.linear import PackedMatrix, pack_quantised
+from paceline.kernels.quantised import QuantisedMatrix
 
 EMBEDDING, NORM = "token_embd.weight", "output_norm.weight"
 """Names of the token embedding and the final norm."""
@@ -245,9 +245,9 @@ class GgufModel(ModelSource):
         packed = self._packed.get(name)
         if packed is None:
             found = self._read(name, dtype, device)
-            if not isinstance(found, Blocks):
+            if not isinstance(found, QuantisedMatrix):
                 return found
-            packed = self._packed[name] = pack_blocks(found)
+            packed = self._packed[name] = pack_quantised(found)
         return packed
 
     def _read(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Weight:
@@ -409,8 +409,8 @@ class _Tensors(Tensors[Weight]):
         part = stored.split(".")[-2]
         if part in self._heads:
             order = _hf_rows(found.shape[0], self._heads[part])
-            found = found.rows(order) if isinstance(found, Blocks) else found[order]
-        if isinstance(found, Blocks):
+            found = found.rows(order) if isinstance(found, QuantisedMatrix) else found[order]
+        if isinstance(found, QuantisedMatrix):
             return found
         return found.to(self._device, self._dtype)
 

@@ -21,7 +21,14 @@ from gguf.quants import Q4_K, dequantize
 from torch import Tensor
 
 from paceline.decoder.config import UnsupportedModelError
-from paceline.kernels.blocks import BLOCK, Blocks, check_finite, concatenate, mxfp4, quantise
+from paceline.kernels.quantised import (
+    QUANT_BLOCK,
+    QuantisedMatrix,
+    check_finite,
+    concatenate,
+    mxfp4,
+    quantise,
+)
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -279,7 +286,7 @@ class _Reader:
             raise self.damaged(f"a metadata value has type number {number}") from error
 
 
-def decode(file: GgufFile, tensor: GgufTensor) -> Tensor | Blocks:
+def decode(file: GgufFile, tensor: GgufTensor) -> Tensor | QuantisedMatrix:
     """The values of a tensor: a matrix of a supported format as it is, others converted.
 
     F32, F16 and BF16 become tensors of that type. A matrix of Q8_0, Q4_0, Q4_1, Q4_K or MXFP4
@@ -333,7 +340,7 @@ def _rows(tensor: GgufTensor) -> Bytes:
     return tensor.data.reshape(-1, len(tensor.data) // int(np.prod(tensor.shape[:-1])))
 
 
-def _blocks(rows: Bytes, kind: GGMLQuantizationType) -> Blocks:
+def _blocks(rows: Bytes, kind: GGMLQuantizationType) -> QuantisedMatrix:
     """Rows of a matrix as blocks, from their bytes."""
     if kind not in _EXACT:
         return quantise(torch.from_numpy(dequantize(rows, kind)), 8)
@@ -341,10 +348,10 @@ def _blocks(rows: Bytes, kind: GGMLQuantizationType) -> Blocks:
     outs = len(rows)
     values, scale, minimum = split(rows.reshape(-1, GGML_QUANT_SIZES[kind][1]))
     ins = values.size // outs
-    return Blocks(
+    return QuantisedMatrix(
         torch.from_numpy(values.reshape(outs, ins)),
-        torch.from_numpy(scale.reshape(outs, ins // BLOCK)),
-        None if minimum is None else torch.from_numpy(minimum.reshape(outs, ins // BLOCK)),
+        torch.from_numpy(scale.reshape(outs, ins // QUANT_BLOCK)),
+        None if minimum is None else torch.from_numpy(minimum.reshape(outs, ins // QUANT_BLOCK)),
         bits,
         offset,
     )
@@ -377,7 +384,7 @@ def _split_q4_k(raw: Bytes) -> Parts:
     scale, minimum = Q4_K.get_scale_min(raw[:, 4:16])
     d, lowest = _halves(raw[:, :2]), _halves(raw[:, 2:4])
     scales, minima = d * scale.astype(np.float32), -(lowest * minimum.astype(np.float32))
-    return _nibbles(raw[:, 16:].reshape(-1, 4, BLOCK)), scales, minima
+    return _nibbles(raw[:, 16:].reshape(-1, 4, QUANT_BLOCK)), scales, minima
 
 
 def _split_mxfp4(raw: Bytes) -> Parts:

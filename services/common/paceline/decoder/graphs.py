@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.decoder.device import device_lost
 from paceline.decoder.model import Decoder, ForwardResult
-from paceline.kernels import GraphProbes, KVCacheView, PagedPlane, Probe, ProbedBlock, TreeSegment
+from paceline.kernels import GraphProbes, KVCacheView, PagedPlane, Probe, ProbedBlock, QueryBlock
 
 if TYPE_CHECKING:
     from paceline.kernels._triton.plan import GraphPlan
@@ -131,7 +131,7 @@ class GraphRunner:
     def forward(
         self,
         tokens: Sequence[int],
-        segments: Sequence[TreeSegment],
+        blocks: Sequence[QueryBlock],
         table_rows: Sequence[int],
         taps: Sequence[int] = (),
         probed_layers: Sequence[int] = (),
@@ -141,7 +141,7 @@ class GraphRunner:
 
         Args:
             tokens: Packed tokens.
-            segments: Their blocks; ``segment.sequence`` indexes ``table_rows``.
+            blocks: Their blocks; ``block.sequence`` indexes ``table_rows``.
             table_rows: Row of the page tables of each sequence.
             taps: Layers whose outputs to return, 0 for the first.
             probed_layers: Layers without a window whose scores are recorded, in rising order; as
@@ -166,7 +166,7 @@ class GraphRunner:
         if graph is None:
             return None
         plan, run = graph
-        if not plan.fill(tokens, segments, table_rows, probed):
+        if not plan.fill(tokens, blocks, table_rows, probed):
             return None
         result = run()
         count = len(tokens)
@@ -174,11 +174,11 @@ class GraphRunner:
         return ForwardResult(result.logits[:count], tuple(found[layer][:count] for layer in taps))
 
     def prepare(
-        self, segments: Sequence[TreeSegment], table_rows: Sequence[int], taps: Sequence[int] = ()
+        self, blocks: Sequence[QueryBlock], table_rows: Sequence[int], taps: Sequence[int] = ()
     ) -> None:
         """Fill the tables of a batch that may come next, but for its tokens: :meth:`forward` then
         only adds these. For the time in which a GPU computes; arguments as there."""
-        count = sum(segment.length for segment in segments)
+        count = sum(block.length for block in blocks)
         rows = next((shape for shape in self._shapes if shape >= count), None)
         if rows is None:
             return
@@ -186,7 +186,7 @@ class GraphRunner:
         tapped = self._wider(rows, tilings, tuple(taps), (), False)
         graph = self._graphs.get((rows, tilings, tapped, (), False))
         if graph is not None:
-            graph[0].prepare(segments, table_rows)
+            graph[0].prepare(blocks, table_rows)
 
     def _wider(
         self, rows: int, tilings: tuple[Tiling, ...], taps: tuple[int, ...],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.decoder.cache import LocalCache
 from paceline.decoder.model import Decoder
-from paceline.kernels import CHUNK, TreeSegment, cpu_kernels, plan_trees
+from paceline.kernels import CHUNK, QueryBlock, cpu_kernels, plan_trees
 
 _PREFIX = CHUNK - 3  # so that the tree crosses a chunk border
 # Row counts of a linear layer that are compared: libraries choose kernels by the number of rows.
@@ -77,7 +77,7 @@ class ServedForward(Protocol):
     """A pass as it is served, over the blocks of two texts, 0 and 1, that begin empty."""
 
     def __call__(
-        self, tokens: Sequence[int], segments: Sequence[TreeSegment], *, prompt: bool = False
+        self, tokens: Sequence[int], blocks: Sequence[QueryBlock], *, prompt: bool = False
     ) -> Tensor:
         """Logits of all rows, ``[M, V]``, in memory that the next call may overwrite; ``prompt``:
         as a step that is mostly prompts."""
@@ -97,8 +97,8 @@ def check_served(forward: ServedForward, vocab_size: int) -> BatchInvariance:
     text = torch.randint(vocab_size, (_LAST,), generator=generator).tolist()
     other = torch.randint(vocab_size, (SERVED_SLOTS[1],), generator=generator).tolist()
 
-    def chain(start: int, stop: int, sequence: int = 0) -> TreeSegment:
-        return TreeSegment(sequence, start, None, stop - start, final=start == 0)
+    def chain(start: int, stop: int, sequence: int = 0) -> QueryBlock:
+        return QueryBlock(sequence, start, None, stop - start, final=start == 0)
 
     def decoded(position: int, sequence: int = 0) -> Tensor:
         at = chain(position, position + 1, sequence)
@@ -111,7 +111,7 @@ def check_served(forward: ServedForward, vocab_size: int) -> BatchInvariance:
         # From the last position on: what is before it is then as plain decoding has written it.
         for start in reversed(_BORDERS):
             tokens, parents, path = _comb(text[start : start + 12], vocab_size)
-            tree = TreeSegment(0, start, parents, len(tokens))
+            tree = QueryBlock(0, start, parents, len(tokens))
             rows = forward(tokens, [tree])[path]
             border = (start // 64 + 1) * 64
             yield f"a tree across position {border}", rows, plain[start - _FIRST :][:12]
@@ -179,11 +179,11 @@ def _tree_that_differs(decoder: Decoder) -> str:
         alone.states.take_snapshot(_PREFIX)
     _append(decoder, packed, prompt[:100])
     _append(decoder, packed, prompt[100:])
-    segments = [TreeSegment(1, 0, None, 5), TreeSegment(0, _PREFIX, _PARENTS, len(_PARENTS))]
+    blocks = [QueryBlock(1, 0, None, 5), QueryBlock(0, _PREFIX, _PARENTS, len(_PARENTS))]
     packed.reserve(len(_PARENTS))
     together = decoder.forward(
         torch.cat([prompt[:5], tree]),
-        plan_trees(segments, device=decoder.device),
+        plan_trees(blocks, device=decoder.device),
         [packed, other],
         logit_rows=None,
     ).logits[5:]
@@ -207,7 +207,7 @@ def _append(decoder: Decoder, cache: LocalCache, tokens: torch.Tensor) -> torch.
     """Append a chain of tokens and return the logits of the last."""
     count = tokens.numel()
     cache.reserve(count)
-    plan = plan_trees([TreeSegment(0, len(cache), None, count, final=True)], device=decoder.device)
+    plan = plan_trees([QueryBlock(0, len(cache), None, count, final=True)], device=decoder.device)
     last = torch.tensor([count - 1], device=decoder.device)
     logits = decoder.forward(tokens, plan, [cache], logit_rows=last).logits
     cache.commit(range(count))

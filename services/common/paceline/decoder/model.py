@@ -275,8 +275,8 @@ class Decoder:
 
         Args:
             tokens: Token ids, int64 ``[M]``, packed as in the plan.
-            plan: Query blocks; ``segment.sequence`` indexes ``caches``.
-            caches: One per sequence, with room up to ``segment.stop``.
+            plan: Query blocks; ``block.sequence`` indexes ``caches``.
+            caches: One per sequence, with room up to ``block.stop``.
             logit_rows: Rows to compute logits for, int64 ``[R]``; None for all.
             taps: Layers whose outputs to return, 0 for the first.
             observer: Receives attention scores, if any.
@@ -359,8 +359,8 @@ class Decoder:
             config.q_heads // size, config.kv_heads // size, config.head_dim,
             config.attention_scale, config.attention_cap,
         )  # fmt: skip
-        gather = None if ranks is None else ranks.gather
-        program = Recorder(heads, config.dtype, size, gather, self.numerics)
+        all_gather = None if ranks is None else ranks.all_gather
+        program = Recorder(heads, config.dtype, size, all_gather, self.numerics)
         scale = config.residual_scale
         x, delta = program.embed(self._embedding, config.embedding_scale), 0
 
@@ -372,7 +372,7 @@ class Decoder:
             return x
 
         def leave(columns: int, norm: Norm | None) -> int:
-            outputs = program.gather(columns)
+            outputs = program.all_gather(columns)
             return outputs if norm is None else program.add_norm(outputs, 0, norm)
 
         recurrent = 0
@@ -390,12 +390,12 @@ class Decoder:
                 q = program.rotate(mixed, layer.head_norms, at, rope)
                 attended = program.attend(q, at, config.windows[index], layer.sinks)
                 if FAMILIES[config.model_type].gated:
-                    program.open(attended, mixed)
-            delta = leave(program.multiply(program.gather(attended), layer.out), after)
+                    program.sigmoid_gate(attended, mixed)
+            delta = leave(program.multiply(program.all_gather(attended), layer.out), after)
             delta = leave(_feed_forward(config, program, layer, enter(before_mlp)), after_mlp)
         program.add(x, delta, scale)
         program.tap(x, len(self._layers) - 1)
-        logits = program.gather(
+        logits = program.all_gather(
             program.multiply(program.add_norm(program.select(x), 0, self.final_norm), self._head)
         )
         if config.logit_cap:
@@ -418,7 +418,7 @@ def _feed_forward(config: DecoderConfig, program: Recorder, layer: _Layer, x: in
     if layer.router is None:
         assert isinstance(layer.gate_up, Linear)
         assert isinstance(layer.down, Linear)
-        gated = program.gather(gate(program.multiply(x, layer.gate_up)))
+        gated = program.all_gather(gate(program.multiply(x, layer.gate_up)))
         return program.multiply(gated, layer.down)
     assert isinstance(layer.gate_up, Experts)
     assert isinstance(layer.down, Experts)

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.decoder.cache import LocalCache
 from paceline.decoder.model import AttentionObserver, Decoder, ForwardResult
 from paceline.decoder.ranks import Ranks, RanksLost
-from paceline.kernels import KVCacheView, TreePlan, TreeSegment, plan_trees
+from paceline.kernels import KVCacheView, QueryBlock, TreePlan, plan_trees
 
 
 @runtime_checkable
@@ -113,7 +113,7 @@ class ParallelDecoder(Decoder):
                 "changes": self.followers.take(),
                 "layers": self._indices,
                 "tokens": tokens.tolist(),
-                "blocks": [(b.sequence, b.start, b.parents, b.length) for b in plan.segments],
+                "blocks": [(b.sequence, b.start, b.parents, b.length) for b in plan.blocks],
                 "caches": [self.followers.number(cache) for cache in caches],
                 "whole": whole,
                 "tables": all(cache.table is not None for cache in caches),
@@ -122,12 +122,12 @@ class ParallelDecoder(Decoder):
         )
         with self._ranks.together("a step failed"):
             result = run(tokens, plan, caches, logit_rows=logit_rows, taps=taps, observer=observer)
-            blocks = [block for block in plan.segments if whole[block.sequence]]
+            blocks = [block for block in plan.blocks if whole[block.sequence]]
             if blocks:
                 self._collect(blocks, caches)
         return result
 
-    def _collect(self, blocks: Sequence[TreeSegment], caches: Sequence[KVCacheView]) -> None:
+    def _collect(self, blocks: Sequence[QueryBlock], caches: Sequence[KVCacheView]) -> None:
         """Take the other ranks' keys and values of blocks into the caches."""
         config = self._ranks.part(self.config)
         sizes = [block.length * config.kv_bytes_per_token for block in blocks]
@@ -186,7 +186,7 @@ def _follow(
         else:
             cache(number).copy_prefix(cache(how[0]), how[1])
     used = [cache(number) for number in step["caches"]]
-    blocks = [TreeSegment(*block) for block in step["blocks"]]
+    blocks = [QueryBlock(*block) for block in step["blocks"]]
     for block in blocks:
         used[block.sequence].reserve(block.stop)
     for each in used:

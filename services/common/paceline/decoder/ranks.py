@@ -123,7 +123,7 @@ class Ranks:
         parts = torch.arange(sum(widths)).split(widths)
         return torch.cat([part.chunk(self.size)[self.rank] for part in parts])
 
-    def gather(self, columns: Tensor) -> Tensor:
+    def all_gather(self, columns: Tensor) -> Tensor:
         """The columns of all ranks: ``[rows, width]`` of each to ``[rows, size * width]``. Raises
         ``RanksLost``: another rank did not answer."""
         rows, width = columns.shape

@@ -17,14 +17,14 @@ from paceline.decoder.config import UnsupportedModelError
 from paceline.decoder.folder_files import one_line, read_object
 from paceline.formats import FLOATS
 from paceline.kernels import cpu_kernels
-from paceline.kernels.blocks import BLOCK, Blocks, concatenate, quantise
-from paceline.kernels.linear import PackedMatrix, multiply, multiply_floats, pack, pack_blocks
+from paceline.kernels.linear import PackedMatrix, multiply, multiply_floats, pack, pack_quantised
+from paceline.kernels.quantised import QUANT_BLOCK, QuantisedMatrix, concatenate, quantise
 from paceline.kernels.rotated import DOWN_SIZE, SIZE, IntSums, RotatedMatrix
 
 if TYPE_CHECKING:
     from paceline.decoder.config import DecoderConfig
 
-Weight = Tensor | Blocks
+Weight = Tensor | QuantisedMatrix
 
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 """Matrices that keep 8 bits in a 4-bit model: 4 bits there alone cost as
@@ -93,18 +93,18 @@ class WeightsOf(Tensors[Weight]):
             return found.to(self._device) if isinstance(found, Tensor) else found
         if bits == 4 and (name in VOCABULARY or name.endswith(_DECAYS)):
             bits = 8
-        if bits and not (isinstance(found, Blocks) and found.bits <= bits):
+        if bits and not (isinstance(found, QuantisedMatrix) and found.bits <= bits):
             found = _quantise(name, plain(found, torch.float32), bits)
         plain_format = self._weights in FLOATS
         quantised = not plain_format and self._device.type == "cpu"
-        if isinstance(found, Blocks) and quantised:
+        if isinstance(found, QuantisedMatrix) and quantised:
             return found
         return plain(found, self._dtype).to(self._device)
 
 
 def plain(weight: Weight, dtype: torch.dtype) -> Tensor:
     """A weight as a tensor of a type."""
-    return (weight.dequantise() if isinstance(weight, Blocks) else weight).to(dtype)
+    return (weight.dequantise() if isinstance(weight, QuantisedMatrix) else weight).to(dtype)
 
 
 def fuse(parts: Sequence[Weight]) -> Weight:
@@ -112,13 +112,15 @@ def fuse(parts: Sequence[Weight]) -> Weight:
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if len(tensors) == len(parts):
         return tensors[0] if len(parts) == 1 else torch.cat(tensors)
-    blocks = [part if isinstance(part, Blocks) else quantise(part, 8) for part in parts]
+    blocks = [part if isinstance(part, QuantisedMatrix) else quantise(part, 8) for part in parts]
     return blocks[0] if len(parts) == 1 else concatenate(blocks)
 
 
 def in_order(weight: Weight, rows: Tensor) -> Weight:
     """The same with its rows in another order, int64 ``[outs]``."""
-    return weight.rows(rows) if isinstance(weight, Blocks) else weight[rows.to(weight.device)]
+    return (
+        weight.rows(rows) if isinstance(weight, QuantisedMatrix) else weight[rows.to(weight.device)]
+    )
 
 
 def is_rotated(weights: str, device: torch.device) -> bool:
@@ -136,7 +138,7 @@ def in_int8(name: str, weight: Weight | PackedMatrix) -> RotatedMatrix:
         raise UnsupportedModelError(f"matrix {name!r} cannot be in int8: {error}") from error
 
 
-def _quantise(name: str, weight: Tensor, bits: int) -> Blocks:
+def _quantise(name: str, weight: Tensor, bits: int) -> QuantisedMatrix:
     try:
         return quantise(weight, bits)
     except ValueError as error:
@@ -237,14 +239,17 @@ def _values(name: str, values: Tensor, scale: Tensor) -> Tensor:
     """bfloat16 ``[outs, ins]`` of 8-bit blocks: int8 ``[outs, ins]``, float16 ``[outs, ins / 32]``.
     Raises ``UnsupportedModelError``: they have other types or shapes, or a scale is not finite."""
     types = (values.dtype, scale.dtype) == (torch.int8, torch.float16)
-    shapes = values.ndim == scale.ndim == 2 and values.shape == (len(scale), scale.shape[1] * BLOCK)
+    shapes = values.ndim == scale.ndim == 2 and values.shape == (
+        len(scale),
+        scale.shape[1] * QUANT_BLOCK,
+    )
     if not (types and shapes and scale.isfinite().all()):
         raise UnsupportedModelError(
             f"tensor {name!r} is {values.dtype} {tuple(values.shape)} with scales {scale.dtype} "
             f"{tuple(scale.shape)}; expected int8 [outs, ins] with finite float16 "
-            f"[outs, ins / {BLOCK}]"
+            f"[outs, ins / {QUANT_BLOCK}]"
         )
-    blocks = values.view(len(values), -1, BLOCK).float() * scale.float()[:, :, None]
+    blocks = values.view(len(values), -1, QUANT_BLOCK).float() * scale.float()[:, :, None]
     return blocks.flatten(1).bfloat16()
 
 
@@ -267,7 +272,7 @@ def store_int8(folder: Path) -> None:
         tensor = weights.stored(name)
         if not tensor.is_floating_point():
             stored[name] = tensor
-        elif tensor.ndim == 2 and tensor.shape[1] % BLOCK == 0:
+        elif tensor.ndim == 2 and tensor.shape[1] % QUANT_BLOCK == 0:
             blocks = _quantise(name, tensor, 8)
             stored[name] = (blocks.values.to(torch.int16) - blocks.offset).to(torch.int8)
             stored[name + _SCALE] = blocks.scale.half()
@@ -341,8 +346,8 @@ class Linear:
             self.out_features, self.in_features = weight.outs, weight.ins
             return
         self.out_features, self.in_features = weight.shape
-        if isinstance(weight, Blocks):
-            self.packed = pack_blocks(weight, bias)
+        if isinstance(weight, QuantisedMatrix):
+            self.packed = pack_quantised(weight, bias)
         elif isinstance(weight, RotatedMatrix):
             self._rotated = weight
             self._bias = None if bias is None else bias.float().to(weight.scale.device)

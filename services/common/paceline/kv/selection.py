@@ -21,7 +21,7 @@ from paceline.kernels import (
     PageBounds,
     Plane,
     Probe,
-    TreeSegment,
+    QueryBlock,
     best_chunks,
     streaming,
 )
@@ -98,7 +98,7 @@ class ScoreObserver(ABC):
             self._known.record()
         self.scores = scores
 
-    def nodes(self, block: TreeSegment) -> tuple[int, ...]:
+    def nodes(self, block: QueryBlock) -> tuple[int, ...]:
         """Returns the rows of a block to observe: the first, and the deepest if it is another."""
         deepest = block.depths.index(max(block.depths))
         return (0, deepest) if deepest else (0,)
@@ -175,7 +175,7 @@ class AttentionScores(ScoreObserver):
         self._block = self._prefix = self._q_heads = 0
         self._nodes: Sequence[int] = ()
 
-    def nodes(self, block: TreeSegment) -> tuple[int, ...]:
+    def nodes(self, block: QueryBlock) -> tuple[int, ...]:
         return super().nodes(block) if self._rows is Rows.ENDS else tuple(range(block.length))
 
     def begin(self, block: int, nodes: Sequence[int], prefix: int) -> None:

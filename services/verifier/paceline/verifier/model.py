@@ -24,7 +24,7 @@ from paceline.decoder.invariance import SERVED_SLOTS
 from paceline.decoder.model_source import remembered
 from paceline.decoder.products import describe_device
 from paceline.kernels import (
-    TreeSegment,
+    QueryBlock,
     cpu_kernels,
     plan_trees,
     processor_name,
@@ -152,13 +152,13 @@ def check_steps(decoder: Decoder, graphs: GraphRunner | None, pool: PagePool) ->
         return BatchInvariance(False, f"there is no memory to check it: {error}")
 
     def forward(
-        tokens: Sequence[int], segments: Sequence[TreeSegment], *, prompt: bool = False
+        tokens: Sequence[int], blocks: Sequence[QueryBlock], *, prompt: bool = False
     ) -> Tensor:
         if graphs is not None and not prompt:
             rows = [table_row(cache) for cache in caches]
-            if (found := graphs.forward(tokens, segments, rows)) is not None:
+            if (found := graphs.forward(tokens, blocks, rows)) is not None:
                 return found.logits
-        plan = plan_trees(segments, device=decoder.device)
+        plan = plan_trees(blocks, device=decoder.device)
         packed = send(torch.tensor(tokens), decoder.device)
         return decoder.forward(packed, plan, caches, logit_rows=None).logits
 

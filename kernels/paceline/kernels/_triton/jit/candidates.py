@@ -20,11 +20,11 @@ from paceline.kernels._triton.jit.sampling import LAST_ID, NONE, _gumbel, _key, 
 @triton.jit(do_not_specialize=["vocab"])
 def best_of_chunks(
     logits, ids, integers, floats, borders, bests, sums, vocab, stride,
-    NOISE: tl.constexpr, FILTERED: tl.constexpr, REDUCED: tl.constexpr, KEEP: tl.constexpr,
+    NOISE: tl.constexpr, FILTERED: tl.constexpr, REDUCED: tl.constexpr, BESTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The best keys of each chunk of a row, best first, int64 ``[R, chunks, KEEP]``, and the sum of
-    the exponentials of its scores over the largest one, float32 ``[R, chunks]``.
+    """The best keys of each chunk of a row, best first, int64 ``[R, chunks, BESTS]``, and the sum
+    of the exponentials of its scores over the largest one, float32 ``[R, chunks]``.
 
     Without ``NOISE`` scores are the logits, else those of
     :func:`~paceline.kernels._triton.jit.sampling.perturb`, whose arguments the others are.
@@ -54,9 +54,9 @@ def best_of_chunks(
     finite = tl.where(highest == float("-inf"), 0.0, highest)
     place = row * tl.num_programs(1) + chunk
     tl.store(sums + place, tl.sum(tl.exp(score - finite), 0))
-    for index in range(KEEP):
+    for index in range(BESTS):
         best = tl.max(key, 0)
-        tl.store(bests + place * KEEP + index, best)
+        tl.store(bests + place * BESTS + index, best)
         key = tl.where(key == best, NONE, key)
 
 

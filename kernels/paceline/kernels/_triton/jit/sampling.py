@@ -3,7 +3,7 @@
 Tokens are compared by keys: an order-preserving integer of the float, then the lower token id. No
 two keys are equal, so that what a filter keeps is given by one number, the least key, its border.
 
-``find_best`` and ``find_candidates`` look at chunks of a row: its best key, its best ``KEEP`` keys
+``find_best`` and ``find_candidates`` look at chunks of a row: its best key, its best ``BESTS`` keys
 and the sum of its probabilities. ``find_border`` searches for the border among these candidates,
 bit by bit. Where top_p keeps more, ``weigh_spans``, ``collect_span`` and ``finish_border`` collect
 the keys near the border and search among them. ``perturb`` adds noise to what is kept.
@@ -106,9 +106,9 @@ def find_best(logits, floats, best, vocab, stride, CHUNK: tl.constexpr):
 @triton.jit(do_not_specialize=["vocab"])
 def find_candidates(
     logits, integers, floats, best, candidates, sums, vocab, stride,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, KEEP: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BESTS: tl.constexpr,
 ):  # fmt: skip
-    """Keys of each chunk after min_p, ``[R, chunks, KEEP]``: all from a border on, then ``NONE``.
+    """Keys of each chunk after min_p, ``[R, chunks, BESTS]``: all from a border on, then ``NONE``.
 
     ``sums`` int64 ``[R, 2, chunks]``: the weight of a chunk and its border. Rows without top_k and
     top_p are left out.
@@ -125,15 +125,15 @@ def find_candidates(
         for level in range(8):  # the upper half of the float's bits
             step = tl.full([], 1, tl.int64) << (50 - 2 * level)
             over = (key[:, None] >= (border + goals * step)[None, :]).to(tl.int32)
-            border += step * tl.sum((tl.sum(over, 0) > KEEP).to(tl.int64) * (goals > 0), 0)
-        fits = tl.sum((key > NONE).to(tl.int32), 0) <= KEEP
+            border += step * tl.sum((tl.sum(over, 0) > BESTS).to(tl.int64) * (goals > 0), 0)
+        fits = tl.sum((key > NONE).to(tl.int32), 0) <= BESTS
         border = tl.where(fits, LOWEST, border + (1 << 36))
         kept = (key >= border).to(tl.int32)
-        place = (row * chunks + chunk) * KEEP
+        place = (row * chunks + chunk) * BESTS
         tl.store(candidates + place + tl.cumsum(kept, 0) - 1, key, mask=kept > 0)
         count = tl.sum(kept, 0)
-        rest = tl.arange(0, KEEP)
-        tl.store(candidates + place + rest, tl.full([KEEP], NONE, tl.int64), mask=rest >= count)
+        rest = tl.arange(0, BESTS)
+        tl.store(candidates + place + rest, tl.full([BESTS], NONE, tl.int64), mask=rest >= count)
         sums += row * 2 * chunks + chunk
         tl.store(sums, tl.sum(weight, 0))
         tl.store(sums + chunks, border)
@@ -180,7 +180,7 @@ def _source(
 @triton.jit(do_not_specialize=["vocab", "stride"])
 def find_border(
     logits, integers, floats, best, candidates, sums, borders, pending, vocab, stride, chunks,
-    CHUNKS: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr, SPANS: tl.constexpr,
+    CHUNKS: tl.constexpr, BESTS: tl.constexpr, BLOCK: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """The least key that all filters keep, int64 ``[R]``.
 
@@ -194,7 +194,7 @@ def find_border(
     tl.store(pending, 0)
     if (temperature > 0.0) & ((k > 0) | (mass < 1.0)):
         logits += row * stride
-        candidates += row * chunks * KEEP
+        candidates += row * chunks * BESTS
         chunk = tl.arange(0, CHUNKS)
         sums += row * 2 * chunks
         worst = tl.load(sums + chunks + chunk, mask=chunk < chunks, other=NONE)
@@ -204,7 +204,7 @@ def find_border(
         done = (k == 0).to(tl.int32)
         for whole in range(2):
             if done == 0:
-                count = vocab if whole else chunks * KEEP
+                count = vocab if whole else chunks * BESTS
                 border = tl.maximum(lowest, _search(
                     logits, candidates, vocab, temperature, highest, lowest, k, count, whole,
                     False, BLOCK,
@@ -220,7 +220,7 @@ def find_border(
             needed = tl.ceil(mass * total.to(tl.float64)).to(tl.int64)
             needed = tl.maximum(tl.minimum(needed, total), 1)
             found = _search(
-                logits, candidates, vocab, temperature, highest, border, needed, chunks * KEEP,
+                logits, candidates, vocab, temperature, highest, border, needed, chunks * BESTS,
                 False, True, BLOCK,
             )  # fmt: skip
             if (found >= complete) | (border >= complete):

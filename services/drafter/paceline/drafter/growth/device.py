@@ -28,9 +28,9 @@ from paceline.drafter.growth.text import Block, Growth, TextPasses, TreeChoices,
 from paceline.kernels import (
     Context,
     KVCacheView,
-    LevelSegment,
+    LevelBlock,
+    QueryBlock,
     TreePlan,
-    TreeSegment,
     plan_trees,
     send,
 )
@@ -86,14 +86,14 @@ class HostPass:
     """A forward pass as the host knows it before the draft.
 
     Attributes:
-        segments: Its blocks; sequences are those of the batch.
+        blocks: Its blocks; sequences are those of the batch.
         positions: Absolute position of each row.
         tokens: Token ids of the rows; none if they are drafted or the pass has none.
         logit_rows: Rows that need logits; none if they are those of the newest level.
         inputs: Hidden states of the rows.
     """
 
-    segments: Sequence[TreeSegment] = ()
+    blocks: Sequence[QueryBlock] = ()
     positions: Sequence[int] = ()
     tokens: Sequence[int] = ()
     logit_rows: Sequence[int] = ()
@@ -120,7 +120,7 @@ def text_pass(blocks: Sequence[Block], inputs: StateRows | None = None) -> HostP
     stops = accumulate(len(block.tokens) for block in blocks)
     counts = [block.logit_rows for block in blocks]
     return HostPass(
-        [segment for block in blocks for segment in block.segments],
+        [each for block in blocks for each in block.blocks],
         [position for block in blocks for position in block.positions],
         [token for block in blocks for token in block.tokens],
         [r for stop, n in zip(stops, counts, strict=True) for r in range(stop - n, stop)],
@@ -139,12 +139,12 @@ def level_passes(starts: Sequence[int], lengths: Sequence[int], shape: TreeShape
     found = []
     for level in range(1, len(shape.sizes)):
         levels, count = shape.sizes[:level], shape.stops[level]
-        segments = [
-            LevelSegment(index, start, None, count, levels=levels)
+        blocks = [
+            LevelBlock(index, start, None, count, levels=levels)
             for index, start in enumerate(starts)
         ]
-        depths = segments[0].depths
-        found.append(HostPass(segments, [n + depth for n in lengths for depth in depths]))
+        depths = blocks[0].depths
+        found.append(HostPass(blocks, [n + depth for n in lengths for depth in depths]))
     return found
 
 
@@ -164,10 +164,10 @@ class Passes:
         """Returns the plan of a pass, None if it has no rows; ``ancestors`` as in
         :class:`~paceline.kernels.TreePlan`."""
         each = self._passes[index]
-        if not each.segments:
+        if not each.blocks:
             return None
         return plan_trees(
-            each.segments, positions=each.positions, device=self._device, ancestors=ancestors
+            each.blocks, positions=each.positions, device=self._device, ancestors=ancestors
         )
 
     def tokens(self, index: int) -> Tensor:

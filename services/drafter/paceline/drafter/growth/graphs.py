@@ -33,7 +33,7 @@ from paceline.drafter.growth.target_data import KvLayers, StateRows, TargetKv
 from paceline.drafter.growth.text import TreeSettings
 from paceline.drafter.kv.reader import KvPages, StateBlock
 from paceline.kernels import Context, KVCacheView, SamplingParams, TreePlan, plan_trees, send
-from paceline.kernels.trees import ContextSegment
+from paceline.kernels.trees import ContextBlock
 
 if TYPE_CHECKING:
     from paceline.kernels._triton.plan import Shape
@@ -187,7 +187,7 @@ class DraftGraphs:
 
     def _fits(self, draft: HostDraft, sequences: int, fed: int) -> bool:
         for each, shape in zip(draft.passes, self._passes[fed], strict=True):
-            widest = max((segment.length for segment in each.segments), default=0)
+            widest = max((block.length for block in each.blocks), default=0)
             if widest > shape.rows or len(each.positions) > sequences * shape.rows:
                 return False
         return True
@@ -329,8 +329,8 @@ class _Graph(Passes):
             _fill(host[rows], np.array(each.logit_rows, np.int64))
             own, context = self._tables[index]
             plan = of_contexts = None
-            if each.segments:
-                plan = plan_trees(each.segments, positions=each.positions)
+            if each.blocks:
+                plan = plan_trees(each.blocks, positions=each.positions)
                 if self._shapes[index].contexts:
                     of_contexts = plan_trees(context_blocks(each, draft.contexts))
             if not (own.fill(plan, numbers) and context.fill(of_contexts, numbers)):
@@ -492,11 +492,11 @@ class _Graph(Passes):
         return self._model.layers.states(states) if self._shapes[index].inputs else None
 
 
-def context_blocks(each: HostPass, contexts: Sequence[Context]) -> list[ContextSegment]:
+def context_blocks(each: HostPass, contexts: Sequence[Context]) -> list[ContextBlock]:
     """Returns the blocks of a pass as rows that attend to the whole contexts."""
     return [
-        ContextSegment(block.sequence, contexts[block.sequence].length - 1, None, block.length)
-        for block in each.segments
+        ContextBlock(block.sequence, contexts[block.sequence].length - 1, None, block.length)
+        for block in each.blocks
     ]
 
 

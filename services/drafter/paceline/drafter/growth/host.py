@@ -67,7 +67,7 @@ def forward_blocks(forward: Forward, blocks: Sequence[Block], device: torch.devi
 
     Args:
         forward: The pass of the model.
-        blocks: One per generation; segments refer to its caches by index.
+        blocks: One per generation; blocks refer to its caches by index.
         device: Device of the model.
 
     Returns:

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.decoder.sampling import sampling_params
 from paceline.drafter.generation import Budget, GenerationInfo
 from paceline.drafter.growth.beam import Beam, Chain, Ranked, Ranker
-from paceline.kernels import CHUNK, MAX_TREE_NODES, TreeSegment, send
+from paceline.kernels import CHUNK, MAX_TREE_NODES, QueryBlock, send
 from paceline.kernels.structures import DraftText
 from paceline.tree import TokenTree
 
@@ -39,17 +39,17 @@ def required(source: Source | None, method: str, what: str) -> Source:
     return source
 
 
-def chain_segments(index: int, begin: int, end: int) -> list[TreeSegment]:
+def chain_blocks(index: int, begin: int, end: int) -> list[QueryBlock]:
     """Returns positions ``begin`` to ``end`` of cache ``index``, cut at multiples of ``CHUNK``.
 
     With these cuts the bits of their KV do not depend on how a text is split over forward passes.
     """
-    segments = []
+    blocks = []
     while begin < end:
         stop = min(end, (begin // CHUNK + 1) * CHUNK)
-        segments.append(TreeSegment(index, begin, None, stop - begin))
+        blocks.append(QueryBlock(index, begin, None, stop - begin))
         begin = stop
-    return segments
+    return blocks
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Block:
     positions: Sequence[int]
     """Absolute position of each."""
 
-    segments: list[TreeSegment]
+    blocks: list[QueryBlock]
     """Cache slots of their KV."""
 
     logit_rows: int
@@ -258,17 +258,17 @@ class GrownText:
 
         ``index`` is that of the text's cache in the pass, ``slot`` that of the first position.
         """
-        segments = chain_segments(index, slot, slot + end - begin)
-        return Block(self.newest(begin, end), range(begin, end), segments, 1)
+        blocks = chain_blocks(index, slot, slot + end - begin)
+        return Block(self.newest(begin, end), range(begin, end), blocks, 1)
 
     def tree_block(self, index: int, slot: int) -> Block:
         """Returns the nodes of the tree to be fed for its next level; arguments as of
         :meth:`text_block`, ``slot`` is that of the tree's first node."""
         beam = self.tree
         tokens, parents = beam.block()
-        segment = TreeSegment(index, slot + beam.trunk, parents, len(tokens))
-        positions = [self.length + beam.trunk + depth for depth in segment.depths]
-        return Block(tokens, positions, [segment], len(beam.frontier))
+        block = QueryBlock(index, slot + beam.trunk, parents, len(tokens))
+        positions = [self.length + beam.trunk + depth for depth in block.depths]
+        return Block(tokens, positions, [block], len(beam.frontier))
 
     def chain_grows(self) -> bool:
         """Makes the last node of a chain the frontier, to draft ahead. Returns False if there is

@@ -27,7 +27,7 @@ from paceline.decoder.model_source import remembered_by_transformers
 from paceline.decoder.weights import Checkpoint, Linear, plain
 from paceline.drafter.methods.base import SECTION
 from paceline.kernels import Heads, Norm, Recorder
-from paceline.kernels.blocks import BLOCK, quantise
+from paceline.kernels.quantised import QUANT_BLOCK, quantise
 from paceline.kernels.rotated import RotatedMatrix
 
 DRAFT_TOKENS, DRAFTED = "d2t", "t2d"
@@ -480,7 +480,7 @@ def linear(parts: Sequence[Tensor], bits: int) -> Linear:
     weight = parts[0] if len(parts) == 1 else torch.cat(list(parts))
     if bits == 8 and rotates(weight.dtype, weight.device) and weight.shape[1] % 8 == 0:
         return Linear(RotatedMatrix.of(weight))
-    if not bits or weight.shape[1] % BLOCK:
+    if not bits or weight.shape[1] % QUANT_BLOCK:
         return Linear(weight)
     blocks = quantise(weight.float(), bits)
     return Linear(blocks if weight.device.type == "cpu" else plain(blocks, weight.dtype))

@@ -186,7 +186,7 @@ class DraftLayers(ABC):
     def write_kv(self, block: Block, cache: WindowCache, states: Tensor | None = None) -> None:
         """Writes keys and values of a text's tokens, which read ``states`` if the layer does, and
         computes nothing else."""
-        plan = plan_trees(block.segments, positions=block.positions, device=self.device)
+        plan = plan_trees(block.blocks, positions=block.positions, device=self.device)
         tokens = send(torch.tensor(block.tokens), self.device)
         self.run(0, tokens, plan, [cache], inputs=states)
 

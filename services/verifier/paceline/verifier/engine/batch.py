@@ -16,7 +16,7 @@ from paceline.kernels import (
     SELECTION_CHUNK,
     Probe,
     ProbedBlock,
-    TreeSegment,
+    QueryBlock,
     plan_trees,
     send,
 )
@@ -70,13 +70,13 @@ class BatchObserver:
         """Number of observers."""
         return len(self._observed)
 
-    def add(self, observer: ScoreObserver, block: int, segment: TreeSegment, first: int) -> None:
-        """Add the observer of a sequence, whose step begins: of a ``segment``, which is this block
-        of the plan and begins at the row ``first`` of the batch."""
-        nodes = observer.nodes(segment)
-        observer.begin(block, nodes, segment.start)
+    def add(self, observer: ScoreObserver, index: int, block: QueryBlock, first: int) -> None:
+        """Add the observer of a sequence, whose step begins: of the ``block`` with this
+        index in the plan, which begins at the row ``first`` of the batch."""
+        nodes = observer.nodes(block)
+        observer.begin(index, nodes, block.start)
         rows = tuple(first + node for node in nodes)
-        self._observed.append(_Observed(observer, block, nodes, rows))
+        self._observed.append(_Observed(observer, index, nodes, rows))
 
     def probes(self, layer: int) -> Items[Probe]:
         observers = [each.observer for each in self._observed if layer in each.observer.layers]
@@ -160,7 +160,7 @@ class Batch:
     def __init__(self) -> None:
         self.entries: list[BatchEntry] = []
         self.tokens: list[int] = []
-        self._blocks: list[TreeSegment] = []
+        self._blocks: list[QueryBlock] = []
         self._caches: list[SequenceKv] = []
         self._logit_rows: list[int] = []
         self._taps: set[int] = set()
@@ -260,7 +260,7 @@ class Batch:
         ends or drafts, while the GPU computes."""
         plain = all(isinstance(e.job, Decode) and not len(e.tree) for e in self.entries)
         if plain and not len(self._observer):
-            blocks = [TreeSegment(each.sequence, each.start + 1, None, 1) for each in self._blocks]
+            blocks = [QueryBlock(each.sequence, each.start + 1, None, 1) for each in self._blocks]
             graphs.prepare(blocks, [table_row(cache) for cache in self._caches], sorted(self._taps))
 
     def _replay(
@@ -301,5 +301,5 @@ class Batch:
         final: bool = False,
     ) -> None:
         """Add a block of the newest entry."""
-        self._blocks.append(TreeSegment(len(self._caches) - 1, start, parents, len(tokens), final))
+        self._blocks.append(QueryBlock(len(self._caches) - 1, start, parents, len(tokens), final))
         self.tokens += tokens

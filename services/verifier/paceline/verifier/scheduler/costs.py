@@ -14,7 +14,7 @@ import torch
 
 from paceline.decoder import Decoder, LocalCache
 from paceline.decoder.graphs import SHAPES
-from paceline.kernels import TreeSegment, plan_trees
+from paceline.kernels import QueryBlock, plan_trees
 
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 """Batch tokens that are measured."""
@@ -240,11 +240,11 @@ def _runner(decoder: Decoder, max_context: int) -> Run:
     def run(tokens: int, rows: int, context: int) -> float:
         begun = perf_counter()
         starts = range(0, tokens, rows)
-        segments = [
-            TreeSegment(index % count, context, None, min(rows, tokens - start))
+        blocks = [
+            QueryBlock(index % count, context, None, min(rows, tokens - start))
             for index, start in enumerate(starts)
         ]
-        plan = plan_trees(segments, device=decoder.device)
+        plan = plan_trees(blocks, device=decoder.device)
         for cache in caches:
             if cache.states is not None:
                 cache.states.assume(context)

@@ -29,7 +29,7 @@ from paceline.drafter.growth.device import (
 from paceline.drafter.growth.graphs import PassShape
 from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
 from paceline.drafter.growth.target_data import StateRows
-from paceline.drafter.growth.text import GrownText, TextPasses, TreeSettings, chain_segments
+from paceline.drafter.growth.text import GrownText, TextPasses, TreeSettings, chain_blocks
 from paceline.drafter.kv.reader import StateBlock
 from paceline.drafter.methods.base import SECTION, Drafter, Fit, GenerationInfo, Resources
 from paceline.drafter.methods.dspark.config import DSparkConfig, layout_of, read_dspark
@@ -48,7 +48,7 @@ from paceline.drafter.methods.target_drafter import (
     fill_cache,
     target_growth,
 )
-from paceline.kernels import Context, Program, TreeSegment, send
+from paceline.kernels import Context, Program, QueryBlock, send
 from paceline.kernels.draft import BlockModel, NativeDraft
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.structures import DraftText
@@ -74,18 +74,16 @@ class DSparkBackbone(DraftLayers):
         Returns:
             The pass of :meth:`write_states`.
         """
-        segments: list[TreeSegment] = []
+        blocks: list[QueryBlock] = []
         positions: list[int] = []
         for index, context, states in batch:
             stop = states.first + states.count
             context.reserve(stop)
-            segments += chain_segments(index, states.first - context.base, stop - context.base)
+            blocks += chain_blocks(index, states.first - context.base, stop - context.base)
             positions += range(states.first, stop)
             context.length = stop
-        blocks = [states for *_, states in batch]
-        return HostPass(
-            segments, positions, inputs=StateRows(blocks, self.states) if blocks else None
-        )
+        fresh = [states for *_, states in batch]
+        return HostPass(blocks, positions, inputs=StateRows(fresh, self.states) if fresh else None)
 
     def write_states(self, passes: Passes) -> None:
         """Writes the keys and values of hidden states to contexts, by the first pass."""
@@ -115,7 +113,7 @@ class DSparkBackbone(DraftLayers):
         newest = [state for _, _, state in blocks if state is not None]
         inputs = StateRows(newest, self.states, length) if newest else None
         block = HostPass(
-            [TreeSegment(index, start, None, length) for index, start in enumerate(starts)],
+            [QueryBlock(index, start, None, length) for index, start in enumerate(starts)],
             [cache.length + offset for cache in caches for offset in range(length)],
             [token for _, anchor, _ in blocks for token in (anchor, *masks)],
             [first * length + offset for first in range(len(blocks)) for offset in last],

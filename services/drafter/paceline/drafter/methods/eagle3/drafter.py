@@ -119,7 +119,7 @@ def _record(
     q = program.rotate(heads, tensors.head_norms(base) if config.qk_norm else None, 0)
     if not outputs:
         return program.finish()
-    x = program.keep(hidden if config.norm_before_residual else x)
+    x = program.keep_all(hidden if config.norm_before_residual else x)
     attended = program.attend(q, 0, config.window or None)
     delta = program.multiply(attended, tensors.matrix(f"{base}self_attn.o_proj"))
     program.add(x, tensors.feed_forward(program, x, delta, base))

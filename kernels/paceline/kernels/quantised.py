@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-BLOCK = 32
+QUANT_BLOCK = 32
 """Consecutive inputs that share a scale."""
 
 _CHUNK = 1 << 18  # weights per piece of work: the temporaries of a search stay in the cache
@@ -20,7 +20,7 @@ _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
 
 
 @dataclass(frozen=True)
-class Blocks:
+class QuantisedMatrix:
     """A quantised matrix: ``w = scale * (values - offset) + minimum``, computed in float32.
 
     Attributes:
@@ -46,19 +46,19 @@ class Blocks:
     def dequantise(self) -> Tensor:
         """The weights, float32 ``[outs, ins]``: one product and one sum each, both rounded."""
         outs, ins = self.shape
-        weight = self.values.view(outs, ins // BLOCK, BLOCK).float()
+        weight = self.values.view(outs, ins // QUANT_BLOCK, QUANT_BLOCK).float()
         weight.sub_(self.offset).mul_(self.scale[:, :, None])
         if self.minimum is not None:
             weight.add_(self.minimum[:, :, None])
         return weight.flatten(1)
 
-    def rows(self, order: Tensor) -> Blocks:
+    def rows(self, order: Tensor) -> QuantisedMatrix:
         """The rows of the given indices, int64 ``[n]``; their weights keep their bits."""
         minimum = None if self.minimum is None else self.minimum[order]
         return replace(self, values=self.values[order], scale=self.scale[order], minimum=minimum)
 
 
-def concatenate(parts: Sequence[Blocks]) -> Blocks:
+def concatenate(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
     """One matrix with the rows of several, whose weights keep their bits.
 
     Parts of several formats become 8 bits, which hold every value of 4 bits.
@@ -77,11 +77,11 @@ def concatenate(parts: Sequence[Blocks]) -> Blocks:
     )
 
 
-def _widen(blocks: Blocks) -> Blocks:
+def _widen(blocks: QuantisedMatrix) -> QuantisedMatrix:
     return replace(blocks, values=blocks.values + (128 - blocks.offset), bits=8, offset=128)
 
 
-def quantise(weight: Tensor, bits: int) -> Blocks:
+def quantise(weight: Tensor, bits: int) -> QuantisedMatrix:
     """Quantise a matrix; scales and minima are float16 numbers.
 
     8 bits: the scale is the largest magnitude of a block / 127 (llama.cpp's Q8_0), no minimum.
@@ -98,16 +98,18 @@ def quantise(weight: Tensor, bits: int) -> Blocks:
     if bits not in (8, 4):
         raise ValueError(f"weights are quantised to 8 or 4 bits, not {bits}")
     outs, ins = weight.shape
-    if ins % BLOCK:
-        raise ValueError(f"{ins} inputs are not a multiple of {BLOCK}; such a matrix has no blocks")
+    if ins % QUANT_BLOCK:
+        raise ValueError(
+            f"{ins} inputs are not a multiple of {QUANT_BLOCK}; such a matrix has no blocks"
+        )
     values = torch.empty(outs, ins, dtype=torch.uint8, device=weight.device)
-    scale = torch.empty(outs, ins // BLOCK, device=weight.device)
+    scale = torch.empty(outs, ins // QUANT_BLOCK, device=weight.device)
     minimum = torch.empty_like(scale) if bits == 4 else None
     step = max(1, _CHUNK // ins)
     for start in range(0, outs, step):
         part = slice(start, start + step)
         # A block is a column: reductions over dimension 0 are vectorised over the blocks.
-        x = weight[part].float().reshape(-1, BLOCK).T.contiguous()
+        x = weight[part].float().reshape(-1, QUANT_BLOCK).T.contiguous()
         shape = scale[part].shape
         if minimum is None:
             q, d = _quantise8(x)
@@ -117,10 +119,10 @@ def quantise(weight: Tensor, bits: int) -> Blocks:
         scale[part] = d.view(shape)
         values[part] = q.T.reshape(-1, ins)
     check_finite(scale, minimum)
-    return Blocks(values, scale, minimum, bits, 128 if bits == 8 else 0)
+    return QuantisedMatrix(values, scale, minimum, bits, 128 if bits == 8 else 0)
 
 
-def mxfp4(values: Tensor, exponents: Tensor) -> Blocks:
+def mxfp4(values: Tensor, exponents: Tensor) -> QuantisedMatrix:
     """A matrix of MXFP4 (OCP Microscaling Formats 1.0, 2023) as 8-bit blocks of the same values.
 
     Args:
@@ -130,7 +132,7 @@ def mxfp4(values: Tensor, exponents: Tensor) -> Blocks:
     table = torch.tensor([*_DOUBLED, *(-each for each in _DOUBLED)]).add(128).to(torch.uint8)
     scale = torch.ldexp(torch.full(exponents.shape, 0.5), exponents.int() - 127)
     scale = torch.where(exponents == 255, torch.nan, scale)
-    return Blocks(table[values.long()], scale, None, 8, 128)
+    return QuantisedMatrix(table[values.long()], scale, None, 8, 128)
 
 
 def check_finite(scale: Tensor, minimum: Tensor | None) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.kernels.blocks import Blocks, concatenate, quantise
+from paceline.kernels.quantised import QuantisedMatrix, concatenate, quantise
 
 TYPES = {8: gguf.GGMLQuantizationType.Q8_0, 4: gguf.GGMLQuantizationType.Q4_1}
 
@@ -64,13 +64,13 @@ def test_constant_blocks(bits: int) -> None:
     assert torch.equal(quantise(weight, bits).dequantise()[0], weight[0])
 
 
-def formats(weight: Tensor) -> list[Blocks]:
+def formats(weight: Tensor) -> list[QuantisedMatrix]:
     """The matrix in every format, 4 bits without a minimum included."""
     plain = quantise(weight, 4)
     return [
         quantise(weight, 8),
         plain,
-        Blocks(plain.values, plain.scale, None, bits=4, offset=8),
+        QuantisedMatrix(plain.values, plain.scale, None, bits=4, offset=8),
     ]
 
 
