@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.checks import check_range
 from paceline.drafter.methods.base import (
     Budget,
     Drafter,
@@ -18,12 +19,10 @@ from paceline.drafter.methods.base import (
     GenerationInfo,
     Resources,
     Update,
-    check_range,
-    grow,
     parse_options,
     refuse_folder,
 )
-from paceline.tree import TokenTree
+from paceline.tree import TokenTree, grow
 
 
 @dataclass(frozen=True)

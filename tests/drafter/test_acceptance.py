@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafter.methods.base import Budget, GenerationInfo, Update, accepted_tokens
+from paceline.drafter.methods.base import Budget, GenerationInfo, Update
 from paceline.train.acceptance import accepted_per_round, record
-from paceline.tree import TokenTree
+from paceline.tree import TokenTree, accepted_tokens
 
 from .models import (
     SAMPLINGS,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter.growth.beam import Ranker
-from paceline.drafter.methods.base import grow
 from paceline.kernels import SamplingParams, gumbel_noise_at
+from paceline.tree import grow
 
 # A rule of growth: depth to a list of children, the same for every node of that depth.
 rules = st.lists(st.lists(st.floats(0.01, 1.0), max_size=3), min_size=1, max_size=4)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, GenerationInfo, LoadError, Resources, Update
-from paceline.drafter.methods.lookup import LookupDrafter, merge
+from paceline.drafter.methods.lookup import LookupDrafter
 from paceline.drafter.registry import Loader
 from paceline.drafter.spec import DrafterSpec, Roots
-from paceline.tree import EMPTY, TokenTree
+from paceline.tree import EMPTY, TokenTree, merge
 from paceline.v1 import sampling_pb2
 
 from .models import SAMPLINGS, VOCAB, load, text_of, write_model
@@ -45,7 +45,10 @@ def paths(tree: TokenTree) -> set[tuple[int, ...]]:
 def test_a_merged_tree_has_the_likeliest_nodes_of_both(
     first: TokenTree, second: TokenTree, nodes: int, depth: int
 ) -> None:
-    whole, merged = (merge(first, second, each) for each in (LARGE, Budget(nodes, depth)))
+    whole, merged = (
+        merge(first, second, nodes=each.nodes, depth=each.depth)
+        for each in (LARGE, Budget(nodes, depth))
+    )
     for tree in (whole, merged):
         tree.check()
         assert len(paths(tree)) == len(tree)

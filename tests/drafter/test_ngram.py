@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, GenerationInfo, Resources, Update
-from paceline.drafter.methods.ngram import NgramDrafter, NgramIndex, NgramSequence, SharedTexts
+from paceline.drafter.methods.ngram import NgramDrafter, NgramSequence
+from paceline.sources.ngram import NgramIndex, SharedTexts
 
 LARGE = Budget(nodes=64, depth=64)
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)

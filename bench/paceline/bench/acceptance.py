@@ -24,8 +24,8 @@ from paceline.bench.table.run import CATEGORIES, PROMPTS, read
 from paceline.decoder import Decoder, ModelSource, open_model
 from paceline.drafter import Drafter, DrafterSpec, Resources
 from paceline.drafter.methods import method_class
-from paceline.drafter.methods.base import accepted_tokens
 from paceline.train.acceptance import TargetRecording, record, rounds
+from paceline.tree import accepted_tokens
 from paceline.v1 import sampling_pb2
 
 

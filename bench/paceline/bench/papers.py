@@ -40,7 +40,6 @@ from paceline.bench.table.run import PROMPTS, SHORT, read
 from paceline.cli.command import CommandError
 from paceline.decoder import Decoder, open_model
 from paceline.drafter import Drafter
-from paceline.drafter.methods.base import accepted_tokens
 from paceline.kernels import (
     MAX_TREE_NODES,
     SELECTION_CHUNK,
@@ -60,7 +59,7 @@ from paceline.kernels.executor import NativeProgram
 from paceline.kernels.operations import run_one_by_one
 from paceline.kv.policies import kv_policies, load_policy
 from paceline.train.acceptance import RecordedKv, TargetRecording, rounds
-from paceline.tree import TokenTree
+from paceline.tree import TokenTree, accepted_tokens
 from paceline.verifier.engine.batch import BatchObserver
 
 Pairs = list[tuple[float, float]]

@@ -18,10 +18,10 @@ from paceline.decoder import Decoder, LocalCache
 from paceline.decoder.sampling import sampling_params
 from paceline.drafter.growth.text import chain_blocks
 from paceline.drafter.kv.reader import StateReader, StreamingReader
-from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update, accepted_tokens
+from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update
 from paceline.kernels import plan_trees
 from paceline.train.own_text import Task, write_texts
-from paceline.tree import TokenTree
+from paceline.tree import TokenTree, accepted_tokens
 from paceline.v1 import sampling_pb2
 
 GREEDY = sampling_pb2.SamplingParams()

@@ -10,7 +10,16 @@ from collections.abc import Callable, Sequence
 from types import UnionType
 from typing import Any, TypeVar
 
-__all__ = ["Checked", "ParameterError", "as_json", "checked", "exactly", "items", "require"]
+__all__ = [
+    "Checked",
+    "ParameterError",
+    "as_json",
+    "check_range",
+    "checked",
+    "exactly",
+    "items",
+    "require",
+]
 
 _T = TypeVar("_T", bool, int, float, str)
 _SHORT = reprlib.Repr()
@@ -87,6 +96,12 @@ def checked(
     if isinstance(converted, str) and not _encodable(converted):
         raise ParameterError.unexpected(parameter, f"{expected} that UTF-8 can encode", value, at)
     return converted
+
+
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """Raises ``ValueError`` unless ``low <= value <= high``."""
+    if not low <= value <= high:
+        raise ValueError(f"option {name}={value} is out of range, expected {low:g} to {high:g}")
 
 
 def require(parameter: str, value: object, kind: type | UnionType, expected: str) -> None:

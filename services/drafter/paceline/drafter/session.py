@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from paceline.checks import ParameterError
 from paceline.drafter.kv import KvNotShared
 from paceline.drafter.kv.exchange import KvExchange
-from paceline.drafter.methods.base import Drafter, GenerationInfo, Update, accepted_tokens
+from paceline.drafter.methods.base import Drafter, GenerationInfo, Update
 from paceline.sampling import Sampling, rejects
 from paceline.service import ServiceError, limits
 from paceline.telemetry.names import Attribute, Span
 from paceline.telemetry.tracing import annotate, server_span
-from paceline.tree import TokenTree
+from paceline.tree import TokenTree, accepted_tokens
 from paceline.v1 import exchange_pb2, sampling_pb2
 
 if TYPE_CHECKING:

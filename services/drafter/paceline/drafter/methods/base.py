@@ -1,4 +1,4 @@
-"""The interface of a drafting method; options from text, and trees that grow best first."""
+"""The interface of a drafting method, and options from text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, get_type_hints
 
@@ -31,10 +30,7 @@ __all__ = [
     "Needs",
     "Resources",
     "Update",
-    "accepted_tokens",
     "check_choice",
-    "check_range",
-    "grow",
     "parse_options",
     "refuse_folder",
 ]
@@ -303,12 +299,6 @@ def parse_options(kind: type[Options], given: Mapping[str, str]) -> Options:
         raise LoadError("INVALID_OPTION", str(error)) from error
 
 
-def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Raises ``ValueError`` unless ``low <= value <= high``."""
-    if not low <= value <= high:
-        raise ValueError(f"option {name}={value} is out of range, expected {low:g} to {high:g}")
-
-
 def check_choice(name: str, value: str, known: Iterable[str]) -> None:
     """Raises ``ValueError`` unless ``value`` is one of ``known``."""
     if value not in known:
@@ -333,65 +323,3 @@ _TYPES: dict[Any, tuple[Callable[[str], Any], str]] = {
     bool: (_parse_bool, "truth value (true or false)"),
     tuple[int, ...]: (_parse_ints, "list of whole numbers (such as 4,4,2)"),
 }
-
-
-State = TypeVar("State")
-
-
-def grow(
-    root: State,
-    expand: Callable[[State, int], Iterable[tuple[int, float, State]]],
-    *,
-    nodes: int,
-    depth: int,
-    min_survival: float = 0.0,
-) -> TokenTree:
-    """Grows a tree best first: adds the node whose path is most likely to be accepted.
-
-    Args:
-        root: State of the anchor.
-        expand: Returns the children of a node from its state and depth (0 for the anchor): token,
-            confidence in [0, 1] and state of each, with no token twice.
-        nodes: Maximum number of nodes of the tree.
-        depth: Longest path.
-        min_survival: Nodes whose path is less likely than this are left out.
-
-    Returns:
-        A tree with confidences whose nodes are sorted by falling survival: every prefix of it is
-        the best tree of that size.
-    """
-    tokens: list[int] = []
-    parents: list[int] = []
-    confidences: list[float] = []
-    # The second entry breaks ties by age, so that states are never compared.
-    heap: list[tuple[float, int, int, int, int, float, State]] = []
-    pushed = 0
-
-    def push_children(state: State, parent: int, level: int, survival: float) -> None:
-        nonlocal pushed
-        for token, confidence, child in expand(state, level):
-            reach = survival * confidence
-            if reach >= min_survival:
-                heappush(heap, (-reach, pushed, token, parent, level + 1, confidence, child))
-                pushed += 1
-
-    if nodes > 0 and depth > 0:
-        push_children(root, -1, 0, 1.0)
-    while heap and len(tokens) < nodes:
-        reach, _, token, parent, level, confidence, state = heappop(heap)
-        tokens.append(token)
-        parents.append(parent)
-        confidences.append(confidence)
-        if level < depth and len(tokens) < nodes:
-            push_children(state, len(tokens) - 1, level, -reach)
-    return TokenTree(tuple(tokens), tuple(parents), tuple(confidences))
-
-
-def accepted_tokens(tree: TokenTree, continuation: Sequence[int]) -> int:
-    """Length of the longest path of a tree that is a prefix of the text after the anchor."""
-    matched = {-1: 0}
-    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=False)):
-        depth = matched.get(parent, len(continuation))
-        if depth < len(continuation) and continuation[depth] == token:
-            matched[node] = depth + 1
-    return max(matched.values())

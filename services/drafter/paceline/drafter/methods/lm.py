@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from paceline.checks import check_range
 from paceline.decoder import (
     Decoder,
     KVCacheView,
@@ -39,7 +40,6 @@ from paceline.drafter.methods.base import (
     GenerationInfo,
     Resources,
     check_choice,
-    check_range,
     parse_options,
 )
 from paceline.drafter.methods.checkpoint import (

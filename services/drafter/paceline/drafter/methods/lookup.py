@@ -7,7 +7,7 @@ than the model's recent trees; otherwise the model drafts too, and the two trees
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -19,11 +19,10 @@ from paceline.drafter.methods.base import (
     GenerationInfo,
     Resources,
     Update,
-    grow,
 )
 from paceline.drafter.methods.ngram import NgramDrafter
 from paceline.sampling import rejects
-from paceline.tree import TokenTree
+from paceline.tree import TokenTree, merge
 
 _MEMORY = 0.9
 """Weight of the earlier trees in the mean of the model's expected accepted tokens."""
@@ -116,7 +115,11 @@ class LookupDrafter(Drafter):
                 found[number] = tree
                 continue
             sequence.take(tree)
-            found[number] = tree if tree.proposals else merge(trees[number], tree, budget)
+            found[number] = (
+                tree
+                if tree.proposals
+                else merge(trees[number], tree, nodes=budget.nodes, depth=budget.depth)
+            )
         return found
 
     def draft_ahead(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
@@ -128,33 +131,3 @@ class LookupDrafter(Drafter):
     def close(self) -> None:
         self.lookup.close()
         self.model.close()
-
-
-def merge(first: TokenTree, second: TokenTree, budget: Budget) -> TokenTree:
-    """The nodes of two trees as one tree, the likeliest within a budget.
-
-    A node of both has the higher probability. Where siblings add up to more than 1, they are
-    scaled.
-    """
-    if not len(first) or not len(second):
-        return second if not len(first) else first
-    trees = (first, second)
-    children = [[tree.children(node) for node in range(-1, len(tree))] for tree in trees]
-
-    def expand(state: tuple[int, int], level: int) -> Iterator[tuple[int, float, tuple[int, int]]]:
-        found: dict[int, tuple[float, tuple[int, int]]] = {}
-        for place, (tree, node) in enumerate(zip(trees, state, strict=True)):
-            for child in children[place][node + 1] if node >= -1 else ():
-                token, chance = tree.tokens[child], tree.acceptance_probabilities[child]
-                other = found.get(token, (0.0, (_NONE, _NONE)))
-                nodes = (child, other[1][1]) if place == 0 else (other[1][0], child)
-                found[token] = (max(chance, other[0]), nodes)
-        total = max(1.0, sum(chance for chance, _ in found.values()))
-        for token, (chance, nodes) in found.items():
-            yield token, chance / total, nodes
-
-    return grow((-1, -1), expand, nodes=budget.nodes, depth=budget.depth)
-
-
-_NONE = -2
-"""State of a tree that a path has left."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.drafter.methods.base import check_choice, check_range
+from paceline.checks import check_range
+from paceline.drafter.methods.base import check_choice
 from paceline.formats import FLOATS
 from paceline.kernels import MAX_TREE_NODES, SINKS
 

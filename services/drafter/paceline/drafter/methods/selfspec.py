@@ -21,6 +21,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from paceline.checks import check_range
 from paceline.decoder import (
     Decoder,
     LocalCache,
@@ -41,7 +42,6 @@ from paceline.drafter.methods.base import (
     Needs,
     Resources,
     check_choice,
-    check_range,
     parse_options,
 )
 from paceline.drafter.methods.checkpoint import (

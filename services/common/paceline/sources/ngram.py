@@ -1,0 +1,441 @@
+"""Prompt lookup: proposes the continuations of earlier matches of the text's suffix.
+
+Matches are found in the text itself and in the earlier texts of its owner. Needs no weights and no
+data of the verifier, and takes microseconds. It works best on text that repeats itself or others:
+code, edits, quotes, tables, follow-up questions.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.checks import check_range
+from paceline.tree import EMPTY, TokenTree, grow
+
+_SEPARATOR = (1 << 32) - 1
+"""After each text. No token id, so no match and no continuation crosses it."""
+
+_FACTOR, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+_LAST = (1 << 32) - 1  # positions are stored in 32 bits
+
+_PRIOR_WEIGHT = 8.0
+"""Weight of the prior, as a number of observations."""
+
+_SHARED_SIZES = (2, 4)
+"""n-grams in the index of an owner's texts."""
+
+
+class NgramIndex:
+    """A text and the positions after its n-grams. O(1) time and memory per token.
+
+    For each n there is a map from the hash of an n-gram to the latest position after it, and for
+    each position a link to the previous one with the same hash. Several n-grams may share a hash,
+    so :meth:`matches` compares tokens.
+    """
+
+    def __init__(self, min_n: int, max_n: int) -> None:
+        self.tokens: list[int] = []
+        self._sizes = range(min_n, max_n + 1)
+        self._latest: list[dict[int, int]] = [{} for _ in self._sizes]
+        self._earlier: list[list[int]] = [[] for _ in self._sizes]
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Appends tokens to the text."""
+        text = self.tokens
+        for token in tokens:
+            end = len(text)
+            # The n-grams before `end` are added only now that they have a continuation, so a
+            # lookup of the newest n-gram never finds itself.
+            for n, latest, earlier in zip(self._sizes, self._latest, self._earlier, strict=True):
+                if end < n:
+                    earlier.append(-1)
+                    continue
+                key = hash(tuple(text[end - n : end]))
+                earlier.append(latest.get(key, -1))
+                latest[key] = end
+            text.append(token)
+
+    def matches(
+        self, text: Sequence[int], *, limit: int, match_limit: int
+    ) -> list[tuple[int, int]]:
+        """Finds positions preceded by the same tokens as the end of a text.
+
+        Args:
+            text: The text of the index.
+            limit: Maximum number of matches, and of positions compared for each n.
+            match_limit: Longest match that is measured. Unit: tokens.
+
+        Returns:
+            (position of the continuation, length of the match) of each match, longer n-grams first,
+            more recent positions first among equals.
+        """
+        end = len(text)
+        found: dict[int, int] = {}
+        for index in range(len(self._sizes) - 1, -1, -1):
+            n = self._sizes[index]
+            if end < n:
+                continue
+            position = self._latest[index].get(hash(tuple(text[end - n :])), -1)
+            for _ in range(limit):
+                if position < 0:
+                    break
+                if position not in found:
+                    length = self._match_length(position, match_limit)
+                    if length >= n:
+                        found[position] = length
+                        if len(found) == limit:
+                            return list(found.items())
+                position = self._earlier[index][position]
+        return list(found.items())
+
+    def continuation(self, position: int, length: int) -> tuple[int, ...]:
+        """Returns the text from a position on, repeated if it is shorter than ``length``."""
+        tokens = self.tokens[position : position + length]
+        while len(tokens) < length:
+            tokens += tokens[: length - len(tokens)]
+        return tuple(tokens)
+
+    def _match_length(self, position: int, limit: int) -> int:
+        text = self.tokens
+        end = len(text)
+        limit = min(limit, position)
+        length = 0
+        while length < limit and text[position - 1 - length] == text[end - 1 - length]:
+            length += 1
+        return length
+
+
+class SharedTexts:
+    """A ring of the newest tokens of many texts, and the positions after their n-grams.
+
+    For each n there is a table of the latest position by hash of an n-gram, and for each position a
+    link to the previous one with the same hash, as in deflate (RFC 1951, section 4). Nothing is
+    removed: positions that have left the ring are ignored. Several n-grams may share a hash, so
+    :meth:`matches` compares tokens.
+
+    Memory: 4 bytes a token and 8 for each n; pages are used as they are written.
+    """
+
+    def __init__(self, capacity: int, sizes: Sequence[int]) -> None:
+        """Of a capacity in tokens, rounded up to a power of two, and increasing sizes n."""
+        self._bits = max(1, (capacity - 1).bit_length())
+        self._mask = (1 << self._bits) - 1
+        self._sizes = tuple(sizes)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._end = 1  # position after the newest token; 0 stands for no position
+
+        def zeros() -> NDArray[np.uint32]:
+            return np.zeros(self._mask + 1, np.uint32)
+
+        self._tokens = zeros()
+        self._latest = [zeros() for _ in self._sizes]
+        self._earlier = [zeros() for _ in self._sizes]
+        # Reading one item of a view is much faster than of an array.
+        self._token = self._tokens.data
+        self._views = [(a.data, b.data) for a, b in zip(self._latest, self._earlier, strict=True)]
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Adds a text; of one beyond the capacity, its newest tokens."""
+        text = np.array(tokens[-self._mask :], np.uint64)
+        count = len(text)
+        if self._end + count + 1 > _LAST:
+            self._clear()
+        places = self._end + np.arange(count + 1)
+        slots = places & self._mask
+        self._tokens[slots[:-1]] = text
+        self._tokens[slots[-1]] = _SEPARATOR
+        self._end += count + 1
+        for n, latest, earlier in zip(self._sizes, self._latest, self._earlier, strict=True):
+            earlier[slots] = 0
+            if count <= n:
+                continue
+            keys = _hash((text[i : count - n + i] for i in range(n)), self._bits)
+            order = np.argsort(keys, kind="stable")
+            keys, after = keys[order], places[n:-1][order]
+            repeated = keys[1:] == keys[:-1]
+            before = latest[keys]
+            before[1:][repeated] = after[:-1][repeated]
+            earlier[after & self._mask] = before
+            newest = np.append(~repeated, True)
+            latest[keys[newest]] = after[newest]
+
+    def matches(
+        self, text: Sequence[int], *, limit: int, match_limit: int
+    ) -> list[tuple[int, int]]:
+        """Finds positions preceded by the same tokens as the end of a text.
+
+        See :meth:`NgramIndex.matches`.
+        """
+        found: dict[int, int] = {}
+        oldest = max(1, self._end - self._mask - 1)
+        for n, (latest, earlier) in zip(reversed(self._sizes), reversed(self._views), strict=True):
+            if len(text) < n:
+                continue
+            position = latest[_hash(text[-n:], self._bits)]
+            for _ in range(limit):
+                if position <= oldest:
+                    break
+                if position not in found:
+                    most = min(match_limit, len(text), position - oldest)
+                    length = self._match_length(text, position, most)
+                    if length >= n:
+                        found[position] = length
+                        if len(found) == limit:
+                            return list(found.items())
+                position = earlier[position & self._mask]
+        return list(found.items())
+
+    def continuation(self, position: int, length: int) -> tuple[int, ...]:
+        """Returns at most ``length`` tokens from a position to the end of its text."""
+        token, mask = self._token, self._mask
+        stop = min(position + length, self._end)
+        found = [token[at & mask] for at in range(position, stop)]
+        return tuple(found[: found.index(_SEPARATOR)] if _SEPARATOR in found else found)
+
+    def _match_length(self, text: Sequence[int], position: int, most: int) -> int:
+        token, mask = self._token, self._mask
+        length = 0
+        while length < most and token[(position - 1 - length) & mask] == text[-1 - length]:
+            length += 1
+        return length
+
+
+def _hash(tokens: Iterable[Any], bits: int) -> Any:
+    """Hash of an n-gram in ``bits`` bits: of ints, or of uint64 arrays for many at once."""
+    key: Any = 0
+    for token in tokens:
+        key = (key + token) * _FACTOR & _WORD
+    return key >> (64 - bits)
+
+
+class MatchStatistics:
+    """How often matches of each length continued, in one text or in all texts of an owner.
+
+    Texts differ in repetitiveness more than match lengths show, and so do owners. The prior of a
+    text are its owner's texts. That of an owner is that a match of n tokens continues for one more
+    with probability n / (n + 1) (rule of succession), and so for k more with n / (n + k).
+    """
+
+    def __init__(self, longest: int, prior: MatchStatistics | None = None) -> None:
+        """Of matches measured up to ``longest``; what is observed is observed in ``prior`` too."""
+        self._groups = [_group(length) for length in range(longest + 1)]
+        self._correct = [0] * (self._groups[-1] + 1)
+        self._total = [0] * (self._groups[-1] + 1)
+        self._prior = prior
+
+    def observe(self, match: int, predicted: Sequence[int], tokens: Sequence[int]) -> None:
+        """Compares the continuation of a match of ``match`` tokens with the text's."""
+        for length, (expected, token) in enumerate(zip(predicted, tokens, strict=False), match):
+            self._count(length, correct=expected == token)
+            if expected != token:
+                return
+
+    def confidence(self, match: int) -> float:
+        """Returns the probability that a match of ``match`` tokens continues for one more."""
+        prior = match / (match + 1) if self._prior is None else self._prior.confidence(match)
+        group = self._groups[min(match, len(self._groups) - 1)]
+        return (self._correct[group] + _PRIOR_WEIGHT * prior) / (self._total[group] + _PRIOR_WEIGHT)
+
+    def _count(self, match: int, *, correct: bool) -> None:
+        group = self._groups[min(match, len(self._groups) - 1)]
+        self._correct[group] += correct
+        self._total[group] += 1
+        if self._prior is not None:
+            self._prior._count(match, correct=correct)
+
+
+def _group(length: int) -> int:
+    """Group of lengths that share their counts: each up to 4, then 5 to 8, 9 to 16, ..."""
+    return length if length <= 4 else 2 + (length - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class NgramOptions:
+    """Options of the look-up."""
+
+    max_n: int = 5
+    """Longest n-gram in the index of a text. Unit: tokens."""
+
+    min_n: int = 1
+    """Shortest match in the text itself that drafts. Unit: tokens."""
+
+    continuations: int = 4
+    """Maximum matches of each source that a tree is merged from: the newest of the longest."""
+
+    match_limit: int = 32
+    """Matches are measured up to this length. Unit: tokens."""
+
+    min_survival: float = 0.05
+    """Nodes less likely than this to be accepted are left out."""
+
+    max_nodes: int = 32
+    """Maximum number of nodes of a tree."""
+
+    depth: int = 32
+    """Longest path. Unit: tokens."""
+
+    shared_tokens: int = 1 << 20
+    """Tokens of ended texts that are kept for each owner, the newest; 0: none are."""
+
+    owners: int = 16
+    """Owners whose texts are kept: those who generated last."""
+
+    def __post_init__(self) -> None:
+        check_range("max_n", self.max_n, 1, 16)
+        check_range("min_n", self.min_n, 1, self.max_n)
+        check_range("continuations", self.continuations, 1, 64)
+        check_range("match_limit", self.match_limit, self.max_n, 1024)
+        check_range("min_survival", self.min_survival, 0.0, 1.0)
+        check_range("max_nodes", self.max_nodes, 1, 255)
+        check_range("depth", self.depth, 1, 255)
+        check_range("shared_tokens", self.shared_tokens, 0, 1 << 28)
+        check_range("owners", self.owners, 1, 1 << 16)
+
+
+class Owner:
+    """The ended texts of one owner, and how often matches in them and in a text continued."""
+
+    def __init__(self, options: NgramOptions) -> None:
+        kept = options.shared_tokens
+        self.texts = SharedTexts(kept, _SHARED_SIZES) if kept else None
+        self.in_text = MatchStatistics(options.match_limit)
+        self.in_texts = MatchStatistics(options.match_limit)
+
+
+class Continuation(NamedTuple):
+    """Tokens that followed one or more matches."""
+
+    tokens: tuple[int, ...]
+    match: int
+    """Length of the longest of these matches. Unit: tokens."""
+
+    weight: int
+    """Sum of the squared lengths of these matches."""
+
+    statistics: MatchStatistics
+    """Of the source of the longest match."""
+
+
+class NgramSource:
+    """The text of one generation and its index."""
+
+    def __init__(self, options: NgramOptions, tokens: Sequence[int], owner: Owner) -> None:
+        """Begin with a text whose newest token is the anchor."""
+        self._options = options
+        self._shared = owner.texts
+        self._index = NgramIndex(options.min_n, options.max_n)
+        self._text = list(tokens)
+        self._in_text = MatchStatistics(options.match_limit, owner.in_text)
+        self._in_texts = MatchStatistics(options.match_limit, owner.in_texts)
+        self._predictions: list[Continuation] = []
+        """The best continuation of each source in the last tree."""
+
+    @property
+    def backlog(self) -> int:
+        """Tokens of the text that are not in the index. Unit: tokens."""
+        return len(self._text) - len(self._index.tokens)
+
+    def warm(self, limit: int) -> None:
+        """Add at most so many tokens of the backlog to the index."""
+        begin = len(self._index.tokens)
+        self._index.append(self._text[begin : begin + limit])
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append the tokens of a step, and learn from them how well the last tree was."""
+        for predicted, match, _, statistics in self._predictions:
+            statistics.observe(match, predicted, tokens)
+        self._predictions = []
+        self._text.extend(tokens)
+
+    def propose(self, nodes: int, depth: int) -> TokenTree:
+        """A tree of at most so many nodes, none deeper than ``depth``; empty without a match."""
+        self.warm(self.backlog)
+        options = self._options
+        nodes = min(nodes, options.max_nodes)
+        depth = min(depth, options.depth, nodes)
+        found = self._continuations(self._index, self._in_text, depth)
+        self._predictions = found[:1]
+        if self._shared is not None:
+            more = self._continuations(self._shared, self._in_texts, depth)
+            self._predictions += more[:1]
+            found += more
+        if not found:
+            return EMPTY
+        root = _merge(found)
+        return grow(root, _expand, nodes=nodes, depth=depth, min_survival=options.min_survival)
+
+    def close(self) -> None:
+        """End the text; other texts of its owner may be continued from it."""
+        if self._shared is not None:
+            self._shared.add(self._text)
+        self._index = NgramIndex(self._options.min_n, self._options.max_n)
+        self._text.clear()
+
+    def _continuations(
+        self, source: NgramIndex | SharedTexts, statistics: MatchStatistics, depth: int
+    ) -> list[Continuation]:
+        options = self._options
+        found = source.matches(
+            self._text, limit=options.continuations, match_limit=options.match_limit
+        )
+        return [
+            Continuation(source.continuation(position, depth), match, match * match, statistics)
+            for position, match in found
+        ]
+
+
+class NgramOwners:
+    """What is kept of each owner, of those who generated last."""
+
+    def __init__(self, options: NgramOptions) -> None:
+        self._options = options
+        self._owners: OrderedDict[str, Owner] = OrderedDict()
+
+    def start(self, tokens: Sequence[int], owner: str) -> NgramSource:
+        """Begin a text of an owner. Of a text without one (""), nothing is kept."""
+        return NgramSource(self._options, tokens, self._of(owner))
+
+    def _of(self, name: str) -> Owner:
+        owner = self._owners.pop(name, None) or Owner(self._options)
+        if name:
+            self._owners[name] = owner
+        while len(self._owners) > self._options.owners:
+            self._owners.popitem(last=False)
+        return owner
+
+
+def _merge(continuations: Iterable[Continuation]) -> Sequence[Continuation]:
+    """Merges equal continuations, in order of appearance."""
+    merged: dict[tuple[int, ...], Continuation] = {}
+    for each in continuations:
+        same = merged.get(each.tokens, each)
+        weight = each.weight if same is each else each.weight + same.weight
+        longest = each if each.match > same.match else same
+        merged[each.tokens] = longest._replace(weight=weight)
+    return list(merged.values())
+
+
+def _expand(
+    continuations: Sequence[Continuation], level: int
+) -> Iterator[tuple[int, float, Sequence[Continuation]]]:
+    """Children of a node on these continuations, which share the confidence by weight."""
+    branches: dict[int, list[Continuation]] = {}
+    total = 0
+    for each in continuations:
+        if level < len(each.tokens):
+            branches.setdefault(each.tokens[level], []).append(each)
+            total += each.weight
+    for token, branch in branches.items():
+        weight = sum(each.weight for each in branch)
+        longest = max(branch, key=lambda each: each.match)
+        confidence = longest.statistics.confidence(longest.match + level)
+        yield token, confidence * weight / total, branch

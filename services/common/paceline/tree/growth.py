@@ -1,0 +1,99 @@
+"""How trees grow best first, and how two become one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+from typing import TypeVar
+
+from paceline.tree.tree import TokenTree
+
+State = TypeVar("State")
+
+_NONE = -2
+"""State of a tree that a path has left."""
+
+
+def grow(
+    root: State,
+    expand: Callable[[State, int], Iterable[tuple[int, float, State]]],
+    *,
+    nodes: int,
+    depth: int,
+    min_survival: float = 0.0,
+) -> TokenTree:
+    """Grows a tree best first: adds the node whose path is most likely to be accepted.
+
+    Args:
+        root: State of the anchor.
+        expand: Returns the children of a node from its state and depth (0 for the anchor): token,
+            confidence in [0, 1] and state of each, with no token twice.
+        nodes: Maximum number of nodes of the tree.
+        depth: Longest path.
+        min_survival: Nodes whose path is less likely than this are left out.
+
+    Returns:
+        A tree with confidences whose nodes are sorted by falling survival: every prefix of it is
+        the best tree of that size.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    confidences: list[float] = []
+    # The second entry breaks ties by age, so that states are never compared.
+    heap: list[tuple[float, int, int, int, int, float, State]] = []
+    pushed = 0
+
+    def push_children(state: State, parent: int, level: int, survival: float) -> None:
+        nonlocal pushed
+        for token, confidence, child in expand(state, level):
+            reach = survival * confidence
+            if reach >= min_survival:
+                heappush(heap, (-reach, pushed, token, parent, level + 1, confidence, child))
+                pushed += 1
+
+    if nodes > 0 and depth > 0:
+        push_children(root, -1, 0, 1.0)
+    while heap and len(tokens) < nodes:
+        reach, _, token, parent, level, confidence, state = heappop(heap)
+        tokens.append(token)
+        parents.append(parent)
+        confidences.append(confidence)
+        if level < depth and len(tokens) < nodes:
+            push_children(state, len(tokens) - 1, level, -reach)
+    return TokenTree(tuple(tokens), tuple(parents), tuple(confidences))
+
+
+def accepted_tokens(tree: TokenTree, continuation: Sequence[int]) -> int:
+    """Length of the longest path of a tree that is a prefix of the text after the anchor."""
+    matched = {-1: 0}
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=False)):
+        depth = matched.get(parent, len(continuation))
+        if depth < len(continuation) and continuation[depth] == token:
+            matched[node] = depth + 1
+    return max(matched.values())
+
+
+def merge(first: TokenTree, second: TokenTree, *, nodes: int, depth: int) -> TokenTree:
+    """The nodes of two trees as one tree: at most so many, the likeliest, and none deeper.
+
+    A node of both has the higher probability. Where siblings add up to more than 1, they are
+    scaled.
+    """
+    if not len(first) or not len(second):
+        return second if not len(first) else first
+    trees = (first, second)
+    children = [[tree.children(node) for node in range(-1, len(tree))] for tree in trees]
+
+    def expand(state: tuple[int, int], level: int) -> Iterator[tuple[int, float, tuple[int, int]]]:
+        found: dict[int, tuple[float, tuple[int, int]]] = {}
+        for place, (tree, node) in enumerate(zip(trees, state, strict=True)):
+            for child in children[place][node + 1] if node >= -1 else ():
+                token, chance = tree.tokens[child], tree.acceptance_probabilities[child]
+                other = found.get(token, (0.0, (_NONE, _NONE)))
+                pair = (child, other[1][1]) if place == 0 else (other[1][0], child)
+                found[token] = (max(chance, other[0]), pair)
+        total = max(1.0, sum(chance for chance, _ in found.values()))
+        for token, (chance, pair) in found.items():
+            yield token, chance / total, pair
+
+    return grow((-1, -1), expand, nodes=nodes, depth=depth)
