@@ -34,24 +34,24 @@ class Authority:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
-        self._folder = folder
+        self.folder = folder
         (folder / "ca.cnf").write_text(_CA_CONFIG)
         (folder / "index.txt").touch()
         (folder / "serial").write_text("01\n")
-        self._openssl("req", "-x509", *_CURVE, "-days", "2", "-subj", "/CN=authority",
+        self.openssl("req", "-x509", *_CURVE, "-days", "2", "-subj", "/CN=authority",
                       "-keyout", "authority.key", "-out", "authority.pem")  # fmt: skip
         self.cert = folder / "authority.pem"
 
     def sign(self, name: str, host: str = "IP:127.0.0.1", *, expired: bool = False) -> Pair:
         """A certificate for a name and a host."""
-        self._openssl("req", *_CURVE, "-subj", f"/CN={name}",
+        self.openssl("req", *_CURVE, "-subj", f"/CN={name}",
                       "-addext", f"subjectAltName={host}",
                       "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
         dates = _LONG_AGO if expired else ("-days", "2")
-        self._openssl("ca", "-batch", "-notext", "-config", "ca.cnf", "-cert", "authority.pem",
+        self.openssl("ca", "-batch", "-notext", "-config", "ca.cnf", "-cert", "authority.pem",
                       "-keyfile", "authority.key", *dates,
                       "-in", f"{name}.csr", "-out", f"{name}.pem")  # fmt: skip
-        return Pair(self._folder / f"{name}.pem", self._folder / f"{name}.key")
+        return Pair(self.folder / f"{name}.pem", self.folder / f"{name}.key")
 
-    def _openssl(self, *words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=self._folder, check=True, capture_output=True)
+    def openssl(self, *words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=self.folder, check=True, capture_output=True)

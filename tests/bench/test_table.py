@@ -84,12 +84,12 @@ class Fake:
     concurrent = True
 
     def __init__(self, name: str, every: int = 1, fails: bool = False) -> None:
-        self.name, self.every, self._fails = name, every, fails
+        self.name, self.every, self.fails = name, every, fails
         self.modes = ("none", "ngram")
         self.asked: list[tuple[str, list[int], int]] = []
 
     async def __aenter__(self) -> Self:
-        if self._fails:
+        if self.fails:
             raise OSError("no such program")
         return self
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fakes.transport import MockTransport
 from gateway.conftest import serve_gateway
-from mock_transport import MockTransport
 
 from paceline.harness import ServiceProcess
 from paceline.v1 import verifier_pb2

@@ -1,5 +1,4 @@
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -40,11 +39,3 @@ def serving(address: str) -> bool:
         except grpc.RpcError:
             return False
     return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-def eventually(true: Callable[[], bool], seconds: float = 300.0) -> None:
-    """Wait until `true()`; fail if it never is."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.02)

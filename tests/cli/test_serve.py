@@ -19,6 +19,7 @@ import aiohttp
 import grpc
 import psutil
 import pytest
+from calls import eventually
 
 from paceline.cli.main import main
 from paceline.harness import ServiceProcess
@@ -26,7 +27,7 @@ from paceline.harness.models import MODELS
 from paceline.tokens import local_token
 from paceline.v1 import exchange_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
-from .conftest import eventually, serving
+from .conftest import serving
 
 OPTION = "--no-prefix-caching"
 """An option of the verifier."""
@@ -58,7 +59,7 @@ class Serve:
 
     def addresses(self) -> list[str]:
         """Of verifier, drafter and gateway, once they answer."""
-        eventually(lambda: self.ready.exists() or self.process.poll() is not None)
+        eventually(lambda: self.ready.exists() or self.process.poll() is not None, "it is ready")
         assert self.process.poll() is None, self.log.read_text()
         return self.ready.read_text().split()
 
@@ -181,7 +182,9 @@ def test_it_opens_the_page_and_loads_two_drafters_without_trained_ones(
     browser.chmod(0o755)
     monkeypatch.setenv("BROWSER", f"{browser} %s")
     address = serve("--open", "--gateway-address=127.0.0.1:0").addresses()[2]
-    eventually(lambda: opened.exists() and opened.read_text() == f"http://{address}/\n")
+    eventually(
+        lambda: opened.exists() and opened.read_text() == f"http://{address}/\n", "it was opened"
+    )
     with urllib.request.urlopen(f"http://{address}/v1/models", timeout=60) as response:
         (card,) = json.load(response)["data"]
     assert card["drafters"] == ["ngram", "selfspec"]
@@ -195,7 +198,7 @@ def test_a_dead_drafter_restarts_and_a_dead_verifier_ends_the_command(
     first = running.child("drafter")
     first.kill()
     first.wait(60)
-    eventually(lambda: serving(drafter))
+    eventually(lambda: serving(drafter), "the drafter serves")
     second = running.child("drafter")
     assert second.pid != first.pid
     assert "the drafter died" in running.log.read_text()

@@ -2,10 +2,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from fakes.verifier import World, running
 
 from paceline.client import Client, RetryOptions
-
-from .fakes import World, running
 
 
 @pytest.fixture

@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mock_transport import MockTransport
+from fakes.transport import MockTransport
+from fakes.verifier import World, continuation
 from rich.console import Console
 
 from paceline.cli.chat import Chat
 from paceline.cli.main import main
 from paceline.client import Client, Model, render_chat
 from paceline.v1 import verifier_pb2
-
-from .fakes import World, continuation
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 CONTEXT = 400
@@ -143,7 +142,7 @@ class Terminal:
     """`paceline chat` on a pseudo-terminal."""
 
     def __init__(self, words: list[str], home: Path) -> None:
-        self._master, slave = pty.openpty()
+        self.master, slave = pty.openpty()
         # A shell starts background jobs with SIGINT ignored, and processes inherit that.
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
@@ -157,11 +156,11 @@ class Terminal:
         finally:
             signal.signal(signal.SIGINT, handler)
         os.close(slave)
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._screen = ""
+        self.decoder = codecs.getincrementaldecoder("utf-8")()
+        self.screen = ""
 
     def write(self, text: str) -> None:
-        os.write(self._master, text.encode())
+        os.write(self.master, text.encode())
 
     def read_to(self, end: str, seconds: float = READ_SECONDS) -> str:
         """The screen up to and with `end`.
@@ -169,11 +168,11 @@ class Terminal:
         Raises:
             TimeoutError: It did not come within this time.
         """
-        while end not in self._screen:
-            if not select.select([self._master], [], [], seconds)[0]:
-                raise TimeoutError(f"no {end!r} within {seconds} s after {self._screen!r}")
-            self._screen += self._decoder.decode(os.read(self._master, 4096))
-        shown, _, self._screen = self._screen.partition(end)
+        while end not in self.screen:
+            if not select.select([self.master], [], [], seconds)[0]:
+                raise TimeoutError(f"no {end!r} within {seconds} s after {self.screen!r}")
+            self.screen += self.decoder.decode(os.read(self.master, 4096))
+        shown, _, self.screen = self.screen.partition(end)
         return shown + end
 
     def interrupt_until(self, end: str) -> None:
@@ -190,7 +189,7 @@ class Terminal:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        os.close(self._master)
+        os.close(self.master)
 
 
 async def test_a_terminal_has_colours_history_and_ctrl_c(world: World, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.verifier import World, continuation
 from rich.console import Console
 
 from paceline.cli import compare as comparison
@@ -21,8 +22,6 @@ from paceline.cli.generate import add_generation_arguments, generation_arguments
 from paceline.cli.main import main
 from paceline.harness import read_prompts
 from paceline.harness.models import MODELS
-
-from .fakes import World, continuation
 
 TEXT = bytes(continuation([*b"hi"], 40, 5)).decode()
 

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from fakes.verifier import World, continuation, joined
 
 from paceline.client import (
     Client,
@@ -19,7 +20,6 @@ from paceline.client._text import Undrafted
 from paceline.v1 import verifier_pb2
 
 from .conftest import QUICK
-from .fakes import World, continuation, joined
 
 PROMPT = [104, 105, 106]
 SEED = 5

@@ -4,10 +4,9 @@ import asyncio
 import gc
 
 import pytest
+from fakes.verifier import World, continuation
 
 from paceline.client import Client, ClientClosedError, Generation
-
-from .fakes import World, continuation
 
 PROMPT = [104, 105, 106]
 SEED = 5

@@ -4,6 +4,7 @@ import asyncio
 
 import grpc
 import pytest
+from fakes.verifier import World, status
 
 from paceline import client as package
 from paceline.client import (
@@ -17,8 +18,6 @@ from paceline.client import (
     UnimplementedError,
 )
 from paceline.client._errors import from_rpc_error, rpc_errors
-
-from .fakes import World, status
 
 
 def rpc_error(

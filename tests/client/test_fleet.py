@@ -7,7 +7,16 @@ from pathlib import Path
 
 import grpc
 import pytest
-from mock_transport import MockTransport
+from fakes.transport import MockTransport
+from fakes.verifier import (
+    FakeRegistry,
+    FakeVerifier,
+    Service,
+    continuation,
+    registry_service,
+    status,
+    verifier_service,
+)
 
 from paceline.client import (
     CapacityError,
@@ -17,16 +26,6 @@ from paceline.client import (
     UnavailableError,
 )
 from paceline.client._fleet import CHUNK, PrefixTable, Verifier
-
-from .fakes import (
-    FakeRegistry,
-    FakeVerifier,
-    Service,
-    continuation,
-    registry_service,
-    status,
-    verifier_service,
-)
 
 PROMPT = [104, 105, 106]
 SEED = 5

@@ -1,11 +1,10 @@
 """Streaming, awaiting and forking generations."""
 
 import pytest
+from fakes.verifier import World, continuation
 
 from paceline.client import Client, InvalidRequestError
 from paceline.v1 import sampling_pb2
-
-from .fakes import World, continuation
 
 PROMPT = [104, 105, 106]
 SEED = 5

@@ -2,9 +2,9 @@
 
 import asyncio
 
+from fakes.transport import MockTransport
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mock_transport import MockTransport
 
 from paceline.client import Client
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes.transport import MockTransport
 from hypothesis import given
 from hypothesis import strategies as st
-from mock_transport import MockTransport
 
 from paceline.client import (
     ChatOptions,

@@ -144,7 +144,7 @@ for name in ("torch", "transformers", "numpy", "safetensors", "grpc_health", "gr
     sys.modules[name] = None
 import paceline.client, paceline.cli.generate, paceline.cli.main
 sys.path.insert(0, sys.argv[1])
-from mock_transport import MockTransport
+from fakes.transport import MockTransport
 with paceline.client.SyncClient(transport=MockTransport("fine")) as client:
     print(client.generate("x").text)
 """

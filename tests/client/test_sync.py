@@ -4,7 +4,7 @@ import threading
 from inspect import signature
 
 import pytest
-from mock_transport import MockTransport
+from fakes.transport import MockTransport
 
 from paceline.client import (
     Client,

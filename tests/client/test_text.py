@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable
 
 import pytest
+from fakes.transport import MockTransport
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mock_transport import MockTransport
 from tokenizers import (
     Tokenizer,
     decoders,
@@ -156,7 +156,7 @@ def test_a_saved_truncation_does_not_cut_prompts() -> None:
 
 
 def test_a_tokenizer_without_decoder_works() -> None:
-    content = json.loads(MockTransport("")._json)
+    content = json.loads(MockTransport("").json)
     content["decoder"] = None
     codec = TextCodec(json.dumps(content).encode())
     detokenizer = Detokenizer(codec)

@@ -6,12 +6,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from fakes.verifier import DIGEST, TOKENIZER, World
 from tokenizers import Regex, Tokenizer, normalizers
 
 from paceline.client import Client, InvalidRequestError, PreconditionError, _text
 from paceline.client._text import TextCodec, TokenizerCache
-
-from .fakes import DIGEST, TOKENIZER, World
 
 
 @pytest.fixture(autouse=True)

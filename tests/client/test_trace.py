@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from fakes.verifier import World
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -12,8 +13,6 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
 from paceline.client import Client, DeadlineError, PacelineError
-
-from .fakes import World
 
 PROMPT = [104, 105, 106]
 SEED = 5
@@ -24,14 +23,14 @@ class Recording:
 
     def __init__(self) -> None:
         self.provider = TracerProvider()
-        self._exporter = InMemorySpanExporter()
-        self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.exporter = InMemorySpanExporter()
+        self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
 
     def named(self, name: str) -> list[ReadableSpan]:
-        return [span for span in self._exporter.get_finished_spans() if span.name == name]
+        return [span for span in self.exporter.get_finished_spans() if span.name == name]
 
     def names(self) -> Counter[str]:
-        return Counter(span.name for span in self._exporter.get_finished_spans())
+        return Counter(span.name for span in self.exporter.get_finished_spans())
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from pathlib import Path
 import grpc
 import pytest
 from certificates import Authority, Pair
+from fakes.verifier import FakeVerifier, World, continuation
 
 from paceline.client import (
     Client,
@@ -15,8 +16,6 @@ from paceline.client import (
     UnavailableError,
 )
 from paceline.v1 import verifier_pb2_grpc
-
-from .fakes import FakeVerifier, World, continuation
 
 PROMPT = [104, 105, 106]
 QUICK = RetryOptions(budget=0.3, first_delay=0.05)

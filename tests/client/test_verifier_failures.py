@@ -8,9 +8,10 @@ from typing import Any
 
 import grpc
 import pytest
+from fakes.transport import MockTransport
+from fakes.verifier import Fault, World, continuation, running, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mock_transport import MockTransport
 
 from paceline.client import (
     CapacityError,
@@ -24,8 +25,6 @@ from paceline.client import (
     UnavailableError,
 )
 from paceline.v1 import verifier_pb2
-
-from .fakes import Fault, World, continuation, running, status
 
 PROMPT = [104, 105, 106]
 SEED = 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,9 @@ from typing import Any
 import grpc
 import pytest
 from distributions import write_distribution
+from fakes import drafter as fake_drafter
+from fakes.exchange import VOCAB as VOCAB
+from fakes.exchange import ExchangeServicer, Peer, Share, Text, fake_verifier, share_nothing
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
@@ -20,15 +23,13 @@ from paceline.drafter.service import build_service
 from paceline.service import ServerOptions, run_server
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
-from . import adversaries, fakes, replay_method
-from .fake_verifier import VOCAB as VOCAB
-from .fake_verifier import FakeVerifier, Peer, Share, Text, fake_verifier, share_nothing
+from . import adversaries, replay_method
 
 
 @pytest.fixture(autouse=True, scope="session")
 def registered_methods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Registers the methods of the tests in this process."""
-    methods = {**fakes.METHODS, **adversaries.METHODS, **replay_method.METHODS}
+    methods = {**fake_drafter.METHODS, **adversaries.METHODS, **replay_method.METHODS}
     folder = write_distribution(tmp_path_factory.mktemp("methods"), methods)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
@@ -50,7 +51,7 @@ class Drafting:
     def __init__(
         self,
         address: str,
-        verifier: FakeVerifier,
+        verifier: ExchangeServicer,
         peer: Peer,
         channel: grpc.aio.Channel,
         stop: asyncio.Event,
@@ -125,13 +126,6 @@ async def drafting(
                 assert peer.carrier == carrier
                 async with grpc.aio.insecure_channel(address) as channel:
                     yield Drafting(address, verifier, peer, channel, stop, service)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Poll a condition that has no event."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
 
 
 async def load(service: Drafting, name: str, method: str, **fields: Any) -> drafter_pb2.DrafterInfo:

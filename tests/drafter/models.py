@@ -304,15 +304,15 @@ class Oracle:
         self, drafter: Any, prompt: Sequence[int], sampling: sampling_pb2.SamplingParams
     ) -> None:
         self.text = list(prompt)
-        self._prompt = len(prompt)
-        self._drafter = drafter
-        self._params = sampling_params(sampling)
+        self.prompt = len(prompt)
+        self.drafter = drafter
+        self.params = sampling_params(sampling)
 
     def next_token(self, beyond: Sequence[int] = ()) -> int:
         text = [*self.text, *beyond]
-        logits, _ = forward(self._drafter.decoder, text)
-        history = History(text[: self._prompt], text[self._prompt :])
-        return choose_token(logits, self._params, len(text), history)
+        logits, _ = forward(self.drafter.decoder, text)
+        history = History(text[: self.prompt], text[self.prompt :])
+        return choose_token(logits, self.params, len(text), history)
 
     def verify(self, tree: TokenTree) -> list[int]:
         """Appends and returns the tokens that a verifier would emit for this tree."""

@@ -15,6 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kv"))
 
+from calls import until
 from stub_driver import NO_FILES, NO_HANDLES, StubDriver
 
 from paceline.drafter.kv import KvGone, KvNotShared, KvOptions
@@ -29,7 +30,6 @@ from paceline.verifier.kv.pool import PagedKv, PagePool
 from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
 from paceline.verifier.store import Cache
 
-from .conftest import until
 from .segments import change_layout, passed
 
 LAYOUT = KvLayout(layers=3, kv_heads=2, head_dim=16, dtype=torch.bfloat16, hidden=24)

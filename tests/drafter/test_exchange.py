@@ -9,6 +9,9 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
+from calls import until
+from fakes.drafter import TARGET, TOKENIZER, FakeDrafter
+from fakes.exchange import CARRIERS, VOCAB, Refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry.sdk.trace import TracerProvider
@@ -18,9 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.v1 import drafter_pb2, exchange_pb2, sampling_pb2
 
-from .conftest import Drafting, drafting, until
-from .fake_verifier import CARRIERS, VOCAB, Refused
-from .fakes import TARGET, TOKENIZER, FakeDrafter
+from .conftest import Drafting, drafting
 
 TEXT = [5, 6, 7, 8, 9, 10, 11, 1, 2, 5, 6, 7]
 

@@ -10,13 +10,14 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from calls import until
 from certificates import Authority
+from fakes.drafter import FakeDrafter, FakeSequence
+from fakes.exchange import Refused, Text
 
 from paceline.drafter.kv.exchange import VerifierAccess
 
-from .conftest import Drafting, drafting, until
-from .fake_verifier import Refused, Text
-from .fakes import FakeDrafter, FakeSequence
+from .conftest import Drafting, drafting
 from .segments import COMMITTED, GRANT, HEADS, KvVerifier, change_layout, new_segment
 
 

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 from distributions import write_distribution
+from fakes.exchange import fake_verifier
 
 from paceline.drafter import LoadError, Resources
 from paceline.drafter.methods import method_class
 from paceline.drafter.service import build_service
 from paceline.harness import ServiceProcess
-
-from .fake_verifier import fake_verifier
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 BUILT_IN = ["dspark", "lm", "longspec", "ngram", "selfspec"]

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import until
+from fakes.drafter import FakeDrafter, FakeSequence
 
 from paceline.drafter.methods.base import Budget, Update
 from paceline.drafter.methods.selfspec import SelfSpecDrafter
 
-from .conftest import until
-from .fakes import FakeDrafter, FakeSequence
 from .models import GREEDY, SAMPLINGS, VOCAB, Oracle, load, recorded_kv, start, text_of, write_model
 from .test_selfspec import load as load_selfspec
 from .test_selfspec import sparse_text

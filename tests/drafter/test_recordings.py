@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from calls import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from paceline.drafter import LoadError
 from paceline.drafter.recordings import MIN_BYTES, Recording, TextRecorder, read_recordings
 from paceline.v1 import drafter_pb2, sampling_pb2
 
-from .conftest import Drafting, drafting, until
+from .conftest import Drafting, drafting
 
 TEXT = Recording((1, 2, 3), (4, 5), 0.5, 7, "f" * 64)
 ids = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9).map(tuple)

@@ -8,14 +8,15 @@ from typing import Any
 
 import grpc
 import pytest
+from calls import until
+from fakes.exchange import CARRIERS, Peer, fake_verifier
 
 from paceline.drafter import DrafterSpec
 from paceline.drafter.service import build_service
 from paceline.service import OptionsError
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
-from .conftest import Drafting, drafting, failure, load, running, unload, until
-from .fake_verifier import CARRIERS, Peer, fake_verifier
+from .conftest import Drafting, drafting, failure, load, running, unload
 
 CODE = grpc.StatusCode
 

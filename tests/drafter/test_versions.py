@@ -11,14 +11,15 @@ from typing import Any
 
 import grpc
 import pytest
+from calls import until
+from fakes.drafter import FakeDrafter, SlowLoad, write_records
+from fakes.exchange import Refused
 
 from paceline.drafter.registry import MIN_FAILURES, RECENT_ROUNDS, Version
 from paceline.drafter.spec import DrafterSpec
 from paceline.v1 import drafter_pb2
 
-from .conftest import VOCAB, Drafting, activate, drafting, failure, listed, load, unload, until
-from .fake_verifier import Refused
-from .fakes import FakeDrafter, SlowLoad, write_records
+from .conftest import VOCAB, Drafting, activate, drafting, failure, listed, load, unload
 
 CODE = grpc.StatusCode
 

@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from calls import until
+from fakes.drafter import FakeDrafter
 
 from paceline.decoder import DeviceLost
 from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update
 from paceline.drafter.session import Drafted, Session
 from paceline.drafter.worker import SLICE, DraftWorker, Job
 from paceline.service import watchdog
-
-from .conftest import until
-from .fakes import FakeDrafter
 
 BUDGET = Budget(8, 8)
 

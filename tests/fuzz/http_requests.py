@@ -61,9 +61,9 @@ class HttpFuzzer:
             [(kind, "validation") for kind in _KINDS.values()],
             ref_template="#/components/schemas/{model}",
         )
-        self._schemas: dict[str, Any] = schemas["$defs"]
-        self._bodies: dict[str, Any] = {
-            path: self._resolved(references[kind, "validation"]) for path, kind in _KINDS.items()
+        self.schemas: dict[str, Any] = schemas["$defs"]
+        self.bodies: dict[str, Any] = {
+            path: self.resolved(references[kind, "validation"]) for path, kind in _KINDS.items()
         }
 
     def request(self) -> Request:
@@ -72,7 +72,7 @@ class HttpFuzzer:
         match draws.random():
             case chance if chance < 0.75:
                 path = draws.choice(list(_VALID))
-                return Request(_post(path, json.dumps(self._body(path)).encode()), whole=True)
+                return Request(_post(path, json.dumps(self.body(path)).encode()), whole=True)
             case chance if chance < 0.9:
                 path = draws.choice(list(_VALID))
                 body = mutated(draws, json.dumps(_VALID[path]).encode())
@@ -88,22 +88,22 @@ class HttpFuzzer:
                 raw = _post(path, json.dumps(_VALID[path]).encode(), draws.choice(_HEADERS))
                 return Request(mutated(draws, raw) if draws.random() < 0.7 else raw, whole=False)
 
-    def _body(self, path: str) -> dict[str, Any]:
+    def body(self, path: str) -> dict[str, Any]:
         """A valid body with some fields at random, most of them of the field's type."""
-        body, schema = dict(_VALID[path]), self._bodies[path]
+        body, schema = dict(_VALID[path]), self.bodies[path]
         names = list(schema["properties"])
         for name in self.draws.choices(names, k=self.draws.choice((1, 1, 1, 2, 3, 8))):
-            body[name] = self._value(schema["properties"][name], 0)
+            body[name] = self.value(schema["properties"][name], 0)
         return body
 
-    def _value(self, schema: dict[str, Any], depth: int) -> Any:
+    def value(self, schema: dict[str, Any], depth: int) -> Any:
         """A value of a schema; sometimes any value instead."""
-        draws, schema = self.draws, self._resolved(schema)
+        draws, schema = self.draws, self.resolved(schema)
         if draws.random() < 0.15 or depth > 6:
-            return self._anything(depth)
+            return self.anything(depth)
         for union in ("anyOf", "oneOf"):
             if union in schema:
-                return self._value(draws.choice(schema[union]), depth)
+                return self.value(draws.choice(schema[union]), depth)
         if "const" in schema or "enum" in schema:
             return schema.get("const", draws.choice(schema.get("enum", [None])))
         match schema.get("type"):
@@ -117,24 +117,24 @@ class HttpFuzzer:
                 return draws.random() < 0.5
             case "array":
                 count = draws.choice((0, 1, 1, 2, 5, 40))
-                return [self._value(schema.get("items", {}), depth + 1) for _ in range(count)]
+                return [self.value(schema.get("items", {}), depth + 1) for _ in range(count)]
             case "object":
-                return self._object(schema, depth)
-        return self._anything(depth)
+                return self.one_object(schema, depth)
+        return self.anything(depth)
 
-    def _object(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
+    def one_object(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
         draws, required = self.draws, schema.get("required", ())
         fields = {
-            name: self._value(each, depth + 1)
+            name: self.value(each, depth + 1)
             for name, each in schema.get("properties", {}).items()
             if draws.random() < (0.95 if name in required else 0.4)
         }
         if "properties" not in schema:
             names = draws.choices((*_TEXTS, "type", "properties", "$ref", "items", "enum"), k=2)
-            fields |= {name: self._anything(depth + 1) for name in names}
+            fields |= {name: self.anything(depth + 1) for name in names}
         return fields
 
-    def _anything(self, depth: int) -> Any:
+    def anything(self, depth: int) -> Any:
         draws = self.draws
         match draws.randrange(7 if depth < 4 else 5):
             case 0:
@@ -148,13 +148,13 @@ class HttpFuzzer:
             case 4:
                 return {"type": draws.choice(("object", "string", "integer", "array"))}
             case 5:
-                return [self._anything(depth + 1) for _ in range(draws.choice((0, 1, 3)))]
+                return [self.anything(depth + 1) for _ in range(draws.choice((0, 1, 3)))]
             case _:
-                return {draws.choice(_TEXTS): self._anything(depth + 1) for _ in range(2)}
+                return {draws.choice(_TEXTS): self.anything(depth + 1) for _ in range(2)}
 
-    def _resolved(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def resolved(self, schema: dict[str, Any]) -> dict[str, Any]:
         if "$ref" in schema:
-            found: dict[str, Any] = self._schemas[schema["$ref"].rpartition("/")[2]]
+            found: dict[str, Any] = self.schemas[schema["$ref"].rpartition("/")[2]]
             return found
         return schema
 

@@ -53,18 +53,18 @@ class FolderFuzzer:
     """Draws faults from a seeded generator. Each alters a copy of a good folder."""
 
     def __init__(self, seed: int, good: Path) -> None:
-        self.draws, self._good = random.Random(seed), good
+        self.draws, self.good = random.Random(seed), good
 
     def folder(self, path: Path) -> str:
         """Write a folder with a fault, and describe the fault."""
-        shutil.copytree(self._good, path)
+        shutil.copytree(self.good, path)
         kinds: list[Callable[[Path], str]] = [
-            self._field, self._field, self._content, self._kind, self._header, self._index,
-            self._tokenizer, self._bytes,
+            self.field, self.field, self.content, self.kind, self.header, self.index,
+            self.tokenizer, self.some_bytes,
         ]  # fmt: skip
         return self.draws.choice(kinds)(path)
 
-    def _field(self, path: Path) -> str:
+    def field(self, path: Path) -> str:
         name = self.draws.choice(
             ("config.json", "config.json", "generation_config.json", "tokenizer_config.json")
         )
@@ -79,18 +79,18 @@ class FolderFuzzer:
         change_json(path / name, {field: value})
         return f"{name}: {field} is {value!r:.60}"
 
-    def _content(self, path: Path) -> str:
+    def content(self, path: Path) -> str:
         name, content = self.draws.choice(_FILES), self.draws.choice(_CONTENTS)
         (path / name).write_bytes(content)
         return f"{name} has the content {content[:20]!r}"
 
-    def _kind(self, path: Path) -> str:
+    def kind(self, path: Path) -> str:
         name = self.draws.choice(_FILES)
         kind = self.draws.choice(("missing", "folder", "dangling", "cycle", "fifo", "device"))
         replace_by(path / name, kind)
         return f"{name} is {kind}"
 
-    def _header(self, path: Path) -> str:
+    def header(self, path: Path) -> str:
         file = path / "model.safetensors"
         raw = file.read_bytes()
         length = struct.unpack("<Q", raw[:8])[0]
@@ -113,7 +113,7 @@ class FolderFuzzer:
         file.write_bytes(struct.pack("<Q", size) + text + raw[8 + length :])
         return f"tensor {tensor} has {change}, header of {size}"
 
-    def _index(self, path: Path) -> str:
+    def index(self, path: Path) -> str:
         value = self.draws.choice(
             (
                 {}, {"weight_map": []}, {"weight_map": {"a": 1}}, {"weight_map": {"a": "../x"}},
@@ -126,7 +126,7 @@ class FolderFuzzer:
         (path / "model.safetensors.index.json").write_text(json.dumps(value))
         return f"the index is {value}"
 
-    def _tokenizer(self, path: Path) -> str:
+    def tokenizer(self, path: Path) -> str:
         file = path / "tokenizer.json"
         found = json.loads(file.read_text())
         split = {"type": "Split", "behavior": "Isolated", "invert": False}
@@ -150,7 +150,7 @@ class FolderFuzzer:
         file.write_text(json.dumps(found | change))
         return f"tokenizer.json has {change!r:.80}"
 
-    def _bytes(self, path: Path) -> str:
+    def some_bytes(self, path: Path) -> str:
         name = self.draws.choice([file.name for file in sorted(path.iterdir())])
         (path / name).write_bytes(mutated(self.draws, (path / name).read_bytes()))
         return f"bytes of {name} are changed"

@@ -37,7 +37,7 @@ class Fuzzer:
         message = GetMessageClass(kind)()
         for field in kind.fields:
             if self.draws.random() < (0.6 if depth < 3 else 0.1):
-                self._fill(message, field, depth)
+                self.fill(message, field, depth)
         return message
 
     def altered(self, messages: list[Message]) -> list[bytes]:
@@ -49,26 +49,26 @@ class Fuzzer:
             if index == faulty and self.draws.random() < 0.3:
                 raw = mutated(self.draws, raw)
             elif index == faulty:
-                self._alter(message)
+                self.alter(message)
                 raw = message.SerializeToString()
             raws.append(raw)
         return raws
 
-    def _alter(self, message: Message) -> None:
+    def alter(self, message: Message) -> None:
         field, value = self.draws.choice([*message.ListFields(), (None, None)])
         if field is None:
             field = self.draws.choice(message.DESCRIPTOR.fields)
         elif isinstance(value, Message) and self.draws.random() < 0.9:
-            return self._alter(value)
+            return self.alter(value)
         message.ClearField(field.name)
-        return self._fill(message, field, 1)
+        return self.fill(message, field, 1)
 
-    def _fill(self, message: Any, field: FieldDescriptor, depth: int) -> None:
+    def fill(self, message: Any, field: FieldDescriptor, depth: int) -> None:
         draws = self.draws
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
             for _ in range(draws.choice((1, 3, 20))):
-                getattr(message, field.name)[self._value(key)] = self._value(value)
+                getattr(message, field.name)[self.value(key)] = self.value(value)
         elif field.is_repeated:
             count = draws.choice((0, 1, 2, 5, 17, 300))
             if field.message_type is not None:
@@ -76,16 +76,16 @@ class Fuzzer:
                     part = self.message(field.message_type, depth + 1)
                     getattr(message, field.name).append(part)
             else:
-                values: list[Any] = [self._value(field) for _ in range(count)]
+                values: list[Any] = [self.value(field) for _ in range(count)]
                 if _is_integer(field) and draws.random() < 0.5:  # valid token ids
                     values = [draws.randrange(300) for _ in range(count)]
                 getattr(message, field.name).extend(values)
         elif field.message_type is not None:
             getattr(message, field.name).CopyFrom(self.message(field.message_type, depth + 1))
         else:
-            setattr(message, field.name, self._value(field))
+            setattr(message, field.name, self.value(field))
 
-    def _value(self, field: FieldDescriptor) -> Any:
+    def value(self, field: FieldDescriptor) -> Any:
         draws = self.draws
         if field.type in (FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_DOUBLE):
             return draws.choice((*_FLOATS, draws.uniform(-2, 2)))

@@ -36,8 +36,8 @@ class Connection:
     """A connection to the gateway, opened again when the gateway closes it."""
 
     def __init__(self, address: str) -> None:
-        self._host, self._port = address.split(":")
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self.host, self.port = address.split(":")
+        self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def status(self, request: Request) -> str:
         """Send a request and read its response.
@@ -47,14 +47,14 @@ class Connection:
         """
         if not request.whole:
             self.close()
-        if self._streams is None:
-            self._streams = await asyncio.open_connection(self._host, int(self._port))
-        reader, writer = self._streams
+        if self.streams is None:
+            self.streams = await asyncio.open_connection(self.host, int(self.port))
+        reader, writer = self.streams
         writer.write(request.raw)
         limit = CALL_SECONDS if request.whole else NO_ANSWER_SECONDS
         try:
             async with asyncio.timeout(limit):
-                return await self._response(reader, request)
+                return await self.response(reader, request)
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             assert not request.whole, f"no answer to {request.raw!r}"
             return "none"
@@ -62,11 +62,11 @@ class Connection:
             if not request.whole:
                 self.close()
 
-    async def _response(self, reader: asyncio.StreamReader, request: Request) -> str:
+    async def response(self, reader: asyncio.StreamReader, request: Request) -> str:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
         status = int(head.split()[1])
         if status == 100:
-            return await self._response(reader, request)
+            return await self.response(reader, request)
         body = b""
         if "transfer-encoding: chunked" in head:
             while size := int(await reader.readuntil(b"\r\n"), 16):
@@ -91,9 +91,9 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection; the next request opens another."""
-        if self._streams is not None:
-            self._streams[1].close()
-            self._streams = None
+        if self.streams is not None:
+            self.streams[1].close()
+            self.streams = None
 
 
 def _checked(status: int, text: str) -> str:

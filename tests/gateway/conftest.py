@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from mock_transport import MockTransport
+from fakes.transport import MockTransport
 from openai import AsyncOpenAI
 
 from paceline.client import Client, RetryOptions
@@ -61,13 +61,6 @@ async def serve_gateway(
             yield Served(openai, transport, url, stop, server)
         stop.set()
         await server
-
-
-async def eventually(true: Callable[[], bool]) -> None:
-    """Waits until something that a transport or a registry counts is as wanted."""
-    async with asyncio.timeout(60):
-        while not true():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from mock_transport import MockTransport, _MockStream
+from fakes.transport import MockStream, MockTransport
 
 from paceline.client import Client, RetryOptions
 from paceline.gateway import GatewayOptions, run_gateway
@@ -27,15 +27,15 @@ class SlowTransport(MockTransport):
     """Emits one token at a time."""
 
     def generate(self) -> _SlowStream:
-        return _SlowStream(self._caches)
+        return _SlowStream(self.caches)
 
 
-class _SlowStream(_MockStream):
+class _SlowStream(MockStream):
     async def read(self) -> verifier_pb2.GenerateResponse:
         await asyncio.sleep(SECONDS)
-        kept, self._credits = self._credits, min(1, self._credits)
+        kept, self.credits = self.credits, min(1, self.credits)
         response = await super().read()
-        self._credits += max(0, kept - 1)
+        self.credits += max(0, kept - 1)
         return response
 
 

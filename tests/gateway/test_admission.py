@@ -11,12 +11,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from mock_transport import MockTransport
+from calls import until
+from fakes.transport import MockTransport
 
 from paceline.client import UnavailableError, _fleet
 from paceline.gateway import admission
 
-from .conftest import Serve, Served, eventually
+from .conftest import Serve, Served
 
 BODY = 1 << 20
 ROUTES = ["completions", "chat/completions", "responses", "models", "models/mock", "nothing"]
@@ -154,7 +155,7 @@ async def test_a_drain_refuses_every_route_at_once(serve: Serve) -> None:
         await anext(stream)
         transport.lost = True
         waiting = asyncio.create_task(served.post("/v1/completions", prompt="a"))
-        await eventually(lambda: transport.asked > 0)
+        await until(lambda: transport.asked > 0)
         async with upload(served) as begun:
             await asyncio.sleep(0.1)
             served.stop.set()
@@ -207,7 +208,7 @@ async def test_a_caller_that_goes_leaves_its_place_at_every_phase(serve: Serve) 
         transport.lost = True
         asked = transport.asked
         call = asyncio.create_task(served.post("/v1/completions", prompt="a"))
-        await eventually(lambda: transport.asked > asked)
+        await until(lambda: transport.asked > asked)
         call.cancel()
         transport.lost = False
         transport.found.set()

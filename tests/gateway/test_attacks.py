@@ -95,11 +95,11 @@ class Attacked:
 
     def __init__(self, url: str, process: psutil.Process) -> None:
         self.url = url
-        self._process = process
+        self.process = process
 
     @property
     def memory(self) -> int:
-        return self._process.memory_info().rss
+        return self.process.memory_info().rss
 
     async def stream(self, session: aiohttp.ClientSession) -> str:
         """The text of a user who does nothing unusual."""

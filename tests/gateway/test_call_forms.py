@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from mock_transport import MockTransport
+from fakes.transport import MockTransport
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from paceline.client import Detokenizer, TextCodec
@@ -291,8 +291,8 @@ class Harmony(MockTransport):
 
     def __init__(self, reply: Any) -> None:
         super().__init__(reply)
-        self._tokenizer.add_special_tokens(sorted(CHANNEL_MARKS))
-        self._json = self._tokenizer.to_str().encode()
+        self.tokenizer.add_special_tokens(sorted(CHANNEL_MARKS))
+        self.json = self.tokenizer.to_str().encode()
 
 
 THOUGHT_AND_ANSWER, (ANSWER, THOUGHT, _) = HARMONY[0]

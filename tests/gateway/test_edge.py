@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from mock_transport import MockTransport
+from fakes.transport import MockTransport
 from yarl import URL
 
 from paceline.service.runtime import JsonFormatter, TextFormatter

@@ -10,7 +10,8 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from mock_transport import MockTransport
+from calls import until
+from fakes.transport import MockTransport
 from openai import AsyncOpenAI
 from yarl import URL
 
@@ -19,7 +20,7 @@ from paceline.gateway import GatewayOptions
 from paceline.service.options import OptionsError
 from paceline.v1 import verifier_pb2
 
-from .conftest import Serve, Served, eventually
+from .conftest import Serve, Served
 
 SCRIPTS = ("text/javascript", "application/javascript")
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
@@ -202,12 +203,12 @@ async def test_a_disconnect_releases_the_cache(serve: Serve) -> None:
             async with aiohttp.ClientSession() as session:
                 body = {"model": "mock", "prompt": "a", "max_tokens": 50_000, "stream": stream}
                 call = asyncio.create_task(session.post(f"{served.url}/v1/completions", json=body))
-                await eventually(lambda: served.transport.open_caches == 1)
+                await until(lambda: served.transport.open_caches == 1)
                 if stream:
                     (await call).close()
                 else:
                     call.cancel()
-            await eventually(lambda: served.transport.open_caches == 0)
+            await until(lambda: served.transport.open_caches == 0)
 
 
 async def test_too_many_requests_get_a_retry_after(serve: Serve) -> None:
@@ -323,14 +324,14 @@ class Reusing(MockTransport):
 
     def __init__(self, reused: int) -> None:
         super().__init__("x")
-        self._reused = reused
+        self.reused = reused
 
     async def create_cache(
         self, request: verifier_pb2.CreateCacheRequest
     ) -> AsyncGenerator[verifier_pb2.CreateCacheResponse, None]:
         async for response in super().create_cache(request):
             if response.HasField("created"):
-                response.created.reused_tokens = self._reused
+                response.created.reused_tokens = self.reused
             yield response
 
 

@@ -7,11 +7,12 @@ import json
 import socket
 
 import pytest
-from mock_transport import MockTransport
+from calls import until
+from fakes.transport import MockTransport
 
 from paceline.gateway import server, writers
 
-from .conftest import Serve, Served, eventually
+from .conftest import Serve, Served
 
 TEXT = "x" * 50_000
 
@@ -39,8 +40,8 @@ async def test_a_caller_that_reads_nothing_is_disconnected(
     async with serve(MockTransport(TEXT), max_requests=1) as served:
         # A whole response is as long with log-probabilities as a stream.
         caller = await reading_nothing(served, stream=stream, logprobs=0)
-        await eventually(lambda: len(served.transport.requests) == 1)
-        await eventually(lambda: served.transport.open_caches == 0)
+        await until(lambda: len(served.transport.requests) == 1)
+        await until(lambda: served.transport.open_caches == 0)
         # Its place is free again.
         create = served.openai.with_options(max_retries=5).completions.create
         answer = await create(model="mock", prompt="a", max_tokens=1)
@@ -51,13 +52,13 @@ async def test_a_caller_that_reads_nothing_is_disconnected(
 async def test_others_are_served_beside_callers_that_read_nothing(serve: Serve) -> None:
     async with serve(MockTransport(TEXT)) as served:
         callers = [await reading_nothing(served, stream=True) for _ in range(2)]
-        await eventually(lambda: len(served.transport.requests) == 2)
+        await until(lambda: len(served.transport.requests) == 2)
         for _ in range(5):
             answer = await served.openai.completions.create(model="mock", prompt="a", max_tokens=9)
             assert answer.choices[0].text == "x" * 9
         for caller in callers:
             caller.close()
-        await eventually(lambda: served.transport.open_caches == 0)
+        await until(lambda: served.transport.open_caches == 0)
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: localho"])

@@ -7,7 +7,8 @@ import asyncio
 import aiohttp
 import openai
 import pytest
-from mock_transport import MockTransport
+from calls import until
+from fakes.transport import MockTransport
 from openai.types.chat import ChatCompletionUserMessageParam
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -18,7 +19,7 @@ from paceline.gateway import GatewayOptions, server
 from paceline.gateway.metrics import GatewayMetrics
 from paceline.telemetry.names import Attribute, Metric, Span
 
-from .conftest import Serve, eventually
+from .conftest import Serve
 
 PATH = "/v1/completions"
 
@@ -75,10 +76,10 @@ async def test_a_disconnect_is_counted_as_499(serve: Serve, registry: CollectorR
         body = {"model": "mock", "prompt": "a", "max_tokens": 50_000}
         async with aiohttp.ClientSession() as session:
             call = asyncio.create_task(session.post(f"{served.url}{PATH}", json=body))
-            await eventually(lambda: served.transport.open_caches == 1)
+            await until(lambda: served.transport.open_caches == 1)
             assert registry.get_sample_value(Metric.GATEWAY_IN_FLIGHT) == 1
             call.cancel()
-            await eventually(lambda: count(499) == 1)
+            await until(lambda: count(499) == 1)
 
 
 async def test_the_endpoint_requires_the_key() -> None:

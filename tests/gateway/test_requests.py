@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from mock_transport import MockTransport
+from fakes.transport import MockTransport
 
 from paceline.gateway.requests import Message, Tool
 

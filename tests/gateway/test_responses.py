@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mock_transport import MockTransport
+from fakes.transport import MockTransport
 
 from .conftest import Serve
 from .test_tools import PLAIN

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from mock_transport import MockTransport
+from fakes.transport import MockTransport
 
 from paceline.gateway.requests import Function, Tool, ToolUse
 from paceline.gateway.tool_calls import Call, CallParser

@@ -69,16 +69,16 @@ class ProgramBackend:
     name = "native"
 
     def __init__(self, library: ctypes.CDLL, numerics: str = "portable") -> None:
-        self._library, self._numerics = library, numerics
+        self.library, self.numerics = library, numerics
 
     def attend(self, call: AttentionCall) -> None:
         _, q_heads, dim = call.q.shape
         assert call.scale == dim**-0.5
         heads = Heads(q_heads, call.keys[0].shape[0], dim, cap=call.cap)
-        program = Recorder(heads, torch.float32, numerics=self._numerics)
+        program = Recorder(heads, torch.float32, numerics=self.numerics)
         q = program.rotate_queries(program.input(q_heads * dim))
         program.tap(program.attend(q, 0, call.window, call.sinks), 0)
-        done = NativeProgram(self._library, program.finish()).run(
+        done = NativeProgram(self.library, program.finish()).run(
             Pass(
                 None,
                 call.plan,
@@ -101,7 +101,7 @@ class ProgramRows:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+        self.library = library
 
     def add_norm(self, x: Tensor, delta: Tensor, norm: Norm, dtype: torch.dtype) -> Tensor:
         changed = []
@@ -156,7 +156,7 @@ class ProgramRows:
         tokens = torch.arange(plan.rows) if program.operations[0].table is not None else None
         call = Pass(tokens, plan, caches, table, inputs=inputs)
         if supported(program):
-            return NativeProgram(self._library, program).run(call).logits
+            return NativeProgram(self.library, program).run(call).logits
         return run_one_by_one(program, call).logits
 
 

@@ -93,24 +93,24 @@ class ToyProcess:
     def __init__(self, folder: Path, drain: float, *start: str) -> None:
         self.diary = folder / "diary"
         self.diary.touch()
-        self._ready = folder / "ready"
-        self._log = (folder / "log").open("wb")
+        self.ready = folder / "ready"
+        self.log = (folder / "log").open("wb")
         self.process = subprocess.Popen(
             [
-                *(sys.executable, toy.__file__, "127.0.0.1:0", str(self._ready)),
+                *(sys.executable, toy.__file__, "127.0.0.1:0", str(self.ready)),
                 *(str(self.diary), str(drain), *start),
             ],
-            stdout=self._log,
-            stderr=self._log,
+            stdout=self.log,
+            stderr=self.log,
         )
 
     async def address(self) -> str:
         def ready() -> bool:
             assert self.process.poll() is None, "the toy died"
-            return self._ready.exists() and bool(self._ready.read_text())
+            return self.ready.exists() and bool(self.ready.read_text())
 
         await eventually(ready)
-        return self._ready.read_text()
+        return self.ready.read_text()
 
     async def noted(self, event: str) -> None:
         """Wait until the toy wrote this event into its diary."""
@@ -126,7 +126,7 @@ class ToyProcess:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        self._log.close()
+        self.log.close()
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ class Toy:
         )
 
     async def start(self) -> None:
-        self._note("start")
+        self.note("start")
         if self.fail_to_start:
             raise ServiceError.internal("NO_MODEL", "the model is not there")
         if not self.start_ends:
@@ -76,24 +76,24 @@ class Toy:
         raise RuntimeError("the device is gone")
 
     async def drain(self) -> None:
-        self._note("drain")
+        self.note("drain")
         self.gate.close()
         await self.gate.drained()
-        self._note("drained")
+        self.note("drained")
 
     async def stop(self) -> None:
-        self._note("stop")
+        self.note("stop")
 
     async def UnaryUnary(self, request: StringValue, context: Any) -> StringValue:
-        return await self._obey(request, context)
+        return await self.obey(request, context)
 
     async def UnaryStream(self, request: StringValue, context: Any) -> AsyncIterator[StringValue]:
-        yield await self._obey(request, context)
+        yield await self.obey(request, context)
 
     async def StreamUnary(self, requests: AsyncIterator[StringValue], context: Any) -> StringValue:
         response = StringValue()
         async for request in requests:
-            response = await self._obey(request, context)
+            response = await self.obey(request, context)
         return response
 
     async def StreamStream(
@@ -102,11 +102,11 @@ class Toy:
         with self.gate.enter():
             try:
                 async for request in requests:
-                    yield await self._obey(request, context)
+                    yield await self.obey(request, context)
             finally:
-                self._note("stream ended")
+                self.note("stream ended")
 
-    async def _obey(self, request: StringValue, context: Any) -> StringValue:
+    async def obey(self, request: StringValue, context: Any) -> StringValue:
         order, _, number = request.value.partition(" ")
         match order:
             case "fail":
@@ -123,7 +123,7 @@ class Toy:
                 return StringValue(value="x" * int(number))
         return request
 
-    def _note(self, event: str) -> None:
+    def note(self, event: str) -> None:
         self.events.append(event)
         if self.diary is not None:
             with self.diary.open("a") as diary:

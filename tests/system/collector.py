@@ -37,17 +37,17 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def __init__(self) -> None:
         self.spans: list[Received] = []
         self.address = ""
-        self._received = threading.Condition()
+        self.received = threading.Condition()
 
     def Export(
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: Any
     ) -> trace_service_pb2.ExportTraceServiceResponse:
-        with self._received:
+        with self.received:
             for resource in request.resource_spans:
                 service = _attributes(resource.resource.attributes)["service.name"]
                 for scope in resource.scope_spans:
                     self.spans += [_received(span, service) for span in scope.spans]
-            self._received.notify_all()
+            self.received.notify_all()
         return trace_service_pb2.ExportTraceServiceResponse()
 
     @property
@@ -60,8 +60,8 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     def wait(self, enough: Callable[[list[Received]], bool], seconds: float | None = 120.0) -> None:
         """Wait until the spans received are enough."""
-        with self._received:
-            came = self._received.wait_for(lambda: enough(self.spans), seconds)
+        with self.received:
+            came = self.received.wait_for(lambda: enough(self.spans), seconds)
         assert came, [span.name for span in self.spans]
 
 

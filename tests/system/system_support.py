@@ -1,13 +1,13 @@
 """Tiny drafters, prompts, generations and reference outputs for tests with real processes."""
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import torch
+from calls import eventually
 from tiny_models import VOCABULARY
 from transformers import AutoModelForCausalLM
 
@@ -158,14 +158,6 @@ def wait_joined(address: str, count: int = 1) -> list[verifier_pb2.JoinedService
 
         eventually(there, f"{count} drafter services have joined")
     return joined
-
-
-def eventually(true: Callable[[], bool], what: str) -> None:
-    """Poll a condition that other processes make true, and that has no event. Blocking."""
-    deadline = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < deadline, f"it never came true that {what}"
-        time.sleep(0.02)
 
 
 SPAWNED: set[int] = set()

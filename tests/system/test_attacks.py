@@ -13,7 +13,8 @@ from typing import Any
 
 import grpc
 import pytest
-from system_support import EAGER, THREADS, eventually, wait_joined
+from calls import eventually
+from system_support import EAGER, THREADS, wait_joined
 
 from paceline.client import Client
 from paceline.harness import ServiceProcess

@@ -13,15 +13,8 @@ from typing import Any
 
 import grpc
 import pytest
-from system_support import (
-    EAGER,
-    THREADS,
-    eventually,
-    generate_and,
-    make_prompts,
-    open_segments,
-    wait_joined,
-)
+from calls import eventually
+from system_support import EAGER, THREADS, generate_and, make_prompts, open_segments, wait_joined
 
 from paceline.bench.proxy import Proxy
 from paceline.client import Client, DraftOptions, RetryOptions

@@ -9,8 +9,8 @@ from typing import Any
 
 import openai
 import pytest
+from calls import eventually
 from openai import AsyncOpenAI
-from system_support import eventually
 from tiny_models import write_ending_model
 
 from paceline.client import Client

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import grpc
 import pytest
+from calls import eventually
 from prometheus_client.parser import text_string_to_metric_families
-from system_support import EAGER, eventually, generate_all, make_prompts
+from system_support import EAGER, generate_all, make_prompts
 
 from paceline.client import Client, GenerationResult
 from paceline.harness import ServiceProcess
@@ -34,13 +35,13 @@ class Endpoint:
     def __init__(self) -> None:
         self.address = free_address()
         self.arguments = ["--metrics-address", self.address]
-        self._samples: Samples = {}
+        self.samples: Samples = {}
 
     def scrape(self) -> None:
         """Read all samples."""
         with urllib.request.urlopen(f"http://{self.address}/metrics", timeout=60) as response:
             text = response.read().decode()
-        self._samples = {
+        self.samples = {
             (sample.name, frozenset(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
@@ -48,7 +49,7 @@ class Endpoint:
 
     def value(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples that have these labels."""
-        found = [v for (n, has), v in self._samples.items() if n == name and labels.items() <= has]
+        found = [v for (n, has), v in self.samples.items() if n == name and labels.items() <= has]
         assert found, f"no {name} with {labels}"
         return sum(found)
 
@@ -214,7 +215,7 @@ def expect_dashboard(*endpoints: Endpoint) -> None:
     file = Path(__file__).parents[2] / "compose/observability/dashboards/paceline.json"
     there: dict[str, set[str]] = {}
     for endpoint in endpoints:
-        for name, labels in endpoint._samples:
+        for name, labels in endpoint.samples:
             there.setdefault(name, set()).update(label for label, _ in labels)
     queries = [
         target["expr"]
@@ -236,5 +237,5 @@ async def expect_unloaded(endpoint: Endpoint, address: str) -> None:
         stub = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
         await stub.UnloadDrafter(drafter_pb2.UnloadDrafterRequest(name="lm"))
     await asyncio.to_thread(endpoint.scrape)
-    assert not any(("drafter", "lm") in labels for _, labels in endpoint._samples)
+    assert not any(("drafter", "lm") in labels for _, labels in endpoint.samples)
     assert endpoint.value("specdec_drafter_rounds_total", drafter="ngram") > 0

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from system_support import EAGER, eventually, make_prompts
+from calls import eventually
+from system_support import EAGER, make_prompts
 from tiny_models import VOCABULARY
 
 from paceline.cli.main import main

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import grpc
 import pytest
+from calls import eventually
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from system_support import eventually, generate_all, make_prompts
+from system_support import generate_all, make_prompts
 
 from paceline.client import Client
 from paceline.harness import ServiceProcess

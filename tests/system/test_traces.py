@@ -251,7 +251,7 @@ import paceline.cli.generate, paceline.cli.service_process
 import paceline.drafter.service, paceline.verifier.service
 from paceline.client import SyncClient
 sys.path.insert(0, sys.argv[1])
-from mock_transport import MockTransport
+from fakes.transport import MockTransport
 from paceline.telemetry.exporters import traced
 with traced("test"), SyncClient(transport=MockTransport("fine")) as client:
     client.generate("x")

@@ -12,7 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from verifier_support import FAMILIES, MEMORY, Client, Clock, DrafterService, make_model, serving
+from fakes.exchange import DrafterService
+from verifier_support import FAMILIES, MEMORY, Client, Clock, make_model, serving
 
 from paceline.verifier import service
 from paceline.verifier.engine import drafting

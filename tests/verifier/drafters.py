@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from verifier_support import VOCAB, Drafter
+from fakes.exchange import Drafter
+from verifier_support import VOCAB
 
 from paceline.tree import EMPTY, TokenTree
 

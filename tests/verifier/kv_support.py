@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import drafters
-from verifier_support import Client, tokens_of, until
+from calls import until
+from verifier_support import Client, tokens_of
 
 from paceline.drafter.kv import KvOptions
 from paceline.drafter.kv.exchange import KvExchange, VerifierAccess

@@ -114,51 +114,51 @@ class Simulation:
     def __post_init__(self) -> None:
         tokens = 512
         longest = STEP * (1 + self.costs.token * (tokens - 1))
-        self._random = random.Random(0)
-        self._now = self._drafter_free = self._requested_at = self._latency = 0.0
-        self._requested: list[_Generation] = []
-        with self._clock():
+        self.random = random.Random(0)
+        self.now = self.drafter_free = self.requested_at = self.latency = 0.0
+        self.requested: list[_Generation] = []
+        with self.clock():
             self.scheduler = Scheduler(CostTable((1, tokens), (STEP, longest)), 255)
-        self._made = 0
-        self._tokens: dict[int, int] = defaultdict(int)
-        self._seconds: dict[int, float] = defaultdict(float)
+        self.made = 0
+        self.tokens: dict[int, int] = defaultdict(int)
+        self.seconds: dict[int, float] = defaultdict(float)
         # The first generations differ in length, or all would end at the same time.
-        self._running = [
-            self._begin(1 + self.length * index // self.users) for index in range(self.users)
+        self.running = [
+            self.begin(1 + self.length * index // self.users) for index in range(self.users)
         ]
 
-    def _clock(self) -> Any:
-        return patch.object(module, "perf_counter", lambda: self._now * STEP)
+    def clock(self) -> Any:
+        return patch.object(module, "perf_counter", lambda: self.now * STEP)
 
     def run(self, duration: float) -> dict[int, float]:
         """Tokens of a generation in the time of a plain step of one sequence, by kind.
 
         Only what is emitted in this call counts.
         """
-        self._tokens.clear()
-        self._seconds.clear()
-        end = self._now + duration
-        for each in self._running:
-            each.began = self._now
-        with self._clock():
-            self._plan([each for each in self._running if not each.ready_at])
-            while self._now < end:
-                self._draft()
-                here = [each for each in self._running if each.ready_at <= self._now]
-                away = [each for each in self._running if each not in here]
-                arrivals = [STEP * (each.asked_at + 1.3 * self._latency) for each in away]
+        self.tokens.clear()
+        self.seconds.clear()
+        end = self.now + duration
+        for each in self.running:
+            each.began = self.now
+        with self.clock():
+            self.plan([each for each in self.running if not each.ready_at])
+            while self.now < end:
+                self.draft()
+                here = [each for each in self.running if each.ready_at <= self.now]
+                away = [each for each in self.running if each not in here]
+                arrivals = [STEP * (each.asked_at + 1.3 * self.latency) for each in away]
                 held = self.scheduler.hold(len(here), arrivals) / STEP if here else inf
                 if held:
-                    free = self._drafter_free if self._requested else inf
-                    self._now = min(free, self._now + held, *(each.ready_at for each in away))
+                    free = self.drafter_free if self.requested else inf
+                    self.now = min(free, self.now + held, *(each.ready_at for each in away))
                 else:
-                    self._step(here)
-        for each in self._running:
-            self._seconds[each.number % self.kinds] += self._now - each.began
-        return {kind: self._tokens[kind] / self._seconds[kind] for kind in sorted(self._seconds)}
+                    self.step(here)
+        for each in self.running:
+            self.seconds[each.number % self.kinds] += self.now - each.began
+        return {kind: self.tokens[kind] / self.seconds[kind] for kind in sorted(self.seconds)}
 
-    def _begin(self, length: int) -> _Generation:
-        self._made += 1
+    def begin(self, length: int) -> _Generation:
+        self.made += 1
         sampling = SimpleNamespace(rejection=False)
         sequence = _Sequence(
             drafter=None if self.mode == "plain" else "some",
@@ -166,9 +166,9 @@ class Simulation:
             generation=SimpleNamespace(sampling=sampling),
         )
         job = SimpleNamespace(sequence=sequence, tree=EMPTY)
-        return _Generation(self._made, job, length, self._now)
+        return _Generation(self.made, job, length, self.now)
 
-    def _plan(self, generations: list[_Generation]) -> None:
+    def plan(self, generations: list[_Generation]) -> None:
         """Request trees for their next steps, or queue them."""
         for each in generations:
             sequence = each.job.sequence
@@ -176,59 +176,59 @@ class Simulation:
             if budget is None:
                 budget = self.scheduler.budget(sequence)
             self.scheduler.budget_sent(sequence, budget)
-            each.job.tree, each.ready_at = EMPTY, self._now
+            each.job.tree, each.ready_at = EMPTY, self.now
             if budget:
-                each.ready_at, each.asked_at = inf, self._now
-                self._requested.append(each)
-        self._requested_at = self._now
+                each.ready_at, each.asked_at = inf, self.now
+                self.requested.append(each)
+        self.requested_at = self.now
 
-    def _draft(self) -> None:
+    def draft(self) -> None:
         """Draft for all that have requested a tree, if the drafter was idle by now."""
-        began = max(self._drafter_free, self._requested_at)
-        if not self._requested or (self._drafter_free > self._now):
+        began = max(self.drafter_free, self.requested_at)
+        if not self.requested or (self.drafter_free > self.now):
             return
-        requested, self._requested = self._requested, []
+        requested, self.requested = self.requested, []
         first = not all(each.opened for each in requested)
         took = self.costs.drafting * (1 + first + self.costs.batched * (len(requested) - 1))
-        self._drafter_free = began + self._duration(took)
-        ready = self._drafter_free + self._duration(self.costs.beside)
+        self.drafter_free = began + self.duration(took)
+        ready = self.drafter_free + self.duration(self.costs.beside)
         for each in requested:
             each.opened, each.ready_at = True, ready
-            self._latency += 0.1 * (ready - each.asked_at - self._latency)
-            if self.accepted(each.number, each.got, self._random) is not None:
+            self.latency += 0.1 * (ready - each.asked_at - self.latency)
+            if self.accepted(each.number, each.got, self.random) is not None:
                 each.job.tree = TokenTree.chain([1] * self.nodes, [0.8] * self.nodes)
 
-    def _step(self, here: list[_Generation]) -> None:
+    def step(self, here: list[_Generation]) -> None:
         jobs, trees = [each.job for each in here], [each.job.tree for each in here]
-        away = len(self._running) - len(here)
+        away = len(self.running) - len(here)
         admitted = self.scheduler.admit(jobs, trees, len(here), CONTEXT * len(here), away)
         self.rounds += sum(len(tree) > 0 for tree in trees)
-        began = self._now
-        took = self._duration(1 + self.costs.token * (sum(map(len, admitted)) + len(here) - 1))
-        beside = min(took, max(0.0, self._drafter_free - began))
-        self._now += took + self.costs.contention * beside
+        began = self.now
+        took = self.duration(1 + self.costs.token * (sum(map(len, admitted)) + len(here) - 1))
+        beside = min(took, max(0.0, self.drafter_free - began))
+        self.now += took + self.costs.contention * beside
         outputs: list[StepOutput] = []
         for each, tree in zip(here, admitted, strict=True):
             drafted = len(each.job.tree) > 0
-            count = self.accepted(each.number, each.got, self._random) if drafted else 0
+            count = self.accepted(each.number, each.got, self.random) if drafted else 0
             count = min(count or 0, len(tree))
             outputs.append(StepOutput([1] * (count + 1), accepted=list(range(count))))
-        self.scheduler.stepped(began * STEP, self._now * STEP, outputs)
+        self.scheduler.stepped(began * STEP, self.now * STEP, outputs)
         for each, output in zip(here, outputs, strict=True):
             emitted = len(output.tokens)
             each.left -= emitted
             each.got += emitted
-            self._tokens[each.number % self.kinds] += emitted
+            self.tokens[each.number % self.kinds] += emitted
             if each.left <= 0:
                 self.scheduler.forget(each.job.sequence)
-                self._seconds[each.number % self.kinds] += self._now - each.began
-                new = self._begin(self.length)
-                self._running[self._running.index(each)] = new
+                self.seconds[each.number % self.kinds] += self.now - each.began
+                new = self.begin(self.length)
+                self.running[self.running.index(each)] = new
                 here[here.index(each)] = new
-        self._draft()  # what was requested before this step
-        self._plan(here)
+        self.draft()  # what was requested before this step
+        self.plan(here)
 
-    def _duration(self, steps: float) -> float:
+    def duration(self, steps: float) -> float:
         """A duration on a machine that varies."""
-        slow = self.costs.slow if self._now // 500 % 2 else 1.0
-        return steps * slow * self._random.uniform(1 - self.costs.noise, 1 + self.costs.noise)
+        slow = self.costs.slow if self.now // 500 % 2 else 1.0
+        return steps * slow * self.random.uniform(1 - self.costs.noise, 1 + self.costs.noise)

@@ -10,19 +10,11 @@ from typing import Any
 import drafters
 import grpc
 import pytest
+from calls import remaining, until
+from fakes.exchange import Drafter, DrafterService
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from verifier_support import (
-    CARRIERS,
-    VOCAB,
-    Client,
-    Drafter,
-    DrafterService,
-    fallbacks_of,
-    remaining,
-    tokens_of,
-    until,
-)
+from verifier_support import CARRIERS, VOCAB, Client, fallbacks_of, tokens_of
 
 from paceline.tree import TokenTree
 from paceline.v1 import drafter_pb2, exchange_pb2, tree_pb2, verifier_pb2

@@ -12,17 +12,10 @@ from typing import Any
 import drafters
 import grpc
 import pytest
+from calls import failure, reason_of
 from gguf_files import write_gguf
 from tokenizers import Tokenizer, models
-from verifier_support import (
-    CONTEXT,
-    VOCAB,
-    Client,
-    failure,
-    reason_of,
-    serving,
-    tokens_of,
-)
+from verifier_support import CONTEXT, VOCAB, Client, serving, tokens_of
 
 from paceline.decoder import BatchInvariance, weights_fingerprint
 from paceline.v1 import verifier_pb2

@@ -11,8 +11,9 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from calls import failure, reason_of, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from verifier_support import Client, failure, paused_engine, reason_of, serving, until
+from verifier_support import Client, paused_engine, serving
 
 from paceline.decoder import DeviceLost
 from paceline.kv.selection import AttentionScores

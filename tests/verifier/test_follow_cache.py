@@ -7,10 +7,11 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from calls import failure, reason_of, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_support import caught_up, following
-from verifier_support import LAYOUT, MEMORY, Client, failure, reason_of, until
+from verifier_support import LAYOUT, MEMORY, Client
 
 from paceline.drafter.kv import KvGone
 from paceline.drafter.kv.remote import DeltaCache

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from calls import until
 from kv_support import following_states, mapping_states
-from verifier_support import Client, until
+from verifier_support import Client
 
 from paceline.drafter.kv import KvGone
 from paceline.drafter.kv.remote import RemoteStates

@@ -10,16 +10,8 @@ from typing import Any
 import drafters
 import grpc
 import pytest
-from verifier_support import (
-    Client,
-    Clock,
-    failure,
-    paused_engine,
-    reason_of,
-    serving,
-    tokens_of,
-    until,
-)
+from calls import failure, reason_of, until
+from verifier_support import Client, Clock, paused_engine, serving, tokens_of
 
 from paceline.v1 import sampling_pb2, verifier_pb2
 

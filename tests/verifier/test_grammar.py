@@ -13,8 +13,9 @@ import drafters
 import grpc
 import pytest
 import torch
+from calls import reason_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from verifier_support import VOCAB, Client, make_model, reason_of, serving
+from verifier_support import VOCAB, Client, make_model, serving
 
 from paceline.v1 import sampling_pb2
 from paceline.verifier.grammar import Grammar, GrammarError, Grammars, masked

@@ -15,8 +15,9 @@ from typing import Any
 
 import grpc
 import pytest
+from calls import reason_of
 from test_grammar import PROMPT, TOKENIZER, fields, ids
-from verifier_support import VOCAB, make_model, reason_of, serving
+from verifier_support import VOCAB, make_model, serving
 
 from paceline.service import limits
 from paceline.verifier.grammar import GrammarError, Grammars, GrammarsBusy

@@ -12,7 +12,8 @@ from typing import Any
 import drafters
 import pytest
 import torch
-from verifier_support import VOCAB, Client, paused_engine, serving, text, until
+from calls import until
+from verifier_support import VOCAB, Client, paused_engine, serving, text
 
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2

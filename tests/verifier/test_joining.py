@@ -15,19 +15,9 @@ from typing import Any
 import drafters
 import grpc
 import pytest
-from verifier_support import (
-    CARRIERS,
-    VOCAB,
-    Client,
-    DrafterService,
-    failure,
-    fallbacks_of,
-    reason_of,
-    remaining,
-    serving,
-    tokens_of,
-    until,
-)
+from calls import failure, reason_of, remaining, until
+from fakes.exchange import DrafterService
+from verifier_support import CARRIERS, VOCAB, Client, fallbacks_of, serving, tokens_of
 
 from paceline.service import OptionsError, ServiceError, limits
 from paceline.service.exchange import request_files

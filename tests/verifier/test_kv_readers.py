@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import until
 from kv_support import (
     caught_up,
     following,
@@ -17,7 +18,7 @@ from kv_support import (
     rounds,
 )
 from test_taps import outputs
-from verifier_support import serving, until
+from verifier_support import serving
 
 from paceline.drafter.kv import KvGone
 from paceline.kernels.caches import from_rows

@@ -8,7 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from verifier_support import Client, failure, make_model, reason_of, serving, until
+from calls import failure, reason_of, until
+from verifier_support import Client, make_model, serving
 
 from paceline.service import ServiceError, limits
 from paceline.v1 import (

@@ -9,8 +9,9 @@ import struct
 
 import pytest
 import torch
+from calls import until
 from test_store import new_store
-from verifier_support import LAYOUT, Client, Clock, until
+from verifier_support import LAYOUT, Client, Clock
 
 from paceline.service.exchange import request_files
 from paceline.v1 import kv_pb2

@@ -12,17 +12,9 @@ from typing import Any
 import drafters
 import grpc
 import pytest
+from calls import details_of, failure, reason_of, until
 from google.rpc import error_details_pb2
-from verifier_support import (
-    Client,
-    Clock,
-    details_of,
-    failure,
-    paused_engine,
-    reason_of,
-    serving,
-    until,
-)
+from verifier_support import Client, Clock, paused_engine, serving
 
 from paceline.service.metrics import new_registry
 from paceline.telemetry.names import Metric

@@ -10,9 +10,10 @@ import drafters
 import grpc
 import pytest
 import torch
+from calls import reason_of, until
 from hypothesis import given
 from hypothesis import strategies as st
-from verifier_support import LAYOUT, MEMORY, Client, reason_of, serving, text, until
+from verifier_support import LAYOUT, MEMORY, Client, serving, text
 
 from paceline.verifier.engine.job import GenerationParams, Sequence
 from paceline.verifier.engine.queue import CHUNK_TOKENS, PrefixCache

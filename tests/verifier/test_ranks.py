@@ -11,9 +11,10 @@ import drafters
 import grpc
 import pytest
 import torch
+from calls import until
 from kv_support import caught_up, following
 from torch import Tensor
-from verifier_support import Client, make_model, serving, text, until
+from verifier_support import Client, make_model, serving, text
 
 from paceline.decoder import RanksDiffer, RanksLost
 from paceline.kernels.caches import span

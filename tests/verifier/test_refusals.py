@@ -7,16 +7,9 @@ from typing import Any
 
 import grpc
 import pytest
+from calls import details_of, failure, reason_of
 from google.rpc import error_details_pb2
-from verifier_support import (
-    CONTEXT,
-    VOCAB,
-    Client,
-    details_of,
-    failure,
-    reason_of,
-    serving,
-)
+from verifier_support import CONTEXT, VOCAB, Client, serving
 
 from paceline.v1 import sampling_pb2, verifier_pb2
 from paceline.verifier import store as store_module

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from calls import until
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_support import caught_up, following, rounds
 from torch import Tensor
-from verifier_support import serving, until
+from verifier_support import serving
 
 from paceline.decoder import Decoder
 from paceline.drafter.kv import KvOptions

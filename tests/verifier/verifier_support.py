@@ -9,7 +9,6 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -17,16 +16,12 @@ from unittest.mock import Mock, patch
 import grpc
 import pytest
 import torch
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
+from calls import reason_of
+from fakes.exchange import Drafter, DrafterService
 
 from paceline.service import ServerOptions, run_server
-from paceline.tree import TokenTree
 from paceline.v1 import (
     drafter_pb2,
-    exchange_pb2,
-    exchange_pb2_grpc,
-    tree_pb2,
     verifier_pb2,
     verifier_pb2_grpc,
 )
@@ -41,8 +36,6 @@ LAYOUT = KvLayout(layers=2, kv_heads=3, head_dim=8, dtype=torch.float32)
 MEMORY = SegmentMemory(LAYOUT, 1 << 30)
 CONTEXT = 2048
 CARRIERS = pytest.mark.parametrize("socket", [True, False], ids=["socket", "stream"])
-Drafter = Callable[[list[int], random.Random], TokenTree | tree_pb2.TokenTree | None]
-"""Gives a tree for a text; a message is sent as it is, and None refuses the sequence."""
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -253,14 +246,6 @@ def check_accepted(answer: verifier_pb2.Round) -> None:
     assert extra == 1 or (extra == 0 and result.finish_reason)
 
 
-async def remaining(call: Any) -> list[Any]:
-    """Responses of a call up to its end."""
-    responses = []
-    while (response := await call.read()) is not grpc.aio.EOF:
-        responses.append(response)
-    return responses
-
-
 def tokens_of(responses: Iterable[Any]) -> list[int]:
     """All tokens of Generate responses."""
     return [token for each in responses for token in each.result.tokens]
@@ -275,235 +260,24 @@ class RoundCall:
     """A Generate call that reads round by round, whatever travels in one message."""
 
     def __init__(self, call: Any) -> None:
-        self._call = call
-        self._rounds: deque[Any] = deque()
+        self.call = call
+        self.rounds: deque[Any] = deque()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._call, name)
+        return getattr(self.call, name)
 
     async def read(self) -> Any:
         """The next round; grpc.aio.EOF at the end."""
-        while not self._rounds:
-            message = await self._call.read()
+        while not self.rounds:
+            message = await self.call.read()
             if message is grpc.aio.EOF:
                 return message
-            self._rounds.extend(message.rounds)
-        return self._rounds.popleft()
+            self.rounds.extend(message.rounds)
+        return self.rounds.popleft()
 
     async def __aiter__(self) -> AsyncGenerator[Any]:
         while (round_ := await self.read()) is not grpc.aio.EOF:
             yield round_
-
-
-class DrafterService:
-    """A drafter service with a function for each version of its one drafter.
-
-    Attributes:
-        infos: Its drafters, as announced.
-        joined: What the verifier answered; None: it has not joined.
-        opened: OpenSequence messages of all connections, in order.
-        sequences: Function, text and source of randomness of each open sequence.
-        messages: Number of messages that came.
-        refuses: Whether it refuses to open sequences.
-        reason: Of its refusals.
-        paused: Rounds that are kept and not answered; None: all are answered at once.
-        silent: Whether it says nothing about sequences that it is asked to open.
-    """
-
-    _numbers = count()
-
-    def __init__(
-        self,
-        verifier: VerifierService,
-        channel: grpc.aio.Channel,
-        *,
-        socket: bool = True,
-        name: str = "test",
-    ) -> None:
-        """Make a service that joins with its first function."""
-        self._verifier = verifier
-        self._stub = exchange_pb2_grpc.DraftExchangeServiceStub(channel)
-        self._use_socket = socket
-        self._name = name
-        self._mark = f"test {next(self._numbers)}"
-        self._functions: dict[str, tuple[Drafter, int]] = {}
-        self._joining = asyncio.Lock()
-        self._writing = asyncio.Lock()
-        self._call: Any = None
-        self._serving: asyncio.Task[None] | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self.infos = [self.info(str(version)) for version in range(64)]
-        self.joined: exchange_pb2.Joined | None = None
-        self.opened: list[exchange_pb2.OpenSequence] = []
-        self.sequences: dict[int, tuple[Drafter, list[int], random.Random]] = {}
-        self.messages = 0
-        self.refuses = False
-        self.reason = "REFUSED"
-        self.paused: list[exchange_pb2.DraftRound] | None = None
-        self.silent = False
-
-    async def __aenter__(self) -> DrafterService:
-        """Return itself."""
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Leave."""
-        await self.leave()
-
-    def info(self, version: str, name: str | None = None) -> drafter_pb2.DrafterInfo:
-        """One of its drafters."""
-        return drafter_pb2.DrafterInfo(
-            name=name or self._name, version=version, method=self._mark, traffic_share=1.0
-        )
-
-    async def add(self, drafter: Drafter, seed: int = 0) -> str:
-        """Add a function; returns the drafter's name, with its version."""
-        await self.joining()
-        version = next(str(n) for n in count() if str(n) not in self._functions)
-        self._functions[version] = (drafter, seed)
-        return f"{self._name}@{version}"
-
-    def remove(self, name: str) -> None:
-        """Remove a function that no sequence will be opened with."""
-        del self._functions[name.partition("@")[2]]
-
-    async def joining(self) -> None:
-        """Join the verifier, unless it has joined."""
-        async with self._joining:
-            if self.joined is None:
-                await self.join()
-
-    async def join(self) -> None:
-        """Join the verifier."""
-        self._call = self._stub.Join()
-        await self._call.write(exchange_pb2.JoinRequest(drafters=self._listed()))
-        self.joined = (await self._call.read()).joined
-        if self._use_socket:
-            path = self.joined.socket_path.replace("@", "\0", 1)
-            reader, self._writer = await asyncio.open_unix_connection(path)
-            self.write(self.joined.socket_token)
-            await self._call.read()
-            self._serving = asyncio.create_task(self._serve_socket(reader))
-        else:
-            await self._call.write(exchange_pb2.JoinRequest(use_stream=True))
-            await self._call.read()
-            self._serving = asyncio.create_task(self._serve_stream())
-        await until(lambda: self.infos in self._known())
-
-    async def update(self, infos: list[drafter_pb2.DrafterInfo]) -> None:
-        """Announce other drafters."""
-        self.infos = infos
-        async with self._writing:
-            await self._call.write(exchange_pb2.JoinRequest(drafters=self._listed()))
-        await until(lambda: self.infos in self._known())
-
-    async def send(self, **fields: Any) -> None:
-        """Send a message."""
-        message = exchange_pb2.JoinRequest(**fields)
-        if self._writer is None:
-            async with self._writing:  # gRPC takes one message at a time
-                await self._call.write(message)
-        else:
-            self.write(message.SerializeToString())
-
-    def write(self, frame: bytes) -> None:
-        """Write a frame to the socket."""
-        assert self._writer is not None
-        self._writer.write(len(frame).to_bytes(4, "little") + frame)
-
-    async def leave(self) -> None:
-        """Break the connection."""
-        if self._serving is None:
-            return
-        self._serving.cancel()
-        if self._writer is not None:
-            self._writer.close()
-        self._call.cancel()
-        with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
-            await self._serving
-        await until(
-            lambda: not any(each.method == self._mark for infos in self._known() for each in infos)
-        )
-        self.joined, self._serving, self._writer = None, None, None
-        self.sequences.clear()
-
-    async def error(self) -> tuple[grpc.StatusCode, str]:
-        """Status and reason that the verifier ends the connection with."""
-        assert self._serving is not None
-        try:
-            if self._writer is None:
-                await self._serving
-            await remaining(self._call)
-        except grpc.aio.AioRpcError as error:
-            return error.code(), reason_of(error)
-        raise AssertionError("the stream ended without an error")
-
-    async def answer(self) -> None:
-        """Answer the rounds that were kept, and later ones at once."""
-        kept, self.paused = self.paused, None
-        reply = exchange_pb2.JoinRequest()
-        for round_ in kept or ():
-            self._draft(round_, reply)
-        if reply.trees or reply.refused:  # a message that answers nothing is a violation
-            await self.send(trees=reply.trees, refused=reply.refused)
-
-    def _listed(self) -> exchange_pb2.DrafterList:
-        return exchange_pb2.DrafterList(drafters=self.infos, default_drafter=self._name)
-
-    def _known(self) -> list[list[drafter_pb2.DrafterInfo]]:
-        return [list(each.drafters) for each in self._verifier.joined()]
-
-    async def _serve_stream(self) -> None:
-        while (message := await self._call.read()) is not grpc.aio.EOF:
-            await self._received(message)
-
-    async def _serve_socket(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                length = int.from_bytes(await reader.readexactly(4), "little")
-                frame = await reader.readexactly(length)
-                await self._received(exchange_pb2.JoinResponse.FromString(frame))
-
-    async def _received(self, message: exchange_pb2.JoinResponse) -> None:
-        self.messages += 1
-        for number in message.closed:
-            self.sequences.pop(number, None)
-        reply = exchange_pb2.JoinRequest()
-        for opened in message.open:
-            self.opened.append(opened)
-            if self.silent:
-                continue
-            number, version = opened.sequence, opened.version or "0"
-            if self.refuses or version not in self._functions:
-                why = "it may not be opened"
-                reply.refused.add(sequence=number, reason=self.reason, message=why)
-                continue
-            function, seed = self._functions[version]
-            self.sequences[number] = (function, list(opened.tokens), random.Random(seed))
-            reply.opened.add(sequence=number, drafter=opened.drafter, version=version)
-        for round_ in message.rounds:
-            if self.paused is not None:
-                self.paused.append(round_)
-            else:
-                self._draft(round_, reply)
-        if reply.opened or reply.trees or reply.refused:
-            await self.send(opened=reply.opened, trees=reply.trees, refused=reply.refused)
-
-    def _draft(self, round_: exchange_pb2.DraftRound, reply: exchange_pb2.JoinRequest) -> None:
-        """Add the tree of a round to a message; nothing if its sequence is closed."""
-        if round_.sequence not in self.sequences:
-            return
-        function, text, rng = self.sequences[round_.sequence]
-        text += round_.new_tokens
-        assert len(text) == round_.total_length
-        drafted = function(text, rng)
-        if drafted is None:
-            del self.sequences[round_.sequence]
-            reply.refused.add(sequence=round_.sequence, reason=self.reason, message="it failed")
-            return
-        if isinstance(drafted, TokenTree):
-            drafted = drafted.first(round_.node_budget).to_proto()
-        reply.trees.add(sequence=round_.sequence, round=round_.round, tree=drafted, draft_us=1)
 
 
 @contextlib.asynccontextmanager
@@ -547,41 +321,6 @@ async def _served(target: Path, socket: Path, **options: Any) -> AsyncIterator[C
         await server
         service.store.check_integrity()
         assert len(service.store) == 0
-
-
-def reason_of(error: grpc.aio.AioRpcError) -> str:
-    """The ErrorInfo reason of a failed call."""
-    return str(details_of(error, error_details_pb2.ErrorInfo).reason)
-
-
-def details_of(error: grpc.aio.AioRpcError, kind: Any) -> Any:
-    """The first detail of a kind."""
-    status = rpc_status.from_call(error)
-    assert status is not None, error
-    for packed in status.details:
-        detail = kind()
-        if packed.Unpack(detail):
-            return detail
-    raise AssertionError(f"no {kind.__name__} in {status}")
-
-
-async def failure(call: Any) -> grpc.aio.AioRpcError:
-    """The error that a unary call or a stream ends with."""
-    try:
-        if hasattr(call, "read"):
-            await remaining(call)
-        else:
-            await call
-    except grpc.aio.AioRpcError as error:
-        return error
-    raise AssertionError("the call succeeded, expected an error")
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Poll a condition."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 @contextlib.contextmanager

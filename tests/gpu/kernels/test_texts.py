@@ -29,26 +29,26 @@ class Text:
     """One text, extended by trees whose right path is accepted."""
 
     def __init__(self, decoder: Decoder, sampling: SamplingParams, graphs: bool = False) -> None:
-        self._decoder, self._sampling = decoder, sampling
-        self._pages = Pages(decoder.config, decoder.device, 2048)
-        self._graphs = GraphRunner(decoder, self._pages) if graphs else None
+        self.decoder, self.sampling = decoder, sampling
+        self.pages = Pages(decoder.config, decoder.device, 2048)
+        self.graphs = GraphRunner(decoder, self.pages) if graphs else None
         self.tokens: list[int] = []
 
     def run(self, start: int, tokens: list[int], parents: tuple[int, ...] | None) -> list[int]:
         """Token behind each node of a block at ``start``."""
         block = QueryBlock(0, start, parents, len(tokens))
         logits = None
-        if self._graphs is not None:
-            found = self._graphs.forward(tokens, [block], [0])
+        if self.graphs is not None:
+            found = self.graphs.forward(tokens, [block], [0])
             logits = None if found is None else found.logits
         if logits is None:
-            device = self._decoder.device
+            device = self.decoder.device
             plan = plan_trees([block], device=device)
-            logits = self._decoder.forward(
-                torch.tensor(tokens, device=device), plan, [self._pages], logit_rows=None
+            logits = self.decoder.forward(
+                torch.tensor(tokens, device=device), plan, [self.pages], logit_rows=None
             ).logits
         positions = [start + depth + 1 for depth in block.depths]
-        return choose_tokens(logits, [self._sampling] * len(tokens), positions).tolist()
+        return choose_tokens(logits, [self.sampling] * len(tokens), positions).tolist()
 
     def prefill(self, prompt: list[int]) -> None:
         """Put in a prompt of at most 256 tokens and choose the first token."""
@@ -62,7 +62,7 @@ class Text:
         start, tokens, parents = len(self.tokens) - 1, [self.tokens[-1]], [-1]
         trunk = [0]
         for token in drafted:
-            tokens += [(token + 1) % self._decoder.config.vocab_size, token]
+            tokens += [(token + 1) % self.decoder.config.vocab_size, token]
             parents += [trunk[-1], trunk[-1]]
             trunk.append(len(tokens) - 1)
         behind = self.run(start, tokens, tuple(parents))
@@ -71,17 +71,17 @@ class Text:
             emitted.append(behind[node])
             if at == len(drafted) or behind[node] != drafted[at]:
                 break
-        self._keep([start + node for node in trunk[1 : len(emitted)]], start + 1)
+        self.keep([start + node for node in trunk[1 : len(emitted)]], start + 1)
         self.tokens += emitted
         return len(emitted)
 
-    def _keep(self, slots: list[int], start: int) -> None:
+    def keep(self, slots: list[int], start: int) -> None:
         """Move accepted keys and values up behind the anchor's."""
-        device = self._decoder.device
+        device = self.decoder.device
         there = torch.tensor(slots, dtype=torch.int64, device=device)
         goals = torch.arange(start, start + len(slots), device=device)
-        for layer in range(self._decoder.config.layers):
-            for plane in self._pages.layer(layer):
+        for layer in range(self.decoder.config.layers):
+            for plane in self.pages.layer(layer):
                 plane.write(goals, plane.gather(there))
 
 
@@ -114,12 +114,12 @@ class Recorder:
     def __init__(
         self, buffers: Mapping[int, Tensor], nodes: Sequence[int], *, weights: bool
     ) -> None:
-        self._buffers, self._nodes, self._weights = buffers, nodes, weights
+        self.buffers, self.nodes, self.weights = buffers, nodes, weights
 
     def probes(self, layer: int) -> list[Probe]:
         return [
-            Probe(0, node, buffer, weights=self._weights)
-            for node, buffer in zip(self._nodes, self._buffers.get(layer, ()), strict=False)
+            Probe(0, node, buffer, weights=self.weights)
+            for node, buffer in zip(self.nodes, self.buffers.get(layer, ()), strict=False)
         ]
 
     def rows(self, layer: int) -> list[int]:

@@ -54,7 +54,7 @@ class Process:
     """This file run by itself."""
 
     def __init__(self, *words: str, files: list[int]) -> None:
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, __file__, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -64,16 +64,16 @@ class Process:
 
     def answer(self, line: str = "") -> str:
         """Its answer to a line."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         if line:
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-        return self._process.stdout.readline().strip()
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
 
     def kill(self) -> None:
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
 
 
 def test_memory_is_shared_and_survives_deaths(device: torch.device) -> None:

@@ -244,7 +244,7 @@ class FilledCache:
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
-        self._planes = torch.randn(2, 1, 80, 16).half()
+        self.planes = torch.randn(2, 1, 80, 16).half()
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._planes[0], self._planes[1]
+        return self.planes[0], self.planes[1]

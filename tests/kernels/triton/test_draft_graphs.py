@@ -85,52 +85,52 @@ class Pool:
             layers=3, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=torch.float32,
             hidden=config.hidden,
         )  # fmt: skip
-        self._pages = PagePool(
+        self.pages = PagePool(
             self.layout, torch.device("cpu"), kv_bytes=64 * 256 * self.layout.token_bytes,
             max_sequences=8, max_context=512, driver=self.driver,
         )  # fmt: skip
-        self._caches: list[PagedKv] = []
-        self._readers: list[CudaKv | CudaStates] = []
+        self.caches: list[PagedKv] = []
+        self.readers: list[CudaKv | CudaStates] = []
 
-    def _cache(self, taps: TapLayout | None = None) -> PagedKv:
-        cache = PagedKv(self._pages, 512, taps)
+    def cache(self, taps: TapLayout | None = None) -> PagedKv:
+        cache = PagedKv(self.pages, 512, taps)
         cache.header.open(7)
         cache.reserve(300)
-        self._caches.append(cache)
+        self.caches.append(cache)
         return cache
 
     def kv(self, recorded: Any, layer: int) -> CudaKv:
         """A reader of a layer whose KV is recorded."""
-        cache, planes = self._cache(), torch.stack(recorded.layer(layer))
+        cache, planes = self.cache(), torch.stack(recorded.layer(layer))
         cache.put(0, 0, planes.expand(3, *planes.shape))
         cache.publish(recorded.committed)
         reader = CudaKv(CacheFile(*passed(cache)), (layer,), self.driver, 0)
-        self._readers.append(reader)
+        self.readers.append(reader)
         return reader
 
     def states(self, recorded: Any) -> CudaStates:
         """A reader of recorded states."""
-        cache = self._cache(TapLayout.of(Taps(self.taps, 0), self.layout, 512))
+        cache = self.cache(TapLayout.of(Taps(self.taps, 0), self.layout, 512))
         rows = recorded.states.unflatten(1, (len(self.taps), -1)).unbind(1)
         assert cache.taps is not None
         states = dict(zip(self.taps, rows, strict=True))
         cache.taps.record(0, states, slice(0, recorded.committed))
         cache.publish(recorded.committed)
         reader = CudaStates(CacheFile(*passed(cache)), self.taps, 0, self.driver, 0)
-        self._readers.append(reader)
+        self.readers.append(reader)
         return reader
 
     def release(self, number: int) -> None:
         """Releases a text's cache, whose pages are reused."""
-        self._caches[number].close()
+        self.caches[number].close()
 
     def close(self) -> None:
-        for reader in self._readers:
+        for reader in self.readers:
             reader.close()
-        for cache in self._caches:
+        for cache in self.caches:
             cache.close()
         close_unused()
-        self._pages.close()
+        self.pages.close()
 
 
 def trees_of(

@@ -166,10 +166,10 @@ class RowView:
     device = torch.device("cpu")
 
     def __init__(self, pool: PagePool, row: int) -> None:
-        self._pool, self._row = pool, row
+        self.pool, self.row = pool, row
 
     def layer(self, index: int) -> tuple[PagedPlane, PagedPlane]:
-        return self._pool.layer(index, self._row, 256)
+        return self.pool.layer(index, self.row, 256)
 
 
 def test_batches_beyond_every_shape_are_left_to_others(pool: PagePool) -> None:
@@ -455,10 +455,10 @@ class Recorded:
     """Stands for a kernel."""
 
     def __init__(self, name: str, names: list[str]) -> None:
-        self._name, self._names = name, names
+        self.name, self._names = name, names
 
     def __getitem__(self, grid: Any) -> Any:
-        return lambda *_, **__: self._names.append(self._name)
+        return lambda *_, **__: self._names.append(self.name)
 
 
 class Launches(TorchDispatchMode):

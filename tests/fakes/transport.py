@@ -43,11 +43,11 @@ class MockTransport:
         if not (callable(reply) or isinstance(reply, str)):
             with invalid_requests():
                 reply = token_ids("reply", reply, "text, token ids or a function")
-        self._reply: Reply = reply
-        self._tokenizer = _byte_tokenizer()
-        self._json = self._tokenizer.to_str().encode()
-        self._caches: dict[bytes, _Cache] = {}
-        self._made = 0
+        self.reply: Reply = reply
+        self.tokenizer = _byte_tokenizer()
+        self.json = self.tokenizer.to_str().encode()
+        self.caches: dict[bytes, MockCache] = {}
+        self.made = 0
         self.requests: list[verifier_pb2.CreateCacheRequest] = []
 
     address = ""
@@ -58,12 +58,12 @@ class MockTransport:
     @property
     def open_caches(self) -> int:
         """Number of caches that were created and not released."""
-        return len(self._caches)
+        return len(self.caches)
 
     async def get_model(
         self, request: verifier_pb2.GetModelRequest
     ) -> verifier_pb2.GetModelResponse:
-        digest = hashlib.sha256(self._json).hexdigest()
+        digest = hashlib.sha256(self.json).hexdigest()
         known = request.omit_tokenizer or request.known_tokenizer_digest == digest
         return verifier_pb2.GetModelResponse(
             name="mock",
@@ -73,7 +73,7 @@ class MockTransport:
             eos_token_ids=[self.END],
             target_fingerprint="mock",
             tokenizer_digest=digest,
-            tokenizer_gzip=b"" if known else gzip.compress(self._json),
+            tokenizer_gzip=b"" if known else gzip.compress(self.json),
             max_tree_nodes=64,
             instance_id="mock",
             batch_invariant=True,
@@ -84,10 +84,10 @@ class MockTransport:
         self, request: verifier_pb2.CreateCacheRequest
     ) -> AsyncGenerator[verifier_pb2.CreateCacheResponse, None]:
         self.requests.append(request)
-        self._made += 1
-        handle = self._made.to_bytes(16, "big")
-        cache = self._caches[handle] = _Cache(
-            self._continuation(request), request, len(request.output_tokens)
+        self.made += 1
+        handle = self.made.to_bytes(16, "big")
+        cache = self.caches[handle] = MockCache(
+            self.continuation(request), request, len(request.output_tokens)
         )
         total = len(request.prompt_tokens) + len(request.output_tokens)
         yield verifier_pb2.CreateCacheResponse(
@@ -100,27 +100,27 @@ class MockTransport:
         yield verifier_pb2.CreateCacheResponse(created=created)
 
     def generate(self) -> GenerateStream:
-        return _MockStream(self._caches)
+        return MockStream(self.caches)
 
     async def renew_lease(self, request: verifier_pb2.RenewLeaseRequest) -> None:
         pass
 
     async def release_cache(self, request: verifier_pb2.ReleaseCacheRequest) -> None:
-        self._caches.pop(request.handle, None)
+        self.caches.pop(request.handle, None)
 
     async def close(self) -> None:
-        self._caches.clear()
+        self.caches.clear()
 
-    def _continuation(self, request: verifier_pb2.CreateCacheRequest) -> list[int]:
-        reply = self._reply
+    def continuation(self, request: verifier_pb2.CreateCacheRequest) -> list[int]:
+        reply = self.reply
         if callable(reply):
-            reply = reply(self._tokenizer.decode(list(request.prompt_tokens)))
-        tokens = self._tokenizer.encode(reply).ids if isinstance(reply, str) else list(reply)
+            reply = reply(self.tokenizer.decode(list(request.prompt_tokens)))
+        tokens = self.tokenizer.encode(reply).ids if isinstance(reply, str) else list(reply)
         return [*tokens, self.END][len(request.output_tokens) :]
 
 
 @dataclass
-class _Cache:
+class MockCache:
     """Tokens still to be emitted for one prompt."""
 
     left: list[int]
@@ -145,31 +145,31 @@ class _Cache:
         return result
 
 
-class _MockStream:
+class MockStream:
     """Emits the scripted tokens of one cache, as far as there are credits."""
 
-    def __init__(self, caches: dict[bytes, _Cache]) -> None:
-        self._caches = caches
-        self._handle = b""
-        self._credits = 0
-        self._granted = asyncio.Event()
+    def __init__(self, caches: dict[bytes, MockCache]) -> None:
+        self.caches = caches
+        self.handle = b""
+        self.credits = 0
+        self.granted = asyncio.Event()
 
     async def write(self, request: verifier_pb2.GenerateRequest) -> None:
         if request.HasField("start"):
-            self._handle = request.start.handle
-        self._credits += request.credits
-        self._granted.set()
+            self.handle = request.start.handle
+        self.credits += request.credits
+        self.granted.set()
 
     async def read(self) -> verifier_pb2.GenerateResponse:
-        while not self._credits:
-            self._granted.clear()
-            await self._granted.wait()
-        if self._handle not in self._caches:
+        while not self.credits:
+            self.granted.clear()
+            await self.granted.wait()
+        if self.handle not in self.caches:
             raise NotFoundError("the mock has no such cache")
-        cache = self._caches[self._handle]
+        cache = self.caches[self.handle]
         position = cache.emitted
-        result = cache.emit(min(self._credits, _STEPS))
-        self._credits -= len(result.tokens)
+        result = cache.emit(min(self.credits, _STEPS))
+        self.credits -= len(result.tokens)
         round_ = verifier_pb2.Round(
             position=position,
             result=result,

@@ -18,8 +18,8 @@ from typing import Any
 
 import grpc
 from grpc_status import rpc_status
-from mock_transport import MockTransport
 
+from fakes.transport import MockTransport
 from paceline.service import ServiceError
 from paceline.v1 import (
     drafter_pb2,
@@ -31,7 +31,7 @@ from paceline.v1 import (
 )
 
 END = MockTransport.END
-TOKENIZER = MockTransport("")._json
+TOKENIZER = MockTransport("").json
 DIGEST = hashlib.sha256(TOKENIZER).hexdigest()
 LETTERS = b"abcdefgh "
 
@@ -66,20 +66,20 @@ class Watched:
     """A fake whose changes a test can wait for."""
 
     def __init__(self) -> None:
-        self._waiting: list[asyncio.Event] = []
+        self.waiting: list[asyncio.Event] = []
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
         """Waits until something that the fake counts is as wanted."""
         async with asyncio.timeout(60):
             while not condition():
                 changed = asyncio.Event()
-                self._waiting.append(changed)
+                self.waiting.append(changed)
                 await changed.wait()
 
-    def _notify(self) -> None:
-        for changed in self._waiting:
+    def notify(self) -> None:
+        for changed in self.waiting:
             changed.set()
-        self._waiting.clear()
+        self.waiting.clear()
 
 
 @dataclass
@@ -190,7 +190,7 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
         self.instance += "'"
         self.fingerprint = self.next_fingerprint or self.fingerprint
 
-    def _called(self, rpc: str, context: Any) -> None:
+    def called(self, rpc: str, context: Any) -> None:
         self.clients.append((rpc, dict(context.invocation_metadata())["paceline-client"]))
 
     async def GetModel(self, request: Any, context: Any) -> Any:
@@ -219,7 +219,7 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
         )
 
     async def CreateCache(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        self._called("CreateCache", context)
+        self.called("CreateCache", context)
         self.creates.append(request)
         if self.draining:
             await context.abort_with_status(
@@ -260,17 +260,17 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
         except BaseException:
             # As the real one: a call that is cancelled before its end leaves no cache.
             self.caches.pop(handle, None)
-            self._notify()
+            self.notify()
             raise
 
     async def Generate(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        self._called("Generate", context)
+        self.called("Generate", context)
         first = await anext(requests)
         assert first.HasField("start")
         start, credits = first.start, [first.credits]
         self.starts.append(start)
         self.granted += first.credits
-        self._notify()
+        self.notify()
         if self.start_fault is not None:
             await context.abort(self.start_fault, "scripted")
         cache = self.caches.get(start.handle)
@@ -291,7 +291,7 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
                 assert not request.HasField("start")
                 credits[0] += request.credits
                 self.granted += request.credits
-                self._notify()
+                self.notify()
 
         reader = asyncio.create_task(read_credits())
         try:
@@ -301,17 +301,17 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
             while not cache.finish_reason:
                 if not credits[0]:
                     self.pauses += 1
-                    self._notify()
+                    self.notify()
                     await self.wait_for(lambda: credits[0] > 0)
                 if cache.streams != stream:
                     await context.abort_with_status(
                         status(grpc.StatusCode.ABORTED, "STREAM_SUPERSEDED", "a newer stream")
                     )
                 await asyncio.sleep(self.step_seconds)
-                response = self._run(cache, start, credits[0])
+                response = self.run(cache, start, credits[0])
                 credits[0] -= response.steps
                 self.steps += response.steps
-                self._notify()
+                self.notify()
                 match self.fault(response.position):
                     case None:
                         yield _message(response)
@@ -328,7 +328,7 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
         finally:
             reader.cancel()
 
-    def _run(self, cache: Cache, start: Any, credits: int) -> verifier_pb2.Round:
+    def run(self, cache: Cache, start: Any, credits: int) -> verifier_pb2.Round:
         """One step with a tree, or as many without one as `merged` and the credits allow."""
         response = verifier_pb2.Round(
             position=cache.position,
@@ -339,13 +339,13 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
             fallback_message="scripted" if self.fallbacks else "",
         )
         self.fallbacks = []
-        drafter, response.no_draft = self._drafting(cache, start)
+        drafter, response.no_draft = self.drafting(cache, start)
         if not response.no_draft:
             response.steps = 1
             response.drafter = drafter
             response.draft_us = 10
             cache.request.sampling.seed += not self.lossless
-            self._verify(cache, self._tree(cache, start.max_nodes or 64), response)
+            self.verify(cache, self.tree(cache, start.max_nodes or 64), response)
             return response
         for _ in range(min(self.merged, credits)):
             response.steps += 1
@@ -354,7 +354,7 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
                 break
         return response
 
-    def _drafting(self, cache: Cache, start: Any) -> tuple[str, Any]:
+    def drafting(self, cache: Cache, start: Any) -> tuple[str, Any]:
         """Drafter of the next step as NAME@VERSION, or why there is no tree."""
         wanted = start.drafter if start.HasField("drafter") else None
         if wanted == "none" or (wanted is None and not self.joined):
@@ -375,7 +375,7 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
             return "", verifier_pb2.NO_DRAFT_REASON_NODE_BUDGET
         return found[0], 0
 
-    def _tree(self, cache: Cache, nodes: int) -> tree_pb2.TokenTree:
+    def tree(self, cache: Cache, nodes: int) -> tree_pb2.TokenTree:
         """A chain of 4 correct tokens, each with a wrong sibling."""
         tokens, parents, last = [], [], -1
         for token in continuation(cache.tokens, 4, cache.request.sampling.seed):
@@ -384,7 +384,7 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
             last = len(tokens) - 1
         return tree_pb2.TokenTree(tokens=tokens[:nodes], parents=parents[:nodes])
 
-    def _verify(self, cache: Cache, tree: tree_pb2.TokenTree, response: Any) -> None:
+    def verify(self, cache: Cache, tree: tree_pb2.TokenTree, response: Any) -> None:
         response.tree.CopyFrom(tree)
         response.checked_nodes = len(tree.tokens)
         node = -1
@@ -401,18 +401,18 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
             response.result.accepted_nodes.append(node)
 
     async def RenewLease(self, request: Any, context: Any) -> Any:
-        self._called("RenewLease", context)
+        self.called("RenewLease", context)
         self.renewals += 1
-        self._notify()
+        self.notify()
         return verifier_pb2.RenewLeaseResponse(lease_ms=self.lease_ms)
 
     async def ReleaseCache(self, request: Any, context: Any) -> Any:
-        self._called("ReleaseCache", context)
+        self.called("ReleaseCache", context)
         await self.may_release.wait()
         if self.release_faults:
             await context.abort(self.release_faults.pop(), "scripted")
         released = self.caches.pop(request.handle, None) is not None
-        self._notify()
+        self.notify()
         return verifier_pb2.ReleaseCacheResponse(released=released)
 
 
@@ -438,7 +438,7 @@ class FakeRegistry(Watched, drafter_pb2_grpc.DrafterRegistryServiceServicer):
 
     def __init__(self, verifiers: dict[str, FakeVerifier]) -> None:
         super().__init__()
-        self._verifiers = verifiers
+        self.verifiers = verifiers
         self.mode = "good"
         self.names = ["fake"]
         self.asked: list[str] = []
@@ -453,13 +453,13 @@ class FakeRegistry(Watched, drafter_pb2_grpc.DrafterRegistryServiceServicer):
 
     async def JoinVerifier(self, request: Any, context: Any) -> Any:
         self.asked.append(request.address)
-        self._notify()
+        self.notify()
         await self.may_answer.wait()
         if self.mode == "refusing":
             await context.abort_with_status(
                 status(grpc.StatusCode.FAILED_PRECONDITION, "VERIFIER_NOT_ALLOWED", "not allowed")
             )
-        self._verifiers[request.address].joined.append(joined(*self.names))
+        self.verifiers[request.address].joined.append(joined(*self.names))
         link = drafter_pb2.VerifierLink(address=request.address, carrier="socket")
         return drafter_pb2.JoinVerifierResponse(verifier=link)
 
@@ -469,23 +469,23 @@ class Service:
 
     def __init__(self, path: Path, register: Callable[[grpc.aio.Server], None]) -> None:
         self.address = f"unix:{path}"
-        self._register = register
-        self._server: grpc.aio.Server | None = None
+        self.register = register
+        self.server: grpc.aio.Server | None = None
 
     @property
     def running(self) -> bool:
-        return self._server is not None
+        return self.server is not None
 
     async def start(self) -> None:
-        self._server = grpc.aio.server()
-        self._register(self._server)
-        self._server.add_insecure_port(self.address)
-        await self._server.start()
+        self.server = grpc.aio.server()
+        self.register(self.server)
+        self.server.add_insecure_port(self.address)
+        await self.server.start()
 
     async def stop(self) -> None:
-        if self._server is not None:
-            await self._server.stop(None)
-            self._server = None
+        if self.server is not None:
+            await self.server.stop(None)
+            self.server = None
 
 
 def verifier_service(path: Path, verifier: FakeVerifier) -> Service:
