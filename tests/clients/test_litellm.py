@@ -54,4 +54,5 @@ def test_a_call_and_its_result(litellm: Any, asked: dict[str, Any]) -> None:
 
 def test_structured_output(litellm: Any, asked: dict[str, Any]) -> None:
     answer = litellm.completion(**asked, messages=ASKED, response_format=Ride)
-    Ride.model_validate_json(answer.choices[0].message.content)
+    ride = Ride.model_validate_json(answer.choices[0].message.content)
+    assert ride.model_fields_set == set(Ride.model_fields)

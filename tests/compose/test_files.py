@@ -40,7 +40,9 @@ def available(command: list[str]) -> bool:
 @pytest.mark.parametrize("name", FILES)
 def test_each_file_keeps_the_compose_specification(name: str) -> None:
     content = {key: value for key, value in read(name).items() if not key.startswith("x-")}
-    ComposeSpecification.model_validate(content)
+    parsed = ComposeSpecification.model_validate(content)
+    assert parsed.services is not None
+    assert set(parsed.services) == set(content["services"])
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in DEPLOYMENTS), ("docker-compose", "mps")])

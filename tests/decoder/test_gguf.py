@@ -335,7 +335,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(base / "model.gguf", base / "folder", Kind.Q8_0, kinds)
 
 
-def load_or_refuse(path: Path, content: bytes) -> None:
+def check_loaded_or_refused(path: Path, content: bytes) -> None:
     """Load a file; the only error allowed is the clear one, with the file's name."""
     path.write_bytes(content)
     try:
@@ -365,7 +365,7 @@ def test_any_changed_bytes(data: st.DataObject, file: Path) -> None:
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, data.draw(st.sampled_from([40, header, len(content) - 1]))))
         content[at] = data.draw(st.one_of(st.sampled_from([0, 1, 127, 255]), st.integers(0, 255)))
-    load_or_refuse(file.with_name("changed.gguf"), bytes(content))
+    check_loaded_or_refused(file.with_name("changed.gguf"), bytes(content))
 
 
 def number(value: int | float) -> bytes:

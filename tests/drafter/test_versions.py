@@ -133,6 +133,7 @@ async def test_an_unloaded_version_is_garbage_collected() -> None:
             return unloaded() is None
 
         await until(freed)
+        assert [(each[1], each[2]) for each in await listed(service)] == [("2", 1.0)]
 
 
 async def test_a_sequence_stays_at_the_version_that_its_client_requested() -> None:

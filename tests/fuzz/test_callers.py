@@ -67,6 +67,7 @@ def test_sampling_parameters() -> None:
 
     count = fuzz(check, extremes.extreme_params, st.integers(0, 1000), extremes.strange_rows)
     print(f"{count} sampling parameters")
+    assert count
 
 
 def test_texts_of_calls() -> None:

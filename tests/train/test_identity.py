@@ -34,7 +34,10 @@ def test_the_same_run_goes_on_wherever_it_computes(
 ) -> None:
     again = replace(begun, accumulate=2, every=1.0)
     shutil.copytree(target, tmp_path / "moved")
+    before = (begun.work / "run.json").read_text()
     begin_run(again, tmp_path / "elsewhere", "lm", preset, corpus, target=tmp_path / "moved")
+    assert (begun.work / "run.json").read_text() == before
+    assert (begun.work / "own.safetensors").exists()
 
 
 def test_another_run_is_refused_and_both_are_named(

@@ -315,7 +315,7 @@ async def test_a_generation_goes_on_while_its_drafter_opens_it(
         (opened,) = service.opened
         service.silent = False
         message = exchange_pb2.JoinResponse(open=[opened])
-        await service._received(message)
+        await service.received(message)
         service.opened.pop()
         await until(lambda: bool(service.sequences))
         while not (await step()).tree.tokens:

@@ -58,7 +58,7 @@ async def test_what_costs_too_much_is_refused(name: str) -> None:
     """Or is cheap: then its first mask is there."""
     kind, source = HOSTILE[name]
     with suppress(GrammarError):
-        (await grammars().compile(kind, source)).begin().allowed()
+        assert (await grammars().compile(kind, source)).begin().allowed().any()
 
 
 async def test_the_error_says_what_to_do(short: None) -> None:
@@ -104,7 +104,8 @@ async def test_without_files_it_may_be_tried_again(monkeypatch: pytest.MonkeyPat
         opened.callback(
             resource.setrlimit, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)
         )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, most))
+        os.close(lowest := os.open(os.devnull, os.O_RDONLY))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, most))
         with pytest.raises(GrammarsBusy, match="no process can be started"):
             await compiler.compile("regex", "b+")
     await compiler.compile("regex", "b+")

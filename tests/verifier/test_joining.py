@@ -181,7 +181,7 @@ async def test_lists_that_are_too_long(fields: dict[str, Any], client: Client) -
     assert (error.code(), reason_of(error)) == (INVALID, "BAD_DRAFTERS")
     service = client.drafter_service
     await service.join()
-    await service._call.write(listed)
+    await service.call.write(listed)
     assert await service.error() == (INVALID, "BAD_DRAFTERS")
 
 
@@ -391,8 +391,8 @@ async def test_violations_end_the_connection(
         other = asyncio.create_task(client.responses(beside.handle, drafter=good))
         await until(lambda: bool(bad.paused))
         if isinstance(message, bytes):
-            assert bad._writer is not None
-            bad._writer.write(message)
+            assert bad.writer is not None
+            bad.writer.write(message)
         else:
             await bad.send(**message)
         _, found = await bad.error()
@@ -438,7 +438,7 @@ async def test_the_drafters_of_all_services_are_bounded(
         third.joined = None
         await third.joining()
     longer = exchange_pb2.DrafterList(drafters=[service.info("1" * 200)] * 200)
-    await service._call.write(exchange_pb2.JoinRequest(drafters=longer))
+    await service.call.write(exchange_pb2.JoinRequest(drafters=longer))
     assert await service.error() == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_DRAFTERS")
 
 

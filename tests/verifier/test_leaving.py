@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import grpc
 import pytest
 from calls import failure, reason_of, until
 from verifier_support import Client, make_model, serving
@@ -94,23 +95,26 @@ async def test_followers_and_creators_that_take_nothing_lose_their_streams(
 ) -> None:
     """Their connection takes 64 KiB, and what they ask for is longer."""
     monkeypatch.setattr(limits, "WRITE_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "UNUSED_SECONDS", 1e6)
     folder = make_model(tmp_path / "model", "Llama")
     async with serving(folder, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
         request = verifier_pb2.CreateCacheRequest(
             prompt_tokens=[token % 60 for token in range(1500)], prompt_logprobs=20
         )
-        call = client.stub.CreateCache(request)
         created = await client.create(list(request.prompt_tokens))
-        follow = kv_pb2_grpc.KvExchangeServiceStub(client.channel).FollowCache()
-        subscribe = kv_pb2.FollowSubscribe(read_grant=created.read_grant, budget=1500)
-        await follow.write(kv_pb2.FollowCacheRequest(subscribe=subscribe))
-        counts = client.service._follow_counts
-        await until(lambda: counts.streams == 1)
-        await until(lambda: counts.streams == 0)
-        await client.release(created.handle)
-        await until(lambda: not len(client.service.store))
-        call.cancel()
-        follow.cancel()
+        async with grpc.aio.insecure_channel(
+            client.address, options=[("grpc.http2.bdp_probe", 0)]
+        ) as channel:
+            create = verifier_pb2_grpc.VerifierServiceStub(channel).CreateCache(request)
+            follow = kv_pb2_grpc.KvExchangeServiceStub(channel).FollowCache()
+            subscribe = kv_pb2.FollowSubscribe(read_grant=created.read_grant, budget=1500)
+            await follow.write(kv_pb2.FollowCacheRequest(subscribe=subscribe))
+            counts = client.service._follow_counts
+            await until(lambda: counts.streams == 1 and len(client.service.store) == 2)
+            await until(lambda: counts.streams == 0 and len(client.service.store) == 1)
+            for call in (create, follow):
+                assert reason_of(await failure(call)) == "NOT_READ"
+            await client.release(created.handle)
 
 
 async def test_a_client_that_takes_nothing_loses_its_stream(

@@ -100,7 +100,11 @@ async def test_positions_by_scores(policy: str, target: Path, tmp_path: Path) ->
         created = await client.create(PROMPT, **FIELDS)
         exchange, kv = await following(client, created, kv_policy=policy)
         await client.rest(created.handle)
-        await caught_up(kv, len(PROMPT) + FIELDS["max_new_tokens"] - 1)
+        committed = len(PROMPT) + FIELDS["max_new_tokens"] - 1
+        await caught_up(kv, committed)
+        keys, values = kv.parts(kv.layers[0])[0]
+        assert 0 < keys.shape[1] < committed, "only the positions of high scores are read"
+        assert torch.cat([keys, values], -1).isfinite().all()
         await exchange.close()
         await client.release(created.handle)
 
