@@ -35,7 +35,7 @@ class VerifierLink(_message.Message):
     def __init__(self, address: _Optional[str] = ..., carrier: _Optional[str] = ..., sequences: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class DrafterInfo(_message.Message):
-    __slots__ = ("name", "version", "method", "folder", "traffic_share", "active_streams", "target_fingerprint", "tokenizer_digest", "weight_bytes", "draining", "hidden_state_layers", "hidden_state_window", "rounds", "accepted_length", "draft_us", "failing", "options", "previous_share", "scored_layers", "kv_policy")
+    __slots__ = ("name", "version", "method", "folder", "traffic_share", "active_streams", "target_fingerprint", "tokenizer_digest", "weight_bytes", "draining", "hidden_state_layers", "hidden_state_window", "rounds", "accepted_length", "draft_us", "failing", "options", "previous_share", "scored_layers", "kv_policy", "reads_kv")
     class OptionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class DrafterInfo(_message.Message):
     PREVIOUS_SHARE_FIELD_NUMBER: _ClassVar[int]
     SCORED_LAYERS_FIELD_NUMBER: _ClassVar[int]
     KV_POLICY_FIELD_NUMBER: _ClassVar[int]
+    READS_KV_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     method: str
@@ -83,7 +84,8 @@ class DrafterInfo(_message.Message):
     previous_share: float
     scored_layers: _containers.RepeatedScalarFieldContainer[int]
     kv_policy: str
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., method: _Optional[str] = ..., folder: _Optional[str] = ..., traffic_share: _Optional[float] = ..., active_streams: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., draining: _Optional[bool] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., hidden_state_window: _Optional[int] = ..., rounds: _Optional[int] = ..., accepted_length: _Optional[float] = ..., draft_us: _Optional[int] = ..., failing: _Optional[str] = ..., options: _Optional[_Mapping[str, str]] = ..., previous_share: _Optional[float] = ..., scored_layers: _Optional[_Iterable[int]] = ..., kv_policy: _Optional[str] = ...) -> None: ...
+    reads_kv: bool
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., method: _Optional[str] = ..., folder: _Optional[str] = ..., traffic_share: _Optional[float] = ..., active_streams: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., draining: _Optional[bool] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., hidden_state_window: _Optional[int] = ..., rounds: _Optional[int] = ..., accepted_length: _Optional[float] = ..., draft_us: _Optional[int] = ..., failing: _Optional[str] = ..., options: _Optional[_Mapping[str, str]] = ..., previous_share: _Optional[float] = ..., scored_layers: _Optional[_Iterable[int]] = ..., kv_policy: _Optional[str] = ..., reads_kv: _Optional[bool] = ...) -> None: ...
 
 class LoadDrafterRequest(_message.Message):
     __slots__ = ("name", "version", "method", "folder", "options", "activate")

@@ -168,6 +168,7 @@ class Version:
             hidden_state_window=needs.hidden_state_window,
             scored_layers=scored,
             kv_policy=policy if scored else "",
+            reads_kv=bool(needs.kv_layers),
             draining=self.draining,
             failing=self.failing,
             options=self.spec.options,

@@ -184,13 +184,15 @@ class Drafting:
         ready: Jobs whose wait is over; the engine queues and clears them.
     """
 
-    def __init__(self, waiter: Waiter, read_tree: ReadTree) -> None:
-        """Make it without services; ``waiter`` is the engine thread's."""
+    def __init__(self, waiter: Waiter, read_tree: ReadTree, *, strict: bool = False) -> None:
+        """Make it without services; ``waiter`` is the engine thread's. ``strict``: an invalid tree
+        ends the connection of its service, not only its sequence."""
         self.links: list[Link] = []
         self.waiting: dict[Decode, float] = {}
         self.ready: list[Decode] = []
         self._waiter = waiter
         self._read_tree = read_tree
+        self._strict = strict
         self._by_descriptor: dict[int, Link] = {}
         self._unread: set[int] = set()
 
@@ -459,6 +461,8 @@ class Drafting:
                 )
             tree = self._read_tree(message.tree, job)
         except ServiceError as error:
+            if self._strict:
+                raise
             link.close(sequence.number)
             why = f"{error.reason}: the drafter {sequence.name!r} sent an invalid tree: {error}"
             self._drop(sequence, "invalid_tree", why, wrong=True)

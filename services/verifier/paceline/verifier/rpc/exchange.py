@@ -8,10 +8,10 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -19,8 +19,7 @@ from paceline.service import OptionsError, ServiceError, limits
 from paceline.service.exchange import FramedSocket, socket_address
 from paceline.service.tasks import keep_running
 from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc, verifier_pb2
-from paceline.verifier.engine.drafting import Link, eligible, hidden_states
-from paceline.verifier.engine.engine import Engine
+from paceline.verifier.engine.drafting import Drafting, Link, eligible, hidden_states
 from paceline.verifier.kv.base import Taps
 from paceline.verifier.rpc.streams import first_message
 from paceline.verifier.store import CacheNotFound, CacheStore
@@ -30,6 +29,16 @@ _log = logging.getLogger(__name__)
 _TOKEN_BYTES = 16
 _ROOT = 0
 _CREDENTIALS = struct.Struct("3i")  # process, user and group of a peer
+
+
+class DraftingThread(Protocol):
+    """The thread that drafts: the engine's, or that of another engine which decodes."""
+
+    def drafting(self, command: Callable[[Drafting], None]) -> None:
+        """Run a command on its drafter services, between two steps."""
+
+    def with_drafting(self, command: Callable[[Drafting], None]) -> Awaitable[None]:
+        """The same; returns when it was run."""
 
 
 class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
@@ -48,19 +57,23 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
     def __init__(
         self,
         model: verifier_pb2.GetModelResponse,
-        engine: Engine,
-        store: CacheStore,
+        engine: DraftingThread,
+        store: CacheStore | None,
         path: str | None = None,
         weights: int | None = None,
         *,
         needs_token: bool = False,
+        review: Callable[[exchange_pb2.DrafterList], None] | None = None,
     ) -> None:
         """Make a servicer; :meth:`start` opens its socket.
+
+        ``store`` has the caches that drafters may map; None: there are none.
 
         ``path`` is the file of the Unix socket, which drafter services must see under the same
         path; None: it has an abstract name, for the network namespace of this process. ``weights``
         is the descriptor of the packed weights; None: they are not shared. ``needs_token`` says
-        that calls need one: then its holders may connect as other users.
+        that calls need one: then its holders may connect as other users. ``review`` removes
+        drafters that cannot be used from a list, or raises ``ServiceError`` for the service.
         """
         self._model = model
         self._engine = engine
@@ -68,6 +81,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         self._path = path or f"@paceline-{secrets.token_hex(8)}"
         self._weights = weights
         self._needs_token = needs_token
+        self._review = review or (lambda drafters: None)
         self._weights_token = secrets.token_bytes(_TOKEN_BYTES)
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
@@ -168,6 +182,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         if first is grpc.aio.EOF:
             return
         drafters = _checked(first)
+        self._review(drafters)
         del first  # a call may last for days
         if len(self._links) + len(self._expected) >= limits.JOINED_SERVICES:
             raise ServiceError.resource_exhausted(
@@ -281,6 +296,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         sends more than one between two steps."""
         if message.HasField("drafters"):
             drafters = _checked(message)
+            self._review(drafters)
             self._check_room(drafters, link)
             self._check_names(drafters, link.known)
             link.drafters = drafters
@@ -392,6 +408,8 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         none."""
         if token == self._weights_token and self._weights is not None:
             return [self._weights]
+        if self._store is None:
+            raise CacheNotFound("there are no caches to map")
         return self._store.find_granted(token).sequence.segment.files
 
 

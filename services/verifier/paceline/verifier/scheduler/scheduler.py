@@ -166,11 +166,13 @@ class Scheduler:
         Args:
             began: When it began (time.perf_counter).
             ended: When it ended.
-            outputs: Of its generations, in the order of :meth:`admit`; None: the job failed.
+            outputs: Of its generations, in the order of :meth:`admit`; None: the job failed. None
+                at all: the step ran other generations, or prompts beside them that were not known
+                before, and nothing is learnt from it.
         """
         plan, self._plan = self._plan, None
         passed, self._ended = ended - self._ended, ended
-        if plan is None:  # a step of prompts: in plain decoding, each sequence gets a token in it
+        if plan is None or not outputs:  # in plain decoding, each sequence gets a token in it
             self._before = ()
             self._clock.now += 1.0
             return

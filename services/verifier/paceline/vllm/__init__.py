@@ -1,0 +1,12 @@
+"""Paceline's drafters in vLLM: a proposer that drafter services join as they join a verifier.
+
+``speculative_config={"method": "custom_class", "model": "paceline.vllm.PacelineProposer",
+"num_speculative_tokens": 8}``. vLLM decides tokens, memory and batches; see docs/vllm.md.
+
+``settings`` reads the environment and vLLM's configuration; ``texts`` follows the requests of a
+batch; ``exchange`` serves DraftExchangeService; ``proposer`` drafts.
+"""
+
+from paceline.vllm.proposer import PacelineProposer
+
+__all__ = ["PacelineProposer"]

