@@ -168,12 +168,12 @@ def cuda_backend(name: str) -> AttentionBackend:
     """
     if name == "flash_attn":
         with suppress(ImportError):
-            from paceline.kernels._triton.flash import FlashAttention2
+            from paceline.kernels.triton.flash import FlashAttention2
 
             return FlashAttention2()
     if name != "dense":
         with suppress(ImportError):
-            from paceline.kernels._triton.backend import TritonBackend
+            from paceline.kernels.triton.backend import TritonBackend
 
             return TritonBackend()
     return DenseBackend()

@@ -69,7 +69,7 @@ def quantise_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """
     if x.device.type in ("cuda", "meta"):
         with suppress(ImportError):
-            from paceline.kernels._triton.products import quantise_rotated
+            from paceline.kernels.triton.products import quantise_rotated
 
             return quantise_rotated(x, size, LARGEST, SMALLEST)
     turned = rotate(x.float(), size)
@@ -178,7 +178,7 @@ def scale_sums(
     """
     if sums.device.type in ("cuda", "meta"):
         with suppress(ImportError):
-            from paceline.kernels._triton.products import scaled_sums
+            from paceline.kernels.triton.products import scaled_sums
 
             return scaled_sums(sums, rows, outs, bias, dtype)
     wide = sums[: len(rows), : len(outs)].float() * rows[:, None] * outs

@@ -149,7 +149,7 @@ def row_kernels(device: torch.device | str) -> RowKernels:
     """The row kernels of a device; "meta" stands for a GPU that is not there."""
     if torch.device(device).type in ("cuda", "meta"):
         with suppress(ImportError):
-            from paceline.kernels._triton.backend import TritonRows
+            from paceline.kernels.triton.backend import TritonRows
 
             return TritonRows()
     return TorchRows()

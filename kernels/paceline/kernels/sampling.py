@@ -276,7 +276,7 @@ def _accept_drafts(
     """Replace the tokens of rows by those of rejection sampling from their filtered scores."""
     if scores.device.type == "cuda":
         with suppress(ImportError):
-            from paceline.kernels._triton.backend import accept_drafts
+            from paceline.kernels.triton.backend import accept_drafts
 
             records = _draft_records(drafted, seeds, positions, scores.shape[1])
             accept_drafts(scores, tokens, *records)
@@ -330,7 +330,7 @@ def perturbed_logits(
     """
     if logits.device.type == "cuda":
         with suppress(ImportError):
-            from paceline.kernels._triton.backend import perturbed
+            from paceline.kernels.triton.backend import perturbed
 
             return perturbed(logits, params, positions, ids)
     tokens = torch.arange(logits.shape[1]) if ids is None else ids
@@ -526,7 +526,7 @@ def best_candidates(
     """
     if logits.device.type == "cuda":
         with suppress(ImportError):
-            from paceline.kernels._triton.candidates import best_of_rows
+            from paceline.kernels.triton.candidates import best_of_rows
 
             return best_of_rows(logits, width)
     native = library() if logits.device.type == "cpu" else None

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from paceline.kernels._triton.plan import PlanTables
     from paceline.kernels.executor import NativeTables
+    from paceline.kernels.triton.plan import PlanTables
 
 MAX_TREE_NODES = 256
 """Maximum number of nodes that a query block may have."""

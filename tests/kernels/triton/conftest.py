@@ -47,7 +47,7 @@ def products_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def triton_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU runs what a GPU would, from here on."""
-    from paceline.kernels._triton.backend import TritonBackend, TritonRows
+    from paceline.kernels.triton.backend import TritonBackend, TritonRows
 
     monkeypatch.setitem(attention._LOADED, "cpu", TritonBackend())
     monkeypatch.setattr("paceline.kernels.operations.row_kernels", lambda device: TritonRows())

@@ -38,22 +38,22 @@ from paceline.kernels import (
     SamplingParams,
     plan_trees,
 )
-from paceline.kernels._triton import backend, tiles
-from paceline.kernels._triton.backend import (
+from paceline.kernels.caches import Plane
+from paceline.kernels.triton import backend, tiles
+from paceline.kernels.triton.backend import (
     TritonBackend,
     TritonRows,
     accept_drafts,
     perturbed,
 )
-from paceline.kernels._triton.candidates import best_of_rows, grow_trees
-from paceline.kernels._triton.gather import gather_kv, gather_states
-from paceline.kernels._triton.plan import path_words
-from paceline.kernels._triton.products import (
+from paceline.kernels.triton.candidates import best_of_rows, grow_trees
+from paceline.kernels.triton.gather import gather_kv, gather_states
+from paceline.kernels.triton.plan import path_words
+from paceline.kernels.triton.products import (
     multiply_by_experts,
     quantise_rotated,
     scaled_sums,
 )
-from paceline.kernels.caches import Plane
 
 CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
 SHARED = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}[CAPABILITY] << 10

@@ -80,8 +80,8 @@ def test_the_largest_tree_over_many_chunks() -> None:
 
 def test_paths_that_only_the_device_knows_are_those_of_the_same_trees() -> None:
     """In the tables of both backends, for starts in all parts of a mask."""
-    from paceline.kernels._triton.plan import PlanTables
     from paceline.kernels.dense import _hidden
+    from paceline.kernels.triton.plan import PlanTables
 
     parents = [(-1, -1, 0, 0, 1, 2, 4, 2), (-1, -1, 1, 0, 0, 3, 2, 4), (-1, -1, 1, 1, 1, 2, 2, 2)]
     starts = (0, 63, 130)
@@ -210,7 +210,7 @@ def test_blocks_of_all_lengths_over_a_context_share_a_kernel(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each kernel is compiled for seconds, and a drafter's blocks have a length of their own."""
-    from paceline.kernels._triton import backend
+    from paceline.kernels.triton import backend
 
     heads, shapes, attend_shape = Heads(4, 1, 16), set(), backend.attend_shape
 

@@ -12,10 +12,10 @@ from kernel_cases import Case, make_case, trees
 from triton_cases import in_pages, run
 
 from paceline.kernels import Probe, QueryBlock, plan_trees
-from paceline.kernels._triton import tiles
-from paceline.kernels._triton.jit.attention import CHUNK_BITS
-from paceline.kernels._triton.plan import PassTables, Staging, TableShape
-from paceline.kernels._triton.tiles import Room, Tiling, chunk_begin, chunk_of, plan_work
+from paceline.kernels.triton import tiles
+from paceline.kernels.triton.jit.attention import CHUNK_BITS
+from paceline.kernels.triton.plan import PassTables, Staging, TableShape
+from paceline.kernels.triton.tiles import Room, Tiling, chunk_begin, chunk_of, plan_work
 
 pytestmark = pytest.mark.usefixtures("products_of_a_gpu")
 

@@ -177,7 +177,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[bool]]:
     """
 
     def use(drafter: Any) -> list[bool]:
-        from paceline.kernels._triton.backend import TritonBackend, TritonRows
+        from paceline.kernels.triton.backend import TritonBackend, TritonRows
 
         monkeypatch.setitem(attention._LOADED, "cpu", TritonBackend())
         monkeypatch.setattr("paceline.kernels.operations.row_kernels", lambda device: TritonRows())

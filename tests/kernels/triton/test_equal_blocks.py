@@ -18,7 +18,7 @@ STARTS = (0, 1, 63, 255, 256, 700, 4096, 5000, 12288, 20_000)
 def test_blocks_of_one_shape(
     kind: str, levels: tuple[int, ...], window: int | None, dtype: torch.dtype
 ) -> None:
-    from paceline.kernels._triton.tiles import Tiling, _any_work, _equal_work
+    from paceline.kernels.triton.tiles import Tiling, _any_work, _equal_work
 
     count = sum(levels)
     tiling = Tiling.of(4, torch.empty(2, 1, 64, dtype=dtype), window)
@@ -38,7 +38,7 @@ def test_blocks_of_one_shape(
 
 
 def test_other_blocks_are_planned_one_by_one() -> None:
-    from paceline.kernels._triton.tiles import Tiling, _equal_work, plan_work
+    from paceline.kernels.triton.tiles import Tiling, _equal_work, plan_work
 
     tiling = Tiling.of(1, torch.empty(2, 1, 64), None)
     blocks = [LevelBlock(0, 9, None, 2, levels=(2,)), LevelBlock(1, 9, None, 3, levels=(3,))]

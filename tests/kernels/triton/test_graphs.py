@@ -268,7 +268,7 @@ def test_the_next_step_of_plain_decoding_is_prepared_while_a_gpu_computes(
     monkeypatch: pytest.MonkeyPatch, pool: PagePool
 ) -> None:
     """Then it writes its tokens alone. A step that comes otherwise has its own tables."""
-    from paceline.kernels._triton.plan import PassTables
+    from paceline.kernels.triton.plan import PassTables
 
     decoder, fill = make_decoder(), PassTables.fill
     runner = GraphRunner(decoder, pool)
@@ -396,7 +396,7 @@ def test_a_layer_launches_its_kernels_and_no_others(
     weights: str,
 ) -> None:
     """The project's own, beside the products: nothing is copied or filled between them."""
-    from paceline.kernels._triton import backend, products
+    from paceline.kernels.triton import backend, products
 
     request.getfixturevalue("triton_on_cpu")
     for module in ("model", "weights"):
@@ -435,7 +435,7 @@ def test_products_of_integers_give_what_torch_gives(
 ) -> None:
     """Kernels scale what they read. Queries are as wide as the model, so that they take the buffer
     of an earlier product."""
-    from paceline.kernels._triton import products
+    from paceline.kernels.triton import products
 
     for module in ("model", "weights"):
         monkeypatch.setattr(f"paceline.decoder.{module}.is_rotated", lambda *_: True)

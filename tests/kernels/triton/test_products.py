@@ -34,7 +34,7 @@ def experts() -> tuple[Tensor, Tensor]:
 def test_rows_are_multiplied_by_their_experts(
     experts: tuple[Tensor, Tensor], route: str, has_bias: bool, dtype: torch.dtype
 ) -> None:
-    from paceline.kernels._triton.products import multiply_by_experts
+    from paceline.kernels.triton.products import multiply_by_experts
 
     weights, biases = (each.to(dtype) for each in experts)
     chosen = torch.tensor(ROUTES[route])
@@ -61,7 +61,7 @@ def test_rows_in_8_bits_are_those_of_the_definition(
     ins: int, most: int, dtype: torch.dtype
 ) -> None:
     """Bit by bit, with every number of parts that a block has."""
-    from paceline.kernels._triton.products import quantise_rotated
+    from paceline.kernels.triton.products import quantise_rotated
 
     torch.manual_seed(0)
     x = torch.randn(6, ins).to(dtype)
@@ -78,7 +78,7 @@ def test_rows_in_8_bits_are_those_of_the_definition(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_integer_sums_are_scaled_as_defined(has_bias: bool, dtype: torch.dtype) -> None:
-    from paceline.kernels._triton.products import scaled_sums
+    from paceline.kernels.triton.products import scaled_sums
 
     torch.manual_seed(0)
     sums = torch.randint(-(2**31), 2**31 - 1, (9, 1304)).int()
@@ -108,7 +108,7 @@ def test_a_layer_of_experts_can_be_captured(
     expected = layers(x, chosen)
     layers.stack()
     torch.testing.assert_close(layers(x, chosen), expected), "without Triton"
-    from paceline.kernels._triton.products import multiply_by_experts
+    from paceline.kernels.triton.products import multiply_by_experts
 
     assert layers._stacked is not None
     with Waits():

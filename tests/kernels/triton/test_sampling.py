@@ -64,7 +64,7 @@ def test_any_row_gets_the_token_of_the_contract(
     room: int,
 ) -> None:
     """Of one program with all candidates, or of several with too few."""
-    from paceline.kernels._triton import backend
+    from paceline.kernels.triton import backend
 
     torch.manual_seed(seed)
     logits = 3 * torch.randn(len(params), vocab)
@@ -96,7 +96,7 @@ EXTREMES = [
 @pytest.mark.parametrize("place", [None, math.nan, math.inf, -math.inf])
 def test_extreme_parameters_and_logits_give_the_tokens_of_the_cpu(place: float | None) -> None:
     """NaN is the lowest float, plus infinity the largest, minus infinity excludes a token."""
-    from paceline.kernels._triton import backend
+    from paceline.kernels.triton import backend
 
     logits = 3 * torch.randn(len(EXTREMES), 300, generator=torch.Generator().manual_seed(0))
     if place is not None:
@@ -123,7 +123,7 @@ def test_drafts_are_accepted_or_replaced_as_on_the_cpu(
     params: SamplingParams, position: int, vocab: int, kind: str, seed: int
 ) -> None:
     """Of eight drafts, with a row between them that has none."""
-    from paceline.kernels._triton import backend
+    from paceline.kernels.triton import backend
 
     torch.manual_seed(seed)
     logits = 2 * torch.randn(9, vocab)
@@ -159,7 +159,7 @@ def test_drafts_are_accepted_or_replaced_as_on_the_cpu(
 
 def test_rows_far_apart_and_a_reduced_vocabulary() -> None:
     """Offsets beyond 2^31, positions beyond a million; noise is that of the target's token ids."""
-    from paceline.kernels._triton.backend import perturbed
+    from paceline.kernels.triton.backend import perturbed
 
     memory = torch.empty((1 << 31) + 600, dtype=torch.bfloat16)
     logits = memory.as_strided((2, 500), ((1 << 31) + 64, 1))

@@ -89,7 +89,7 @@ def run(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention and log-sum-exp by a backend; None: the Triton one."""
-    from paceline.kernels._triton.backend import TritonBackend
+    from paceline.kernels.triton.backend import TritonBackend
 
     out = torch.full(q.shape, torch.nan)  # poisoned
     lse = torch.full(q.shape[:2], torch.nan)

@@ -160,7 +160,7 @@ class Experts:
         """
         if self._stacked is not None and x.device.type in ("cuda", "meta"):
             with suppress(ImportError):
-                from paceline.kernels._triton.products import multiply_by_experts
+                from paceline.kernels.triton.products import multiply_by_experts
 
                 return multiply_by_experts(x, self._stacked, self._bias, chosen)
         numbers = torch.arange(len(self.experts), device=x.device)

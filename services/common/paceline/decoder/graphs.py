@@ -20,8 +20,8 @@ from paceline.decoder.model import Decoder, ForwardResult
 from paceline.kernels import GraphProbes, KVCacheView, PagedPlane, Probe, ProbedBlock, QueryBlock
 
 if TYPE_CHECKING:
-    from paceline.kernels._triton.plan import GraphPlan
-    from paceline.kernels._triton.tiles import Tiling
+    from paceline.kernels.triton.plan import GraphPlan
+    from paceline.kernels.triton.tiles import Tiling
 
 _log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class GraphRunner:
     def _tilings(self) -> tuple[Tiling, ...]:
         """Tilings of all kinds of layers."""
         # Imported here: only graphs need Triton.
-        from paceline.kernels._triton.tiles import tilings_for
+        from paceline.kernels.triton.tiles import tilings_for
 
         config = self._decoder.config
         return tilings_for(config.group, self._keys, config.windows)
@@ -232,7 +232,7 @@ class GraphRunner:
     ) -> tuple[GraphPlan, Pass] | None:
         """Plan and graph of a shape, captured if there is none; ``again``: see ``ProbedBlock``.
         None: it could not be captured."""
-        from paceline.kernels._triton.plan import GraphPlan
+        from paceline.kernels.triton.plan import GraphPlan
 
         key = (rows, tilings, taps, probed, again)
         if key not in self._graphs:

@@ -278,7 +278,7 @@ class DeviceTrees:
     def _add_by_kernel(
         self, candidates: tuple[Tensor, Tensor], first: int, log_confidences: Tensor | None
     ) -> None:
-        from paceline.kernels._triton.candidates import grow_trees
+        from paceline.kernels.triton.candidates import grow_trees
 
         self._above = grow_trees(
             candidates, self._above, self._last, (self.tokens, self.parents, self._scores),

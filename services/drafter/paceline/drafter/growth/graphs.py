@@ -36,8 +36,8 @@ from paceline.kernels import Context, KVCacheView, SamplingParams, TreePlan, pla
 from paceline.kernels.trees import ContextBlock
 
 if TYPE_CHECKING:
-    from paceline.kernels._triton.plan import Shape
-    from paceline.kernels._triton.tiles import Tiling
+    from paceline.kernels.triton.plan import Shape
+    from paceline.kernels.triton.tiles import Tiling
 
 SEQUENCES = (1, 2, 4, 8, 16, 32)
 """Sequences that graphs are made for."""
@@ -238,8 +238,8 @@ class _Graph(Passes):
         passes: Sequence[PassShape],
         noise: str,
     ) -> None:
-        from paceline.kernels._triton.gather import RECORD
-        from paceline.kernels._triton.plan import PassTables, Staging, TableShape
+        from paceline.kernels.triton.gather import RECORD
+        from paceline.kernels.triton.plan import PassTables, Staging, TableShape
 
         bases, self._gathered = memory
         device, dtype = settings.device, bases[0].dtype
@@ -295,7 +295,7 @@ class _Graph(Passes):
         self.clear()
 
     def _tilings(self, windows: Sequence[int | None]) -> tuple[Tiling, ...]:
-        from paceline.kernels._triton.tiles import tilings_for
+        from paceline.kernels.triton.tiles import tilings_for
 
         return tilings_for(self._model.layers.config.group, self._bases[0], windows)
 
@@ -402,7 +402,7 @@ class _Graph(Passes):
     def _fill_states(self, number: int, inputs: StateRows | None) -> None:
         """Writes where the hidden states of a pass lie, and copies those that do not lie in
         pages."""
-        from paceline.kernels._triton.gather import NO_PLACE
+        from paceline.kernels.triton.gather import NO_PLACE
 
         if not self._shapes[number].inputs:
             return
@@ -430,7 +430,7 @@ class _Graph(Passes):
         return None if wide and (places % ALIGN).any() else places
 
     def _fill_records(self, params: Sequence[SamplingParams], lengths: Sequence[int]) -> None:
-        from paceline.kernels._triton.backend import sampling_record
+        from paceline.kernels.triton.backend import sampling_record
 
         missing = self._sequences - len(params)
         padded = [*params, *[SamplingParams(temperature=0.0)] * missing]
@@ -442,7 +442,7 @@ class _Graph(Passes):
 
     def draft(self) -> Tensor:
         """The draft of the batch in the tables; see :meth:`DeviceTrees.packed`."""
-        from paceline.kernels._triton.gather import gather_kv, gather_states
+        from paceline.kernels.triton.gather import gather_kv, gather_states
 
         tables = self._staging.device
         if len(self._gathered):
@@ -457,7 +457,7 @@ class _Graph(Passes):
         return trees.packed()
 
     def _rank(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
-        from paceline.kernels._triton.candidates import best_of_rows
+        from paceline.kernels.triton.candidates import best_of_rows
 
         record = None if self._noise == "none" else self._staging.device[self._records[level]]
         scores, width = logits[:, : self._shape.count], self._shape.widths[level]
@@ -467,7 +467,7 @@ class _Graph(Passes):
         )  # fmt: skip
 
     def plan(self, index: int, ancestors: Tensor | None = None) -> TreePlan:
-        from paceline.kernels._triton.plan import Places
+        from paceline.kernels.triton.plan import Places
 
         own, context = (
             {

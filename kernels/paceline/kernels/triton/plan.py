@@ -22,16 +22,6 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.kernels._triton.jit.attention import TILE_FIELDS
-from paceline.kernels._triton.jit.candidates import pack_paths
-from paceline.kernels._triton.probes import ProbeArrays, ProbeTable
-from paceline.kernels._triton.tiles import (
-    Ints,
-    Room,
-    Tiling,
-    part_row_bytes,
-    plan_work,
-)
 from paceline.kernels.dense import MAX_PROBES, ProbedBlock
 from paceline.kernels.trees import (
     MAX_TREE_NODES,
@@ -41,6 +31,16 @@ from paceline.kernels.trees import (
     TreePlan,
     plan_trees,
     send,
+)
+from paceline.kernels.triton.jit.attention import TILE_FIELDS
+from paceline.kernels.triton.jit.candidates import pack_paths
+from paceline.kernels.triton.probes import ProbeArrays, ProbeTable
+from paceline.kernels.triton.tiles import (
+    Ints,
+    Room,
+    Tiling,
+    part_row_bytes,
+    plan_work,
 )
 
 MASK_ALIGN = 64
@@ -68,7 +68,7 @@ class RowTables:
 
 @dataclass(frozen=True)
 class WorkTables:
-    """:class:`~paceline.kernels._triton.tiles.Work` on the device."""
+    """:class:`~paceline.kernels.triton.tiles.Work` on the device."""
 
     spans: Tensor
     items: Tensor
@@ -316,10 +316,10 @@ class TableShape:
     Attributes:
         rows: Packed rows.
         tilings: Tiling of each kind of layer; see
-            :func:`~paceline.kernels._triton.tiles.tilings_for`.
+            :func:`~paceline.kernels.triton.tiles.tilings_for`.
         longest: Largest possible position.
         blocks: Blocks.
-        row_bytes: See :func:`~paceline.kernels._triton.tiles.part_row_bytes`.
+        row_bytes: See :func:`~paceline.kernels.triton.tiles.part_row_bytes`.
     """
 
     rows: int
@@ -449,7 +449,7 @@ class GraphPlan:
             rows: Packed rows.
             keys: Key pool ``[pages, Hkv, page_size, D]``, for its device.
             tilings: Tiling of each kind of layer; see
-                :func:`~paceline.kernels._triton.tiles.tilings_for`.
+                :func:`~paceline.kernels.triton.tiles.tilings_for`.
             longest: Largest possible position.
             probes: Whether layers record scores.
             weights: Whether they record weights, or scores of more rows than attention records.

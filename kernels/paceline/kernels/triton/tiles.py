@@ -28,7 +28,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.kernels._triton.jit.attention import CHUNK_BITS, TILE_FIELDS
 from paceline.kernels.trees import (
     MAX_TREE_NODES,
     ContextBlock,
@@ -36,6 +35,7 @@ from paceline.kernels.trees import (
     QueryBlock,
     TreePlan,
 )
+from paceline.kernels.triton.jit.attention import CHUNK_BITS, TILE_FIELDS
 
 NEAR, MIDDLE, FAR = (0, 256), (4096, 512), (12288, 1024)
 """Where chunks of a length begin, and their length. Unit: keys. Longer chunks farther on keep the

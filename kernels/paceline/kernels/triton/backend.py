@@ -13,13 +13,16 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.kernels._triton.jit.attention import LOG2E, attend_items, merge_items, record_items
-from paceline.kernels._triton.jit.rows import (
+from paceline.kernels.caches import PagedPlane, Plane
+from paceline.kernels.dense import AttentionCall, record_scores
+from paceline.kernels.trees import TreePlan, send
+from paceline.kernels.triton.jit.attention import LOG2E, attend_items, merge_items, record_items
+from paceline.kernels.triton.jit.rows import (
     add_norm_rows,
     gate_rows,
     rotate_rows,
 )
-from paceline.kernels._triton.jit.sampling import (
+from paceline.kernels.triton.jit.sampling import (
     ID_BITS,
     accept_or_resample,
     collect_span,
@@ -32,12 +35,9 @@ from paceline.kernels._triton.jit.sampling import (
     sum_residuals,
     weigh_spans,
 )
-from paceline.kernels._triton.plan import MASK_ALIGN, MASK_WORDS, PlanTables, RowTables, WorkTables
-from paceline.kernels._triton.probes import ProbeTable
-from paceline.kernels._triton.tiles import Tiling, little_shared_memory, part_row_bytes, programs
-from paceline.kernels.caches import PagedPlane, Plane
-from paceline.kernels.dense import AttentionCall, record_scores
-from paceline.kernels.trees import TreePlan, send
+from paceline.kernels.triton.plan import MASK_ALIGN, MASK_WORDS, PlanTables, RowTables, WorkTables
+from paceline.kernels.triton.probes import ProbeTable
+from paceline.kernels.triton.tiles import Tiling, little_shared_memory, part_row_bytes, programs
 
 if TYPE_CHECKING:
     from paceline.kernels.rotated import IntSums
@@ -164,7 +164,7 @@ class TritonBackend:
 
     Keys and values are of one type, float16, bfloat16 or float32; queries are rounded to it. A row
     has the same bits in every batch, in a chain and in a tree (see
-    :mod:`paceline.kernels._triton.tiles`), except in trees whose paths only the device knows.
+    :mod:`paceline.kernels.triton.tiles`), except in trees whose paths only the device knows.
     """
 
     name = "triton"
@@ -471,7 +471,7 @@ def accept_drafts(
     Args:
         scores: Filtered logits over temperature, float32 ``[R, V]``, dense.
         tokens: Their largest scores' ids, int64 ``[R]``; overwritten where there is a draft.
-        drafts: int64 ``[D, 5]``, see :func:`~paceline.kernels._triton.jit.sampling.sum_chances`.
+        drafts: int64 ``[D, 5]``, see :func:`~paceline.kernels.triton.jit.sampling.sum_chances`.
         chances: The probabilities of all drafts: place in ``[D, V]`` and the float32 bits, int64
             ``[2, n]``.
     """

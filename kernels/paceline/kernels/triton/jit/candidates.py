@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paceline.kernels._triton.jit.sampling import LAST_ID, NONE, _gumbel, _key, _keys, _value
+from paceline.kernels.triton.jit.sampling import LAST_ID, NONE, _gumbel, _key, _keys, _value
 
 
 @triton.jit(do_not_specialize=["vocab"])
@@ -27,7 +27,7 @@ def best_of_chunks(
     of the exponentials of its scores over the largest one, float32 ``[R, chunks]``.
 
     Without ``NOISE`` scores are the logits, else those of
-    :func:`~paceline.kernels._triton.jit.sampling.perturb`, whose arguments the others are.
+    :func:`~paceline.kernels.triton.jit.sampling.perturb`, whose arguments the others are.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)

@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.kernels._triton.jit.attention import NONE
 from paceline.kernels.dense import MAX_PROBES, GraphProbes, Probe
 from paceline.kernels.trees import TreePlan, send
+from paceline.kernels.triton.jit.attention import NONE
 
 if TYPE_CHECKING:
-    from paceline.kernels._triton.plan import PlanTables
-    from paceline.kernels._triton.tiles import Tiling
+    from paceline.kernels.triton.plan import PlanTables
+    from paceline.kernels.triton.tiles import Tiling
 
 NO_NODE = -2  # -1 is the node of rows that pad a tile
 

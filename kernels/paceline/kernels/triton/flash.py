@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.kernels._triton.backend import Caches, TritonBackend
 from paceline.kernels.caches import PagedPlane
 from paceline.kernels.dense import AttentionCall
 from paceline.kernels.trees import TreePlan, send
+from paceline.kernels.triton.backend import Caches, TritonBackend
 
 _PAGE = 256  # pages of flash-attn have a multiple of so many slots
 _WIDTHS = range(8, 257, 8)  # of its heads

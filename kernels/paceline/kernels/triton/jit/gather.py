@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paceline.kernels._triton.jit.attention import NONE
+from paceline.kernels.triton.jit.attention import NONE
 
 
 @triton.jit
