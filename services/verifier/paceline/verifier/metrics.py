@@ -140,7 +140,85 @@ _METRICS = {
 }
 
 
-class VerifierMetrics(Collector):
+ROUND_METRICS = (
+    *(Metric.ROUNDS, Metric.GENERATION_TOKENS, Metric.FREE_RUN_TOKENS, Metric.NUM_DRAFTS),
+    *(Metric.NUM_DRAFT_TOKENS, Metric.NUM_CHECKED, Metric.NUM_ACCEPTED),
+    *(Metric.NUM_ACCEPTED_PER_POS, Metric.EMITTED_PER_ROUND, Metric.DRAFT_SECONDS),
+)
+"""Those of every engine that drafts."""
+
+
+class RoundMetrics:
+    """Counters and histograms of rounds, by drafter."""
+
+    def __init__(
+        self, registry: CollectorRegistry, model: str, names: Iterable[str] = ROUND_METRICS
+    ) -> None:
+        """Add those of the given names to a registry; ``model`` is the name of the target."""
+        fixed = {"model_name": model, "gen_ai_request_model": model}
+        fixed |= {"gen_ai_operation_name": Span.GENERATION, "gen_ai_provider_name": PROVIDER}
+        self._metrics: dict[str, Counter | Histogram] = {}
+        self._fixed: dict[str, list[str]] = {}
+        """Values of the first labels of each metric."""
+        for name in names:
+            labels, text, buckets = _METRICS[name]
+            self._metrics[name] = (
+                Histogram(name, text, labels, registry=registry, buckets=buckets)
+                if buckets
+                else Counter(name, text, labels, registry=registry)
+            )
+            self._fixed[name] = [fixed[label] for label in labels if label in fixed]
+            if len(self._fixed[name]) == len(labels):
+                self._metrics[name].labels(*self._fixed[name])  # shown as 0 from now on
+        self._versions: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def round(self, output: StepOutput) -> None:
+        """A round, or consecutive plain ones."""
+        emitted, accepted, draft = len(output.tokens), len(output.accepted), output.draft
+        drafter = self._drafter(output)
+        reason = "" if output.no_draft is None else output.no_draft.value
+        self._add(Metric.GENERATION_TOKENS, emitted)
+        self._add(Metric.ROUNDS, 1, *drafter, reason)
+        if draft is None:
+            self._add(Metric.FREE_RUN_TOKENS, emitted)
+            return
+        self._add(Metric.NUM_DRAFTS, 1, *drafter)
+        self._add(Metric.NUM_DRAFT_TOKENS, len(draft.tree), *drafter)
+        self._add(Metric.NUM_CHECKED, output.checked, *drafter)
+        self._add(Metric.NUM_ACCEPTED, accepted, *drafter)
+        for position in range(accepted):
+            self._add(Metric.NUM_ACCEPTED_PER_POS, 1, *drafter, str(position))
+        self._add(Metric.EMITTED_PER_ROUND, emitted, *drafter)
+        self._add(Metric.DRAFT_SECONDS, draft.seconds, *drafter)
+
+    def _drafter(self, output: StepOutput) -> tuple[str, str]:
+        """Name and version of a round's drafter; empty without one.
+
+        A drafter service may announce any number of versions, so series of old ones are removed.
+        """
+        if output.drafter is None:
+            return "", ""
+        drafter = output.drafter.name, output.drafter.version
+        self._versions[drafter] = None
+        self._versions.move_to_end(drafter)
+        if len(self._versions) > _MAX_VERSIONS:
+            oldest, _ = self._versions.popitem(last=False)
+            match = dict(zip(_DRAFTER[1:], oldest, strict=True))
+            for name, metric in self._metrics.items():
+                if _METRICS[name].labels[: len(_DRAFTER)] == _DRAFTER:
+                    metric.remove_by_labels(match)
+        return drafter
+
+    def _add(self, name: str, value: float, *labels: str) -> None:
+        """Add to a counter, or a value to a histogram; `labels` are those that are not fixed."""
+        metric = self._metrics[name].labels(*self._fixed[name], *labels)
+        if isinstance(metric, Counter):
+            metric.inc(value)
+        else:
+            metric.observe(value)
+
+
+class VerifierMetrics(RoundMetrics, Collector):
     """Counters and histograms of one verifier. Gauges are read when scraped.
 
     Used on the event loop, except `step`, which the engine thread calls, and `collect`, which runs
@@ -161,21 +239,7 @@ class VerifierMetrics(Collector):
         joined, and ``graphs`` are its CUDA graphs."""
         self._model, self._store, self._engine = model.name, store, engine
         self._follows, self._joined, self._graphs, self._facts = follows, joined, graphs, model
-        fixed = {"model_name": model.name, "gen_ai_request_model": model.name}
-        fixed |= {"gen_ai_operation_name": Span.GENERATION, "gen_ai_provider_name": PROVIDER}
-        self._metrics: dict[str, Counter | Histogram] = {}
-        self._fixed: dict[str, list[str]] = {}
-        """Values of the first labels of each metric."""
-        for name, (labels, text, buckets) in _METRICS.items():
-            self._metrics[name] = (
-                Histogram(name, text, labels, registry=registry, buckets=buckets)
-                if buckets
-                else Counter(name, text, labels, registry=registry)
-            )
-            self._fixed[name] = [fixed[label] for label in labels if label in fixed]
-            if len(self._fixed[name]) == len(labels):
-                self._metrics[name].labels(*self._fixed[name])  # shown as 0 from now on
-        self._versions: OrderedDict[tuple[str, str], None] = OrderedDict()
+        super().__init__(registry, model.name, _METRICS)
         registry.register(self)
 
     def admitted(self, cache: Cache) -> None:
@@ -199,27 +263,13 @@ class VerifierMetrics(Collector):
 
     def answered(self, cache: Cache, output: StepOutput) -> None:
         """A step, or consecutive plain ones, were answered."""
-        emitted, accepted, draft = len(output.tokens), len(output.accepted), output.draft
-        drafter = self._drafter(output)
-        reason = "" if output.no_draft is None else output.no_draft.value
+        self.round(output)
         self._add(Metric.NODE_BUDGET, output.node_budget)
-        self._add(Metric.GENERATION_TOKENS, emitted)
         self._add(Metric.VERIFY_QUEUE_SECONDS, output.queue_us / 1e6)
-        self._add(Metric.ROUNDS, 1, *drafter, reason)
-        if draft is not None:
-            self._add(Metric.NUM_DRAFTS, 1, *drafter)
-            self._add(Metric.NUM_DRAFT_TOKENS, len(draft.tree), *drafter)
-            self._add(Metric.NUM_CHECKED, output.checked, *drafter)
-            self._add(Metric.NUM_ACCEPTED, accepted, *drafter)
-            for position in range(accepted):
-                self._add(Metric.NUM_ACCEPTED_PER_POS, 1, *drafter, str(position))
-            self._add(Metric.EMITTED_PER_ROUND, emitted, *drafter)
-            self._add(Metric.DRAFT_SECONDS, draft.seconds, *drafter)
+        if output.draft is not None:
             self._add(Metric.VERIFY_SECONDS, output.step_us / 1e6)
-        else:
-            self._add(Metric.FREE_RUN_TOKENS, emitted)
         if cache.request is not None:
-            cache.request.emitted(emitted)
+            cache.request.emitted(len(output.tokens))
             self._finish(cache)
 
     def released(self, cache: Cache, error: str) -> None:
@@ -244,32 +294,6 @@ class VerifierMetrics(Collector):
         self._add(Metric.ENGINE_BATCH_TOKENS, tokens)
         if decided is not None:
             self._add(Metric.SCHEDULE_SECONDS, decided)
-
-    def _drafter(self, output: StepOutput) -> tuple[str, str]:
-        """Name and version of a round's drafter; empty without one.
-
-        A drafter service may announce any number of versions, so series of old ones are removed.
-        """
-        if output.drafter is None:
-            return "", ""
-        drafter = output.drafter.name, output.drafter.version
-        self._versions[drafter] = None
-        self._versions.move_to_end(drafter)
-        if len(self._versions) > _MAX_VERSIONS:
-            oldest, _ = self._versions.popitem(last=False)
-            match = dict(zip(_DRAFTER[1:], oldest, strict=True))
-            for name, described in _METRICS.items():
-                if described.labels[: len(_DRAFTER)] == _DRAFTER:
-                    self._metrics[name].remove_by_labels(match)
-        return drafter
-
-    def _add(self, name: str, value: float, *labels: str) -> None:
-        """Add to a counter, or a value to a histogram; `labels` are those that are not fixed."""
-        metric = self._metrics[name].labels(*self._fixed[name], *labels)
-        if isinstance(metric, Counter):
-            metric.inc(value)
-        else:
-            metric.observe(value)
 
     def _finish(self, cache: Cache) -> None:
         if cache.sequence.finish is not None:

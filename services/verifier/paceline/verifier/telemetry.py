@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns, time_ns
@@ -123,6 +124,34 @@ class RoundSpans:
         spans, self._open = self._open, None
         return spans, traced
 
+    def end_round(self, output: StepOutput, facts: Mapping[str, Any]) -> None:
+        """End the spans of a round that :meth:`take` told to trace, or add one without a draft.
+        ``facts`` are more attributes of it. Any thread may call it."""
+        from opentelemetry.trace import set_span_in_context
+
+        clock = _wall_clock()
+        if output.spans is not None:
+            span = output.spans.round
+        else:
+            span = self._tracer.start_span(
+                Span.ROUND, self.parent, start_time=clock + _ns(output.round_began)
+            )
+        verify = self._tracer.start_span(
+            Span.VERIFY,
+            set_span_in_context(span),
+            attributes={
+                Attribute.NUM_EMITTED: len(output.tokens),
+                Attribute.QUEUE_DURATION: output.queue_us / 1e6,
+                Attribute.COMPUTE_DURATION: output.step_us / 1e6,
+                Attribute.BATCH_TOKENS: output.batch_tokens,
+            },
+            start_time=clock + _ns(output.began),
+        )
+        ended = clock + _ns(output.ended)
+        verify.end(ended)
+        span.set_attributes({**_round_attributes(output), **facts})
+        span.end(ended)
+
 
 class Telemetry:
     """Reports jobs to metrics and a tracer, as far as the verifier has them.
@@ -170,32 +199,9 @@ class Telemetry:
         if self._tracer is None or spans is None:
             return
         cache.rounds += 1
-        if not output.traced:
-            return
-        from opentelemetry.trace import set_span_in_context
-
-        clock = _wall_clock()
-        if output.spans is not None:
-            span = output.spans.round
-        else:
-            span = self._tracer.start_span(
-                Span.ROUND, spans.parent, start_time=clock + _ns(output.round_began)
-            )
-        verify = self._tracer.start_span(
-            Span.VERIFY,
-            set_span_in_context(span),
-            attributes={
-                Attribute.NUM_EMITTED: len(output.tokens),
-                Attribute.QUEUE_DURATION: output.queue_us / 1e6,
-                Attribute.COMPUTE_DURATION: output.step_us / 1e6,
-                Attribute.BATCH_TOKENS: output.batch_tokens,
-            },
-            start_time=clock + _ns(output.began),
-        )
-        ended = clock + _ns(output.ended)
-        verify.end(ended)
-        span.set_attributes(_round_attributes(cache, output))
-        span.end(ended)
+        if output.traced:
+            facts = {Attribute.ROUND_INDEX: cache.rounds, Attribute.CACHE_EPOCH: cache.epoch}
+            spans.end_round(output, facts)
 
     def _prefilled(self, cache: Cache, job: Prefill, traceparent: str, began_ns: int) -> None:
         if self._metrics is not None:
@@ -214,14 +220,12 @@ class Telemetry:
             add_server_span(self._tracer, name, traceparent, began_ns, ended, attributes, job.error)
 
 
-def _round_attributes(cache: Cache, output: StepOutput) -> dict[str, Any]:
+def _round_attributes(output: StepOutput) -> dict[str, Any]:
     draft = output.draft
     attributes: dict[str, Any] = {
-        Attribute.ROUND_INDEX: cache.rounds,
         Attribute.NUM_DRAFT_TOKENS: 0 if draft is None else len(draft.tree),
         Attribute.NUM_ACCEPTED: len(output.accepted),
         Attribute.NUM_EMITTED: len(output.tokens),
-        Attribute.CACHE_EPOCH: cache.epoch,
     }
     if output.drafter is not None:
         attributes |= _drafter(output.drafter)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from paceline.service import OptionsError, ServerOptions, ServiceError, limits, run_server
-from paceline.service.exchange import Waiter
 from paceline.service.tasks import keep_running
 from paceline.telemetry.exporters import traced
 from paceline.v1 import exchange_pb2, exchange_pb2_grpc, verifier_pb2
-from paceline.verifier.engine.drafting import Drafting, ReadTree
+from paceline.verifier.engine.drafting import Drafting
+from paceline.verifier.engine.drafting_lock import DraftingLock
 from paceline.verifier.rpc.exchange import DraftExchangeServicer
 
 if TYPE_CHECKING:
@@ -30,68 +29,6 @@ _TIDY_SECONDS = 0.5
 """Time between two looks at ended texts and broken connections while vLLM runs no step."""
 
 _START_SECONDS = 30.0
-
-
-class DraftingLock:
-    """Who holds it may use the drafter services: vLLM's thread in a step, else the event loop's.
-
-    Commands of the event loop run at once between two steps, and within one as soon as vLLM's
-    thread looks, which a command wakes.
-    """
-
-    def __init__(self, read_tree: ReadTree) -> None:
-        """Make it without services; ``read_tree`` checks what they send."""
-        self.waiter = Waiter()
-        self._drafting = Drafting(self.waiter, read_tree, strict=True)
-        self._commands: deque[Callable[[Drafting], None]] = deque()
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def held(self) -> Iterator[Drafting]:
-        """Hold it in the body."""
-        with self._lock:
-            self.look(0.0)
-            yield self._drafting
-            self.look(0.0)
-        self._run_commands()
-
-    def look(self, seconds: float) -> None:
-        """Wait at most so long for messages and commands, and take them. Only who holds it."""
-        ready = self.waiter.wait(0.0 if self._drafting.unread or self._commands else seconds)
-        while self._commands:
-            command = self._commands.popleft()
-            try:
-                command(self._drafting)
-            except Exception:
-                _log.exception("a command of the exchange failed")
-        self._drafting.read(ready)
-
-    def drafting(self, command: Callable[[Drafting], None]) -> None:
-        """Run a command; see :class:`paceline.verifier.rpc.exchange.DraftingThread`."""
-        self._commands.append(command)
-        self.waiter.wake()
-        self._run_commands()
-
-    async def with_drafting(self, command: Callable[[Drafting], None]) -> None:
-        """The same; returns when it was run."""
-        done: Future[None] = Future()
-
-        def run(drafting: Drafting) -> None:
-            try:
-                command(drafting)
-            finally:
-                done.set_result(None)
-
-        self.drafting(run)
-        await asyncio.shield(asyncio.wrap_future(done))
-
-    def _run_commands(self) -> None:
-        """Run the commands unless somebody holds the lock, who then does."""
-        while self._commands and self._lock.acquire(blocking=False):
-            try:
-                self.look(0.0)
-            finally:
-                self._lock.release()
 
 
 class ExchangeService:

@@ -5,20 +5,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Items
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry
 
-from paceline.tree import MAX_NODES, TokenTree
+from paceline.telemetry.names import Attribute, Span
+from paceline.telemetry.tracing import remote_context, traceparent_of, tracer
+from paceline.tree import MAX_NODES, TokenTree, likeliest_path
 from paceline.v1 import tree_pb2
 from paceline.verifier.engine.drafting import Drafting, Link
+from paceline.verifier.engine.drafting_lock import DraftingLock
 from paceline.verifier.engine.job import Decode, Draft, DrafterVersion, NoDraft, StepOutput
+from paceline.verifier.metrics import RoundMetrics
 from paceline.verifier.rpc.messages import read_tree
 from paceline.verifier.scheduler.costs import flat_table
 from paceline.verifier.scheduler.scheduler import Scheduler
-from paceline.vllm.exchange import DraftingLock, ExchangeService, serve
+from paceline.verifier.telemetry import RoundSpans
+from paceline.vllm.exchange import ExchangeService, serve
 from paceline.vllm.settings import TRIED, Settings, log_to_stderr, vllm_version
-from paceline.vllm.texts import Text, Texts, likeliest_path
+from paceline.vllm.texts import Text, Texts
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import Tracer
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +42,8 @@ _MAX_WAIT = 2.0
 
 _UNKNOWN_STEP = 0.025
 """Time of a step before one was measured. Unit: seconds."""
+
+_TRACED_ROUNDS = (100, 10)  # the first of a text, and then one in so many
 
 _NEWEST = 0.1  # weight of the newest step in the mean time
 
@@ -70,7 +81,11 @@ class PacelineProposer:
         self._began = perf_counter()
         self._step = 0
         self._rests: dict[Link, tuple[int, int]] = {}  # steps of a rest, and when it ends
+        self._metrics: RoundMetrics | None = None
+        self._tracer: Tracer | None = None
         if settings.server is not None and settings.leads:
+            registry = CollectorRegistry()
+            self._metrics = RoundMetrics(registry, model.name)
             service = ExchangeService(
                 model,
                 self._lock,
@@ -78,7 +93,9 @@ class PacelineProposer:
                 path=own.draft_socket,
                 needs_token=settings.server.token is not None,
             )
-            self.address = serve(service, settings.server, None)
+            metered = settings.server.metrics_address is not None
+            self.address = serve(service, settings.server, registry if metered else None)
+            self._tracer = tracer()  # set up by what serves
         version = vllm_version()
         log = _log.info if version in TRIED else _log.warning
         log(
@@ -137,6 +154,8 @@ class PacelineProposer:
         texts, known = self._texts.follow(sampled, lengths, rows)
         self._learn(texts, known and texts.keys() == self._planned.keys(), now)
         for text in texts:
+            if self._tracer is not None and text.span is None:
+                self._trace(self._tracer, text)
             self._ask(drafting, text, now)
         drafting.flush(self._step)
         self._wait(drafting)
@@ -157,6 +176,10 @@ class PacelineProposer:
             output = StepOutput(tokens, list(range(len(tokens) - 1)), checked=len(chain))
             text.job.add_output(output, self._began, now)
             text.job.outputs.clear()
+            if self._metrics is not None:
+                self._metrics.round(output)
+            if text.job.spans is not None and output.traced:
+                text.job.spans.end_round(output, {})
             outputs.append(output)
         if alone and outputs:
             weight = _NEWEST if self._step_seconds else 1.0
@@ -236,10 +259,21 @@ class PacelineProposer:
         admitted = self._scheduler.admit(jobs, trees, len(jobs), attended, 0)
         return dict(zip(texts, trees if self._always else admitted, strict=True))
 
+    def _trace(self, tracer: Tracer, text: Text) -> None:
+        """Begin the span of a text. It has no parent: vLLM gives a proposer no trace context."""
+        text.span = tracer.start_span(
+            Span.GENERATION, attributes={Attribute.REQUEST_MODEL: self._settings.model.name}
+        )
+        traceparent = traceparent_of(text.span)
+        if (parent := remote_context(traceparent)) is not None and text.span.is_recording():
+            text.job.spans = RoundSpans(tracer, traceparent, parent, _TRACED_ROUNDS)
+
     def _tidy(self, drafting: Drafting) -> None:
         """Close what has ended while vLLM runs no step."""
         for text in self._texts.take_ended(perf_counter()):
             drafting.close(text.job)
+            if text.span is not None:
+                text.span.end()
             self._scheduler.forget(text.job.sequence)
         for link in self._rests.keys() - set(drafting.links):
             del self._rests[link]

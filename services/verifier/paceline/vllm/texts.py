@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.kernels import SamplingParams
 from paceline.sources.ngram import NgramOptions, NgramSource, Owner
-from paceline.tree import EMPTY, TokenTree
+from paceline.tree import EMPTY, TokenTree, likeliest_path
 from paceline.verifier.engine.job import Decode, GenerationParams, Sequence
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class Text:
         seen_at: When a batch had it last (time.perf_counter).
         expected: Mean expected accepted tokens of recent trees of a drafter service.
         found: The chain that was looked up for the next step.
+        span: Its span; None: it is not traced.
     """
 
     job: Decode
@@ -49,6 +50,7 @@ class Text:
     seen_at: float = field(default_factory=perf_counter)
     expected: float = 0.0
     found: TokenTree = EMPTY
+    span: Any = None
     _tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     _kept: int = 0
 
@@ -172,15 +174,3 @@ class Texts:
         ended = [text for text in self._texts if now - text.seen_at > ABSENT_SECONDS]
         self._texts = [text for text in self._texts if now - text.seen_at <= ABSENT_SECONDS]
         return ended
-
-
-def likeliest_path(tree: TokenTree) -> TokenTree:
-    """The chain of the likeliest child at each depth, with its confidences."""
-    if tree.is_chain:
-        return tree
-    path: list[int] = []
-    node, chances = -1, tree.acceptance_probabilities
-    while children := [child for child, parent in enumerate(tree.parents) if parent == node]:
-        node = max(children, key=chances.__getitem__)
-        path.append(node)
-    return TokenTree.chain([tree.tokens[n] for n in path], [chances[n] for n in path])
