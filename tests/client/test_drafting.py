@@ -181,7 +181,7 @@ async def test_a_drafter_that_no_service_ever_had_is_an_error_at_once(
 async def test_a_hung_service_is_waited_for_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.client._fleet._JOIN_TIMEOUT", 0.05)
+    monkeypatch.setattr("paceline.client._fleet.JOIN_TIMEOUT", 0.05)
     world.registry.may_answer.clear()
     async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
         for _ in range(2):

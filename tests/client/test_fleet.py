@@ -139,7 +139,7 @@ async def test_a_dns_name_stands_for_its_addresses(
         assert site.made == [2, 2, 0]
         listed[:] = [1, 2]
         await site.services[0].stop()
-        monkeypatch.setattr("paceline.client._fleet._MAX_AGE", 0.0)
+        monkeypatch.setattr("paceline.client._fleet.MAX_AGE", 0.0)
         await generate(client, 4)
         while not site.made[2]:
             await generate(client, 2)
@@ -167,7 +167,7 @@ async def generate(client: Client, count: int, length: int = 20) -> None:
 
 
 async def test_generations_are_spread_by_load(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.client._fleet._MAX_AGE", 600.0)
+    monkeypatch.setattr("paceline.client._fleet.MAX_AGE", 600.0)
     site.verifiers[2].others = 6
     async with client_of(site, 0, 1, 2) as client:
         await generate(client, 14)
@@ -192,7 +192,7 @@ async def test_a_prefix_counts_more_than_load_up_to_a_limit(
     site: Site, monkeypatch: pytest.MonkeyPatch, others: int, restarted: bool, stays: bool
 ) -> None:
     """And nothing once its process has restarted. Texts are compared in chunks of 64 tokens."""
-    monkeypatch.setattr("paceline.client._fleet._MAX_AGE", 0.0)
+    monkeypatch.setattr("paceline.client._fleet.MAX_AGE", 0.0)
     text = PROMPT * 30
     async with client_of(site, 0, 1) as client:
         await client.generate(text, max_new_tokens=2)
@@ -207,7 +207,7 @@ async def test_a_prefix_counts_more_than_load_up_to_a_limit(
 async def test_a_text_goes_to_its_longest_prefix(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.client._fleet._MAX_AGE", 0.0)
+    monkeypatch.setattr("paceline.client._fleet.MAX_AGE", 0.0)
     long, short = [1] * 300, [1] * 65 + [2] * 300
     async with client_of(site, 0, 1) as client:
         await client.generate(long, max_new_tokens=2)
@@ -259,7 +259,7 @@ async def test_a_verifier_with_equal_numerics_is_preferred_to_an_idle_one(site: 
 async def test_a_draining_verifier_finishes_its_texts_and_gets_no_other(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.client._fleet._MAX_AGE", 0.0)
+    monkeypatch.setattr("paceline.client._fleet.MAX_AGE", 0.0)
     async with client_of(site, 0, 1) as client:
         before, after = await disturbed(client, site, "drain")
         assert before == after

@@ -103,7 +103,7 @@ def target(folders: dict[str, Path]) -> Decoder:
 def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the plain PyTorch backend on both devices, in this thread."""
     for kind in ("cpu", "other"):
-        monkeypatch.setitem(attention._LOADED, kind, DenseBackend())
+        monkeypatch.setitem(attention.LOADED, kind, DenseBackend())
     for module in ("lm", "target_drafter", "selfspec"):
         monkeypatch.setattr(f"paceline.drafter.methods.{module}.load_model", _here)
 

@@ -162,7 +162,7 @@ async def test_a_draft_that_hangs_ends_the_process(
         drafter.hold.set()
 
     monkeypatch.setattr(watchdog.os, "_exit", exit_)
-    monkeypatch.setattr(watchdog, "_WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "WATCH_SECONDS", 0.01)
     monkeypatch.setattr(watchdog, "MAX_SECONDS", 0.3)
     monkeypatch.setattr(watchdog.logging, "shutdown", lambda: None)
     worker = DraftWorker(device="cuda:1")

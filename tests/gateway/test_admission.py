@@ -89,7 +89,7 @@ async def test_bodies_take_bounded_memory(serve: Serve) -> None:
     """The oldest unfinished one is refused where there is no memory for another."""
     async with serve(MockTransport("x"), max_body_bytes=BODY) as served:
         async with _all([upload(served, sent=BODY - 1) for _ in range(20)]) as uploads:
-            fitting = admission._LONG_BODIES
+            fitting = admission.LONG_BODIES
             for each in uploads[: -fitting - 1]:
                 status, headers, body = await each.answer()
                 assert (status, headers["Retry-After"]) == (503, "1")
@@ -117,7 +117,7 @@ async def test_a_body_that_is_too_long_is_not_read(serve: Serve) -> None:
 
 
 async def test_a_slow_body_is_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "_BODY_SECONDS", 0.1)
+    monkeypatch.setattr(admission, "BODY_SECONDS", 0.1)
     async with serve(MockTransport("x")) as served, upload(served) as begun:
         assert (await begun.answer())[0] == 408
 
@@ -141,7 +141,7 @@ class Lost(MockTransport):
 @pytest.fixture
 def asks_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client asks the verifier for its model before each text."""
-    monkeypatch.setattr(_fleet, "_MAX_AGE", 0.0)
+    monkeypatch.setattr(_fleet, "MAX_AGE", 0.0)
 
 
 @pytest.mark.usefixtures("asks_each_time")
@@ -177,7 +177,7 @@ async def test_a_drain_refuses_every_route_at_once(serve: Serve) -> None:
 
 
 async def test_a_wait_for_a_verifier_ends(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "_VERIFIER_SECONDS", 0.1)
+    monkeypatch.setattr(admission, "VERIFIER_SECONDS", 0.1)
     transport = Lost()
     transport.lost = True
     async with serve(transport) as served:

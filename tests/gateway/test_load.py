@@ -36,7 +36,7 @@ async def reading_nothing(served: Served, **body: object) -> socket.socket:
 async def test_a_caller_that_reads_nothing_is_disconnected(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(writers, "_STALLED_SECONDS", 0.2)
+    monkeypatch.setattr(writers, "STALLED_SECONDS", 0.2)
     async with serve(MockTransport(TEXT), max_requests=1) as served:
         # A whole response is as long with log-probabilities as a stream.
         caller = await reading_nothing(served, stream=stream, logprobs=0)
@@ -65,7 +65,7 @@ async def test_others_are_served_beside_callers_that_read_nothing(serve: Serve) 
 async def test_a_connection_without_a_request_is_closed(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    monkeypatch.setattr(server, "_IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.2)
     async with serve(MockTransport("x")) as served:
         host, port = served.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))

@@ -38,9 +38,9 @@ def cpu_backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
 
 
 def _serving(backend: AttentionBackend) -> Iterator[AttentionBackend]:
-    before = attention._LOADED.get("cpu")
-    attention._LOADED["cpu"] = backend
+    before = attention.LOADED.get("cpu")
+    attention.LOADED["cpu"] = backend
     yield backend
-    attention._LOADED.pop("cpu")
+    attention.LOADED.pop("cpu")
     if before is not None:
-        attention._LOADED["cpu"] = before
+        attention.LOADED["cpu"] = before

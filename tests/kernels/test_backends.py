@@ -67,7 +67,7 @@ def test_a_missing_package_gives_way() -> None:
 
 def test_what_may_have_other_bits_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, why in (("triton", ""), ("flash_attn", "PACELINE_ATTENTION"), ("dense", "Triton")):
-        monkeypatch.setitem(attention._LOADED, "meta", SimpleNamespace(name=name))
+        monkeypatch.setitem(attention.LOADED, "meta", SimpleNamespace(name=name))
         found = why_bits_vary("meta")
         assert why in found
         assert bool(found) == bool(why)

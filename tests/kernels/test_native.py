@@ -36,7 +36,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(_native.VARIABLE, raising=False)
     monkeypatch.setattr(_compile, "PREBUILT", tmp_path / "prebuilt")
-    monkeypatch.setattr(attention, "_LOADED", {})
+    monkeypatch.setattr(attention, "LOADED", {})
     _native.cpu_kernels.cache_clear()
     yield tmp_path
     _native.cpu_kernels.cache_clear()

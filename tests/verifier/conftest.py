@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import AsyncIterator, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fakes.exchange import DrafterService
-from verifier_support import FAMILIES, MEMORY, Client, Clock, make_model, serving
+from verifier_support import FAMILIES, MEMORY, Client, make_model, serving
 
-from paceline.verifier import service
 from paceline.verifier.engine import drafting
 from paceline.verifier.kv.segment import Segment
-from paceline.verifier.store import CacheStore
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -69,14 +66,6 @@ async def client(model: Path, tmp_path: Path) -> AsyncIterator[Client]:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of leases."""
-    made = Clock()
-    monkeypatch.setattr(service, "CacheStore", partial(CacheStore, clock=made))
-    return made
-
-
-@pytest.fixture
 async def far_service(client: Client) -> AsyncIterator[DrafterService]:
     """A service whose drafter is called ``far`` and whose messages travel over the stream."""
     async with client.new_drafter_service(socket=False, name="far") as service:
@@ -86,7 +75,7 @@ async def far_service(client: Client) -> AsyncIterator[DrafterService]:
 @pytest.fixture
 def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences are opened again at once after a failure."""
-    monkeypatch.setattr(drafting, "_FIRST_DELAY", 0.0)
+    monkeypatch.setattr(drafting, "FIRST_DELAY", 0.0)
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name ``cuda`` means the device, in every thread that computes."""
     for kind in ("cpu", "other"):
-        monkeypatch.setitem(attention._LOADED, kind, DenseBackend())
+        monkeypatch.setitem(attention.LOADED, kind, DenseBackend())
     wiring, engine = "paceline.verifier.wiring", "paceline.verifier.engine.engine"
     real = torch.device("cpu")
     monkeypatch.setattr(

@@ -13,11 +13,9 @@ from dataclasses import dataclass, field
 from math import inf
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.job import StepOutput
-from paceline.verifier.scheduler import scheduler as module
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.scheduler import Scheduler
 
@@ -117,8 +115,8 @@ class Simulation:
         self.random = random.Random(0)
         self.now = self.drafter_free = self.requested_at = self.latency = 0.0
         self.requested: list[_Generation] = []
-        with self.clock():
-            self.scheduler = Scheduler(CostTable((1, tokens), (STEP, longest)), 255)
+        table = CostTable((1, tokens), (STEP, longest))
+        self.scheduler = Scheduler(table, 255, clock=lambda: self.now * STEP)
         self.made = 0
         self.tokens: dict[int, int] = defaultdict(int)
         self.seconds: dict[int, float] = defaultdict(float)
@@ -126,9 +124,6 @@ class Simulation:
         self.running = [
             self.begin(1 + self.length * index // self.users) for index in range(self.users)
         ]
-
-    def clock(self) -> Any:
-        return patch.object(module, "perf_counter", lambda: self.now * STEP)
 
     def run(self, duration: float) -> dict[int, float]:
         """Tokens of a generation in the time of a plain step of one sequence, by kind.
@@ -140,19 +135,18 @@ class Simulation:
         end = self.now + duration
         for each in self.running:
             each.began = self.now
-        with self.clock():
-            self.plan([each for each in self.running if not each.ready_at])
-            while self.now < end:
-                self.draft()
-                here = [each for each in self.running if each.ready_at <= self.now]
-                away = [each for each in self.running if each not in here]
-                arrivals = [STEP * (each.asked_at + 1.3 * self.latency) for each in away]
-                held = self.scheduler.hold(len(here), arrivals) / STEP if here else inf
-                if held:
-                    free = self.drafter_free if self.requested else inf
-                    self.now = min(free, self.now + held, *(each.ready_at for each in away))
-                else:
-                    self.step(here)
+        self.plan([each for each in self.running if not each.ready_at])
+        while self.now < end:
+            self.draft()
+            here = [each for each in self.running if each.ready_at <= self.now]
+            away = [each for each in self.running if each not in here]
+            arrivals = [STEP * (each.asked_at + 1.3 * self.latency) for each in away]
+            held = self.scheduler.hold(len(here), arrivals) / STEP if here else inf
+            if held:
+                free = self.drafter_free if self.requested else inf
+                self.now = min(free, self.now + held, *(each.ready_at for each in away))
+            else:
+                self.step(here)
         for each in self.running:
             self.seconds[each.number % self.kinds] += self.now - each.began
         return {kind: self.tokens[kind] / self.seconds[kind] for kind in sorted(self.seconds)}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
@@ -47,16 +49,15 @@ def test_tables_are_kept_and_measured_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(costs, "_BUDGET", 0.0)
     decoder = Decoder.load(model)
 
-    def loaded(*, again: bool = False) -> CostTable:
-        return scheduling.load_scheduler(decoder, 2048, 64, again=again).costs.profiled
+    def loaded(measure: Any = lambda *_: SOME, *, again: bool = False) -> CostTable:
+        made = scheduling.load_scheduler(decoder, 2048, 64, again=again, measure=measure)
+        return made.costs.profiled
 
     with torch.inference_mode():
-        table = loaded()
+        table = loaded(partial(costs.profile, seconds=0.0))
         (file,) = (tmp_path / "paceline" / "costs").glob("*.json")
-        monkeypatch.setattr(scheduling, "profile", lambda *_: SOME)
         assert loaded() == table
         assert loaded(again=True) == SOME
         for damaged in ("[1]", "{}", '{"table": {"tokens": [1]}, "learnt": null}', "no JSON"):
@@ -75,10 +76,9 @@ def test_a_table_measured_on_a_busy_machine_is_measured_again(
         measured += 1
         return SOME
 
-    monkeypatch.setattr(scheduling, "profile", count)
     scales = []
     for learnt in (0.9, 0.5, 1.0):  # of the table, as one process after the other finds it
-        scheduler = scheduling.load_scheduler(decoder, 2048, 64)
+        scheduler = scheduling.load_scheduler(decoder, 2048, 64, measure=count)
         scales.append(scheduler.costs.scale)
         scheduler.costs.scale = learnt
         scheduling.save_scheduler(scheduler, decoder)
@@ -91,9 +91,8 @@ def test_a_table_that_cannot_be_kept_serves_once(
 ) -> None:
     (tmp_path / "paceline").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(scheduling, "profile", lambda *_: SOME)
     decoder = Decoder.load(model)
-    scheduler = scheduling.load_scheduler(decoder, 2048, 64)
+    scheduler = scheduling.load_scheduler(decoder, 2048, 64, measure=lambda *_: SOME)
     assert scheduler.costs.profiled == SOME
     scheduling.save_scheduler(scheduler, decoder)
 
@@ -111,9 +110,8 @@ def test_of_several_that_start_at_a_time_one_measures(
 
     def load(_: int) -> CostTable:
         began.wait()
-        return scheduling.load_scheduler(decoder, 2048, 64).costs.profiled
+        return scheduling.load_scheduler(decoder, 2048, 64, measure=one).costs.profiled
 
-    monkeypatch.setattr(scheduling, "profile", one)
     with ThreadPoolExecutor(3) as pool:
         tables = list(pool.map(load, range(3)))
     assert tables == [SOME] * 3

@@ -278,7 +278,7 @@ async def test_a_late_tree_is_ignored_and_the_next_is_used(socket: bool, client:
 async def test_a_drafter_that_hangs_is_left(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafting, "_HUNG_SECONDS", 0.0)
+    monkeypatch.setattr(drafting, "HUNG_SECONDS", 0.0)
     service = client.drafter_service
     name = await service.add(drafters.nothing)
     created = await client.create(PROMPT, **FIELDS)

@@ -15,7 +15,7 @@ from calls import failure, reason_of, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from verifier_support import Client, paused_engine, serving
 
-from paceline.decoder import DeviceLost
+from paceline.decoder import Decoder, DeviceLost
 from paceline.kv.selection import AttentionScores
 from paceline.service import watchdog
 from paceline.tree import TokenTree
@@ -38,14 +38,17 @@ def fields(seed: int) -> dict[str, Any]:
 
 @pytest.mark.bits
 @pytest.mark.parametrize("fault", ["a prompt", "a draft"])
-async def test_only_the_sequence_at_fault_ends(fault: str, client: Client) -> None:
+async def test_only_the_sequence_at_fault_ends(
+    fault: str, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Others of its batch have their own tokens and scores; after a bad draft it goes on too."""
-    decoder: Any = client.service.engine._decoder
-    forward, failed = decoder.forward, list[int]()
+    forward, failed = Decoder.forward, list[int]()
 
-    def poisoned(tokens: torch.Tensor, plan: Any, caches: Any, **options: Any) -> Any:
+    def poisoned(
+        decoder: Decoder, tokens: torch.Tensor, plan: Any, caches: Any, **options: Any
+    ) -> Any:
         # As a fault in a late layer: keys, values and scores of the batch are written by then.
-        output = forward(tokens, plan, caches, **options)
+        output = forward(decoder, tokens, plan, caches, **options)
         if POISON in tokens:
             failed.append(len(caches))
             raise RuntimeError("a bad token")
@@ -69,7 +72,7 @@ async def test_only_the_sequence_at_fault_ends(fault: str, client: Client) -> No
         service.paused = []
         call = await client.begin(bad.handle, credits=1, drafter=name)
         await until(lambda: bool(service.paused))
-        with paused_engine(client, after=5) as paused:
+        with paused_engine(after=5) as paused:
             rest = [asyncio.create_task(client.rest(each.handle)) for each in created]
             await paused()
             if disturbed and fault == "a draft":
@@ -87,12 +90,9 @@ async def test_only_the_sequence_at_fault_ends(fault: str, client: Client) -> No
             await client.release(each.handle)
         return texts, [observer.scores for observer in observers]
 
-    decoder.forward = poisoned
-    try:
-        plain, scores = await run(disturbed=False)
-        texts, again = await run(disturbed=True)
-    finally:
-        decoder.forward = forward
+    monkeypatch.setattr(Decoder, "forward", poisoned)
+    plain, scores = await run(disturbed=False)
+    texts, again = await run(disturbed=True)
     assert texts == plain
     assert all(map(torch.equal, again, scores))
     assert failed[0] > failed[-1] == 1, "in a batch, and then alone"
@@ -113,7 +113,7 @@ async def test_a_lost_device_ends_the_verifier(
                 health_pb2.HealthCheckRequest(service="paceline.v1.VerifierService")
             )
             assert (await health.read()).status == health_pb2.HealthCheckResponse.SERVING
-            monkeypatch.setattr(client.service.engine._decoder, "forward", fail)
+            monkeypatch.setattr(Decoder, "forward", fail)
             with pytest.raises(grpc.aio.AioRpcError, match="illegal memory access"):
                 await client.create([3, 1, 4])
             call = client.stub.GetModel(verifier_pb2.GetModelRequest())
@@ -131,9 +131,9 @@ async def test_a_step_that_hangs_ends_the_process(
 ) -> None:
     """On a GPU; on the CPU a step may take any time."""
     engine: Any = client.service.engine
-    assert engine._watchdog._limit == math.inf
+    assert engine._watchdog.limit == math.inf
     exits: list[int] = []
-    hanging, forward = threading.Event(), engine._decoder.forward
+    hanging, forward = threading.Event(), Decoder.forward
 
     def hang(*arguments: Any, **options: Any) -> Any:
         hanging.wait(60.0)
@@ -144,17 +144,16 @@ async def test_a_step_that_hangs_ends_the_process(
         hanging.set()
 
     monkeypatch.setattr(watchdog.os, "_exit", exit_)
-    monkeypatch.setattr(watchdog, "_WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "WATCH_SECONDS", 0.01)
     monkeypatch.setattr(watchdog.logging, "shutdown", lambda: None)
-    monkeypatch.setattr(engine._watchdog, "_limit", 0.3)
-    engine._decoder.forward = hang
+    monkeypatch.setattr(engine._watchdog, "limit", 0.3)
+    monkeypatch.setattr(Decoder, "forward", hang)
     watching = asyncio.create_task(client.service.fault())
     try:
         created = await client.create([3, 1, 4])
     finally:
         hanging.set()
         watching.cancel()
-        del engine._decoder.forward
     await client.release(created.handle)
     assert set(exits) == {watchdog.EXIT_HUNG}
     assert "a step on cpu has not ended after 0.3 s: the service ends" in caplog.text

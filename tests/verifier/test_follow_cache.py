@@ -72,12 +72,12 @@ def test_updates_add_up_to_the_selection(
         kv_exchange.MESSAGE_BYTES = messages
         policy = Scattered(len(layers), seed) if seed % 2 else Streaming(segment, layers)
         stream = FollowStream(cache, layers, policy, 1)
-        delta = DeltaCache(stream._shape)
+        delta = DeltaCache(stream.shape)
         row = position_bytes(LAYOUT.kv_heads, LAYOUT.head_dim, FLOAT32)
         for grown, budget in steps:
             cache.sequence.committed += grown
-            stream._budget = budget
-            update = list(stream._update())
+            stream.budget = budget
+            update = list(stream.update())
             assert [message.last for message in update] == [False] * (len(update) - 1) + [True]
             for message in update:
                 positions = sum(len(chunk.positions) for chunk in message.chunks)
@@ -100,11 +100,11 @@ def test_only_what_changed_is_sent_again(segment: Segment) -> None:
     cache = new_cache(segment)
     stream = FollowStream(cache, (0, 1), Streaming(segment, (0, 1)), 100)
     cache.sequence.committed = 500
-    (first,) = stream._update()
+    (first,) = stream.update()
     assert [len(chunk.positions) for chunk in first.chunks] == [100, 100]
     assert not first.drops
     cache.sequence.committed = 503
-    (second,) = stream._update()
+    (second,) = stream.update()
     assert [list(chunk.positions) for chunk in second.chunks] == [[500, 501, 502]] * 2
     assert [list(drop.positions) for drop in second.drops] == [[404, 405, 406]] * 2
 
@@ -125,10 +125,10 @@ def test_only_what_changed_is_sent_again(segment: Segment) -> None:
 def test_invalid_updates_are_refused(segment: Segment, change: Any, reason: str) -> None:
     cache = new_cache(segment)
     stream = FollowStream(cache, (0, 1), Streaming(segment, (0, 1)), 103)
-    delta = DeltaCache(stream._shape)
+    delta = DeltaCache(stream.shape)
     for committed in (500, 503):
         cache.sequence.committed = committed
-        (message,) = stream._update()
+        (message,) = stream.update()
         if committed == 503:
             change(message)
             with pytest.raises(KvGone, match=reason):

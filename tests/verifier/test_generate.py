@@ -156,7 +156,7 @@ async def test_a_credit_comes_while_a_tree_is_on_its_way(client: Client, handle:
 async def test_taking_over_in_the_middle_of_steps(client: Client) -> None:
     plain = await client.generate(PROMPT, None, **FIELDS)
     created = await client.create(PROMPT, **FIELDS)
-    with paused_engine(client, after=5):
+    with paused_engine(after=5):
         streams = [await client.begin(created.handle, credits=300)]
         seen = (await streams[0].read()).result.tokens
         for _ in range(3):
@@ -176,7 +176,7 @@ async def test_taking_over_in_the_middle_of_steps(client: Client) -> None:
 
 async def test_a_broken_stream_ends_its_steps(client: Client, handle: bytes) -> None:
     (cache,) = client.service.store
-    with paused_engine(client, after=5):
+    with paused_engine(after=5):
         call = await client.begin(handle, credits=300)
         await call.read()
         call.cancel()
@@ -214,7 +214,7 @@ async def test_a_release_ends_the_stream(waits_for: str, client: Client, handle:
     service.paused = []
     (cache,) = client.service.store
     if waits_for == "a step":
-        with paused_engine(client, after=0) as paused:
+        with paused_engine(after=0) as paused:
             call = await client.begin(handle, credits=300)
             await paused()
             releasing = asyncio.create_task(client.release(handle))
@@ -238,11 +238,12 @@ async def test_unknown_handles_and_empty_streams(client: Client) -> None:
     assert [message async for message in call] == []
 
 
-async def test_a_lease_lasts_as_long_as_its_stream(
-    model: Path, tmp_path: Path, clock: Clock
-) -> None:
+async def test_a_lease_lasts_as_long_as_its_stream(model: Path, tmp_path: Path) -> None:
     """Also while the stream has no credits."""
-    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28, lease_seconds=0.3) as client:
+    clock = Clock()
+    async with serving(
+        model, tmp_path / "v.sock", kv_bytes=1 << 28, lease_seconds=0.3, clock=clock
+    ) as client:
         created = await client.create(PROMPT, **FIELDS)
         (cache,) = client.service.store
         call = await client.begin(created.handle)

@@ -151,7 +151,7 @@ async def test_decoding_goes_on_beside_a_long_prefill(model: Path, tmp_path: Pat
     ) as client:
         short = await client.create([1, 2, 3], max_new_tokens=400, ignore_eos=True)
         (cache,) = client.service.store
-        with paused_engine(client, after=2) as paused:
+        with paused_engine(after=2) as paused:
             long = asyncio.create_task(client.create_watched(text(1, 1500), max_new_tokens=2))
             await paused()
             step = asyncio.create_task(client.steps(short.handle, 1))

@@ -248,7 +248,7 @@ async def test_connections_that_say_nothing(
     path = await socket_path(client)
     silent = [await asyncio.open_unix_connection(path) for _ in range(2 * limits.HANDSHAKES)]
     await client.drafter_service.join()
-    assert len(client.service._exchange._handshakes) <= limits.HANDSHAKES
+    assert len(client.service.exchange._handshakes) <= limits.HANDSHAKES
     for reader, _ in silent[: limits.HANDSHAKES - 1]:
         assert await asyncio.wait_for(reader.read(), 60) == b""
     for _, writer in silent:
@@ -261,7 +261,7 @@ async def test_services_join_after_any_error_of_accept(
     """Such as too many open files: then the oldest silent connection makes room."""
     path = await socket_path(client)
     reader, writer = await asyncio.open_unix_connection(path)
-    await until(lambda: bool(client.service._exchange._handshakes))
+    await until(lambda: bool(client.service.exchange._handshakes))
     loop = asyncio.get_running_loop()
     accept = loop.sock_accept
     errors = [OSError(errno.EMFILE, "files"), OSError(errno.ECONNABORTED, "aborted")]
@@ -292,7 +292,7 @@ async def test_a_user_that_is_not_known_cannot_connect(
         assert await asyncio.wait_for(reader.read(), limits.HANDSHAKE_SECONDS / 2) == b""
         writer.close()
     assert sum("another user" in each.message for each in caplog.records) == 1
-    monkeypatch.setattr(client.service._exchange, "_needs_token", True)
+    monkeypatch.setattr(client.service.exchange, "_needs_token", True)
     await client.drafter_service.join()
 
 
@@ -301,7 +301,7 @@ async def test_a_name_is_not_taken_from_a_known_service(
 ) -> None:
     service = client.drafter_service
     await service.join()
-    servicer = client.service._exchange
+    servicer = client.service.exchange
     with pytest.raises(ServiceError, match="offers the drafter 'test'") as raised:
         servicer._check_names(exchange_pb2.DrafterList(drafters=service.infos[:1]), known=False)
     assert raised.value.reason == "NAME_TAKEN"
@@ -426,7 +426,7 @@ async def test_the_drafters_of_all_services_are_bounded(
     """Each client gets them with GetModel, in one message."""
     service = client.drafter_service
     await service.joining()
-    size = client.service._exchange._links[0].drafters.ByteSize()
+    size = client.service.exchange._links[0].drafters.ByteSize()
     monkeypatch.setattr(limits, "DRAFTER_LISTS_BYTES", 2 * size + 10)
     await service.update(service.infos)  # its own earlier list does not count
     async with client.new_drafter_service() as second, client.new_drafter_service() as third:

@@ -26,14 +26,13 @@ from paceline.verifier.kv.segment import Segment
 PROMPT = [3, 1, 4, 1, 5]
 
 
-async def test_a_lease_lasts_through_a_long_prefill(
-    model: Path, tmp_path: Path, clock: Clock
-) -> None:
+async def test_a_lease_lasts_through_a_long_prefill(model: Path, tmp_path: Path) -> None:
+    clock = Clock()
     async with serving(
-        model, tmp_path / "v.sock", kv_bytes=1 << 28, prefill_token_limit=256
+        model, tmp_path / "v.sock", kv_bytes=1 << 28, prefill_token_limit=256, clock=clock
     ) as client:
         for steps in (1, 3):
-            with paused_engine(client, after=steps) as paused:
+            with paused_engine(after=steps) as paused:
                 creating = asyncio.create_task(client.create([1] * 1500))
                 await paused()
                 for _ in range(2):
@@ -47,7 +46,7 @@ async def test_cancelling_a_prefill_frees_it(model: Path, tmp_path: Path) -> Non
         model, tmp_path / "v.sock", kv_bytes=1 << 28, prefill_token_limit=32
     ) as client:
         call = client.stub.CreateCache(verifier_pb2.CreateCacheRequest(prompt_tokens=[1] * 2000))
-        with paused_engine(client, after=3):
+        with paused_engine(after=3):
             await call.read()
             call.cancel()
             await until(lambda: not list(client.service.store))
@@ -61,7 +60,7 @@ async def test_a_cache_may_be_preempted_during_its_prefill(model: Path, tmp_path
         model, tmp_path / "v.sock", kv_bytes=1 << 28, prefill_token_limit=32
     ) as client:
         call = client.stub.CreateCache(verifier_pb2.CreateCacheRequest(prompt_tokens=[1] * 2000))
-        with paused_engine(client, after=3) as paused:
+        with paused_engine(after=3) as paused:
             await paused()
             (cache,) = client.service.store
             assert cache.job is not None

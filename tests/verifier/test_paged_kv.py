@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from kv_support import mapping
-from verifier_support import LAYOUT, MEMORY, serving, text
+from verifier_support import LAYOUT, MEMORY, Clock, serving, text
 
 from paceline.drafter.kv import KvNotShared
 from paceline.kv.segment import HEADER_BYTES, TAP_AHEAD
@@ -203,52 +204,45 @@ def test_hidden_states_are_kept_in_pages() -> None:
     pool.check_integrity()
 
 
-class Clock:
-    """Time that passes while it is slept."""
-
-    now = 0.0
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
+GIB = 1 << 30
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr("paceline.verifier.wiring.sleep", made.sleep)
-    monkeypatch.setattr("paceline.verifier.wiring.monotonic", lambda: made.now)
-    return made
+def found_kv_bytes(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, share: float, free: Callable[[], float], own: int
+) -> int:
+    """Of a GPU of 80 GiB with so much free at the time, and so much of this process. Unit: bytes.
+    Time passes while it is slept."""
+    gpu = SimpleNamespace(
+        mem_get_info=lambda device: (int(free() * GIB), 80 * GIB),
+        memory_reserved=lambda device: own * GIB,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    return default_kv_bytes(torch.device("cuda"), share, clock=clock, sleep=sleep)
 
 
 @pytest.mark.parametrize("until", [0.0, 3.0, math.inf])
 def test_memory_that_an_earlier_verifier_held_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: Clock, until: float
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, until: float
 ) -> None:
     """A drafter maps it until its connection has ended; a small pool is not taken silently."""
-    gib = 1 << 30
-
-    def mem_get_info(device: torch.device) -> tuple[int, int]:
-        return (64 if clock.now >= until else 17) * gib, 80 * gib
-
-    gpu = SimpleNamespace(mem_get_info=mem_get_info, memory_reserved=lambda device: 16 * gib)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
-    found = default_kv_bytes(torch.device("cuda"), 0.8)
+    clock = Clock()
+    found = found_kv_bytes(monkeypatch, clock, 0.8, lambda: 64 if clock.now >= until else 17, 16)
     if math.isfinite(until):
-        assert (found, clock.now, caplog.text) == (48 * gib, until, "")
+        assert (found, clock.now, caplog.text) == (48 * GIB, until, "")
     else:
-        assert found == int(0.9 * 17 * gib)
+        assert found == int(0.9 * 17 * GIB)
         assert "other processes hold 50.5 of its 85.9 GB" in caplog.text
 
 
 def test_a_share_that_leaves_no_tenth_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: Clock
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gib = 1 << 30
-    gpu = SimpleNamespace(
-        mem_get_info=lambda device: (63 * gib, 80 * gib), memory_reserved=lambda device: 16 * gib
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
-    assert default_kv_bytes(torch.device("cuda"), 1.0) == int(0.9 * 63 * gib)
+    clock = Clock()
+    assert found_kv_bytes(monkeypatch, clock, 1.0, lambda: 63, 16) == int(0.9 * 63 * GIB)
     assert (clock.now, caplog.text) == (0.0, "")
 
 
@@ -261,14 +255,8 @@ def test_a_share_that_leaves_no_tenth_is_not_waited_for(
         (20, 70, 0),
     ],
 )
-@pytest.mark.usefixtures("clock")
 def test_kv_on_a_gpu_leaves_its_share_to_drafters(
     monkeypatch: pytest.MonkeyPatch, free: int, own: int, expected: int
 ) -> None:
     """Of 80 GiB, in GiB."""
-    gib = 1 << 30
-    gpu = SimpleNamespace(
-        mem_get_info=lambda device: (free * gib, 80 * gib), memory_reserved=lambda device: own * gib
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
-    assert default_kv_bytes(torch.device("cuda"), 0.8) == expected * gib
+    assert found_kv_bytes(monkeypatch, Clock(), 0.8, lambda: free, own) == expected * GIB

@@ -90,8 +90,8 @@ def test_a_step_of_prompts_waits_for_trees_that_come_soon(
     decoder: Decoder, pool: PagePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If more rounds would wait for its end than prompts for the trees."""
-    engine, now = Engine(decoder, scheduler=Scheduler(flat_table(), 16)), 100.0
-    monkeypatch.setattr("paceline.verifier.scheduler.scheduler.perf_counter", lambda: now)
+    now = 100.0
+    engine = Engine(decoder, scheduler=Scheduler(flat_table(), 16, clock=lambda: now))
     arrivals: list[float] = []
     drafting: Any = engine._drafting
     monkeypatch.setattr(drafting, "arrivals", lambda: arrivals)

@@ -122,17 +122,18 @@ async def test_a_failed_step_leaves_the_states_as_they_were(
     async with serving(hybrid, tmp_path / "v.sock", kv_bytes=1 << 26) as client:
         prompt, wanted = text(5, 90), fields("T=0.7", 40)
         plain = await client.generate(prompt, None, **wanted)
-        decoder: Any = client.service.engine._decoder
-        forward, failed = decoder.forward, list[int]()
+        forward, failed = Decoder.forward, list[int]()
 
-        def failing(tokens: torch.Tensor, plan: Any, caches: Any, **options: Any) -> Any:
-            output = forward(tokens, plan, caches, **options)
+        def failing(
+            decoder: Decoder, tokens: torch.Tensor, plan: Any, caches: Any, **options: Any
+        ) -> Any:
+            output = forward(decoder, tokens, plan, caches, **options)
             if len(caches) > 1:
                 failed.append(len(caches))
                 raise RuntimeError("a step of several texts")
             return output
 
-        monkeypatch.setattr(decoder, "forward", failing)
+        monkeypatch.setattr(Decoder, "forward", failing)
         draw = drafters.scattered(plain, len(prompt))
         name = await client.drafter_service.add(draw)
         created = [await client.create(prompt, **wanted) for _ in range(2)]

@@ -83,8 +83,7 @@ async def test_a_scheduler_that_fails_costs_no_step(
     part: str, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await served_with(client, FLAT)
-    scheduler: Any = client.service.engine._scheduler
-    monkeypatch.setattr(scheduler, part, lambda *_: 1 / 0)
+    monkeypatch.setattr(Scheduler, part, lambda *_: 1 / 0)
     tree = TokenTree.chain([9, 8])
     answers = await drafted(client, tree, 2)
     assert [answer.checked_nodes for answer in answers] == [2, 2]

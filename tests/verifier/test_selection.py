@@ -296,7 +296,7 @@ async def test_scores_begin_with_the_prompt(
     async with serving(models["Llama"], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
         plain = await client.create(prompt, max_new_tokens=9)
         scored = {(policy, (0, -1)), (policy, (99,)), ("unknown", (0,))}
-        monkeypatch.setattr(client.service._exchange, "scored", lambda drafter: scored)
+        monkeypatch.setattr(client.service.exchange, "scored", lambda drafter: scored)
         created = await client.create(prompt, max_new_tokens=9)
         assert created.first.tokens == plain.first.tokens
         cache = client.service.store.find_granted(created.read_grant)

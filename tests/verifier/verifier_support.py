@@ -19,6 +19,7 @@ import torch
 from calls import reason_of
 from fakes.exchange import Drafter, DrafterService
 
+from paceline.decoder import Decoder
 from paceline.service import ServerOptions, run_server
 from paceline.v1 import (
     drafter_pb2,
@@ -96,7 +97,7 @@ class Client:
     @property
     def socket_path(self) -> str:
         """The Unix socket for drafter services."""
-        return self.service._exchange._path
+        return self.service.exchange.path
 
     async def create(self, prompt: list[int], **fields: Any) -> verifier_pb2.CacheCreated:
         """Create a cache and read its stream to the end."""
@@ -324,13 +325,12 @@ async def _served(target: Path, socket: Path, **options: Any) -> AsyncIterator[C
 
 
 @contextlib.contextmanager
-def paused_engine(client: Client, after: int) -> Iterator[Callable[[], Awaitable[None]]]:
+def paused_engine(after: int) -> Iterator[Callable[[], Awaitable[None]]]:
     """Pause the engine after some more steps, until the end of the body.
 
     Yields a function that waits until the engine is paused.
     """
-    decoder: Any = client.service.engine._decoder
-    forward, left = decoder.forward, iter(range(after))
+    forward, left = Decoder.forward, iter(range(after))
     is_paused, resume = threading.Event(), threading.Event()
 
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -342,9 +342,8 @@ def paused_engine(client: Client, after: int) -> Iterator[Callable[[], Awaitable
     async def paused() -> None:
         assert await asyncio.to_thread(is_paused.wait, 60), "the engine did not reach the step"
 
-    decoder.forward = step
-    try:
-        yield paused
-    finally:
-        resume.set()
-        decoder.forward = forward
+    with patch.object(Decoder, "forward", step):
+        try:
+            yield paused
+        finally:
+            resume.set()

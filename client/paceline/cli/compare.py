@@ -332,8 +332,8 @@ def run_demo(args: argparse.Namespace) -> int:
     """Run the demo; 0 if all tokens are identical, 1 if not, 2 if it cannot start."""
     console = Output()
     with exit_with(2, OSError, ValueError):
-        target = args.model or _default_target(console)
-        prompts = read_prompts(args.prompts or _default_prompts(target))[:_PROMPTS]
+        target = args.model or default_target(console)
+        prompts = read_prompts(args.prompts or default_prompts(target))[:_PROMPTS]
         if not (target.is_file() or (target / "config.json").is_file()):
             raise FileNotFoundError(f"{target} is no model: give a {MODEL}")
     console.print(f"Starting verifier and drafter of {target} ...", style="dim")
@@ -386,7 +386,7 @@ async def _stream(
     console.print()
 
 
-def _default_target(console: Console) -> Path:
+def default_target(console: Console) -> Path:
     """SmolLM2 where it can be had within a minute, else the demo target; says which."""
     model = MODELS["smollm2"]
     if not model.path.is_file():
@@ -400,7 +400,7 @@ def _default_target(console: Console) -> Path:
     return path
 
 
-def _default_prompts(target: Path) -> Path:
+def default_prompts(target: Path) -> Path:
     """Questions for a model that answers; for the demo target, files that it did not see."""
     models = _models()
     if target.resolve() == (models / "demo" / "target").resolve():

@@ -23,7 +23,7 @@ logger = logging.getLogger("paceline.client")
 T = TypeVar("T")
 
 # The model is requested again after this time: a restart with another one takes longer. Unit: s.
-_MAX_AGE = 0.5
+MAX_AGE = 0.5
 # A verifier that has not answered for this long is not waited for if there are others. Unit: s.
 PATIENCE = 1.0
 # A verifier with the prefix of a text is preferred while it runs at most this many generations
@@ -34,7 +34,7 @@ CHUNK = 64
 _MAX_CHUNKS = 1 << 16
 # Longest wait for drafter services to join a verifier, and shortest time between two requests to
 # join it. Unit: seconds.
-_JOIN_TIMEOUT, _JOIN_INTERVAL = 2.0, 5.0
+JOIN_TIMEOUT, _JOIN_INTERVAL = 2.0, 5.0
 
 
 class Attempts:
@@ -152,7 +152,7 @@ class Verifier:
     def due(self) -> bool:
         """Whether its model must be requested before a new generation, or its back-off is over."""
         now = monotonic()
-        return now >= self._retry_at if self.error else now - self._answered_at >= _MAX_AGE
+        return now >= self._retry_at if self.error else now - self._answered_at >= MAX_AGE
 
     @property
     def numerics(self) -> tuple[str, ...] | None:
@@ -512,10 +512,10 @@ class Fleet:
         async def join(service: DrafterTransport) -> str:
             """Why it did not join; empty if it did."""
             try:
-                async with asyncio.timeout(_JOIN_TIMEOUT):
+                async with asyncio.timeout(JOIN_TIMEOUT):
                     await service.call("JoinVerifier", request)
             except TimeoutError:
-                return f"no drafter answers at {service.address} within {_JOIN_TIMEOUT:g} s"
+                return f"no drafter answers at {service.address} within {JOIN_TIMEOUT:g} s"
             except PacelineError as error:
                 return error.message
             return ""

@@ -19,11 +19,11 @@ from .errors import ApiError
 # Bytes of each body that count for nothing, so that short requests come in beside any long ones.
 _FREE_BYTES = 64 << 10
 # Bodies of the longest kind that are in memory at once.
-_LONG_BODIES = 8
+LONG_BODIES = 8
 # Longest time for the arrival of a body. Unit: seconds.
-_BODY_SECONDS = 30.0
+BODY_SECONDS = 30.0
 # Longest wait for a verifier before the first token of a text. Unit: seconds.
-_VERIFIER_SECONDS = 30.0
+VERIFIER_SECONDS = 30.0
 # Time after the end of a long request until its memory returns to the system. Unit: seconds.
 _TRIM_SECONDS = 1.0
 # Threads for the work of short requests, and of long ones, which never hold up the short.
@@ -110,7 +110,7 @@ class Admission:
     def __init__(self, max_requests: int, max_body_bytes: int) -> None:
         self.gate = Gate()
         self._max_requests = max_requests
-        self._max_bytes = _LONG_BODIES * max_body_bytes
+        self._max_bytes = LONG_BODIES * max_body_bytes
         self._bytes = 0
         self._places: set[Place] = set()
         self._arriving: dict[Place, Wait] = {}
@@ -186,7 +186,7 @@ class Admission:
     @asynccontextmanager
     async def arriving(self, place: Place) -> AsyncIterator[None]:
         """Reads a body, until it is too late or another request takes the place."""
-        wait = Wait(_BODY_SECONDS, _slow)
+        wait = Wait(BODY_SECONDS, _slow)
         self._arriving[place] = wait
         try:
             async with _ended(wait):
@@ -198,7 +198,7 @@ class Admission:
     async def waiting(self) -> AsyncIterator[None]:
         """Waits for a verifier, until it is too late or the gateway drains."""
         self.check_open()
-        wait = Wait(_VERIFIER_SECONDS, _unanswered)
+        wait = Wait(VERIFIER_SECONDS, _unanswered)
         self._waiting.add(wait)
         try:
             async with _ended(wait):

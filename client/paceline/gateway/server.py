@@ -43,7 +43,7 @@ logger = logging.getLogger("paceline.gateway")
 
 # A connection without a request, or with a part of its head only, is closed after this time. Longer
 # than the 60 seconds after which load balancers usually close it. Unit: seconds.
-_IDLE_SECONDS = 75.0
+IDLE_SECONDS = 75.0
 # Time before requests that outlast the drain are cancelled. Unit: seconds.
 _CANCEL_GRACE = 0.5
 # Longest wait for the verifier in health checks. Unit: seconds.
@@ -315,7 +315,7 @@ async def run_gateway(
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=_CANCEL_GRACE,
-        keepalive_timeout=_IDLE_SECONDS,
+        keepalive_timeout=IDLE_SECONDS,
     )
     with stop.on_signals():
         await runner.setup()

@@ -31,7 +31,7 @@ DISCONNECTED = 499
 
 # Longest time in which a caller reads nothing. Its text, which holds memory of the verifier, ends
 # then. Unit: seconds.
-_STALLED_SECONDS = 60.0
+STALLED_SECONDS = 60.0
 # Size of the pieces in which a whole response is sent. Unit: bytes.
 _PIECE = 1 << 16
 
@@ -480,7 +480,7 @@ async def _send(request: web.Request, response: web.StreamResponse, content: byt
     """Sends a part of a response. Raises ConnectionResetError: the caller is gone, or reads
     nothing."""
     try:
-        async with asyncio.timeout(_STALLED_SECONDS):
+        async with asyncio.timeout(STALLED_SECONDS):
             if not response.prepared:
                 await response.prepare(request)
             await response.write(content)

@@ -39,13 +39,13 @@ class AttentionBackend(Protocol):
 
 
 _FACTORIES: dict[str, Callable[[], AttentionBackend]] = {}
-_LOADED: dict[str, AttentionBackend] = {}
+LOADED: dict[str, AttentionBackend] = {}
 
 
 def register_backend(device_type: str, factory: Callable[[], AttentionBackend]) -> None:
     """Use ``factory`` for devices of ``device_type`` ("cpu", "cuda", ...)."""
     _FACTORIES[device_type] = factory
-    _LOADED.pop(device_type, None)
+    LOADED.pop(device_type, None)
 
 
 def backend_for(device: torch.device | str) -> AttentionBackend:
@@ -55,7 +55,7 @@ def backend_for(device: torch.device | str) -> AttentionBackend:
         RuntimeError: No backend is registered for the device.
     """
     kind = torch.device(device).type
-    backend = _LOADED.get(kind)
+    backend = LOADED.get(kind)
     if backend is not None:
         return backend
     if kind not in _FACTORIES:
@@ -63,7 +63,7 @@ def backend_for(device: torch.device | str) -> AttentionBackend:
             f"no attention backend for device type {kind!r}, expected one of "
             f"{sorted(_FACTORIES)}; move the model or register a backend"
         )
-    backend = _LOADED[kind] = _FACTORIES[kind]()
+    backend = LOADED[kind] = _FACTORIES[kind]()
     return backend
 
 

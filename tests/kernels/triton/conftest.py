@@ -49,5 +49,5 @@ def triton_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU runs what a GPU would, from here on."""
     from paceline.kernels.triton.backend import TritonBackend, TritonRows
 
-    monkeypatch.setitem(attention._LOADED, "cpu", TritonBackend())
+    monkeypatch.setitem(attention.LOADED, "cpu", TritonBackend())
     monkeypatch.setattr("paceline.kernels.operations.row_kernels", lambda device: TritonRows())

@@ -231,7 +231,7 @@ def test_blocks_of_all_lengths_over_a_context_share_a_kernel(
         call = Pass(None, plan, caches, table, taps=[0], contexts=contexts, inputs=inputs)
         found = []
         for each in (backend.TritonBackend(), DenseBackend()):
-            monkeypatch.setitem(attention._LOADED, "cpu", each)
+            monkeypatch.setitem(attention.LOADED, "cpu", each)
             found.append(run_one_by_one(recording, call).taps[0])
         torch.testing.assert_close(*found, atol=5e-3, rtol=5e-3)
     assert len(shapes) == 1

@@ -179,7 +179,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[bool]]:
     def use(drafter: Any) -> list[bool]:
         from paceline.kernels.triton.backend import TritonBackend, TritonRows
 
-        monkeypatch.setitem(attention._LOADED, "cpu", TritonBackend())
+        monkeypatch.setitem(attention.LOADED, "cpu", TritonBackend())
         monkeypatch.setattr("paceline.kernels.operations.row_kernels", lambda device: TritonRows())
         heads = getattr(drafter.layers, "heads", None)
         if (head := getattr(heads, "_markov", None)) is not None:

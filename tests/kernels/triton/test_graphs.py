@@ -68,16 +68,16 @@ def test_padded_batches_give_what_the_plain_decoder_gives(
         [QueryBlock(1, 5, (-1, 0, 0), 3), QueryBlock(0, 9, None, 2)],
         [QueryBlock(1, 7, None, 1)],
     ]
-    before, logits = dict(attention._LOADED), []
+    before, logits = dict(attention.LOADED), []
     for blocks in steps:
         tokens = torch.randint(50, (sum(block.length for block in blocks),)).tolist()
         found = runner.forward(tokens, blocks, [1, 2], taps=[1])
         assert found is not None
-        attention._LOADED.pop("cpu")
+        attention.LOADED.pop("cpu")
         expected = plain.forward(
             torch.tensor(tokens), plan_trees(blocks), caches, logit_rows=None, taps=[1]
         )
-        attention._LOADED.update(before)
+        attention.LOADED.update(before)
         torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(found.taps[0], expected.taps[0], atol=1e-4, rtol=1e-4)
         logits.append(found.logits)
@@ -197,7 +197,7 @@ def test_a_piece_of_a_prompt_takes_the_graph_that_has_room_for_it(
 ) -> None:
     decoder, kv = make_decoder(), pool.allocate(1024, None)
     runner = GraphRunner(decoder, pool)
-    monkeypatch.setattr(runner, "_capture", lambda plan, *_: Captured(plan).run)
+    monkeypatch.setattr(runner, "capture", lambda plan, *_: Captured(plan).run)
     kv.reserve(rows)
     batch = Batch()
     batch.add_prefill(Prefill(Sequence(GenerationParams(tuple(range(40)) * 13), kv)), rows)
@@ -222,7 +222,7 @@ def test_after_the_warm_up_no_step_captures_a_graph(
     if shapes is NEXT_FIXED:
         decoder.products = Products({}, "", "")
     runner = GraphRunner(decoder, pool)
-    monkeypatch.setattr(runner, "_capture", lambda plan, *_: Captured(plan).run)
+    monkeypatch.setattr(runner, "capture", lambda plan, *_: Captured(plan).run)
     reported = list(runner.warm_up())
     assert reported == [(n, len(runner)) for n in range(1, len(runner) + 1)]
     for rows, shape in shapes.items():
@@ -248,7 +248,7 @@ def test_graphs_with_hidden_states_are_captured_before_a_step_needs_one(
         states = tuple(torch.full((plan.rows, 4), float(layer)) for layer in taps)
         return lambda: replace(run(), taps=states)
 
-    monkeypatch.setattr(runner, "_capture", capture)
+    monkeypatch.setattr(runner, "capture", capture)
     plain = len(list(runner.warm_up()))
     assert len(list(runner.warm_up((0, 1)))) == plain
     assert made == [()] * plain + [(0, 1)] * plain
@@ -278,7 +278,7 @@ def test_the_next_step_of_plain_decoding_is_prepared_while_a_gpu_computes(
         plans.append(plan)
         return Captured(plan).run
 
-    monkeypatch.setattr(runner, "_capture", capture)
+    monkeypatch.setattr(runner, "capture", capture)
     filled: list[None] = []
 
     def counted(*args: Any) -> bool:
@@ -331,16 +331,16 @@ def test_a_graph_that_cannot_be_captured_ends_no_start(
     """Whatever the error is, that of a compiler too; its batches run kernel by kernel."""
     request.getfixturevalue("triton_on_cpu")
     decoder, kv = make_decoder(), pool.allocate(256, None)
-    runner, capture = GraphRunner(decoder, pool), GraphRunner._capture
+    runner, capture = GraphRunner(decoder, pool), GraphRunner.capture
 
     def fail(plan: Any, *given: Any) -> Any:
         if plan.rows > 64:
             raise MemoryError("out of resource: shared memory")
         return capture(runner, plan, *given)
 
-    monkeypatch.setattr(runner, "_capture", fail)
+    monkeypatch.setattr(runner, "capture", fail)
     shapes = [rows for rows in SHAPES if rows > 16]
-    monkeypatch.setattr(runner, "_shapes", shapes)
+    monkeypatch.setattr(runner, "shapes", shapes)
     assert list(runner.warm_up())[-1] == (len(shapes), len(shapes))
     assert (len(runner), runner.failed) == (4, len(shapes) - 4)
     assert "no CUDA graph of 512 rows" in caplog.text
@@ -355,7 +355,7 @@ def test_a_graph_that_cannot_be_captured_ends_no_start(
     assert runner.forward([1], [QueryBlock(0, 3, None, 1)], [1]) is not None
     kv.close()
     required = GraphRunner(decoder, pool, required=True)
-    monkeypatch.setattr(required, "_capture", fail)
+    monkeypatch.setattr(required, "capture", fail)
     with pytest.raises(MemoryError, match="shared memory"):
         next(required.warm_up())
 
@@ -368,7 +368,7 @@ def test_a_capture_that_loses_the_device_ends_the_start(
     def fail(*_: Any) -> Any:
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(runner, "_capture", fail)
+    monkeypatch.setattr(runner, "capture", fail)
     monkeypatch.setattr("paceline.decoder.graphs.device_lost", lambda device: DeviceLost("gone"))
     with pytest.raises(DeviceLost):
         next(runner.warm_up())

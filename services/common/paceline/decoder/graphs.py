@@ -112,7 +112,7 @@ class GraphRunner:
         """
         self.failed = 0
         self._required = required
-        self._shapes = SHAPES if decoder.products is None else FIXED_SHAPES
+        self.shapes = SHAPES if decoder.products is None else FIXED_SHAPES
         self._decoder = decoder
         self._planes = planes
         key = planes.layer(0)[0]
@@ -156,7 +156,7 @@ class GraphRunner:
         Raises:
             DeviceLost: The device fails every call since a graph was captured.
         """
-        rows = next((shape for shape in self._shapes if shape >= len(tokens)), None)
+        rows = next((shape for shape in self.shapes if shape >= len(tokens)), None)
         tilings = self._tilings()
         if rows is None or (probed and any(each.group > each.rows for each in tilings)):
             return None
@@ -179,7 +179,7 @@ class GraphRunner:
         """Fill the tables of a batch that may come next, but for its tokens: :meth:`forward` then
         only adds these. For the time in which a GPU computes; arguments as there."""
         count = sum(block.length for block in blocks)
-        rows = next((shape for shape in self._shapes if shape >= count), None)
+        rows = next((shape for shape in self.shapes if shape >= count), None)
         if rows is None:
             return
         tilings = self._tilings()
@@ -207,11 +207,11 @@ class GraphRunner:
         layers = tuple(taps)
         if layers and layers not in self._tapped:
             self._tapped.insert(0, layers)
-        for count, rows in enumerate(reversed(self._shapes), 1):
+        for count, rows in enumerate(reversed(self.shapes), 1):
             self._graph(rows, self._tilings(), layers, ())
-            if count == len(self._shapes):
+            if count == len(self.shapes):
                 self._capturing.release()
-            yield count, len(self._shapes)
+            yield count, len(self.shapes)
 
     def _tilings(self) -> tuple[Tiling, ...]:
         """Tilings of all kinds of layers."""
@@ -241,7 +241,7 @@ class GraphRunner:
                 plan = GraphPlan(
                     rows, self._keys, tilings, longest, probes=bool(probed), weights=again
                 )  # fmt: skip
-                self._graphs[key] = plan, self._capture(plan, taps, probed)
+                self._graphs[key] = plan, self.capture(plan, taps, probed)
             except Exception as error:  # of kernels, their compiler, the driver: any that there is
                 if self._required:
                     raise
@@ -255,7 +255,7 @@ class GraphRunner:
                 )  # fmt: skip
         return self._graphs[key]
 
-    def _capture(self, plan: GraphPlan, taps: Sequence[int], layers: Sequence[int]) -> Pass:
+    def capture(self, plan: GraphPlan, taps: Sequence[int], layers: Sequence[int]) -> Pass:
         """Capture a pass over an empty batch: rows of padding write nothing."""
         observer = _GraphObserver(layers) if layers else None
 
@@ -266,7 +266,7 @@ class GraphRunner:
             )  # fmt: skip
             if self._logits is None:
                 vocab = result.logits.shape[1]
-                self._logits = result.logits.new_empty(self._shapes[-1], vocab)
+                self._logits = result.logits.new_empty(self.shapes[-1], vocab)
             return ForwardResult(self._logits[: plan.rows].copy_(result.logits), result.taps)
 
         return self._capturing.capture(run)

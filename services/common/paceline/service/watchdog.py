@@ -18,7 +18,7 @@ MAX_SECONDS = 120.0
 EXIT_HUNG = 70
 """Exit status of a service whose GPU hangs: EX_SOFTWARE of sysexits.h."""
 
-_WATCH_SECONDS = 1.0
+WATCH_SECONDS = 1.0
 
 
 class Watchdog:
@@ -31,7 +31,7 @@ class Watchdog:
     def __init__(self, work: str, device: object) -> None:
         """Watch ``work``, such as "a step", on a device by its torch name."""
         self._work = f"{work} on {device}"
-        self._limit = math.inf if str(device) == "cpu" else MAX_SECONDS
+        self.limit = math.inf if str(device) == "cpu" else MAX_SECONDS
         self._began: float | None = None
 
     def begin(self) -> None:
@@ -51,15 +51,15 @@ class Watchdog:
         If work hangs, nothing can be freed any more: the process ends at once.
         """
         waiting = asyncio.wrap_future(fault)
-        idle = find_fault is None and self._limit == math.inf
+        idle = find_fault is None and self.limit == math.inf
         while not waiting.done():
-            await asyncio.wait([waiting], timeout=None if idle else _WATCH_SECONDS)
+            await asyncio.wait([waiting], timeout=None if idle else WATCH_SECONDS)
             if find_fault is not None and (found := find_fault()) is not None:
                 raise found
             began = self._began
-            if began is not None and perf_counter() - began > self._limit:
+            if began is not None and perf_counter() - began > self.limit:
                 _log.critical(
-                    "%s has not ended after %g s: the service ends", self._work, self._limit
+                    "%s has not ended after %g s: the service ends", self._work, self.limit
                 )
                 logging.shutdown()
                 os._exit(EXIT_HUNG)

@@ -6,6 +6,8 @@ import asyncio
 import gc
 import logging
 import os
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -51,6 +53,7 @@ class VerifierService:
     Attributes:
         store: The caches.
         engine: The engine.
+        exchange: The drafter services that have joined.
     """
 
     service_names = (
@@ -66,6 +69,7 @@ class VerifierService:
         metrics: CollectorRegistry | None = None,
         *,
         needs_token: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Load the model; see :func:`build_service`."""
         loaded = self._loaded = load_model(target, options)
@@ -80,10 +84,11 @@ class VerifierService:
             max_sequences=kv.max_sequences,
             lease_seconds=options.lease_seconds,
             prefixes=self.engine.prefixes,
+            clock=clock,
         )
         self._gate = Gate()
         self._follow_counts = FollowCounts()
-        self._exchange = DraftExchangeServicer(
+        self.exchange = DraftExchangeServicer(
             model,
             self.engine,
             self.store,
@@ -91,12 +96,12 @@ class VerifierService:
             loaded.weights,
             needs_token=needs_token,
         )
-        self._exchange.on_tapped = self._capture_taps
+        self.exchange.on_tapped = self._capture_taps
         self._captures: set[asyncio.Task[None]] = set()
         kept = None if metrics is None else self._metrics(metrics, loaded.info)
         telemetry = Telemetry(kept, tracer(), options.trace_rounds)
         self._servicer = VerifierServicer(
-            loaded.info, self.store, self.engine, self._gate, self._exchange, telemetry
+            loaded.info, self.store, self.engine, self._gate, self.exchange, telemetry
         )
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -110,7 +115,7 @@ class VerifierService:
             self.store,
             self.engine,
             self._follow_counts,
-            self._exchange.joined,
+            self.exchange.joined,
             self._graphs,
         )
         self.engine.on_step = metrics.step
@@ -119,7 +124,7 @@ class VerifierService:
 
     def joined(self) -> list[verifier_pb2.JoinedService]:
         """The drafter services that have joined, in order."""
-        return self._exchange.joined()
+        return self.exchange.joined()
 
     @property
     def message_bytes(self) -> dict[str, int]:
@@ -143,7 +148,7 @@ class VerifierService:
             "kv_cache_dtype": model.kv_cache_dtype,
             "max_context": model.max_context,
             "max_sequences": self.store.max_sequences,
-            "drafters": [each.default_drafter for each in self._exchange.joined()],
+            "drafters": [each.default_drafter for each in self.exchange.joined()],
         }
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -153,7 +158,7 @@ class VerifierService:
         add_kv_exchange: Any = kv_pb2_grpc.add_KvExchangeServiceServicer_to_server
         add_verifier(self._servicer, server)
         add_exchange: Any = exchange_pb2_grpc.add_DraftExchangeServiceServicer_to_server
-        add_exchange(self._exchange, server)
+        add_exchange(self.exchange, server)
         add_kv_exchange(KvExchangeServicer(self.store, self._follow_counts), server)
 
     async def start(self) -> None:
@@ -169,7 +174,7 @@ class VerifierService:
             assert self._pool is not None
             check = partial(check_steps, self._decoder, self._graphs, self._pool)
             self._info.set_invariance(await self.engine.between_steps(check), self._decoder)
-        await self._exchange.start()
+        await self.exchange.start()
         self._sweeper = keep_running("the sweep of leases", self._sweep_leases)
 
     async def _warm_up(self, graphs: GraphRunner) -> None:
@@ -216,7 +221,7 @@ class VerifierService:
         while self.store.unfinished:
             await asyncio.sleep(_DRAIN_POLL_SECONDS)  # the engine thread ends them
             await self.store.release_abandoned()
-        self._exchange.end()
+        self.exchange.end()
 
     async def stop(self) -> None:
         """Stop the engine and free every cache. Raises ``AssertionError``: memory leaked: see
@@ -225,7 +230,7 @@ class VerifierService:
             self._sweeper.cancel()
             with suppress(asyncio.CancelledError):
                 await self._sweeper
-        await self._exchange.stop()
+        await self.exchange.stop()
         for task in self._captures:
             task.cancel()
         await asyncio.gather(*self._captures, return_exceptions=True)
@@ -264,6 +269,7 @@ def build_service(
     *,
     metrics: CollectorRegistry | None = None,
     needs_token: bool = False,
+    clock: Callable[[], float] = time.monotonic,
     **options: Any,
 ) -> VerifierService:
     """Load a model and build a verifier for ``paceline.service.run_server``.
@@ -272,6 +278,7 @@ def build_service(
         target: Hugging Face folder or GGUF file of the target model.
         metrics: Registry for its metrics; None: it keeps none.
         needs_token: Whether the server requires a token of its callers.
+        clock: That of leases. Unit: seconds.
         options: Fields of :class:`VerifierOptions`.
 
     Raises:
@@ -280,4 +287,4 @@ def build_service(
         TypeError: An option is unknown.
     """
     chosen = VerifierOptions(**options)
-    return VerifierService(target, chosen, metrics, needs_token=needs_token)
+    return VerifierService(target, chosen, metrics, needs_token=needs_token, clock=clock)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -217,7 +218,13 @@ def _longest_text(layout: KvLayout, kv_bytes: int) -> int:
     return tokens
 
 
-def default_kv_bytes(device: torch.device, share: float) -> int:
+def default_kv_bytes(
+    device: torch.device,
+    share: float,
+    *,
+    clock: Callable[[], float] = monotonic,
+    sleep: Callable[[float], None] = sleep,
+) -> int:
     """KV memory for a verifier that has loaded its weights on a device. Unit: bytes.
 
     Half of what is free on the CPU. On another device what the weights leave of the share of its
@@ -228,7 +235,7 @@ def default_kv_bytes(device: torch.device, share: float) -> int:
     if device.type == "cpu":
         return available_memory() // 2
     module = torch.get_device_module(device)
-    deadline = monotonic() + _FREE_SECONDS
+    deadline = clock() + _FREE_SECONDS
     while True:
         free, total = module.mem_get_info(device)
         own = module.memory_reserved(device)
@@ -236,7 +243,7 @@ def default_kv_bytes(device: torch.device, share: float) -> int:
         others = total - free - own
         if most >= wanted or others < _CONTEXTS * total:
             return max(0, min(wanted, most))
-        if monotonic() >= deadline:
+        if clock() >= deadline:
             break
         sleep(_FREE_POLL_SECONDS)
     _log.warning(

@@ -34,11 +34,11 @@ _MIN_TIMEOUT, _MAX_TIMEOUT = 0.05, 2.0
 _NEWEST = 0.2
 """Weight of the newest tree in the mean latency."""
 
-_HUNG_SECONDS = 10.0
+HUNG_SECONDS = 10.0
 """A drafter that owes a tree, or has not opened a sequence, for this long has failed. Unit:
 seconds."""
 
-_FIRST_DELAY, _MAX_DELAY = 0.1, 10.0
+FIRST_DELAY, _MAX_DELAY = 0.1, 10.0
 """Bounds of the delay before a sequence is opened again after a failure. Unit: seconds."""
 
 _REPLACED = "DRAFTER_REPLACED"
@@ -250,9 +250,9 @@ class Drafting:
         if sequence is None:
             return False
         if sequence.pending or (sequence.opened is None and not job.always_draft):
-            if now - sequence.asked_at > _HUNG_SECONDS:
+            if now - sequence.asked_at > HUNG_SECONDS:
                 sequence.link.close(sequence.number)
-                self._drop(sequence, "drafter_hung", f"no answer came in {_HUNG_SECONDS:g} s")
+                self._drop(sequence, "drafter_hung", f"no answer came in {HUNG_SECONDS:g} s")
             return False
         text = job.sequence.tokens
         limits = (nodes, job.max_nodes, sequence.opened.max_nodes if sequence.opened else 0)
@@ -489,7 +489,7 @@ class Drafting:
     ) -> None:
         """Forget a sequence after a failure; its generation goes on and tries again later."""
         job = sequence.job
-        delay = min(_MAX_DELAY, _FIRST_DELAY * 2 ** min(job.failures + 3 * wrong, 16))
+        delay = min(_MAX_DELAY, FIRST_DELAY * 2 ** min(job.failures + 3 * wrong, 16))
         job.failures += 1
         sequence.link.failures += 1
         job.retry_at = perf_counter() + delay

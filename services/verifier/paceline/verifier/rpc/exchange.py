@@ -78,7 +78,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         self._model = model
         self._engine = engine
         self._store = store
-        self._path = path or f"@paceline-{secrets.token_hex(8)}"
+        self.path = path or f"@paceline-{secrets.token_hex(8)}"
         self._weights = weights
         self._needs_token = needs_token
         self._review = review or (lambda drafters: None)
@@ -136,13 +136,13 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.setblocking(False)
         try:
-            if not self._path.startswith("@"):
-                _remove_dead(self._path)
-            listener.bind(socket_address(self._path))
+            if not self.path.startswith("@"):
+                _remove_dead(self.path)
+            listener.bind(socket_address(self.path))
             listener.listen(16)
         except OSError as error:
             listener.close()
-            raise OptionsError(f"cannot listen on unix:{self._path}: {error.strerror}") from error
+            raise OptionsError(f"cannot listen on unix:{self.path}: {error.strerror}") from error
         self._listener = listener
         self._accepting = keep_running("the socket for drafters", lambda: self._accept(listener))
 
@@ -156,9 +156,9 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             self._end_oldest()
         if self._listener is not None:
             self._listener.close()
-            if not self._path.startswith("@"):
+            if not self.path.startswith("@"):
                 with suppress(FileNotFoundError):
-                    os.unlink(self._path)
+                    os.unlink(self.path)
 
     def end(self) -> None:
         """End all Join calls: the verifier stops."""
@@ -174,7 +174,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         own = self._model.target_fingerprint, self._model.weights
         if self._weights is None or (request.target_fingerprint, request.weights) != own:
             return exchange_pb2.GetWeightsResponse()
-        return exchange_pb2.GetWeightsResponse(socket_path=self._path, token=self._weights_token)
+        return exchange_pb2.GetWeightsResponse(socket_path=self.path, token=self._weights_token)
 
     async def Join(self, request_iterator: Any, context: Any) -> None:
         """Serve the connection of one drafter service until it ends."""
@@ -199,7 +199,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             instance_id=self._model.instance_id,
         )
         connection = asyncio.get_running_loop().create_future()
-        joined.socket_path, joined.socket_token = self._path, token
+        joined.socket_path, joined.socket_token = self.path, token
         self._expected[token] = connection
         await context.write(exchange_pb2.JoinResponse(joined=joined))
         second: asyncio.Task[Any] = asyncio.create_task(context.read())

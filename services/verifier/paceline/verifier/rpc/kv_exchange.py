@@ -121,10 +121,10 @@ class FollowStream:
         self._states = states
         self._layers = layers
         self._policy = policy
-        self._budget = budget
+        self.budget = budget
         self._positions_only = positions_only
         self._positions = [torch.empty(0, dtype=torch.int64) for _ in layers]
-        self._shape = kv_pb2.KvShape(
+        self.shape = kv_pb2.KvShape(
             layers=len(layers),
             heads=layout.kv_heads,
             head_dim=layout.head_dim,
@@ -153,12 +153,12 @@ class FollowStream:
         self._counts.streams += 1
         reading = asyncio.create_task(self._read(context))
         try:
-            await self._send(context, self._message(0, shape=self._shape))
+            await self._send(context, self._message(0, shape=self.shape))
             while not self._ended:
                 self._changed.clear()
                 self._check()
                 if self._due:
-                    for message in self._update():
+                    for message in self.update():
                         await self._send(context, message)
                 else:
                     await self._changed.wait()
@@ -181,7 +181,7 @@ class FollowStream:
     @property
     def _due(self) -> bool:
         """Whether something has changed, and another update may be sent."""
-        now = (self._cache.sequence.committed, self._budget)
+        now = (self._cache.sequence.committed, self.budget)
         return self._sent_at != now and self._sent - self._acknowledged < UPDATES_AHEAD
 
     async def _read(self, context: Any) -> None:
@@ -199,19 +199,19 @@ class FollowStream:
                         f"{self._acknowledged + 1} to {self._sent}",
                     )
                 self._acknowledged = request.ack.update_id
-                self._budget = request.ack.budget or self._budget
+                self.budget = request.ack.budget or self.budget
                 self._changed.set()
         finally:
             self._ended = True
             self._changed.set()
 
-    def _update(self) -> Iterator[kv_pb2.FollowCacheResponse]:
+    def update(self) -> Iterator[kv_pb2.FollowCacheResponse]:
         """Yields the messages of the next update; each is made after the previous one was sent."""
         committed = self._cache.sequence.committed
-        self._sent_at = (committed, self._budget)
+        self._sent_at = (committed, self.budget)
         self._sent += 1
         self._counts.updates += 1
-        chosen = self._policy.choose(committed, self._budget) if self._layers else []
+        chosen = self._policy.choose(committed, self.budget) if self._layers else []
         message = self._message(committed)
         added: list[tuple[int, Tensor]] = []
         for index, (before, after) in enumerate(zip(self._positions, chosen, strict=True)):

@@ -23,7 +23,7 @@ _NEAR, _FAR = 32, 2048  # contexts that are measured; costs are linear in them. 
 _ROWS = 4  # batch tokens a sequence
 _SPLIT = 16  # tokens of the steps that are timed as so many sequences, and as one
 _LONG_STEP = 0.15  # seconds after which a step is long enough for costs to be linear from there
-_BUDGET = 2.5  # seconds after which the steps are not measured once more
+_PROFILE_SECONDS = 2.5  # after these the steps are not measured once more
 _KV_BYTES = 512 << 20  # all caches together: larger than those of processors
 
 WEIGHT = 0.05
@@ -178,7 +178,7 @@ def flat_table() -> CostTable:
     return CostTable(tokens, (0.01,) * len(tokens))
 
 
-def profile(decoder: Decoder, max_context: int) -> CostTable:
+def profile(decoder: Decoder, max_context: int, seconds: float = _PROFILE_SECONDS) -> CostTable:
     """Measure the table of a model: about three seconds for a small one, at most some dozen steps
     for one whose steps are long.
 
@@ -187,6 +187,7 @@ def profile(decoder: Decoder, max_context: int) -> CostTable:
     Args:
         decoder: The model.
         max_context: Longest text that will be served. Unit: tokens.
+        seconds: After these the steps are not measured once more.
     """
     max_tokens = min(max_context, _KV_BYTES // decoder.config.kv_bytes_per_token)
     far = max(2 * _NEAR, min(_FAR, max_tokens))
@@ -195,7 +196,7 @@ def profile(decoder: Decoder, max_context: int) -> CostTable:
     axis = _points(run)
     steps = [(tokens, _ROWS, _NEAR) for tokens in axis]
     split = [(_SPLIT, rows, context) for context in (_NEAR, far) for rows in (1, _SPLIT)]
-    *points, many, one, many_far, one_far = _min_seconds(run, [*steps, *split])
+    *points, many, one, many_far, one_far = _min_seconds(run, [*steps, *split], seconds)
     extra, extra_far = (many - one) / (_SPLIT - 1), (many_far - one_far) / (_SPLIT - 1)
     per_kv = max(0.0, extra_far - extra) / (far - _NEAR)
     per_sequence = max(0.0, extra - _NEAR * per_kv)
@@ -210,7 +211,7 @@ def profile(decoder: Decoder, max_context: int) -> CostTable:
     return CostTable(axis, tuple(reversed(times)), per_sequence, per_kv, per_attended)
 
 
-def _min_seconds(run: Run, steps: Sequence[tuple[int, int, int]]) -> list[float]:
+def _min_seconds(run: Run, steps: Sequence[tuple[int, int, int]], seconds: float) -> list[float]:
     """Minimum time of each of several steps.
 
     All are measured in turn, again and again: what disturbs the machine for a moment then hits
@@ -221,7 +222,7 @@ def _min_seconds(run: Run, steps: Sequence[tuple[int, int, int]]) -> list[float]
     times = [float("inf")] * len(steps)
     while True:
         times = [min(best, run(*each), run(*each)) for best, each in zip(times, steps, strict=True)]
-        if perf_counter() - begun > _BUDGET:
+        if perf_counter() - begun > seconds:
             return times
 
 

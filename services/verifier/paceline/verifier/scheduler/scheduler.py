@@ -12,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -75,8 +75,12 @@ class Scheduler:
     engine thread uses it.
     """
 
-    def __init__(self, costs: CostTable, max_nodes: int) -> None:
-        """Make a scheduler by step times as profiled, which are corrected as steps run."""
+    def __init__(
+        self, costs: CostTable, max_nodes: int, clock: Callable[[], float] = perf_counter
+    ) -> None:
+        """Make a scheduler by step times as profiled, which are corrected as steps run; ``clock``
+        is that of the engine. Unit: seconds."""
+        self._now = clock
         self.costs = Costs(costs)
         self._max_nodes = max_nodes
         self._clock = PlainClock()
@@ -87,7 +91,7 @@ class Scheduler:
         self._plain_steps = 0  # of the same generations, one after the other
         self._idle = 0.0
         self._context = 1.0  # KV tokens that a batch token attended to lately
-        self._ended = perf_counter()
+        self._ended = self._now()
         self._load = 1  # sequences that the newest step would serve in plain decoding
 
     def admit(
@@ -107,7 +111,7 @@ class Scheduler:
             attended: KV tokens that they attend to, summed over them.
             away: Generations that wait for a tree meanwhile.
         """
-        began = perf_counter()
+        began = self._now()
         states = [self._state(job.sequence) for job in jobs]
         context = self._context = attended / tokens
         self._load = len(jobs) + away
@@ -153,7 +157,7 @@ class Scheduler:
             ready: Generations and prompts that are ready, at least one.
             arrivals: When the trees of the others are expected (time.perf_counter).
         """
-        now = perf_counter()
+        now = self._now()
         step = self.costs.seconds(ready, ready, self._context)[0]
         times = [time - now for time in arrivals if 0 < time - now < step]
         if not times or ready * max(times) >= sum(step - time for time in times):
@@ -313,7 +317,12 @@ def _survivals(job: Decode, tree: TokenTree, state: SequenceState) -> list[float
 
 
 def load_scheduler(
-    decoder: Decoder, max_context: int, max_nodes: int, *, again: bool = False
+    decoder: Decoder,
+    max_context: int,
+    max_nodes: int,
+    *,
+    again: bool = False,
+    measure: Callable[[Decoder, int], CostTable] = profile,
 ) -> Scheduler:
     """The scheduler of a model's shape on this kind of machine, with what the last one learnt.
 
@@ -327,6 +336,7 @@ def load_scheduler(
         max_context: Longest text that will be served. Unit: tokens.
         max_nodes: Largest node budget.
         again: Measure even if a table is stored.
+        measure: Measures a table on a CPU.
     """
     file = _file(decoder)
     with _alone(file.with_suffix(".lock")):
@@ -341,7 +351,7 @@ def load_scheduler(
                 return scheduler
         # On a GPU a profile would run without the engine's graphs.
         on_cpu = decoder.device.type == "cpu"
-        table = profile(decoder, max_context) if on_cpu else flat_table()
+        table = measure(decoder, max_context) if on_cpu else flat_table()
         store(file, {"table": asdict(table), "learnt": None})
     return Scheduler(table, max_nodes)
 
