@@ -115,7 +115,7 @@ async def test_followed_is_what_was_written(folder: Path, tmp_path: Path, policy
             update = await stream.read()
             (chunk,) = update.chunks
             (cache,) = client.service.store
-            keys, _ = cache.sequence.segment.gather(1, torch.tensor(chunk.positions))
+            keys, _ = cache.sequence.kv.gather(1, torch.tensor(chunk.positions))
             assert chunk.keys == keys.contiguous().numpy().tobytes()
 
 
@@ -314,7 +314,7 @@ def stepped(
         params = GenerationParams((3, 1, 4 + index), length_limit=50, taps=Taps((0, 1)), **fields)
         taps = TapLayout.of(Taps((0, 1)), pool.layout, 256)
         sequences.append(Sequence(params, pool.allocate(256, taps)))
-        chosen = load_policy(policy)(sequences[-1].segment, (0, 1))
+        chosen = load_policy(policy)(sequences[-1].kv, (0, 1))
         if policies is not None and chosen.observer is not None:
             policies.append(chosen)
             sequences[-1].observers.append(chosen.observer)
@@ -336,9 +336,9 @@ def stepped(
     shortest = min(sequence.committed for sequence in sequences)
     kept = []
     for sequence in sequences:
-        assert sequence.segment.taps is not None
-        kept.append(torch.cat(sequence.segment.taps.copy((0, 1), 0, shortest), dim=1))
-        sequence.segment.close()
+        assert sequence.kv.taps is not None
+        kept.append(torch.cat(sequence.kv.taps.copy((0, 1), 0, shortest), dim=1))
+        sequence.kv.close()
     TRANSFERS.clear()
     TRANSFERS.update(made)
     return [sequence.tokens[3:] for sequence in sequences], torch.stack(kept)

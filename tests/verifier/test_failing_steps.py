@@ -65,7 +65,7 @@ async def test_only_the_sequence_at_fault_ends(
     async def run(*, disturbed: bool) -> tuple[list[list[int]], list[Any]]:
         created = [await client.create(p, **fields(seed)) for seed, p in enumerate(PROMPTS)]
         caches = list(client.service.store)
-        observers = [AttentionScores(each.sequence.segment, [0, 1]) for each in caches]
+        observers = [AttentionScores(each.sequence.kv, [0, 1]) for each in caches]
         for cache, observer in zip(caches, observers, strict=True):
             cache.sequence.observers.append(observer)
         bad = await client.create([7, 7, 7], **fields(0))

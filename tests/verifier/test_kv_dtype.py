@@ -25,15 +25,15 @@ async def test_8_bits_take_half_and_move_with_forks(
         ) as client:
             parent = await client.create(text(1, 300), **FIELDS)
             (cache,) = client.service.store
-            sizes[kv] = cache.sequence.segment.file_bytes - HEADER_BYTES
+            sizes[kv] = cache.sequence.kv.file_bytes - HEADER_BYTES
             told[kv] = (await client.stub.GetModel(verifier_pb2.GetModelRequest())).kv_cache_dtype
             prompt = [*text(1, 300), 7]
             fork = await client.create(prompt, parent_handle=parent.handle, **FIELDS)
             assert fork.reused_tokens == 300
             alone = await client.create(prompt, **FIELDS)
             assert fork.first == alone.first
-            forked = list(client.service.store)[1].sequence.segment
-            computed = list(client.service.store)[2].sequence.segment
+            forked = list(client.service.store)[1].sequence.kv
+            computed = list(client.service.store)[2].sequence.kv
             assert forked.kv[..., :301, :].equal(computed.kv[..., :301, :])
     assert sizes["int8"] / sizes["bfloat16"] == (16 + 4) / 32  # heads of 16 values, and a scale
     assert told == {"bfloat16": "bfloat16", "int8": "int8"}

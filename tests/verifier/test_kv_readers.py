@@ -77,7 +77,7 @@ async def test_readers_have_what_the_verifier_committed(
             for index, layer in ((0, 0), (-1, 1)):
                 ((keys, values),) = followed.parts(index)
                 where = followed.cache.positions(layer)
-                theirs = cache.sequence.segment.layer(layer)
+                theirs = cache.sequence.kv.layer(layer)
                 for own, sparse, plane in zip(
                     mapped.layer(index), (keys, values), theirs, strict=True
                 ):

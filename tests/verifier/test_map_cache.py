@@ -53,7 +53,7 @@ async def test_the_header_leads_to_every_element(client: Client) -> None:
     numbers = torch.frombuffer(bytearray(file[4096:]), dtype=torch.float32)
     stored = numbers[: math.prod(shape)].view(shape)
     for layer in range(LAYOUT.layers):
-        for kind, theirs in enumerate(cache.sequence.segment.layer(layer)):
+        for kind, theirs in enumerate(cache.sequence.kv.layer(layer)):
             assert stored[layer, kind].shape == theirs.shape
             ours = stored[layer, kind, :, : len(PROMPT)]
             assert torch.equal(ours, theirs[:, : len(PROMPT)])

@@ -54,7 +54,7 @@ async def test_followed_is_what_was_written(models: Any, tmp_path: Path, policy:
         update = await stream.read()
         (chunk,) = update.chunks
         (cache,) = client.service.store
-        keys, values = cache.sequence.segment.gather(1, torch.tensor(chunk.positions))
+        keys, values = cache.sequence.kv.gather(1, torch.tensor(chunk.positions))
         assert chunk.keys == keys.contiguous().numpy().tobytes()
         assert chunk.values == values.contiguous().numpy().tobytes()
         stream.cancel()
@@ -131,7 +131,7 @@ def test_writing_moving_and_copying_are_as_in_shared_memory() -> None:
                     plane[:, :512] = rows
                 else:
                     plane.write(everywhere, rows)
-        kv.keep([255, 258, 300], 254)
+        kv.compact([255, 258, 300], 254)
     copy = PagedKv(pool, 512)
     copy.copy_prefix(paged, 300)
     for layer in range(LAYOUT.layers):

@@ -110,7 +110,7 @@ async def test_readers_of_an_ended_text_stop(client_reusing: Client) -> None:
     (cache,) = client.service.store
     await client.release(created.handle)
     await until(lambda: len(client.service.engine.prefixes) == 1)
-    segment = cache.sequence.segment
+    segment = cache.sequence.kv
     assert (segment.closed, segment.header.epoch) == (False, 0)
 
 
@@ -189,8 +189,8 @@ def test_the_longest_prefix_of_the_same_owner(
         shared = [each.common_prefix(new) for each in prefixes if each.owner == owner]
         best = max(shared, default=0) // CHUNK_TOKENS
         assert (0 if found is None else found.common_prefix(new) // CHUNK_TOKENS) == best
-        assert found is None or (found.owner == owner and not found.segment.closed)
-        new.segment.close()
+        assert found is None or (found.owner == owner and not found.kv.closed)
+        new.kv.close()
     prefixes.clear()
     assert not len(prefixes)
     assert not prefixes._found

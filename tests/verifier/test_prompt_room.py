@@ -83,7 +83,7 @@ def test_a_long_prompt_beside_a_generation_leaves_its_steps_short(
         assert len(short.tokens) == 5 + 1 + 2
         assert step(engine) == 512
     for each in (short, long):
-        each.segment.close()
+        each.kv.close()
 
 
 def test_a_step_of_prompts_waits_for_trees_that_come_soon(
@@ -104,4 +104,4 @@ def test_a_step_of_prompts_waits_for_trees_that_come_soon(
     assert engine._hold() == pytest.approx(0.001)
     arrivals[:] = [now + 0.009]
     assert engine._hold() == 0.0
-    prompt.segment.close()
+    prompt.kv.close()

@@ -48,7 +48,7 @@ async def committed(client: Client, prompt: list[int], drafter: str) -> list[Any
         created.first,
         *(r.result for r in await client.responses(created.handle, drafter=drafter)),
     ]
-    segment, length = cache.sequence.segment, cache.sequence.committed
+    segment, length = cache.sequence.kv, cache.sequence.committed
     keys = [span(plane, 0, length).clone() for layer in (0, 1) for plane in segment.layer(layer)]
     states = [] if segment.taps is None else segment.taps.copy([0, 1], length - 30, length)
     await client.release(created.handle)

@@ -265,7 +265,7 @@ async def test_drafters_get_the_selected_positions(
             newer = torch.arange(view.selection.committed, committed)
             assert bool(len(newer)) == (number % 2 == 0)
             for index in (0, 1):
-                theirs = cache.sequence.segment.layer(index)
+                theirs = cache.sequence.kv.layer(index)
                 positions = torch.cat([selected.positions(index), newer])
                 parts = zip(*view.parts(index), strict=True)
                 for mine, plane in zip(delta.layer(index), theirs, strict=True):

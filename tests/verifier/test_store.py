@@ -18,7 +18,7 @@ from paceline.verifier.store import CacheNotFound, CacheStore, StoreFull
 
 
 async def free(sequence: Sequence) -> None:
-    sequence.segment.close()
+    sequence.kv.close()
 
 
 def new_store(clock: Clock, **options: Any) -> CacheStore:
@@ -52,7 +52,7 @@ async def test_a_lease_that_was_renewed_while_another_cache_is_freed() -> None:
 
     async def slow(sequence: Sequence) -> None:
         await gate.wait()
-        sequence.segment.close()
+        sequence.kv.close()
 
     memory = SegmentMemory(LAYOUT, 1 << 24)
     store = CacheStore(memory, slow, max_sequences=4, lease_seconds=10.0, clock=clock)
@@ -168,7 +168,7 @@ async def test_a_cancelled_release_frees_the_memory() -> None:
 
     async def later(sequence: Sequence) -> None:
         await slow.wait()
-        sequence.segment.close()
+        sequence.kv.close()
 
     memory = SegmentMemory(LAYOUT, 1 << 24)
     store = CacheStore(memory, later, max_sequences=4, lease_seconds=9.0)
@@ -211,15 +211,15 @@ async def test_the_integrity_check_sees_damage(segment: Segment) -> None:
     with pytest.raises(AssertionError, match=r"text and history differ; .*anchor"):
         store.check_integrity()
     cache.sequence.tokens.pop()
-    cache.sequence.segment.publish(3)
+    cache.sequence.kv.publish(3)
     with pytest.raises(AssertionError, match="its header differs"):
         store.check_integrity()
-    cache.sequence.segment.publish(0)
+    cache.sequence.kv.publish(0)
     store.memory.used_bytes += 1
     with pytest.raises(AssertionError, match="bytes accounted"):
         store.check_integrity()
     store.memory.used_bytes -= 1
-    cache.sequence.segment.close()
+    cache.sequence.kv.close()
     with pytest.raises(AssertionError, match="its segment is closed"):
         store.check_integrity()
     await store.release(cache)

@@ -41,7 +41,7 @@ async def test_only_requested_layers_are_kept(client: Client) -> None:
     plain = await client.create(PROMPT)
     tapped = await client.create(PROMPT, drafter=await client.reader(1))
     narrow = await client.create(PROMPT, drafter=await client.reader(1, window=16))
-    sizes = [cache.sequence.segment.file_bytes for cache in client.service.store]
+    sizes = [cache.sequence.kv.file_bytes for cache in client.service.store]
     hidden = 48 * 4  # bytes of a row
     assert sizes[1] - sizes[0] == cache_slots(client) * hidden
     assert sizes[2] - sizes[0] == (256 + 512) * hidden
@@ -52,7 +52,7 @@ async def test_only_requested_layers_are_kept(client: Client) -> None:
 
 def cache_slots(client: Client) -> int:
     (first, *_) = client.service.store
-    return first.sequence.segment.capacity
+    return first.sequence.kv.capacity
 
 
 @pytest.mark.bits
@@ -104,7 +104,7 @@ async def test_overwritten_rows_are_dropped(client: Client) -> None:
     created = await client.create(PROMPT, drafter=await client.reader(0, window=16))
     states = await mapping_states(client, created, 0, window=16)
     (cache,) = client.service.store
-    segment = cache.sequence.segment
+    segment = cache.sequence.kv
     assert segment.taps is not None
     assert states.read(0, 5)[0] == 0
     segment.header.commit(700)  # as if the text had grown meanwhile

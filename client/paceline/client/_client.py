@@ -14,7 +14,7 @@ from paceline.telemetry.names import Span
 from ._chat import checked_messages, render_chat
 from ._errors import ClientClosedError, InvalidRequestError
 from ._fleet import Fleet, Verifier, VerifierStatus
-from ._generation import Generation, GenerationResult, Running
+from ._generation import ClientState, Generation, GenerationResult
 from ._options import (
     ChatOptions,
     DraftOptions,
@@ -120,7 +120,7 @@ class Client:
             TokenizerCache(Path(folder) if folder is not None else None),
             retry,
         )
-        self._running = Running(fleet, drafting, unread_chunks)
+        self._state = ClientState(fleet, drafting, unread_chunks)
 
     def __repr__(self) -> str:
         addresses = ", ".join(each.address or "a transport" for each in self.verifiers())
@@ -149,8 +149,8 @@ class Client:
                 other errors.
             ClientClosedError: the client is closed.
         """
-        self._running.check_open()
-        return Generation(self._running, checked_prompt(prompt), GenerationOptions(**options))
+        self._state.check_open()
+        return Generation(self._state, checked_prompt(prompt), GenerationOptions(**options))
 
     @takes(ChatOptions)
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Generation:
@@ -165,7 +165,7 @@ class Client:
                 it if the model has no chat template, or its template refuses the messages.
             ClientClosedError: the client is closed.
         """
-        self._running.check_open()
+        self._state.check_open()
         conversation, chosen = checked_messages(messages), ChatOptions(**options)
 
         async def prompt(model: Model) -> list[int]:
@@ -178,14 +178,14 @@ class Client:
             )
             return await model.encode_rendered(text)
 
-        generation = Generation(self._running, prompt, chosen)
+        generation = Generation(self._state, prompt, chosen)
         generation.operation = Span.CHAT
         return generation
 
     async def model(self) -> Model:
         """The model of the verifiers, and its tokenizer."""
-        self._running.check_open()
-        return await self._running.fleet.model()
+        self._state.check_open()
+        return await self._state.fleet.model()
 
     def set_verifiers(self, addresses: str) -> None:
         """Replaces the list of verifiers. New generations go to those of the new list.
@@ -195,12 +195,12 @@ class Client:
         Raises:
             InvalidRequestError: the list is invalid, or the token would be sent unencrypted.
         """
-        self._running.check_open()
-        self._running.fleet.verifiers.set(self._addresses(addresses))
+        self._state.check_open()
+        self._state.fleet.verifiers.set(self._addresses(addresses))
 
     def verifiers(self) -> tuple[VerifierStatus, ...]:
         """State of each verifier, as far as known: it is requested when generations start."""
-        return tuple(each.status() for each in self._running.fleet.verifiers.members)
+        return tuple(each.status() for each in self._state.fleet.verifiers.members)
 
     async def drafters(self) -> tuple[str, ...]:
         """Names of drafters, the default one first; empty without a drafter service.
@@ -208,12 +208,12 @@ class Client:
         They are those that have joined the verifiers; if there are none, those of the drafter
         services of the client's own list. Raises UnavailableError if none can be reached.
         """
-        self._running.check_open()
-        return await self._running.fleet.drafters()
+        self._state.check_open()
+        return await self._state.fleet.drafters()
 
     async def aclose(self) -> None:
         """Stops all generations, releases their caches and disconnects. Safe to call again."""
-        await self._running.close()
+        await self._state.close()
 
     def _addresses(self, text: str, kind: str = "verifier") -> tuple[str, ...]:
         addresses = parse_addresses(text, kind)

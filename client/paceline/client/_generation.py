@@ -61,14 +61,14 @@ class Generation:
 
     def __init__(
         self,
-        running: Running,
+        state: ClientState,
         prompt: str | list[int] | Callable[[Model], Awaitable[list[int]]],
         options: GenerationOptions,
     ) -> None:
-        self._running = running
+        self._state = state
         self._prompt = prompt
         self._options = options
-        self._window = running.unread_chunks
+        self._window = state.unread_chunks
         self._chunks: asyncio.Queue[tuple[Chunk, int] | None] = asyncio.Queue()
         self._reading = False
         self._task: asyncio.Task[GenerationResult] | None = None
@@ -127,7 +127,7 @@ class Generation:
             if not self._task.cancelled():
                 self._task.exception()  # marks it as retrieved
         if self._releasing is not None:
-            if self in self._running.kept:
+            if self in self._state.kept:
                 self._releasing.cancel()
             await asyncio.wait([self._releasing])
 
@@ -169,7 +169,7 @@ class Generation:
     async def _run(self) -> GenerationResult:
         """The task of the generation. The result does not wait for the release of the cache."""
         began = perf_counter()
-        self._running.generations.add(self)
+        self._state.generations.add(self)
         self._trace = GenerationTrace.start(self._options, self.operation)
         error: BaseException | None = None
         try:
@@ -185,7 +185,7 @@ class Generation:
             self._clean_up()
             await asyncio.sleep(0)  # the release begins while its trace is open
             self.stats.total_ms = (perf_counter() - began) * 1000
-            self._running.generations.discard(self)
+            self._state.generations.discard(self)
             if self._trace is not None:
                 reason = self._output.finish_reason
                 self._trace.finish(self._usage(), self.stats, reason, error)
@@ -217,8 +217,8 @@ class Generation:
             async with timeout:
                 if self._stopped_by is not None:
                     raise asyncio.CancelledError
-                self._running.check_open()
-                model = await self._running.fleet.model()
+                self._state.check_open()
+                model = await self._state.fleet.model()
                 if self._trace is not None:
                     self._trace.served_by(model.facts.name)
                 await self._prepare(model)
@@ -262,10 +262,10 @@ class Generation:
     async def _receive(self, model: Model) -> None:
         """Receives tokens until the text ends."""
         request = StreamRequest(
-            self._prompt_tokens, self._output.token_ids, self._options, self._running.drafting
+            self._prompt_tokens, self._output.token_ids, self._options, self._state.drafting
         )
         stream = self._stream = TokenStream(
-            self._running.fleet, model, request, self.stats, self._trace, self._window
+            self._state.fleet, model, request, self.stats, self._trace, self._window
         )
         began = perf_counter()
         created = await stream.create()
@@ -285,7 +285,7 @@ class Generation:
         if response.fallback_message and response.fallback_message not in self.stats.problems:
             self.stats.problems.append(response.fallback_message)
         for reason in response.fallbacks:
-            self._running.fleet.drafting_failed(reason, response.fallback_message)
+            self._state.fleet.drafting_failed(reason, response.fallback_message)
 
     def _publish(self, response: verifier_pb2.Round, steps: int) -> None:
         """Adds the tokens to the output, and a chunk to the queue of the reader, if there is one.
@@ -303,10 +303,10 @@ class Generation:
             return
         stream.end()
         if self._options.keep_cache and self._output.finish_reason in ("stop", "length"):
-            self._releasing = self._running.in_background(self._renew_lease(stream))
-            self._running.kept.add(self)
+            self._releasing = self._state.in_background(self._renew_lease(stream))
+            self._state.kept.add(self)
         else:
-            self._releasing = self._running.in_background(stream.release())
+            self._releasing = self._state.in_background(stream.release())
 
     async def _renew_lease(self, stream: TokenStream) -> None:
         """Keeps the cache of a finished generation until `aclose`."""
@@ -315,7 +315,7 @@ class Generation:
                 await asyncio.sleep(stream.lease_seconds / 6)
                 await stream.renew()
         finally:
-            self._running.kept.discard(self)
+            self._state.kept.discard(self)
             await stream.release()
 
 
@@ -327,8 +327,8 @@ class _Cancelled(Exception):
     """The reason of a generation that `cancel` stopped."""
 
 
-class Running:
-    """The generations of one client, and what they share."""
+class ClientState:
+    """The generations of one client and the state that they share."""
 
     def __init__(self, fleet: Fleet, drafting: DraftOptions, unread_chunks: int) -> None:
         self.fleet = fleet

@@ -167,7 +167,7 @@ class RecurrentStates:
             source = target
         return source, target
 
-    def keep(self, slots: Sequence[int], start: int) -> None:
+    def compact(self, slots: Sequence[int], start: int) -> None:
         """Move logged rows as the KV of accepted nodes: from ``slots`` to ``start`` on."""
         newest = max(self._slots, key=lambda slot: slot.position or 0)
         base = newest.position or 0

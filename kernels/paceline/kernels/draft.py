@@ -21,7 +21,7 @@ _OUT_OF_MEMORY = 1
 
 
 @dataclass(frozen=True)
-class BlockModel:
+class DraftBlockModel:
     """What a model of blocks has beside its program (DSpark, section 3).
 
     Attributes:
@@ -67,7 +67,7 @@ class NativeDraft:
         program: NativeProgram,
         dtype: torch.dtype,
         ids: Tensor,
-        block: BlockModel | None = None,
+        block: DraftBlockModel | None = None,
         text: StateText | None = None,
     ) -> None:
         """Describe a model.
@@ -124,7 +124,7 @@ class NativeDraft:
         if failed:
             raise IndexError("a token is outside of the vocabulary of the drafter")
 
-    def _add_block(self, block: BlockModel) -> None:
+    def _add_block(self, block: DraftBlockModel) -> None:
         model = self._model
         model.context, model.states = block.context.address, block.context.width
         model.length, model.levels = block.length, block.levels

@@ -16,7 +16,7 @@ from paceline.decoder.invariance import BatchInvariance, check_batch_invariance,
 from paceline.decoder.model import Decoder, ForwardResult
 from paceline.decoder.model_source import ModelSource
 from paceline.decoder.packed import PackedWeights, publish
-from paceline.decoder.parallel import Followers, ParallelDecoder, follow
+from paceline.decoder.parallel import ParallelDecoder, WorkerCaches, run_worker
 from paceline.decoder.ranks import Ranks, RanksDiffer, RanksLost, check_split, end_all
 from paceline.decoder.sources import load_config, open_model, weights_fingerprint
 from paceline.decoder.weights import plain_folder, store_int8
@@ -29,7 +29,6 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "DeviceLost",
-    "Followers",
     "ForwardResult",
     "GraphRunner",
     "KVCacheView",
@@ -41,18 +40,19 @@ __all__ = [
     "RanksDiffer",
     "RanksLost",
     "UnsupportedModelError",
+    "WorkerCaches",
     "check_batch_invariance",
     "check_served",
     "check_split",
     "device_lost",
     "end_all",
     "find_device",
-    "follow",
     "load_config",
     "open_model",
     "plain_folder",
     "publish",
     "receive",
+    "run_worker",
     "store_int8",
     "use_device",
     "wait_for",

@@ -70,7 +70,7 @@ class LocalCache:
             slots = torch.tensor(nodes, device=self._store.device) + start
             self._store[..., start : start + count, :] = self._store[..., slots, :]
             if self.states is not None:
-                self.states.keep([start + node for node in nodes], start)
+                self.states.compact([start + node for node in nodes], start)
         self._length = start + count
 
     def take(self, other: LocalCache, slots: Sequence[int] | Tensor) -> None:

@@ -26,7 +26,7 @@ class WholeCache(KVCacheView, Protocol):
         ...
 
 
-class Followers:
+class WorkerCaches:
     """What the other ranks have to do with their caches before the next step of rank 0.
 
     Attributes:
@@ -46,9 +46,9 @@ class Followers:
             weakref.finalize(cache, self._changes.append, ["drop", number])
         return self._numbers[cache]
 
-    def keep(self, cache: KVCacheView, slots: Sequence[int], start: int) -> None:
+    def compact(self, cache: KVCacheView, slots: Sequence[int], start: int) -> None:
         """Move the KV at ``slots`` to ``start``, ``start + 1``, ...; none moves to a later slot."""
-        self._changes.append(["keep", self.number(cache), list(slots), start])
+        self._changes.append(["compact", self.number(cache), list(slots), start])
 
     def copy_prefix(self, cache: KVCacheView, source: KVCacheView, tokens: int) -> None:
         """Take over the first ``tokens`` positions of another cache."""
@@ -67,12 +67,12 @@ class Followers:
 
 
 class ParallelDecoder(Decoder):
-    """One rank's part of a decoder. At rank 0 a step runs at all ranks; see :func:`follow`.
+    """One rank's part of a decoder. At rank 0 a step runs at all ranks; see :func:`run_worker`.
 
     Its configuration is that of the whole model.
 
     Attributes:
-        followers: At rank 0, what the other ranks have to do.
+        worker_caches: At rank 0, what the other ranks have to do.
     """
 
     _ranks: Ranks
@@ -80,7 +80,7 @@ class ParallelDecoder(Decoder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See :class:`Decoder`; ranks are needed."""
         super().__init__(*args, **kwargs)
-        self.followers = Followers(self.ranks)
+        self.worker_caches = WorkerCaches(self.ranks)
         self._indices: tuple[int, ...] | None = None
 
     def with_layers(self, indices: Sequence[int]) -> Self:
@@ -110,11 +110,11 @@ class ParallelDecoder(Decoder):
         whole = [isinstance(cache, WholeCache) for cache in caches]
         self._ranks.tell(
             {
-                "changes": self.followers.take(),
+                "changes": self.worker_caches.take(),
                 "layers": self._indices,
                 "tokens": tokens.tolist(),
                 "blocks": [(b.sequence, b.start, b.parents, b.length) for b in plan.blocks],
-                "caches": [self.followers.number(cache) for cache in caches],
+                "caches": [self.worker_caches.number(cache) for cache in caches],
                 "whole": whole,
                 "tables": all(cache.table is not None for cache in caches),
                 "rows": None if logit_rows is None else logit_rows.tolist(),
@@ -144,7 +144,7 @@ class ParallelDecoder(Decoder):
 class _HeadsCache(LocalCache):
     """A rank's heads of a sequence."""
 
-    def keep(self, slots: list[int], start: int) -> None:
+    def compact(self, slots: list[int], start: int) -> None:
         self._store[..., start : start + len(slots), :] = self._store[..., slots, :]
 
     def copy_prefix(self, source: _HeadsCache, tokens: int) -> None:
@@ -157,16 +157,16 @@ class _HeadsCache(LocalCache):
 
 
 @torch.inference_mode()
-def follow(decoder: ParallelDecoder, ranks: Ranks) -> None:
+def run_worker(decoder: ParallelDecoder, ranks: Ranks) -> None:
     """Run the steps of rank 0 at another rank, until rank 0 ends them. Raises ``RanksLost``:
     another rank has ended."""
     caches: dict[int, _HeadsCache] = {}
     while (step := ranks.listen()) is not None:
         with ranks.together("a step failed"):
-            _follow(decoder, ranks, caches, step)
+            _run_step(decoder, ranks, caches, step)
 
 
-def _follow(
+def _run_step(
     decoder: ParallelDecoder, ranks: Ranks, caches: dict[int, _HeadsCache], step: dict[str, Any]
 ) -> None:
     if step["layers"] is not None:
@@ -181,8 +181,8 @@ def _follow(
     for kind, number, *how in step["changes"]:
         if kind == "drop":
             caches.pop(number, None)
-        elif kind == "keep":
-            cache(number).keep(*how)
+        elif kind == "compact":
+            cache(number).compact(*how)
         else:
             cache(number).copy_prefix(cache(how[0]), how[1])
     used = [cache(number) for number in step["caches"]]

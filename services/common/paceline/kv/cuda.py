@@ -53,7 +53,7 @@ class DriverError(Exception):
 
 
 @dataclass(frozen=True)
-class Block:
+class Allocation:
     """Memory of a GPU in this process.
 
     Attributes:
@@ -97,7 +97,7 @@ class CudaDriver:
         found = (ctypes.c_ubyte * UUID_BYTES)()
         return bytes(self._read(found, "cuDeviceGetUuid_v2", self._handle(device)))
 
-    def create(self, device: int, byte_size: int) -> tuple[Block, int]:
+    def create(self, device: int, byte_size: int) -> tuple[Allocation, int]:
         """Returns new memory and its file descriptor, which the caller closes."""
         about = _shareable(device)
         with self._context(device), ExitStack() as failed:
@@ -112,11 +112,11 @@ class CudaDriver:
                 ).value
                 failed.callback(os.close, file)
                 os.set_inheritable(file, False)
-                block = self._map(device, memory, size, (_ACCESS_READWRITE,))
+                allocation = self._map(device, memory, size, (_ACCESS_READWRITE,))
             failed.pop_all()
-        return block, file
+        return allocation, file
 
-    def map(self, reader: int, device: int, file: int, byte_size: int) -> Block:
+    def map(self, reader: int, device: int, file: int, byte_size: int) -> Allocation:
         """Returns memory of another process on a device, by a descriptor that stays open.
 
         The device ``reader`` can access it, for reading only where the driver knows such a mapping.
@@ -132,20 +132,22 @@ class CudaDriver:
             with self._released("cuMemRelease", memory):
                 return self._map(reader, memory, size, (_ACCESS_READ, _ACCESS_READWRITE))
 
-    def allocate(self, device: int, byte_size: int) -> Block:
+    def allocate(self, device: int, byte_size: int) -> Allocation:
         """Returns new memory, for :meth:`export`."""
         with self._context(device):
             size = ctypes.c_size_t(byte_size)
             address = self._read(ctypes.c_uint64(), "cuMemAlloc_v2", size)
-        return self._block(device, address, byte_size, "cuMemFree_v2")
+        return self._allocation(device, address, byte_size, "cuMemFree_v2")
 
-    def export(self, device: int, block: Block) -> bytes:
+    def export(self, device: int, allocation: Allocation) -> bytes:
         """Returns the handle of CUDA IPC, 64 bytes, by which other processes may open memory."""
         found = (ctypes.c_ubyte * HANDLE_BYTES)()
         with self._context(device):
-            return bytes(self._read(found, "cuIpcGetMemHandle", ctypes.c_uint64(block.address)))
+            return bytes(
+                self._read(found, "cuIpcGetMemHandle", ctypes.c_uint64(allocation.address))
+            )
 
-    def open(self, reader: int, handle: bytes) -> Block:
+    def open(self, reader: int, handle: bytes) -> Allocation:
         """Returns memory of another process by its handle of CUDA IPC, once in each process.
 
         The device ``reader`` can access it.
@@ -157,7 +159,7 @@ class CudaDriver:
             failed.callback(self._release, "cuIpcCloseMemHandle", address)
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
             failed.pop_all()
-        return self._block(reader, address, size.value, "cuIpcCloseMemHandle")
+        return self._allocation(reader, address, size.value, "cuIpcCloseMemHandle")
 
     def reach(self, device: int, other: int) -> bool:
         """Whether a device can read the memory of another one."""
@@ -202,7 +204,7 @@ class CudaDriver:
         memory: ctypes.c_uint64,
         size: ctypes.c_size_t,
         access: tuple[int, ...],
-    ) -> Block:
+    ) -> Allocation:
         """Map created or imported memory for a device, with the first kind of access there is."""
         zero, nowhere = ctypes.c_size_t(0), ctypes.c_uint64(0)
         with ExitStack() as failed:
@@ -222,9 +224,11 @@ class CudaDriver:
                 except DriverError:
                     if kind == access[-1]:
                         raise
-            return Block(address.value, size.value, failed.pop_all().close)
+            return Allocation(address.value, size.value, failed.pop_all().close)
 
-    def _block(self, device: int, address: ctypes.c_uint64, byte_size: int, free: str) -> Block:
+    def _allocation(
+        self, device: int, address: ctypes.c_uint64, byte_size: int, free: str
+    ) -> Allocation:
         """Returns memory that one call frees."""
 
         def release() -> None:
@@ -234,7 +238,7 @@ class CudaDriver:
             except DriverError as error:
                 _log.warning("GPU memory was not freed: %s", error)
 
-        return Block(address.value, byte_size, release)
+        return Allocation(address.value, byte_size, release)
 
     @contextmanager
     def _released(self, name: str, *arguments: Any) -> Iterator[None]:
@@ -382,20 +386,20 @@ class ExportedMemory:
         self.device_uuid = driver.uuid(device)
         self.file = -1
         try:
-            self._block, self.file = driver.create(device, byte_size)
+            self._allocation, self.file = driver.create(device, byte_size)
             self.handle = secrets.token_bytes(NAME_BYTES)
         except DriverError as error:
             _log.info("KV on this GPU has no file descriptor: %s", error)
-            self._block = driver.allocate(device, byte_size)
+            self._allocation = driver.allocate(device, byte_size)
             try:
-                self.handle = driver.export(device, self._block)
+                self.handle = driver.export(device, self._allocation)
             except DriverError as refused:
                 self.handle = b""
                 _log.warning("KV on this GPU cannot be mapped, drafters follow it: %s", refused)
         self._closed = False
         self.bytes: Tensor = torch.empty(0)
         try:
-            self.bytes = driver.view(device, self._block.address, byte_size)
+            self.bytes = driver.view(device, self._allocation.address, byte_size)
         except BaseException:
             self.close()
             raise
@@ -409,18 +413,18 @@ class ExportedMemory:
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
-        self._block.free()
+        self._allocation.free()
 
 
 @dataclass
-class _Opened:
+class _OpenAllocation:
     """An allocation that is open in this process: the driver opens each only once."""
 
-    block: Block
+    allocation: Allocation
     users: int
 
 
-_OPENED: dict[tuple[int, bytes], _Opened] = {}
+_OPENED: dict[tuple[int, bytes], _OpenAllocation] = {}
 _LOCK = Lock()
 
 
@@ -476,19 +480,19 @@ class MappedMemory:
                     "run the drafter on the verifier's GPU, or on one linked to it"
                 )
             self._key = (reader, handle)
-            block = self._open(
+            allocation = self._open(
                 lambda: (
                     driver.open(reader, handle)
                     if file < 0
                     else driver.map(reader, device, file, end)
                 )
             )
-            if end > block.byte_size:
+            if end > allocation.byte_size:
                 raise NotMappable(
                     f"the verifier described bytes {byte_offset} to {end} of an allocation of "
-                    f"{block.byte_size}"
+                    f"{allocation.byte_size}"
                 )
-            self.bytes: Tensor = driver.view(reader, block.address + byte_offset, byte_size)
+            self.bytes: Tensor = driver.view(reader, allocation.address + byte_offset, byte_size)
         except DriverError as error:
             self.close()
             hint = "; processes in containers need a common PID and IPC namespace" * (file < 0)
@@ -499,15 +503,15 @@ class MappedMemory:
             self.close()
             raise
 
-    def _open(self, open_block: Callable[[], Block]) -> Block:
+    def _open(self, open_allocation: Callable[[], Allocation]) -> Allocation:
         """Returns the allocation; opens it if this process has not."""
         with _LOCK:
             opened = _OPENED.get(self._key)
             if opened is None:
-                opened = _OPENED[self._key] = _Opened(open_block(), 0)
+                opened = _OPENED[self._key] = _OpenAllocation(open_allocation(), 0)
             opened.users += 1
             self._closed = False
-            return opened.block
+            return opened.allocation
 
     def close(self) -> None:
         """End this use of it. Closing twice is safe."""
@@ -523,7 +527,7 @@ def close_unused() -> None:
     """Unmap the allocations that nobody in this process uses; their owners may free them then."""
     with _LOCK:
         for key in [key for key, opened in _OPENED.items() if not opened.users]:
-            _OPENED.pop(key).block.free()
+            _OPENED.pop(key).allocation.free()
 
 
 def _find(driver: CudaDriver, device_uuid: bytes) -> int:

@@ -78,7 +78,7 @@ class Parts:
 
 
 @dataclass(eq=False)
-class _Seat:
+class _Attachment:
     """A sequence's place at a version.
 
     The event loop makes it and attaches it to the registry. The drafting thread takes it and gives
@@ -100,7 +100,7 @@ class _Sequence:
         self.text = array("I", message.tokens)
         message.ClearField("tokens")
         self.message = message
-        self.seat: _Seat | None = None
+        self.attachment: _Attachment | None = None
         """None: it is being opened."""
         self.round: exchange_pb2.DraftRound | None = None
         """The round that was not answered."""
@@ -246,10 +246,10 @@ class Connection:
         """The verifier, or the end of the connection, closes a sequence; none if it is not open."""
         sequence = self.sequences.pop(number, None)
         if sequence is not None:
-            seat, sequence.seat = sequence.seat, None
-            if seat is not None:
-                self._unseat(seat)
-            self._call_soon(self._closed, sequence, seat is not None)
+            attachment, sequence.attachment = sequence.attachment, None
+            if attachment is not None:
+                self._detach(attachment)
+            self._call_soon(self._closed, sequence, attachment is not None)
 
     def _refuse(self, sequence: _Sequence, error: ServiceError) -> None:
         """Give a sequence up, if it is still open."""
@@ -293,43 +293,45 @@ class Connection:
                 f"{sequence.round.round} was answered; wait for its tree",
             )
         sequence.round, sequence.arrived = message, arrived
-        if sequence.seat is not None:
-            self._prepare(sequence, sequence.seat)
+        if sequence.attachment is not None:
+            self._prepare(sequence, sequence.attachment)
 
-    def _seated(self, sequence: _Sequence, seat: _Seat) -> None:
+    def _attach(self, sequence: _Sequence, attachment: _Attachment) -> None:
         """The sequence was opened at a version."""
         if self._parts.metrics is not None:
-            self._parts.metrics.opened(seat.session)
+            self._parts.metrics.opened(attachment.session)
         if self.sequences.get(sequence.number) is not sequence:
-            self._unseat(seat)
+            self._detach(attachment)
             return
-        sequence.seat = seat
+        sequence.attachment = attachment
         if sequence.evicted:
             self._evicted(sequence)
             return
-        self._worker.catch_up(seat.session)
-        spec, drafter = seat.version.spec, seat.version.drafter
+        self._worker.catch_up(attachment.session)
+        spec, drafter = attachment.version.spec, attachment.version.drafter
         self._outgoing.opened.add(
             sequence=sequence.number,
             drafter=spec.name,
-            version=seat.version.version,
+            version=attachment.version.version,
             method=spec.method,
             max_nodes=drafter.max_nodes,
-            kv_transport=seat.session.kv_transport,
+            kv_transport=attachment.session.kv_transport,
         )
         self._worker.flush_later(self._flush)
         if sequence.round is not None:
-            self._prepare(sequence, seat)
+            self._prepare(sequence, attachment)
 
-    def _prepare(self, sequence: _Sequence, seat: _Seat) -> None:
+    def _prepare(self, sequence: _Sequence, attachment: _Attachment) -> None:
         """Draft the round: at once, or when hidden states have come, or at another version."""
         assert sequence.round is not None, "it has a round"
-        version = seat.version
+        version = attachment.version
         if (version.draining or version.failing) and self._replaceable(sequence, version):
             message = f"version {version.version!r} of drafter {version.spec.name!r} is replaced"
             self._refuse(sequence, ServiceError.unavailable("DRAFTER_REPLACED", message))
-        elif seat.session.lacks_states(sequence.round.committed_length):
-            self._call_soon(self._start, self._wait_for_states(sequence, sequence.round, seat))
+        elif attachment.session.lacks_states(sequence.round.committed_length):
+            self._call_soon(
+                self._start, self._wait_for_states(sequence, sequence.round, attachment)
+            )
         else:
             self._draft(sequence)
 
@@ -340,33 +342,45 @@ class Connection:
 
     def _draft(self, sequence: _Sequence) -> None:
         """Queue the round of a sequence, if it is still open."""
-        seat, message = sequence.seat, sequence.round
-        if self.sequences.get(sequence.number) is not sequence or seat is None or message is None:
+        attachment, message = sequence.attachment, sequence.round
+        if (
+            self.sequences.get(sequence.number) is not sequence
+            or attachment is None
+            or message is None
+        ):
             return
         length = len(sequence.text) + len(message.new_tokens)
         try:
             check_round(
-                message, length, self._target.vocab_size, self._parts.max_context, seat.version
+                message,
+                length,
+                self._target.vocab_size,
+                self._parts.max_context,
+                attachment.version,
             )
         except ServiceError as error:
             self._refuse(sequence, error)
             return
         sequence.text.extend(message.new_tokens)
-        drafter, seconds = seat.version.drafter, message.timeout_us / 1e6
+        drafter, seconds = attachment.version.drafter, message.timeout_us / 1e6
         budget = Budget(
             nodes=min(message.node_budget, drafter.max_nodes) if message.max_depth else 0,
             depth=min(message.max_depth, drafter.max_depth),
             deadline=sequence.arrived + seconds if seconds else math.inf,
         )
         update = Update(tuple(message.new_tokens), message.committed_length)
-        answer = partial(self._drafted, sequence, seat, budget)
-        self._worker.submit(Job(seat.session, update, budget, sequence.arrived, answer))
+        answer = partial(self._drafted, sequence, attachment, budget)
+        self._worker.submit(Job(attachment.session, update, budget, sequence.arrived, answer))
 
     def _drafted(
-        self, sequence: _Sequence, seat: _Seat, budget: Budget, result: Drafted | Exception
+        self,
+        sequence: _Sequence,
+        attachment: _Attachment,
+        budget: Budget,
+        result: Drafted | Exception,
     ) -> None:
         """Answer a round. One that failed gets an empty tree if another version can take over."""
-        version, message = seat.version, sequence.round
+        version, message = attachment.version, sequence.round
         assert message is not None, "it has a round"
         replaceable = self._replaceable(sequence, version)
         try:
@@ -405,7 +419,7 @@ class Connection:
             tree=tree,
             draft_us=round(result.draft_seconds * 1e6),
             queue_us=round(result.queue_seconds * 1e6),
-            kv_bytes=seat.session.take_received_bytes(),
+            kv_bytes=attachment.session.take_received_bytes(),
         )
         arrived = time.time_ns() - round((time.monotonic() - sequence.arrived) * 1e9)
         self._answered.append((version, result, message.traceparent, arrived))
@@ -435,20 +449,20 @@ class Connection:
     def _evicted(self, sequence: _Sequence) -> None:
         """The version of a sequence was unloaded by force."""
         sequence.evicted = True
-        if sequence.seat is not None:
-            version = sequence.seat.version
+        if sequence.attachment is not None:
+            version = sequence.attachment.version
             message = (
                 f"version {version.version!r} of drafter {version.spec.name!r} was unloaded; open "
                 "it again to get another version"
             )
             self._refuse(sequence, ServiceError.unavailable("DRAFTER_UNLOADED", message))
 
-    def _unseat(self, seat: _Seat) -> None:
+    def _detach(self, attachment: _Attachment) -> None:
         """Give a place back."""
-        self._worker.close(seat.session)
+        self._worker.close(attachment.session)
         if self._parts.metrics is not None:
-            self._parts.metrics.closed(seat.session)
-        self._call_soon(self._parts.registry.detach, seat.version, seat.evict)
+            self._parts.metrics.closed(attachment.session)
+        self._call_soon(self._parts.registry.detach, attachment.version, attachment.evict)
 
     def _call_soon(self, call: Callable[..., object], *args: Any) -> None:
         """Run a function on the event loop."""
@@ -485,11 +499,11 @@ class Connection:
                 )
             check_open(message, tokens, self._target.vocab_size, parts.max_context)
             version = parts.registry.choose(message.drafter, message.version)
-            seat = await self._take(sequence, version, tokens)
+            attachment = await self._take(sequence, version, tokens)
         except ServiceError as error:
             self._worker.post(partial(self._refuse, sequence, error))
         else:
-            self._worker.post(partial(self._seated, sequence, seat))
+            self._worker.post(partial(self._attach, sequence, attachment))
 
     def _closed(self, sequence: _Sequence, opened: bool) -> None:
         """Count a sequence out, and record its text if something follows the prompt."""
@@ -512,10 +526,10 @@ class Connection:
         recorder.add(recording)
 
     async def _wait_for_states(
-        self, sequence: _Sequence, message: exchange_pb2.DraftRound, seat: _Seat
+        self, sequence: _Sequence, message: exchange_pb2.DraftRound, attachment: _Attachment
     ) -> None:
         """Draft a round when hidden states that are in flight have come."""
-        states = seat.session.states
+        states = attachment.session.states
         if states is not None and message.node_budget:
             seconds = _STATES_SECONDS
             if message.timeout_us:
@@ -524,7 +538,7 @@ class Connection:
             await states.wait_for(message.committed_length, seconds)
         self._worker.post(partial(self._draft, sequence))
 
-    async def _take(self, sequence: _Sequence, version: Version, tokens: list[int]) -> _Seat:
+    async def _take(self, sequence: _Sequence, version: Version, tokens: list[int]) -> _Attachment:
         """Open a session at a version, which was chosen without an await in between. Raises
         ``ServiceError``: the version does not fit, or its session cannot be opened."""
         parts, message = self._parts, sequence.message
@@ -554,7 +568,7 @@ class Connection:
             if isinstance(error, ServiceError) or not isinstance(error, Exception):
                 raise
             raise _draft_failed(version, f"{type(error).__name__}: {error}") from error
-        return _Seat(version, session, evict)
+        return _Attachment(version, session, evict)
 
 
 def _parts(message: exchange_pb2.JoinRequest) -> list[exchange_pb2.JoinRequest]:

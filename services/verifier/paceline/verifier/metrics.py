@@ -317,8 +317,8 @@ class VerifierMetrics(RoundMetrics, Collector):
         """The state of caches and queues. Reads single values and copies only."""
         store, follows = self._store, self._follows
         caches = list(store)
-        used = sum(each.sequence.segment.reserved_bytes for each in caches)
-        kept = sum(each.segment.reserved_bytes for each in store.prefixes)
+        used = sum(each.sequence.kv.reserved_bytes for each in caches)
+        kept = sum(each.kv.reserved_bytes for each in store.prefixes)
         limit = store.memory.limit_bytes
         waiting = [cache.job for cache in caches if cache.job is not None and cache.job.queued]
         prefills = sum(isinstance(job, Prefill) for job in waiting)

@@ -97,7 +97,7 @@ class Cache:
         self.request: RequestTimes | None = None
         self.rounds = 0
         sequence.read_grant = self.read_grant
-        sequence.segment.header.open(epoch)
+        sequence.kv.header.open(epoch)
 
     @property
     def owner(self) -> str:
@@ -107,7 +107,7 @@ class Cache:
     @property
     def claimed_bytes(self) -> int:
         """Memory that it has or is expected to need. Unit: bytes."""
-        reserved = self.sequence.segment.reserved_bytes
+        reserved = self.sequence.kv.reserved_bytes
         return reserved if self.sequence.finish is not None else max(reserved, self.expected_bytes)
 
     @property
@@ -408,8 +408,8 @@ class CacheStore:
         """Check that no memory and no descriptor leaked. No job and no release may be running.
         Raises ``AssertionError``: an invariant is broken; the message names all that are."""
         caches = list(self)
-        segments = [each.segment for each in (*(c.sequence for c in caches), *self.prefixes)]
-        files = [segment.file for segment in segments]
+        kvs = [each.kv for each in (*(c.sequence for c in caches), *self.prefixes)]
+        files = [kv.file for kv in kvs]
         grants = {id(cache) for cache in self._grants.values()}
         broken = [
             f"cache {cache.epoch}: {rule}"
@@ -423,7 +423,7 @@ class CacheStore:
             broken.append("two caches share a segment")
         if differing := sorted(set(files) ^ open_segments()):
             broken.append(f"segments and caches differ: descriptors {differing}")
-        used, reserved = self.memory.used_bytes, sum(each.reserved_bytes for each in segments)
+        used, reserved = self.memory.used_bytes, sum(each.reserved_bytes for each in kvs)
         if used > self.memory.limit_bytes:
             broken.append(f"{used} bytes are used, limit {self.memory.limit_bytes}")
         if isinstance(self.memory, SegmentMemory) and used != reserved:
@@ -436,14 +436,14 @@ class CacheStore:
 
 def _invariants(cache: Cache) -> dict[str, bool]:
     """Whether each invariant is kept, by the message for a broken one."""
-    sequence, segment = cache.sequence, cache.sequence.segment
+    sequence, kv = cache.sequence, cache.sequence.kv
     return {
-        "its segment is closed": not segment.closed,
+        "its segment is closed": not kv.closed,
         "it was released": not cache.released,
-        "its header differs": segment.closed
-        or (segment.header.epoch, segment.header.committed) == (cache.epoch, sequence.committed),
-        "committed beyond what is reserved": sequence.committed <= segment.reserved,
-        "reserved beyond its capacity": segment.reserved <= segment.capacity,
+        "its header differs": kv.closed
+        or (kv.header.epoch, kv.header.committed) == (cache.epoch, sequence.committed),
+        "committed beyond what is reserved": sequence.committed <= kv.reserved,
+        "reserved beyond its capacity": kv.reserved <= kv.capacity,
         "text and history differ": len(sequence.history) == len(sequence.tokens),
         "its anchor is not the newest token": sequence.prefilling
         or sequence.committed == len(sequence.tokens) - 1,

@@ -26,7 +26,7 @@ from paceline.decoder import (
 )
 from paceline.service.runtime import available_memory, trim
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.kv.base import BLOCK_TOKENS, TREE_TOKENS, KvLayout
+from paceline.verifier.kv.base import RESERVED_TOKENS, TREE_TOKENS, KvLayout
 from paceline.verifier.kv.pool import PagePool
 from paceline.verifier.kv.segment import SegmentMemory
 from paceline.verifier.model import ModelInfo, read_model_info
@@ -137,7 +137,7 @@ def kv_memory(model: LoadedModel, options: VerifierOptions) -> KvSpace:
             f"paged_kv is not supported for {config.model_type!r}, whose recurrent states lie "
             "beside segments"
         )
-    followers = decoder.followers if isinstance(decoder, ParallelDecoder) else None
+    worker_caches = decoder.worker_caches if isinstance(decoder, ParallelDecoder) else None
     layout = KvLayout.of(config)
     kv_bytes = options.kv_bytes
     if kv_bytes is None:
@@ -148,7 +148,7 @@ def kv_memory(model: LoadedModel, options: VerifierOptions) -> KvSpace:
         message.max_context = longest
     max_sequences, max_prefixes = _cache_limits(options)
     if not options.paged_kv and device.type == "cpu":
-        memory = SegmentMemory(layout, kv_bytes, followers)
+        memory = SegmentMemory(layout, kv_bytes, worker_caches)
         return KvSpace(memory, None, None, max_sequences, max_prefixes)
     pool = PagePool(
         layout,
@@ -156,11 +156,11 @@ def kv_memory(model: LoadedModel, options: VerifierOptions) -> KvSpace:
         kv_bytes=kv_bytes,
         max_sequences=max_sequences + max_prefixes,
         max_context=message.max_context,
-        followers=followers,
+        worker_caches=worker_caches,
     )
     graphs = None
     able = device.type == "cuda" and find_spec("triton") is not None
-    if able and followers is None and options.cuda_graphs != "off":
+    if able and worker_caches is None and options.cuda_graphs != "off":
         graphs = GraphRunner(decoder, pool, required=options.cuda_graphs == "on")
     return KvSpace(pool, pool, graphs, max_sequences, max_prefixes)
 
@@ -211,7 +211,7 @@ def _longest_text(layout: KvLayout, kv_bytes: int) -> int:
     """Tokens of the longest text that fits, with a tree behind it, if no other one does. Raises
     ``ValueError``: none does."""
     slots = (kv_bytes - layout.state_bytes) // layout.token_bytes
-    tokens = slots // BLOCK_TOKENS * BLOCK_TOKENS - TREE_TOKENS
+    tokens = slots // RESERVED_TOKENS * RESERVED_TOKENS - TREE_TOKENS
     if tokens <= 0:
         min_bytes = layout.capacity(1) * layout.token_bytes + layout.state_bytes
         raise ValueError(f"kv_bytes is {kv_bytes}, expected at least {min_bytes} for this model")

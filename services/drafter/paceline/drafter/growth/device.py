@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.drafter.generation import Budget
 from paceline.drafter.growth.beam import Chain, Ranker, rank_rows
 from paceline.drafter.growth.target_data import StateRows
-from paceline.drafter.growth.text import Block, Growth, TextPasses, TreeChoices, TreeSettings
+from paceline.drafter.growth.text import Growth, PassPart, TextPasses, TreeChoices, TreeSettings
 from paceline.kernels import (
     Context,
     KVCacheView,
@@ -115,14 +115,14 @@ class HostDraft:
     contexts: Sequence[Context] = ()
 
 
-def text_pass(blocks: Sequence[Block], inputs: StateRows | None = None) -> HostPass:
-    """Returns the pass over the blocks of several generations, with hidden states of its rows."""
-    stops = accumulate(len(block.tokens) for block in blocks)
-    counts = [block.logit_rows for block in blocks]
+def text_pass(parts: Sequence[PassPart], inputs: StateRows | None = None) -> HostPass:
+    """Returns the pass over the parts of several generations, with hidden states of its rows."""
+    stops = accumulate(len(part.tokens) for part in parts)
+    counts = [part.logit_rows for part in parts]
     return HostPass(
-        [each for block in blocks for each in block.blocks],
-        [position for block in blocks for position in block.positions],
-        [token for block in blocks for token in block.tokens],
+        [each for part in parts for each in part.blocks],
+        [position for part in parts for position in part.positions],
+        [token for part in parts for token in part.tokens],
         [r for stop, n in zip(stops, counts, strict=True) for r in range(stop - n, stop)],
         inputs,
     )

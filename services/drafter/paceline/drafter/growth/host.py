@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.drafter.generation import Budget
 from paceline.drafter.growth.beam import Chain
 from paceline.drafter.growth.device import HostDraft, Passes, text_pass
-from paceline.drafter.growth.text import Block, Growth, TextPasses
+from paceline.drafter.growth.text import Growth, PassPart, TextPasses
 from paceline.kernels import TreePlan
 from paceline.tree import TokenTree
 
@@ -62,19 +62,21 @@ Forward = Callable[[Tensor, TreePlan, Tensor], Tensor]
 """Maps tokens ``[M]``, their plan and the rows that need logits, int64 ``[R]``, to the logits."""
 
 
-def forward_blocks(forward: Forward, blocks: Sequence[Block], device: torch.device) -> list[Tensor]:
-    """Runs one forward pass over the blocks of several generations.
+def forward_parts(
+    forward: Forward, parts: Sequence[PassPart], device: torch.device
+) -> list[Tensor]:
+    """Runs one forward pass over the parts of several generations.
 
     Args:
         forward: The pass of the model.
-        blocks: One per generation; blocks refer to its caches by index.
+        parts: One per generation; blocks refer to its caches by index.
         device: Device of the model.
 
     Returns:
-        Logits ``[logit_rows, V]`` of each block.
+        Logits ``[logit_rows, V]`` of each part.
     """
-    passes = Passes(HostDraft([text_pass(blocks)], []), device)
+    passes = Passes(HostDraft([text_pass(parts)], []), device)
     plan = passes.plan(0)
     assert plan is not None
     logits = forward(passes.tokens(0), plan, passes.logit_rows(0))
-    return list(logits.split([block.logit_rows for block in blocks]))
+    return list(logits.split([part.logit_rows for part in parts]))

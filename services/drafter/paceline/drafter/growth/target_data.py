@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.drafter.kv.reader import KvPages, KvReader, StateBlock
+from paceline.drafter.kv.reader import KvPages, KvReader, StateSpan
 from paceline.kernels import LayerTable
 
 
@@ -98,7 +98,7 @@ class StateRows:
 
     def __init__(
         self,
-        blocks: Sequence[StateBlock],
+        blocks: Sequence[StateSpan],
         convert: Callable[[Tensor], Tensor],
         repeats: int = 1,
     ) -> None:
@@ -109,11 +109,11 @@ class StateRows:
         """Returns the inputs ``[rows, width]``.
 
         Raises:
-            KvGone: See :meth:`StateBlock.read`.
+            KvGone: See :meth:`StateSpan.read`.
         """
         return self._convert(torch.cat([self.rows(block) for block in self.blocks]))
 
-    def rows(self, block: StateBlock) -> Tensor:
+    def rows(self, block: StateSpan) -> Tensor:
         """Returns the states of the rows of one of the blocks; errors as for :meth:`tensor`."""
         states = block.read()
         return states if self.repeats == 1 else states.repeat_interleave(self.repeats, 0)

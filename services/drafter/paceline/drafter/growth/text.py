@@ -53,7 +53,7 @@ def chain_blocks(index: int, begin: int, end: int) -> list[QueryBlock]:
 
 
 @dataclass(frozen=True)
-class Block:
+class PassPart:
     """One generation's tokens in a forward pass."""
 
     tokens: list[int]
@@ -253,22 +253,22 @@ class GrownText:
         """Returns the tokens at positions ``begin`` to ``end``, all among those that are kept."""
         return [self.tokens[at - self.length] for at in range(begin, end)]
 
-    def text_block(self, index: int, begin: int, end: int, slot: int) -> Block:
+    def text_part(self, index: int, begin: int, end: int, slot: int) -> PassPart:
         """Returns positions ``begin`` to ``end`` of the text, to be fed.
 
         ``index`` is that of the text's cache in the pass, ``slot`` that of the first position.
         """
         blocks = chain_blocks(index, slot, slot + end - begin)
-        return Block(self.newest(begin, end), range(begin, end), blocks, 1)
+        return PassPart(self.newest(begin, end), range(begin, end), blocks, 1)
 
-    def tree_block(self, index: int, slot: int) -> Block:
+    def tree_part(self, index: int, slot: int) -> PassPart:
         """Returns the nodes of the tree to be fed for its next level; arguments as of
-        :meth:`text_block`, ``slot`` is that of the tree's first node."""
+        :meth:`text_part`, ``slot`` is that of the tree's first node."""
         beam = self.tree
         tokens, parents = beam.block()
         block = QueryBlock(index, slot + beam.trunk, parents, len(tokens))
         positions = [self.length + beam.trunk + depth for depth in block.depths]
-        return Block(tokens, positions, [block], len(beam.frontier))
+        return PassPart(tokens, positions, [block], len(beam.frontier))
 
     def chain_grows(self) -> bool:
         """Makes the last node of a chain the frontier, to draft ahead. Returns False if there is

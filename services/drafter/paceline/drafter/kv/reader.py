@@ -40,7 +40,7 @@ class KvPages:
     pages: NDArray[np.int32]
 
 
-class StateBlock:
+class StateSpan:
     """Hidden states at neighbouring positions, which were copied or still lie in pages.
 
     Attributes:
@@ -216,7 +216,7 @@ class StateReader(CacheReader):
     """Hidden states: outputs of some layers."""
 
     paged: bool = False
-    """Whether :meth:`block` returns addresses."""
+    """Whether :meth:`span` returns addresses."""
 
     async def wait_for(self, committed: int, seconds: float) -> None:
         """Wait until positions below ``committed`` can be read, at most ``seconds``. Event loop."""
@@ -234,7 +234,7 @@ class StateReader(CacheReader):
             kept. And the rows ``[end - first, layers * hidden]``.
         """
 
-    def block(self, begin: int, end: int) -> StateBlock:
+    def span(self, begin: int, end: int) -> StateSpan:
         """As :meth:`read`, but states in pages of a GPU are not copied yet."""
         first, states = self.read(begin, end)
-        return StateBlock(first, states)
+        return StateSpan(first, states)

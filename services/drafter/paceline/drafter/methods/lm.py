@@ -29,10 +29,10 @@ from paceline.decoder import (
     load_config,
     open_model,
 )
-from paceline.drafter.growth.host import HostGrowth, forward_blocks
+from paceline.drafter.growth.host import HostGrowth, forward_parts
 from paceline.drafter.growth.native import NativeGrowth
 from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
-from paceline.drafter.growth.text import Block, GrownText, TextPasses, TreeSettings
+from paceline.drafter.growth.text import GrownText, PassPart, TextPasses, TreeSettings
 from paceline.drafter.methods.base import (
     SECTION,
     Drafter,
@@ -207,8 +207,8 @@ class LmPasses(TextPasses):
             rows = range(max(0, count - OBSERVED), count)
             observed = ObservedRows(self._scores, rows, self.cache, self.positions(end))
             observer = TextScores([observed])
-        block = self.text.text_block(0, begin, end, len(self.cache))
-        self._drafter.forward([block], [self.cache], observer)
+        part = self.text.text_part(0, begin, end, len(self.cache))
+        self._drafter.forward([part], [self.cache], observer)
         self.cache.commit(range(count))
 
     def prepare(self) -> bool:
@@ -231,15 +231,15 @@ class LmPasses(TextPasses):
     def keep_ahead(self) -> bool:
         return self._reserve(self.text.room)
 
-    def block(self, index: int) -> Block:
+    def part(self, index: int) -> PassPart:
         """Returns what to feed for the next level; ``index`` is that of its cache in the pass."""
         slot = len(self.round_cache)
         if self.text.tree.level:
-            return self.text.tree_block(index, slot)
-        return self.text.text_block(index, self.cached, self.text.length, slot)
+            return self.text.tree_part(index, slot)
+        return self.text.text_part(index, self.cached, self.text.length, slot)
 
     def add_level(self, logits: Tensor) -> None:
-        """Adds a level to the tree from the logits of :meth:`block`, ``[frontier, V]``."""
+        """Adds a level to the tree from the logits of :meth:`part`, ``[frontier, V]``."""
         if not self.text.tree.level:
             self._commit(range(self.text.length - self.cached))
         self.text.grow(logits)
@@ -254,7 +254,7 @@ class LmPasses(TextPasses):
         cache.commit(range(self.text.length - self.cached))
 
     def observed_rows(self, stop: int) -> list[ObservedRows]:
-        """Returns the rows of its block to be scored; the block ends before row ``stop``."""
+        """Returns the rows of its part to be scored; the part ends before row ``stop``."""
         scores = self._scores
         everything = self._sparse is None and not self._bounded
         if scores is None or self.text.tree.level > 0 or everything:
@@ -270,7 +270,7 @@ class LmPasses(TextPasses):
         self._cache = self._sparse = None
 
     def _commit(self, nodes: Sequence[int]) -> None:
-        """Keeps the KV of these nodes of the newest block as text."""
+        """Keeps the KV of these nodes of the newest level as text."""
         if self._sparse is None:
             self.cache.commit(nodes)
             return
@@ -438,28 +438,28 @@ class LmDrafter(Drafter):
         return GrownSequence(self.growth, LmPasses(self, text))
 
     def grow_level(self, growing: Sequence[LmPasses]) -> None:
-        blocks = [each.block(index) for index, each in enumerate(growing)]
-        stops = accumulate(len(block.tokens) for block in blocks)
+        parts = [each.part(index) for index, each in enumerate(growing)]
+        stops = accumulate(len(part.tokens) for part in parts)
         observed = [
             rows
             for each, stop in zip(growing, stops, strict=True)
             for rows in each.observed_rows(stop)
         ]
         logits = self.forward(
-            blocks,
+            parts,
             [each.round_cache for each in growing],
             TextScores(observed) if observed else None,
         )
-        for each, part in zip(growing, logits, strict=True):
-            each.add_level(part)
+        for each, its in zip(growing, logits, strict=True):
+            each.add_level(its)
 
     def forward(
-        self, blocks: Sequence[Block], caches: Sequence[LocalCache], observer: TextScores | None
+        self, parts: Sequence[PassPart], caches: Sequence[LocalCache], observer: TextScores | None
     ) -> list[Tensor]:
-        """Logits of blocks, see :func:`forward_blocks`."""
+        """Logits of the parts of a pass, see :func:`forward_parts`."""
 
         def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
             decoder = self.decoder
             return decoder.forward(tokens, plan, caches, logit_rows=rows, observer=observer).logits
 
-        return forward_blocks(run, blocks, self.decoder.device)
+        return forward_parts(run, parts, self.decoder.device)

@@ -30,9 +30,9 @@ from paceline.decoder import (
     open_model,
 )
 from paceline.drafter.growth.beam import Beam
-from paceline.drafter.growth.host import HostGrowth, forward_blocks
+from paceline.drafter.growth.host import HostGrowth, forward_parts
 from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
-from paceline.drafter.growth.text import Block, GrownText, TextPasses, TreeSettings, required
+from paceline.drafter.growth.text import GrownText, PassPart, TextPasses, TreeSettings, required
 from paceline.drafter.kv import KvOptions
 from paceline.drafter.methods.base import (
     Drafter,
@@ -127,14 +127,14 @@ class SelfSpecPasses(TextPasses):
         self._fed = fed
         return fed <= MAX_NEW_TOKENS and self._slot + self.text.room <= self.cache.capacity
 
-    def block(self, index: int) -> Block:
+    def part(self, index: int) -> PassPart:
         """Returns what to feed for the next level; ``index`` is that of its cache in the pass."""
         if self.text.tree.level:
-            return self.text.tree_block(index, self._slot)
-        return self.text.text_block(index, self._begin, self.text.length, self._slot)
+            return self.text.tree_part(index, self._slot)
+        return self.text.text_part(index, self._begin, self.text.length, self._slot)
 
     def add_level(self, logits: Tensor) -> None:
-        """Adds a level to the tree from the logits of :meth:`block`, ``[frontier, V]``."""
+        """Adds a level to the tree from the logits of :meth:`part`, ``[frontier, V]``."""
         if not self.text.tree.level:
             self._fed = self.text.length - self._begin
             self._slot += self._fed
@@ -237,10 +237,10 @@ class SelfSpecDrafter(Drafter):
         def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
             return self.decoder.forward(tokens, plan, caches, logit_rows=rows).logits
 
-        blocks = [each.block(index) for index, each in enumerate(growing)]
-        logits = forward_blocks(run, blocks, self.decoder.device)
-        for each, part in zip(growing, logits, strict=True):
-            each.add_level(part)
+        parts = [each.part(index) for index, each in enumerate(growing)]
+        logits = forward_parts(run, parts, self.decoder.device)
+        for each, its in zip(growing, logits, strict=True):
+            each.add_level(its)
 
 
 def _load_decoder(

@@ -19,7 +19,7 @@ from paceline.drafter.growth.graphs import DraftGraphs, GraphModel, graphs_work_
 from paceline.drafter.growth.host import HostGrowth, LevelModel
 from paceline.drafter.growth.native import NativeGrowth
 from paceline.drafter.growth.sequence import TreeGrowth
-from paceline.drafter.growth.text import Block, GrownText, Growth, TreeSettings, required
+from paceline.drafter.growth.text import GrownText, Growth, PassPart, TreeSettings, required
 from paceline.drafter.kv import TRANSPORTS
 from paceline.drafter.methods.base import (
     Fit,
@@ -183,11 +183,11 @@ class DraftLayers(ABC):
         """Returns the target's hidden states ``[n, taps * hidden]`` as inputs of the programs."""
         return send(states, self.device).to(self.dtype)
 
-    def write_kv(self, block: Block, cache: WindowCache, states: Tensor | None = None) -> None:
+    def write_kv(self, part: PassPart, cache: WindowCache, states: Tensor | None = None) -> None:
         """Writes keys and values of a text's tokens, which read ``states`` if the layer does, and
         computes nothing else."""
-        plan = plan_trees(block.blocks, positions=block.positions, device=self.device)
-        tokens = send(torch.tensor(block.tokens), self.device)
+        plan = plan_trees(part.blocks, positions=part.positions, device=self.device)
+        tokens = send(torch.tensor(part.tokens), self.device)
         self.run(0, tokens, plan, [cache], inputs=states)
 
 
@@ -195,7 +195,7 @@ _GROWTH = 512
 
 
 class WindowCache:
-    """KV of one generation's text, followed by slots for a tree or a block; a ``KVCacheView``.
+    """KV of one generation's text, followed by slots for a tree or a part; a ``KVCacheView``.
 
     Position p of the text has slot ``p - base``. With a window, the newest positions are moved to
     the front when the slots are used up, so memory is constant. ``base`` is a multiple of

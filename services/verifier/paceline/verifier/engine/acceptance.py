@@ -303,13 +303,13 @@ def _keep(
     columns = 0
     for entry, part in zip(entries, chosen, strict=True):
         sequence, column = entry.job.sequence, None
-        segment = sequence.segment
-        assert isinstance(segment, PagedKv), "a GPU has no other"
+        kv = sequence.kv
+        assert isinstance(kv, PagedKv), "a GPU has no other"
         if part is not None and not entry.tree.is_chain:
-            trees.append((segment, len(sequence.tokens) - 1, entry.tree, part.start))
+            trees.append((kv, len(sequence.tokens) - 1, entry.tree, part.start))
             column, columns = columns, columns + 1 + len(entry.tree)
-        if segment.taps is not None:
-            kept.append((segment.taps, sequence.committed, entry.rows, column))
+        if kv.taps is not None:
+            kept.append((kv.taps, sequence.committed, entry.rows, column))
     moved = None
     if trees:
         assert tokens is not None

@@ -288,7 +288,7 @@ class Batch:
         sequence = job.sequence
         rows = slice(len(self), len(self) + stop - sequence.committed)
         self.entries.append(BatchEntry(job, tree, stop, logits, rows, scored))
-        self._caches.append(sequence.segment)
+        self._caches.append(sequence.kv)
         if sequence.generation.taps is not None:
             self._taps.update(sequence.generation.taps.layers)
 

@@ -439,7 +439,7 @@ class Engine:
     def _begin_prefill(self, job: Prefill, parent: Sequence | None) -> None:
         if parent is None and self._reuses:
             parent = self.prefixes.find(job.sequence)
-        while parent is not None and not parent.segment.closed:
+        while parent is not None and not parent.kv.closed:
             try:
                 job.reuse(parent)
                 break
@@ -454,10 +454,10 @@ class Engine:
             return
         sequence.released = True
         if self._reuses and not self._stopping:
-            sequence.segment.header.close()  # its readers stop
+            sequence.kv.header.close()  # its readers stop
             self.prefixes.keep(sequence)
         else:
-            sequence.segment.close()
+            sequence.kv.close()
         if self._scheduler is not None:
             self._scheduler.forget(sequence)
         closed = SequenceClosed("the cache was released")

@@ -273,7 +273,7 @@ class Prefill(EngineJob):
         if self.sequence.generation.prompt_logprobs is not None:
             return
         shared = self.sequence.common_prefix(parent)
-        self.sequence.segment.copy_prefix(parent.segment, shared)
+        self.sequence.kv.copy_prefix(parent.kv, shared)
         self.sequence.committed = self.reused = shared
 
     def add_output(self, output: StepOutput | None, began: float, ended: float) -> None:
@@ -432,7 +432,7 @@ class Sequence:
     computed by the next step.
 
     Thread safety: once the engine has a job of the sequence, only the engine thread changes it or
-    its segment. The event loop may read ``committed`` and ``finish`` (each a single assignment)
+    its KV. The event loop may read ``committed`` and ``finish`` (each a single assignment)
     then, and everything while the engine has no job of the sequence.
 
     Attributes:
@@ -440,7 +440,7 @@ class Sequence:
         owner: The client that made the request, and may use the cache.
         user: The client, or the one of its users whose text it is. Another user's prompt never
             reuses its KV, and no text of theirs is drafted from it.
-        segment: Its KV; closed by the engine after the sequence is released.
+        kv: Its KV; closed by the engine after the sequence is released.
         released: Whether it has ended and runs no more jobs.
         tokens: Prompt and output.
         finish: Why the generation ended; None: it has not ended.
@@ -456,14 +456,14 @@ class Sequence:
     def __init__(
         self,
         generation: GenerationParams,
-        segment: SequenceKv,
+        kv: SequenceKv,
         owner: str = "",
         user: str | None = None,
     ) -> None:
         self.generation = generation
         self.owner = owner
         self.user = owner if user is None else user
-        self.segment = segment
+        self.kv = kv
         self.released = False
         self.tokens: list[int] = [*generation.prompt, *generation.output]
         self.history = History(generation.prompt, generation.output)
@@ -492,7 +492,7 @@ class Sequence:
     @committed.setter
     def committed(self, tokens: int) -> None:
         self._committed = tokens
-        self.segment.publish(tokens)
+        self.kv.publish(tokens)
 
     @property
     def room(self) -> int:
@@ -519,23 +519,23 @@ class Sequence:
         longest = min(other.committed, len(self.tokens) - 1)
         pairs = zip(self.tokens[:longest], other.tokens, strict=False)
         shared = next((at for at, (own, theirs) in enumerate(pairs) if own != theirs), longest)
-        taps, states = self.segment.taps, other.segment.states
+        taps, states = self.kv.taps, other.kv.states
         if taps is not None:
-            shared = taps.reusable(other.segment.taps, other.committed, shared)
+            shared = taps.reusable(other.kv.taps, other.committed, shared)
         if states is None:
             return shared
         kept = states.reusable(shared)
         if taps is None or kept == shared:
             return kept
-        known = taps.reusable(other.segment.taps, other.committed, kept)
+        known = taps.reusable(other.kv.taps, other.committed, kept)
         return kept if known == kept else 0
 
     def record(self, first: int, states: HiddenStates, rows: slice | list[int]) -> None:
         """Keep hidden states of positions about to be committed, if the request has taps and the
         device has not kept them: the given rows, for positions from ``first`` on, of the outputs of
         tapped layers for a whole batch."""
-        if self.segment.taps is not None and states:
-            self.segment.taps.record(first, states, rows)
+        if self.kv.taps is not None and states:
+            self.kv.taps.record(first, states, rows)
 
     def commit(
         self, output: StepOutput, states: HiddenStates, row: int, *, moved: bool = False
@@ -554,7 +554,7 @@ class Sequence:
         # Node i is row i + 1 of the block. The last token's KV is computed by the next step.
         rows = [node + 1 for node in output.accepted[: len(output.tokens) - 1]]
         if rows and rows[-1] != len(rows):
-            self.segment.keep([anchor + each for each in rows], anchor + 1, moved=moved)
+            self.kv.compact([anchor + each for each in rows], anchor + 1, moved=moved)
         if anchor >= self.committed:  # not after a prefill, which committed the whole text
             self.record(anchor, states, [row, *(row + each for each in rows)])
         output.position = self.output_tokens

@@ -113,7 +113,7 @@ class PrefixCache:
             if not found:
                 del self._found[key]
         self._kept.pop(sequence, None)
-        sequence.segment.close()
+        sequence.kv.close()
 
     def clear(self) -> None:
         """Free the memory of all ended sequences."""
@@ -212,7 +212,7 @@ class JobQueue:
             start, end = job.sequence.committed, len(job.sequence.tokens)
             share = max(CHUNK, left // (len(self._prefills) + 1))
             stop = min(end, start + min(share, left))
-            states = job.sequence.segment.states
+            states = job.sequence.kv.states
             if states is not None:  # other texts continue from the last border of chunks
                 border = (end - 1) // CHUNK_TOKENS * CHUNK_TOKENS
                 if start < border < stop:
@@ -237,7 +237,7 @@ class JobQueue:
         """Reserve KV, over that of ended texts where memory is short."""
         while not job.done:
             try:
-                job.sequence.segment.reserve(tokens)
+                job.sequence.kv.reserve(tokens)
             except OutOfMemory as error:
                 if not self._prefixes.evict():
                     self.fail(job, error)

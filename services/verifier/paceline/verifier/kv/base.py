@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from paceline.decoder import DecoderConfig, Followers
+from paceline.decoder import DecoderConfig, WorkerCaches
 from paceline.kernels import DeltaShape, LayerTable, Plane, RecurrentStates
 from paceline.kernels.caches import first_heads, row_width
 from paceline.kv.segment import HEADER_BYTES, TAP_MARGIN, SegmentHeader, new_segment
@@ -22,7 +22,7 @@ from paceline.kv.wire import cache_dtype
 from paceline.v1 import kv_pb2
 
 _COPIED_ROWS = 1024  # copied at once, so that little other memory is needed
-BLOCK_TOKENS = 256
+RESERVED_TOKENS = 256
 """Memory is reserved, and capacities are rounded up, in steps of this many tokens."""
 
 TREE_TOKENS = 256
@@ -149,8 +149,8 @@ class TapRows(ABC):
 
 
 def round_up(tokens: int) -> int:
-    """Returns the next multiple of ``BLOCK_TOKENS``."""
-    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+    """Returns the next multiple of ``RESERVED_TOKENS``."""
+    return -(-tokens // RESERVED_TOKENS) * RESERVED_TOKENS
 
 
 @dataclass(frozen=True)
@@ -248,14 +248,14 @@ class SequenceKv(ABC):
         header: The segment's header, for readers in other processes; unusable once closed.
         table: Addresses of all layers for compiled programs; None: KV in pages.
         states: Recurrent states, in memory that only this process has; None: the model has none.
-        followers: Ranks of a tensor-parallel model that keep heads of this cache; None: there are
-            none.
+        worker_caches: Caches of the other ranks of a tensor-parallel model, which hold heads of
+            this cache; None: there are none.
     """
 
     device = torch.device("cpu")
     table: LayerTable | None = None
     taps: TapRows | None = None
-    followers: Followers | None = None
+    worker_caches: WorkerCaches | None = None
 
     def __init__(
         self,
@@ -328,8 +328,8 @@ class SequenceKv(ABC):
         Raises ``OutOfMemory``: there is not enough memory for them."""
         self.reserve(tokens)
         self._copy_kv(source, tokens)
-        if self.followers is not None:
-            self.followers.copy_prefix(self, source, tokens)
+        if self.worker_caches is not None:
+            self.worker_caches.copy_prefix(self, source, tokens)
         if self.states is not None and source.states is not None:
             self.states.copy_prefix(source.states, tokens)
         if tokens and self.taps is not None and source.taps is not None:
@@ -339,11 +339,11 @@ class SequenceKv(ABC):
     def _copy_kv(self, source: Self, tokens: int) -> None:
         """Copy keys and values."""
 
-    def keep(self, slots: list[int], start: int, *, moved: bool = False) -> None:
+    def compact(self, slots: list[int], start: int, *, moved: bool = False) -> None:
         """Move the KV at ``slots`` to ``start``, ``start + 1``, ...; none moves to a later slot.
         ``moved``: in this process it has moved."""
-        if self.followers is not None:
-            self.followers.keep(self, slots, start)
+        if self.worker_caches is not None:
+            self.worker_caches.compact(self, slots, start)
         if not moved:
             self._keep(slots, start)
 
@@ -358,7 +358,7 @@ class SequenceKv(ABC):
     @property
     def observed(self) -> ObservedCache:
         """The heads that scores of positions are computed from: those of this process."""
-        return self if self.followers is None else _OwnHeads(self, self.followers.ranks)
+        return self if self.worker_caches is None else _OwnHeads(self, self.worker_caches.ranks)
 
     @property
     def files(self) -> list[int]:
@@ -382,8 +382,8 @@ class SequenceKv(ABC):
         """
         if self.closed:
             return
-        if self.followers is not None:
-            self.followers.drop(self)
+        if self.worker_caches is not None:
+            self.worker_caches.drop(self)
         self.header.close()
         self.header.release()
         _open_files.remove(self.file)

@@ -10,14 +10,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from paceline.decoder import ACCELERATORS, Followers, wait_for
+from paceline.decoder import ACCELERATORS, WorkerCaches, wait_for
 from paceline.kernels import PagedPlane, send
 from paceline.kv.cuda import CudaDriver, DriverError, ExportedMemory, cuda_driver
 from paceline.kv.segment import HEADER_BYTES, TAP_AHEAD
 from paceline.tree import TokenTree
 from paceline.v1 import kv_pb2
 from paceline.verifier.kv.base import (
-    BLOCK_TOKENS,
+    RESERVED_TOKENS,
     TREE_TOKENS,
     KvLayout,
     OutOfMemory,
@@ -27,7 +27,7 @@ from paceline.verifier.kv.base import (
     round_up,
 )
 
-PAGE_TOKENS = BLOCK_TOKENS
+PAGE_TOKENS = RESERVED_TOKENS
 _TABLE_BYTES = 4096
 _ANCHOR, _NEVER = -1, -2  # in the place of tokens: always accepted, never
 
@@ -60,7 +60,7 @@ class PagePool:
         max_sequences: int,
         max_context: int,
         driver: CudaDriver | None = None,
-        followers: Followers | None = None,
+        worker_caches: WorkerCaches | None = None,
     ) -> None:
         """Allocate whole pages of at most ``kv_bytes``.
 
@@ -69,7 +69,7 @@ class PagePool:
         """
         self.layout = layout
         self.device = device
-        self.followers = followers
+        self.worker_caches = worker_caches
         self.page_bytes = PAGE_TOKENS * layout.token_bytes
         count = kv_bytes // self.page_bytes
         if count < 1:
@@ -237,7 +237,7 @@ class PagePool:
             sources = sources + moved[columns]
         self.states[pages, at] = stacked.flatten(0, 1)[sources]
 
-    def keep(self, old: list[tuple[int, int]], new: list[tuple[int, int]]) -> None:
+    def compact(self, old: list[tuple[int, int]], new: list[tuple[int, int]]) -> None:
         """Move slots, given as pages and offsets in them; none to where a later one comes from."""
         (from_pages, to_pages), (from_slots, to_slots) = send(
             torch.tensor([old, new]).permute(2, 0, 1).contiguous(), self.device
@@ -407,7 +407,7 @@ class PagedKv(SequenceKv):
         except BaseException:
             pool.free(self._row, [])
             raise
-        self.device, self.followers = pool.device, pool.followers
+        self.device, self.worker_caches = pool.device, pool.worker_caches
         self.pool = pool
         self._table = self._body.view(torch.int32)
         if taps is not None:
@@ -471,7 +471,7 @@ class PagedKv(SequenceKv):
         if self.taps is not None:
             self.taps.move(slots, start)
         new = range(start, start + len(slots))
-        self.pool.keep([self.page_of(slot) for slot in slots], [self.page_of(s) for s in new])
+        self.pool.compact([self.page_of(slot) for slot in slots], [self.page_of(s) for s in new])
 
     @property
     def files(self) -> list[int]:

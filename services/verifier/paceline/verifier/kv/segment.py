@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.decoder import Followers
+from paceline.decoder import WorkerCaches
 from paceline.kernels import LayerTable
 from paceline.kv.segment import HEADER_BYTES
 from paceline.verifier.kv.base import (
@@ -66,16 +66,16 @@ class SegmentMemory:
 
     Attributes:
         layout: Shape of the model's KV.
-        followers: See :class:`SequenceKv`.
+        worker_caches: See :class:`SequenceKv`.
         limit_bytes: Maximum memory of all segments together. Unit: bytes.
         used_bytes: Memory taken. Unit: bytes.
     """
 
     def __init__(
-        self, layout: KvLayout, limit_bytes: int, followers: Followers | None = None
+        self, layout: KvLayout, limit_bytes: int, worker_caches: WorkerCaches | None = None
     ) -> None:
         self.layout = layout
-        self.followers = followers
+        self.worker_caches = worker_caches
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
 
@@ -134,7 +134,7 @@ class Segment(SequenceKv):
             kv_bytes + (0 if taps is None else taps.byte_size),
             taps=None if taps is None else taps.describe(offset=self._taps_offset),
         )
-        self._memory, self.followers = memory, memory.followers
+        self._memory, self.worker_caches = memory, memory.worker_caches
         shape = (layout.layers, 2, layout.kv_heads, capacity, layout.row_width)
         self.kv: Tensor = self._body[:kv_bytes].view(layout.dtype).view(shape)
         if taps is not None:
@@ -184,7 +184,7 @@ class Segment(SequenceKv):
         moved = self.kv.index_select(3, torch.tensor(slots))
         self.kv[..., start : start + len(slots), :] = moved
         if self.states is not None:
-            self.states.keep(slots, start)
+            self.states.compact(slots, start)
 
     def close(self) -> None:
         """See :class:`SequenceKv`. Gives its memory back."""

@@ -410,7 +410,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             return [self._weights]
         if self._store is None:
             raise CacheNotFound("there are no caches to map")
-        return self._store.find_granted(token).sequence.segment.files
+        return self._store.find_granted(token).sequence.kv.files
 
 
 async def _write_all(outgoing: asyncio.Queue[exchange_pb2.JoinResponse], context: Any) -> None:

@@ -49,8 +49,8 @@ class StateFeed:
         self._layers = layers
         self._window = window
         self._next = 0
-        assert cache.sequence.segment.taps is not None, "checked when it was subscribed"
-        layout = cache.sequence.segment.taps.layout
+        assert cache.sequence.kv.taps is not None, "checked when it was subscribed"
+        layout = cache.sequence.kv.taps.layout
         self.hidden = layout.hidden
         self.row_bytes = len(layers) * layout.row_bytes
 
@@ -73,7 +73,7 @@ class StateFeed:
         self._next = max(self._next, committed)
 
     def _copy(self, begin: int, end: int) -> list[verifier_pb2.HiddenStates]:
-        planes = self._sequence.segment.taps
+        planes = self._sequence.kv.taps
         if planes is None:
             return []
         begin = max(begin, planes.first_kept(self._sequence.committed))
@@ -115,7 +115,7 @@ class FollowStream:
         ``policy`` chooses at most ``budget`` positions of each of the layers, which are counted
         from 0. With ``positions_only``, chunks carry no keys and values.
         """
-        layout = cache.sequence.segment.layout
+        layout = cache.sequence.kv.layout
         wire = cache_dtype(layout.dtype)
         self._cache = cache
         self._states = states
@@ -250,7 +250,7 @@ class FollowStream:
     def _chunk(self, index: int, positions: Tensor) -> kv_pb2.KvChunk:
         chunk = kv_pb2.KvChunk(layer=index, positions=positions.tolist())
         if not self._positions_only:
-            keys, values = self._cache.sequence.segment.gather(self._layers[index], positions)
+            keys, values = self._cache.sequence.kv.gather(self._layers[index], positions)
             chunk.keys, key_scales = encode(keys)
             chunk.values, value_scales = encode(values)
             chunk.key_scales.extend(key_scales)
@@ -280,10 +280,10 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
             )
         request = first.subscribe
         cache = self._find(request.read_grant)
-        segment = cache.sequence.segment
+        kv = cache.sequence.kv
         layers: list[int] = []
         if request.layers or not request.hidden_state_layers:
-            layers = _layers(request.layers, segment.layout.layers)
+            layers = _layers(request.layers, kv.layout.layers)
             if not request.budget:
                 raise ServiceError.invalid_argument(
                     "NO_BUDGET", "the budget is 0, expected the most positions per layer"
@@ -297,7 +297,7 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
         stream = FollowStream(
             cache,
             layers,
-            scored or _policy(request.policy, segment, layers),
+            scored or _policy(request.policy, kv, layers),
             request.budget,
             request.positions_only,
             _state_feed(cache, request),
@@ -323,11 +323,11 @@ def score_prompt(cache: Cache, scored: Iterable[tuple[str, Sequence[int]]]) -> N
 
     Those that no stream could follow are left out: its drafter is told why.
     """
-    segment = cache.sequence.segment
+    kv = cache.sequence.kv
     for name, requested in scored:
         try:
-            layers = _layers(requested, segment.layout.layers)
-            policy = _policy(name, segment, layers)
+            layers = _layers(requested, kv.layout.layers)
+            policy = _policy(name, kv, layers)
         except ServiceError:
             continue
         cache.policies[name, tuple(layers)] = policy
@@ -348,19 +348,19 @@ def _layers(requested: Iterable[int], count: int) -> list[int]:
     return layers or list(range(count))
 
 
-def _policy(name: str, segment: SequenceKv, layers: Sequence[int]) -> SelectionPolicy:
+def _policy(name: str, kv: SequenceKv, layers: Sequence[int]) -> SelectionPolicy:
     if not layers:
-        return Streaming(segment, layers)
+        return Streaming(kv, layers)
     try:
         factory = load_policy(name)
     except ValueError as error:
         raise ServiceError.invalid_argument("BAD_POLICY", str(error)) from error
-    return factory(segment.observed, layers)
+    return factory(kv.observed, layers)
 
 
 def _state_feed(cache: Cache, request: kv_pb2.FollowSubscribe) -> StateFeed | None:
     layers = list(dict.fromkeys(request.hidden_state_layers))
-    taps = cache.sequence.segment.taps
+    taps = cache.sequence.kv.taps
     kept = () if taps is None else taps.layout.taps.layers
     if missing := sorted(set(layers) - set(kept)):
         raise ServiceError.failed_precondition(

@@ -30,7 +30,7 @@ from paceline.drafter.growth.graphs import PassShape
 from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
 from paceline.drafter.growth.target_data import StateRows
 from paceline.drafter.growth.text import GrownText, TextPasses, TreeSettings, chain_blocks
-from paceline.drafter.kv.reader import StateBlock
+from paceline.drafter.kv.reader import StateSpan
 from paceline.drafter.methods.base import SECTION, Drafter, Fit, GenerationInfo, Resources
 from paceline.drafter.methods.dspark.config import DSparkConfig, layout_of, read_dspark
 from paceline.drafter.methods.dspark.heads import DSparkHeads
@@ -49,7 +49,7 @@ from paceline.drafter.methods.target_drafter import (
     target_growth,
 )
 from paceline.kernels import Context, Program, QueryBlock, send
-from paceline.kernels.draft import BlockModel, NativeDraft
+from paceline.kernels.draft import DraftBlockModel, NativeDraft
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.structures import DraftText
 
@@ -64,7 +64,7 @@ class DSparkBackbone(DraftLayers):
         self.heads = DSparkHeads(self.config, tensors.tensors, self.dtype, self.device, self.bits)
         return [_record_context(self, tensors), _record_block(self, tensors)]
 
-    def states_pass(self, batch: Sequence[tuple[int, WindowCache, StateBlock]]) -> HostPass:
+    def states_pass(self, batch: Sequence[tuple[int, WindowCache, StateSpan]]) -> HostPass:
         """Makes room for hidden states in contexts.
 
         Args:
@@ -92,7 +92,7 @@ class DSparkBackbone(DraftLayers):
             self.run(0, None, plan, passes.caches, inputs=passes.inputs(0))
 
     def block_pass(
-        self, blocks: Sequence[tuple[WindowCache, int, StateBlock | None]]
+        self, blocks: Sequence[tuple[WindowCache, int, StateSpan | None]]
     ) -> tuple[HostPass, list[Context]]:
         """Makes room for blocks after contexts.
 
@@ -239,7 +239,7 @@ class DSparkPasses(TextPasses):
             backbone.write_states(Passes(draft, backbone.device))
             self.states.reader.settle()
 
-    def new_states(self, limit: int | None = None) -> StateBlock | None:
+    def new_states(self, limit: int | None = None) -> StateSpan | None:
         """Returns hidden states that the context lacks, of at most ``limit`` positions; None if
         there are none."""
         end = self.states.readable
@@ -248,7 +248,7 @@ class DSparkPasses(TextPasses):
             end = min(end, begin + limit)
         if begin >= end:
             return None
-        states = self.states.reader.block(begin, end)
+        states = self.states.reader.span(begin, end)
         if not states.count:
             return None
         # States in pages can be read again, by a draft that is not native.
@@ -256,15 +256,15 @@ class DSparkPasses(TextPasses):
             self.newest.copy_(states.read()[-1:], non_blocking=True)
         return states
 
-    def newest_states(self) -> StateBlock | None:
+    def newest_states(self) -> StateSpan | None:
         """Returns the hidden states of the position before the anchor; None if they are not
         read."""
         if not self._drafter.layers.config.state_input:
             return None
         last = self.text.length - 2
         if self.states.reader.paged:
-            return self.states.reader.block(last, last + 1)
-        return StateBlock(last, self.newest)
+            return self.states.reader.span(last, last + 1)
+        return StateSpan(last, self.newest)
 
     def set_block(self, hidden: Tensor, logits: Tensor) -> None:
         """Sets the block that the tree grows from: hidden states ``[levels, hidden]`` and their
@@ -370,7 +370,7 @@ class DSparkDrafter(Drafter):
         config, heads = self.layers.config, self.layers.heads.native()
         if heads is None:
             return None
-        block = BlockModel(
+        block = DraftBlockModel(
             programs[0],
             length=config.block,
             levels=config.levels,

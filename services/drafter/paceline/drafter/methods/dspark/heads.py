@@ -132,8 +132,8 @@ class DSparkHeads:
                 self._offsets = (self._w1 @ column + head.proj.bias).detach().double()
 
     def native(self) -> tuple[NativeHead | None, tuple[Tensor, Tensor] | None] | None:
-        """Returns the heads as :class:`~paceline.kernels.draft.BlockModel` takes them: W1, float32,
-        with packed W2, and weights and offsets of confidences; None if it cannot run them."""
+        """Returns the heads as :class:`~paceline.kernels.draft.DraftBlockModel` takes them: W1 in
+        float32 with packed W2, and weights and offsets of confidences. None: it cannot run them."""
         head = None
         if self._markov is not None:
             if self._markov.kind != "vanilla" or self._best or self._w2.packed is None:

@@ -30,11 +30,11 @@ from paceline.drafter.growth.device import (
     text_pass,
 )
 from paceline.drafter.growth.graphs import PassShape, text_and_levels
-from paceline.drafter.growth.host import forward_blocks
+from paceline.drafter.growth.host import forward_parts
 from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
 from paceline.drafter.growth.target_data import StateRows
-from paceline.drafter.growth.text import Block, GrownText, TextPasses, TreeSettings
-from paceline.drafter.kv.reader import StateBlock
+from paceline.drafter.growth.text import GrownText, PassPart, TextPasses, TreeSettings
+from paceline.drafter.kv.reader import StateSpan
 from paceline.drafter.methods.base import SECTION, Drafter, Fit, GenerationInfo, Resources
 from paceline.drafter.methods.eagle3.config import Eagle3Config, is_eagle3, read_eagle3
 from paceline.drafter.methods.eagle3.module import Eagle3Model
@@ -139,7 +139,7 @@ class Eagle3Passes(TextPasses):
         self.text = GrownText(drafter.settings, generation)
         self.states = TextStates(drafter.layers, drafter.method, self.text, generation, drafted)
         self.cache = self.states.cache
-        self._fresh: StateBlock | None = None
+        self._fresh: StateSpan | None = None
         """States of the newest positions before the anchor, of the round; None outside of one."""
         self._outputs = NO_OUTPUTS
         """Outputs at the anchor and at the nodes of the tree that were fed."""
@@ -155,8 +155,8 @@ class Eagle3Passes(TextPasses):
         if len(states):
             end, layers = begin + len(states), self._drafter.layers
             cache.reserve(end)
-            block = self.text.text_block(0, begin + 1, end + 1, begin - cache.base)
-            layers.write_kv(block, cache, layers.states(states))
+            part = self.text.text_part(0, begin + 1, end + 1, begin - cache.base)
+            layers.write_kv(part, cache, layers.states(states))
             cache.length = end
             self.states.reader.settle()
 
@@ -167,25 +167,25 @@ class Eagle3Passes(TextPasses):
         if self.backlog > MAX_FED_TOKENS:
             self.warm(self.backlog - 1)
         self.cache.reserve(end)
-        self._fresh = self.states.reader.block(min(self.cache.next_position(end), end - 1), end)
+        self._fresh = self.states.reader.span(min(self.cache.next_position(end), end - 1), end)
         return self._fresh.count > 0
 
     @property
-    def fresh(self) -> StateBlock:
+    def fresh(self) -> StateSpan:
         """States of the newest positions before the anchor, of the round."""
         assert self._fresh is not None
         return self._fresh
 
-    def block(self, index: int) -> Block:
+    def part(self, index: int) -> PassPart:
         """Returns what to feed for the next level; ``index`` is that of its cache in the pass."""
         end = self.text.length - 1 - self.cache.base
         if self.text.tree.level:
-            return self.text.tree_block(index, end)
+            return self.text.tree_part(index, end)
         count = self.fresh.count
-        return self.text.text_block(index, self.text.length - count, self.text.length, end - count)
+        return self.text.text_part(index, self.text.length - count, self.text.length, end - count)
 
     def inputs(self) -> Tensor:
-        """Returns the hidden states that :meth:`block` reads."""
+        """Returns the hidden states that :meth:`part` reads."""
         beam = self.text.tree
         if not beam.level:
             return self._drafter.layers.states(self.fresh.read())
@@ -193,7 +193,7 @@ class Eagle3Passes(TextPasses):
         return self._outputs[send(parents + 1, self._outputs.device)]
 
     def add_level(self, logits: Tensor, outputs: Tensor) -> None:
-        """Adds a level to the tree from the logits of :meth:`block`, ``[frontier, V]``, and the
+        """Adds a level to the tree from the logits of :meth:`part`, ``[frontier, V]``, and the
         outputs of the same rows."""
         beam = self.text.tree
         if not beam.level:
@@ -300,11 +300,11 @@ class Eagle3Drafter(Drafter):
             outputs.append(result.taps[0])
             return result.logits
 
-        blocks = [each.block(index) for index, each in enumerate(growing)]
-        logits = forward_blocks(run, blocks, self.layers.device)
-        parts = outputs[0].split([block.logit_rows for block in blocks])
-        for passes, each, part in zip(growing, logits, parts, strict=True):
-            passes.add_level(each, part)
+        parts = [each.part(index) for index, each in enumerate(growing)]
+        logits = forward_parts(run, parts, self.layers.device)
+        states = outputs[0].split([part.logit_rows for part in parts])
+        for passes, each, state in zip(growing, logits, states, strict=True):
+            passes.add_level(each, state)
 
     def pass_shapes(self, fed: int, shape: TreeShape) -> list[PassShape]:
         config = self.layers.config
@@ -313,11 +313,11 @@ class Eagle3Drafter(Drafter):
         return text_and_levels(text, level, shape)
 
     def draft_passes(self, growing: Sequence[Eagle3Passes], shape: TreeShape) -> HostDraft:
-        blocks = [each.block(index) for index, each in enumerate(growing)]
+        parts = [each.part(index) for index, each in enumerate(growing)]
         lengths = [each.text.length for each in growing]
         starts = [each.text.length - 1 - each.cache.base for each in growing]
         fresh = [each.fresh for each in growing]
-        text = text_pass(blocks, StateRows(fresh, self.layers.states))
+        text = text_pass(parts, StateRows(fresh, self.layers.states))
         caches = [each.cache for each in growing]
         return HostDraft([text, *level_passes(starts, lengths, shape)], caches)
 

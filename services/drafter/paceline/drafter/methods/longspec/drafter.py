@@ -28,10 +28,10 @@ from paceline.drafter.growth.device import (
     text_pass,
 )
 from paceline.drafter.growth.graphs import PassShape, text_and_levels
-from paceline.drafter.growth.host import forward_blocks
+from paceline.drafter.growth.host import forward_parts
 from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
 from paceline.drafter.growth.target_data import TargetKv
-from paceline.drafter.growth.text import Block, GrownText, TextPasses, TreeSettings, required
+from paceline.drafter.growth.text import GrownText, PassPart, TextPasses, TreeSettings, required
 from paceline.drafter.kv import KvOptions
 from paceline.drafter.kv.reader import StreamingReader
 from paceline.drafter.methods.base import Drafter, Fit, GenerationInfo, Needs, Resources
@@ -121,8 +121,8 @@ class LongSpecPasses(TextPasses):
         end = begin + min(limit, self.backlog)
         if begin < end:
             cache.reserve(end)
-            block = self.text.text_block(0, begin, end, begin - cache.base)
-            self._drafter.layers.write_kv(block, cache)
+            part = self.text.text_part(0, begin, end, begin - cache.base)
+            self._drafter.layers.write_kv(part, cache)
             cache.length = end
 
     def prepare(self) -> bool:
@@ -139,15 +139,15 @@ class LongSpecPasses(TextPasses):
         self.context = Context(target, target.length)
         return True
 
-    def block(self, index: int) -> Block:
+    def part(self, index: int) -> PassPart:
         """Returns what to feed for the next level; ``index`` is that of its cache in the pass."""
         if self.text.tree.level:
-            return self.text.tree_block(index, self.text.length - self.cache.base)
+            return self.text.tree_part(index, self.text.length - self.cache.base)
         begin = min(self.cache.next_position(self.text.length), self.text.length - 1)
-        return self.text.text_block(index, begin, self.text.length, begin - self.cache.base)
+        return self.text.text_part(index, begin, self.text.length, begin - self.cache.base)
 
     def add_level(self, logits: Tensor) -> None:
-        """Adds a level to the tree from the logits of :meth:`block`, ``[frontier, V]``."""
+        """Adds a level to the tree from the logits of :meth:`part`, ``[frontier, V]``."""
         if not self.text.tree.level:
             self.cache.length = self.text.length
         self.text.grow(logits)
@@ -265,10 +265,10 @@ class LongSpecDrafter(Drafter):
         def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
             return self.layers.run(-1, tokens, plan, caches, rows, contexts=contexts).logits
 
-        blocks = [each.block(index) for index, each in enumerate(growing)]
-        logits = forward_blocks(run, blocks, self.layers.device)
-        for each, part in zip(growing, logits, strict=True):
-            each.add_level(part)
+        parts = [each.part(index) for index, each in enumerate(growing)]
+        logits = forward_parts(run, parts, self.layers.device)
+        for each, its in zip(growing, logits, strict=True):
+            each.add_level(its)
 
     @property
     def gathered_slots(self) -> int:
@@ -279,11 +279,11 @@ class LongSpecDrafter(Drafter):
         return text_and_levels(replace(level, rows=fed, blocks=2), level, shape)
 
     def draft_passes(self, growing: Sequence[LongSpecPasses], shape: TreeShape) -> HostDraft:
-        blocks = [each.block(index) for index, each in enumerate(growing)]
+        parts = [each.part(index) for index, each in enumerate(growing)]
         lengths = [each.text.length for each in growing]
         starts = [each.text.length - each.cache.base for each in growing]
         return HostDraft(
-            [text_pass(blocks), *level_passes(starts, lengths, shape)],
+            [text_pass(parts), *level_passes(starts, lengths, shape)],
             [each.cache for each in growing],
             [each.context for each in growing if each.context is not None],
         )
