@@ -31,15 +31,13 @@ from paceline.v1 import sampling_pb2
 
 @dataclass
 class Acceptance:
-    """Rounds of one drafter on the answers of one cell.
-
-    Attributes:
-        rounds: Rounds by accepted draft tokens.
-        outside: Rounds whose tree ended at a token that the drafter cannot draft.
-    """
+    """Rounds of one drafter on the answers of one cell."""
 
     rounds: Counter[int] = field(default_factory=Counter)
+    """Rounds by accepted draft tokens."""
+
     outside: int = 0
+    """Rounds whose tree ended at a token that the drafter cannot draft."""
 
     def entry(self) -> dict[str, Any]:
         """Figures for a result file.

@@ -17,15 +17,13 @@ _MATRIX = "model.layers.0.mlp.down_proj.weight"
 
 @dataclass(frozen=True)
 class Models:
-    """Model folders.
-
-    Attributes:
-        folder: May hold a target and prompts.
-        target: Hugging Face folder or GGUF file.
-    """
+    """Model folders."""
 
     folder: Path
+    """May hold a target and prompts."""
+
     target: Path
+    """Hugging Face folder or GGUF file."""
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Models:

@@ -78,9 +78,11 @@ _SHORT = 512  # tokens of the longest text that `offset` trains on
 _LONGSPEC = Path("models/smollm2/longspec")
 _MIN_DISTINCT = 0.5  # share of different 4-grams in a block; below it, the text is a loop
 
+_LENGTH = "accepted length"
+
 
 def samples() -> Samples:
-    """Without any yet."""
+    """Make an empty collection of samples."""
     return defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
 
 
@@ -127,8 +129,7 @@ def figures(found: Samples) -> dict[str, Any]:
 class PolicyKv(RecordedKv):
     """A recording's KV as a selection policy of the verifier shows it to a drafter.
 
-    Attributes:
-        capacity, device: See :class:`~paceline.kv.selection.ObservedCache`.
+    It is an :class:`~paceline.kv.selection.ObservedCache`.
     """
 
     def __init__(self, target: Decoder, text: TargetRecording, drafter: Drafter) -> None:
@@ -191,19 +192,19 @@ class PolicyKv(RecordedKv):
 
 @dataclass(frozen=True)
 class Round:
-    """One round along a text.
-
-    Attributes:
-        place: Tokens of the answer before its tree.
-        tree: The drafted tokens.
-        accepted: How many the target accepted.
-        ms: Time of the draft.
-    """
+    """One round along a text."""
 
     place: int
+    """Tokens of the answer before its tree."""
+
     tree: TokenTree
+    """The drafted tokens."""
+
     accepted: int
+    """How many the target accepted."""
+
     ms: float
+    """Time of the draft."""
 
 
 class Bench:
@@ -369,9 +370,6 @@ class Bench:
             pair = sum(each.accepted + 1 for each in path), len(path)
             found[arm][f"{_LENGTH} by {by}"][x].append(pair)
         return found
-
-
-_LENGTH = "accepted length"
 
 
 def _words(line: Mapping[str, Sequence[float]]) -> str:

@@ -11,6 +11,12 @@ from tokenizers import Tokenizer
 from paceline.decoder import open_model
 from paceline.harness import read_prompts
 
+_NAMES = (
+    "Amber", "Birch", "Cedar", "Delta", "Ember", "Falcon", "Garnet", "Harbor", "Indigo", "Jasper",
+    "Koala", "Lotus", "Maple", "Nickel", "Onyx", "Pearl", "Quartz", "Raven", "Saffron", "Tulip",
+    "Umber", "Velvet", "Willow", "Zephyr",
+)  # fmt: skip
+
 
 def tokenizer(target: Path) -> Tokenizer:
     """The target's tokenizer.
@@ -48,13 +54,6 @@ def long_prompts(folder: Path, target: Path, length: int, count: int) -> list[li
         raise ValueError(f"{folder}/heldout has {len(ids)} tokens, expected at least {length}")
     step = (len(ids) - length) // max(1, count - 1)
     return [ids[start : start + length] for start in (step * index for index in range(count))]
-
-
-_NAMES = (
-    "Amber", "Birch", "Cedar", "Delta", "Ember", "Falcon", "Garnet", "Harbor", "Indigo", "Jasper",
-    "Koala", "Lotus", "Maple", "Nickel", "Onyx", "Pearl", "Quartz", "Raven", "Saffron", "Tulip",
-    "Umber", "Velvet", "Willow", "Zephyr",
-)  # fmt: skip
 
 
 def needle_prompts(texts: Sequence[list[int]], target: Path) -> list[list[int]]:

@@ -11,19 +11,17 @@ class Proxy:
 
     It listens on a port of the loopback, or on the socket `path` (a file), which processes in other
     network namespaces can open too.
-
-    Attributes:
-        delay: Of everything that is sent, one way. Unit: seconds.
-        down: Whether new connections are refused.
-        connections: Number of connections that were accepted.
     """
 
     def __init__(self, target: str, delay: float = 0.0, path: Path | None = None) -> None:
         self._target = target.removeprefix("unix:")
         self._path = path
         self.delay = delay
+        """Of everything that is sent, one way. Unit: seconds."""
         self.down = False
+        """Whether new connections are refused."""
         self.connections = 0
+        """Number of connections that were accepted."""
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None

@@ -20,6 +20,13 @@ from paceline.kernels import processor
 
 PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "uvloop", "triton")
 
+RESULTS = Path("bench/results")
+
+_FOLDERS = re.compile(r"(^|[=:,])/(?!/)(?:[^/=,]+/)*")
+"""Of an absolute path, or of one behind `key=` or `method:`; not of a URL."""
+
+_WIDTH = 170  # columns, where there is no terminal
+
 
 def describe() -> dict[str, object]:
     """Processor, memory and package versions as a JSON-ready dictionary.
@@ -47,13 +54,6 @@ def _installed(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-RESULTS = Path("bench/results")
-_FOLDERS = re.compile(r"(^|[=:,])/(?!/)(?:[^/=,]+/)*")
-"""Of an absolute path, or of one behind `key=` or `method:`; not of a URL."""
-
-_WIDTH = 170  # columns, where there is no terminal
 
 
 class Results:

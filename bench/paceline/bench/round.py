@@ -56,16 +56,14 @@ class Clocks:
 
     A step counts if a tree was drafted for it and it has no prompt. What was done since the step
     before counts with it.
-
-    Attributes:
-        steps: Seconds by part of each such step, and its number of ``sequences``.
-        drafter: Process of the drafter service, once it runs.
     """
 
     def __init__(self, service: VerifierService) -> None:
         """Put clocks around the methods of a service's engine that is not yet started."""
         self.steps: list[dict[str, float]] = []
+        """Seconds by part of each such step, and its number of ``sequences``."""
         self.drafter: int | None = None
+        """Process of the drafter service, once it runs."""
         self._left = time.process_time()
         self._step: dict[str, float] = defaultdict(float)
         self._sequences = 0

@@ -10,17 +10,26 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+CONFIG = "--config"
+"""A TOML file with the tables `[verifier]`, `[drafter]` and `[gateway]`, whose keys are the long
+names of those commands' arguments. Arguments on the command line override the file."""
+
+TABLES = {
+    "serve": ("verifier", "drafter", "gateway"),
+    "verifier": ("verifier",),
+    "drafter": ("drafter",),
+    "gateway": ("gateway",),
+}
+"""Tables that a command reads."""
+
 
 class CommandError(Exception):
-    """Ends a command: `main` prints the message and returns `code`.
-
-    Attributes:
-        code: Exit code; 2 for bad arguments, 1 for a service that failed.
-    """
+    """Ends a command: `main` prints the message and returns `code`."""
 
     def __init__(self, message: object, code: int = 2) -> None:
         super().__init__(str(message))
         self.code = code
+        """Exit code; 2 for bad arguments, 1 for a service that failed."""
 
 
 @contextmanager
@@ -33,18 +42,6 @@ def exit_with(code: int, *errors: type[Exception]) -> Iterator[None]:
         raise
     except errors as error:
         raise CommandError(error, code) from error
-
-
-CONFIG = "--config"
-"""A TOML file with the tables `[verifier]`, `[drafter]` and `[gateway]`, whose keys are the long
-names of those commands' arguments. Arguments on the command line override the file."""
-TABLES = {
-    "serve": ("verifier", "drafter", "gateway"),
-    "verifier": ("verifier",),
-    "drafter": ("drafter",),
-    "gateway": ("gateway",),
-}
-"""Tables that a command reads."""
 
 
 def meant(word: str, known: Iterable[str]) -> str:

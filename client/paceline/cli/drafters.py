@@ -46,6 +46,9 @@ _CHECK_TIMEOUT = 30.0
 Call = Callable[[str, Message], Awaitable[Any]]
 """Calls the registry's RPC of this name with a request; its response."""
 
+_WIDTH = 1000
+"""Of a wide table: a long line is easier to read than columns cut short."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands."""
@@ -299,10 +302,6 @@ def _option(text: str) -> tuple[str, str]:
     if not key or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     return key, value
-
-
-_WIDTH = 1000
-"""Of a wide table: a long line is easier to read than columns cut short."""
 
 
 def show(

@@ -29,6 +29,22 @@ from paceline.service.files import decoded, read_text
 from paceline.service.options import OptionsError
 from paceline.telemetry.exporters import traced
 
+MEASURED = ("max_new_tokens", "temperature", "seed")
+"""Parameters of commands that compare drafters."""
+
+_TYPES: dict[str, dict[str, Any]] = {
+    "int": {"type": int, "metavar": "N"},
+    "float": {"type": float, "metavar": "X"},
+    "str": {"metavar": "TEXT"},
+    "bool": {"action": "store_true"},
+    "str | Sequence[str]": {"action": "append", "metavar": "TEXT"},
+    "Sequence[int]": {"action": "append", "type": int, "metavar": "ID"},
+}
+"""Arguments by the type of the parameter; those of other types have no argument."""
+
+_ALIASES = {"max-new-tokens": ("--max-tokens",)}
+"""Other names of arguments, those of OpenAI's API."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the prompt, the parameters of the generation, and the services."""
@@ -61,23 +77,6 @@ def add_client_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="longest wait for a draft (default: a multiple of the mean draft time)",
     )
-
-
-MEASURED = ("max_new_tokens", "temperature", "seed")
-"""Parameters of commands that compare drafters."""
-_TYPES: dict[str, dict[str, Any]] = {
-    "int": {"type": int, "metavar": "N"},
-    "float": {"type": float, "metavar": "X"},
-    "str": {"metavar": "TEXT"},
-    "bool": {"action": "store_true"},
-    "str | Sequence[str]": {"action": "append", "metavar": "TEXT"},
-    "Sequence[int]": {"action": "append", "type": int, "metavar": "ID"},
-}
-"""Arguments by the type of the parameter; those of other types have no argument."""
-
-
-_ALIASES = {"max-new-tokens": ("--max-tokens",)}
-"""Other names of arguments, those of OpenAI's API."""
 
 
 def add_generation_arguments(

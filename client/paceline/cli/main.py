@@ -17,6 +17,24 @@ from typing import Any, NoReturn
 from paceline.cli.command import CommandError, expand_config, meant
 from paceline.cli.environment import drop_output, prepared, require_files
 
+ALIASES = {"run": ("chat",), "pull": ("fetch",), "ps": ("drafters", "list")}
+"""Names of commands that other tools have for the same."""
+
+_ADDRESSES = (
+    "host and port are one argument: --gateway-address 127.0.0.1:8000 of serve, --address of "
+    "verifier, drafter and gateway, --verifier-address of generate and chat"
+)
+
+_PARSER = "_parser"
+"""Name of the parser of a command in its parsed arguments."""
+
+# Top-level modules that only extras install. Any other missing module is a bug.
+_OF_EXTRAS = (
+    *("accelerate", "aiohttp", "grpc_health", "grpc_reflection", "llguidance", "numpy"),
+    *("openai", "opentelemetry", "prometheus_client", "pydantic", "safetensors", "torch"),
+    "transformers",
+)
+
 
 @dataclass(frozen=True)
 class Command:
@@ -54,13 +72,6 @@ COMMANDS = (
     Command("train", "paceline.train.cli", "train targets and drafters", "train"),
     Command("bench", "paceline.bench.cli", "measure speed and resilience", "dev"),
     Command("completion", "paceline.cli.main", "print a shell's completion script"),
-)
-
-ALIASES = {"run": ("chat",), "pull": ("fetch",), "ps": ("drafters", "list")}
-"""Names of commands that other tools have for the same."""
-_ADDRESSES = (
-    "host and port are one argument: --gateway-address 127.0.0.1:8000 of serve, --address of "
-    "verifier, drafter and gateway, --verifier-address of generate and chat"
 )
 
 
@@ -111,18 +122,6 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"unexpected: {' '.join(words)}")
         similar = meant(options[0], sorted(self.options()))
         self.error(f"there is no option {options[0]}{similar}")
-
-
-_PARSER = "_parser"
-"""Name of the parser of a command in its parsed arguments."""
-
-
-# Top-level modules that only extras install. Any other missing module is a bug.
-_OF_EXTRAS = (
-    *("accelerate", "aiohttp", "grpc_health", "grpc_reflection", "llguidance", "numpy"),
-    *("openai", "opentelemetry", "prometheus_client", "pydantic", "safetensors", "torch"),
-    "transformers",
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

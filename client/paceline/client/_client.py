@@ -34,6 +34,8 @@ from ._transport import Connections, DrafterTransport, Pool, Transport, parse_ad
 DEFAULT_ADDRESS = "127.0.0.1:7431"
 """Address of a verifier that is started without one."""
 
+T = TypeVar("T")
+
 
 class Client:
     """Generates text with a verifier, and the drafter services that have joined it.
@@ -220,9 +222,6 @@ class Client:
         for address in addresses:
             self._connections.check(address)
         return addresses
-
-
-T = TypeVar("T")
 
 
 class SyncClient:

@@ -12,19 +12,13 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+# The status of a stream whose connection is reset. Unlike these, errors of a service include an
+# ErrorInfo.
+_BROKEN_CODES = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED}
+
 
 class PacelineError(Exception):
-    """Base of all errors of the client.
-
-    Attributes:
-        message: what was wrong, what was expected, what to do.
-        reason: reason of the service's `google.rpc.ErrorInfo`; empty if the error is not from a
-            Paceline service.
-        metadata: metadata of the `ErrorInfo`.
-        retry_after: when to retry, or None. Unit: seconds.
-        text: text that the generation had until it failed.
-        token_ids: its tokens.
-    """
+    """Base of all errors of the client."""
 
     def __init__(
         self,
@@ -36,11 +30,18 @@ class PacelineError(Exception):
     ) -> None:
         super().__init__(message)
         self.message = message
+        """What was wrong, what was expected, what to do."""
         self.reason = reason
+        """Reason of the service's `google.rpc.ErrorInfo`; empty if the error is not from a Paceline
+        service."""
         self.metadata = metadata or {}
+        """Metadata of the `ErrorInfo`."""
         self.retry_after = retry_after
+        """When to retry, or None. Unit: seconds."""
         self.text = ""
+        """Text that the generation had until it failed."""
         self.token_ids: list[int] = []
+        """Its tokens."""
 
 
 class InvalidRequestError(PacelineError, ValueError):
@@ -99,9 +100,6 @@ _BY_CODE: dict[grpc.StatusCode, type[PacelineError]] = {
     grpc.StatusCode.PERMISSION_DENIED: AuthError,
     grpc.StatusCode.UNIMPLEMENTED: UnimplementedError,
 }
-# The status of a stream whose connection is reset. Unlike these, errors of a service include an
-# ErrorInfo.
-_BROKEN_CODES = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED}
 
 
 def from_rpc_error(

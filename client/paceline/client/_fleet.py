@@ -96,29 +96,26 @@ class VerifierStatus:
 
 
 class Verifier:
-    """One verifier: its calls, its latest answer to `GetModel`, and its load.
-
-    Attributes:
-        transport: Its calls.
-        facts: Its latest `GetModelResponse`; None before the first.
-        running: Number of generations of this client with a cache there.
-        error: The failure since the latest answer; None: there is none.
-        refused: Why its target is not the client's; empty: it is.
-        joining: The request that drafter services join it; None before the first.
-        join_at: When the next such request may be made, of `time.monotonic`.
-        join_failure: Why services did not join with the latest one; empty: all did.
-    """
+    """One verifier: its calls, its latest answer to `GetModel`, and its load."""
 
     def __init__(self, transport: Transport, retry: RetryOptions) -> None:
         self.transport = transport
+        """Its calls."""
         self.address = transport.address
         self.facts: verifier_pb2.GetModelResponse | None = None
+        """Its latest `GetModelResponse`; None before the first."""
         self.running = 0
+        """Number of generations of this client with a cache there."""
         self.error: PacelineError | None = None
+        """The failure since the latest answer; None: there is none."""
         self.refused = ""
+        """Why its target is not the client's; empty: it is."""
         self.joining: asyncio.Task[None] | None = None
+        """The request that drafter services join it; None before the first."""
         self.join_at = 0.0
+        """When the next such request may be made, of `time.monotonic`."""
         self.join_failure = ""
+        """Why services did not join with the latest one; empty: all did."""
         self._retry = retry
         self._failures = 0
         self._retry_at = 0.0
@@ -321,12 +318,6 @@ class Fleet:
 
     The target is that of the first verifier that answers. Verifiers of another one are refused
     until no verifier of the list was last seen with this one.
-
-    Attributes:
-        verifiers: All of them.
-        prefixes: Which verifier has the KV of which text.
-        retry: Retries when all verifiers are unreachable or full.
-        caches: The verifier of each cache in use or kept, by handle.
     """
 
     def __init__(
@@ -337,16 +328,20 @@ class Fleet:
         retry: RetryOptions,
     ) -> None:
         self.verifiers = verifiers
+        """All of them."""
         self._drafters = drafters
         self._tokenizers = tokenizers
         self.retry = retry
+        """Retries when all verifiers are unreachable or full."""
         self.prefixes = PrefixTable()
+        """Which verifier has the KV of which text."""
         self._model: Model | None = None
         self._loading = asyncio.Lock()
         self._logged: set[str] = set()
         self._failures_of_drafting: set[str] = set()
         self._known_drafters: set[str] = set()
         self.caches: dict[bytes, Verifier] = {}
+        """The verifier of each cache in use or kept, by handle."""
 
     @property
     def serving(self) -> list[Verifier]:
@@ -559,7 +554,7 @@ class Fleet:
             waiting = [*pending] if done else []
 
     async def _agree(self) -> Model:
-        """The target of the fleet; refuses verifiers of others."""
+        """The model that all verifiers serve. Rejects verifiers with another model."""
         members = self.verifiers.members
         known = [each.facts for each in members if each.facts is not None]
         if self._model is None or all(differs(facts, self._model.facts) for facts in known):

@@ -35,6 +35,8 @@ T = TypeVar("T")
 MAX_STOPS = 1024
 """Maximum number of stop strings, and of stop tokens."""
 
+_FIELD = re.compile(r'^    (\w+): [^\n]*(?:\n    """(.*?)""")?$', re.MULTILINE | re.DOTALL)
+
 
 @contextmanager
 def invalid_requests() -> Iterator[None]:
@@ -275,7 +277,7 @@ def suggests(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def _with_parameters(method: Any, own: int, options: Callable[..., Any]) -> Any:
-    """The method; its signature has its first parameters, `own` many, and those of `options`."""
+    """Gives the method a signature: its first `own` parameters, then one for each option."""
     kept = list(signature(method).parameters.values())[:own]
     parameters = [*kept, *signature(options).parameters.values()]
     names = [each.name for each in parameters]
@@ -311,9 +313,6 @@ def _with_fields(doc: str, kind: type) -> str:
     text = inspect.cleandoc(doc)
     before, found, after = text.partition(f"    options: see `{kind.__name__}`.")
     return f"{before}{entries}{after}" if found else f"{text}\n\nArgs:\n{entries}"
-
-
-_FIELD = re.compile(r'^    (\w+): [^\n]*(?:\n    """(.*?)""")?$', re.MULTILINE | re.DOTALL)
 
 
 def field_docs(kind: type) -> dict[str, str]:

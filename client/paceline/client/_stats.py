@@ -33,6 +33,8 @@ _UNHINDERED = frozenset(("no_drafter", "node_budget", "not_ready"))
 _ENOUGH_STEPS = 16
 """Plain steps of a text with which its speed-up is measured."""
 
+_Values = Mapping[str, Any]
+
 
 @dataclass(frozen=True, slots=True)
 class RoundStats:
@@ -335,9 +337,6 @@ def _rounded(value: object) -> object:
 
 def _count(number: int, word: str) -> str:
     return f"{number} {word}" + ("" if number == 1 else "s")
-
-
-_Values = Mapping[str, Any]
 
 
 class GenerationTrace:

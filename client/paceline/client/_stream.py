@@ -66,11 +66,6 @@ class TokenStream:
     responses that the reader has not taken, and no more than the text needs. Unit: steps.
 
     `model` is the one that begins the text.
-
-    Attributes:
-        handle: Handle of the cache; empty without one.
-        lease_seconds: Life of the cache without a stream. Unit: seconds.
-        prompt_logprobs: Those of the prompt, if requested.
     """
 
     def __init__(
@@ -100,8 +95,11 @@ class TokenStream:
         self._granted = 0
         self._unread = 0
         self.handle = b""
+        """Handle of the cache; empty without one."""
         self.lease_seconds = 30.0
+        """Life of the cache without a stream. Unit: seconds."""
         self.prompt_logprobs: list[TokenLogprob] = []
+        """Those of the prompt, if requested."""
 
     async def receive(self) -> verifier_pb2.Round:
         """The next round. With `steps` 0 its tokens come from a prefill or an earlier stream.

@@ -50,6 +50,40 @@ For each call, write a JSON object with the function's name and arguments inside
 {{"name": <function name>, "arguments": <object>}}
 </tool_call>"""
 
+_Way = Literal["tools", "xml_tools", "system", "text"]
+"""How tools reach a template: in the variable of all templates; in the variable of SmolLM3; in the
+field `tools` of the system message, as for Phi-4-mini; as text of a message."""
+
+_Absent = Literal["missing", "none", "empty"]
+"""How a template is told that a message has no content."""
+
+_ABSENT: tuple[_Absent, ...] = ("missing", "none", "empty")
+
+_ASKED, _SYSTEM, _OFFERED, _WANTED, _ARGUMENT, _RESULT = (
+    f"paceline{index}probe" for index in range(6)
+)
+
+_ARGUMENTS = json.dumps({"x": _ARGUMENT})
+
+_TOOL: Message = {
+    "type": "function",
+    "function": {
+        "name": _OFFERED,
+        "description": "A function.",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "string", "description": "A text."}},
+            "required": ["x"],
+        },
+    },
+}
+
+_CALL: Message = {
+    "id": "abcdefgh1",
+    "type": "function",
+    "function": {"name": _WANTED, "arguments": _ARGUMENTS},
+}
+
 
 class TemplateRefusal(ValueError):
     """A template cannot be read, or refuses a conversation. `param` is the argument at fault."""
@@ -61,29 +95,34 @@ class TemplateRefusal(ValueError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is rendered. All values are those of JSON.
-
-    Attributes:
-        templates: Templates of the model by name.
-        messages: In the form of OpenAI's API.
-        template: Name of a template, or a template; None: "tool_use" with tools, or "default".
-        special_tokens: Variables of the template with the texts of special tokens.
-        tools: In the form of OpenAI's API.
-        documents: Variable of templates for answers from documents.
-        variables: More variables of the template.
-        add_generation_prompt: End the prompt with the beginning of an answer.
-        continue_final_message: End the prompt with the text of the last message instead.
-    """
+    """What is rendered. All values are those of JSON."""
 
     templates: Mapping[str, str]
+    """Templates of the model by name."""
+
     messages: Sequence[Mapping[str, Any]]
+    """In the form of OpenAI's API."""
+
     template: str | None = None
+    """Name of a template, or a template; None: "tool_use" with tools, or "default"."""
+
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the template with the texts of special tokens."""
+
     tools: Sequence[Tool] = ()
+    """In the form of OpenAI's API."""
+
     documents: Sequence[Mapping[str, Any]] | None = None
+    """Variable of templates for answers from documents."""
+
     variables: Mapping[str, Any] = field(default_factory=dict)
+    """More variables of the template."""
+
     add_generation_prompt: bool = True
+    """End the prompt with the beginning of an answer."""
+
     continue_final_message: bool = False
+    """End the prompt with the text of the last message instead."""
 
     def render(self) -> str:
         """The prompt, with its special tokens as text. Raises `TemplateRefusal`."""
@@ -158,13 +197,6 @@ def _up_to_tag(text: str, final: str) -> str:
     return text[:at] if text.startswith(_CONTINUED, at) else text[:at].rstrip()
 
 
-_Way = Literal["tools", "xml_tools", "system", "text"]
-"""How tools reach a template: in the variable of all templates; in the variable of SmolLM3; in the
-field `tools` of the system message, as for Phi-4-mini; as text of a message."""
-_Absent = Literal["missing", "none", "empty"]
-"""How a template is told that a message has no content."""
-
-
 @dataclass(frozen=True)
 class _Form:
     """How messages with calls are given to a template."""
@@ -201,7 +233,6 @@ class _Form:
         return {**function, "arguments": arguments}
 
 
-_ABSENT: tuple[_Absent, ...] = ("missing", "none", "empty")
 _FORMS = [_Form(absent, text) for absent, text in product(_ABSENT, (False, True))]
 
 
@@ -442,28 +473,6 @@ class ChatTemplate:
         except TemplateRefusal:
             return None
 
-
-_ASKED, _SYSTEM, _OFFERED, _WANTED, _ARGUMENT, _RESULT = (
-    f"paceline{index}probe" for index in range(6)
-)
-_ARGUMENTS = json.dumps({"x": _ARGUMENT})
-_TOOL: Message = {
-    "type": "function",
-    "function": {
-        "name": _OFFERED,
-        "description": "A function.",
-        "parameters": {
-            "type": "object",
-            "properties": {"x": {"type": "string", "description": "A text."}},
-            "required": ["x"],
-        },
-    },
-}
-_CALL: Message = {
-    "id": "abcdefgh1",
-    "type": "function",
-    "function": {"name": _WANTED, "arguments": _ARGUMENTS},
-}
 
 _known = lru_cache(maxsize=16)(lambda source, tokens: ChatTemplate(source, dict(tokens)))
 

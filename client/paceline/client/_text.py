@@ -31,6 +31,25 @@ _LONGEST_TOKENIZER = 256 << 20
 # Longer prompts are tokenised in a thread, to keep the event loop free. Unit: characters.
 _LONG_PROMPT = 20_000
 
+_loaded: dict[str, TextCodec] = {}
+FinishReason = Literal["stop", "length", "cancelled"]
+Proposer = Literal["drafter", "verifier"]
+Undrafted = Literal["no_drafter", "node_budget", "not_ready", "late", "empty", "last_token"]
+
+UNDRAFTED: dict[int, Undrafted] = {
+    verifier_pb2.NO_DRAFT_REASON_NO_DRAFTER: "no_drafter",
+    verifier_pb2.NO_DRAFT_REASON_NODE_BUDGET: "node_budget",
+    verifier_pb2.NO_DRAFT_REASON_NOT_READY: "not_ready",
+    verifier_pb2.NO_DRAFT_REASON_LATE: "late",
+    verifier_pb2.NO_DRAFT_REASON_EMPTY: "empty",
+    verifier_pb2.NO_DRAFT_REASON_LAST_TOKEN: "last_token",
+}
+
+_FINISH_REASONS: dict[int, FinishReason] = {
+    sampling_pb2.FINISH_REASON_STOP: "stop",
+    sampling_pb2.FINISH_REASON_LENGTH: "length",
+}
+
 
 def _byte_level_alphabet() -> dict[str, int]:
     """Printable bytes map to their own characters, the others to those from U+0100 on, in order."""
@@ -236,9 +255,6 @@ def _has_decoder(decoder: object, kind: str) -> bool:
     return any(_has_decoder(part, kind) for part in decoder.get("decoders") or ())
 
 
-_loaded: dict[str, TextCodec] = {}
-
-
 class TokenizerCache:
     """Tokenizers by the SHA-256 hex digest of their tokenizer.json.
 
@@ -364,24 +380,6 @@ async def _unblocked(encode: Callable[[str], list[int]], prompt: str) -> list[in
     if len(prompt) > _LONG_PROMPT:
         return await asyncio.to_thread(encode, prompt)
     return encode(prompt)
-
-
-FinishReason = Literal["stop", "length", "cancelled"]
-Proposer = Literal["drafter", "verifier"]
-Undrafted = Literal["no_drafter", "node_budget", "not_ready", "late", "empty", "last_token"]
-
-UNDRAFTED: dict[int, Undrafted] = {
-    verifier_pb2.NO_DRAFT_REASON_NO_DRAFTER: "no_drafter",
-    verifier_pb2.NO_DRAFT_REASON_NODE_BUDGET: "node_budget",
-    verifier_pb2.NO_DRAFT_REASON_NOT_READY: "not_ready",
-    verifier_pb2.NO_DRAFT_REASON_LATE: "late",
-    verifier_pb2.NO_DRAFT_REASON_EMPTY: "empty",
-    verifier_pb2.NO_DRAFT_REASON_LAST_TOKEN: "last_token",
-}
-_FINISH_REASONS: dict[int, FinishReason] = {
-    sampling_pb2.FINISH_REASON_STOP: "stop",
-    sampling_pb2.FINISH_REASON_LENGTH: "length",
-}
 
 
 @dataclass(frozen=True, slots=True)

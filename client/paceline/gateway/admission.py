@@ -102,13 +102,11 @@ class Admission:
 
     A request counts from its head on. Where there is no place, or no memory, the one whose body has
     been arriving longest gives up its own: bodies that never end keep nobody out.
-
-    Attributes:
-        gate: Requests with a place. Once it is closed, no other gets one.
     """
 
     def __init__(self, max_requests: int, max_body_bytes: int) -> None:
         self.gate = Gate()
+        """Requests with a place. Once it is closed, no other gets one."""
         self._max_requests = max_requests
         self._max_bytes = LONG_BODIES * max_body_bytes
         self._bytes = 0

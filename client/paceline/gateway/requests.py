@@ -52,6 +52,24 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 # An escaped half of a character outside the basic plane.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
+Item = TypeVar("Item")
+
+Items = Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)]
+"""A list of a request. Its first invalid item is the only error."""
+
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_Choices = Annotated[Items[str], Field(min_length=1)]
+
+# An empty one would be no constraint, without a word.
+_Source = Annotated[str, Field(min_length=1)]
+
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_Token = Annotated[int, Field(ge=0, lt=2**32)]
+_Tokens = Annotated[list[_Token], Field(min_length=1, fail_fast=True)]
+_TokenText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+_StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_Name = Annotated[str, Field(max_length=MAX_NAME)]
+
 
 class Body(BaseModel):
     """An object of a request. A null field is an absent one; unknown fields are kept apart."""
@@ -150,11 +168,6 @@ def _finite(text: str) -> float:
     return value
 
 
-Item = TypeVar("Item")
-Items = Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)]
-"""A list of a request. Its first invalid item is the only error."""
-
-
 class TextPart(Body):
     """A part of a message; only text is supported."""
 
@@ -240,9 +253,6 @@ class Message(Body):
         fields = {"role": self.role, "content": content or "" if content == [] else content}
         fields |= {**optional, "tool_calls": calls or None}
         return {name: value for name, value in fields.items() if value is not None}
-
-
-_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class Function(Body):
@@ -331,11 +341,6 @@ class ToolUse:
             **limit,
             "$defs": definitions,
         }
-
-
-_Choices = Annotated[Items[str], Field(min_length=1)]
-# An empty one would be no constraint, without a word.
-_Source = Annotated[str, Field(min_length=1)]
 
 
 class FreeText(Body):
@@ -432,14 +437,6 @@ class Constrained(Body):
                 "response_format",
             )
         return dict(found)
-
-
-_Penalty = Annotated[float, Field(ge=-2, le=2)]
-_Token = Annotated[int, Field(ge=0, lt=2**32)]
-_Tokens = Annotated[list[_Token], Field(min_length=1, fail_fast=True)]
-_TokenText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
-_StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-_Name = Annotated[str, Field(max_length=MAX_NAME)]
 
 
 class StreamOptions(Body):

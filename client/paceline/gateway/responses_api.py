@@ -19,6 +19,9 @@ from .requests import Body, ChatRequest, CommonRequest, Items, TextPart, ToolUse
 from .tool_calls import Call, Part, Reasoning
 from .writers import GeneratedText, Json, Writer, usage
 
+_PARAMS = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
+"""Fields of a response by those of a chat."""
+
 
 class InputPart(TextPart):
     """A part of a message, or of a result."""
@@ -199,10 +202,6 @@ def _message(index: int, kind: Any, fields: dict[str, Any]) -> dict[str, Any]:
         failure.param = f"{place}.{failure.param}" if failure.param else place
         failure.message = f"{place}.{failure.message}"
         raise failure from None
-
-
-_PARAMS = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
-"""Fields of a response by those of a chat."""
 
 
 @contextmanager

@@ -64,13 +64,7 @@ _PAGE_HEADERS = {
 
 
 class Gateway:
-    """Serves OpenAI's API under `/v1`, and a page on `/`. Does not close the client.
-
-    Attributes:
-        app: The aiohttp application. Serve it with `handler_cancellation`, so that a disconnect
-            stops the generation.
-        admission: Requests in flight. When it is closed, new ones are refused and health is 503.
-    """
+    """Serves OpenAI's API under `/v1`, and a page on `/`. Does not close the client."""
 
     def __init__(
         self, client: Client, options: GatewayOptions, metrics: GatewayMetrics | None = None
@@ -81,6 +75,7 @@ class Gateway:
         self._metrics = metrics
         self._jobs = JobBuilder(client, options)
         self.admission = Admission(options.max_requests, options.max_body_bytes)
+        """Requests in flight. When it is closed, new ones are refused and health is 503."""
         sites = middleware.Sites(options)
         self.app = web.Application(
             middlewares=[
@@ -92,6 +87,8 @@ class Gateway:
             ],
             client_max_size=options.max_body_bytes,
         )
+        """The aiohttp application. Serve it with `handler_cancellation`, so that a disconnect stops
+        the generation."""
         self.app.on_cleanup.append(lambda _: self._jobs.close())
         self.app.on_response_prepare.append(sites.add_headers)
         get, post = (partial(route, expect_handler=_expect) for route in (web.get, web.post))

@@ -10,6 +10,11 @@ from pathlib import Path
 
 from paceline.client import user_cache_dir
 
+_HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?", re.ASCII)
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+"""Files of a model on a hub that a service may read: no program, and no weights in pickles."""
+
 
 @dataclass(frozen=True)
 class NamedModel:
@@ -42,11 +47,6 @@ MODEL = (
     "Hugging Face hub, downloaded if needed"
 )
 """Description of an argument of type `model_path`, for --help."""
-
-
-_HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?", re.ASCII)
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-"""Files of a model on a hub that a service may read: no program, and no weights in pickles."""
 
 
 def is_hub_id(text: str) -> bool:

@@ -57,19 +57,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CpuKernels:
-    """The CPU kernels of this process.
-
-    Attributes:
-        level: The level they are compiled for; "none" for torch operations.
-        library: The loaded kernels, or None.
-        origin: Where they come from, or why there are none.
-        file: Path of the library; its name has a digest of sources and flags. Empty: none.
-    """
+    """The CPU kernels of this process."""
 
     level: str
+    """The level they are compiled for; "none" for torch operations."""
+
     library: ctypes.CDLL | None
+    """The loaded kernels, or None."""
+
     origin: str
+    """Where they come from, or why there are none."""
+
     file: str = ""
+    """Path of the library; its name has a digest of sources and flags. Empty: none."""
 
 
 def address(tensor: Tensor, name: str) -> int:

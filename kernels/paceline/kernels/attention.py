@@ -28,6 +28,9 @@ BACKENDS = ("triton", "flash_attn", "dense")
 VARIABLE = "PACELINE_ATTENTION"
 MIN_CAPABILITY = (8, 0)
 
+_FACTORIES: dict[str, Callable[[], AttentionBackend]] = {}
+LOADED: dict[str, AttentionBackend] = {}
+
 
 class AttentionBackend(Protocol):
     """The attention of a kind of device."""
@@ -36,10 +39,6 @@ class AttentionBackend(Protocol):
 
     def attend(self, call: AttentionCall) -> None:
         """Write the attention of every packed row, and what the call asks for beside it."""
-
-
-_FACTORIES: dict[str, Callable[[], AttentionBackend]] = {}
-LOADED: dict[str, AttentionBackend] = {}
 
 
 def register_backend(device_type: str, factory: Callable[[], AttentionBackend]) -> None:
@@ -97,8 +96,8 @@ def tree_attention(
         window: Sliding window in tokens, or None.
         out: Output, ``[M, Hq, D]`` of any float dtype; allocated in ``q.dtype`` if None.
         probes: Rows whose scores or weights are recorded.
-        sinks: float32 ``[Hq]``: a score more in the sum of each head's weights, without a value
-            (gpt-oss); None: none.
+        sinks: float32 ``[Hq]``: one extra logit per head in the softmax denominator, without a
+            value (gpt-oss); None: none.
 
     Returns:
         The attention, ``[M, Hq, D]``. Every row attends at least to itself.

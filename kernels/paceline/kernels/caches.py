@@ -54,18 +54,19 @@ class PagedPlane:
 
     Slot s is in page ``tables[row, s // page_size]`` of the pool, at ``s % page_size``. With a page
     size of 1 the table lists single slots of the pool: sparse attention.
-
-    Attributes:
-        pool: ``[pages, Hkv, page_size, D]``, any strides with a dense last dimension.
-        tables: Page tables of all sequences, int32 ``[rows, n]``, dense, on the pool's device.
-        row: The table of this sequence.
-        capacity: Slots with pages. Unit: tokens.
     """
 
     pool: Tensor
+    """``[pages, Hkv, page_size, D]``, any strides with a dense last dimension."""
+
     tables: Tensor
+    """Page tables of all sequences, int32 ``[rows, n]``, dense, on the pool's device."""
+
     row: int
+    """The table of this sequence."""
+
     capacity: int
+    """Slots with pages. Unit: tokens."""
 
     @property
     def page_size(self) -> int:
@@ -157,14 +158,6 @@ class LayerTable:
     """Addresses and strides of the keys and values of one sequence, for compiled programs.
 
     The memory must outlive the table's use: the cache keeps both.
-
-    Attributes:
-        address: Address of the C array ``Cache [layers][2]``, keys then values.
-        layers: Number of layers.
-        heads: Kv heads of every layer.
-        capacity: Slots of every layer.
-        dim: Width of a head.
-        dtype: Type of keys and values.
     """
 
     @classmethod
@@ -179,10 +172,19 @@ class LayerTable:
             ValueError: Shapes or types differ, or a last dimension is not dense.
         """
         first = layers[0][0]
-        self.layers, self.dtype = len(layers), first.dtype
-        self.heads, self.capacity, self.dim = first.shape[0], first.shape[1], head_width(first)
+        self.layers = len(layers)
+        """Number of layers."""
+        self.dtype = first.dtype
+        """Type of keys and values."""
+        self.heads = first.shape[0]
+        """Kv heads of every layer."""
+        self.capacity = first.shape[1]
+        """Slots of every layer."""
+        self.dim = head_width(first)
+        """Width of a head."""
         self._rows = (ctypes.c_int64 * (6 * len(layers)))()
         self.address = ctypes.addressof(self._rows)
+        """Address of the C array ``Cache [layers][2]``, keys then values."""
         for index, plane in enumerate(plane for both in layers for plane in both):
             if (plane.shape, plane.dtype, plane.stride(2)) != (first.shape, first.dtype, 1):
                 raise ValueError(

@@ -32,23 +32,25 @@ _UNIT_EPS = 1e-6
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """Shape of all layers with the gated delta rule.
-
-    Attributes:
-        layers: Their number.
-        key_heads: Heads of queries and keys, Hk.
-        value_heads: Heads of values, Hv, a multiple of Hk; each has a state.
-        key_dim: Width of a query and a key, Dk.
-        value_dim: Width of a value, Dv.
-        taps: Tokens that the convolution reads, 2 to ``MAX_TAPS``.
-    """
+    """Shape of all layers with the gated delta rule."""
 
     layers: int
+    """Number of these layers."""
+
     key_heads: int
+    """Heads of queries and keys, Hk."""
+
     value_heads: int
+    """Heads of values, Hv, a multiple of Hk; each has a state."""
+
     key_dim: int
+    """Width of a query and a key, Dk."""
+
     value_dim: int
+    """Width of a value, Dv."""
+
     taps: int
+    """Tokens that the convolution reads, 2 to ``MAX_TAPS``."""
 
     @property
     def channels(self) -> int:
@@ -71,20 +73,22 @@ class DeltaShape:
 class Delta:
     """A layer. A row of its input has queries, keys and values (the channels), then betas and
     decays before their activations ``[Hv]``, then gates ``[Hv Dv]``.
-
-    Attributes:
-        shape: Shape of all such layers.
-        convolution: Weights of the channels, the newest token's last, float32 ``[taps, channels]``.
-        rates: Of ``exp(-rate softplus(x + bias))``, float32 ``[Hv]``.
-        bias: float32 ``[Hv]``.
-        norm: The norm of the outputs of a head.
     """
 
     shape: DeltaShape
+    """Shape of all layers with the rule."""
+
     convolution: Tensor
+    """Weights of the channels, the newest token's last, float32 ``[taps, channels]``."""
+
     rates: Tensor
+    """Rates of ``exp(-rate softplus(x + bias))``, float32 ``[Hv]``."""
+
     bias: Tensor
+    """float32 ``[Hv]``."""
+
     norm: Norm
+    """The norm of the outputs of a head."""
 
     def to_c(self) -> ctypes.Structure:
         """``Delta`` of ``native/delta.h``; the layer must outlive it."""
@@ -234,12 +238,7 @@ class _Step:
 
 
 class DeltaPass:
-    """The states of all sequences in one pass.
-
-    Attributes:
-        committed: Rows of each block that the stored states will include.
-        steps: By sequence; None: it has no block.
-    """
+    """The states of all sequences in one pass."""
 
     def __init__(self, call: Pass) -> None:
         """Begin it.
@@ -253,10 +252,12 @@ class DeltaPass:
             block.length if last[block.sequence] != index else _committed(block)
             for index, block in enumerate(blocks)
         ]
+        """Rows of each block that the stored states will include."""
         starts: dict[int, int] = {}
         for block in blocks:
             starts.setdefault(block.sequence, block.start)
         self.steps: list[_Step | None] = []
+        """Step of each sequence; None: it has no block."""
         for index, cache in enumerate(call.caches):
             if index not in starts:
                 self.steps.append(None)

@@ -23,39 +23,39 @@ are recorded by another kernel there, which reads the keys again."""
 
 @dataclass(frozen=True)
 class Probe:
-    """Request to record the scores of one row over the committed prefix.
-
-    Attributes:
-        block: Index of the block in the plan.
-        node: Index of the row in the block.
-        out: float32 ``[Hkv, n]`` with a dense last dimension and n at least the block's start;
-            for each prefix position, the sum over the query heads that share a kv head.
-        weights: Whether to record softmax weights; else the scaled scores before the softmax,
-            -inf for positions outside of a window.
-    """
+    """Request to record the scores of one row over the committed prefix."""
 
     block: int
+    """Index of the block in the plan."""
+
     node: int
+    """Index of the row in the block."""
+
     out: Tensor
+    """float32 ``[Hkv, n]`` with a dense last dimension and n at least the block's start; for each
+    prefix position, the sum over the query heads that share a kv head."""
+
     weights: bool = False
+    """Whether to record softmax weights; else the scaled scores before the softmax, -inf for
+    positions outside of a window."""
 
 
 @dataclass(frozen=True)
 class ProbedBlock:
-    """Output buffer of a captured pass for the scores of a block in all recorded layers.
-
-    Attributes:
-        block: Index of the block.
-        nodes: Rows of it.
-        out: float32 ``[layers, nodes or more, Hkv, n]`` with a dense last dimension and n at least
-            the block's start. The part of a row is as :attr:`Probe.out`.
-        weights: Whether to record softmax weights.
-    """
+    """Output buffer of a captured pass for the scores of a block in all recorded layers."""
 
     block: int
+    """Index of the block."""
+
     nodes: tuple[int, ...]
+    """Rows of the block."""
+
     out: Tensor
+    """float32 ``[layers, nodes or more, Hkv, n]`` with a dense last dimension and n at least the
+    block's start. The part of a row is as :attr:`Probe.out`."""
+
     weights: bool = False
+    """Whether to record softmax weights."""
 
     @property
     def again(self) -> bool:
@@ -64,13 +64,10 @@ class ProbedBlock:
 
 
 class GraphProbes(tuple[Probe, ...]):
-    """No probes: records the scores of a layer that a plan with fixed tables names.
-
-    Attributes:
-        layer: Index of the layer among the recorded layers.
-    """
+    """No probes: records the scores of a layer that a plan with fixed tables names."""
 
     layer: int
+    """Index of the layer among the recorded layers."""
 
     def __new__(cls, layer: int) -> GraphProbes:
         """Make the probes of a layer."""
@@ -85,34 +82,41 @@ class GraphProbes(tuple[Probe, ...]):
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Checked arguments of :func:`tree_attention`, and where the results go.
-
-    Attributes:
-        q: Queries, ``[M, Hq, D]``.
-        keys: Per sequence, ``[Hkv, capacity, D]`` or in pages.
-        values: Like ``keys``.
-        plan: The packed blocks.
-        scale: Factor on the scores.
-        window: Sliding window in tokens, or None.
-        out: The attention of every row, ``[M, Hq, D]``.
-        lse: Log-sum-exp of the scaled scores of every row, float32 ``[M, Hq]``; None if no probe
-            needs it.
-        probes: Scores to record, without an effect on the result.
-        cap: Soft cap of the scaled scores; 0: none.
-        sinks: float32 ``[Hq]``, a score more in the sum of each head's weights; None: none.
-    """
+    """Checked arguments of :func:`tree_attention`, and where the results go."""
 
     q: Tensor
+    """Queries, ``[M, Hq, D]``."""
+
     keys: Sequence[Plane]
+    """Keys of each sequence, ``[Hkv, capacity, D]`` or in pages."""
+
     values: Sequence[Plane]
+    """Values, like ``keys``."""
+
     plan: TreePlan
+    """The packed blocks."""
+
     scale: float
+    """Factor on the scores."""
+
     window: int | None
+    """Sliding window in tokens, or None."""
+
     out: Tensor
+    """The attention of every row, ``[M, Hq, D]``."""
+
     lse: Tensor | None = None
+    """Log-sum-exp of the scaled scores of every row, float32 ``[M, Hq]``; None if no probe needs
+    it."""
+
     probes: Sequence[Probe] = ()
+    """Scores to record, without an effect on the result."""
+
     cap: float = 0.0
+    """Soft cap of the scaled scores; 0: none."""
+
     sinks: Tensor | None = None
+    """float32 ``[Hq]``, one extra logit per head in the softmax denominator; None: none."""
 
     def scores(self, q: Tensor, key: Tensor) -> Tensor:
         """Scaled and capped scores of float32 queries ``[..., n, D]`` and keys ``[..., m, D]``."""

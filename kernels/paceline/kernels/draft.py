@@ -22,26 +22,29 @@ _OUT_OF_MEMORY = 1
 
 @dataclass(frozen=True)
 class DraftBlockModel:
-    """What a model of blocks has beside its program (DSpark, section 3).
-
-    Attributes:
-        context: Program of hidden states ``[n, states]`` to the keys and values of contexts.
-        length: Positions of a block.
-        levels: The last of them, which predict.
-        mask: Token of the positions behind the anchor.
-        state_input: Whether a block's positions read the newest states.
-        head: The sequential head: W1 ``[rows, rank]``, float32, and W2 ``[R, rank]``, packed.
-        confidence: The confidence head: weights of the hidden state ``[hidden]``, and by row of W1
-            the share of the token before; both float32.
-    """
+    """The parts of a model of draft blocks beside its program (DSpark, section 3)."""
 
     context: NativeProgram
+    """Program of hidden states ``[n, states]`` to the keys and values of contexts."""
+
     length: int
+    """Positions of a block."""
+
     levels: int
+    """The last of them, which predict."""
+
     mask: int
+    """Token of the positions behind the anchor."""
+
     state_input: bool
+    """Whether a block's positions read the newest states."""
+
     head: tuple[Tensor, PackedMatrix] | None
+    """The sequential head: W1 ``[rows, rank]``, float32, and W2 ``[R, rank]``, packed."""
+
     confidence: tuple[Tensor, Tensor] | None
+    """The confidence head: weights of the hidden state ``[hidden]``, and by row of W1 the share of
+    the token before; both float32."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,13 @@ class StateText:
     """How a model of levels reads a text whose tokens come with states (EAGLE-3, section 3).
 
     Its program for levels reads its own tap 0 at the parents of the nodes.
-
-    Attributes:
-        program: Tokens and states to logits and tap 0.
-        states: Width of the states of a position.
     """
 
     program: NativeProgram
+    """Tokens and states to logits and tap 0."""
+
     states: int
+    """Width of the states of a position."""
 
 
 class NativeDraft:

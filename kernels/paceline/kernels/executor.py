@@ -54,14 +54,7 @@ _NODES = tuple(map(ctypes.addressof, (_ZEROS, _ZEROS, _RISING)))
 
 
 class NativeTables:
-    """A plan's blocks, and their tiles, as C arrays; see ``native/attention.h``.
-
-    Attributes:
-        block: Address of ``QueryBlock [blocks]``.
-        blocks: Number of blocks.
-        tile: Address of the tiles, int64 ``[tiles, 3]``.
-        tiles: Number of tiles.
-    """
+    """A plan's blocks, and their tiles, as C arrays; see ``native/attention.h``."""
 
     def __init__(self, plan: TreePlan, group: int) -> None:
         """Make the tables for ``group`` query heads per kv head."""
@@ -81,8 +74,14 @@ class NativeTables:
                 tiles += (index, node, stop - node)
         table = (ctypes.c_int64 * len(tiles))(*tiles)
         self._kept.append(table)
-        self.blocks, self.tiles = len(rows), len(tiles) // 3
-        self.block, self.tile = ctypes.addressof(rows), ctypes.addressof(table)
+        self.blocks = len(rows)
+        """Number of blocks."""
+        self.tiles = len(tiles) // 3
+        """Number of tiles."""
+        self.block = ctypes.addressof(rows)
+        """Address of ``QueryBlock [blocks]``."""
+        self.tile = ctypes.addressof(table)
+        """Address of the tiles, int64 ``[tiles, 3]``."""
 
     @classmethod
     def of(cls, plan: TreePlan, group: int) -> NativeTables:
@@ -135,13 +134,7 @@ def supported(program: Program) -> bool:
 
 
 class NativeProgram:
-    """A program as C structures. Safe to run on several threads: each has its own memory.
-
-    Attributes:
-        address: Address of ``Program`` of ``native/program.h``.
-        width: Width of the first operation's rows.
-        numerics: Those of the program.
-    """
+    """A program as C structures. Safe to run on several threads: each has its own memory."""
 
     def __init__(self, library: ctypes.CDLL, program: Program) -> None:
         """Translate a program that is :func:`supported`."""
@@ -149,8 +142,10 @@ class NativeProgram:
         self._ranks, self._all_gather_rows = program.ranks, program.all_gather
         self._all_gather_error: BaseException | None = None
         self.numerics = program.numerics
+        """Numerics of the program."""
         self._kept: list[Any] = [program]
         self.width = program.buffers[program.operations[0].out].width
+        """Width of the first operation's rows."""
         self._vocabulary = program.buffers[0].width
         operations = (COperation * len(program.operations))(
             *map(self._translate, program.operations)
@@ -182,6 +177,7 @@ class NativeProgram:
         )
         self._kept += [operations, buffers]
         self.address = ctypes.addressof(self._program)
+        """Address of ``Program`` of ``native/program.h``."""
         self._library = library
         self._memory = threading.local()
 

@@ -103,7 +103,7 @@ def multiply_floats(
 
 
 def multiply_quantised(x: Tensor, blocks: QuantisedMatrix, bias: Tensor | None) -> Tensor:
-    """The same for quantised weights, see ``native/linear.h``."""
+    """Multiply by quantised weights in torch operations, in the order of ``native/linear.h``."""
     rows, outs, count = len(x), blocks.shape[0], x.shape[1] // QUANT_BLOCK
     a, a_scale = _quantise_activations(x.view(rows, count, QUANT_BLOCK))
     values = (blocks.values.float() - blocks.offset).view(outs, count, QUANT_BLOCK)
@@ -147,27 +147,31 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """The weights of a linear layer as the kernels read them.
-
-    Attributes:
-        format: One of ``FORMATS``.
-        outs: Outputs.
-        ins: Inputs.
-        values: Packed weights, uint8, at a multiple of 64 bytes.
-        bias: float32 ``[outs]``, or None.
-        offset: Subtracted from the stored values of "int8" and "int4".
-        minima: Whether blocks of "int8" and "int4" have minima.
-        scales_f16: Whether their scales and minima are float16, else float32.
-    """
+    """The weights of a linear layer as the kernels read them."""
 
     format: str
+    """One of ``FORMATS``."""
+
     outs: int
+    """Number of outputs."""
+
     ins: int
+    """Number of inputs."""
+
     values: Tensor
+    """Packed weights, uint8, at a multiple of 64 bytes."""
+
     bias: Tensor | None = None
+    """float32 ``[outs]``, or None."""
+
     offset: int = 0
+    """Subtracted from the stored values of "int8" and "int4"."""
+
     minima: bool = False
+    """Whether blocks of "int8" and "int4" have minima."""
+
     scales_f16: bool = False
+    """Whether their scales and minima are float16, else float32."""
 
     def __post_init__(self) -> None:
         for name, tensor in self.tensors().items():

@@ -27,15 +27,13 @@ width]`` in all, by rank. Every rank calls it at the same operations, with as ma
 
 
 class Matrix(Protocol):
-    """A linear layer.
-
-    Attributes:
-        out_features: Outputs.
-        packed: The packed weight; None where only torch can multiply.
-    """
+    """A linear layer."""
 
     out_features: int
+    """Number of outputs."""
+
     packed: PackedMatrix | None
+    """The packed weight; None where only torch can multiply."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, in]`` to ``[rows, out]`` in the type of ``x``."""
@@ -47,14 +45,12 @@ class Matrix(Protocol):
 
 
 class ExpertMatrices(Protocol):
-    """The linear layers of the experts of a layer, which have one shape.
-
-    Attributes:
-        experts: By expert.
-    """
+    """The linear layers of the experts of a layer, which have one shape."""
 
     @property
-    def experts(self) -> Sequence[Matrix]: ...
+    def experts(self) -> Sequence[Matrix]:
+        """The matrix of each expert."""
+        ...
 
     def __call__(self, x: Tensor, chosen: Tensor) -> Tensor:
         """``[slots, in]`` to ``[slots, out]``, each by its expert: int64 ``[slots]``, rising."""
@@ -63,17 +59,16 @@ class ExpertMatrices(Protocol):
 
 @dataclass(frozen=True)
 class Routing:
-    """How rows are routed to experts.
-
-    Attributes:
-        experts: Experts of a layer, at most ``MAX_EXPERTS``.
-        top: Experts of a row: those with the highest scores, the lower number among equal ones.
-        among: Shares are a softmax over the scores of these, not of all experts.
-    """
+    """How rows are routed to experts."""
 
     experts: int
+    """Experts of a layer, at most ``MAX_EXPERTS``."""
+
     top: int
+    """Experts of a row: those with the highest scores, the lower number among equal ones."""
+
     among: bool
+    """Shares are a softmax over the scores of these, not of all experts."""
 
 
 class Kind(Enum):
@@ -119,21 +114,22 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads of a model.
-
-    Attributes:
-        q_heads: Query heads.
-        kv_heads: Key and value heads.
-        dim: Width of a head.
-        scale: Factor on attention scores; None: ``dim ** -0.5``.
-        cap: Soft cap of attention scores, ``cap * tanh(score / cap)``; 0: none.
-    """
+    """Attention heads of a model."""
 
     q_heads: int
+    """Query heads."""
+
     kv_heads: int
+    """Key and value heads."""
+
     dim: int
+    """Width of a head."""
+
     scale: float | None = None
+    """Factor on attention scores; None: ``dim ** -0.5``."""
+
     cap: float = 0.0
+    """Soft cap of attention scores, ``cap * tanh(score / cap)``; 0: none."""
 
     @property
     def factor(self) -> float:
@@ -143,49 +139,63 @@ class Heads:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation; ``native/program.h`` says what each kind does.
-
-    Attributes:
-        kind: What it does.
-        source: Buffer it reads.
-        delta: Buffer it adds to ``source``; 0: none.
-        out: Buffer it writes.
-        layer: Layer of the caches, probes and taps that it uses.
-        window: Newest positions that ATTEND or ATTEND_CONTEXT reads; 0: all.
-        table: Embedding ``[V, hidden]`` of EMBED, float32 or bfloat16, or packed; weights of the
-            channels of CONVOLVE.
-        norms: The norm of ADD_NORM, or those of ROTATE: of query and key heads, or of all queries
-            and all keys together, by the width of their weights.
-        heads: Heads that ROTATE reads; none of one kind: they are not in its source.
-        matrix: The linear layer of MULTIPLY.
-        rope: Which table of the run ROTATE uses.
-        factor: Factor on the delta of ADD_NORM and ADD, on the rows of EMBED; the cap of CAP.
-        gelu: Whether the activation of GATE is GELU (its form with tanh), not SiLU.
-        limit: Of the gates and ups of GATE, in the form of gpt-oss; 0: none.
-        sinks: Of ATTEND, float32 ``[Hq]``: a score more in the sum of each head's weights.
-        routing: Of ROUTE.
-        experts: The linear layers of MULTIPLY over slots, instead of ``matrix``.
-        rule: Of DELTA, whose ``layer`` counts such layers.
-    """
+    """One operation; ``native/program.h`` says what each kind does."""
 
     kind: Kind
+    """Kind of the operation."""
+
     source: int = 0
+    """Buffer it reads."""
+
     delta: int = 0
+    """Buffer it adds to ``source``; 0: none."""
+
     out: int = 0
+    """Buffer it writes."""
+
     layer: int = 0
+    """Layer of the caches, probes and taps that it uses."""
+
     window: int = 0
+    """Newest positions that ATTEND or ATTEND_CONTEXT reads; 0: all."""
+
     table: Tensor | PackedMatrix | None = None
+    """Embedding ``[V, hidden]`` of EMBED, float32 or bfloat16, or packed; weights of the channels
+    of CONVOLVE."""
+
     norms: tuple[Norm, ...] = ()
+    """The norm of ADD_NORM, or those of ROTATE: of query and key heads, or of all queries and all
+    keys together, by the width of their weights."""
+
     heads: Heads | None = None
+    """Heads that ROTATE reads; none of one kind: they are not in its source."""
+
     matrix: Matrix | None = None
+    """The linear layer of MULTIPLY."""
+
     rope: int = 0
+    """Which table of the run ROTATE uses."""
+
     factor: float = 1.0
+    """Factor on the delta of ADD_NORM and ADD, on the rows of EMBED; the cap of CAP."""
+
     gelu: bool = False
+    """Whether the activation of GATE is GELU (its form with tanh), not SiLU."""
+
     limit: float = 0.0
+    """Limit of the gates and ups of GATE, in the form of gpt-oss; 0: none."""
+
     sinks: Tensor | None = None
+    """Sinks of ATTEND, float32 ``[Hq]``: one extra logit per head in the softmax denominator."""
+
     routing: Routing | None = None
+    """How ROUTE chooses experts."""
+
     experts: ExpertMatrices | None = None
+    """The linear layers of MULTIPLY over slots, instead of ``matrix``."""
+
     rule: Delta | None = None
+    """The layer of DELTA, whose ``layer`` counts such layers."""
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -197,93 +207,102 @@ class Operation:
 
 @dataclass(frozen=True)
 class Context:
-    """Keys and values that all rows of a sequence attend to.
-
-    Attributes:
-        cache: They are its first slots.
-        length: Number of these slots, 1 or more.
-    """
+    """Keys and values that all rows of a sequence attend to."""
 
     cache: KVCacheView
+    """Its length: keys and values are in its first slots."""
+
     length: int
+    """Number of these slots, 1 or more."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Arguments of one run.
-
-    Attributes:
-        tokens: int64 ``[M]``; None for a program that begins with INPUT.
-        plan: Query blocks of the M rows.
-        caches: KV by sequence.
-        table: Cosines, then sines, float32 ``[positions, D]``; several kinds of tables are
-            ``[kinds, positions, D]``.
-        selection: Rows that need logits, int64 ``[R]``; None: all.
-        taps: Layers whose outputs are wanted.
-        probes: Attention scores to record, by layer.
-        queries: Rows whose queries are wanted, by layer.
-        contexts: By sequence, for a program with ATTEND_CONTEXT.
-        inputs: ``[M, width]`` of INPUT, float32 or bfloat16.
-    """
+    """Arguments of one run."""
 
     tokens: Tensor | None
+    """int64 ``[M]``; None for a program that begins with INPUT."""
+
     plan: TreePlan
+    """Query blocks of the M rows."""
+
     caches: Sequence[KVCacheView]
+    """KV by sequence."""
+
     table: Tensor
+    """Cosines, then sines, float32 ``[positions, D]``; several kinds of tables are ``[kinds,
+    positions, D]``."""
+
     selection: Tensor | None = None
+    """Rows that need logits, int64 ``[R]``; None: all."""
+
     taps: Sequence[int] = ()
+    """Layers whose outputs are wanted."""
+
     probes: Mapping[int, Sequence[Probe]] = field(default_factory=dict)
+    """Attention scores to record, by layer."""
+
     queries: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Rows whose queries are wanted, by layer."""
+
     contexts: Sequence[Context] = ()
+    """Contexts by sequence, for a program with ATTEND_CONTEXT."""
+
     inputs: Tensor | None = None
+    """``[M, width]`` of INPUT, float32 or bfloat16."""
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """Result of a run.
-
-    Attributes:
-        logits: ``[R, V]``, float32 from a native call, else in the model's type; empty
-            from a program without logits.
-        taps: By layer, its output ``[M, hidden]`` in the model's type; ``[R, hidden]`` where it was
-            recorded after the selection.
-        queries: By layer, the queries after RoPE that were wanted, float32 ``[n, Hq, D]``.
-    """
+    """Result of a run."""
 
     logits: Tensor
+    """``[R, V]``, float32 from a native call, else in the model's type; empty from a program
+    without logits."""
+
     taps: Mapping[int, Tensor]
+    """By layer, its output ``[M, hidden]`` in the model's type; ``[R, hidden]`` where it was
+    recorded after the selection."""
+
     queries: Mapping[int, Tensor]
+    """By layer, the queries after RoPE that were wanted, float32 ``[n, Hq, D]``."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Recorded operations; :class:`paceline.kernels.Executor` runs them.
-
-    Attributes:
-        operations: In order; if rows are selected, the last one writes buffer 0, the logits.
-        selecting: Index of the first operation over selected rows; without any, their number.
-        buffers: By number.
-        heads: Heads of its attention.
-        layers: Layers that the caches must have.
-        dtype: The model's type.
-        top: Experts of a row, which are its slots; 0 without experts.
-        ranks: Processes that share the model. A cache may have the heads of all, those of this
-            rank first.
-        all_gather: Runs ALL_GATHER; None: there is none.
-        numerics: How compiled kernels multiply bfloat16 weights and caches: "portable" or "amx",
-            see :func:`paceline.kernels.choose_numerics`.
-    """
+    """Recorded operations; :class:`paceline.kernels.Executor` runs them."""
 
     operations: tuple[Operation, ...]
+    """The operations in order; if rows are selected, the last one writes buffer 0, the logits."""
+
     selecting: int
+    """Index of the first operation over selected rows; without any, their number."""
+
     buffers: tuple[Buffer, ...]
+    """Buffers by number."""
+
     heads: Heads
+    """Heads of the attention."""
+
     layers: int
+    """Layers that the caches must have."""
+
     dtype: torch.dtype
+    """Data type of the model."""
+
     top: int = 0
+    """Experts of a row, which are its slots; 0 without experts."""
+
     ranks: int = 1
+    """Processes that share the model. A cache may have the heads of all, those of this rank
+    first."""
+
     all_gather: AllGather | None = None
+    """Runs ALL_GATHER; None: there is none."""
+
     numerics: str = "portable"
+    """How compiled kernels multiply bfloat16 weights and caches: "portable" or "amx", see
+    :func:`paceline.kernels.choose_numerics`."""
 
     @property
     def recurrent(self) -> bool:

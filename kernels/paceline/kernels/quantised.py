@@ -21,21 +21,22 @@ _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
 
 @dataclass(frozen=True)
 class QuantisedMatrix:
-    """A quantised matrix: ``w = scale * (values - offset) + minimum``, computed in float32.
-
-    Attributes:
-        values: uint8 ``[outs, ins]``, one value a byte; 0..15 for 4 bits.
-        scale: float32 ``[outs, ins / 32]``.
-        minimum: float32 ``[outs, ins / 32]``, or None for zeros.
-        bits: 8 or 4.
-        offset: Subtracted from the stored values: 128 for 8 bits, 8 or 0 for 4 bits.
-    """
+    """A quantised matrix: ``w = scale * (values - offset) + minimum``, computed in float32."""
 
     values: Tensor
+    """uint8 ``[outs, ins]``, one value a byte; 0..15 for 4 bits."""
+
     scale: Tensor
+    """float32 ``[outs, ins / 32]``."""
+
     minimum: Tensor | None
+    """float32 ``[outs, ins / 32]``, or None for zeros."""
+
     bits: int
+    """8 or 4."""
+
     offset: int
+    """Subtracted from the stored values: 128 for 8 bits, 8 or 0 for 4 bits."""
 
     @property
     def shape(self) -> tuple[int, int]:

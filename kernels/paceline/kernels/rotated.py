@@ -85,21 +85,22 @@ def quantise_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class IntSums:
-    """A product before its scales; kernels that read it can scale it themselves.
-
-    Attributes:
-        sums: int32, at least ``[M, N]``, dense.
-        rows: Factors on the rows, float32 ``[M]``.
-        outs: Factors on the outputs, float32 ``[N]``.
-        bias: float32 ``[N]`` or None.
-        dtype: Of the product.
-    """
+    """A product before its scales; kernels that read it can scale it themselves."""
 
     sums: Tensor
+    """int32, at least ``[M, N]``, dense."""
+
     rows: Tensor
+    """Factors on the rows, float32 ``[M]``."""
+
     outs: Tensor
+    """Factors on the outputs, float32 ``[N]``."""
+
     bias: Tensor | None
+    """float32 ``[N]`` or None."""
+
     dtype: torch.dtype
+    """Data type of the product."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -113,17 +114,16 @@ class IntSums:
 
 @dataclass(frozen=True)
 class RotatedMatrix:
-    """A matrix of weights.
-
-    Attributes:
-        values: int8 ``[outs, ins]``, ``outs`` rounded up to a multiple of 8.
-        scale: Factor on each output, float32 ``[outs]``.
-        size: Inputs that are rotated together.
-    """
+    """A matrix of weights."""
 
     values: Tensor
+    """Int8 ``[outs, ins]``, ``outs`` rounded up to a multiple of 8."""
+
     scale: Tensor
+    """Factor on each output, float32 ``[outs]``."""
+
     size: int
+    """Inputs that are rotated together."""
 
     @classmethod
     def of(cls, weight: Tensor, most: int = SIZE) -> Self:
@@ -152,7 +152,7 @@ class RotatedMatrix:
         return self.sums(x, bias).scaled()
 
     def sums(self, x: Tensor, bias: Tensor | None) -> IntSums:
-        """The same before the scales are multiplied."""
+        """The product before the scales are multiplied."""
         rows = len(x)
         values, scale = quantise_rows(x, self.size)
         if rows < _LEAST_ROWS:

@@ -18,28 +18,25 @@ from paceline.kernels.caches import Plane, write
 from paceline.kernels.rotated import IntSums
 from paceline.kernels.trees import TreePlan
 
+G = TypeVar("G", Tensor, Tensor | None)
+
 
 @dataclass(frozen=True)
 class Norm:
-    """Root mean square norm ``x / rms(x) * weight`` (Zhang and Sennrich 2019).
-
-    Attributes:
-        weight: float32 ``[width]``.
-        eps: Added to the mean square.
-    """
+    """Root mean square norm ``x / rms(x) * weight`` (Zhang and Sennrich 2019)."""
 
     weight: Tensor
+    """float32 ``[width]``."""
+
     eps: float
+    """Epsilon, which is added to the mean square."""
 
 
 class RowKernels(Protocol):
-    """The row operations of a kind of device. M: packed rows; tensors are dense.
-
-    Attributes:
-        scale_sums: Whether products may be given before their scales, as :class:`IntSums`.
-    """
+    """The row operations of a kind of device. M: packed rows; tensors are dense."""
 
     scale_sums: bool
+    """Whether products may be given before their scales, as :class:`IntSums`."""
 
     def add_norm(
         self, x: Tensor, delta: Tensor | IntSums | None, norm: Norm, dtype: torch.dtype
@@ -86,15 +83,12 @@ class RowKernels(Protocol):
         ...
 
 
-G = TypeVar("G", Tensor, Tensor | None)
-
-
 def _scaled(given: G | IntSums) -> G | Tensor:
     return given.scaled() if isinstance(given, IntSums) else given
 
 
 class TorchRows:
-    """The same in torch operations, on any device."""
+    """The row operations in torch operations, on any device."""
 
     scale_sums = False
 

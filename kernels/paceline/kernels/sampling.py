@@ -48,7 +48,7 @@ MIN_TEMPERATURE = 2.0**-60
 
 _MAX_TEMPERATURE = 2.0**60
 _MAX_PENALTY = 2.0**40
-"""Of a bias and of penalties; all of them together, over the temperature, are finite."""
+"""Largest bias and penalty. All of them together, over the temperature, are finite."""
 
 Edits = list[tuple[NDArray[np.int64], NDArray[np.float32]]]
 """Changes of a row, one after the other: different token ids, with what divides their positive
@@ -70,18 +70,16 @@ class History:
 
     Stepping down a tree path is :meth:`push`, stepping back is :meth:`pop`; both take constant
     time. Not safe for use from several threads at once. Attributes must not be changed.
-
-    Attributes:
-        prompt: Distinct prompt tokens.
-        output: Output tokens, oldest first.
-        counts: Count of each output token.
     """
 
     def __init__(self, prompt: Sequence[int], output: Iterable[int] = ()) -> None:
         """Start from a prompt and, when resuming, the tokens already emitted."""
         self.prompt = frozenset(prompt)
+        """Distinct prompt tokens."""
         self.output: list[int] = []
+        """Output tokens, oldest first."""
         self.counts: dict[int, int] = {}
+        """Count of each output token."""
         self._prompt_length = len(prompt)
         for token in output:
             self.push(token)
@@ -117,35 +115,41 @@ class History:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of a request. Their ranges are not checked here, but bounded.
-
-    Attributes:
-        temperature: 0: the most likely token; otherwise logits are divided by it. Below
-            ``MIN_TEMPERATURE`` it becomes 0, and above 2^60 it becomes 2^60.
-        top_k: Keep the k most likely tokens; 0 keeps all.
-        top_p: Keep the smallest set of most likely tokens with this probability or more; 1 all.
-        min_p: Keep tokens at least this fraction as likely as the most likely one; 0 all.
-        repetition_penalty: Divides positive and multiplies negative logits of tokens seen in the
-            prompt or the output; 1 is off. At least 2^-40 and at most 2^40.
-        presence_penalty: Subtracted from the logit of every token in the output; 0 is off. At most
-            2^40, and at least -2^40, as are the next two.
-        frequency_penalty: Subtracted per occurrence in the output; 0 is off.
-        logit_bias: Pairs (token id, value added to its logit); -inf excludes the token.
-        seed: Unsigned 64-bit seed of the noise.
-        rejection: Drafted tokens are accepted and replaced by rejection sampling
-            (:mod:`paceline.kernels.sampling`), not by equality with the chosen token.
-    """
+    """Sampling parameters of a request. Their ranges are not checked here, but bounded."""
 
     temperature: float = 1.0
+    """0 takes the most likely token; otherwise logits are divided by it. Below ``MIN_TEMPERATURE``
+    it becomes 0, and above 2^60 it becomes 2^60."""
+
     top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+
     top_p: float = 1.0
+    """Keep the smallest set of most likely tokens with this probability or more; 1 all."""
+
     min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the most likely one; 0 all."""
+
     repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in the prompt or the output; 1
+    is off. At least 2^-40 and at most 2^40."""
+
     presence_penalty: float = 0.0
+    """Subtracted from the logit of every token in the output; 0 is off. At most 2^40, and at least
+    -2^40, as are the next two."""
+
     frequency_penalty: float = 0.0
+    """Subtracted per occurrence in the output; 0 is off."""
+
     logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs (token id, value added to its logit); -inf excludes the token."""
+
     seed: int = 0
+    """Unsigned 64-bit seed of the noise."""
+
     rejection: bool = False
+    """Drafted tokens are accepted and replaced by rejection sampling
+    (:mod:`paceline.kernels.sampling`), not by equality with the chosen token."""
 
     def __post_init__(self) -> None:
         """Bound the parameters."""
@@ -294,7 +298,7 @@ def _draft_records(
     positions: Sequence[int],
     vocab: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of each draft: row, token, seed, position and the sum of its probabilities as float64; and
+    """For each draft: row, token, seed, position and the sum of its probabilities as float64; and
     its probabilities: places in ``[D, vocab]`` and float32 bits."""
     proposals = [proposal for _, proposal in drafted.values()]
     sums = [each.probabilities.sum(dtype=np.float64) for each in proposals]
@@ -551,14 +555,13 @@ class Proposal:
     """A distribution q over a few tokens.
 
     It is sent unchanged, so that drafter and verifier draw the same token from it.
-
-    Attributes:
-        tokens: Different token ids, int64 ``[n]``.
-        probabilities: Of each, float32 ``[n]``; their sum is 1 up to rounding.
     """
 
     tokens: NDArray[np.int64]
+    """Different token ids, int64 ``[n]``."""
+
     probabilities: NDArray[np.float32]
+    """Probability of each token, float32 ``[n]``; their sum is 1 up to rounding."""
 
     @classmethod
     def checked(cls, tokens: Sequence[int], probabilities: Sequence[float]) -> Proposal:

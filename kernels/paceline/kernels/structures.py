@@ -31,6 +31,11 @@ QUERY_TILE_ROWS = 128
 """Query rows of a tile: its scores of a chunk fit a core's cache, and keys are converted once for
 many rows."""
 
+ALL_GATHER = ctypes.CFUNCTYPE(
+    ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
+)
+"""``all_gather(rows, width, in, out) -> 0, or 1 if it failed``, of a :class:`CProgram`."""
+
 
 class Code(IntEnum):
     """Kinds of operations of compiled programs, as ``native/program.h`` numbers them."""
@@ -140,12 +145,6 @@ class CBuffer(ctypes.Structure):
     _fields_ = _numbers("width", "extent")
 
 
-ALL_GATHER = ctypes.CFUNCTYPE(
-    ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
-)
-"""``all_gather(rows, width, in, out) -> 0, or 1 if it failed``, of a :class:`CProgram`."""
-
-
 class CProgram(ctypes.Structure):
     """``Program`` of ``native/program.h``."""
 
@@ -196,8 +195,8 @@ class DraftText(ctypes.Structure):
         first: First position whose states, or token, are new.
         length: Position of the anchor, the text's newest token; with a :class:`StateText` its slot,
             which is that of the position before.
-        fresh: Address of the new states, ``[length - first, states]`` of a block model,
-            ``[length + 1 - first, states]`` of a :class:`StateText`.
+        fresh: Address of the new states, ``[length - first, states]`` of a block model, ``[length +
+            1 - first, states]`` of a :class:`StateText`.
         tokens: Address of other models' new tokens, int64 ``[length + 1 - first]``.
         newest: Address of memory for a block model's states of the newest position; kept between
             calls.

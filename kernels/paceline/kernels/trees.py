@@ -31,22 +31,23 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """One query block: ``length`` new tokens of one sequence.
-
-    Attributes:
-        sequence: Index into the lists of caches given with the plan.
-        start: Committed prefix length, in tokens.
-        parents: None for a chain; otherwise ``parents[i] < i`` is the parent of node i inside the
-            block, -1 for a child of the last committed token.
-        length: Number of nodes, 1 to ``MAX_TREE_NODES``.
-        final: A chain of which every node will be committed if the pass succeeds.
-    """
+    """One query block: ``length`` new tokens of one sequence."""
 
     sequence: int
+    """Index into the lists of caches given with the plan."""
+
     start: int
+    """Committed prefix length, in tokens."""
+
     parents: tuple[int, ...] | None
+    """None for a chain; otherwise ``parents[i] < i`` is the parent of node i inside the block, -1
+    for a child of the last committed token."""
+
     length: int
+    """Number of nodes, 1 to ``MAX_TREE_NODES``."""
+
     final: bool = False
+    """A chain of which every node will be committed if the pass succeeds."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.length <= MAX_TREE_NODES:
@@ -143,12 +144,10 @@ class LevelBlock(QueryBlock):
     """Levels of a tree one after the other, whose parents only the device knows.
 
     The plan's ``ancestors`` are the paths of its nodes.
-
-    Attributes:
-        levels: Nodes of each level.
     """
 
     levels: tuple[int, ...] = ()
+    """Nodes of each level."""
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -168,48 +167,53 @@ class LevelBlock(QueryBlock):
 
 @dataclass
 class TorchTables:
-    """What operations of PyTorch compute once per plan.
-
-    Attributes:
-        hidden: Masks of the keys that the nodes of a block do not see, by block and window.
-        factors: Factors of rotations, by the address of their table.
-    """
+    """What operations of PyTorch compute once per plan."""
 
     hidden: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+    """Masks of the keys that the nodes of a block do not see, by block and window."""
+
     factors: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Factors of rotations, by the address of their table."""
 
 
 @dataclass
 class TreePlan:
-    """All query blocks of one forward pass, packed row after row.
-
-    Attributes:
-        blocks: The blocks; rows ``offsets[j] .. offsets[j + 1]`` of the packed query are block j.
-        offsets: Row where each block starts, one longer than ``blocks``.
-        positions: Absolute position of every row, int64 ``[M]``, on the plan's device.
-        longest: The largest of them.
-        device: Device of the queries and caches.
-        ancestors: Of a plan of :class:`LevelBlock` alone, which are equally long: paths of all
-            nodes to themselves, bool ``[S, length, length]``, on the device; else None.
-        contexts: Blocks of the same rows that attend to contexts; see
-            :meth:`paceline.kernels.Executor.run`. Made at their first use.
-        checked: Shapes of calls that were found to fit.
-        native: Tables of the compiled kernels, by query heads per kv head.
-        torch: What operations of PyTorch compute once per plan.
-        triton: Tables of the Triton kernels; None: none so far.
-    """
+    """All query blocks of one forward pass, packed row after row."""
 
     blocks: tuple[QueryBlock, ...]
+    """The blocks; rows ``offsets[j] .. offsets[j + 1]`` of the packed query are block j."""
+
     offsets: tuple[int, ...]
+    """Row where each block starts, one longer than ``blocks``."""
+
     positions: Tensor
+    """Absolute position of every row, int64 ``[M]``, on the plan's device."""
+
     longest: int
+    """The largest position."""
+
     device: torch.device
+    """Device of the queries and caches."""
+
     ancestors: Tensor | None = None
+    """Where all blocks are :class:`LevelBlock` and equally long, the paths of all nodes to
+    themselves, bool ``[S, length, length]``, on the device; else None."""
+
     contexts: TreePlan | None = field(default=None, repr=False)
+    """Blocks of the same rows that attend to contexts; see :meth:`paceline.kernels.Executor.run`.
+    Made at their first use."""
+
     checked: set[tuple[object, ...]] = field(default_factory=set, repr=False)
+    """Shapes of calls that fit the plan."""
+
     native: dict[int, NativeTables] = field(default_factory=dict, repr=False)
+    """Tables of the compiled kernels, by query heads per kv head."""
+
     torch: TorchTables = field(default_factory=TorchTables, repr=False)
+    """What operations of PyTorch compute once per plan."""
+
     triton: PlanTables | None = field(default=None, repr=False)
+    """Tables of the Triton kernels; None: none so far."""
 
     @property
     def rows(self) -> int:

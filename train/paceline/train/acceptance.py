@@ -70,23 +70,25 @@ class RecordedKv(StreamingReader):
 
 @dataclass(frozen=True)
 class TargetRecording:
-    """A text that a target generated, with its KV and hidden states.
-
-    Attributes:
-        tokens: Prompt and continuation.
-        prompt_length: Number of prompt tokens.
-        vocab_size: Number of token ids of the target.
-        sampling: Sampling parameters of the continuation.
-        cache: KV of all tokens but the last.
-        states: Outputs of the recorded layers at the same positions, by layer, ``[S, hidden]``.
-    """
+    """A text that a target generated, with its KV and hidden states."""
 
     tokens: list[int]
+    """Prompt and continuation."""
+
     prompt_length: int
+    """Number of prompt tokens."""
+
     vocab_size: int
+    """Number of token ids of the target."""
+
     sampling: sampling_pb2.SamplingParams
+    """Sampling parameters of the continuation."""
+
     cache: LocalCache
+    """KV of all tokens but the last."""
+
     states: Mapping[int, Tensor] = field(default_factory=dict)
+    """Outputs of the recorded layers at the same positions, by layer, ``[S, hidden]``."""
 
     @property
     def continuation(self) -> list[int]:

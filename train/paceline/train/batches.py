@@ -15,6 +15,10 @@ from torch import Tensor
 IntArray = npt.NDArray[np.int64]
 _SEPARATOR_PLACE = 0  # every document, so the stream, begins with a separator
 
+PADDING = -1
+_SORTED = 64  # texts among which those of a batch are chosen by length: less padding
+_ROUND = 32  # rows have a multiple of this length
+
 
 class Rows(Protocol):
     """An endless sequence of batches, which can be resumed at any position."""
@@ -119,11 +123,6 @@ def _end_with_copy(row: IntArray, random: np.random.Generator) -> None:
     start = int(random.integers(0, kept - length + 1))
     row[kept] = _SEPARATOR_PLACE
     row[kept + 1 :] = row[start : start + length]
-
-
-PADDING = -1
-_SORTED = 64  # texts among which those of a batch are chosen by length: less padding
-_ROUND = 32  # rows have a multiple of this length
 
 
 class Prefixes:

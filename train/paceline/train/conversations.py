@@ -28,25 +28,135 @@ from paceline.train.corpus import Corpus, encode_all, load_tokenizer
 from paceline.train.own_text import Task, write_texts
 from paceline.train.run import Run
 
+_FREE_OPENINGS = ("",)
+"""Half of the chats begin with nothing: the target chooses the subject."""
+
+_CHAT_OPENINGS = (
+    "What is", "How do I", "How can", "Why do", "Why is", "Can you explain", "Explain",
+    "Tell me about", "Describe", "Compare", "What are the main differences between",
+    "Write an email", "Write a letter to", "Write a short story about", "Write a poem",
+    "Write a dialogue between", "Write a speech", "Give me ideas for", "Give me advice on",
+    "Suggest", "List", "Plan", "Help me", "I want to learn", "I am planning", "My friend",
+    "What would happen if", "Who was", "When did", "Where is", "Is it true that", "Imagine",
+    "Pretend you are", "Create a recipe", "Summarise the history of", "What does the word",
+    "Recommend", "Which is better", "What are the advantages of", "Discuss", "Argue", "Analyse",
+    "Teach me", "Outline", "Draft a blog post about", "How does", "What causes", "Should I",
+    "In what ways", "Give three examples of",
+)  # fmt: skip
+
+_CODE_OPENINGS = (
+    "Write a Python function that", "Write a Python function to", "Write a Python class",
+    "Write a Python program", "Write a Python script that reads", "Implement",
+    "Implement a function in Python which", "Write a test for",
+    "Complete this Python function:\n```python\ndef", "Fix the bug in this code:\n```python\ndef",
+    "Explain what this code does:\n```python\n", "Write a JavaScript function",
+    "Write an SQL query", "Write a C function", "Write a bash script",
+    "Write a recursive function", "How do I sort a list in Python", "How do I parse",
+    "Write a generator", "Write a regular expression", "Write a program that counts",
+    "Refactor this code:\n```python\n", "Write a function that takes a list of",
+    "Write a function that takes a string and returns",
+    "Write a function with a docstring:\n```python\ndef", "Create a small web server",
+    "Write a decorator", "Write a binary search", "Given a list of integers,",
+    "Given two strings,", "Write a Python dictionary", "Convert this code to Python",
+)  # fmt: skip
+
+_MATHEMATICS_OPENINGS = (
+    "A farmer has", "A train travels", "A shop sells", "Anna has", "Tom buys", "A class of",
+    "There are", "If a", "Maria earns", "A baker makes", "How many", "What is the sum of",
+    "Solve the equation", "Solve for x:", "Calculate", "Find the area of",
+    "Find the probability that", "A rectangle has", "A car uses", "The price of", "Peter is",
+    "In a school,", "A box holds", "Each week,", "Every day,", "A company", "Two friends",
+    "Half of the", "A factory", "A bottle contains", "What percentage of", "Simplify",
+    "Prove that", "A tank is filled", "Five workers", "Last year,", "A library has",
+    "A recipe needs", "Sam reads", "Convert",
+)  # fmt: skip
+
+_EDIT_OPENINGS = (
+    "Rewrite the following text:", "Correct the mistakes in the following text:",
+    "Make this text more formal:",
+    "Repeat the following text, with every number written as a word:", "Simplify this text:",
+    "Improve this text:", "Rewrite the text below in the past tense:",
+    "Add a title to the following text and keep the rest as it is:",
+    "Copy this text and put headings above its parts:", "Edit the following text for clarity:",
+    "Replace difficult words in this text by easier ones:", "Shorten the following text:",
+    "Proofread this:", "Rewrite this for children:",
+    "Return the following text with better punctuation:",
+    "Change the following text as little as possible so that it reads well:",
+)  # fmt: skip
+
+_EDIT_CODE_OPENINGS = (
+    "Add type hints to this code:", "Add comments to the following code:",
+    "Rename the variables in this code:", "Refactor the following code:",
+    "Write this code again with docstrings:", "Fix any bug in the following code:",
+    "Make this function faster:", "Return this code with better names:",
+)  # fmt: skip
+
+_DOCUMENT_OPENINGS = (
+    "Summarise the text above.", "What is the text above about?", "Continue the text above.",
+    "Write the next function of this file.", "List the functions of the file above.",
+    "Explain the code above.", "Write the beginning of the file above again.",
+    "Which classes are defined above, and what do they do?",
+    "Quote the most important lines of the text above.", "Write a test for the code above.",
+    "How would you improve the text above?", "Write documentation for the code above.",
+)  # fmt: skip
+
+_SYSTEM_PROMPTS = (
+    "You are a helpful assistant.", "Answer in one paragraph.", "Answer as briefly as you can.",
+    "You are an expert programmer. Answer with code only.", "You are a patient teacher.",
+    "You are a travel guide who knows every city.", "Explain everything to a child of ten.",
+    "You are a doctor who answers questions of patients carefully.", "Answer as a pirate would.",
+    "You are a mathematics tutor. Show each step.", "Use a list wherever you can.",
+    "You are an editor of a newspaper.", "Think step by step before you answer.",
+    "You are the support team of an online shop. Be polite and precise.",
+    "You are a historian.", "Answer in simple words and short sentences.",
+)  # fmt: skip
+
+_FURTHER_OPENINGS = (
+    "", "Can you", "What about", "Why", "Now", "Thanks!", "Explain the", "Give me another",
+    "And if", "Make it shorter", "Rewrite", "Are you sure", "How", "Show me", "What does",
+    "Could you also",
+)  # fmt: skip
+
+_TOGETHER = 64  # conversations that are written before the file grows
+
+_SHARES = {
+    "chat": 0.2, "system": 0.14, "turns": 0.16, "code": 0.16, "mathematics": 0.14, "edit": 0.14,
+    "document": 0.06,
+}  # fmt: skip
+
+KINDS = tuple(_SHARES)
+"""Of conversations."""
+
+_QUESTION, _ANSWER = 128, 320  # maximum of tokens that the target writes
+_BEFORE = 1200  # maximum of tokens before a later turn
+_EDIT = (100, 500)  # tokens of a text to edit
+_DOCUMENT = (800, 7000)  # tokens of a document
+_DOCUMENT_ANSWER = 160
+_HEATS = (0.0, 0.7)
+_MARK = "QUESTION"
+_HELD_OUT = 17  # one conversation in so many: odd, as temperatures alternate
+_TOKENS = 128  # of an answer that are measured
+
 
 @dataclass(frozen=True)
 class TokenizedConversation:
-    """One question with its answer, as token ids in the target's chat template.
-
-    Attributes:
-        kind: ``chat``, ``system`` (behind a system prompt), ``turns`` (a later turn), ``code``,
-            ``mathematics``, ``edit`` or ``document``.
-        temperature: Of the answer; 0: greedy.
-        seed: Of the answer's noise.
-        prompt: Everything before the answer.
-        answer: What the target wrote, its end-of-turn token included if it came to that.
-    """
+    """One question with its answer, as token ids in the target's chat template."""
 
     kind: str
+    """``chat``, ``system`` (behind a system prompt), ``turns`` (a later turn), ``code``,
+    ``mathematics``, ``edit`` or ``document``."""
+
     temperature: float
+    """Of the answer; 0: greedy."""
+
     seed: int
+    """Of the answer's noise."""
+
     prompt: tuple[int, ...]
+    """Everything before the answer."""
+
     answer: tuple[int, ...]
+    """What the target wrote, its end-of-turn token included if it came to that."""
 
     @property
     def tokens(self) -> list[int]:
@@ -84,119 +194,18 @@ def _append(path: Path, conversations: Iterable[TokenizedConversation]) -> None:
         os.fsync(file.fileno())
 
 
-_FREE_OPENINGS = ("",)
-"""Half of the chats begin with nothing: the target chooses the subject."""
-
-_CHAT_OPENINGS = (
-    "What is", "How do I", "How can", "Why do", "Why is", "Can you explain", "Explain",
-    "Tell me about", "Describe", "Compare", "What are the main differences between",
-    "Write an email", "Write a letter to", "Write a short story about", "Write a poem",
-    "Write a dialogue between", "Write a speech", "Give me ideas for", "Give me advice on",
-    "Suggest", "List", "Plan", "Help me", "I want to learn", "I am planning", "My friend",
-    "What would happen if", "Who was", "When did", "Where is", "Is it true that", "Imagine",
-    "Pretend you are", "Create a recipe", "Summarise the history of", "What does the word",
-    "Recommend", "Which is better", "What are the advantages of", "Discuss", "Argue", "Analyse",
-    "Teach me", "Outline", "Draft a blog post about", "How does", "What causes", "Should I",
-    "In what ways", "Give three examples of",
-)  # fmt: skip
-_CODE_OPENINGS = (
-    "Write a Python function that", "Write a Python function to", "Write a Python class",
-    "Write a Python program", "Write a Python script that reads", "Implement",
-    "Implement a function in Python which", "Write a test for",
-    "Complete this Python function:\n```python\ndef", "Fix the bug in this code:\n```python\ndef",
-    "Explain what this code does:\n```python\n", "Write a JavaScript function",
-    "Write an SQL query", "Write a C function", "Write a bash script",
-    "Write a recursive function", "How do I sort a list in Python", "How do I parse",
-    "Write a generator", "Write a regular expression", "Write a program that counts",
-    "Refactor this code:\n```python\n", "Write a function that takes a list of",
-    "Write a function that takes a string and returns",
-    "Write a function with a docstring:\n```python\ndef", "Create a small web server",
-    "Write a decorator", "Write a binary search", "Given a list of integers,",
-    "Given two strings,", "Write a Python dictionary", "Convert this code to Python",
-)  # fmt: skip
-_MATHEMATICS_OPENINGS = (
-    "A farmer has", "A train travels", "A shop sells", "Anna has", "Tom buys", "A class of",
-    "There are", "If a", "Maria earns", "A baker makes", "How many", "What is the sum of",
-    "Solve the equation", "Solve for x:", "Calculate", "Find the area of",
-    "Find the probability that", "A rectangle has", "A car uses", "The price of", "Peter is",
-    "In a school,", "A box holds", "Each week,", "Every day,", "A company", "Two friends",
-    "Half of the", "A factory", "A bottle contains", "What percentage of", "Simplify",
-    "Prove that", "A tank is filled", "Five workers", "Last year,", "A library has",
-    "A recipe needs", "Sam reads", "Convert",
-)  # fmt: skip
-_EDIT_OPENINGS = (
-    "Rewrite the following text:", "Correct the mistakes in the following text:",
-    "Make this text more formal:",
-    "Repeat the following text, with every number written as a word:", "Simplify this text:",
-    "Improve this text:", "Rewrite the text below in the past tense:",
-    "Add a title to the following text and keep the rest as it is:",
-    "Copy this text and put headings above its parts:", "Edit the following text for clarity:",
-    "Replace difficult words in this text by easier ones:", "Shorten the following text:",
-    "Proofread this:", "Rewrite this for children:",
-    "Return the following text with better punctuation:",
-    "Change the following text as little as possible so that it reads well:",
-)  # fmt: skip
-_EDIT_CODE_OPENINGS = (
-    "Add type hints to this code:", "Add comments to the following code:",
-    "Rename the variables in this code:", "Refactor the following code:",
-    "Write this code again with docstrings:", "Fix any bug in the following code:",
-    "Make this function faster:", "Return this code with better names:",
-)  # fmt: skip
-_DOCUMENT_OPENINGS = (
-    "Summarise the text above.", "What is the text above about?", "Continue the text above.",
-    "Write the next function of this file.", "List the functions of the file above.",
-    "Explain the code above.", "Write the beginning of the file above again.",
-    "Which classes are defined above, and what do they do?",
-    "Quote the most important lines of the text above.", "Write a test for the code above.",
-    "How would you improve the text above?", "Write documentation for the code above.",
-)  # fmt: skip
-_SYSTEM_PROMPTS = (
-    "You are a helpful assistant.", "Answer in one paragraph.", "Answer as briefly as you can.",
-    "You are an expert programmer. Answer with code only.", "You are a patient teacher.",
-    "You are a travel guide who knows every city.", "Explain everything to a child of ten.",
-    "You are a doctor who answers questions of patients carefully.", "Answer as a pirate would.",
-    "You are a mathematics tutor. Show each step.", "Use a list wherever you can.",
-    "You are an editor of a newspaper.", "Think step by step before you answer.",
-    "You are the support team of an online shop. Be polite and precise.",
-    "You are a historian.", "Answer in simple words and short sentences.",
-)  # fmt: skip
-_FURTHER_OPENINGS = (
-    "", "Can you", "What about", "Why", "Now", "Thanks!", "Explain the", "Give me another",
-    "And if", "Make it shorter", "Rewrite", "Are you sure", "How", "Show me", "What does",
-    "Could you also",
-)  # fmt: skip
-_TOGETHER = 64  # conversations that are written before the file grows
-_SHARES = {
-    "chat": 0.2, "system": 0.14, "turns": 0.16, "code": 0.16, "mathematics": 0.14, "edit": 0.14,
-    "document": 0.06,
-}  # fmt: skip
-KINDS = tuple(_SHARES)
-"""Of conversations."""
-_QUESTION, _ANSWER = 128, 320  # maximum of tokens that the target writes
-_BEFORE = 1200  # maximum of tokens before a later turn
-_EDIT = (100, 500)  # tokens of a text to edit
-_DOCUMENT = (800, 7000)  # tokens of a document
-_DOCUMENT_ANSWER = 160
-_HEATS = (0.0, 0.7)
-
-
 @dataclass(frozen=True)
 class Question:
-    """A user's turn; `open` if the target is to write the rest of it.
-
-    Attributes:
-        system: System prompt; None: what the template has by default.
-        before: Token ids of the conversation so far, up to the end of the target's turn.
-    """
+    """A user's turn; `open` if the target is to write the rest of it."""
 
     kind: str
     text: str
     open: bool
     system: str | None = None
+    """System prompt; None: what the template has by default."""
+
     before: tuple[int, ...] = ()
-
-
-_MARK = "QUESTION"
+    """Token ids of the conversation so far, up to the end of the target's turn."""
 
 
 class Template:
@@ -387,10 +396,6 @@ def _answer(
 
 def _seeds(draw: np.random.Generator, count: int) -> list[int]:
     return [int(seed) for seed in draw.integers(1 << 62, size=count)]
-
-
-_HELD_OUT = 17  # one conversation in so many: odd, as temperatures alternate
-_TOKENS = 128  # of an answer that are measured
 
 
 @dataclass(frozen=True)

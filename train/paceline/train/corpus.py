@@ -27,6 +27,11 @@ _SIZES = (4_000, 90_000)  # bytes
 _WIDE_SIZES = (1_000, 400_000)
 _SUFFIXES = (".py", ".txt", ".md", ".rst", ".c", ".h", ".rs", ".go", ".js", ".ts")
 
+Documents = Sequence[Sequence[int]]
+"""Token ids of each document."""
+
+END_OF_TEXT = "<|endoftext|>"
+
 
 @dataclass(frozen=True)
 class Document:
@@ -121,12 +126,6 @@ def _read(path: Path, root: Path) -> Document:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-Documents = Sequence[Sequence[int]]
-"""Token ids of each document."""
-
-END_OF_TEXT = "<|endoftext|>"
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int, context: int) -> PreTrainedTokenizerFast:

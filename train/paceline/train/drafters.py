@@ -59,20 +59,33 @@ from paceline.train.run import Progress, Run, cleared
 
 _CONFIG = "config.json"
 
+TEXTS = 24
+"""Maximum number of texts that are measured of a group."""
+
+TOKENS = 128
+"""Tokens that the target writes after a prompt."""
+
+Rounds = dict[tuple[str, str], list[int]]
+"""Drafted tokens accepted in each round, by group of texts and set of drafter options."""
+
+ACCEPTED = "accepted_length"
+"""Note in a drafter's config.json: its mean on the held-out texts that are measured in training."""
+
+_BEST = "best.pt"
+
 
 @dataclass
 class DrafterModel(ABC):
-    """The weights of a drafter, and how its folder is read and written.
-
-    Attributes:
-        method: Drafting method of the folder.
-        target: Model folder of its target.
-        model: Its weights, fp32.
-    """
+    """The weights of a drafter, and how its folder is read and written."""
 
     method: ClassVar[str]
+    """Drafting method of the folder."""
+
     target: Path
+    """Model folder of its target."""
+
     model: nn.Module
+    """Its weights, fp32."""
 
     @classmethod
     @abstractmethod
@@ -246,16 +259,6 @@ def read_drafter(folder: Path, target: Path, device: str) -> DrafterModel:
         raise ValueError(str(error)) from error
 
 
-TEXTS = 24
-"""Maximum number of texts that are measured of a group."""
-
-TOKENS = 128
-"""Tokens that the target writes after a prompt."""
-
-Rounds = dict[tuple[str, str], list[int]]
-"""Drafted tokens accepted in each round, by group of texts and set of drafter options."""
-
-
 class Heldout:
     """Texts of a target, replayed to measure how many drafted tokens it accepts."""
 
@@ -359,31 +362,27 @@ def write_after(
     ]
 
 
-ACCEPTED = "accepted_length"
-"""Note in a drafter's config.json: its mean on the held-out texts that are measured in training."""
-
-_BEST = "best.pt"
-
-
 @dataclass(frozen=True)
 class Texts:
-    """Token ids that a drafter is trained and measured on.
-
-    Attributes:
-        corpus: Where `trained` and `heldout` come from.
-        trained: Each training file.
-        heldout: Each held-out file.
-        own: Texts that the target wrote after pieces of training files.
-        eos: The end-of-text token.
-        decoder: The target.
-    """
+    """Token ids that a drafter is trained and measured on."""
 
     corpus: Corpus
+    """Where `trained` and `heldout` come from."""
+
     trained: Sequence[list[int]]
+    """Each training file."""
+
     heldout: Sequence[list[int]]
+    """Each held-out file."""
+
     own: Sequence[list[int]]
+    """Texts that the target wrote after pieces of training files."""
+
     eos: int
+    """The end-of-text token."""
+
     decoder: Decoder
+    """The target."""
 
     @classmethod
     def load(cls, target: Path, corpus: Corpus, own: int, run: Run) -> Texts:

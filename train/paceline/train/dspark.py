@@ -25,27 +25,34 @@ from paceline.train.recipe import Recipe
 from paceline.train.run import Run
 from paceline.train.signals import Signals, TappedTarget
 
+CHUNK = 256
+"""Positions whose logits exist at once."""
+
+_FIRST_NORM = 0.25  # of the target's
+
 
 @dataclass(frozen=True)
 class TrainingBlocks:
-    """G blocks of each of B rows of S tokens.
-
-    Attributes:
-        anchors: Positions in their texts, int64 `[B, G]`.
-        fed: Tokens fed, anchor and masks, int64 `[B, G, block]`.
-        before: The token before each predicted one, int64 `[B, G, levels]`.
-        labels: The tokens to predict, like `before`.
-        target: Indices into the flattened batch of the target states that predict the labels, like
-            `before`.
-        counted: Whether the text has this label, and the row this block, bool like `before`.
-    """
+    """G blocks of each of B rows of S tokens."""
 
     anchors: Tensor
+    """Positions in their texts, int64 `[B, G]`."""
+
     fed: Tensor
+    """Tokens fed, anchor and masks, int64 `[B, G, block]`."""
+
     before: Tensor
+    """The token before each predicted one, int64 `[B, G, levels]`."""
+
     labels: Tensor
+    """The tokens to predict, like `before`."""
+
     target: Tensor
+    """Indices into the flattened batch of the target states that predict the labels, like
+    `before`."""
+
     counted: Tensor
+    """Whether the text has this label, and the row this block, bool like `before`."""
 
     @classmethod
     def draw(
@@ -96,10 +103,6 @@ def whole_blocks(tokens: Tensor, levels: int, separator: int) -> Tensor:
     usable = tokens.shape[1] - levels
     possible[:, 1:usable] = inside[:, 1:usable]
     return possible
-
-
-CHUNK = 256
-"""Positions whose logits exist at once."""
 
 
 class ChunkedBlockLoss(torch.autograd.Function):
@@ -370,9 +373,6 @@ class SignalBlockLoss:
         drafted = forward(embedded, blocks, positions, taps)
         states = signals.hidden[indices].flatten(0, 1)
         return _block_loss(model, drafted, blocks, states, self._head, preset)
-
-
-_FIRST_NORM = 0.25  # of the target's
 
 
 class DSparkRecipe(Recipe[DSparkPreset, DSparkDrafterModel]):

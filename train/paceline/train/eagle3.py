@@ -22,26 +22,31 @@ from paceline.train.recipe import Recipe
 from paceline.train.run import Run
 from paceline.train.signals import Signals, TappedTarget
 
+_FIRST_NORM = 0.25  # of the target's
+_EMBEDDING_SCALE = 0.02
+
 
 @dataclass(frozen=True)
 class TrainingRows:
     """B rows of S tokens, the last Q of which predict.
 
     A column is a token and the target's states of the position before it.
-
-    Attributes:
-        embedded: The target's embedding of the tokens, `[B, S, hidden]`.
-        states: Outputs of the tapped layers, side by side, `[B, S, states]`.
-        positions: Of the tokens in their texts, rising in each row, int64 `[B, S]`.
-        real: Which columns are of the row's text, bool `[B, S]`.
-        count: Q.
     """
 
     embedded: Tensor
+    """The target's embedding of the tokens, `[B, S, hidden]`."""
+
     states: Tensor
+    """Outputs of the tapped layers, side by side, `[B, S, states]`."""
+
     positions: Tensor
+    """Of the tokens in their texts, rising in each row, int64 `[B, S]`."""
+
     real: Tensor
+    """Which columns are of the row's text, bool `[B, S]`."""
+
     count: int
+    """Q."""
 
 
 class Unrolled(nn.Module):
@@ -176,10 +181,6 @@ class SignalUnrolledLoss:
         weights = depth_weights(drafted & real[:, -count:], self._preset)
         hidden = signals.hidden[last].flatten(0, 1)
         return divergence(found.flatten(1, 2), hidden, self._head, weights)
-
-
-_FIRST_NORM = 0.25  # of the target's
-_EMBEDDING_SCALE = 0.02
 
 
 class Eagle3Recipe(Recipe[Eagle3Preset, Eagle3DrafterModel]):

@@ -37,6 +37,9 @@ from paceline.train.run import Run, begin_run
 
 _KEPT = 16  # most likely tokens of the target: they have nearly all of its probability
 
+# The first tokens of a window have little context: their predictions come from another window.
+_WINDOW, _OVERLAP = 1024, 256
+
 
 def train_lm(target_folder: Path, corpus: Corpus, preset: Preset, run: Run, out: Path) -> None:
     """Distil the target in `target_folder` into a small LM of the same tokenizer, written to `out`.
@@ -92,10 +95,6 @@ Distilled: cross-entropy against the target's distribution over its {_KEPT} most
 {schedule_text(preset, progress)}
 {rounds_section(heldout.measure(out))}"""
     (out / "README.md").write_text(card)
-
-
-# The first tokens of a window have little context: their predictions come from another window.
-_WINDOW, _OVERLAP = 1024, 256
 
 
 @dataclass(frozen=True)

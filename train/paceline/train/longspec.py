@@ -34,6 +34,21 @@ from paceline.train.recipe import Recipe
 from paceline.train.run import Run
 from paceline.train.signals import Signals
 
+CHUNK = 256
+"""Text positions whose logits exist at once, for every lag."""
+
+TAIL = 512
+"""Tokens of a text whose distributions are learnt in a step: the last ones."""
+
+_WIDTHS, _MAX_NODES = "12,16", 36  # nodes per level of the measured trees; the last holds on
+_TREES = {"widths": "4,4", "max_nodes": "7", "weights": "int8"}
+_LONG_PROMPTS, _LONG_TEXTS = (1_000, 2_000, 4_000, 7_000), 8
+
+_CONTEXTS = {
+    "whole context": {**_TREES, "context": "0"},
+    "512 positions": {**_TREES, "context": "512"},
+}
+
 
 class LaggedLayer(nn.Module):
     """Hidden states of a text for several lags at once (flash noisy training, algorithm 2).
@@ -119,10 +134,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-
-
-CHUNK = 256
-"""Text positions whose logits exist at once, for every lag."""
 
 
 class LaggedLoss:
@@ -232,10 +243,6 @@ def divergence(hidden: Tensor, target: Tensor, head: Tensor, weights: Tensor) ->
     """Weighted mean KL(target || drafter), see :class:`ChunkedDivergence`."""
     value: Tensor = ChunkedDivergence.apply(hidden, target, head, weights)  # type: ignore[no-untyped-call]
     return value
-
-
-TAIL = 512
-"""Tokens of a text whose distributions are learnt in a step: the last ones."""
 
 
 class SignalLoss:
@@ -355,15 +362,6 @@ class FrozenTarget:
             )
             layer: Any = cache.layers[self._layer]
             return out.last_hidden_state, layer.keys, layer.values
-
-
-_WIDTHS, _MAX_NODES = "12,16", 36  # nodes per level of the measured trees; the last holds on
-_TREES = {"widths": "4,4", "max_nodes": "7", "weights": "int8"}
-_LONG_PROMPTS, _LONG_TEXTS = (1_000, 2_000, 4_000, 7_000), 8
-_CONTEXTS = {
-    "whole context": {**_TREES, "context": "0"},
-    "512 positions": {**_TREES, "context": "512"},
-}
 
 
 class LongSpecRecipe(Recipe[LongSpecPreset, LongSpecDrafterModel]):

@@ -25,6 +25,15 @@ from paceline.train.run import Progress, Run
 # A step this many times the usual one was paused (SIGSTOP, suspend), not slow.
 _PAUSE_FACTOR = 20.0
 
+# Embedding tables: most rows get no gradient in a batch, so Muon does not apply.
+_TABLES = ("embed", "markov_w")
+
+_CHECKPOINT = "run.pt"
+
+Loss = Callable[[nn.Module, Tensor, float], Tensor]
+"""(model, indices into the stream: int64 [rows, length + 1], share of the run done, 0 to 1) ->
+scalar loss in nats per token."""
+
 
 @dataclass
 class Clock:
@@ -61,10 +70,6 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.seen = True
-
-
-# Embedding tables: most rows get no gradient in a batch, so Muon does not apply.
-_TABLES = ("embed", "markov_w")
 
 
 class Optimizer:
@@ -124,9 +129,6 @@ def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
     return not any(table in name for table in _TABLES)
 
 
-_CHECKPOINT = "run.pt"
-
-
 def save_run(
     folder: Path, model: nn.Module, optimizer: Optimizer, batches: Rows, progress: Progress
 ) -> None:
@@ -163,11 +165,6 @@ def load_run(
     batches.seek(Position(**state["position"]))
     torch.set_rng_state(state["rng"])
     return Progress(**state["progress"])
-
-
-Loss = Callable[[nn.Module, Tensor, float], Tensor]
-"""(model, indices into the stream: int64 [rows, length + 1], share of the run done, 0 to 1) ->
-scalar loss in nats per token."""
 
 
 def train(

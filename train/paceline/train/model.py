@@ -22,6 +22,27 @@ from paceline.train.corpus import Documents
 from paceline.train.presets import Preset
 from paceline.train.run import Progress, cleared
 
+STDLIB_HEADER = """---
+license: other
+license_name: psf-2.0
+license_link: https://docs.python.org/3/license.html
+library_name: paceline
+pipeline_tag: text-generation
+---
+"""
+
+STDLIB_LICENCE = (
+    "The training text is source code of Python, © Python Software Foundation, under the PSF "
+    "licence (https://docs.python.org/3/license.html). The model can recite parts of it; treat "
+    "what it writes as derived from that source."
+)
+
+LICENCES = {
+    True: STDLIB_LICENCE,
+    False: "The licence is that of the training text: look it up before passing the model on.",
+}
+"""Licence of a model, by whether it was trained on the standard library."""
+
 
 def build_model(preset: Preset, eos: int, seed: int = 0) -> LlamaForCausalLM:
     """A freshly initialised fp32 model of the preset's shape; `eos` is its bos and eos token."""
@@ -102,26 +123,6 @@ def _windows(documents: Documents, length: int, device: torch.device) -> Iterato
         raise ValueError("no text to measure: every document is shorter than two tokens")
     for ids, start in starts:
         yield torch.tensor([ids[start : start + length + 1]], device=device)
-
-
-STDLIB_HEADER = """---
-license: other
-license_name: psf-2.0
-license_link: https://docs.python.org/3/license.html
-library_name: paceline
-pipeline_tag: text-generation
----
-"""
-STDLIB_LICENCE = (
-    "The training text is source code of Python, © Python Software Foundation, under the PSF "
-    "licence (https://docs.python.org/3/license.html). The model can recite parts of it; treat "
-    "what it writes as derived from that source."
-)
-LICENCES = {
-    True: STDLIB_LICENCE,
-    False: "The licence is that of the training text: look it up before passing the model on.",
-}
-"""Licence of a model, by whether it was trained on the standard library."""
 
 
 def shape_text(p: Preset, model: nn.Module) -> str:

@@ -51,6 +51,13 @@ TRAINED_FILE, HELDOUT_FILE = "recorded.jsonl", "heldout.jsonl"
 _HELDOUT = 8
 """One of this many prompts is held out."""
 
+RECORDED, OLD = "recorded", "old"
+"""Groups of held-out texts: recorded ones, and texts of the kind the drafter was made with."""
+
+_PROMPT = 300  # tokens of the prompts of old texts
+_OLD_TEXTS = 12  # at each temperature
+_FINAL_RATE = 0.05
+
 
 @dataclass(frozen=True)
 class RecordedTexts:
@@ -111,14 +118,6 @@ def _write(file: Path, texts: Iterable[Recording]) -> None:
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as lines:
         lines.writelines(text.to_json() + "\n" for text in texts)
     os.replace(partial, file)
-
-
-RECORDED, OLD = "recorded", "old"
-"""Groups of held-out texts: recorded ones, and texts of the kind the drafter was made with."""
-
-_PROMPT = 300  # tokens of the prompts of old texts
-_OLD_TEXTS = 12  # at each temperature
-_FINAL_RATE = 0.05
 
 
 def train_online(

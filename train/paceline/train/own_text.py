@@ -21,6 +21,11 @@ from paceline.train.corpus import Documents
 
 _TOGETHER = 48  # sequences a step: linear layers read their weights once for all
 
+PROMPT = 128
+"""Tokens of a random prompt."""
+
+_LENGTH = 512  # tokens of a whole text
+
 
 @dataclass(frozen=True)
 class Task:
@@ -106,12 +111,6 @@ def _step(decoder: Decoder, active: Sequence[_Writing]) -> None:
     for writing, row in zip(active, logits, strict=True):
         writing.cache.commit([0])
         writing.add(row)
-
-
-PROMPT = 128
-"""Tokens of a random prompt."""
-
-_LENGTH = 512  # tokens of a whole text
 
 
 def own_texts(

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from paceline.drafter.methods.dspark import DSparkConfig
 
+_MIN_BUDGET = 8  # a chunk; the first four positions are always read
+_WARM_UP = 0.04  # share of the run in which the learning rates rise, as in the reference
+_FINAL_RATE = 0.03
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -35,22 +39,25 @@ class Plan:
     """Learning rates and batch shapes over a run, in stages.
 
     The run ends after `minutes` of stepping or after `steps`, whichever is first.
-
-    Attributes:
-        stages: In order; their shares add up to 1.
-        minutes: Budget of stepping time.
-        steps: Budget of steps.
-        focus: Number of documents at the start of the stream that stages with `focus` read.
-        warm_up: Steps in which the rates rise.
-        final_rate: Share of a stage's rate that is left at its end.
     """
 
     stages: tuple[Stage, ...]
+    """In order; their shares add up to 1."""
+
     minutes: float
+    """Budget of stepping time."""
+
     steps: int
+    """Budget of steps."""
+
     focus: int = 0
+    """Number of documents at the start of the stream that stages with `focus` read."""
+
     warm_up: int = 20
+    """Steps in which the rates rise."""
+
     final_rate: float = 0.1
+    """Share of a stage's rate that is left at its end."""
 
     def progress(self, step: int, elapsed: float) -> float:
         """Share of the run done, 0 to 1, after `step` steps and `elapsed` seconds of stepping."""
@@ -170,9 +177,6 @@ LM_PRESETS: dict[str, Preset] = {
 }  # fmt: skip
 
 
-_MIN_BUDGET = 8  # a chunk; the first four positions are always read
-
-
 @dataclass(frozen=True)
 class LongSpecPreset:
     """How a layer is trained. Ends when `minutes` or `steps` are used up, whichever is first."""
@@ -264,8 +268,6 @@ LONGSPEC_PRESETS: dict[str, LongSpecPreset] = {
         minutes=72 * 60, steps=4000, adamw_rate=5e-4, files=1_000_000, own_texts=20_000,
     ),
 }  # fmt: skip
-_WARM_UP = 0.04  # share of the run in which the learning rates rise, as in the reference
-_FINAL_RATE = 0.03
 
 
 def _mixed(own_from: float, rows: int, length: int) -> tuple[Stage, ...]:

@@ -51,12 +51,7 @@ D = TypeVar("D", LongSpecDrafterModel, DSparkDrafterModel, Eagle3DrafterModel)
 
 @dataclass
 class Recipe(ABC, Generic[P, D]):
-    """How drafters of one method are made for a target, and trained.
-
-    Attributes:
-        target: Folder or file of the target.
-        preset: Shape and settings.
-    """
+    """How drafters of one method are made for a target, and trained."""
 
     method: ClassVar[str]
     prompts: ClassVar[tuple[int, ...]] = (_PROMPT,)
@@ -65,7 +60,10 @@ class Recipe(ABC, Generic[P, D]):
     """Options of the drafter that is measured on conversations."""
 
     target: Path
+    """Folder or file of the target."""
+
     preset: P
+    """Shape and settings."""
 
     @abstractmethod
     def new_drafter(self, mask_token: int) -> D:

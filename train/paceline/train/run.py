@@ -19,6 +19,8 @@ from paceline.train.corpus import Corpus
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+_FILE = "run.json"
+
 
 @dataclass(frozen=True)
 class Run:
@@ -43,9 +45,6 @@ class Run:
     force: bool = False
     card: bool = True
     signals: Path | None = None
-
-
-_FILE = "run.json"
 
 
 def begin_run(

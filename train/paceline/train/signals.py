@@ -79,21 +79,22 @@ class TappedTarget:
 
 @dataclass(frozen=True)
 class Signals:
-    """The signals of texts that lie one after the other, N tokens in all.
-
-    Attributes:
-        tokens: int64 ``[N]``.
-        starts: Index of the first token of each text, and N.
-        hidden: The target's hidden states after its final norm, bfloat16 ``[N, hidden]``.
-        kv: Keys after RoPE and values of one layer, bfloat16 ``[N, 2, Hkv, D]``; None: not kept.
-        taps: Outputs of the tapped layers side by side, bfloat16 ``[N, layers * hidden]``.
-    """
+    """The signals of texts that lie one after the other, N tokens in all."""
 
     tokens: Tensor
+    """int64 ``[N]``."""
+
     starts: Sequence[int]
+    """Index of the first token of each text, and N."""
+
     hidden: Tensor
+    """The target's hidden states after its final norm, bfloat16 ``[N, hidden]``."""
+
     kv: Tensor | None
+    """Keys after RoPE and values of one layer, bfloat16 ``[N, 2, Hkv, D]``; None: not kept."""
+
     taps: Tensor
+    """Outputs of the tapped layers side by side, bfloat16 ``[N, layers * hidden]``."""
 
 
 def signals_of(

@@ -35,6 +35,22 @@ from paceline.train.run import Progress, Run, begin_run
 
 _HELDOUT_TOKENS = 2048  # tokens of each held-out file read at a checkpoint
 
+GENERATED_TOKENS = 256
+
+TRAINED, EARLY, HELDOUT = "trained", "early", "heldout"
+"""Splits of text: trained on to the end, in the first part of the run only, never."""
+
+_FILE_TOKENS = 2048  # of each measured file, from its start
+_FILES = 12
+_TEXTS = 32
+_LONG_FILES = 4  # that fill the context: attention is slow on these
+
+_SPLITS = {
+    TRAINED: "files trained on to the end",
+    EARLY: "files trained on at first",
+    HELDOUT: "held-out files",
+}
+
 
 def train_target(corpus: Corpus, preset: Preset, run: Run, out: Path) -> LlamaForCausalLM:
     """Train a tokenizer and a target on `corpus`; write an HF model folder with a card to `out`.
@@ -74,16 +90,6 @@ def train_target(corpus: Corpus, preset: Preset, run: Run, out: Path) -> LlamaFo
     card = target_card(model, corpus, preset, progress, len(stream), measured)
     (out / "README.md").write_text(card)
     return model
-
-
-GENERATED_TOKENS = 256
-TRAINED, EARLY, HELDOUT = "trained", "early", "heldout"
-"""Splits of text: trained on to the end, in the first part of the run only, never."""
-
-_FILE_TOKENS = 2048  # of each measured file, from its start
-_FILES = 12
-_TEXTS = 32
-_LONG_FILES = 4  # that fill the context: attention is slow on these
 
 
 @dataclass(frozen=True)
@@ -126,13 +132,6 @@ def _sample(texts: Mapping[str, Documents]) -> dict[str, list[Sequence[int]]]:
         for split, files in texts.items()
         if files
     }
-
-
-_SPLITS = {
-    TRAINED: "files trained on to the end",
-    EARLY: "files trained on at first",
-    HELDOUT: "held-out files",
-}
 
 
 def target_card(

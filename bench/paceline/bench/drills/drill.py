@@ -12,17 +12,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Outcome:
-    """The outcome of a drill.
-
-    Attributes:
-        checks: What must hold, and whether it did.
-        figures: What was measured on the way.
-        skipped: Why the drill cannot run on this machine; empty if it ran.
-    """
+    """The outcome of a drill."""
 
     checks: dict[str, bool] = field(default_factory=dict)
+    """What must hold, and whether it did."""
+
     figures: dict[str, float | int | str] = field(default_factory=dict)
+    """What was measured on the way."""
+
     skipped: str = ""
+    """Why the drill cannot run on this machine; empty if it ran."""
 
     @property
     def passed(self) -> bool:
@@ -41,21 +40,22 @@ class Drill:
 
 @dataclass(frozen=True)
 class Scale:
-    """Size of drills.
-
-    Attributes:
-        generations: At a time.
-        tokens: New tokens of each generation.
-        swaps: Versions of a drafter.
-        hits: How often a process is killed, stopped or restarted.
-        clients: How many are abandoned.
-    """
+    """Size of drills."""
 
     generations: int
+    """At a time."""
+
     tokens: int
+    """New tokens of each generation."""
+
     swaps: int
+    """Versions of a drafter."""
+
     hits: int
+    """How often a process is killed, stopped or restarted."""
+
     clients: int
+    """How many are abandoned."""
 
 
 FULL = Scale(generations=16, tokens=64, swaps=50, hits=3, clients=1000)

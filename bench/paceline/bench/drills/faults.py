@@ -34,6 +34,19 @@ from paceline.v1 import (
 
 _SWAP_GROWTH_BYTES = 32 << 20  # less than the weights of two versions
 
+RECOVERY_SECONDS = 30.0
+"""A generation begun after a process is back must have ended within."""
+
+_STOPPED_SECONDS = 2.0
+_HOUR, _DAY = 3600, 86_400
+
+_JUMPS = (_HOUR, -_HOUR, _DAY, -_DAY, 365 * _DAY, -10 * 365 * _DAY, 0)
+"""Offsets of the wall clock, one after the other. Unit: seconds."""
+
+_CONCURRENCY = 16
+_GROWTH_BYTES = 64 << 20
+_OTHER_OWNER = (("authorization", "Bearer someone-else"),)
+
 
 async def swap(world: World) -> Outcome:
     """Load a version, route all generations to it, unload the one before; again and again."""
@@ -99,15 +112,6 @@ async def _listed(services: DrillServices) -> drafter_pb2.ListDraftersResponse:
     request = drafter_pb2.ListDraftersRequest()
     response: drafter_pb2.ListDraftersResponse = await services.registry.ListDrafters(request)
     return response
-
-
-RECOVERY_SECONDS = 30.0
-"""A generation begun after a process is back must have ended within."""
-
-_STOPPED_SECONDS = 2.0
-_HOUR, _DAY = 3600, 86_400
-_JUMPS = (_HOUR, -_HOUR, _DAY, -_DAY, 365 * _DAY, -10 * 365 * _DAY, 0)
-"""Offsets of the wall clock, one after the other. Unit: seconds."""
 
 
 def _kill(process: ServiceProcess) -> None:
@@ -212,11 +216,6 @@ async def out_of_kv(world: World) -> Outcome:
         outcome.checks["what never fits is refused"] = refused
         await services.end(outcome)
     return outcome
-
-
-_CONCURRENCY = 16
-_GROWTH_BYTES = 64 << 20
-_OTHER_OWNER = (("authorization", "Bearer someone-else"),)
 
 
 async def abandoned(world: World) -> Outcome:

@@ -78,24 +78,21 @@ class DrillServices:
 
 
 class World:
-    """What all drills of a run share.
-
-    Attributes:
-        target: Model folder.
-        work: Scratch folder.
-        scale: Size of drills.
-        chance: Seeded source of random moments.
-        prompts: Token ids.
-        texts: What generations must produce, written by an undisturbed verifier.
-    """
+    """What all drills of a run share."""
 
     def __init__(self, target: Path, prompts: Path, work: Path, scale: Scale) -> None:
         self.target = target
+        """Model folder."""
         self.work = work
+        """Scratch folder."""
         self.scale = scale
+        """Size of drills."""
         self.chance = random.Random(1)
+        """Seeded source of random moments."""
         self.prompts = 2 * demo_prompts(prompts, target)  # each with two seeds
+        """Token ids."""
         self.texts: list[Text] = []
+        """What generations must produce, written by an undisturbed verifier."""
 
     async def prepare(self) -> None:
         """Write the expected texts."""

@@ -32,6 +32,23 @@ Action = Callable[[], Tensor]
 
 PACKAGES = {"flash_attn": "flash_attn", "xformers_split_k": "xformers"}
 
+SHAPES: dict[str, tuple[list[int], int]] = {
+    "64 rows, 8 x 32k": ([32768] * 8, 16),
+    "1 x 128k, 16 nodes": ([131072], 16),
+    "1 x 128k, 1 node": ([131072], 1),
+    "1 x 32k, 16 nodes": ([32768], 16),
+    "1 x 32k, 1 node": ([32768], 1),
+    "1 x 32k, 64 nodes": ([32768], 64),
+    "ragged": ([131072, 40000, 3000, 200], 16),
+}
+"""Prefix lengths and nodes; 32 query heads share 8 kv heads of 128."""
+
+TARGETS = {"64 rows, 8 x 32k": 0.85, "1 x 128k, 16 nodes": 0.80, "1 x 32k, 16 nodes": 0.60}
+"""Least shares of the copy bandwidth, paged."""
+
+COST_OF_SCORES = 1.05
+"""Most time of these shapes with recorded scores, over that without."""
+
 
 def missing() -> list[str]:
     """Baselines whose package is not installed."""
@@ -40,21 +57,22 @@ def missing() -> list[str]:
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """The sequences of a case, padded to the longest.
-
-    Attributes:
-        q: ``[S, n, Hq, D]``: all blocks have n tokens.
-        keys: ``[S, longest, Hkv, D]``.
-        values: Likewise.
-        lengths: Prefix and block of each. Unit: tokens.
-        scale: Factor on the scores.
-    """
+    """The sequences of a case, padded to the longest."""
 
     q: Tensor
+    """``[S, n, Hq, D]``: all blocks have n tokens."""
+
     keys: Tensor
+    """``[S, longest, Hkv, D]``."""
+
     values: Tensor
+    """Likewise."""
+
     lengths: list[int]
+    """Prefix and block of each. Unit: tokens."""
+
     scale: float
+    """Factor on the scores."""
 
     @classmethod
     def of(cls, case: Case) -> PaddedBatch:
@@ -169,24 +187,6 @@ def eager_with_mask(case: Case) -> Action:
         return out.transpose(1, 2).flatten(0, 1)
 
     return run
-
-
-SHAPES: dict[str, tuple[list[int], int]] = {
-    "64 rows, 8 x 32k": ([32768] * 8, 16),
-    "1 x 128k, 16 nodes": ([131072], 16),
-    "1 x 128k, 1 node": ([131072], 1),
-    "1 x 32k, 16 nodes": ([32768], 16),
-    "1 x 32k, 1 node": ([32768], 1),
-    "1 x 32k, 64 nodes": ([32768], 64),
-    "ragged": ([131072, 40000, 3000, 200], 16),
-}
-"""Prefix lengths and nodes; 32 query heads share 8 kv heads of 128."""
-
-TARGETS = {"64 rows, 8 x 32k": 0.85, "1 x 128k, 16 nodes": 0.80, "1 x 32k, 16 nodes": 0.60}
-"""Least shares of the copy bandwidth, paged."""
-
-COST_OF_SCORES = 1.05
-"""Most time of these shapes with recorded scores, over that without."""
 
 
 def main() -> None:

@@ -21,24 +21,41 @@ from paceline.kernels.caches import Plane, span
 
 PAGE = 256
 
+SMALL = DecoderConfig(
+    model_type="llama", layers=4, hidden=512, intermediate=1280, q_heads=8, kv_heads=2,
+    head_dim=64, vocab_size=4096, max_position=8192, norm_eps=1e-5,
+    rope_inv_freq=tuple(10000.0 ** (-i / 32) for i in range(32)), rope_scaling=1.0,
+    windows=(None, 300, None, None), qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False,
+    tied=True, eos_token_ids=(), bos_token_id=None, dtype=torch.float32, kv_dtype=torch.float32,
+    weights="float32",
+)  # fmt: skip
+
+EIGHT_BILLION = replace(
+    SMALL, layers=32, hidden=4096, intermediate=14336, q_heads=32, kv_heads=8, head_dim=128,
+    vocab_size=128_256, max_position=65_536, windows=(None,) * 32, tied=False,
+    rope_inv_freq=tuple(500000.0 ** (-i / 64) for i in range(64)), dtype=torch.bfloat16,
+    kv_dtype=torch.bfloat16, weights="bfloat16",
+)  # fmt: skip
+
 
 @dataclass
 class Case:
-    """One attention call.
-
-    Attributes:
-        plan: The packed blocks.
-        q: ``[M, Hq, D]``.
-        keys: Per sequence.
-        values: Per sequence.
-        window: Sliding window or None.
-    """
+    """One attention call."""
 
     plan: TreePlan
+    """The packed blocks."""
+
     q: Tensor
+    """``[M, Hq, D]``."""
+
     keys: Sequence[Plane]
+    """Per sequence."""
+
     values: Sequence[Plane]
+    """Per sequence."""
+
     window: int | None = None
+    """Sliding window or None."""
 
     @property
     def scale(self) -> float:
@@ -132,22 +149,6 @@ def _seen(case: Case, block: QueryBlock) -> Tensor:
         at = torch.tensor(block.depths) + block.start
         seen &= torch.cat([torch.arange(block.start), at]) > at[:, None] - case.window
     return seen
-
-
-SMALL = DecoderConfig(
-    model_type="llama", layers=4, hidden=512, intermediate=1280, q_heads=8, kv_heads=2,
-    head_dim=64, vocab_size=4096, max_position=8192, norm_eps=1e-5,
-    rope_inv_freq=tuple(10000.0 ** (-i / 32) for i in range(32)), rope_scaling=1.0,
-    windows=(None, 300, None, None), qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False,
-    tied=True, eos_token_ids=(), bos_token_id=None, dtype=torch.float32, kv_dtype=torch.float32,
-    weights="float32",
-)  # fmt: skip
-EIGHT_BILLION = replace(
-    SMALL, layers=32, hidden=4096, intermediate=14336, q_heads=32, kv_heads=8, head_dim=128,
-    vocab_size=128_256, max_position=65_536, windows=(None,) * 32, tied=False,
-    rope_inv_freq=tuple(500000.0 ** (-i / 64) for i in range(64)), dtype=torch.bfloat16,
-    kv_dtype=torch.bfloat16, weights="bfloat16",
-)  # fmt: skip
 
 
 class RandomWeights(Mapping[str, Tensor]):

@@ -42,49 +42,56 @@ class AnswerRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came. Times are values of time.perf_counter.
-
-    Attributes:
-        tokens: New tokens.
-        first: Time of the first token.
-        ended: Time of the last token.
-        first_seconds: From the call to the first token, with nothing of the prompt in a cache.
-        output: The text or its tokens.
-        drafted_rounds: Rounds of Paceline with a tree.
-        drafted_tokens: Tokens of these rounds.
-        draft_ms: Time of Paceline's drafter.
-        verify_ms: Time of its verifier's steps.
-        checked: Drafted tokens that these checked.
-        steps: Number of these.
-    """
+    """What came. Times are values of time.perf_counter."""
 
     tokens: int
+    """New tokens."""
+
     first: float
+    """Time of the first token."""
+
     ended: float
+    """Time of the last token."""
+
     first_seconds: float
+    """From the call to the first token, with nothing of the prompt in a cache."""
+
     output: str
+    """The text or its tokens."""
+
     drafted_rounds: int = 0
+    """Rounds of Paceline with a tree."""
+
     drafted_tokens: int = 0
+    """Tokens of these rounds."""
+
     draft_ms: float = 0.0
+    """Time of Paceline's drafter."""
+
     verify_ms: float = 0.0
+    """Time of its verifier's steps."""
+
     checked: int = 0
+    """Drafted tokens that these checked."""
+
     steps: int = 0
+    """Number of these."""
 
 
 class Contestant(Protocol):
-    """An async context manager that starts the engine and stops it.
-
-    Attributes:
-        name: Engine and format of the weights.
-        modes: Ways to decode; `NONE` first, if it is one.
-        concurrent: Whether it answers several requests at a time.
-        every: It answers every n-th prompt; slow engines answer fewer.
-    """
+    """An async context manager that starts the engine and stops it."""
 
     name: str
+    """Engine and format of the weights."""
+
     modes: tuple[str, ...]
+    """Ways to decode; `NONE` first, if it is one."""
+
     concurrent: bool
+    """Whether it answers several requests at a time."""
+
     every: int
+    """It answers every n-th prompt; slow engines answer fewer."""
 
     async def __aenter__(self) -> Self: ...
 

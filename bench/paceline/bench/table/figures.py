@@ -25,6 +25,10 @@ GREEDY, MANY = ", T = 0, 1 user", ", T = 0, 8 users"
 
 _RESAMPLES = 1000
 
+_WIDTH, _HEIGHT, _MARGIN, _BAR = 560, 260, 50, 14  # of a panel, and of a bar, in pixels
+_COLORS = ("#1f5fa8", "#9fc0e6", "#c8571b", "#8a3fa0", "#5b6770")
+_NAMES = ("Paceline, best drafter", "Paceline, no drafter", *(f"{name}, best" for name in RIVALS))
+
 
 def sample(answers: Sequence[Answer], prompts: Sequence[list[int]]) -> Sample:
     """One or several requests at a time.
@@ -203,11 +207,6 @@ def _output(cell: Cell, name: str, group: str) -> str:
 def _plain(name: str) -> str:
     """The same engine and weights without speculation."""
     return " ".join([*name.split()[:2], NONE])
-
-
-_WIDTH, _HEIGHT, _MARGIN, _BAR = 560, 260, 50, 14  # of a panel, and of a bar, in pixels
-_COLORS = ("#1f5fa8", "#9fc0e6", "#c8571b", "#8a3fa0", "#5b6770")
-_NAMES = ("Paceline, best drafter", "Paceline, no drafter", *(f"{name}, best" for name in RIVALS))
 
 
 def draw(cells: Mapping[str, Cell]) -> str:

@@ -41,6 +41,15 @@ _WARM_UP_TOKENS = 64  # tokens in which verifier and client measure what rounds 
 Prompts = Mapping[str, Sequence[list[int]]]
 """Token ids of prompts by category."""
 
+CATEGORIES = ("chat", "code", "mathematics", "edit", "long")
+
+MIXED = "chat, code, mathematics"
+"""The category of several users: prompts of the three in turn."""
+
+PROMPTS = Path(__file__).parents[3] / "prompts"
+SHORT = CATEGORIES[:3]
+_WARM_UP = "Name the months of the year."
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -48,16 +57,16 @@ class Phase:
 
     An engine sees a prompt once in each mode of a phase: those that remember texts of earlier
     requests cannot know the answer.
-
-    Attributes:
-        temperature: Of the sampling.
-        users: Requests at a time.
-        share: Of the time, beside the shares of other phases.
     """
 
     temperature: float
+    """Of the sampling."""
+
     users: int
+    """Requests at a time."""
+
     share: float
+    """Of the time, beside the shares of other phases."""
 
     def cell(self, category: str) -> str:
         """Name of a cell."""
@@ -67,19 +76,19 @@ class Phase:
 
 @dataclass(frozen=True)
 class Limits:
-    """What ends a measurement, and what is measured.
-
-    Attributes:
-        tokens: Maximum number of new tokens of an answer.
-        deadline: Value of time.monotonic.
-        wanted: Whether a contestant takes part.
-        known: Whether a sample exists: cell, contestant, group.
-    """
+    """What ends a measurement, and what is measured."""
 
     tokens: int
+    """Maximum number of new tokens of an answer."""
+
     deadline: float
+    """Value of time.monotonic."""
+
     wanted: Callable[[str], bool]
+    """Whether a contestant takes part."""
+
     known: Callable[[str, str, str], bool]
+    """Whether a sample exists: cell, contestant, group."""
 
 
 async def measure(
@@ -153,15 +162,6 @@ def _groups(prompts: Prompts, users: int) -> Iterator[tuple[str, str, list[list[
         for category, texts in prompts.items()
     ]
     yield from (each for row in zip_longest(*columns) for each in row if each is not None)
-
-
-CATEGORIES = ("chat", "code", "mathematics", "edit", "long")
-MIXED = "chat, code, mathematics"
-"""The category of several users: prompts of the three in turn."""
-
-PROMPTS = Path(__file__).parents[3] / "prompts"
-SHORT = CATEGORIES[:3]
-_WARM_UP = "Name the months of the year."
 
 
 def run(args: argparse.Namespace) -> int:

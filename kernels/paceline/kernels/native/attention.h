@@ -30,7 +30,7 @@ typedef struct {
   int64_t tiles;
   const int64_t *tile; /* [tiles, 3]: block, first node and number of nodes */
   float scale, cap;    /* of scores; cap 0: none */
-  const float *sinks;  /* by query head: a score more in the sum of weights; null: none */
+  const float *sinks;  /* [Hq]: one extra logit in the softmax denominator; null: none */
 } Plan;
 
 /* Records scores of node `node` of block `block` over its prefix: out [kv head][prefix position],

@@ -47,35 +47,58 @@ if TYPE_CHECKING:
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ALIGN = 16
 
+MERGE_CHUNKS = 16
+"""Chunks of a row that are merged at a time."""
+
+EXACT = {"enable_fp_fusion": False}
+"""Option of kernels whose results have the same bits in every batch: products and sums are not
+contracted, or loops with and without a mask would round differently."""
+
+_GATE_BLOCK = 1024
+
+CHUNK, BESTS = 2048, 64
+"""Ids that a program filters, and its candidates for the search for a row's border."""
+
+SEARCH_BLOCK, NOISE_BLOCK = 4096, 1024
+
+SPANS, ROOM = 32, 16384
+"""Spans of values below the candidates, and keys that are collected of one."""
+
 
 @dataclass(frozen=True)
 class Caches:
-    """Keys and values of one layer for every sequence of a plan.
-
-    Attributes:
-        keys: The tensor that all key offsets are relative to.
-        values: Likewise.
-        kv_heads: Key/value heads.
-        dim: Elements a head.
-        page_size: Slots a page; 0: every sequence is contiguous.
-        strides: Of keys, then of values: between pages, heads, slots; zeros where contiguous.
-        tables: Page tables, int32 ``[rows, n]``; unused for contiguous caches.
-        align: All origins and strides in ``origins`` are multiples of it. Unit: elements.
-        origins: Origin, head stride and slot stride per sequence of keys and values, int64
-            ``[n, 2, 3]``; unused for paged caches. Unit: elements.
-        sequences: Row of the page tables of each sequence, or its number.
-    """
+    """Keys and values of one layer for every sequence of a plan."""
 
     keys: Tensor
+    """The tensor that all key offsets are relative to."""
+
     values: Tensor
+    """Values of the layer, likewise."""
+
     kv_heads: int
+    """Key/value heads."""
+
     dim: int
+    """Elements of a head."""
+
     page_size: int
+    """Slots of a page; 0: every sequence is contiguous."""
+
     strides: tuple[int, ...]
+    """Strides of keys, then of values: between pages, heads, slots; zeros where contiguous."""
+
     tables: Tensor
+    """Page tables, int32 ``[rows, n]``; unused for contiguous caches."""
+
     align: int
+    """All origins and strides in ``origins`` are multiples of it. Unit: elements."""
+
     origins: Tensor
+    """Origin, head stride and slot stride per sequence of keys and values, int64 ``[n, 2, 3]``;
+    unused for paged caches. Unit: elements."""
+
     sequences: tuple[int, ...]
+    """Row of the page tables of each sequence, or its number."""
 
     @classmethod
     def of(cls, keys: Sequence[Plane], values: Sequence[Plane], plan: TreePlan) -> Caches:
@@ -151,14 +174,6 @@ def _check_dtypes(dtypes: set[torch.dtype]) -> None:
         )
 
 
-MERGE_CHUNKS = 16
-"""Chunks of a row that are merged at a time."""
-
-EXACT = {"enable_fp_fusion": False}
-"""Option of kernels whose results have the same bits in every batch: products and sums are not
-contracted, or loops with and without a mask would round differently."""
-
-
 class TritonBackend:
     """Split-KV attention over contiguous or paged caches, in two kernels.
 
@@ -187,19 +202,19 @@ class TritonBackend:
 
 @dataclass(frozen=True)
 class Launch:
-    """The kernels of one call. All tensors but the caches are dense.
-
-    Attributes:
-        caches: Keys and values.
-        tiling: Sizes of tiles.
-        rows: Packed rows, as many as queries or fewer.
-        work: Work items.
-    """
+    """The kernels of one call. All tensors but the caches are dense."""
 
     caches: Caches
+    """Keys and values."""
+
     tiling: Tiling
+    """Sizes of tiles."""
+
     rows: RowTables
+    """Packed rows, as many as queries or fewer."""
+
     work: WorkTables
+    """Work items."""
 
     @classmethod
     def of(cls, call: AttentionCall) -> Launch:
@@ -320,9 +335,6 @@ def _warps(rows: int, width: int) -> int:
     return 8 if rows * width > 64 * 128 else 4
 
 
-_GATE_BLOCK = 1024
-
-
 class TritonRows:
     """One kernel a step (see :class:`paceline.kernels.rows.RowKernels`)."""
 
@@ -389,13 +401,6 @@ def _read(given: Tensor | IntSums) -> tuple[Tensor, tuple[Tensor, ...], dict[str
     bias, scaled = (given.outs, 1) if given.bias is None else (given.bias, 2)
     options = {"STRIDE": given.sums.stride(0), "SCALED": scaled, "enable_fp_fusion": False}
     return given.sums, (given.rows, given.outs, bias), options
-
-
-CHUNK, BESTS = 2048, 64
-"""Ids that a program filters, and its candidates for the search for a row's border."""
-SEARCH_BLOCK, NOISE_BLOCK = 4096, 1024
-SPANS, ROOM = 32, 16384
-"""Spans of values below the candidates, and keys that are collected of one."""
 
 
 def perturbed(
@@ -497,8 +502,8 @@ def accept_drafts(
 def sampling_record(
     params: Sequence[SamplingParams], positions: Sequence[int]
 ) -> NDArray[np.int64]:
-    """Of each row: seed, position, top_k, and as float64 temperature, log min_p, top_p; int64
-    ``[R, 6]``."""
+    """Numbers of each row, int64 ``[R, 6]``: seed, position, top_k, and as float64 temperature,
+    log min_p and top_p."""
     seeds = np.array([each.seed for each in params], np.uint64).view(np.int64)
     integers = np.stack([seeds, np.array(positions), np.array([each.top_k for each in params])], 1)
     floats = [

@@ -19,14 +19,7 @@ _WIDTHS = range(8, 257, 8)  # of its heads
 
 
 class _Batch:
-    """The blocks of a plan, in the form of the package.
-
-    Attributes:
-        lengths: Keys of each block, int32 ``[S]``.
-        tables: Page tables, int32 ``[S, n]``.
-        rows: Rows of the blocks as ``[S, widest]``, padded in front.
-        places: Block and place there of each row, two int64 ``[M]``.
-    """
+    """The blocks of a plan, in the form of the package."""
 
     def __init__(self, plan: TreePlan, caches: Caches) -> None:
         counts = [block.length for block in plan.blocks]
@@ -46,9 +39,14 @@ class _Batch:
 
         self.plan, self.sequences = plan, caches.sequences
         self.lengths = there([block.stop for block in plan.blocks], torch.int32)
+        """Keys of each block, int32 ``[S]``."""
         which = there([caches.sequences[block.sequence] for block in plan.blocks])
         self.tables = caches.tables[which]
-        self.rows, self.places = there(padded), there(places).unbind(1)
+        """Page tables, int32 ``[S, n]``."""
+        self.rows = there(padded)
+        """Rows of the blocks as ``[S, widest]``, padded in front."""
+        self.places = there(places).unbind(1)
+        """Block and place there of each row, two int64 ``[M]``."""
 
 
 class FlashAttention2(TritonBackend):

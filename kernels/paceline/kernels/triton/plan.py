@@ -48,22 +48,24 @@ MASK_ALIGN = 64
 
 MASK_WORDS = (MAX_TREE_NODES + MASK_ALIGN) // 32
 
+Shape = tuple[torch.dtype, tuple[int, ...]]
+"""Type and shape of a table."""
+
 
 @dataclass(frozen=True)
 class RowTables:
-    """Tables of packed rows and blocks.
-
-    Attributes:
-        rows: int32 ``[M, 3]``: block, node, depth.
-        blocks: int32 ``[S, 4]``: first packed row, start, length, row of the page tables (or
-            number of the sequence).
-        masks: Paths that only the device knows, as of :func:`path_words`; None: positions and
-            lists of slots say what a row sees.
-    """
+    """Tables of packed rows and blocks."""
 
     rows: Tensor
+    """int32 ``[M, 3]``: block, node, depth."""
+
     blocks: Tensor
+    """int32 ``[S, 4]``: first packed row, start, length, row of the page tables (or number of the
+    sequence)."""
+
     masks: Tensor | None = None
+    """Paths that only the device knows, as of :func:`path_words`; None: positions and lists of
+    slots say what a row sees."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def row_arrays(plan: TreePlan, sequences: Sequence[int]) -> tuple[Ints, Ints]:
 
 
 def _equal_blocks(blocks: Sequence[QueryBlock], sequences: Sequence[int]) -> tuple[Ints, Ints]:
-    """The same for blocks of one length and of the same depths."""
+    """Like :func:`row_arrays`, for query blocks of equal length and depths, with arrays."""
     count, nodes, first = len(blocks), blocks[0].length, blocks[0]
     rows = np.empty((count, nodes, 3), np.int32)
     rows[..., 0] = np.arange(count)[:, None]
@@ -149,37 +151,37 @@ def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
 
 @dataclass(frozen=True)
 class Places:
-    """Where contiguous caches lie.
-
-    Attributes:
-        origins: Origin, head stride and slot stride of the keys and values of each sequence, int64
-            ``[n, 2, 3]``. Unit: elements.
-        tables: int32 zeros ``[4]``, in the place of page tables.
-        wide: Whether all of it allows wide loads.
-    """
+    """Where contiguous caches lie."""
 
     origins: Tensor
+    """Origin, head stride and slot stride of the keys and values of each sequence, int64 ``[n, 2,
+    3]``. Unit: elements."""
+
     tables: Tensor
+    """int32 zeros ``[4]``, in the place of page tables."""
+
     wide: bool
+    """Whether all of it allows wide loads."""
 
 
 @dataclass
 class PlanTables:
-    """What the Triton kernels read of a plan; each table is made at its first use.
-
-    Attributes:
-        rows: By the rows of the page tables of all sequences.
-        work: By tiling.
-        places: Of contiguous caches, by their places.
-        probes: Of what is recorded, by what it is, and the probes that no kernel fills.
-        zeros: int64 zeros ``[32]``, in the place of tables that a call does not have.
-    """
+    """What the Triton kernels read of a plan; each table is made at its first use."""
 
     rows: dict[tuple[int, ...], RowTables] = field(default_factory=dict)
+    """Row tables, by the rows of the page tables of all sequences."""
+
     work: dict[tuple[Tiling, int], WorkTables] = field(default_factory=dict)
+    """Work, by tiling."""
+
     places: dict[tuple[tuple[int, ...], ...], Places] = field(default_factory=dict)
+    """Caches that are contiguous, by their places."""
+
     probes: dict[tuple[Any, ...], tuple[ProbeTable, tuple[int, ...]]] = field(default_factory=dict)
+    """Tables of probes by their contents, with the probes that no kernel fills."""
+
     zeros: Tensor | None = None
+    """int64 zeros ``[32]``, in the place of tables that a call does not have."""
 
     @staticmethod
     def of(plan: TreePlan) -> PlanTables:
@@ -270,17 +272,8 @@ class FixedTables(PlanTables):
         return self._probes or super().probes_of_graph()
 
 
-Shape = tuple[torch.dtype, tuple[int, ...]]
-"""Type and shape of a table."""
-
-
 class Staging:
-    """Tables of integers at fixed addresses on a device, which one copy fills.
-
-    Attributes:
-        host: The tables in memory of the host.
-        device: The same on the device.
-    """
+    """Tables of integers at fixed addresses on a device, which one copy fills."""
 
     def __init__(self, shapes: Sequence[Shape], device: torch.device) -> None:
         """Allocate tables of zeros."""
@@ -295,7 +288,9 @@ class Staging:
             parts = zip(memory.split(sizes), counts, shapes, strict=True)
             views.append([part[:n].view(dtype).view(shape) for part, n, (dtype, shape) in parts])
         self.host: list[NDArray[Any]] = [part.numpy() for part in views[0]]
+        """The tables in memory of the host."""
         self.device = views[1]
+        """The tables on the device."""
 
     def wait(self) -> None:
         """Wait until the last copy has read the host's tables."""
@@ -311,22 +306,22 @@ class Staging:
 
 @dataclass(frozen=True)
 class TableShape:
-    """What the tables of a pass have room for.
-
-    Attributes:
-        rows: Packed rows.
-        tilings: Tiling of each kind of layer; see
-            :func:`~paceline.kernels.triton.tiles.tilings_for`.
-        longest: Largest possible position.
-        blocks: Blocks.
-        row_bytes: See :func:`~paceline.kernels.triton.tiles.part_row_bytes`.
-    """
+    """What the tables of a pass have room for."""
 
     rows: int
+    """Packed rows."""
+
     tilings: Sequence[Tiling]
+    """Tiling of each kind of layer; see :func:`~paceline.kernels._triton.tiles.tilings_for`."""
+
     longest: int
+    """Largest possible position."""
+
     blocks: int
+    """Query blocks."""
+
     row_bytes: int
+    """See :func:`~paceline.kernels._triton.tiles.part_row_bytes`."""
 
     @classmethod
     def of(
@@ -425,13 +420,7 @@ class PassTables:
 
 
 class GraphPlan:
-    """A plan for up to ``rows`` packed rows over paged caches, refilled before each run.
-
-    Attributes:
-        rows: Packed rows, padding included.
-        plan: The plan for the decoder.
-        tokens: Token of each row, int64 ``[rows]``; 0 in padding.
-    """
+    """A plan for up to ``rows`` packed rows over paged caches, refilled before each run."""
 
     def __init__(
         self,
@@ -455,6 +444,7 @@ class GraphPlan:
             weights: Whether they record weights, or scores of more rows than attention records.
         """
         self.rows = rows
+        """Packed rows, padding included."""
         shape = TableShape.of(rows, rows, tilings, longest, keys)
         shapes = [(torch.int64, (rows,)), *shape.tables]
         if probes:
@@ -466,6 +456,7 @@ class GraphPlan:
         self._staging = Staging(shapes, keys.device)
         self._pass = PassTables(self._staging, 1, shape)
         self.tokens = self._staging.device[0]
+        """Token of each row, int64 ``[rows]``; 0 in padding."""
         self._probes: ProbeArrays | None = None
         self._base = torch.zeros(4, device=keys.device)
         recorded = None
@@ -475,6 +466,7 @@ class GraphPlan:
             both = (wanted, noted) if weights else (None, None)
             recorded = ProbeTable(MAX_PROBES, table, self._base, *both)
         self.plan = self._pass.plan(probes=recorded)
+        """The plan for the decoder."""
         self._filled: tuple[object, ...] | None = None
         """Blocks, and rows of the page tables, that the host's tables are of; None: of no batch."""
         self.fill([], [], [])

@@ -28,28 +28,32 @@ class ProbeTable:
 
     A tile holds all heads of a group, so sums over them need no atomic operation and have the same
     bits in every run.
-
-    Attributes:
-        count: Probes of a block at most that attention records itself, 0 to ``MAX_PROBES``.
-        table: int64 ``[S, MAX_PROBES, 4]``: node (-2: none), origin of its scores, strides between
-            heads and between layers.
-        base: float32 tensor that origins are relative to.
-        wanted: Of blocks that a kernel of its own records, with weights or with more rows; int64
-            ``[S, 4]``: whether the block is one, strides between heads and between layers, whether
-            it records weights. None: of no block.
-        noted: Origins of their rows, int64 ``[M]``; ``NONE``: not recorded.
-        layer: Index of the layer among those recorded to one buffer.
-        others: Probes that no kernel fills: a second one of a row, and those of groups that are
-            larger than a tile.
     """
 
     count: int
+    """Probes of a block at most that attention records itself, 0 to ``MAX_PROBES``."""
+
     table: Tensor
+    """int64 ``[S, MAX_PROBES, 4]``: node (-2: none), origin of its scores, strides between heads
+    and between layers."""
+
     base: Tensor
+    """float32 tensor that origins are relative to."""
+
     wanted: Tensor | None = None
+    """Blocks that a kernel of its own records, with weights or with more rows; int64 ``[S, 4]``:
+    whether the block is one, strides between heads and between layers, whether it records weights.
+    None: of no block."""
+
     noted: Tensor | None = None
+    """Origins of their rows, int64 ``[M]``; ``NONE``: not recorded."""
+
     others: tuple[Probe, ...] = ()
+    """Probes that no kernel fills: a second one of a row, and those of groups that are larger than
+    a tile."""
+
     layer: int = 0
+    """Index of the layer among those recorded to one buffer."""
 
     @classmethod
     def of(

@@ -17,6 +17,11 @@ TILE_ROWS = 32
 
 _OUTS = 64
 
+_PART = 64
+"""Inputs that a warp rotates among themselves."""
+
+_SCALED = 1024
+
 
 def multiply_by_experts(x: Tensor, weights: Tensor, bias: Tensor | None, chosen: Tensor) -> Tensor:
     """A product of each row by its expert's matrix. The device is not waited for, and shapes depend
@@ -47,10 +52,6 @@ def multiply_by_experts(x: Tensor, weights: Tensor, bias: Tensor | None, chosen:
     return out
 
 
-_PART = 64
-"""Inputs that a warp rotates among themselves."""
-
-
 def quantise_rotated(
     x: Tensor, size: int, largest: float = 127.0, smallest: float = 2.0**-100
 ) -> tuple[Tensor, Tensor]:
@@ -67,9 +68,6 @@ def quantise_rotated(
         num_warps=min(16, max(1, blocks * size // 512)), enable_fp_fusion=False,
     )  # fmt: skip
     return values, scales
-
-
-_SCALED = 1024
 
 
 def scaled_sums(

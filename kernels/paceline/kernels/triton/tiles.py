@@ -73,19 +73,19 @@ def chunk_of(position: int) -> int:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tile sizes of a kind of layer, which its kernels are compiled for.
-
-    Attributes:
-        group: Query heads per kv head. Rows of a tile go node by node, its group side by side.
-        rows: Rows of a tile, a power of two.
-        keys: Keys of a tile, a power of two.
-        window: Sliding window in tokens; 0: none.
-    """
+    """Tile sizes of a kind of layer, which its kernels are compiled for."""
 
     group: int
+    """Query heads per kv head. Rows of a tile go node by node, its group side by side."""
+
     rows: int
+    """Rows of a tile, a power of two."""
+
     keys: int
+    """Keys of a tile, a power of two."""
+
     window: int
+    """Sliding window in tokens; 0: none."""
 
     @classmethod
     def of(cls, group: int, keys: Tensor, window: int | None) -> Tiling:
@@ -113,29 +113,30 @@ class Tiling:
 
 
 class Work(NamedTuple):
-    """The work of one kind of layer.
-
-    Attributes:
-        spans: int32 ``[L, 4]``: first work item, end, first tile, end of each launch.
-        items: int32 ``[W]``: ``tile << CHUNK_BITS | chunk``.
-        tiles: int32 ``[T, TILE_FIELDS]``: 0 block, 1 first row inside the block (places times
-            group), 2 rows, 3 first partial result, 4 first chunk, 5 number of chunks, 6 first tile
-            of keys that any row sees, 7 first one that all rows see through a window, 8 end of
-            those that all rows see as a whole, 9 end of the columns, 10 where the list of slots
-            begins in ``steps`` (-1: columns are slots).
-        places: int32 ``[M, 4]`` by packed row: 0 the node at this place of the block, 1 the place
-            of this node, 2 the first tile for the chunks before its tail, 3 the first one for its
-            tail.
-        steps: uint8 ``[n]``: lists of nodes, from the root on.
-        part_rows: Partial results of the largest launch.
-    """
+    """The work of one kind of layer."""
 
     spans: Ints
+    """int32 ``[L, 4]``: first work item, end, first tile, end of each launch."""
+
     items: Ints
+    """int32 ``[W]``: ``tile << CHUNK_BITS | chunk``."""
+
     tiles: Ints
+    """int32 ``[T, TILE_FIELDS]``: 0 block, 1 first row inside the block (places times group), 2
+    rows, 3 first partial result, 4 first chunk, 5 number of chunks, 6 first tile of keys that any
+    row sees, 7 first one that all rows see through a window, 8 end of those that all rows see as a
+    whole, 9 end of the columns, 10 where the list of slots begins in ``steps`` (-1: columns are
+    slots)."""
+
     places: Ints
+    """int32 ``[M, 4]`` by packed row: 0 the node at this place of the block, 1 the place of this
+    node, 2 the first tile for the chunks before its tail, 3 the first one for its tail."""
+
     steps: NDArray[np.uint8]
+    """uint8 ``[n]``: lists of nodes, from the root on."""
+
     part_rows: int
+    """Partial results of the largest launch."""
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
@@ -188,16 +189,14 @@ class Room(NamedTuple):
 
 
 class _Paths(NamedTuple):
-    """A tree depth first.
-
-    Attributes:
-        order: Node at each place.
-        leaves: Of each path, its first own place, the end of these, and where its list of slots
-            begins (-1: its nodes are the first ones).
-    """
+    """A tree depth first."""
 
     order: list[int]
+    """Node at each place."""
+
     leaves: list[tuple[int, int, int]]
+    """For each path, its first own place, the end of these, and where its list of slots begins (-1:
+    its nodes are the first ones)."""
 
 
 def _depth_first(block: QueryBlock, steps: bytearray) -> _Paths:
@@ -303,8 +302,8 @@ def _any_work(blocks: Sequence[QueryBlock], tiling: Tiling, limit: int) -> Work:
 
 
 def _equal_work(blocks: Sequence[QueryBlock], tiling: Tiling, limit: int) -> Work | None:
-    """The same for the blocks of a draft's level, which are equal but for their starts, with
-    arrays; None if they are not, or for several launches."""
+    """The work of the blocks of a draft's level, which are equal but for their starts, with
+    arrays. None: they are not equal, or need several launches."""
     first = blocks[0]
     kinds = {(type(block), block.length) for block in blocks}
     if not isinstance(first, (LevelBlock, ContextBlock)) or len(kinds) > 1:

@@ -27,15 +27,12 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 
 class ParameterError(ValueError):
-    """A parameter is of another type, or out of its range.
-
-    Attributes:
-        parameter: Its name.
-    """
+    """A parameter is of another type, or out of its range."""
 
     def __init__(self, parameter: str, message: str) -> None:
         super().__init__(message)
         self.parameter = parameter
+        """Name of the parameter."""
 
     @classmethod
     def unexpected(

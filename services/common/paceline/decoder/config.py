@@ -28,96 +28,133 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shape and constants of a decoder-only transformer.
-
-    Attributes:
-        model_type: Hugging Face model type.
-        layers: Number of transformer layers.
-        hidden: Width of the residual stream.
-        intermediate: Width of the feed-forward block.
-        q_heads: Query heads.
-        kv_heads: Key and value heads; divides ``q_heads``.
-        head_dim: Width of a head.
-        vocab_size: Rows of the embedding and of the LM head.
-        max_position: Longest context of the model, in tokens.
-        norm_eps: Epsilon of every RMS norm.
-        rope_inv_freq: Inverse frequencies after scaling, one per pair of dimensions; 0: a pair that
-            is not turned.
-        rope_scaling: Factor on cosine and sine (YaRN's attention factor), else 1.
-        windows: Per layer, sliding window in tokens or None.
-        qkv_bias: Whether the q, k and v projections have a bias.
-        o_bias: Whether the attention output projection has one.
-        mlp_bias: Whether the feed-forward projections have one.
-        qk_norm: Whether q and k heads are RMS-normalised before RoPE.
-        tied: Whether the LM head is the embedding.
-        eos_token_ids: Tokens that end a text, from the generation config if there is one.
-        bos_token_id: Token that the tokenizer puts before a text, or None.
-        dtype: Data type of hidden states, and of weights that are not quantised.
-        kv_dtype: Data type of caches; int8 as in :mod:`paceline.kernels.caches`.
-        weights: Format of the matrices: float32, bfloat16, int8, int4, ``MXFP4``, or gguf,
-            each as in its GGUF file.
-        ropes: Rotary embedding of each layer: 0 as above, 1 that of ``rope_local``; empty: 0.
-        rope_local: Inverse frequencies of the second rotary embedding, or one for all pairs.
-        rope_short: Inverse frequencies of "longrope" for contexts up to ``rope_short_context``.
-        rope_short_context: See there; 0: there are none.
-        norm_offset: Added to the weight of every norm.
-        gelu: Whether the feed-forward activation is GELU (in its form with tanh), not SiLU.
-        attention_scale: Factor on attention scores; None: ``head_dim ** -0.5``.
-        attention_cap: Soft cap of attention scores (Gemma 2); 0: none.
-        logit_cap: Soft cap of logits; 0: none.
-        logit_scale: Factor on logits.
-        embedding_scale: Factor on embedded tokens.
-        residual_scale: Factor on what attention and feed-forward block add to the residual stream.
-        experts: Experts of a layer, each of width ``intermediate``; 0: one feed-forward block.
-        experts_per_token: Of these, the experts that a row is routed to.
-        swiglu_limit: Of gates and ups in the feed-forward activation of gpt-oss; 0: another one.
-        norm_topk_prob: Whether their shares are a softmax over their scores, not over all.
-        delta_layers: Layers with the gated delta rule instead of attention, rising.
-        delta_heads: Key heads, value heads, their widths, and taps of the convolution of these
-            layers; see :class:`paceline.kernels.DeltaShape`.
-    """
+    """Shape and constants of a decoder-only transformer."""
 
     model_type: str
+    """Hugging Face model type."""
+
     layers: int
+    """Number of transformer layers."""
+
     hidden: int
+    """Width of the residual stream."""
+
     intermediate: int
+    """Width of the feed-forward block."""
+
     q_heads: int
+    """Query heads."""
+
     kv_heads: int
+    """Key and value heads; divides ``q_heads``."""
+
     head_dim: int
+    """Width of a head."""
+
     vocab_size: int
+    """Rows of the embedding and of the LM head."""
+
     max_position: int
+    """Longest context of the model, in tokens."""
+
     norm_eps: float
+    """Epsilon of every RMS norm."""
+
     rope_inv_freq: tuple[float, ...]
+    """Inverse frequencies after scaling, one per pair of dimensions; 0: a pair that is not
+    turned."""
+
     rope_scaling: float
+    """Factor on cosine and sine (YaRN's attention factor), else 1."""
+
     windows: tuple[int | None, ...]
+    """Per layer, sliding window in tokens or None."""
+
     qkv_bias: bool
+    """Whether the q, k and v projections have a bias."""
+
     o_bias: bool
+    """Whether the attention output projection has one."""
+
     mlp_bias: bool
+    """Whether the feed-forward projections have one."""
+
     qk_norm: bool
+    """Whether q and k heads are RMS-normalised before RoPE."""
+
     tied: bool
+    """Whether the LM head is the embedding."""
+
     eos_token_ids: tuple[int, ...]
+    """Tokens that end a text, from the generation config if there is one."""
+
     bos_token_id: int | None
+    """Token that the tokenizer puts before a text, or None."""
+
     dtype: torch.dtype
+    """Data type of hidden states, and of weights that are not quantised."""
+
     kv_dtype: torch.dtype
+    """Data type of caches; int8 as in :mod:`paceline.kernels.caches`."""
+
     weights: str
+    """Format of the matrices: float32, bfloat16, int8, int4, ``MXFP4``, or gguf, each as in its
+    GGUF file."""
+
     ropes: tuple[int, ...] = ()
+    """Rotary embedding of each layer: 0 is the first, 1 that of ``rope_local``; empty: 0."""
+
     rope_local: tuple[float, ...] = ()
+    """Inverse frequencies of the second rotary embedding, or one for all pairs."""
+
     rope_short: tuple[float, ...] = ()
+    """Inverse frequencies of "longrope" for contexts up to ``rope_short_context``."""
+
     rope_short_context: int = 0
+    """Longest context of ``rope_short``; 0: there are no such frequencies."""
+
     norm_offset: float = 0.0
+    """Added to the weight of every norm."""
+
     gelu: bool = False
+    """Whether the feed-forward activation is GELU (in its form with tanh), not SiLU."""
+
     attention_scale: float | None = None
+    """Factor on attention scores; None: ``head_dim ** -0.5``."""
+
     attention_cap: float = 0.0
+    """Soft cap of attention scores (Gemma 2); 0: none."""
+
     logit_cap: float = 0.0
+    """Soft cap of logits; 0: none."""
+
     logit_scale: float = 1.0
+    """Factor on logits."""
+
     embedding_scale: float = 1.0
+    """Factor on embedded tokens."""
+
     residual_scale: float = 1.0
+    """Factor on what attention and feed-forward block add to the residual stream."""
+
     experts: int = 0
+    """Experts of a layer, each of width ``intermediate``; 0: one feed-forward block."""
+
     experts_per_token: int = 0
+    """Experts that a row is routed to."""
+
     norm_topk_prob: bool = False
+    """Whether their shares are a softmax over their scores, not over all."""
+
     swiglu_limit: float = 0.0
+    """Limit of gates and ups in the feed-forward activation of gpt-oss; 0: another activation."""
+
     delta_layers: tuple[int, ...] = ()
+    """Layers with the gated delta rule instead of attention, rising."""
+
     delta_heads: tuple[int, ...] = ()
+    """Key heads, value heads, their widths, and taps of the convolution of these layers; see
+    :class:`paceline.kernels.DeltaShape`."""
 
     @property
     def kv_layers(self) -> int:
@@ -155,7 +192,10 @@ class DecoderConfig:
         return cls(**{**fields, **lists, **types})
 
     def with_kv(self, kv_cache_dtype: str) -> DecoderConfig:
-        """The same with caches of one of ``KV_CACHE_DTYPES``; others raise ``ValueError``."""
+        """The configuration with caches of a type of ``KV_CACHE_DTYPES``.
+
+        Raises ``ValueError``: another type.
+        """
         if kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ValueError(
                 f"kv_cache_dtype is {kv_cache_dtype!r}, expected one of "
@@ -165,7 +205,7 @@ class DecoderConfig:
         return replace(self, kv_dtype=dtype)
 
     def with_context(self, max_context: int | None) -> DecoderConfig:
-        """The same for texts of at most so many tokens, which may change the rotary embedding."""
+        """The configuration for texts of at most so many tokens, which may have another RoPE."""
         if max_context is None or max_context > self.rope_short_context:
             return self
         return replace(self, rope_inv_freq=self.rope_short)

@@ -22,7 +22,10 @@ _NAMES = {
     ".w3.": ".up_proj.",
     ".w2.": ".down_proj.",
 }
-"""Parts of names in folders of mixtures of experts, and what they are here."""
+"""Name fragments of folders with mixtures of experts, and the names that are used here."""
+
+_STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks|_scales)?$")
+"""Tensors of all experts of a layer: weights, biases, or MXFP4 values and scales."""
 
 
 def shared_name(stored: str) -> str:
@@ -30,10 +33,6 @@ def shared_name(stored: str) -> str:
     for part, ours in _NAMES.items():
         stored = stored.replace(part, ours)
     return f"{stored}.weight" if stored.endswith(".sinks") else stored
-
-
-_STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks|_scales)?$")
-"""Tensors of all experts of a layer: weights, biases, or MXFP4 values and scales."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class ExpertTensors(Tensors[Weight]):
         return self._folder.converted(self._half(found, part))
 
     def _read_mxfp4(self, pairs: Tensor, part: _Part) -> Weight:
-        """Of uint8 ``[outs, ins / 32, 16]``, the low half of a byte first, and their scales."""
+        """Read uint8 ``[outs, ins / 32, 16]``, the low half of a byte first, and their scales."""
         name = part.stacked.removesuffix("blocks") + "scales"
         if name not in self._folder:
             raise UnsupportedModelError(f"the checkpoint lacks tensor {name!r}")
@@ -131,15 +130,12 @@ class ExpertTensors(Tensors[Weight]):
 
 
 class Experts:
-    """The linear layers of the experts of a layer, see :class:`paceline.kernels.ExpertMatrices`.
-
-    Attributes:
-        experts: By expert.
-    """
+    """The linear layers of the experts of a layer, see :class:`paceline.kernels.ExpertMatrices`."""
 
     def __init__(self, experts: Sequence[Linear]) -> None:
         """Take the layers, which have one shape."""
         self.experts = experts
+        """The matrix of each expert."""
         self._stacked: Tensor | None = None
         self._bias: Tensor | None = None
         weight = experts[0].weight

@@ -14,6 +14,49 @@ from paceline.kernels import MAX_TAPS, DeltaShape
 
 Values = Callable[[Any], dict[str, Any]]
 
+DELTA_INPUTS = ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z")
+"""Projections of a layer with the gated delta rule, as :class:`paceline.kernels.Delta` has them."""
+
+DELTA_TENSORS = (
+    *(f"linear_attn.{name}.weight" for name in (*DELTA_INPUTS, "out_proj", "conv1d", "norm")),
+    "linear_attn.A_log",
+    "linear_attn.dt_bias",
+)
+"""Tensors of a layer with the gated delta rule, which has no attention."""
+
+GGUF_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "self_attn.sinks": "attn_sinks",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+}
+"""Parts of a layer in GGUF files, by their Hugging Face names."""
+
+_AFTER = {"post_attention_layernorm": "post_attention_norm"}
+
+_SANDWICH = (
+    "input_layernorm", "post_attention_layernorm",
+    "pre_feedforward_layernorm", "post_feedforward_layernorm",
+)  # fmt: skip
+
 
 def _none(_: Any) -> dict[str, Any]:
     return {}
@@ -21,63 +64,80 @@ def _none(_: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """Properties of a family's layers that its config.json does not contain.
-
-    Attributes:
-        model: Prefix of the family's classes in transformers.
-        qkv_bias: Whether the q, k and v projections have a bias; None: the config's
-            ``attention_bias``.
-        o_bias: Whether the attention output projection has a bias; None: the config's
-            ``attention_bias``.
-        qk_norm: Queries and keys are RMS-normalised before RoPE: each head, or all heads of a row
-            together; "": they are not.
-        layer_types: Type of every layer; None: the config's ``layer_types``. "sliding" applies
-            where the config has a ``sliding_window``.
-        norms: Names of the norms before and after attention, before and after the feed-forward
-            block; "": there is none.
-        qkv: Projections whose rows are queries, keys and values, in this order.
-        gate_up: Projections whose rows are gates and ups, in this order.
-        norm_offset: Added to the weight of every norm.
-        partial_rope: Whether the config's ``partial_rotary_factor`` is followed.
-        neighbours: RoPE turns neighbouring dimensions, not those half a head apart.
-        local_rope: Sliding layers have a rotary embedding of their own.
-        mlp_bias: Whether the feed-forward projections have a bias; None: the config's ``mlp_bias``.
-        sinks: Each query head has a sink: a score more in the sum of its weights.
-        experts: The feed-forward blocks are routed experts.
-        router_bias: Whether the scores of experts have a bias.
-        gated: Outputs of attention are multiplied by gates, which the q projection has behind the
-            queries of each head.
-        interleaved: See :class:`paceline.decoder.experts.ExpertTensors`.
-        switches: Fields of :class:`paceline.decoder.DecoderConfig` by a transformers config.
-        gguf: Architecture in GGUF files; "": they are not read.
-        gguf_names: Layer parts in GGUF files, where they differ from ``GGUF_NAMES``.
-        gguf_rows: The files have the rows of q and k in llama's order.
-        gguf_values: Fields of the transformers config by a GGUF file's metadata.
-    """
+    """Properties of a family's layers that its config.json does not contain."""
 
     model: str
+    """Prefix of the family's classes in transformers."""
+
     qkv_bias: bool | None = None
+    """Whether the q, k and v projections have a bias; None: the config's ``attention_bias``."""
+
     o_bias: bool | None = None
+    """Whether the attention output projection has a bias; None: the config's ``attention_bias``."""
+
     qk_norm: Literal["", "heads", "rows"] = ""
+    """Queries and keys are RMS-normalised before RoPE: each head, or all heads of a row together;
+    "": they are not."""
+
     layer_types: Literal["full", "sliding"] | None = None
+    """Type of every layer; None: the config's ``layer_types``. "sliding" applies where the config
+    has a ``sliding_window``."""
+
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    """Names of the norms before and after attention, before and after the feed-forward block; "":
+    there is none."""
+
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """Projections whose rows are queries, keys and values, in this order."""
+
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    """Projections whose rows are gates and ups, in this order."""
+
     norm_offset: float = 0.0
+    """Added to the weight of every norm."""
+
     partial_rope: bool = False
+    """Whether the config's ``partial_rotary_factor`` is followed."""
+
     neighbours: bool = False
+    """RoPE turns neighbouring dimensions, not those half a head apart."""
+
     local_rope: bool = False
+    """Sliding layers have a rotary embedding of their own."""
+
     mlp_bias: bool | None = None
+    """Whether the feed-forward projections have a bias; None: the config's ``mlp_bias``."""
+
     sinks: bool = False
+    """Each query head has a sink: one extra logit in the softmax denominator."""
+
     experts: bool = False
+    """The feed-forward blocks are routed experts."""
+
     router_bias: bool = False
+    """Whether the scores of experts have a bias."""
+
     gated: bool = False
+    """Outputs of attention are multiplied by gates, which the q projection has behind the queries
+    of each head."""
+
     interleaved: bool = False
+    """See :class:`paceline.decoder.experts.ExpertTensors`."""
+
     switches: Values = _none
+    """Fields of :class:`paceline.decoder.DecoderConfig` by a transformers config."""
+
     gguf: str = ""
+    """Architecture in GGUF files; "": they are not read."""
+
     gguf_names: Mapping[str, str] = field(default_factory=dict)
+    """Layer parts in GGUF files, where they differ from ``GGUF_NAMES``."""
+
     gguf_rows: bool = False
+    """The files have the rows of q and k in llama's order."""
+
     gguf_values: Values = _none
+    """Fields of the transformers config by a GGUF file's metadata."""
 
     def layer_tensors(
         self,
@@ -130,18 +190,6 @@ class Family:
             yield "self_attn.sinks.weight", heads[:1]
 
 
-DELTA_INPUTS = ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z")
-"""Projections of a layer with the gated delta rule, as :class:`paceline.kernels.Delta` has them."""
-
-
-DELTA_TENSORS = (
-    *(f"linear_attn.{name}.weight" for name in (*DELTA_INPUTS, "out_proj", "conv1d", "norm")),
-    "linear_attn.A_log",
-    "linear_attn.dt_bias",
-)
-"""What such a layer has instead of attention."""
-
-
 def delta_outs(shape: DeltaShape) -> tuple[int, ...]:
     """Their outputs."""
     heads = shape.value_heads
@@ -151,35 +199,6 @@ def delta_outs(shape: DeltaShape) -> tuple[int, ...]:
 def expert_name(name: str, expert: int) -> str:
     """Name of an expert's part of a tensor of all experts."""
     return name.replace(".experts.", f".experts.{expert}.")
-
-
-GGUF_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_self_attn_layernorm": "post_attention_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "self_attn.sinks": "attn_sinks",
-    "mlp.router": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-    "post_feedforward_layernorm": "post_ffw_norm",
-    "post_mlp_layernorm": "post_ffw_norm",
-}
-"""Parts of a layer in GGUF files, by their Hugging Face names."""
-
-_AFTER = {"post_attention_layernorm": "post_attention_norm"}
 
 
 def _without_rope(hf: Any) -> dict[str, Any]:
@@ -264,10 +283,6 @@ def _delta(hf: Any) -> dict[str, Any]:
     return {"delta_layers": layers, "delta_heads": shape}
 
 
-_SANDWICH = (
-    "input_layernorm", "post_attention_layernorm",
-    "pre_feedforward_layernorm", "post_feedforward_layernorm",
-)  # fmt: skip
 _OLMO = Family(
     model="Olmo2",
     qk_norm="rows",

@@ -75,7 +75,8 @@ def read_file(path: Path, limit: int = _MAX_BYTES) -> bytes:
 
 
 def read_text(path: Path, limit: int = _MAX_CONFIG) -> str:
-    """The same as text. Raises ``UnsupportedModelError``: the same, or it is not UTF-8."""
+    """Read a file as text. Raises ``UnsupportedModelError`` as :func:`read_file`, or if it is not
+    UTF-8."""
     try:
         return read_file(path, limit).decode()
     except UnicodeDecodeError as error:

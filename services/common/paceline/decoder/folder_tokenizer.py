@@ -29,17 +29,16 @@ _SECONDS = 30.0
 
 @dataclass(frozen=True)
 class FolderTokenizer:
-    """A tokenizer that was built and tried.
-
-    Attributes:
-        content: The content of a tokenizer.json, if it is not that of the folder; "": it is.
-        added: Token ids of an empty text: what the tokenizer adds.
-        ids: Token ids of the special tokens by their texts; None for those it does not have.
-    """
+    """A tokenizer that was built and tried."""
 
     content: str
+    """The content of a tokenizer.json, if it is not that of the folder; "": it is."""
+
     added: list[int]
+    """Token ids of an empty text: what the tokenizer adds."""
+
     ids: dict[str, int | None]
+    """Token ids of the special tokens by their texts; None for those it does not have."""
 
 
 def folder_tokenizer(

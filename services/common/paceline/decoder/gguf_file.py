@@ -61,19 +61,19 @@ _FLOATS = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Place and type of a tensor.
-
-    Attributes:
-        name: Name in the file.
-        shape: Its dimensions, outermost first.
-        kind: How its values are stored.
-        data: Bytes of the tensor, mapped from the file.
-    """
+    """Place and type of a tensor."""
 
     name: str
+    """Name in the file."""
+
     shape: tuple[int, ...]
+    """Its dimensions, outermost first."""
+
     kind: GGMLQuantizationType
+    """How its values are stored."""
+
     data: Bytes
+    """Bytes of the tensor, mapped from the file."""
 
     def part(self, index: int) -> GgufTensor:
         """The part of the outermost dimension at an index."""
@@ -84,19 +84,19 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufArray:
-    """An array of the metadata, whose values are read on demand.
-
-    Attributes:
-        key: Name in the file.
-        kind: Type of its values.
-        count: Number of its values.
-        data: Their bytes, mapped from the file.
-    """
+    """An array of the metadata, whose values are read on demand."""
 
     key: str
+    """Name in the file."""
+
     kind: GGUFValueType
+    """Type of its values."""
+
     count: int
+    """Number of its values."""
+
     data: memoryview = field(repr=False)
+    """Bytes of the values, mapped from the file."""
 
     def strings(self) -> list[str]:
         """Its values. Raises ``ValueError``: they are no strings, or one is not UTF-8."""
@@ -122,19 +122,19 @@ class GgufArray:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file whose structure has been checked.
-
-    Attributes:
-        path: The file.
-        metadata: Values by key; a :class:`GgufArray` for an array.
-        tensors: Tensors by name.
-        memory: The mapped file.
-    """
+    """A GGUF file whose structure has been checked."""
 
     path: Path
+    """The file."""
+
     metadata: Mapping[str, Any]
+    """Values by key; a :class:`GgufArray` for an array."""
+
     tensors: Mapping[str, GgufTensor]
+    """Tensors by name."""
+
     memory: mmap.mmap | None = None
+    """The mapped file."""
 
     def release(self) -> None:
         """Give up the pages that were read; they are read again when they are needed."""

@@ -51,6 +51,77 @@ _NOT_HAN = (
     r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]",
 )
 
+_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_THREE = rf"\p{{N}}{{1,3}}|{_SLASH}|{_SPACES}"
+
+_GROUPS = r"{0}{{1,3}}(?=(?:{0}{{3}})*{1})"
+"""Digits in groups of three, counted from the last one."""
+
+_ALIKE = {
+    "gpt2": "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert "
+    "jina-v1-en jina-v2-code roberta-bpe mpt olmo jais trillion granite-docling exaone4",
+    "llama3": "llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx "
+    "smaug-bpe glm4 chatglm-bpe",
+    "qwen2": "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
+    "starcoder": "refact command-r smollm codeshell exaone minerva-7b mellum2",
+    "deepseek-v3": "hunyuan-dense joyai-llm hy_v4",
+    "bloom": "poro-chat gpt3-finnish",
+    "gpt-4o": "llama4 kanana2 talkie minimax-m2",
+    "tiny_aya": "cohere2moe",
+    "bailingmoe": "bailingmoe2 llada-moe",
+}
+
+_LLAMA3_NAMES = frozenset({
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
+    "jina-v5-nano",
+})  # fmt: skip
+
+_IGNORE_MERGES = _LLAMA3_NAMES | {"tekken", "youtu", "minicpm5", "granite-embed-multi-97m"}
+"""Names whose vocabulary decides before the merges: a word that is a token is that token."""
+
+_ADD_BOS = _LLAMA3_NAMES | {"tekken", "chameleon"}
+"""Names whose texts begin with BOS unless the file says otherwise."""
+
+_ENDS = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<｜end▁of▁sentence｜>", "[e~[",
+})  # fmt: skip
+"""Tokens that end a text, whatever the file says of them."""
+
+_FILLS = {
+    "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep_token_id": (
+        "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>",
+    ),
+    "fim_sep_token_id": ("<|file_sep|>",),
+}  # fmt: skip
+"""Tokens of gaps and between files, which end a text too: by key, else by text."""
+
+_GAPS = frozenset({
+    "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
+    "<|code_prefix|>", "<|prefix|>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>",
+    "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>", "<|fim_middle|>",
+    "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>",
+    "<|middle|>",
+})  # fmt: skip
+"""Tokens of gaps that end no text."""
+
+_CONTROL_TEXTS = _ENDS.union(_GAPS, *_FILLS.values())
+"""Control tokens, whatever type a file gives them."""
+
+# Names of special tokens in transformers, and in the file, where one is misspelt.
+_SPECIAL_TOKENS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",
+    "pad_token": "padding_token_id",
+    "cls_token": "cls_token_id",
+    "mask_token": "mask_token_id",
+}
+
 
 def _cased(letters: tuple[str, str], ticks: str, rest: str) -> str:
     """Words of capital and then of small letters, or of capital letters alone."""
@@ -58,11 +129,6 @@ def _cased(letters: tuple[str, str], ticks: str, rest: str) -> str:
     lead = r"[^\r\n\p{L}\p{N}]?"
     return f"{lead}{capital}*{small}+{ticks}|{lead}{capital}+{small}*{ticks}|{rest}"
 
-
-_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
-_THREE = rf"\p{{N}}{{1,3}}|{_SLASH}|{_SPACES}"
-_GROUPS = r"{0}{{1,3}}(?=(?:{0}{{3}})*{1})"
-"""Digits in groups of three, counted from the last one."""
 
 _RULES: Mapping[str, Sequence[str]] = {
     "default": (
@@ -142,69 +208,11 @@ _RULES: Mapping[str, Sequence[str]] = {
 }  # fmt: skip
 """How text is split into words: each expression splits the parts that the one before it made."""
 
-_ALIKE = {
-    "gpt2": "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert "
-    "jina-v1-en jina-v2-code roberta-bpe mpt olmo jais trillion granite-docling exaone4",
-    "llama3": "llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx "
-    "smaug-bpe glm4 chatglm-bpe",
-    "qwen2": "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
-    "starcoder": "refact command-r smollm codeshell exaone minerva-7b mellum2",
-    "deepseek-v3": "hunyuan-dense joyai-llm hy_v4",
-    "bloom": "poro-chat gpt3-finnish",
-    "gpt-4o": "llama4 kanana2 talkie minimax-m2",
-    "tiny_aya": "cohere2moe",
-    "bailingmoe": "bailingmoe2 llada-moe",
-}
 PRE_TOKENIZERS: Mapping[str, Sequence[str]] = {
     **{name: rule for name, rule in _RULES.items() if name != "gpt2"},
     **{name: _RULES[rule] for rule, names in _ALIKE.items() for name in names.split()},
 }
 """Rules by their names in ``tokenizer.ggml.pre``."""
-
-_LLAMA3_NAMES = frozenset({
-    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
-    "jina-v5-nano",
-})  # fmt: skip
-_IGNORE_MERGES = _LLAMA3_NAMES | {"tekken", "youtu", "minicpm5", "granite-embed-multi-97m"}
-"""Names whose vocabulary decides before the merges: a word that is a token is that token."""
-_ADD_BOS = _LLAMA3_NAMES | {"tekken", "chameleon"}
-"""Names whose texts begin with BOS unless the file says otherwise."""
-
-_ENDS = frozenset({
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
-    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
-    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
-    "<｜end▁of▁sentence｜>", "[e~[",
-})  # fmt: skip
-"""Tokens that end a text, whatever the file says of them."""
-_FILLS = {
-    "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
-    "fim_rep_token_id": (
-        "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>",
-    ),
-    "fim_sep_token_id": ("<|file_sep|>",),
-}  # fmt: skip
-"""Tokens of gaps and between files, which end a text too: by key, else by text."""
-_GAPS = frozenset({
-    "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
-    "<|code_prefix|>", "<|prefix|>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>",
-    "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>", "<|fim_middle|>",
-    "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>",
-    "<|middle|>",
-})  # fmt: skip
-"""Tokens of gaps that end no text."""
-_CONTROL_TEXTS = _ENDS.union(_GAPS, *_FILLS.values())
-"""Control tokens, whatever type a file gives them."""
-# Names of special tokens in transformers, and in the file, where one is misspelt.
-_SPECIAL_TOKENS = {
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "unk_token": "unknown_token_id",
-    "sep_token": "seperator_token_id",
-    "pad_token": "padding_token_id",
-    "cls_token": "cls_token_id",
-    "mask_token": "mask_token_id",
-}
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ SHAPES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Packed rows that graphs are made for. Larger batches, such as prefills, gain nothing by them."""
 
 FIXED_SHAPES = (64, 128, 192, 256, 384, 512)
-"""The same where products have fixed numbers of rows (:mod:`paceline.decoder.products`)."""
+"""Packed rows that graphs are made for where products have fixed numbers of rows; see
+:mod:`paceline.decoder.products`."""
 
 
 class Capturing:
@@ -97,9 +98,6 @@ class GraphRunner:
     A graph that cannot be captured is left out: its batches are for others to run. On the CPU,
     without graphs, it runs the same kernels with the same tables. Not thread-safe; the next call
     overwrites what a call returned.
-
-    Attributes:
-        failed: Graphs that could not be captured.
     """
 
     def __init__(self, decoder: Decoder, planes: KVCacheView, *, required: bool = False) -> None:
@@ -111,6 +109,7 @@ class GraphRunner:
             required: Whether a graph that cannot be captured is an error.
         """
         self.failed = 0
+        """Graphs that could not be captured."""
         self._required = required
         self.shapes = SHAPES if decoder.products is None else FIXED_SHAPES
         self._decoder = decoder

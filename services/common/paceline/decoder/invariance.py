@@ -28,15 +28,13 @@ _FIRST, _LAST, _BORDERS = 180, 268, (188, 250)
 
 @dataclass(frozen=True)
 class BatchInvariance:
-    """Whether the logits of a token have the same bits in every batch and tree.
-
-    Attributes:
-        holds: Whether they have.
-        reason: What differs and what to do about it; empty if nothing does.
-    """
+    """Whether the logits of a token have the same bits in every batch and tree."""
 
     holds: bool
+    """Whether they have."""
+
     reason: str = ""
+    """What differs and what to do about it; empty if nothing differs."""
 
 
 def check_batch_invariance(decoder: Decoder) -> BatchInvariance:

@@ -30,7 +30,7 @@ _OTHER_BASES = ("pissa", "olora", "corda", "loftq")
 """Ways to begin a training that change the weights of the model too."""
 
 _REPEATS, _GROUPS, _MAX_REPEATS = re.compile(r"[*+{]"), re.compile(r"\)[*+{]"), 3
-"""Of what takes time in an expression: what repeats, and groups that do."""
+"""Parts of an expression that take time: repetitions, repeated groups, and how many may be."""
 
 
 @dataclass(frozen=True)

@@ -65,16 +65,14 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """Result of a forward pass.
-
-    Attributes:
-        logits: ``[R, V]`` for the requested rows; float32 from the compiled kernels, else in the
-            model's type.
-        taps: Per tapped layer, its output ``[M, hidden]`` in the model's type.
-    """
+    """Result of a forward pass."""
 
     logits: Tensor
+    """``[R, V]`` for the requested rows; float32 from the compiled kernels, else in the model's
+    type."""
+
     taps: tuple[Tensor, ...] = ()
+    """Per tapped layer, its output ``[M, hidden]`` in the model's type."""
 
 
 @dataclass(frozen=True)
@@ -113,18 +111,11 @@ class Decoder:
     On the CPU, if :func:`check_batch_invariance` holds, the bits of a token's logits depend neither
     on the rest of the batch nor on whether its ancestors are committed or nodes of the tree. Safe
     to call from several threads that use different caches.
-
-    Attributes:
-        config: Its configuration.
-        device: Where it runs.
-        numerics: How its compiled kernels multiply bfloat16: "portable" or "amx".
-        rope: Cosines and sines of positions.
-        final_norm: The norm before the LM head, with the model's factor on logits.
-        products: How its products keep the bits of rows off the CPU; None: the library chooses by
-            their number.
     """
 
     products: Products | None = None
+    """How its products keep the bits of rows off the CPU; None: the library chooses by their
+    number."""
 
     def __init__(
         self,
@@ -137,8 +128,11 @@ class Decoder:
     ) -> None:
         """Build from tensors by their Hugging Face names; see :meth:`load`."""
         self.config = config
+        """Its configuration."""
         self.numerics = choose_numerics(numerics)
+        """How its compiled kernels multiply bfloat16: "portable" or "amx"."""
         self.device = torch.device(device)
+        """Device on which the model runs."""
         self._ranks = ranks
 
         def large(name: str, key: str) -> Weight | PackedMatrix:
@@ -148,6 +142,7 @@ class Decoder:
 
         norm = _norm(config, weights, "model.norm", config.hidden)
         self.final_norm = replace(norm, weight=norm.weight * config.logit_scale)
+        """The norm before the LM head, with the model's factor on logits."""
         head = large("head", _EMBEDDING if config.tied else "lm_head.weight")
         own: Weight | PackedMatrix = head
         if ranks is not None:
@@ -165,6 +160,7 @@ class Decoder:
         )
         _check_names(config, weights)
         self.rope = Rope(config, device)
+        """Cosines and sines of positions."""
         self._executor = Executor(self._record())
 
     def _load_layers(self, load: Callable[[int], _Layer]) -> list[_Layer]:

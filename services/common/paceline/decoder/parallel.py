@@ -27,14 +27,11 @@ class WholeCache(KVCacheView, Protocol):
 
 
 class WorkerCaches:
-    """What the other ranks have to do with their caches before the next step of rank 0.
-
-    Attributes:
-        ranks: Number of all ranks.
-    """
+    """What the other ranks have to do with their caches before the next step of rank 0."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
+        """Number of all ranks."""
         self._numbers: weakref.WeakKeyDictionary[KVCacheView, int] = weakref.WeakKeyDictionary()
         self._new = count()
         self._changes: list[list[Any]] = []
@@ -70,9 +67,6 @@ class ParallelDecoder(Decoder):
     """One rank's part of a decoder. At rank 0 a step runs at all ranks; see :func:`run_worker`.
 
     Its configuration is that of the whole model.
-
-    Attributes:
-        worker_caches: At rank 0, what the other ranks have to do.
     """
 
     _ranks: Ranks
@@ -81,6 +75,7 @@ class ParallelDecoder(Decoder):
         """See :class:`Decoder`; ranks are needed."""
         super().__init__(*args, **kwargs)
         self.worker_caches = WorkerCaches(self.ranks)
+        """At rank 0, what the other ranks have to do."""
         self._indices: tuple[int, ...] | None = None
 
     def with_layers(self, indices: Sequence[int]) -> Self:

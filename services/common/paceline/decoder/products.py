@@ -27,25 +27,24 @@ FIXED_ROWS = (*range(64, 513, 64), 768, 1024)
 """Numbers of rows that products have; others are padded with zeros, larger ones cut in pieces."""
 
 SLICES = FIXED_ROWS[:1]
-"""The same where products of several sizes differ."""
+"""Numbers of rows where products of several sizes differ."""
 
 _DIGEST_ROWS = 16
 
 
 @dataclass(frozen=True)
 class Products:
-    """How the products of a model are computed.
-
-    Attributes:
-        rules: By shape ``OUTSxINS``, the numbers of rows that its products have, or that they are
-            sums of integers, which are exact in any order.
-        differs: Why the bits of a row still depend on other rows; empty if they do not.
-        digest: SHA-256 (hex) of test products.
-    """
+    """How the products of a model are computed."""
 
     rules: dict[str, str]
+    """For each shape ``OUTSxINS`` the numbers of rows that its products have, or that they are sums
+    of integers, which are exact in any order."""
+
     differs: str
+    """Why the bits of a row still depend on other rows; empty if they do not."""
+
     digest: str
+    """SHA-256 (hex) of test products."""
 
     def __str__(self) -> str:
         """What bits depend on: the rules with the shapes that have them, and the digest."""
@@ -141,7 +140,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def _cublas_version() -> str:
-    """Of the library that PyTorch has loaded; empty if it is not found."""
+    """The version of the library that PyTorch has loaded; empty if it is not found."""
     major = (torch.version.cuda or "").partition(".")[0]
     try:
         library = ctypes.CDLL(f"libcublasLt.so.{major}")

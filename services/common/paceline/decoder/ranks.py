@@ -45,10 +45,6 @@ class Ranks:
     """The ranks of a model, seen from one of them. One thread at a time uses it.
 
     Messages are neither encrypted nor authenticated: ranks belong into a network of their own.
-
-    Attributes:
-        rank: This one, counted from 0. Rank 0 serves, and the others follow its steps.
-        size: Number of ranks.
     """
 
     def __init__(
@@ -79,7 +75,11 @@ class Ranks:
             RanksDiffer: Their facts differ.
             RanksLost: One did not come, or cannot be reached.
         """
-        self.rank, self.size, self._device = rank, size, device
+        self.rank = rank
+        """This one, counted from 0. Rank 0 serves, and the others follow its steps."""
+        self.size = size
+        """Number of ranks."""
+        self._device = device
         self._children, self._folder = children, folder
         self._error: RanksLost | None = None
         with self.together("ranks could not meet"):
@@ -188,8 +188,8 @@ class Ranks:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """A body that all ranks run. Any error in it is the end: the others are at another place.
-        Raises ``RanksLost``: it failed, or one did before."""
+        """Run the body on all ranks. Any error stops the group, since the ranks are no longer in
+        step. Raises ``RanksLost``: this body failed, or an earlier one did."""
         if self._error is not None:
             raise RanksLost(str(self._error))
         try:

@@ -202,14 +202,13 @@ class Origin:
 
     It does not tell a model from one that was trained a little further. Use it where a mistake
     costs time and nothing else.
-
-    Attributes:
-        tokens: SHA-256 (hex) of the tokens by id; of nothing if the model has no tokenizer.
-        weights: Values spread over a matrix of the last layer.
     """
 
     tokens: str
+    """SHA-256 (hex) of the tokens by id; of nothing if the model has no tokenizer."""
+
     weights: tuple[float, ...]
+    """Values spread over a matrix of the last layer."""
 
     @classmethod
     def of(cls, source: ModelSource) -> Self:

@@ -54,7 +54,7 @@ _INT8 = {"format": "paceline-int8"}
 
 
 class Tensors(Mapping[str, W]):
-    """Tensors by name, each read on access: none is read to tell whether it is there."""
+    """A lazy mapping of tensors by name. ``in`` does not read a tensor."""
 
     _names: Mapping[str, Any]
     """What a tensor is read from, by its name."""
@@ -117,7 +117,7 @@ def fuse(parts: Sequence[Weight]) -> Weight:
 
 
 def in_order(weight: Weight, rows: Tensor) -> Weight:
-    """The same with its rows in another order, int64 ``[outs]``."""
+    """The matrix with its rows in another order, int64 ``[outs]``."""
     return (
         weight.rows(rows) if isinstance(weight, QuantisedMatrix) else weight[rows.to(weight.device)]
     )
@@ -324,15 +324,11 @@ def fingerprint_files(head: bytes, files: Iterable[Path]) -> str:
 
 
 class Linear:
-    """``x @ weight.T + bias``, by the compiled kernels on the CPU and by torch elsewhere.
-
-    Attributes:
-        packed: The packed weight of the compiled kernels; None: torch multiplies.
-        fixed_rows: Rising numbers of rows that products have off the CPU, see
-            :mod:`paceline.decoder.products`; None: as many as the input.
-    """
+    """``x @ weight.T + bias``, by the compiled kernels on the CPU and by torch elsewhere."""
 
     fixed_rows: tuple[int, ...] | None = None
+    """Rising numbers of rows that products have off the CPU, see :mod:`paceline.decoder.products`;
+    None: as many as the input."""
 
     def __init__(
         self, weight: Weight | PackedMatrix | RotatedMatrix, bias: Tensor | None = None
@@ -340,6 +336,7 @@ class Linear:
         """Make a layer of a weight ``[out, in]`` in float32, bfloat16, blocks, or 8 bits over
         rotated inputs, and a bias ``[out]`` or None. A packed weight contains its bias."""
         self.packed: PackedMatrix | None = None
+        """The packed weight of the compiled kernels; None: torch multiplies."""
         self._rotated: RotatedMatrix | None = None
         if isinstance(weight, PackedMatrix):
             self.packed = weight

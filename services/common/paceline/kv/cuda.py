@@ -47,6 +47,13 @@ _DL_CAPSULE = b"dltensor"
 
 _T = TypeVar("_T")
 
+_new_capsule = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+)(("PyCapsule_New", ctypes.pythonapi))
+
+_OPENED: dict[tuple[int, bytes], _OpenAllocation] = {}
+_LOCK = Lock()
+
 
 class DriverError(Exception):
     """A call of the driver failed."""
@@ -54,17 +61,16 @@ class DriverError(Exception):
 
 @dataclass(frozen=True)
 class Allocation:
-    """Memory of a GPU in this process.
-
-    Attributes:
-        address: Where it begins.
-        byte_size: Its size.
-        free: Frees or unmaps it; raises nothing.
-    """
+    """Memory of a GPU in this process."""
 
     address: int
+    """Where it begins."""
+
     byte_size: int
+    """Its size."""
+
     free: Callable[[], None]
+    """Frees or unmaps it; raises nothing."""
 
 
 class CudaDriver:
@@ -349,11 +355,6 @@ def _dl_capsule(device_type: int, device: int, address: int, byte_size: int) -> 
     return _new_capsule(own, _DL_CAPSULE, None)
 
 
-_new_capsule = ctypes.PYFUNCTYPE(
-    ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
-)(("PyCapsule_New", ctypes.pythonapi))
-
-
 @lru_cache(maxsize=1)
 def cuda_driver() -> CudaDriver:
     """Returns the machine's driver. Raises ``DriverError``: there is no driver, or no device."""
@@ -372,22 +373,20 @@ class ExportedMemory:
     when this process dies, if they got a descriptor. By a handle of CUDA IPC their mappings become
     unusable then: reads fail with a CUDA error that ends the reader's context. So a reader checks
     that the owner is alive before it reads.
-
-    Attributes:
-        bytes: The memory, uint8 ``[byte_size]``.
-        device_uuid: UUID of the device, 16 bytes.
-        file: Descriptor by which other processes map it; -1: there is none, or it is closed.
-        handle: A random name of 16 bytes, if there is a descriptor; else the handle of CUDA IPC, 64
-            bytes, or nothing where the driver exports no memory, as on WSL2 and some virtual GPUs.
     """
 
     def __init__(self, driver: CudaDriver, device: int, byte_size: int) -> None:
         """Allocate. Raises ``DriverError``: the device has too little memory."""
         self.device_uuid = driver.uuid(device)
+        """UUID of the device, 16 bytes."""
         self.file = -1
+        """Descriptor by which other processes map it; -1: there is none, or it is closed."""
         try:
             self._allocation, self.file = driver.create(device, byte_size)
             self.handle = secrets.token_bytes(NAME_BYTES)
+            """A random name of 16 bytes, if there is a descriptor; else the handle of CUDA IPC, 64
+            bytes, or nothing where the driver exports no memory, as on WSL2 and some virtual
+            GPUs."""
         except DriverError as error:
             _log.info("KV on this GPU has no file descriptor: %s", error)
             self._allocation = driver.allocate(device, byte_size)
@@ -398,6 +397,7 @@ class ExportedMemory:
                 _log.warning("KV on this GPU cannot be mapped, drafters follow it: %s", refused)
         self._closed = False
         self.bytes: Tensor = torch.empty(0)
+        """The memory, uint8 ``[byte_size]``."""
         try:
             self.bytes = driver.view(device, self._allocation.address, byte_size)
         except BaseException:
@@ -424,19 +424,11 @@ class _OpenAllocation:
     users: int
 
 
-_OPENED: dict[tuple[int, bytes], _OpenAllocation] = {}
-_LOCK = Lock()
-
-
 class MappedMemory:
     """A part of another process's allocation, to be read on one device of this process.
 
     All users of one allocation share one mapping, which stays for later ones until
     :func:`close_unused`.
-
-    Attributes:
-        bytes: The mapped part, uint8 ``[byte_size]``, on the device that reads it: no kernel and no
-            context of this process is on the owner's.
     """
 
     def __init__(
@@ -493,6 +485,8 @@ class MappedMemory:
                     f"{allocation.byte_size}"
                 )
             self.bytes: Tensor = driver.view(reader, allocation.address + byte_offset, byte_size)
+            """The mapped part, uint8 ``[byte_size]``, on the device that reads it: no kernel and no
+            context of this process is on the owner's."""
         except DriverError as error:
             self.close()
             hint = "; processes in containers need a common PID and IPC namespace" * (file < 0)

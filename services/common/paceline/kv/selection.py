@@ -34,15 +34,13 @@ _SCRATCH_STEP = 4096
 
 
 class ObservedCache(Protocol):
-    """One sequence's KV cache at the verifier.
-
-    Attributes:
-        capacity: Positions it has room for. Unit: tokens.
-        device: Where the KV is.
-    """
+    """One sequence's KV cache at the verifier."""
 
     capacity: int
+    """Positions it has room for. Unit: tokens."""
+
     device: torch.device
+    """Where the KV is."""
 
     def layer(self, index: int) -> tuple[Plane, Plane]:
         """Returns keys and values of a layer, each ``[Hkv, capacity, D]``."""
@@ -56,24 +54,24 @@ class ScoreObserver(ABC):
     or a captured graph with its :meth:`scratch`, calls :meth:`attended` for each layer if queries
     are wanted, :meth:`publish` if the step did not fail, and :meth:`accepted` when the tokens are
     chosen. Then the event loop calls :meth:`best`.
-
-    Attributes:
-        layers: Position of each observed layer in :attr:`scores`, by layer.
-        chunk: Positions per score.
-        wants_queries: Whether :meth:`attended` is to be called.
-        weights: Whether softmax weights are stored, not scores.
-        scores: One score for each whole chunk of the prefix that the newest step attended to,
-            float32 ``[layers, chunks]`` where the KV is; None before the first step. The step after
-            next overwrites it in place: a reader that is this late only gets worse positions.
     """
 
     chunk: int = 1
+    """Positions per score."""
+
     wants_queries: bool = False
+    """Whether :meth:`attended` is to be called."""
+
     weights: bool = False
+    """Whether softmax weights are stored, not scores."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = {layer: index for index, layer in enumerate(layers)}
+        """Position of each observed layer in :attr:`scores`, by layer."""
         self.scores: Tensor | None = None
+        """One score for each whole chunk of the prefix that the newest step attended to, float32
+        ``[layers, chunks]`` where the KV is; None before the first step. The step after next
+        overwrites it in place: a reader that is this late only gets worse positions."""
         self._known: torch.cuda.Event | None = None
 
     def best(self, scores: Tensor, count: int) -> Tensor:
@@ -137,10 +135,10 @@ class Rows(Enum):
     """The first and the deepest, rejected or not (SpecAttn, equation 3)."""
 
     ALL = "all"
-    """All, rejected or not (SpecAttn, equation 2)."""
+    """All rows, rejected or not (SpecAttn, equation 2)."""
 
     LAST = "last"
-    """That of the last accepted token (SpecExtend)."""
+    """The row of the last accepted token (SpecExtend)."""
 
 
 class AttentionScores(ScoreObserver):
@@ -248,12 +246,10 @@ class SelectionPolicy(ABC):
     """Chooses positions of the followed layers of one cache, again after each round.
 
     Runs on the verifier's event loop.
-
-    Attributes:
-        observer: Scores positions while the engine verifies; None if the policy needs no scores.
     """
 
     observer: ScoreObserver | None = None
+    """Scores positions while the engine verifies; None if the policy needs no scores."""
 
     @abstractmethod
     def choose(self, committed: int, budget: int) -> list[Tensor]:

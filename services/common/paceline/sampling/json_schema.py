@@ -84,17 +84,16 @@ class SchemaTooComplex(ValueError):
 
 @dataclass(frozen=True)
 class Place:
-    """A schema within a schema.
-
-    Attributes:
-        schema: The object; not copied.
-        pointer: Where it is, as the fragment of a reference: "" or "/properties/a".
-        base: Address that its references are relative to, without a fragment; "": none.
-    """
+    """A schema within a schema."""
 
     schema: Schema
+    """The object; not copied."""
+
     pointer: str
+    """Where it is, as the fragment of a reference: "" or "/properties/a"."""
+
     base: str
+    """Address that its references are relative to, without a fragment; "": none."""
 
 
 def schemas(root: Any) -> Iterator[Schema]:
@@ -104,7 +103,7 @@ def schemas(root: Any) -> Iterator[Schema]:
 
 
 def _places(root: Any, *, named: bool = True) -> Iterator[Place]:
-    """The same with their pointers and addresses; without, if not `named`. Raises
+    """The schemas in a schema with their pointers and, if `named`, their addresses. Raises
     ``SchemaTooComplex``: these are too long."""
     names = _id_names(root) if named else ()
     waiting: list[tuple[Any, str, str]] = [(root, "", "")]

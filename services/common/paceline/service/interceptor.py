@@ -122,7 +122,7 @@ def server_credentials(options: ServerOptions) -> grpc.ServerCredentials | None:
 
 
 def https_context(options: ServerOptions) -> ssl.SSLContext | None:
-    """The same for HTTP."""
+    """The TLS context of an HTTP server; None: the options have no certificate."""
     if options.tls_cert is None or options.tls_key is None:
         return None
     context = _check_pair(options.tls_cert, options.tls_key)
@@ -251,15 +251,13 @@ class Gate:
 
     Not thread-safe: used on one event loop. A service enters it once per generation, and closes
     and awaits it in `Service.drain`.
-
-    Attributes:
-        inside: Number of those in flight.
-        closed: True once the service drains.
     """
 
     def __init__(self) -> None:
         self.inside = 0
+        """Number of those in flight."""
         self.closed = False
+        """True once the service drains."""
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -296,10 +294,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     It wraps calls, not messages: the wrapper writes a response stream itself, in place of grpc.
     Calls of the health service are not intercepted.
-
-    Attributes:
-        address: Where the server listens, for spans; set before the first call.
-        calls: The calls in flight, health watchers not counted.
     """
 
     def __init__(
@@ -318,7 +312,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._on_end = on_end
         self._tracer = tracer
         self.address = ""
+        """Where the server listens, for spans; set before the first call."""
         self.calls = Gate()
+        """The calls in flight, health watchers not counted."""
 
     async def intercept_service(
         self,

@@ -14,7 +14,7 @@ FRAME_BYTES = 4 * MIB
 VERIFIER_FRAME_BYTES = 64 * MIB
 """Longest message of a verifier to a drafter service that has joined it: texts of generations."""
 TOKEN_BYTES = 5
-"""Of a token id in a message, at most."""
+"""Largest size of a token id in a message."""
 UNCOUNTED_BYTES = 64 * KIB
 """In a longer message the fields are counted before it is parsed."""
 MESSAGE_FIELDS = 1 << 16
@@ -54,7 +54,7 @@ DRAFTERS = 256
 """Drafters of a service."""
 DRAFTER_LIST_BYTES = 256 * KIB
 DRAFTER_LISTS_BYTES = 2 * MIB
-"""Of all services: GetModel sends them to each client, whose messages may have 4 MiB."""
+"""Lists of all services together, which GetModel sends to each client in a message of 4 MiB."""
 LOGGED_NAMES = 8
 """Names of drafters in a line of the log."""
 NAME_CHARS = 256

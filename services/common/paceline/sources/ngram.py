@@ -124,7 +124,7 @@ class SharedTexts:
     """
 
     def __init__(self, capacity: int, sizes: Sequence[int]) -> None:
-        """Of a capacity in tokens, rounded up to a power of two, and increasing sizes n."""
+        """``capacity`` in tokens is rounded up to a power of two; ``sizes`` n are increasing."""
         self._bits = max(1, (capacity - 1).bit_length())
         self._mask = (1 << self._bits) - 1
         self._sizes = tuple(sizes)
@@ -226,7 +226,7 @@ class MatchStatistics:
     """
 
     def __init__(self, longest: int, prior: MatchStatistics | None = None) -> None:
-        """Of matches measured up to ``longest``; what is observed is observed in ``prior`` too."""
+        """Statistics of matches up to ``longest`` tokens. Observations also update ``prior``."""
         self._groups = [_group(length) for length in range(longest + 1)]
         self._correct = [0] * (self._groups[-1] + 1)
         self._total = [0] * (self._groups[-1] + 1)
@@ -322,7 +322,7 @@ class Continuation(NamedTuple):
     """Sum of the squared lengths of these matches."""
 
     statistics: MatchStatistics
-    """Of the source of the longest match."""
+    """Statistics of the source of the longest match."""
 
 
 class NgramSource:
@@ -394,7 +394,7 @@ class NgramSource:
 
 
 class NgramOwners:
-    """What is kept of each owner, of those who generated last."""
+    """The stores of the owners who generated last."""
 
     def __init__(self, options: NgramOptions) -> None:
         self._options = options

@@ -10,9 +10,9 @@ class Span:
     """Names of spans. Calls have the name of their method, requests of HTTP method and route."""
 
     GENERATION: Final = "text_completion"
-    """Of the client, for a whole generation; followed by the name of the model."""
+    """A whole generation of the client; followed by the name of the model."""
     CHAT: Final = "chat"
-    """The same for an answer in a conversation."""
+    """An answer of the client in a conversation; followed by the name of the model."""
     PREFILL: Final = "specdec.prefill"
     ROUND: Final = "specdec.round"
     DRAFT: Final = "specdec.draft"

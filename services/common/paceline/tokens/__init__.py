@@ -89,7 +89,7 @@ def own_token(addresses: Iterable[str]) -> Iterator[Path]:
 
 
 def _folder() -> Path:
-    """Of this user's tokens: it ends with the session or with the machine."""
+    """The folder of this user's tokens, which ends with the session or with the machine."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime:
         return Path(runtime, "paceline")

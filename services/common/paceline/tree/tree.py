@@ -25,15 +25,12 @@ _MAX_LISTED = 4096
 
 
 class TreeError(ValueError):
-    """A tree, or a distribution in it, is malformed.
-
-    Attributes:
-        reason: Stable name of the fault, as in the protocol's errors.
-    """
+    """A tree, or a distribution in it, is malformed."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+        """Stable name of the fault, as in the protocol's errors."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +42,21 @@ class TokenTree:
 
     The anchor is not a node of the tree: its index is -1, its depth 0. Of siblings with the same
     token only the first is ever accepted.
-
-    Attributes:
-        tokens: Token id of each node.
-        parents: For each node the index of its parent, lower than its own, or -1 for the anchor.
-        confidences: Empty, or for each node the probability in [0, 1] that it is accepted given
-            that its parent is.
-        proposals: For rejection sampling of a chain, the distribution that each node was drawn
-            from; empty: the nodes were not drawn.
     """
 
     tokens: tuple[int, ...] = ()
+    """Token id of each node."""
+
     parents: tuple[int, ...] = ()
+    """For each node the index of its parent, lower than its own, or -1 for the anchor."""
+
     confidences: tuple[float, ...] = ()
+    """Empty, or for each node the probability in [0, 1] that it is accepted given that its parent
+    is."""
+
     proposals: tuple[Proposal, ...] = ()
+    """For rejection sampling of a chain, the distribution that each node was drawn from; empty: the
+    nodes were not drawn."""
 
     @classmethod
     def chain(cls, tokens: Sequence[int], confidences: Sequence[float] = ()) -> TokenTree:

@@ -48,33 +48,40 @@ _STATES_SECONDS = 0.25
 
 @dataclass
 class Parts:
-    """What connections share with the rest of the service.
-
-    Attributes:
-        registry: Chooses versions. Event loop.
-        worker: The drafting thread.
-        kv: Opens the target's KV and hidden states. Event loop.
-        recorder: Records the token ids of generations; None: nothing is recorded. Event loop.
-        metrics: Counts rounds and sessions; None: no metrics. Drafting thread.
-        tracer: Makes spans; None: no spans. Any thread.
-        max_context: Longest text. Unit: tokens.
-        max_sequences: Maximum number of open sequences of the whole service.
-        draining: No sequence is opened any more. Event loop.
-        sequences: Sequences of the whole service, those being opened included. Event loop.
-        closed: Set whenever a sequence was closed. Event loop.
-    """
+    """What connections share with the rest of the service."""
 
     registry: Registry
+    """Chooses versions. Event loop."""
+
     worker: DraftWorker
+    """The drafting thread."""
+
     kv: KvExchange
+    """Opens the target's KV and hidden states. Event loop."""
+
     recorder: TextRecorder | None
+    """Records the token ids of generations; None: nothing is recorded. Event loop."""
+
     metrics: DrafterMetrics | None
+    """Counts rounds and sessions; None: no metrics. Drafting thread."""
+
     tracer: Tracer | None
+    """Makes spans; None: no spans. Any thread."""
+
     max_context: int
+    """Longest text. Unit: tokens."""
+
     max_sequences: int
+    """Maximum number of open sequences of the whole service."""
+
     draining: bool = False
+    """No sequence is opened any more. Event loop."""
+
     sequences: int = 0
+    """Sequences of the whole service, those being opened included. Event loop."""
+
     closed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set whenever a sequence was closed. Event loop."""
 
 
 @dataclass(eq=False)
@@ -117,9 +124,6 @@ class Connection:
     collected for the verifier. The event loop makes a connection and posts to the thread. What
     needs the event loop (choosing a version, opening KV, waiting for hidden states) runs there in
     tasks, which post their results. Any thread may read the number of ``sequences``.
-
-    Attributes:
-        sequences: Open sequences by number, those that are being opened included.
     """
 
     def __init__(
@@ -137,6 +141,7 @@ class Connection:
         both are called on the event loop. Without a socket, messages travel over the stream.
         """
         self.sequences: dict[int, _Sequence] = {}
+        """Open sequences by number, those that are being opened included."""
         self._parts = parts
         self._worker = parts.worker
         self._address = address

@@ -33,6 +33,9 @@ logger = logging.getLogger("paceline.drafter")
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
+RECORD_BYTES = 64 << 20
+"""Default limit of recorded texts. Unit: bytes."""
+
 
 class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
     """Lists, loads, activates, rolls back and unloads versions while generations run.
@@ -115,10 +118,6 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
         """Wait until the joined verifiers list a change, and log it."""
         await self._exchange.listed()
         logger.info("drafter %s", what, extra=extra)
-
-
-RECORD_BYTES = 64 << 20
-"""Default limit of recorded texts. Unit: bytes."""
 
 
 class DrafterService:

@@ -41,15 +41,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Description of the served model.
-
-    Attributes:
-        message: The GetModel response without the tokenizer. Requests are checked against it.
-        tokenizer_gzip: tokenizer.json, compressed; empty if the model has none.
-    """
+    """Description of the served model."""
 
     message: verifier_pb2.GetModelResponse
+    """The GetModel response without the tokenizer. Requests are checked against it."""
+
     tokenizer_gzip: bytes
+    """Tokenizer.json, compressed; empty if the model has none."""
 
     def grammars(self) -> Grammars:
         """A compiler of grammars for the model's tokens."""

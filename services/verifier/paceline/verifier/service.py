@@ -48,13 +48,7 @@ _DRAIN_POLL_SECONDS = 0.02
 
 
 class VerifierService:
-    """Target model, KV caches and engine behind the verifier's RPCs (paceline.service.Service).
-
-    Attributes:
-        store: The caches.
-        engine: The engine.
-        exchange: The drafter services that have joined.
-    """
+    """Target model, KV caches and engine behind the verifier's RPCs (paceline.service.Service)."""
 
     service_names = (
         "paceline.v1.VerifierService",
@@ -78,6 +72,7 @@ class VerifierService:
         kv = kv_memory(loaded, options)
         self._pool, self._graphs = kv.pool, kv.graphs
         self.engine = engine(loaded, kv, options)
+        """The engine."""
         self.store = CacheStore(
             kv.memory,
             self.engine.release,
@@ -86,6 +81,7 @@ class VerifierService:
             prefixes=self.engine.prefixes,
             clock=clock,
         )
+        """The caches."""
         self._gate = Gate()
         self._follow_counts = FollowCounts()
         self.exchange = DraftExchangeServicer(
@@ -96,6 +92,7 @@ class VerifierService:
             loaded.weights,
             needs_token=needs_token,
         )
+        """The drafter services that have joined."""
         self.exchange.on_tapped = self._capture_taps
         self._captures: set[asyncio.Task[None]] = set()
         kept = None if metrics is None else self._metrics(metrics, loaded.info)

@@ -63,39 +63,37 @@ class Cache:
     Used on the event loop. Its sequence and segment belong to the engine thread while a job of it
     runs. Only ``CacheStore.release`` frees it: first it invalidates the capabilities, then the
     engine unmaps the segment between two steps.
-
-    Attributes:
-        handle: Capability to generate (16 random bytes).
-        read_grant: Capability that only lets its holder read committed KV (16 random bytes).
-        sequence: The sequence.
-        expected_bytes: Memory that it was expected to need when it was admitted. Unit: bytes.
-        epoch: Number of the cache, different for every cache of a process. A reader that finds
-            another number than before must discard what it read.
-        expires: When the lease ends (the store's clock).
-        used: When it was renewed last.
-        job: Its newest job; None before the first.
-        stream: The task that serves its Generate stream; a newer stream replaces it.
-        released: Whether its capabilities are invalid.
-        policies: Selection policies whose scores begin with the prompt, by name and layers, until
-            they are followed.
-        request: Its times, if metrics are kept.
-        rounds: Rounds that were traced.
     """
 
     def __init__(self, sequence: Sequence, epoch: int, expected_bytes: int = 0) -> None:
         self.handle = secrets.token_bytes(CAPABILITY_BYTES)
+        """Capability to generate (16 random bytes)."""
         self.read_grant = secrets.token_bytes(CAPABILITY_BYTES)
+        """Capability that only lets its holder read committed KV (16 random bytes)."""
         self.sequence = sequence
+        """The sequence."""
         self.expected_bytes = expected_bytes
+        """Memory that it was expected to need when it was admitted. Unit: bytes."""
         self.epoch = epoch
+        """Number of the cache, different for every cache of a process. A reader that finds another
+        number than before must discard what it read."""
         self.expires = 0.0
+        """When the lease ends (the store's clock)."""
         self.used = 0.0
+        """When it was renewed last."""
         self.job: EngineJob | None = None
+        """Its newest job; None before the first."""
         self.stream: object | None = None
+        """The task that serves its Generate stream; a newer stream replaces it."""
         self.released = False
+        """Whether its capabilities are invalid."""
         self.policies: dict[tuple[str, tuple[int, ...]], SelectionPolicy] = {}
+        """Selection policies whose scores begin with the prompt, by name and layers, until they are
+        followed."""
         self.request: RequestTimes | None = None
+        """Its times, if metrics are kept."""
         self.rounds = 0
+        """Rounds that were traced."""
         sequence.read_grant = self.read_grant
         sequence.kv.header.open(epoch)
 
@@ -131,14 +129,12 @@ class Admission:
     Requests are admitted in order of arrival, but generations that were released for lack of
     memory go first. No request is passed by another one, so a long text is not kept waiting by
     short ones. Used on the event loop.
-
-    Attributes:
-        expected_output: Running mean of the lengths of outputs. Unit: tokens.
     """
 
     def __init__(self) -> None:
         """Make an empty queue."""
         self.expected_output = float(_FIRST_EXPECTED)
+        """Running mean of the lengths of outputs. Unit: tokens."""
         self._waiting: list[tuple[bool, int]] = []
         self._tickets = count()
         self._changed = asyncio.Event()
@@ -183,15 +179,12 @@ class Admission:
 
 
 class StoreFull(Exception):
-    """There is no memory for a cache.
-
-    Attributes:
-        forever: Whether the cache would not fit into an empty store either.
-    """
+    """There is no memory for a cache."""
 
     def __init__(self, message: str, *, forever: bool = False) -> None:
         super().__init__(message)
         self.forever = forever
+        """Whether the cache would not fit into an empty store either."""
 
 
 class CacheNotFound(Exception):
@@ -206,12 +199,6 @@ class CacheStore:
 
     A lease is the least lifetime of an unused cache. Every use of the handle renews it, and so does
     a running job; ``sweep()`` frees caches whose lease expired.
-
-    Attributes:
-        memory: KV memory.
-        admission: Requests that wait for memory.
-        expired: Number of caches that ``sweep()`` freed.
-        on_release: Called with each released cache and the error that ended its generation, or "".
     """
 
     def __init__(
@@ -227,12 +214,16 @@ class CacheStore:
         """Make an empty store; ``free`` ends a sequence, ``prefixes`` are the ended texts that the
         engine keeps. Unit of ``lease_seconds`` and of the clock, which is monotonic: seconds."""
         self.memory = memory
+        """KV memory."""
         self.prefixes = PrefixCache(0) if prefixes is None else prefixes
         self.lease_seconds = lease_seconds
         self.max_sequences = max_sequences
         self.admission = Admission()
+        """Requests that wait for memory."""
         self.expired = 0
+        """Number of caches that ``sweep()`` freed."""
         self.on_release: Callable[[Cache, str], None] | None = None
+        """Called with each released cache and the error that ended its generation, or ""."""
         self._free = free
         self._clock = clock
         self._caches: dict[bytes, Cache] = {}

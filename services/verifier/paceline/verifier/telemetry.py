@@ -46,10 +46,6 @@ class RoundSpans:
 
     The span of a draft has to begin when the tree is requested, since the drafter's span is its
     child. All other spans are made when the step is reported (:meth:`Telemetry.answered`).
-
-    Attributes:
-        traceparent: Of the generation's span.
-        parent: The same, parsed once; any thread may read it.
     """
 
     def __init__(
@@ -61,7 +57,9 @@ class RoundSpans:
     ) -> None:
         """Begin; ``rounds``: how many first ones are traced, and n of each n-th after them."""
         self.traceparent = traceparent
+        """``traceparent`` of the generation's span."""
         self.parent = parent
+        """The parsed ``traceparent``; any thread may read it."""
         self._tracer = tracer
         self._first, self._every = rounds
         self._step = 0

@@ -71,7 +71,7 @@ class KvSpace:
 
     memory: KvMemory
     pool: PagePool | None
-    """The same if KV lies in pages."""
+    """The memory, if KV lies in pages; else None."""
     graphs: GraphRunner | None
     """CUDA graphs over the pages, on a device that has them."""
     max_sequences: int

@@ -75,7 +75,7 @@ def _weight(key, highest):
 
 @triton.jit
 def _filter(integers, floats, best, row, chunks, CHUNKS: tl.constexpr):
-    """Of a row: top_k, top_p, temperature, its largest value and the border of min_p."""
+    """The numbers of a row: top_k, top_p, temperature, largest value and the border of min_p."""
     k = tl.load(integers + row * 6 + 2)
     temperature = tl.load(floats + row * 6 + 3).to(tl.float32)
     log_min_p = tl.load(floats + row * 6 + 4).to(tl.float32)

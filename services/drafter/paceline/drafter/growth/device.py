@@ -38,22 +38,25 @@ from paceline.tree import TokenTree
 
 logger = logging.getLogger("paceline.drafter")
 
+Rank = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""Maps logits ``[S F, V]`` and the number of their level to candidates, as :func:`rank_rows`."""
+
 
 @dataclass(frozen=True)
 class TreeShape:
-    """Shape of all trees of a batch.
-
-    Attributes:
-        widths: Nodes that each level should have.
-        count: Logits that candidates are taken of, the first ones.
-        min_score: Nodes with a lower log of the survival are not expanded.
-        chain: Whether no node can have a sibling.
-    """
+    """Shape of all trees of a batch."""
 
     widths: tuple[int, ...]
+    """Nodes that each level should have."""
+
     count: int
+    """Logits that candidates are taken of, the first ones."""
+
     min_score: float
+    """Nodes with a lower log of the survival are not expanded."""
+
     chain: bool
+    """Whether no node can have a sibling."""
 
     @classmethod
     def of(cls, options: TreeChoices, levels: int, count: int) -> TreeShape:
@@ -83,36 +86,36 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class HostPass:
-    """A forward pass as the host knows it before the draft.
-
-    Attributes:
-        blocks: Its blocks; sequences are those of the batch.
-        positions: Absolute position of each row.
-        tokens: Token ids of the rows; none if they are drafted or the pass has none.
-        logit_rows: Rows that need logits; none if they are those of the newest level.
-        inputs: Hidden states of the rows.
-    """
+    """A forward pass as the host knows it before the draft."""
 
     blocks: Sequence[QueryBlock] = ()
+    """Its blocks; sequences are those of the batch."""
+
     positions: Sequence[int] = ()
+    """Absolute position of each row."""
+
     tokens: Sequence[int] = ()
+    """Token ids of the rows; none if they are drafted or the pass has none."""
+
     logit_rows: Sequence[int] = ()
+    """Rows that need logits; none if they are those of the newest level."""
+
     inputs: StateRows | None = None
+    """Hidden states of the rows."""
 
 
 @dataclass(frozen=True)
 class HostDraft:
-    """What the passes of a draft read.
-
-    Attributes:
-        passes: In order.
-        caches: KV by sequence.
-        contexts: By sequence, for a model that attends to contexts.
-    """
+    """What the passes of a draft read."""
 
     passes: Sequence[HostPass]
+    """In order."""
+
     caches: Sequence[KVCacheView]
+    """KV by sequence."""
+
     contexts: Sequence[Context] = ()
+    """By sequence, for a model that attends to contexts."""
 
 
 def text_pass(parts: Sequence[PassPart], inputs: StateRows | None = None) -> HostPass:
@@ -149,16 +152,14 @@ def level_passes(starts: Sequence[int], lengths: Sequence[int], shape: TreeShape
 
 
 class Passes:
-    """The passes of a draft on the device, sent there one by one.
-
-    Attributes:
-        caches: KV of each sequence.
-        contexts: Contexts of each sequence.
-    """
+    """The passes of a draft on the device, sent there one by one."""
 
     def __init__(self, draft: HostDraft, device: torch.device) -> None:
         self._passes, self._device = draft.passes, device
-        self.caches, self.contexts = draft.caches, draft.contexts
+        self.caches = draft.caches
+        """KV of each sequence."""
+        self.contexts = draft.contexts
+        """Contexts of each sequence."""
 
     def plan(self, index: int, ancestors: Tensor | None = None) -> TreePlan | None:
         """Returns the plan of a pass, None if it has no rows; ``ancestors`` as in
@@ -184,10 +185,6 @@ class Passes:
         return None if inputs is None else inputs.tensor()
 
 
-Rank = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""Maps logits ``[S F, V]`` and the number of their level to candidates, as :func:`rank_rows`."""
-
-
 def rank_on_device(rankers: Sequence[Ranker], lengths: Sequence[int], shape: TreeShape) -> Rank:
     """Returns what ranks candidates for sequences with texts of some lengths."""
 
@@ -202,13 +199,7 @@ def rank_on_device(rankers: Sequence[Ranker], lengths: Sequence[int], shape: Tre
 
 
 class DeviceTrees:
-    """One tree of each of S sequences, on their device.
-
-    Attributes:
-        level: Levels so far.
-        tokens: Token ids of the nodes, int64 ``[S, N]``, level by level.
-        parents: Their parents' numbers, int64 ``[S, N]``; -1: the anchor.
-    """
+    """One tree of each of S sequences, on their device."""
 
     def __init__(
         self, shape: TreeShape, last: Tensor, rank: Rank, *, kernels: bool = False
@@ -225,8 +216,11 @@ class DeviceTrees:
         self._shape, self._last, self._rank, self._kernels = shape, last, rank, kernels
         trees, nodes, device = len(last), shape.stops[-1], last.device
         self.level = 0
+        """Levels so far."""
         self.tokens = torch.zeros(trees, nodes, dtype=torch.int64, device=device)
+        """Token ids of the nodes, int64 ``[S, N]``, level by level."""
         self.parents = torch.full((trees, nodes), -1, dtype=torch.int64, device=device)
+        """Their parents' numbers, int64 ``[S, N]``; -1: the anchor."""
         self._scores = torch.full((2, trees, nodes), -torch.inf, dtype=torch.float64, device=device)
         self._above = torch.zeros(trees, 1, dtype=torch.float64, device=device)
         """Scores of the nodes that get children; -inf for the others of the newest level."""

@@ -55,27 +55,31 @@ NOISES = ("none", "noise", "filters")
 
 @dataclass(frozen=True)
 class PassShape:
-    """Largest shape of a pass.
-
-    Attributes:
-        rows: Rows of each sequence.
-        blocks: Blocks of each sequence.
-        windows: Windows of its layers that attend to the caches.
-        contexts: Windows of those that attend to contexts.
-        tokens: Whether the host gives its tokens.
-        logit_rows: Rows of each sequence that need logits, if the host gives them.
-        inputs: Width of its hidden states; 0: none.
-        taps: Layers that they are of.
-    """
+    """Largest shape of a pass."""
 
     rows: int
+    """Rows of each sequence."""
+
     blocks: int = 1
+    """Blocks of each sequence."""
+
     windows: tuple[int | None, ...] = ()
+    """Windows of its layers that attend to the caches."""
+
     contexts: tuple[int | None, ...] = ()
+    """Windows of those that attend to contexts."""
+
     tokens: bool = False
+    """Whether the host gives its tokens."""
+
     logit_rows: int = 0
+    """Rows of each sequence that need logits, if the host gives them."""
+
     inputs: int = 0
+    """Width of its hidden states; 0: none."""
+
     taps: int = 1
+    """Layers that they are of."""
 
 
 def text_and_levels(text: PassShape, level: PassShape, shape: TreeShape) -> list[PassShape]:
@@ -226,7 +230,7 @@ class _Placed:
 
 
 class _Graph(Passes):
-    """A captured draft and its tables; the passes of what is captured."""
+    """The CUDA graph of one draft, its input tables and its forward passes."""
 
     def __init__(
         self,

@@ -16,6 +16,9 @@ from paceline.drafter.growth.text import Growth, PassPart, TextPasses
 from paceline.kernels import TreePlan
 from paceline.tree import TokenTree
 
+Forward = Callable[[Tensor, TreePlan, Tensor], Tensor]
+"""Maps tokens ``[M]``, their plan and the rows that need logits, int64 ``[R]``, to the logits."""
+
 
 class LevelModel(Protocol):
     """A model whose trees grow level by level."""
@@ -56,10 +59,6 @@ class HostGrowth(Growth):
                 if passes.text.tree.grows and next_end < budget.deadline
             ]
         return [passes.text.tree.tree() for passes, _ in rounds]
-
-
-Forward = Callable[[Tensor, TreePlan, Tensor], Tensor]
-"""Maps tokens ``[M]``, their plan and the rows that need logits, int64 ``[R]``, to the logits."""
 
 
 def forward_parts(

@@ -39,15 +39,10 @@ class KvLayers(Protocol):
 
 
 class TargetKv:
-    """A layer of the target's KV that a round of one generation reads; a ``KVCacheView`` of it.
-
-    Attributes:
-        length: Number of positions, 1 or more.
-        pages: Where they lie in pages; None: copies were made.
-        table: The copies for compiled programs; None: there are none on the CPU.
-    """
+    """A layer of the target's KV that a round of one generation reads; a ``KVCacheView`` of it."""
 
     table: LayerTable | None = None
+    """The copies for compiled programs; None: there are none on the CPU."""
 
     def __init__(
         self, kv: KvReader, number: int, layer: KvLayers, *, deferred: bool = False
@@ -64,7 +59,9 @@ class TargetKv:
         self._kv, self._number, self._reader = kv, number, layer
         self._planes: tuple[Tensor, Tensor] | None = None
         self.pages: KvPages | None = kv.pages(number) if deferred else None
+        """Where they lie in pages; None: copies were made."""
         self.length = self.pages.length if self.pages is not None else self.layer(0)[0].shape[1]
+        """Number of positions, 1 or more."""
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values, each ``[Hkv, n, D]``.
@@ -74,7 +71,7 @@ class TargetKv:
         """
         if self._planes is None:
             reader, parts = self._reader, self._kv.parts(self._number)
-            if not parts:  # a key with value 0 stands for nothing
+            if not parts:  # an all-zero value row contributes nothing
                 nothing = torch.zeros(reader.config.kv_heads, 1, reader.config.head_dim)
                 parts = [(nothing, nothing)]
             keys, values = (
@@ -89,12 +86,7 @@ class TargetKv:
 
 
 class StateRows:
-    """Hidden states of the rows of a pass.
-
-    Attributes:
-        blocks: Their positions, block after block.
-        repeats: How often each position of a block is read, one row after the other.
-    """
+    """Hidden states of the rows of a pass."""
 
     def __init__(
         self,
@@ -103,7 +95,11 @@ class StateRows:
         repeats: int = 1,
     ) -> None:
         """Takes blocks, and what makes inputs ``[n, width]`` of states ``[n, layers * hidden]``."""
-        self.blocks, self.repeats, self._convert = blocks, repeats, convert
+        self.blocks = blocks
+        """Their positions, block after block."""
+        self.repeats = repeats
+        """How often each position of a block is read, one row after the other."""
+        self._convert = convert
 
     def tensor(self) -> Tensor:
         """Returns the inputs ``[rows, width]``.

@@ -26,6 +26,8 @@ from paceline.kv.cuda import (
 from paceline.kv.segment import HEADER_BYTES
 from paceline.kv.selection import streaming_positions
 
+_NO_PAGES = np.empty(0, np.int32)
+
 
 class PoolReader(MappedReader):
     """Reads pages of the verifier's pool.
@@ -102,9 +104,6 @@ class PoolReader(MappedReader):
         if len(pages) and not 0 <= pages.min() <= pages.max() < len(self._memory):
             raise KvGone("the verifier's page table leads out of its pool")
         return pages
-
-
-_NO_PAGES = np.empty(0, np.int32)
 
 
 def _page_shape(file: CacheFile) -> tuple[int, int, int, int, int]:

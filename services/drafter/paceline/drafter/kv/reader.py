@@ -20,36 +20,32 @@ class KvPages:
     """Where the selected positions of a layer lie on the GPU that reads, for kernels that gather.
 
     The first ``SINKS`` selected positions are those of the text; the others follow one another.
-
-    Attributes:
-        dtype: Type of keys and values.
-        shape: Of the layer's keys in a page, ``(Hkv, page_size, D)``; its values follow them.
-        address: Of the layer's keys in page 0.
-        page_bytes: Distance between two pages.
-        length: Number of positions, 1 or more.
-        first: Position of number ``SINKS``.
-        pages: The page of position 0, then the pages from that of ``first`` on, int32.
     """
 
     dtype: torch.dtype
+    """Type of keys and values."""
+
     shape: tuple[int, int, int]
+    """Of the layer's keys in a page, ``(Hkv, page_size, D)``; its values follow them."""
+
     address: int
+    """Of the layer's keys in page 0."""
+
     page_bytes: int
+    """Distance between two pages."""
+
     length: int
+    """Number of positions, 1 or more."""
+
     first: int
+    """Position of number ``SINKS``."""
+
     pages: NDArray[np.int32]
+    """The page of position 0, then the pages from that of ``first`` on, int32."""
 
 
 class StateSpan:
-    """Hidden states at neighbouring positions, which were copied or still lie in pages.
-
-    Attributes:
-        first: The first position.
-        count: Number of positions.
-        addresses: Of each position's rows, one for each layer, on the GPU that reads, int64
-            ``[count, layers]``; None: they were copied.
-        dtype: Type of states that lie in pages.
-    """
+    """Hidden states at neighbouring positions, which were copied or still lie in pages."""
 
     def __init__(
         self,
@@ -59,10 +55,17 @@ class StateSpan:
         dtype: torch.dtype | None = None,
     ) -> None:
         """Takes states ``[count, layers * hidden]``; or addresses, a type and what copies them."""
-        self.first, self.dtype, self.addresses = first, dtype, addresses
+        self.first = first
+        """The first position."""
+        self.dtype = dtype
+        """Type of states that lie in pages."""
+        self.addresses = addresses
+        """Of each position's rows, one for each layer, on the GPU that reads, int64 ``[count,
+        layers]``; None: they were copied."""
         self._states = states
         if addresses is not None:
             self.count = len(addresses)
+            """Number of positions."""
         else:
             assert isinstance(states, Tensor)
             self.count = len(states)
@@ -122,12 +125,10 @@ class KvReader(CacheReader):
     """Keys (after RoPE) and values of some layers.
 
     In each round a method calls :meth:`refresh` once, then :meth:`parts` for each layer.
-
-    Attributes:
-        layers: Layers as the method named them; negative ones count from the last.
     """
 
     layers: tuple[int, ...] = ()
+    """Layers as the method named them; negative ones count from the last."""
 
     @property
     def updates(self) -> int:

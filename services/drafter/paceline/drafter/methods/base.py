@@ -39,6 +39,8 @@ __all__ = [
 SECTION = "paceline"
 """Section of config.json with what other projects have no fields for."""
 
+Options = TypeVar("Options")
+
 
 class LoadError(Exception):
     """A drafter cannot be loaded: its method, folder, options or weights are invalid."""
@@ -261,9 +263,6 @@ def refuse_folder(method: str, folder: Path | None) -> None:
         raise LoadError(
             "FOLDER_NOT_WANTED", f"{method} has no weights, got the folder {folder}; leave it out"
         )
-
-
-Options = TypeVar("Options")
 
 
 def parse_options(kind: type[Options], given: Mapping[str, str]) -> Options:

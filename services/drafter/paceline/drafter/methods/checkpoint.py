@@ -52,6 +52,14 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 _TARGET_EMBEDDING = "model.embed_tokens.weight"
 
+_OTHER_TENSORS = frozenset({EMBEDDING, HEAD, DRAFTED, DRAFT_TOKENS})
+"""Tensors that a folder may also hold: the target's own, and maps between vocabularies."""
+
+_DTYPES = {
+    torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch.float16: torch.bfloat16
+}  # fmt: skip
+"""Type of a drafter by that of its tensors."""
+
 
 def required_folder(method: str, folder: Path | None) -> Path:
     """Returns the folder or GGUF file of a method with weights. Raises ``LoadError``:
@@ -234,21 +242,22 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TargetRef:
-    """The target that a drafter was made for.
-
-    Attributes:
-        name: Name of its folder or file, without the path.
-        architectures: From its config.json.
-        fingerprint: See :func:`paceline.decoder.weights_fingerprint`.
-        tokenizer_digest: SHA-256 hex of its tokenizer.json; empty if it has none.
-        origin: By which other formats of it are recognised; None: not known.
-    """
+    """The target that a drafter was made for."""
 
     name: str
+    """Name of its folder or file, without the path."""
+
     architectures: tuple[str, ...]
+    """From its config.json."""
+
     fingerprint: str
+    """See :func:`paceline.decoder.weights_fingerprint`."""
+
     tokenizer_digest: str
+    """SHA-256 hex of its tokenizer.json; empty if it has none."""
+
     origin: Origin | None = None
+    """By which other formats of it are recognised; None: not known."""
 
     @classmethod
     def of(cls, path: str | Path) -> TargetRef:
@@ -364,15 +373,6 @@ def read_shape(
     return config, _stored_dtype(folder, tensor)
 
 
-_OTHER_TENSORS = frozenset({EMBEDDING, HEAD, DRAFTED, DRAFT_TOKENS})
-"""Tensors that a folder may also hold: the target's own, and maps between vocabularies."""
-
-_DTYPES = {
-    torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch.float16: torch.bfloat16
-}  # fmt: skip
-"""Type of a drafter by that of its tensors."""
-
-
 def _stored_dtype(folder: str | Path, name: str) -> torch.dtype:
     weights = DrafterWeights(folder, torch.float32)
     if name not in weights:
@@ -442,11 +442,6 @@ class TargetEmbedding:
     drafters on a machine, and other processes that map the file, then share its memory. The same
     holds for the head, unless the compiled kernels pack it. Blocks of a GGUF file are packed once
     in a process.
-
-    Attributes:
-        embedding: ``[V, hidden]``, plain or packed.
-        head: The LM head.
-        tokens: The target's token id of each row of the head, int64 ``[R]``; None: all, in order.
     """
 
     def __init__(
@@ -467,8 +462,12 @@ class TargetEmbedding:
             head = head.rows(rows).to(dtype)
         elif tokens is not None and len(tokens) != len(head):
             head = head[tokens.to(head.device)]
-        self.embedding, self.tokens = embedding, tokens
+        self.embedding = embedding
+        """``[V, hidden]``, plain or packed."""
+        self.tokens = tokens
+        """The target's token id of each row of the head, int64 ``[R]``; None: all, in order."""
         self.head = linear([head], bits)
+        """The LM head."""
         packed = [each for each in (self.head.packed, embedding) if isinstance(each, PackedMatrix)]
         self.private_bytes = sum(t.nbytes for each in packed for t in each.tensors().values())
         """Bytes of packed matrices."""

@@ -35,6 +35,12 @@ DRAFT_TOKENS, DRAFTED = "d2t", "t2d"
 one that tells which tokens are drafted, bool ``[V]``. Published ``d2t`` hold the difference of both
 ids, those of this project's folders the target's, and they have no ``t2d``."""
 
+_RENAMED = {
+    "candidate_selector.predecessor_codebook": "markov_head.markov_w1.weight",
+    "candidate_selector.successor_codebook": "markov_head.markov_w2.weight",
+    "candidate_selector.hidden_projection.weight": "markov_head.gate_proj.weight",
+}
+
 
 class DrafterWeights(Checkpoint):
     """Tensors of a drafter's folder, by the names of this project.
@@ -53,13 +59,6 @@ class DrafterWeights(Checkpoint):
         """Shape of a tensor, from the file's header."""
         file, stored = self._names[name]
         return tuple(file.get_slice(stored).get_shape())
-
-
-_RENAMED = {
-    "candidate_selector.predecessor_codebook": "markov_head.markov_w1.weight",
-    "candidate_selector.successor_codebook": "markov_head.markov_w2.weight",
-    "candidate_selector.hidden_projection.weight": "markov_head.gate_proj.weight",
-}
 
 
 def _own_name(name: str) -> str:
@@ -117,19 +116,6 @@ class LayerShape:
 
     Embedding and LM head are the target's, and so are ``hidden`` and ``vocab_size``.
 
-    Attributes:
-        hidden: Width of the residual stream.
-        intermediate: Width of the feed-forward blocks.
-        q_heads: Query heads.
-        kv_heads: Key and value heads; divides ``q_heads``.
-        head_dim: Width of a head.
-        vocab_size: Rows of the target's embedding.
-        max_position: Longest context. Unit: tokens.
-        norm_eps: Epsilon of every RMS norm.
-        rope_parameters: ``rope_parameters`` of a transformers configuration.
-        draft_vocab_size: Tokens that can be drafted, the most frequent ones (EAGLE-3, section 3);
-            0: all of the vocabulary.
-
     Raises:
         UnsupportedModelError: A field is out of range.
     """
@@ -146,15 +132,35 @@ class LayerShape:
     """Names of the fields above 0 in a transformers configuration; a subclass adds its own."""
 
     hidden: int
+    """Width of the residual stream."""
+
     intermediate: int
+    """Width of the feed-forward blocks."""
+
     q_heads: int
+    """Query heads."""
+
     kv_heads: int
+    """Key and value heads; divides ``q_heads``."""
+
     head_dim: int
+    """Width of a head."""
+
     vocab_size: int
+    """Rows of the target's embedding."""
+
     max_position: int
+    """Longest context. Unit: tokens."""
+
     norm_eps: float
+    """Epsilon of every RMS norm."""
+
     rope_parameters: Mapping[str, Any]
+    """``rope_parameters`` of a transformers configuration."""
+
     draft_vocab_size: int = field(default=0, kw_only=True)
+    """Tokens that can be drafted, the most frequent ones (EAGLE-3, section 3); 0: all of the
+    vocabulary."""
 
     def __post_init__(self) -> None:
         for name in self.HF_FIELDS:
@@ -281,17 +287,16 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class TappedShape(LayerShape):
-    """Shape of a drafter that reads outputs of target layers.
-
-    Attributes:
-        taps: These layers, 0 for the first, strictly increasing.
-        target_layers: Number of layers of the target; 0: not known.
-        window: Positions that attention reads; 0: all. Unit: tokens.
-    """
+    """Shape of a drafter that reads outputs of target layers."""
 
     taps: tuple[int, ...] = field(kw_only=True)
+    """These layers, 0 for the first, strictly increasing."""
+
     target_layers: int = field(default=0, kw_only=True)
+    """Number of layers of the target; 0: not known."""
+
     window: int = field(default=0, kw_only=True)
+    """Positions that attention reads; 0: all. Unit: tokens."""
 
     COUNTS: ClassVar[tuple[str, ...]] = ("window", "target_layers")
     """Names of the fields of 0 or more."""
@@ -377,16 +382,16 @@ class DraftModel(nn.Module):
     """A drafter's layers in training, without embedding and LM head, which are the target's.
 
     Parameters have the names of the folder's tensors.
-
-    Attributes:
-        config: Shape of the layers.
-        d2t: The target's id of each drafted token, rising, int64 ``[R]``; None: all tokens.
-        rope_inv_freq: Inverse frequencies of the rotary embedding.
     """
 
     config: LayerShape
+    """Shape of the layers."""
+
     d2t: Tensor | None
+    """The target's id of each drafted token, rising, int64 ``[R]``; None: all tokens."""
+
     rope_inv_freq: Tensor
+    """Inverse frequencies of the rotary embedding."""
 
     def __init__(self, config: LayerShape) -> None:
         super().__init__()
@@ -414,19 +419,20 @@ class DraftModel(nn.Module):
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A drafter's tensors by name, as the parts of programs, which share them.
-
-    Attributes:
-        config: Shape of the drafter.
-        tensors: See :func:`~paceline.drafter.methods.checkpoint.load_weights`.
-        bits: 8 or 4 for matrices in blocks of 32; 0: as they came.
-        numerics: Those of the programs, "portable" or "amx".
-    """
+    """A drafter's tensors by name, as the parts of programs, which share them."""
 
     config: LayerShape
+    """Shape of the drafter."""
+
     tensors: Mapping[str, Tensor]
+    """See :func:`~paceline.drafter.methods.checkpoint.load_weights`."""
+
     bits: int = 0
+    """8 or 4 for matrices in blocks of 32; 0: as they came."""
+
     numerics: str = "portable"
+    """Those of the programs, "portable" or "amx"."""
+
     _made: dict[tuple[str, ...], Linear] = field(default_factory=dict, init=False, repr=False)
 
     @property

@@ -104,19 +104,19 @@ class TopChunks:
 
 @dataclass(frozen=True)
 class ObservedRows:
-    """Rows of a pass whose attention is added to the scores.
-
-    Attributes:
-        scores: Receives the weights.
-        rows: The last rows of one sequence in the packed pass.
-        cache: The cache that they attend to.
-        positions: Positions of its first slots, up to the last row's, int64 ``[n]``.
-    """
+    """Rows of a pass whose attention is added to the scores."""
 
     scores: TopChunks
+    """Receives the weights."""
+
     rows: range
+    """The last rows of one sequence in the packed pass."""
+
     cache: KVCacheView
+    """The cache that they attend to."""
+
     positions: Tensor
+    """Positions of its first slots, up to the last row's, int64 ``[n]``."""
 
 
 class TextScores:

@@ -69,6 +69,9 @@ _MIN_EXPONENT = 1 / 32
 _RATE = 0.1
 """Relative change of the exponent for each token that was expected and wrong: about ten count."""
 
+_SHARED_WEIGHTS_TIMEOUT = 60.0
+"""Longest wait for the verifier's weights. Unit: seconds."""
+
 
 class SelfSpecPasses(TextPasses):
     """Passes of ``selfspec`` for one generation.
@@ -158,10 +161,6 @@ class SelfSpecPasses(TextPasses):
                 break
         self.exponent = min(1.0, max(_MIN_EXPONENT, self.exponent * math.exp(_RATE * surplus)))
         self._drafter.exponent = self.exponent
-
-
-_SHARED_WEIGHTS_TIMEOUT = 60.0
-"""Longest wait for the verifier's weights. Unit: seconds."""
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,10 @@ from paceline.kernels.structures import DraftText
 FORMATS = (*TreeOptions.formats, "int8", "int4")
 """Known values of the option ``weights`` where matrices can be quantised."""
 
+_GROWTH = 512
+Options = TypeVar("Options", bound=TreeOptions)
+Made = TypeVar("Made")
+
 
 @dataclass(frozen=True)
 class TargetOptions:
@@ -191,9 +195,6 @@ class DraftLayers(ABC):
         self.run(0, tokens, plan, [cache], inputs=states)
 
 
-_GROWTH = 512
-
-
 class WindowCache:
     """KV of one generation's text, followed by slots for a tree or a part; a ``KVCacheView``.
 
@@ -297,16 +298,12 @@ class TextStates:
         return self.readable >= self._text.length - 1 > 0
 
 
-Options = TypeVar("Options", bound=TreeOptions)
-Made = TypeVar("Made")
-
-
 @dataclass(frozen=True)
 class TargetParts(Generic[Options]):
     """What a method consists of whose layers share a target's embedding and LM head."""
 
     method: str
-    """Its name."""
+    """Name of the parameter."""
 
     options: type[Options]
     """Its options, which are :class:`TargetOptions` too."""

@@ -55,11 +55,6 @@ class Sampler:
     Every token it returns is emitted, so it enters the sequence's history at once. With rejection
     sampling the token after a node that has a child is the child's if it is accepted, else a
     replacement, so that a walk compares tokens in both modes.
-
-    Attributes:
-        logprobs: Raw log-probability of each token; empty unless requested.
-        top_logprobs: Likeliest (token, log-probability) pairs at each position; empty unless
-            requested.
     """
 
     def __init__(
@@ -84,7 +79,9 @@ class Sampler:
         self._independent = not sampling.rejection and (sampling.greedy or not sampling.filtered)
         self._chain = tree if sampling.rejection else EMPTY
         self.logprobs: list[float] = []
+        """Raw log-probability of each token; empty unless requested."""
         self.top_logprobs: list[list[tuple[int, float]]] = []
+        """Likeliest (token, log-probability) pairs at each position; empty unless requested."""
 
     def __call__(self, node: int) -> int:
         """The token after ``node`` (-1: the anchor)."""
@@ -178,17 +175,16 @@ def walk(
 
 @dataclass(frozen=True)
 class _Read:
-    """What the host reads of one entry.
-
-    Attributes:
-        logits: Of its rows, on the CPU; empty if none are needed.
-        scored: Of the rows that give the prompt's log-probabilities, on the CPU.
-        tokens: The token after each of its rows, chosen on the device; None: by the walk.
-    """
+    """What the host reads of one entry."""
 
     logits: Tensor
+    """Logits of its rows, on the CPU; empty if none are needed."""
+
     scored: Tensor
+    """Logits of the rows that give the prompt's log-probabilities, on the CPU."""
+
     tokens: Items[int] | None = None
+    """The token after each of its rows, chosen on the device; None: by the walk."""
 
 
 def accept_batch(

@@ -45,19 +45,19 @@ def prompt_room(rounds: int) -> int:
 
 @dataclass(frozen=True)
 class _Observed:
-    """The block of a batch that one observer observes.
-
-    Attributes:
-        observer: The sequence's observer.
-        block: Index of the block in the plan.
-        nodes: Observed rows, counted inside the block.
-        rows: The same rows, counted in the batch.
-    """
+    """The block of a batch that one observer observes."""
 
     observer: ScoreObserver
+    """The sequence's observer."""
+
     block: int
+    """Index of the block in the plan."""
+
     nodes: tuple[int, ...]
+    """Observed rows, counted inside the block."""
+
     rows: tuple[int, ...]
+    """Observed rows, counted in the batch."""
 
 
 class BatchObserver:
@@ -128,38 +128,37 @@ class BatchObserver:
 
 @dataclass(frozen=True, slots=True)
 class BatchEntry:
-    """One job's part of a batch.
-
-    Attributes:
-        job: The job.
-        tree: The drafted nodes that the scheduler admitted.
-        stop: Position after the entry's last one. Unit: tokens.
-        logits: Its rows of the batch's logits: the anchor's and one per node, or the last one of a
-            prefill; none in the middle of a prefill.
-        rows: Its rows of the batch.
-        scored: Rows of the batch's logits that give the log-probabilities of the prompt's next
-            tokens; none unless they are requested.
-    """
+    """One job's part of a batch."""
 
     job: EngineJob
+    """The job."""
+
     tree: TokenTree
+    """The drafted nodes that the scheduler admitted."""
+
     stop: int
+    """Position after the entry's last one. Unit: tokens."""
+
     logits: slice
+    """Its rows of the batch's logits: the anchor's and one per node, or the last one of a prefill;
+    none in the middle of a prefill."""
+
     rows: slice
+    """Its rows of the batch."""
+
     scored: slice
+    """Rows of the batch's logits that give the log-probabilities of the prompt's next tokens; none
+    unless they are requested."""
 
 
 class Batch:
-    """Collects query blocks, then runs them in one forward pass.
-
-    Attributes:
-        entries: One per job, in order.
-        tokens: Packed tokens so far.
-    """
+    """Collects query blocks, then runs them in one forward pass."""
 
     def __init__(self) -> None:
         self.entries: list[BatchEntry] = []
+        """One per job, in order."""
         self.tokens: list[int] = []
+        """Packed tokens so far."""
         self._blocks: list[QueryBlock] = []
         self._caches: list[SequenceKv] = []
         self._logit_rows: list[int] = []

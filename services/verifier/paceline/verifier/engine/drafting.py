@@ -61,33 +61,41 @@ class Link:
     The event loop makes it and hands it to :meth:`Drafting.join`; the engine thread uses it from
     then on. Any thread may read ``drafters``, which is replaced as a whole, ``carrier`` and the
     number of ``sequences``.
-
-    Attributes:
-        drafters: What the service announced last.
-        write: Sends a message over the gRPC stream. Called on the engine thread.
-        end: Ends the Join call with an error. Called on the engine thread.
-        socket: Its Unix socket; None: its messages travel over the gRPC stream.
-        sequences: Open sequences by number.
-        last: The newest number that was given out.
-        message: What is sent next.
-        latency: Mean latency of trees by drafter. Unit: seconds.
-        failures: Trees and answers that were wrong, late or never came since the last tree that was
-            taken. Of several services that offer a drafter the one with the fewest gets a sequence.
-        joined: Whether the engine uses it.
-        known: Whether it is of a user who may join: by a token, or by the user of the socket.
     """
 
     drafters: exchange_pb2.DrafterList
+    """What the service announced last."""
+
     write: Callable[[exchange_pb2.JoinResponse], None]
+    """Sends a message over the gRPC stream. Called on the engine thread."""
+
     end: Callable[[ServiceError], None]
+    """Ends the Join call with an error. Called on the engine thread."""
+
     socket: FramedSocket | None = None
+    """Its Unix socket; None: its messages travel over the gRPC stream."""
+
     sequences: dict[int, SequenceAtDrafter] = field(default_factory=dict)
+    """Open sequences by number."""
+
     last: int = 0
+    """The newest number that was given out."""
+
     message: exchange_pb2.JoinResponse = field(default_factory=exchange_pb2.JoinResponse)
+    """What is sent next."""
+
     latency: dict[str, float] = field(default_factory=dict)
+    """Mean latency of trees by drafter. Unit: seconds."""
+
     failures: int = 0
+    """Trees and answers that were wrong, late or never came since the last tree that was taken. Of
+    several services that offer a drafter the one with the fewest gets a sequence."""
+
     joined: bool = False
+    """Whether the engine uses it."""
+
     known: bool = True
+    """Whether it is of a user who may join: by a token, or by the user of the socket."""
 
     @property
     def carrier(self) -> str:
@@ -140,33 +148,40 @@ def _remove(parts: Any, number: int) -> bool:
 
 @dataclass(slots=True, eq=False)
 class SequenceAtDrafter:
-    """A generation that is open at a drafter service.
-
-    Attributes:
-        link: The service.
-        number: Its number there.
-        job: The generation.
-        name: Name of the drafter.
-        sent: Tokens of the text that were sent.
-        asked_at: When its tree, or the sequence, was requested (time.perf_counter).
-        opened: What the service answered; None: it has not answered.
-        drafter: The version that drafts; None: the service has not answered.
-        round: Number of the newest round.
-        pending: Whether its tree has not come.
-        budget: Nodes that were requested at most.
-    """
+    """A generation that is open at a drafter service."""
 
     link: Link
+    """The service."""
+
     number: int
+    """Its number there."""
+
     job: Decode
+    """The generation."""
+
     name: str
+    """Name of the drafter."""
+
     sent: int
+    """Tokens of the text that were sent."""
+
     asked_at: float
+    """When its tree, or the sequence, was requested (time.perf_counter)."""
+
     opened: exchange_pb2.SequenceOpened | None = None
+    """What the service answered; None: it has not answered."""
+
     drafter: DrafterVersion | None = None
+    """The version that drafts; None: the service has not answered."""
+
     round: int = 0
+    """Number of the newest round."""
+
     pending: bool = False
+    """Whether its tree has not come."""
+
     budget: int = 0
+    """Nodes that were requested at most."""
 
 
 class Drafting:
@@ -176,20 +191,18 @@ class Drafting:
     drafters, or none while it is the first that joined. Whatever it sends, a tree is checked before
     the engine verifies it; a tree that is wrong closes its sequence, a message that breaks the
     protocol ends the connection.
-
-    Attributes:
-        links: The services, in the order of joining.
-        waiting: Jobs that wait for a tree, with the time at which they stop waiting
-            (time.perf_counter).
-        ready: Jobs whose wait is over; the engine queues and clears them.
     """
 
     def __init__(self, waiter: Waiter, read_tree: ReadTree, *, strict: bool = False) -> None:
         """Make it without services; ``waiter`` is the engine thread's. ``strict``: an invalid tree
         ends the connection of its service, not only its sequence."""
         self.links: list[Link] = []
+        """The services, in the order of joining."""
         self.waiting: dict[Decode, float] = {}
+        """Jobs that wait for a tree, with the time at which they stop waiting
+        (time.perf_counter)."""
         self.ready: list[Decode] = []
+        """Jobs whose wait is over; the engine queues and clears them."""
         self._waiter = waiter
         self._read_tree = read_tree
         self._strict = strict

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 _MAX_CONFIDENCE = 0.98
 """Largest confidence that is used. Calibration raises survivals to a power, which keeps 1 at 1."""
 
+HiddenStates = Mapping[int, Tensor]
+"""Outputs of tapped layers for the rows of a batch, ``[M, hidden]`` each, by layer."""
+
 
 class StepFailed(Exception):
     """A step could not be computed. It committed nothing; the job may be repeated."""
@@ -74,23 +77,25 @@ class DrafterVersion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A tree as it was drafted.
-
-    Attributes:
-        tree: At least one node.
-        drafter: Its drafter.
-        seconds: From its request until it came. Unit: seconds.
-        draft_us: Time to draft. Unit: microseconds.
-        queue_us: Wait at the drafter. Unit: microseconds.
-        kv_bytes: KV and hidden states that the drafter received over gRPC for it. Unit: bytes.
-    """
+    """A tree as it was drafted."""
 
     tree: TokenTree
+    """At least one node."""
+
     drafter: DrafterVersion
+    """Its drafter."""
+
     seconds: float = 0.0
+    """From its request until it came. Unit: seconds."""
+
     draft_us: int = 0
+    """Time to draft. Unit: microseconds."""
+
     queue_us: int = 0
+    """Wait at the drafter. Unit: microseconds."""
+
     kv_bytes: int = 0
+    """KV and hidden states that the drafter received over gRPC for it. Unit: bytes."""
 
 
 @dataclass(slots=True)
@@ -99,58 +104,78 @@ class StepOutput:
 
     Acceptance makes it, the engine adds the times of the step, and the service writes it to the
     client.
-
-    Attributes:
-        tokens: Emitted tokens, at least one.
-        accepted: Indices of the accepted nodes in the drafted tree, from the anchor down. One fewer
-            than ``tokens``, unless the last token ended the generation and was drafted too.
-        finish: Why the generation ended; None: it has not ended.
-        logprobs: Raw log-probability of each token; empty unless the request has logprobs.
-        top_logprobs: Likeliest (token, log-probability) pairs at each position; empty unless the
-            request has top_logprobs.
-        position: Output tokens before these.
-        committed: Committed length after the step. Unit: tokens.
-        checked: Drafted nodes that the step verified.
-        batch_tokens: Tokens in the step, of all sequences.
-        queue_us: Wait for the step. Unit: microseconds.
-        step_us: Time of the step, acceptance included. Unit: microseconds.
-        plain_us: Time of a plain step under the same load; 0: not measured. Unit: microseconds.
-        node_budget: Maximum number of nodes to draft next.
-        draft: The drafted tree; None: there was none.
-        no_draft: Why there was none; None after a prefill and with a tree.
-        drafter: The drafter at which the generation is open; None: it is open at none.
-        fallbacks: Failures of drafting since the step before: reason and message.
-        round_began: When the step before ended (time.perf_counter).
-        began: When this one began.
-        ended: When it ended.
-        spans: Spans of its round that were begun; None: there are none.
-        traced: Whether its round is among those that are traced.
-        steps: Number of steps that are merged in it.
     """
 
     tokens: list[int]
+    """Emitted tokens, at least one."""
+
     accepted: list[int] = field(default_factory=list)
+    """Indices of the accepted nodes in the drafted tree, from the anchor down. One fewer than
+    ``tokens``, unless the last token ended the generation and was drafted too."""
+
     finish: FinishReason | None = None
+    """Why the generation ended; None: it has not ended."""
+
     logprobs: list[float] = field(default_factory=list)
+    """Raw log-probability of each token; empty unless the request has logprobs."""
+
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    """Likeliest (token, log-probability) pairs at each position; empty unless the request has
+    top_logprobs."""
+
     position: int = 0
+    """Output tokens before these."""
+
     committed: int = 0
+    """Committed length after the step. Unit: tokens."""
+
     checked: int = 0
+    """Drafted nodes that the step verified."""
+
     batch_tokens: int = 0
+    """Tokens in the step, of all sequences."""
+
     queue_us: int = 0
+    """Wait for the step. Unit: microseconds."""
+
     step_us: int = 0
+    """Time of the step, acceptance included. Unit: microseconds."""
+
     plain_us: int = 0
+    """Time of a plain step under the same load; 0: not measured. Unit: microseconds."""
+
     node_budget: int = 0
+    """Maximum number of nodes to draft next."""
+
     draft: Draft | None = None
+    """The drafted tree; None: there was none."""
+
     no_draft: NoDraft | None = None
+    """Why there was none; None after a prefill and with a tree."""
+
     drafter: DrafterVersion | None = None
+    """The drafter at which the generation is open; None: it is open at none."""
+
     fallbacks: list[tuple[str, str]] = field(default_factory=list)
+    """Failures of drafting since the step before: reason and message."""
+
     round_began: float = 0.0
+    """When the step before ended (time.perf_counter)."""
+
     began: float = 0.0
+    """When this one began."""
+
     ended: float = 0.0
+    """When it ended."""
+
     spans: OpenSpans | None = None
+    """Spans of its round that were begun; None: there are none."""
+
     traced: bool = False
+    """Whether its round is among those that are traced."""
+
     steps: int = 1
+    """Number of steps that are merged in it."""
 
 
 def mergeable(first: StepOutput, second: StepOutput) -> bool:
@@ -192,24 +217,29 @@ class EngineJob:
 
     The engine thread writes ``error``, then ``done``, then has the event loop call ``notify()``;
     the event loop only reads. A job that is done never changes again.
-
-    Attributes:
-        sequence: The sequence.
-        error: Why the job failed; None: it did not.
-        done: Whether the engine is finished with it.
-        cancelled: Whether it ends after the running step.
-        queued: Whether it waits for a step.
-        ready_at: When it started to wait for its next step (time.perf_counter).
-        on_done: Called once on the event loop when it is done, after its waiter has run.
     """
 
     sequence: Sequence
+    """The sequence."""
+
     error: Exception | None = None
+    """Why the job failed; None: it did not."""
+
     done: bool = False
+    """Whether the engine is finished with it."""
+
     cancelled: bool = False
+    """Whether it ends after the running step."""
+
     queued: bool = False
+    """Whether it waits for a step."""
+
     ready_at: float = field(default_factory=perf_counter)
+    """When it started to wait for its next step (time.perf_counter)."""
+
     on_done: Callable[[], None] | None = None
+    """Called once on the event loop when it is done, after its waiter has run."""
+
     _updated: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add_output(self, output: StepOutput | None, began: float, ended: float) -> None:
@@ -245,24 +275,26 @@ class EngineJob:
 
 @dataclass(eq=False)
 class Prefill(EngineJob):
-    """Computes the KV of a text and emits the first token after it.
-
-    Attributes:
-        reused: Tokens whose KV came from another cache. Unit: tokens.
-        output: The first token, once done without an error.
-        prompt_logprobs: Raw log-probability of each prompt token but the first, and the likeliest
-            (token, log-probability) pairs at its position; empty unless the request has them.
-        queue_us: Wait for the first step. Unit: microseconds.
-        step_us: Time of all its steps so far. Unit: microseconds.
-        ended: When its newest step ended (time.perf_counter); 0: none did.
-    """
+    """Computes the KV of a text and emits the first token after it."""
 
     reused: int = 0
+    """Tokens whose KV came from another cache. Unit: tokens."""
+
     output: StepOutput | None = None
+    """The first token, once done without an error."""
+
     prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
+    """Raw log-probability of each prompt token but the first, and the likeliest (token,
+    log-probability) pairs at its position; empty unless the request has them."""
+
     queue_us: int = 0
+    """Wait for the first step. Unit: microseconds."""
+
     step_us: int = 0
+    """Time of all its steps so far. Unit: microseconds."""
+
     ended: float = 0.0
+    """When its newest step ended (time.perf_counter); 0: none did."""
 
     def reuse(self, parent: Sequence) -> None:
         """Copy the KV of the longest common prefix with another sequence. Engine thread only.
@@ -293,47 +325,62 @@ class Decode(EngineJob):
     Between two steps it waits for a step (``queued``), for a tree, or for credits. Only the engine
     thread uses its attributes, but for ``outputs``: it appends on the right, and the event loop
     takes from the left.
-
-    Attributes:
-        drafter: NAME or NAME@VERSION; empty: the verifier's default; None: no drafter.
-        always_draft: Draft before every step, whatever the scheduler says.
-        max_nodes: Maximum number of drafted nodes; 0: no limit of its own.
-        timeout: Time after which a step goes on without its tree; None: by the drafter's mean time.
-            Unit: seconds.
-        isolated: Whether the drafter uses no other texts for it, nor it for others.
-        credits: Steps that may still be run.
-        spans: Spans of the next round; None: it is not traced.
-        outputs: One for each step that the event loop has not taken.
-        draft: The tree that was drafted for the next step; None: there is none.
-        tree: Its nodes to verify, likeliest first, without nodes too deep to be emitted.
-        nodes: Index in the drafted tree of each node of ``tree``.
-        no_draft: Why there is no tree.
-        sequence_at_drafter: Its sequence at a drafter service; None: it is open at none.
-        retry_at: When it may be opened at a drafter again after a failure (time.perf_counter).
-        failures: Failures of drafting since the last tree.
-        fallbacks: Those that were not reported: reason and message.
-        round_began: When the step before ended (time.perf_counter).
-        notified_at: When the event loop was notified of steps (time.perf_counter).
     """
 
     drafter: str | None = None
+    """NAME or NAME@VERSION; empty: the verifier's default; None: no drafter."""
+
     always_draft: bool = False
+    """Draft before every step, whatever the scheduler says."""
+
     max_nodes: int = 0
+    """Maximum number of drafted nodes; 0: no limit of its own."""
+
     timeout: float | None = None
+    """Time after which a step goes on without its tree; None: by the drafter's mean time. Unit:
+    seconds."""
+
     isolated: bool = False
+    """Whether the drafter uses no other texts for it, nor it for others."""
+
     credits: int = 0
+    """Steps that may still be run."""
+
     spans: RoundSpans | None = None
+    """Spans of the next round; None: it is not traced."""
+
     outputs: deque[StepOutput] = field(default_factory=deque)
+    """One for each step that the event loop has not taken."""
+
     draft: Draft | None = None
+    """The tree that was drafted for the next step; None: there is none."""
+
     tree: TokenTree = EMPTY
+    """Its nodes to verify, likeliest first, without nodes too deep to be emitted."""
+
     nodes: tuple[int, ...] = ()
+    """Index in the drafted tree of each node of ``tree``."""
+
     no_draft: NoDraft = NoDraft.NO_DRAFTER
+    """Why there is no tree."""
+
     sequence_at_drafter: SequenceAtDrafter | None = None
+    """Its sequence at a drafter service; None: it is open at none."""
+
     retry_at: float = 0.0
+    """When it may be opened at a drafter again after a failure (time.perf_counter)."""
+
     failures: int = 0
+    """Failures of drafting since the last tree."""
+
     fallbacks: list[tuple[str, str]] = field(default_factory=list)
+    """Fallbacks that were not reported: reason and message."""
+
     round_began: float = field(default_factory=perf_counter)
+    """When the step before ended (time.perf_counter)."""
+
     notified_at: float = float("-inf")
+    """When the event loop was notified of steps (time.perf_counter)."""
 
     def set_draft(self, draft: Draft) -> None:
         """Take the tree for the next step."""
@@ -388,41 +435,43 @@ def rank(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """What a client requested: prompt, sampling parameters and limits.
-
-    Attributes:
-        prompt: Token ids of the prompt, at least one.
-        output: Tokens emitted before, through a cache that was lost.
-        sampling: Sampling parameters.
-        length_limit: Maximum length of prompt and output together. Unit: tokens.
-        stop_ids: Tokens that end it.
-        top_logprobs: Likeliest tokens to report with each emitted one; None: no log-probabilities.
-        taps: Hidden states to keep for drafters; None: none.
-        grammar: Grammar of the output; None: none.
-        prompt_logprobs: Likeliest tokens to report with each prompt token but the first; None: no
-            log-probabilities of the prompt.
-        sampling_message: The sampling parameters as they were received, for drafters.
-    """
+    """What a client requested: prompt, sampling parameters and limits."""
 
     prompt: tuple[int, ...]
+    """Token ids of the prompt, at least one."""
+
     output: tuple[int, ...] = ()
+    """Tokens emitted before, through a cache that was lost."""
+
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
+    """Sampling parameters."""
+
     length_limit: int = 1
+    """Maximum length of prompt and output together. Unit: tokens."""
+
     stop_ids: frozenset[int] = frozenset()
+    """Tokens that end it."""
+
     top_logprobs: int | None = None
+    """Likeliest tokens to report with each emitted one; None: no log-probabilities."""
+
     taps: Taps | None = None
+    """Hidden states to keep for drafters; None: none."""
+
     grammar: Grammar | None = None
+    """Grammar of the output; None: none."""
+
     prompt_logprobs: int | None = None
+    """Likeliest tokens to report with each prompt token but the first; None: no log-probabilities
+    of the prompt."""
+
     sampling_message: sampling_pb2.SamplingParams | None = None
+    """The sampling parameters as they were received, for drafters."""
 
     @property
     def prefilled(self) -> int:
         """Tokens before the first that is emitted: prompt and earlier output."""
         return len(self.prompt) + len(self.output)
-
-
-HiddenStates = Mapping[int, Tensor]
-"""Outputs of tapped layers for the rows of a batch, ``[M, hidden]`` each, by layer."""
 
 
 class Sequence:
@@ -434,23 +483,6 @@ class Sequence:
     Thread safety: once the engine has a job of the sequence, only the engine thread changes it or
     its KV. The event loop may read ``committed`` and ``finish`` (each a single assignment)
     then, and everything while the engine has no job of the sequence.
-
-    Attributes:
-        generation: The request.
-        owner: The client that made the request, and may use the cache.
-        user: The client, or the one of its users whose text it is. Another user's prompt never
-            reuses its KV, and no text of theirs is drafted from it.
-        kv: Its KV; closed by the engine after the sequence is released.
-        released: Whether it has ended and runs no more jobs.
-        tokens: Prompt and output.
-        finish: Why the generation ended; None: it has not ended.
-        drafter: Name of the drafter that drafts for it; None: none did yet.
-        read_grant: Capability that only lets its holder read committed KV.
-        logprobs: Of the tokens that it emitted, and the likeliest pairs, if the request has them.
-        observers: Score committed positions while its rounds are verified. The event loop adds and
-            removes them, the engine thread copies the list for each step.
-        prompt_observers: Score committed positions at the end of its prefill.
-        listeners: Called on the event loop, which owns them, after steps and at the release.
     """
 
     def __init__(
@@ -461,23 +493,39 @@ class Sequence:
         user: str | None = None,
     ) -> None:
         self.generation = generation
+        """The request."""
         self.owner = owner
+        """The client that made the request, and may use the cache."""
         self.user = owner if user is None else user
+        """The client, or the one of its users whose text it is. Another user's prompt never reuses
+        its KV, and no text of theirs is drafted from it."""
         self.kv = kv
+        """Its KV; closed by the engine after the sequence is released."""
         self.released = False
+        """Whether it has ended and runs no more jobs."""
         self.tokens: list[int] = [*generation.prompt, *generation.output]
+        """Prompt and output."""
         self.history = History(generation.prompt, generation.output)
         grammar = generation.grammar
         self.guide = None if grammar is None else grammar.begin()
         self._committed = 0
         self.finish: FinishReason | None = None
+        """Why the generation ended; None: it has not ended."""
         self.drafter: str | None = None
+        """Name of the drafter that drafts for it; None: none did yet."""
         self.read_grant = b""
+        """Capability that only lets its holder read committed KV."""
         self.logprobs: list[float] = []
+        """Log-probabilities of the emitted tokens, if the request wants them."""
         self.top_logprobs: list[list[tuple[int, float]]] = []
+        """The likeliest tokens at each emitted token, if the request wants them."""
         self.observers: list[ScoreObserver] = []
+        """Score committed positions while its rounds are verified. The event loop adds and removes
+        them, the engine thread copies the list for each step."""
         self.prompt_observers: list[ScoreObserver] = []
+        """Score committed positions at the end of its prefill."""
         self.listeners: set[Callable[[], None]] = set()
+        """Called on the event loop, which owns them, after steps and at the release."""
 
     def notify_listeners(self) -> None:
         """Call the listeners. Event loop only."""

@@ -137,9 +137,6 @@ class JobQueue:
     """Generations and prefills that wait for a step, in order. Only the engine thread uses it.
 
     A job that was cancelled, or whose KV cannot grow, ends when it is taken from the queue.
-
-    Attributes:
-        updated: Jobs that ended or have output; the engine notifies their waiters.
     """
 
     def __init__(self, step_tokens: int, prefill_tokens: int, prefixes: PrefixCache) -> None:
@@ -150,6 +147,7 @@ class JobQueue:
         self._decodes: deque[Decode] = deque()
         self._prefills: deque[Prefill] = deque()
         self.updated: list[EngineJob] = []
+        """Jobs that ended or have output; the engine notifies their waiters."""
 
     @property
     def round_tokens(self) -> int:
@@ -249,15 +247,12 @@ class JobQueue:
 
 
 class CommandThread:
-    """Runs commands in the order of their submission, when its work calls :meth:`run_commands`.
-
-    Attributes:
-        waiter: What the thread waits with. Its work adds sockets.
-    """
+    """Runs commands in the order of their submission, when its work calls :meth:`run_commands`."""
 
     def __init__(self) -> None:
         """Make a thread; :meth:`start` starts it."""
         self.waiter = Waiter()
+        """What the thread waits with. Its work adds sockets."""
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -33,32 +33,30 @@ _open_files: set[int] = set()
 
 @dataclass(frozen=True)
 class Taps:
-    """The hidden states that a drafter reads.
-
-    Attributes:
-        layers: Layers whose outputs it reads, counted from 0, rising.
-        window: Newest positions that are guaranteed to be kept; 0: all. Unit: tokens.
-    """
+    """The hidden states that a drafter reads."""
 
     layers: tuple[int, ...]
+    """Layers whose outputs it reads, counted from 0, rising."""
+
     window: int = 0
+    """Newest positions that are guaranteed to be kept; 0: all. Unit: tokens."""
 
 
 @dataclass(frozen=True)
 class TapLayout:
-    """What is kept: position p has slot p % slots.
-
-    Attributes:
-        taps: The requested layers and window.
-        slots: Positions that are kept: the window and a margin, or the whole capacity.
-        hidden: Elements of a row.
-        dtype: Type of the elements.
-    """
+    """What is kept: position p has slot p % slots."""
 
     taps: Taps
+    """The requested layers and window."""
+
     slots: int
+    """Positions that are kept: the window and a margin, or the whole capacity."""
+
     hidden: int
+    """Elements of a row."""
+
     dtype: torch.dtype
+    """Type of the elements."""
 
     @classmethod
     def of(cls, taps: Taps, layout: KvLayout, capacity: int) -> TapLayout:
@@ -96,16 +94,14 @@ class TapRows(ABC):
 
     Rows are written before the committed length that covers them is published, and overwrite those
     that are ``slots`` older: see :class:`paceline.kv.segment.SegmentHeader`.
-
-    Attributes:
-        layout: Their layout.
-        ahead: Rows that may be written before they are committed.
     """
 
     ahead = 0
+    """Rows that may be written before they are committed."""
 
     def __init__(self, layout: TapLayout) -> None:
         self.layout = layout
+        """Their layout."""
         self.first = sys.maxsize
         """First position that was ever written."""
 
@@ -159,24 +155,28 @@ class KvLayout:
 
     The planes are in the order ``[layers, 2 (keys, values), kv_heads]``, so that each of them is
     contiguous in tokens and one gather moves a path of all layers. The header precedes the first.
-
-    Attributes:
-        layers: Decoder layers that have keys and values.
-        kv_heads: Key/value heads per layer.
-        head_dim: Elements per head.
-        dtype: Type of keys and values; int8 as in :mod:`paceline.kernels.caches`.
-        hidden: Elements of a hidden state.
-        hidden_dtype: Type of hidden states.
-        delta: Layers that have recurrent states instead; None: there are none.
     """
 
     layers: int
+    """Decoder layers that have keys and values."""
+
     kv_heads: int
+    """Key/value heads per layer."""
+
     head_dim: int
+    """Elements per head."""
+
     dtype: torch.dtype
+    """Type of keys and values; int8 as in :mod:`paceline.kernels.caches`."""
+
     hidden: int = 0
+    """Elements of a hidden state."""
+
     hidden_dtype: torch.dtype = torch.float32
+    """Type of hidden states."""
+
     delta: DeltaShape | None = None
+    """Layers that have recurrent states instead; None: there are none."""
 
     @classmethod
     def of(cls, config: DecoderConfig) -> KvLayout:
@@ -236,26 +236,21 @@ class SequenceKv(ABC):
     - Only the engine thread frees (``close()``), between two steps, so that no forward pass runs
       over memory that is being freed.
     - Only the mapping of this process can be written. Others map the segment read-only.
-
-    Attributes:
-        layout: Shape of the model's KV.
-        capacity: Slots. Unit: tokens.
-        reserved: Slots that have memory. Unit: tokens.
-        device: Where the KV is.
-        file: The segment's descriptor; -1 once closed.
-        file_bytes: The segment's size. Unit: bytes.
-        taps: Hidden states that are kept; None: none.
-        header: The segment's header, for readers in other processes; unusable once closed.
-        table: Addresses of all layers for compiled programs; None: KV in pages.
-        states: Recurrent states, in memory that only this process has; None: the model has none.
-        worker_caches: Caches of the other ranks of a tensor-parallel model, which hold heads of
-            this cache; None: there are none.
+    - ``file`` is the segment's descriptor, and -1 once it is closed.
     """
 
     device = torch.device("cpu")
+    """Where the KV is."""
+
     table: LayerTable | None = None
+    """Addresses of all layers for compiled programs; None: KV in pages."""
+
     taps: TapRows | None = None
+    """Hidden states that are kept; None: none."""
+
     worker_caches: WorkerCaches | None = None
+    """Caches of the other ranks of a tensor-parallel model, which hold heads of this cache; None:
+    there are none."""
 
     def __init__(
         self,
@@ -272,16 +267,22 @@ class SequenceKv(ABC):
         without it the KV is in the body. Raises ``OutOfMemory``: it cannot be made or mapped.
         """
         self.layout = layout
+        """Shape of the model's KV."""
         self.capacity = capacity
+        """Slots. Unit: tokens."""
         self.reserved = 0
+        """Slots that have memory. Unit: tokens."""
         self.states = None if layout.delta is None else RecurrentStates(layout.delta)
+        """Recurrent states, in memory that only this process has; None: the model has none."""
         self.file_bytes = HEADER_BYTES + body_bytes
+        """The segment's size. Unit: bytes."""
         try:
             self.file, mapping = new_segment(self.file_bytes)
         except (OSError, ValueError) as error:
             raise OutOfMemory(f"cannot map {self.file_bytes} bytes of KV: {error}") from error
         _open_files.add(self.file)
         self.header = SegmentHeader(mapping)
+        """The segment's header, for readers in other processes; unusable once closed."""
         self.header.describe(
             kv_pb2.SegmentLayout(
                 layers=layout.layers,

@@ -39,14 +39,6 @@ class PagePool:
     and read the page tables from the caches' files. The engine thread takes and frees pages; the
     event loop takes rows and the engine thread frees them, each by one operation on a list.
     Hidden states take pages of the same size, of caches that keep them.
-
-    Attributes:
-        layout: Shape of the model's KV.
-        device: Device of the memory.
-        kv: ``[pages, layers, 2, kv_heads, PAGE_TOKENS, head_dim]``; 0 is keys, 1 values.
-        states: The same memory as rows of hidden states, ``[pages, rows, hidden]``.
-        tables: Pages of each sequence, int32 ``[sequences, max_pages]``.
-        exported: The exported allocation; None on the CPU, where other processes cannot map it.
     """
 
     table = None
@@ -68,13 +60,16 @@ class PagePool:
         the device has too little memory, or the size is less than a page.
         """
         self.layout = layout
+        """Shape of the model's KV."""
         self.device = device
+        """Device of the memory."""
         self.worker_caches = worker_caches
         self.page_bytes = PAGE_TOKENS * layout.token_bytes
         count = kv_bytes // self.page_bytes
         if count < 1:
             raise OutOfMemory(f"{kv_bytes} bytes of KV hold no page of {self.page_bytes} bytes")
         self.exported: ExportedMemory | None = None
+        """The exported allocation; None on the CPU, where other processes cannot map it."""
         shape = (count, layout.layers, 2, layout.kv_heads, PAGE_TOKENS, layout.head_dim)
         if driver is not None or device.type == "cuda":
             try:
@@ -84,15 +79,18 @@ class PagePool:
             except DriverError as error:
                 raise OutOfMemory(f"no {kv_bytes} bytes of GPU memory for KV: {error}") from error
             self.kv: Tensor = self.exported.bytes.view(layout.dtype).view(shape)
+            """``[pages, layers, 2, kv_heads, PAGE_TOKENS, head_dim]``; 0 is keys, 1 values."""
         else:
             self.kv = torch.zeros(shape, dtype=layout.dtype, device=device)
         hidden = max(1, layout.hidden)
         rows = self.page_bytes // (hidden * layout.hidden_dtype.itemsize)
         memory = self.kv.view(count, -1).view(torch.uint8).view(layout.hidden_dtype)
         self.states: Tensor = memory[:, : rows * hidden].view(count, rows, hidden)
+        """The same memory as rows of hidden states, ``[pages, rows, hidden]``."""
         max_pages = (round_up(max_context) + TREE_TOKENS) // PAGE_TOKENS
         # Row 0 belongs to no sequence; all its entries are page 0.
         self.tables = torch.zeros(max_sequences + 1, max_pages, dtype=torch.int32, device=device)
+        """Pages of each sequence, int32 ``[sequences, max_pages]``."""
         self._holders = [0] * count  # sequences that hold each page
         self._reading = torch.Stream(device) if device.type in ACCELERATORS else None
         self._free_pages = list(range(count))[::-1]
@@ -304,10 +302,6 @@ class TapPages(TapRows):
     Those of layer l (of the kept ones) at position p are row (p % slots) * layers + l; row r is in
     page ``table[r // n]``, where it is row r % n of the n rows of a page. All rows of a block are
     written before it is known which of them are committed.
-
-    Attributes:
-        pool: Pool of the pages.
-        pages: The pages, in order.
     """
 
     ahead = TAP_AHEAD
@@ -316,7 +310,9 @@ class TapPages(TapRows):
         """Take no pages yet; ``table`` is the page table, int32 in the cache's file."""
         super().__init__(layout)
         self.pages: list[int] = []
+        """The pages, in order."""
         self.pool = pool
+        """Pool of the pages."""
         self._table = table
 
     def lacking(self, tokens: int) -> int:

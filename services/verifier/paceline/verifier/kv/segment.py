@@ -22,16 +22,13 @@ from paceline.verifier.kv.base import (
 
 
 class TapPlanes(TapRows):
-    """Hidden states in a plane of ``[slots, hidden]`` per layer.
-
-    Attributes:
-        rows: The planes, ``[layers, slots, hidden]``.
-    """
+    """Hidden states in a plane of ``[slots, hidden]`` per layer."""
 
     def __init__(self, layout: TapLayout, memory: Tensor) -> None:
         """View flat memory of the layout's type and size."""
         super().__init__(layout)
         self.rows = memory.view(len(layout.taps.layers), layout.slots, layout.hidden)
+        """The planes, ``[layers, slots, hidden]``."""
         self._bytes = list(_bytes(self.rows))
 
     def record(self, first: int, states: Mapping[int, Tensor], rows: slice | list[int]) -> None:
@@ -63,21 +60,19 @@ class SegmentMemory:
 
     Safety contract: only the engine thread takes memory and gives it back. Other threads may read
     the counts.
-
-    Attributes:
-        layout: Shape of the model's KV.
-        worker_caches: See :class:`SequenceKv`.
-        limit_bytes: Maximum memory of all segments together. Unit: bytes.
-        used_bytes: Memory taken. Unit: bytes.
     """
 
     def __init__(
         self, layout: KvLayout, limit_bytes: int, worker_caches: WorkerCaches | None = None
     ) -> None:
         self.layout = layout
+        """Shape of the model's KV."""
         self.worker_caches = worker_caches
+        """See :class:`SequenceKv`."""
         self.limit_bytes = limit_bytes
+        """Maximum memory of all segments together. Unit: bytes."""
         self.used_bytes = 0
+        """Memory taken. Unit: bytes."""
 
     def allocate(self, capacity: int, taps: TapLayout | None) -> Segment:
         """Make a segment, which has no memory yet; see :class:`Segment`."""
@@ -117,9 +112,6 @@ class Segment(SequenceKv):
       valid memory afterwards and is never written again; the header's epoch becomes 0.
     - Readers cannot prevent a segment from being closed: its pages are freed with their last
       mapping.
-
-    Attributes:
-        kv: ``[layers, 2, kv_heads, capacity, row_width]`` over the mapping; 0 is keys, 1 values.
     """
 
     def __init__(self, memory: SegmentMemory, capacity: int, taps: TapLayout | None = None) -> None:
@@ -137,6 +129,7 @@ class Segment(SequenceKv):
         self._memory, self.worker_caches = memory, memory.worker_caches
         shape = (layout.layers, 2, layout.kv_heads, capacity, layout.row_width)
         self.kv: Tensor = self._body[:kv_bytes].view(layout.dtype).view(shape)
+        """``[layers, 2, kv_heads, capacity, row_width]`` over the mapping; 0 is keys, 1 values."""
         if taps is not None:
             self.taps = TapPlanes(taps, self._body[kv_bytes:].view(taps.dtype))
         self._layers = [(layer[0], layer[1]) for layer in self.kv]

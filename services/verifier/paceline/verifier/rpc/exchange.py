@@ -48,10 +48,6 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
     it uses the stream of its Join call. Who opens it shows the random token that was sent over the
     authenticated Join call. Who shows the read grant of a cache instead gets the descriptors of its
     memory, and with the token of GetWeights that of the packed weights. Used on the event loop.
-
-    Attributes:
-        on_tapped: Called with the layers whose hidden states the joined drafters read, whenever a
-            list of drafters has come.
     """
 
     def __init__(
@@ -90,6 +86,8 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         self._refused: set[int] = set()
         self._links: list[Link] = []
         self.on_tapped: Callable[[tuple[int, ...]], None] = lambda layers: None
+        """Called with the layers whose hidden states the joined drafters read, whenever a list of
+        drafters has come."""
 
     def joined(self) -> list[verifier_pb2.JoinedService]:
         """The services that have joined, in order."""

@@ -47,22 +47,23 @@ _MAX_EXPONENT = 100.0
 
 @dataclass
 class Account:
-    """What drafting brings to a sequence, or to all sequences of a drafter.
-
-    Attributes:
-        balance: See the module. Unit: plain tokens.
-        exponent: Power of a tree's survivals at which their sum is the number of accepted nodes:
-            the temperature of DSpark 3.2.1, found online. It keeps the order of a tree's nodes.
-        nodes: Maximum number of nodes that are worth drafting.
-        resumed: What attempts after suspensions gained lately, of a drafter. Unit: plain tokens.
-        trials: How often a drafter was tried again by all of its sequences, so far.
-    """
+    """What drafting brings to a sequence, or to all sequences of a drafter."""
 
     balance: float = _START
+    """See the module. Unit: plain tokens."""
+
     exponent: float = 1.0
+    """Power of a tree's survivals at which their sum is the number of accepted nodes: the
+    temperature of DSpark 3.2.1, found online. It keeps the order of a tree's nodes."""
+
     nodes: float = float(MAX_NODES)
+    """Maximum number of nodes that are worth drafting."""
+
     resumed: float = 0.0
+    """What attempts after suspensions gained lately, of a drafter. Unit: plain tokens."""
+
     trials: float = 0.0
+    """How often a drafter was tried again by all of its sequences, so far."""
 
     def drafted(self, gain: float, *, paying: bool) -> None:
         """A round with a draft gained so many plain tokens."""
@@ -81,29 +82,26 @@ class Account:
             self.nodes = min(float(MAX_NODES), self.nodes + 0.25 * (target - self.nodes))
 
     def accepted(self, expected: float, accepted: int) -> None:
-        """Of nodes whose corrected survivals sum to ``expected``, so many were accepted."""
+        """Correct the exponent by nodes whose survivals sum to ``expected``."""
         error = (expected - accepted) / (1.0 + expected)
         exponent = self.exponent * math.exp(0.1 * error)
         self.exponent = min(_MAX_EXPONENT, max(1 / _MAX_EXPONENT, exponent))
 
 
 class SequenceState:
-    """The controller's state of one sequence.
-
-    Attributes:
-        name: Name of its drafter; None: none drafts for it.
-        own: Its account.
-        drafting: Whether its round has a draft, or the round before had one.
-        owed: Tokens that its drafting took from others since its last answer, less those that
-            theirs took from it.
-    """
+    """The controller's state of one sequence."""
 
     def __init__(self, name: str | None, drafter: Account, now: float) -> None:
         """Begin with the account of its drafter; ``now`` is the reading of the plain clock."""
         self.name = name
+        """Name of its drafter; None: none drafts for it."""
         self.own = replace(drafter, balance=min(drafter.balance, 0.0), trials=-1.0)
+        """Its account."""
         self.drafting = False
+        """Whether its round has a draft, or the round before had one."""
         self.owed = 0.0
+        """Tokens that its drafting took from others since its last answer, less those that theirs
+        took from it."""
         self._drafter = drafter
         self._began = now
         self._suspended = True
@@ -162,19 +160,19 @@ class SequenceState:
 
 @dataclass
 class _PlainSpeed:
-    """Speed of plain decoding at a load.
-
-    Attributes:
-        ratio: Of measured to predicted time.
-        steps: Plain steps of this process; an earlier one may have left a ratio.
-        missing: Plain steps after which the ratio is known.
-        drafted: Steps beside drafting since the newest plain step.
-    """
+    """Speed of plain decoding at a load."""
 
     ratio: float = 1.0
+    """Measured time over predicted time."""
+
     steps: int = 0
+    """Plain steps of this process; an earlier one may have left a ratio."""
+
     missing: int = FIRST_STEPS
+    """Plain steps after which the ratio is known."""
+
     drafted: int = 0
+    """Steps beside drafting since the newest plain step."""
 
 
 class PlainClock:

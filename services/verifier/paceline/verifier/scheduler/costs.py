@@ -43,25 +43,26 @@ Run = Callable[[int, int, int], float]
 class CostTable:
     """Times of steps by their batch tokens, and what contexts add to them.
 
-    Attributes:
-        tokens: Batch tokens of the points, rising.
-        seconds: Time of a step at each point, without the rest. Unit: seconds.
-        per_sequence: Time that each sequence in a step adds. Unit: seconds.
-        per_kv: Time that each KV token of a sequence's context adds, which its batch tokens read
-            together. Unit: seconds.
-        per_attended: Time that each KV token adds for each batch token that attends to it. Unit:
-            seconds.
-
     Raises:
         ValueError: There are fewer than two points, they do not rise, or a time is not positive
             and finite.
     """
 
     tokens: tuple[int, ...]
+    """Batch tokens of the points, rising."""
+
     seconds: tuple[float, ...]
+    """Time of a step at each point, without the rest. Unit: seconds."""
+
     per_sequence: float = 0.0
+    """Time that each sequence in a step adds. Unit: seconds."""
+
     per_kv: float = 0.0
+    """Time that each KV token of a sequence's context adds, which its batch tokens read together.
+    Unit: seconds."""
+
     per_attended: float = 0.0
+    """Time that each KV token adds for each batch token that attends to it. Unit: seconds."""
 
     def __post_init__(self) -> None:
         valid = (
@@ -90,15 +91,13 @@ class Costs:
     A profile runs steps in a row on an idle machine, with warm caches: in service they take longer,
     and not all of them by the same factor. One factor corrects all times, and each point of the
     table is corrected by the steps around it.
-
-    Attributes:
-        profiled: The table as it was measured.
-        scale: The common factor.
     """
 
     def __init__(self, profiled: CostTable) -> None:
         self.profiled = profiled
+        """The table as it was measured."""
         self.scale = 1.0
+        """The common factor."""
         self._steps = 0
         self._seconds = list(profiled.seconds)
 

@@ -45,27 +45,31 @@ _TOO_SLOW = 0.75  # learnt scale of a table below which it was measured beside o
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The step that runs.
-
-    Attributes:
-        jobs: Its generations.
-        expected: Of each, the sum of its admitted nodes' survivals.
-        nodes: Of each, the number of its admitted nodes.
-        plain_seconds: Predicted time of a plain step of all generations. Unit: seconds.
-        prompts: Whether it holds pieces of prompts.
-        plain: Whether no sequence drafts.
-        tokens: Batch tokens, admitted nodes included.
-        context: KV tokens that each attends to, on average.
-    """
+    """The step that runs."""
 
     jobs: Items[Decode]
+    """Its generations."""
+
     expected: Items[float]
+    """For each generation, the sum of its admitted nodes' survivals."""
+
     nodes: Items[int]
+    """For each generation, the number of its admitted nodes."""
+
     plain_seconds: float
+    """Predicted time of a plain step of all generations. Unit: seconds."""
+
     prompts: bool
+    """Whether it holds pieces of prompts."""
+
     plain: bool
+    """Whether no sequence drafts."""
+
     tokens: int
+    """Batch tokens, admitted nodes included."""
+
     context: float
+    """KV tokens that each attends to, on average."""
 
 
 class Scheduler:

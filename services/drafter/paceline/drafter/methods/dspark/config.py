@@ -45,6 +45,9 @@ _DFLASH_MODELS = ("DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel")
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
+Json = Mapping[str, Any]
+"""A config.json, or a part of it."""
+
 
 @dataclass(frozen=True)
 class DSparkConfig(TappedShape):
@@ -52,35 +55,7 @@ class DSparkConfig(TappedShape):
 
     The backbone's layers are Qwen3's: heads are normalised, and there are no biases.
 
-    Attributes:
-        layers: Layers of the backbone.
-        block: Tokens fed in one pass: the anchor and mask tokens after it.
-        mask_token: Token id that is fed for each token to be drafted.
-        from_anchor: Whether each position of the block predicts the next token, the anchor's the
-            first one (DSpark). If false, a mask's position predicts its own token, and the anchor's
-            predicts nothing (DFlash).
-        window: As in :class:`TappedShape`: positions before the anchor.
-        windows: The same of each layer; none: ``window``, which is the largest, for all layers.
-        causal: Of each layer, whether a position of the block attends only to those up to itself;
-            none: all attend to the whole block. The window of a causal layer moves with the
-            position, that of others is the anchor's.
-        state_input: Whether the projected hidden states of the position before the anchor are added
-            to every embedding of the block, as in EAGLE. If false, they are read by attention
-            alone, as in DSpark.
-        markov_rank: Rank of the sequential head (equation 5); 0: there is none.
-        markov_head: ``vanilla`` (equation 5), or ``product`` with a projection of the hidden state
-            (DFlash 2).
-        markov_all: Whether W1 has a row for every token although the vocabulary is reduced.
-        markov_best: The sequential head chooses among this many best tokens of the backbone; 0:
-            all.
-        confidence: Whether there is a confidence head (equation 7).
-        confidence_markov: Whether its input includes the previous token's Markov embedding; needs
-            a ``markov_rank``.
-        conv: Kernel size and group size of the convolutions around attention and feed-forward
-            blocks (DFlash 2); None: there are none.
-        embedding_factor: Factor on embeddings.
-        logit_factor: Factor on the backbone's logits.
-        logit_cap: Soft cap of the backbone's logits; 0: none.
+    The ``window`` of :class:`TappedShape` is a number of positions before the anchor.
 
     Raises:
         UnsupportedModelError: A field is out of range.
@@ -91,22 +66,62 @@ class DSparkConfig(TappedShape):
     COUNTS: ClassVar = (*TappedShape.COUNTS, "markov_rank")
 
     layers: int
+    """Layers of the backbone."""
+
     block: int
+    """Tokens fed in one pass: the anchor and mask tokens after it."""
+
     mask_token: int
+    """Token id that is fed for each token to be drafted."""
+
     from_anchor: bool = True
+    """Whether each position of the block predicts the next token, the anchor's the first one
+    (DSpark). If false, a mask's position predicts its own token, and the anchor's predicts nothing
+    (DFlash)."""
+
     windows: tuple[int, ...] = ()
+    """The window of each layer; none: ``window``, which is the largest, for all layers."""
+
     causal: tuple[bool, ...] = ()
+    """Of each layer, whether a position of the block attends only to those up to itself; none: all
+    attend to the whole block. The window of a causal layer moves with the position, that of others
+    is the anchor's."""
+
     state_input: bool = False
+    """Whether the projected hidden states of the position before the anchor are added to every
+    embedding of the block, as in EAGLE. If false, they are read by attention alone, as in
+    DSpark."""
+
     markov_rank: int = 0
+    """Rank of the sequential head (equation 5); 0: there is none."""
+
     markov_head: str = "vanilla"
+    """``vanilla`` (equation 5), or ``product`` with a projection of the hidden state (DFlash 2)."""
+
     markov_all: bool = False
+    """Whether W1 has a row for every token although the vocabulary is reduced."""
+
     markov_best: int = 0
+    """The sequential head chooses among this many best tokens of the backbone; 0: all."""
+
     confidence: bool = False
+    """Whether there is a confidence head (equation 7)."""
+
     confidence_markov: bool = False
+    """Whether its input includes the previous token's Markov embedding; needs a ``markov_rank``."""
+
     conv: tuple[int, int] | None = None
+    """Kernel size and group size of the convolutions around attention and feed-forward blocks
+    (DFlash 2); None: there are none."""
+
     embedding_factor: float = 1.0
+    """Factor on embeddings."""
+
     logit_factor: float = 1.0
+    """Factor on the backbone's logits."""
+
     logit_cap: float = 0.0
+    """Soft cap of the backbone's logits; 0: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,10 +175,6 @@ class DSparkConfig(TappedShape):
         markov = confidence and bool(fields.get("markov_rank"))
         fields = {"layers": 1, **fields, "confidence": confidence, "confidence_markov": markov}
         return super().for_target(path, **fields)
-
-
-Json = Mapping[str, Any]
-"""A config.json, or a part of it."""
 
 
 class Layout(Enum):

@@ -20,6 +20,9 @@ from paceline.drafter.methods.layers import (
 )
 from paceline.kernels.rows import convolve_blocks
 
+Factors = tuple[Tensor, Tensor]
+"""Cosines and sines of positions, each ``[N, 1, S, D / 2]``."""
+
 
 class DSparkAttention(Projections):
     """Attention of a block to the context and, in both directions, to itself (equation 3)."""
@@ -188,7 +191,3 @@ class DSparkModel(DraftModel):
             mask = torch.cat([before, own.expand(texts, -1, -1)], dim=-1)[:, None]
             masks[window, causal] = mask
         return [masks[each] for each in self.config.attention]
-
-
-Factors = tuple[Tensor, Tensor]
-"""Cosines and sines of positions, each ``[N, 1, S, D / 2]``."""

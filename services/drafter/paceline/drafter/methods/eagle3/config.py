@@ -46,15 +46,7 @@ class Eagle3Config(TappedShape):
     A position's input is the embedding of the token there, and a hidden state of the position
     before: of the target, fused, or the layer's own output.
 
-    Attributes:
-        target_hidden: Width of the target's hidden states; 0: that of the layer.
-        window: As in :class:`TappedShape`, the token's own position included.
-        qk_norm: Whether heads of queries and keys are normalised.
-        norm_before_residual: Whether the residual stream begins with the normalised hidden state.
-        norm_before_fc: Whether the target's states are normalised, side by side.
-        fc_norm: Whether each of the target's states is normalised (EAGLE-3.1).
-        norm_output: Whether the layer's output is normalised before it is an input again
-            (EAGLE-3.1).
+    The ``window`` of :class:`TappedShape` includes the token's own position.
 
     Raises:
         UnsupportedModelError: A field is out of range.
@@ -63,11 +55,22 @@ class Eagle3Config(TappedShape):
     COUNTS: ClassVar = (*TappedShape.COUNTS, "target_hidden")
 
     target_hidden: int = 0
+    """Width of the target's hidden states; 0: that of the layer."""
+
     qk_norm: bool = False
+    """Whether heads of queries and keys are normalised."""
+
     norm_before_residual: bool = False
+    """Whether the residual stream begins with the normalised hidden state."""
+
     norm_before_fc: bool = False
+    """Whether the target's states are normalised, side by side."""
+
     fc_norm: bool = False
+    """Whether each of the target's states is normalised (EAGLE-3.1)."""
+
     norm_output: bool = False
+    """Whether the layer's output is normalised before it is an input again (EAGLE-3.1)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -55,6 +55,12 @@ from paceline.kernels.draft import NativeDraft, StateText
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.structures import DraftText
 
+NO_OUTPUTS = torch.empty(0, 0)
+
+MAX_FED_TOKENS = 16
+"""Maximum number of tokens that a round feeds through the whole layer. Of more, as of a prompt, all
+but the newest get keys and values alone."""
+
 
 class Eagle3Layer(DraftLayers):
     """The layer. Slot p of a cache is of the token at position p + 1, which is read with the state
@@ -221,13 +227,6 @@ class Eagle3Passes(TextPasses):
 
     def _clear(self) -> None:
         self._fresh, self._outputs = None, NO_OUTPUTS
-
-
-NO_OUTPUTS = torch.empty(0, 0)
-
-MAX_FED_TOKENS = 16
-"""Maximum number of tokens that a round feeds through the whole layer. Of more, as of a prompt, all
-but the newest get keys and values alone."""
 
 
 @dataclass(frozen=True)

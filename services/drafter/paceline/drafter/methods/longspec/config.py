@@ -41,20 +41,21 @@ class LongSpecConfig(LayerShape):
     Heads, their width and the rotary embedding are the target's, because cross-attention reads the
     target's keys unchanged. No projection has a bias and heads are not normalised, even if the
     target's are.
-
-    Attributes:
-        target_layer: Target layer whose keys and values are read, 0 for the first.
-        target_layers: Number of layers of the target.
-        window: Positions that self-attention sees, the token's own included. Unit: tokens.
-        final_norm: Whether there is a norm before the LM head; the paper's layer has none.
     """
 
     HF_FIELDS: ClassVar = {**LayerShape.HF_FIELDS, "window": "sliding_window"}
 
     target_layer: int
+    """Target layer whose keys and values are read, 0 for the first."""
+
     target_layers: int
+    """Number of layers of the target."""
+
     window: int = 512
+    """Positions that self-attention sees, the token's own included. Unit: tokens."""
+
     final_norm: bool = True
+    """Whether there is a norm before the LM head; the paper's layer has none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

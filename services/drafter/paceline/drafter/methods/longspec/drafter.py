@@ -53,6 +53,20 @@ from paceline.kernels.draft import NativeDraft
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.structures import DraftText
 
+MAX_FED_TOKENS = 16
+"""Maximum number of tokens that a round feeds through the whole layer. Of more, as of a prompt,
+all but the newest get keys and values alone."""
+
+GPU_TREE = {"widths": "4,16,16,16,16"}
+"""The paper's (LongSpec, appendix D)."""
+
+CPU_TREE = {"widths": "8,8", "max_nodes": "10"}
+"""The fastest shape with the demo pair, see docs/longspec.md. For a target whose step takes
+more of a round's time a deeper tree is better, such as 4,8,8,8 with 16 nodes."""
+
+DEFAULT_CONTEXT = 512
+"""Target positions that a round reads of a cache that it copies. Unit: tokens."""
+
 
 class LongSpecLayer(DraftLayers):
     """The layer.
@@ -171,22 +185,6 @@ class LongSpecPasses(TextPasses):
 
     def close(self) -> None:
         self.context = None
-
-
-MAX_FED_TOKENS = 16
-"""Maximum number of tokens that a round feeds through the whole layer. Of more, as of a prompt,
-all but the newest get keys and values alone."""
-
-GPU_TREE = {"widths": "4,16,16,16,16"}
-"""The paper's (LongSpec, appendix D)."""
-
-CPU_TREE = {"widths": "8,8", "max_nodes": "10"}
-"""The fastest shape with the demo pair, see docs/longspec.md. For a target whose step takes
-more of a round's time a deeper tree is better, such as 4,8,8,8 with 16 nodes."""
-
-
-DEFAULT_CONTEXT = 512
-"""Target positions that a round reads of a cache that it copies. Unit: tokens."""
 
 
 @dataclass(frozen=True)
