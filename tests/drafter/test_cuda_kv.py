@@ -152,7 +152,7 @@ def test_an_invalid_page_table_is_refused(pool: Pool) -> None:
     for read in (kv.parts, kv.pages):
         with pytest.raises(KvGone, match="out of its pool"):
             read(1)
-    for find in (states.read, states.span):
+    for find in (states.read, states.slice):
         with pytest.raises(KvGone, match="out of its pool"):
             find(0, 1)
     kv.close()

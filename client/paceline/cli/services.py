@@ -80,10 +80,10 @@ def _follow(args: argparse.Namespace) -> int:
     configure_logging(args.log_format, args.log_level)
     try:
         set_torch_environment(args.threads)
-        from paceline.verifier.ranks import run_worker_rank
+        from paceline.verifier.ranks import run_other_rank
 
         options = VerifierOptions(**given_options(args, VerifierOptions), threads=args.threads)
-        run_worker_rank(args.target, options)
+        run_other_rank(args.target, options)
     except Exception as error:
         return refuse(error)
     return 0

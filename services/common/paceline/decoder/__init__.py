@@ -16,7 +16,7 @@ from paceline.decoder.invariance import BatchInvariance, check_batch_invariance,
 from paceline.decoder.model import Decoder, ForwardResult
 from paceline.decoder.model_source import ModelSource
 from paceline.decoder.packed import PackedWeights, publish
-from paceline.decoder.parallel import ParallelDecoder, WorkerCaches, run_worker
+from paceline.decoder.parallel import ParallelDecoder, RankCaches, run_rank
 from paceline.decoder.ranks import Ranks, RanksDiffer, RanksLost, check_split, end_all
 from paceline.decoder.sources import load_config, open_model, weights_fingerprint
 from paceline.decoder.weights import plain_folder, store_int8
@@ -36,11 +36,11 @@ __all__ = [
     "ModelSource",
     "PackedWeights",
     "ParallelDecoder",
+    "RankCaches",
     "Ranks",
     "RanksDiffer",
     "RanksLost",
     "UnsupportedModelError",
-    "WorkerCaches",
     "check_batch_invariance",
     "check_served",
     "check_split",
@@ -52,7 +52,7 @@ __all__ = [
     "plain_folder",
     "publish",
     "receive",
-    "run_worker",
+    "run_rank",
     "store_int8",
     "use_device",
     "wait_for",

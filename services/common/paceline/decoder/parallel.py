@@ -26,7 +26,7 @@ class WholeCache(KVCacheView, Protocol):
         ...
 
 
-class WorkerCaches:
+class RankCaches:
     """What the other ranks have to do with their caches before the next step of rank 0."""
 
     def __init__(self, ranks: int) -> None:
@@ -64,7 +64,7 @@ class WorkerCaches:
 
 
 class ParallelDecoder(Decoder):
-    """One rank's part of a decoder. At rank 0 a step runs at all ranks; see :func:`run_worker`.
+    """One rank's part of a decoder. At rank 0 a step runs at all ranks; see :func:`run_rank`.
 
     Its configuration is that of the whole model.
     """
@@ -74,7 +74,7 @@ class ParallelDecoder(Decoder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See :class:`Decoder`; ranks are needed."""
         super().__init__(*args, **kwargs)
-        self.worker_caches = WorkerCaches(self.ranks)
+        self.rank_caches = RankCaches(self.ranks)
         """At rank 0, what the other ranks have to do."""
         self._indices: tuple[int, ...] | None = None
 
@@ -105,11 +105,11 @@ class ParallelDecoder(Decoder):
         whole = [isinstance(cache, WholeCache) for cache in caches]
         self._ranks.tell(
             {
-                "changes": self.worker_caches.take(),
+                "changes": self.rank_caches.take(),
                 "layers": self._indices,
                 "tokens": tokens.tolist(),
                 "blocks": [(b.sequence, b.start, b.parents, b.length) for b in plan.blocks],
-                "caches": [self.worker_caches.number(cache) for cache in caches],
+                "caches": [self.rank_caches.number(cache) for cache in caches],
                 "whole": whole,
                 "tables": all(cache.table is not None for cache in caches),
                 "rows": None if logit_rows is None else logit_rows.tolist(),
@@ -152,7 +152,7 @@ class _HeadsCache(LocalCache):
 
 
 @torch.inference_mode()
-def run_worker(decoder: ParallelDecoder, ranks: Ranks) -> None:
+def run_rank(decoder: ParallelDecoder, ranks: Ranks) -> None:
     """Run the steps of rank 0 at another rank, until rank 0 ends them. Raises ``RanksLost``:
     another rank has ended."""
     caches: dict[int, _HeadsCache] = {}

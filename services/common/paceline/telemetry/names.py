@@ -5,6 +5,12 @@ Names outside of `specdec` are those of OpenTelemetry's semantic conventions.
 
 from typing import Final
 
+SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
+"""Version of the conventions that names follow."""
+
+PROVIDER: Final = "paceline"
+"""Value of gen_ai.provider.name, which the conventions require."""
+
 
 class Span:
     """Names of spans. Calls have the name of their method, requests of HTTP method and route."""
@@ -157,12 +163,6 @@ class Metric:
 
     RPCS: Final = "specdec_rpcs"
 
-
-SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
-"""Version of the conventions that names follow."""
-
-PROVIDER: Final = "paceline"
-"""Value of gen_ai.provider.name, which the conventions require."""
 
 CREATE_CACHE: Final = {
     Attribute.RPC_SYSTEM: "grpc",

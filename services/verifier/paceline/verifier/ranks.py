@@ -27,7 +27,7 @@ from paceline.decoder import (
     end_all,
     find_device,
     open_model,
-    run_worker,
+    run_rank,
     use_device,
 )
 from paceline.decoder.products import use_library_without_splits
@@ -134,7 +134,7 @@ def load_target(
     return decoder
 
 
-def run_worker_rank(target: Path, options: VerifierOptions) -> None:
+def run_other_rank(target: Path, options: VerifierOptions) -> None:
     """Be another rank than 0, until rank 0 ends. Raises ``ValueError``: the model or an option is
     not supported; ``RanksDiffer``: weights or options of the ranks differ; ``RanksLost``: another
     rank has ended."""
@@ -149,7 +149,7 @@ def run_worker_rank(target: Path, options: VerifierOptions) -> None:
     decoder = load_target(open_model(target, options.lora), options, device, ranks)
     assert isinstance(decoder, ParallelDecoder)
     _log.info("following", extra={"rank": ranks.rank, "ranks": ranks.size, "device": str(device)})
-    run_worker(decoder, ranks)
+    run_rank(decoder, ranks)
 
 
 def _choose_numerics(source: ModelSource, options: VerifierOptions) -> str:
@@ -209,7 +209,7 @@ def _run(target: Path, options: VerifierOptions, variables: dict[str, str], leve
     os.environ.update(variables)
     configure_logging("auto", level)
     try:
-        run_worker_rank(target, options)
+        run_other_rank(target, options)
     except Exception as error:
         _log.error("rank %s ends: %s", variables["RANK"], error)
         sys.exit(1)

@@ -137,7 +137,7 @@ def kv_memory(model: LoadedModel, options: VerifierOptions) -> KvSpace:
             f"paged_kv is not supported for {config.model_type!r}, whose recurrent states lie "
             "beside segments"
         )
-    worker_caches = decoder.worker_caches if isinstance(decoder, ParallelDecoder) else None
+    rank_caches = decoder.rank_caches if isinstance(decoder, ParallelDecoder) else None
     layout = KvLayout.of(config)
     kv_bytes = options.kv_bytes
     if kv_bytes is None:
@@ -148,7 +148,7 @@ def kv_memory(model: LoadedModel, options: VerifierOptions) -> KvSpace:
         message.max_context = longest
     max_sequences, max_prefixes = _cache_limits(options)
     if not options.paged_kv and device.type == "cpu":
-        memory = SegmentMemory(layout, kv_bytes, worker_caches)
+        memory = SegmentMemory(layout, kv_bytes, rank_caches)
         return KvSpace(memory, None, None, max_sequences, max_prefixes)
     pool = PagePool(
         layout,
@@ -156,11 +156,11 @@ def kv_memory(model: LoadedModel, options: VerifierOptions) -> KvSpace:
         kv_bytes=kv_bytes,
         max_sequences=max_sequences + max_prefixes,
         max_context=message.max_context,
-        worker_caches=worker_caches,
+        rank_caches=rank_caches,
     )
     graphs = None
     able = device.type == "cuda" and find_spec("triton") is not None
-    if able and worker_caches is None and options.cuda_graphs != "off":
+    if able and rank_caches is None and options.cuda_graphs != "off":
         graphs = GraphRunner(decoder, pool, required=options.cuda_graphs == "on")
     return KvSpace(pool, pool, graphs, max_sequences, max_prefixes)
 

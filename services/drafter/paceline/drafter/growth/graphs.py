@@ -31,7 +31,7 @@ from paceline.drafter.growth.device import (
 )
 from paceline.drafter.growth.target_data import KvLayers, StateRows, TargetKv
 from paceline.drafter.growth.text import TreeSettings
-from paceline.drafter.kv.reader import KvPages, StateSpan
+from paceline.drafter.kv.reader import KvPages, StateSlice
 from paceline.kernels import Context, KVCacheView, SamplingParams, TreePlan, plan_trees, send
 from paceline.kernels.trees import ContextBlock
 
@@ -424,7 +424,7 @@ class _Graph(Passes):
                 rows[begin:end].copy_(send(inputs.rows(block), rows.device), non_blocking=True)
             begin = end
 
-    def _places_of(self, block: StateSpan, rows: Tensor) -> NDArray[np.int64] | None:
+    def _places_of(self, block: StateSlice, rows: Tensor) -> NDArray[np.int64] | None:
         """Places of hidden states for the kernel that gathers them to rows; None if it cannot."""
         if block.addresses is None or block.dtype != rows.dtype or not block.count:
             return None

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.drafter.kv.reader import KvPages, KvReader, StateSpan
+from paceline.drafter.kv.reader import KvPages, KvReader, StateSlice
 from paceline.kernels import LayerTable
 
 
@@ -90,7 +90,7 @@ class StateRows:
 
     def __init__(
         self,
-        blocks: Sequence[StateSpan],
+        blocks: Sequence[StateSlice],
         convert: Callable[[Tensor], Tensor],
         repeats: int = 1,
     ) -> None:
@@ -105,11 +105,11 @@ class StateRows:
         """Returns the inputs ``[rows, width]``.
 
         Raises:
-            KvGone: See :meth:`StateSpan.read`.
+            KvGone: See :meth:`StateSlice.read`.
         """
         return self._convert(torch.cat([self.rows(block) for block in self.blocks]))
 
-    def rows(self, block: StateSpan) -> Tensor:
+    def rows(self, block: StateSlice) -> Tensor:
         """Returns the states of the rows of one of the blocks; errors as for :meth:`tensor`."""
         states = block.read()
         return states if self.repeats == 1 else states.repeat_interleave(self.repeats, 0)

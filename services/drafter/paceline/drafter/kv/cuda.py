@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.drafter.kv import KvGone, KvNotShared
 from paceline.drafter.kv.mapped import CacheFile, MappedReader, oldest_kept
-from paceline.drafter.kv.reader import KvPages, KvReader, StateReader, StateSpan
+from paceline.drafter.kv.reader import KvPages, KvReader, StateReader, StateSlice
 from paceline.kernels import SINKS, send, streaming
 from paceline.kv.cuda import (
     CudaDriver,
@@ -252,7 +252,7 @@ class CudaStates(PoolReader, StateReader):
         width = len(self._indices) * self._rows.shape[2]
         return begin, self._rows[pages, at].view(end - begin, width)
 
-    def span(self, begin: int, end: int) -> StateSpan:
+    def slice(self, begin: int, end: int) -> StateSlice:
         """See :class:`StateReader`.
 
         Raises:
@@ -270,7 +270,7 @@ class CudaStates(PoolReader, StateReader):
                 raise KvGone("the verifier has overwritten hidden states that were to be read")
             return states
 
-        return StateSpan(first, read, addresses, self._rows.dtype)
+        return StateSlice(first, read, addresses, self._rows.dtype)
 
     def _rows_of(self, begin: int, end: int) -> NDArray[np.int64]:
         """Returns the numbers of the rows of positions, ``[end - begin, layers]``."""

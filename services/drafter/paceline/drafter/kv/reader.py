@@ -44,7 +44,7 @@ class KvPages:
     """The page of position 0, then the pages from that of ``first`` on, int32."""
 
 
-class StateSpan:
+class StateSlice:
     """Hidden states at neighbouring positions, which were copied or still lie in pages."""
 
     def __init__(
@@ -217,7 +217,7 @@ class StateReader(CacheReader):
     """Hidden states: outputs of some layers."""
 
     paged: bool = False
-    """Whether :meth:`span` returns addresses."""
+    """Whether :meth:`slice` returns addresses."""
 
     async def wait_for(self, committed: int, seconds: float) -> None:
         """Wait until positions below ``committed`` can be read, at most ``seconds``. Event loop."""
@@ -235,7 +235,7 @@ class StateReader(CacheReader):
             kept. And the rows ``[end - first, layers * hidden]``.
         """
 
-    def span(self, begin: int, end: int) -> StateSpan:
+    def slice(self, begin: int, end: int) -> StateSlice:
         """As :meth:`read`, but states in pages of a GPU are not copied yet."""
         first, states = self.read(begin, end)
-        return StateSpan(first, states)
+        return StateSlice(first, states)

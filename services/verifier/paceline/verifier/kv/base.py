@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from paceline.decoder import DecoderConfig, WorkerCaches
+from paceline.decoder import DecoderConfig, RankCaches
 from paceline.kernels import DeltaShape, LayerTable, Plane, RecurrentStates
 from paceline.kernels.caches import first_heads, row_width
 from paceline.kv.segment import HEADER_BYTES, TAP_MARGIN, SegmentHeader, new_segment
@@ -248,7 +248,7 @@ class SequenceKv(ABC):
     taps: TapRows | None = None
     """Hidden states that are kept; None: none."""
 
-    worker_caches: WorkerCaches | None = None
+    rank_caches: RankCaches | None = None
     """Caches of the other ranks of a tensor-parallel model, which hold heads of this cache; None:
     there are none."""
 
@@ -329,8 +329,8 @@ class SequenceKv(ABC):
         Raises ``OutOfMemory``: there is not enough memory for them."""
         self.reserve(tokens)
         self._copy_kv(source, tokens)
-        if self.worker_caches is not None:
-            self.worker_caches.copy_prefix(self, source, tokens)
+        if self.rank_caches is not None:
+            self.rank_caches.copy_prefix(self, source, tokens)
         if self.states is not None and source.states is not None:
             self.states.copy_prefix(source.states, tokens)
         if tokens and self.taps is not None and source.taps is not None:
@@ -343,8 +343,8 @@ class SequenceKv(ABC):
     def compact(self, slots: list[int], start: int, *, moved: bool = False) -> None:
         """Move the KV at ``slots`` to ``start``, ``start + 1``, ...; none moves to a later slot.
         ``moved``: in this process it has moved."""
-        if self.worker_caches is not None:
-            self.worker_caches.compact(self, slots, start)
+        if self.rank_caches is not None:
+            self.rank_caches.compact(self, slots, start)
         if not moved:
             self._keep(slots, start)
 
@@ -359,7 +359,7 @@ class SequenceKv(ABC):
     @property
     def observed(self) -> ObservedCache:
         """The heads that scores of positions are computed from: those of this process."""
-        return self if self.worker_caches is None else _OwnHeads(self, self.worker_caches.ranks)
+        return self if self.rank_caches is None else _OwnHeads(self, self.rank_caches.ranks)
 
     @property
     def files(self) -> list[int]:
@@ -383,8 +383,8 @@ class SequenceKv(ABC):
         """
         if self.closed:
             return
-        if self.worker_caches is not None:
-            self.worker_caches.drop(self)
+        if self.rank_caches is not None:
+            self.rank_caches.drop(self)
         self.header.close()
         self.header.release()
         _open_files.remove(self.file)

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from paceline.decoder import ACCELERATORS, WorkerCaches, wait_for
+from paceline.decoder import ACCELERATORS, RankCaches, wait_for
 from paceline.kernels import PagedPlane, send
 from paceline.kv.cuda import CudaDriver, DriverError, ExportedMemory, cuda_driver
 from paceline.kv.segment import HEADER_BYTES, TAP_AHEAD
@@ -52,7 +52,7 @@ class PagePool:
         max_sequences: int,
         max_context: int,
         driver: CudaDriver | None = None,
-        worker_caches: WorkerCaches | None = None,
+        rank_caches: RankCaches | None = None,
     ) -> None:
         """Allocate whole pages of at most ``kv_bytes``.
 
@@ -63,7 +63,7 @@ class PagePool:
         """Shape of the model's KV."""
         self.device = device
         """Device of the memory."""
-        self.worker_caches = worker_caches
+        self.rank_caches = rank_caches
         self.page_bytes = PAGE_TOKENS * layout.token_bytes
         count = kv_bytes // self.page_bytes
         if count < 1:
@@ -403,7 +403,7 @@ class PagedKv(SequenceKv):
         except BaseException:
             pool.free(self._row, [])
             raise
-        self.device, self.worker_caches = pool.device, pool.worker_caches
+        self.device, self.rank_caches = pool.device, pool.rank_caches
         self.pool = pool
         self._table = self._body.view(torch.int32)
         if taps is not None:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.decoder import WorkerCaches
+from paceline.decoder import RankCaches
 from paceline.kernels import LayerTable
 from paceline.kv.segment import HEADER_BYTES
 from paceline.verifier.kv.base import (
@@ -63,11 +63,11 @@ class SegmentMemory:
     """
 
     def __init__(
-        self, layout: KvLayout, limit_bytes: int, worker_caches: WorkerCaches | None = None
+        self, layout: KvLayout, limit_bytes: int, rank_caches: RankCaches | None = None
     ) -> None:
         self.layout = layout
         """Shape of the model's KV."""
-        self.worker_caches = worker_caches
+        self.rank_caches = rank_caches
         """See :class:`SequenceKv`."""
         self.limit_bytes = limit_bytes
         """Maximum memory of all segments together. Unit: bytes."""
@@ -126,7 +126,7 @@ class Segment(SequenceKv):
             kv_bytes + (0 if taps is None else taps.byte_size),
             taps=None if taps is None else taps.describe(offset=self._taps_offset),
         )
-        self._memory, self.worker_caches = memory, memory.worker_caches
+        self._memory, self.rank_caches = memory, memory.rank_caches
         shape = (layout.layers, 2, layout.kv_heads, capacity, layout.row_width)
         self.kv: Tensor = self._body[:kv_bytes].view(layout.dtype).view(shape)
         """``[layers, 2, kv_heads, capacity, row_width]`` over the mapping; 0 is keys, 1 values."""

@@ -30,7 +30,7 @@ from paceline.drafter.growth.graphs import PassShape
 from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
 from paceline.drafter.growth.target_data import StateRows
 from paceline.drafter.growth.text import GrownText, TextPasses, TreeSettings, chain_blocks
-from paceline.drafter.kv.reader import StateSpan
+from paceline.drafter.kv.reader import StateSlice
 from paceline.drafter.methods.base import SECTION, Drafter, Fit, GenerationInfo, Resources
 from paceline.drafter.methods.dspark.config import DSparkConfig, layout_of, read_dspark
 from paceline.drafter.methods.dspark.heads import DSparkHeads
@@ -64,7 +64,7 @@ class DSparkBackbone(DraftLayers):
         self.heads = DSparkHeads(self.config, tensors.tensors, self.dtype, self.device, self.bits)
         return [_record_context(self, tensors), _record_block(self, tensors)]
 
-    def states_pass(self, batch: Sequence[tuple[int, WindowCache, StateSpan]]) -> HostPass:
+    def states_pass(self, batch: Sequence[tuple[int, WindowCache, StateSlice]]) -> HostPass:
         """Makes room for hidden states in contexts.
 
         Args:
@@ -92,7 +92,7 @@ class DSparkBackbone(DraftLayers):
             self.run(0, None, plan, passes.caches, inputs=passes.inputs(0))
 
     def block_pass(
-        self, blocks: Sequence[tuple[WindowCache, int, StateSpan | None]]
+        self, blocks: Sequence[tuple[WindowCache, int, StateSlice | None]]
     ) -> tuple[HostPass, list[Context]]:
         """Makes room for blocks after contexts.
 
@@ -239,7 +239,7 @@ class DSparkPasses(TextPasses):
             backbone.write_states(Passes(draft, backbone.device))
             self.states.reader.settle()
 
-    def new_states(self, limit: int | None = None) -> StateSpan | None:
+    def new_states(self, limit: int | None = None) -> StateSlice | None:
         """Returns hidden states that the context lacks, of at most ``limit`` positions; None if
         there are none."""
         end = self.states.readable
@@ -248,7 +248,7 @@ class DSparkPasses(TextPasses):
             end = min(end, begin + limit)
         if begin >= end:
             return None
-        states = self.states.reader.span(begin, end)
+        states = self.states.reader.slice(begin, end)
         if not states.count:
             return None
         # States in pages can be read again, by a draft that is not native.
@@ -256,15 +256,15 @@ class DSparkPasses(TextPasses):
             self.newest.copy_(states.read()[-1:], non_blocking=True)
         return states
 
-    def newest_states(self) -> StateSpan | None:
+    def newest_states(self) -> StateSlice | None:
         """Returns the hidden states of the position before the anchor; None if they are not
         read."""
         if not self._drafter.layers.config.state_input:
             return None
         last = self.text.length - 2
         if self.states.reader.paged:
-            return self.states.reader.span(last, last + 1)
-        return StateSpan(last, self.newest)
+            return self.states.reader.slice(last, last + 1)
+        return StateSlice(last, self.newest)
 
     def set_block(self, hidden: Tensor, logits: Tensor) -> None:
         """Sets the block that the tree grows from: hidden states ``[levels, hidden]`` and their

@@ -34,7 +34,7 @@ from paceline.drafter.growth.host import forward_parts
 from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
 from paceline.drafter.growth.target_data import StateRows
 from paceline.drafter.growth.text import GrownText, PassPart, TextPasses, TreeSettings
-from paceline.drafter.kv.reader import StateSpan
+from paceline.drafter.kv.reader import StateSlice
 from paceline.drafter.methods.base import SECTION, Drafter, Fit, GenerationInfo, Resources
 from paceline.drafter.methods.eagle3.config import Eagle3Config, is_eagle3, read_eagle3
 from paceline.drafter.methods.eagle3.module import Eagle3Model
@@ -145,7 +145,7 @@ class Eagle3Passes(TextPasses):
         self.text = GrownText(drafter.settings, generation)
         self.states = TextStates(drafter.layers, drafter.method, self.text, generation, drafted)
         self.cache = self.states.cache
-        self._fresh: StateSpan | None = None
+        self._fresh: StateSlice | None = None
         """States of the newest positions before the anchor, of the round; None outside of one."""
         self._outputs = NO_OUTPUTS
         """Outputs at the anchor and at the nodes of the tree that were fed."""
@@ -173,11 +173,11 @@ class Eagle3Passes(TextPasses):
         if self.backlog > MAX_FED_TOKENS:
             self.warm(self.backlog - 1)
         self.cache.reserve(end)
-        self._fresh = self.states.reader.span(min(self.cache.next_position(end), end - 1), end)
+        self._fresh = self.states.reader.slice(min(self.cache.next_position(end), end - 1), end)
         return self._fresh.count > 0
 
     @property
-    def fresh(self) -> StateSpan:
+    def fresh(self) -> StateSlice:
         """States of the newest positions before the anchor, of the round."""
         assert self._fresh is not None
         return self._fresh
