@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -287,3 +289,22 @@ def test_smaller_weights_draft_about_the_same(name: str, weights: str, tmp_path:
     if weights != "int4":  # too rough for random weights
         assert exact.tokens == rough.tokens
         assert exact.confidences == pytest.approx(rough.confidences, abs=0.1)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_drafter_is_freed_with_its_last_reference(name: str, tmp_path: Path) -> None:
+    """Versions are unloaded while others serve: their memory must not wait for a collection."""
+    method = load(name, tmp_path)
+    sequence = method.start([1, 2, 3, 4])
+    sequence.draft(Budget(8, 4))
+    freed = weakref.ref(method.drafter)
+    gc.collect()
+    gc.disable()
+    try:
+        del method
+        assert freed() is not None, "a sequence uses it"
+        sequence.close()
+        del sequence
+        assert freed() is None
+    finally:
+        gc.enable()

@@ -8,7 +8,6 @@ client requested this version.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import threading
 from collections import deque
@@ -95,7 +94,6 @@ class Loader:
             if self._resources.device != "cpu":
                 why += ", or give the verifier on this GPU a smaller --gpu-memory (default: 0.8)"
             raise LoadError(_OUT_OF_MEMORY, why) from error
-        gc.collect()  # versions that were unloaded before: a model and its growth hold each other
         trim()  # what was used to load it
         return LookupDrafter(drafter) if wanted else drafter
 

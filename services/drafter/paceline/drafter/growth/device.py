@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -398,12 +399,13 @@ class DeviceGrowth(Growth):
         """Sets the model.
 
         Args:
-            model: Its passes.
+            model: Its passes. It owns the growth, which does not keep it in memory.
             settings: Of its trees.
             kernels: Whether a Triton kernel adds the levels.
             graphs: Runs captured drafts; None: there are none.
         """
-        self._model, self._settings, self._kernels = model, settings, kernels
+        self._model: DeviceModel = weakref.proxy(model)
+        self._settings, self._kernels = settings, kernels
         self.graphs = graphs
 
     def warm_up(self) -> None:

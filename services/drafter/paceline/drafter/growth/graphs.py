@@ -9,6 +9,7 @@ texts.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -120,10 +121,12 @@ class DraftGraphs:
     """
 
     def __init__(self, model: GraphModel, settings: TreeSettings) -> None:
-        """Makes a runner without graphs for trees of one shape."""
+        """Makes a runner without graphs for trees of one shape. The model owns the runner, which
+        does not keep it in memory."""
         shape = TreeShape.of(settings.options, settings.max_depth, settings.logits)
         device = settings.device
-        self._model, self._settings, self._shape = model, settings, shape
+        self._model: GraphModel = weakref.proxy(model)
+        self._settings, self._shape = settings, shape
         self._passes = {fed: model.pass_shapes(fed, shape) for fed in FED}
         self._graphs: dict[tuple[int, int, str], _Graph] = {}
         self._capturing = Capturing(device)

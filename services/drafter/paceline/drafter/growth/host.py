@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -38,7 +39,8 @@ class HostGrowth(Growth):
     at_once: ClassVar[bool] = False
 
     def __init__(self, model: LevelModel) -> None:
-        self.model = model
+        # The model owns its growth: a reference back would keep an unloaded model in memory.
+        self.model: LevelModel = weakref.proxy(model)
 
     def start(self, passes: TextPasses) -> bool:
         return True
