@@ -181,7 +181,7 @@ def test_the_longest_prefix_of_the_same_owner(
 
     prefixes = PrefixCache(most)
     for owner, chunks in kept:
-        prefixes.keep(sequence(owner, written(chunks)))
+        prefixes.retain(sequence(owner, written(chunks)))
     assert len(prefixes) <= most
     for owner, chunks in asked:
         new = sequence(owner, written(chunks))

@@ -312,7 +312,7 @@ class TableShape:
     """Packed rows."""
 
     tilings: Sequence[Tiling]
-    """Tiling of each kind of layer; see :func:`~paceline.kernels._triton.tiles.tilings_for`."""
+    """Tiling of each kind of layer; see :func:`~paceline.kernels.triton.tiles.tilings_for`."""
 
     longest: int
     """Largest possible position."""
@@ -321,7 +321,7 @@ class TableShape:
     """Query blocks."""
 
     row_bytes: int
-    """See :func:`~paceline.kernels._triton.tiles.part_row_bytes`."""
+    """See :func:`~paceline.kernels.triton.tiles.part_row_bytes`."""
 
     @classmethod
     def of(

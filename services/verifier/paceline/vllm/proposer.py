@@ -56,9 +56,6 @@ class PacelineProposer:
 
     vLLM's sampler decides each token, so nothing that a drafter sends changes a text more than
     vLLM's own n-gram drafts do. No error in here ends a request: it has no drafts then.
-
-    Attributes:
-        address: Where drafter services join; empty: they cannot.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -72,6 +69,7 @@ class PacelineProposer:
         settings = self._settings = Settings.read(vllm_config)
         model, own = settings.model, settings.own
         self.address = ""
+        """Where drafter services join; empty: they cannot."""
         self._lock = DraftingLock(self._read_tree)
         self._texts = Texts(model.max_context, lookup=own.lookup == "on")
         self._scheduler = Scheduler(flat_table(), MAX_NODES)

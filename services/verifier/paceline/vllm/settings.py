@@ -59,21 +59,22 @@ class VllmOptions:
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings.
-
-    Attributes:
-        model: The served model, as drafter services are told.
-        tokens: Most tokens of a chain.
-        leads: Whether this worker drafts. Of tensor-parallel workers vLLM asks the first alone.
-        own: The proposer's own.
-        server: Where drafter services join; None: they cannot.
-    """
+    """All settings."""
 
     model: verifier_pb2.GetModelResponse
+    """The served model, as drafter services are told."""
+
     tokens: int
+    """Most tokens of a chain."""
+
     leads: bool
+    """Whether this worker drafts. Of tensor-parallel workers vLLM asks the first alone."""
+
     own: VllmOptions
+    """The proposer's own."""
+
     server: ServerOptions | None
+    """Where drafter services join; None: they cannot."""
 
     @classmethod
     def read(cls, config: Any, environ: Mapping[str, str] = os.environ) -> Settings:

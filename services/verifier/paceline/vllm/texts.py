@@ -29,28 +29,34 @@ _NEWEST = 0.1
 
 _NO_KV = cast("SequenceKv", None)  # vLLM has the KV
 
+_OPTIONS = NgramOptions(shared_tokens=0)
+
 
 @dataclass(eq=False)
 class Text:
-    """One request of vLLM.
-
-    Attributes:
-        job: It as the exchange and the scheduler know it; greedy, for vLLM names no parameters.
-        lookup: Looks its tokens up; None: no look-up.
-        row: Its row in the newest batch.
-        seen_at: When a batch had it last (time.perf_counter).
-        expected: Mean expected accepted tokens of recent trees of a drafter service.
-        found: The chain that was looked up for the next step.
-        span: Its span; None: it is not traced.
-    """
+    """One request of vLLM."""
 
     job: Decode
+    """The request as the exchange and the scheduler know it; greedy, for vLLM names no parameters."""
+
     lookup: NgramSource | None
+    """Looks its tokens up; None: no look-up."""
+
     row: int
+    """Its row in the newest batch."""
+
     seen_at: float = field(default_factory=perf_counter)
+    """When a batch had it last (time.perf_counter)."""
+
     expected: float = 0.0
+    """Mean expected accepted tokens of recent trees of a drafter service."""
+
     found: TokenTree = EMPTY
+    """The chain that was looked up for the next step."""
+
     span: Any = None
+    """Its span; None: it is not traced."""
+
     _tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     _kept: int = 0
 
@@ -110,9 +116,6 @@ class Text:
             self._tokens[:room] = old
         self._tokens[self._kept : length] = tokens[self._kept :]
         self._kept = length
-
-
-_OPTIONS = NgramOptions(shared_tokens=0)
 
 
 class Texts:

@@ -455,7 +455,7 @@ class Engine:
         sequence.released = True
         if self._reuses and not self._stopping:
             sequence.kv.header.close()  # its readers stop
-            self.prefixes.keep(sequence)
+            self.prefixes.retain(sequence)
         else:
             sequence.kv.close()
         if self._scheduler is not None:

@@ -68,8 +68,8 @@ class PrefixCache:
             self._found.setdefault(key, {})[sequence] = None
         keys += new
 
-    def keep(self, sequence: Sequence) -> None:
-        """Keep a sequence that has ended, instead of those whose text it continues.
+    def retain(self, sequence: Sequence) -> None:
+        """Retain a sequence that has ended, instead of those whose text it continues.
 
         A text of less than a chunk is closed instead.
         """
