@@ -33,6 +33,13 @@ _STEP_SECONDS = (
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
 )
 
+ROUND_METRICS = (
+    *(Metric.ROUNDS, Metric.GENERATION_TOKENS, Metric.FREE_RUN_TOKENS, Metric.NUM_DRAFTS),
+    *(Metric.NUM_DRAFT_TOKENS, Metric.NUM_CHECKED, Metric.NUM_ACCEPTED),
+    *(Metric.NUM_ACCEPTED_PER_POS, Metric.EMITTED_PER_ROUND, Metric.DRAFT_SECONDS),
+)
+"""Those of every engine that drafts."""
+
 
 class _Described(NamedTuple):
     """A counter, or a histogram with buckets."""
@@ -138,14 +145,6 @@ _METRICS = {
         ),
     ),
 }
-
-
-ROUND_METRICS = (
-    *(Metric.ROUNDS, Metric.GENERATION_TOKENS, Metric.FREE_RUN_TOKENS, Metric.NUM_DRAFTS),
-    *(Metric.NUM_DRAFT_TOKENS, Metric.NUM_CHECKED, Metric.NUM_ACCEPTED),
-    *(Metric.NUM_ACCEPTED_PER_POS, Metric.EMITTED_PER_ROUND, Metric.DRAFT_SECONDS),
-)
-"""Those of every engine that drafts."""
 
 
 class RoundMetrics:

@@ -37,7 +37,7 @@ class Text:
     """One request of vLLM."""
 
     job: Decode
-    """The request as the exchange and the scheduler know it; greedy, for vLLM names no parameters."""
+    """The request as exchange and scheduler know it; greedy, for vLLM names no parameters."""
 
     lookup: NgramSource | None
     """Looks its tokens up; None: no look-up."""
