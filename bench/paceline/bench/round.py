@@ -164,7 +164,7 @@ async def measure(
         starting: list[asyncio.Future[Any]] = [ready, server]
         await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
         if carrier == "stream":
-            service.exchange._path = ""  # no socket is offered
+            service.exchange.path = ""  # no socket is offered
         arguments = ["--device=cpu", "--load", f"it={drafter}", f"--verifier={address}"]
         process = ServiceProcess("drafter", arguments)
         try:
