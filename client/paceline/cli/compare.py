@@ -225,7 +225,7 @@ class Verdict:
     high: float
     """Two standard errors above it; infinite with fewer than three ratios."""
     stats: Stats
-    """Of all its runs."""
+    """Statistics of all its runs."""
 
     @classmethod
     def of(cls, rows: Sequence[PromptComparison], drafter: str) -> Verdict:

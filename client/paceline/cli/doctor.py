@@ -28,7 +28,7 @@ _EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "cuda": (("triton",), "GPUs run plain PyTorch operations, several times slower"),
     "train": (("accelerate",), "no training of drafters"),
 }
-"""Of each extra: the modules that it installs, and what is missing without them."""
+"""For each extra, the modules that it installs, and what is missing without them."""
 
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "tokenizers")
 _VARIABLES = (

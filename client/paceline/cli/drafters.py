@@ -47,7 +47,7 @@ Call = Callable[[str, Message], Awaitable[Any]]
 """Calls the registry's RPC of this name with a request; its response."""
 
 _WIDTH = 1000
-"""Of a wide table: a long line is easier to read than columns cut short."""
+"""Columns of a wide table: a long line is easier to read than columns cut short."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

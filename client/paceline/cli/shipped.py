@@ -87,7 +87,7 @@ def models_folder() -> Path | None:
 
 
 def _accepted_length(folder: Path) -> float:
-    """Of a drafter on held-out texts, as training noted it; 0 without a note."""
+    """The accepted length of a drafter on held-out texts, as training noted it; 0: it did not."""
     described = json.loads((folder / "config.json").read_text())
     training = described.get("paceline", {}).get("training", {})
     return float(training.get("accepted_length", 0.0))

@@ -609,7 +609,7 @@ class Fleet:
 
 
 def _copy(error: PacelineError, message: str) -> PacelineError:
-    """The same error for another generation, without the traceback of the first."""
+    """A copy of the error for another generation, without the traceback of the first."""
     return type(error)(
         message, reason=error.reason, metadata=error.metadata, retry_after=error.retry_after
     )

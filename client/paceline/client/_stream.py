@@ -99,7 +99,7 @@ class TokenStream:
         self.lease_seconds = 30.0
         """Life of the cache without a stream. Unit: seconds."""
         self.prompt_logprobs: list[TokenLogprob] = []
-        """Those of the prompt, if requested."""
+        """Log-probabilities of the prompt, if requested."""
 
     async def receive(self) -> verifier_pb2.Round:
         """The next round. With `steps` 0 its tokens come from a prefill or an earlier stream.

@@ -358,12 +358,12 @@ class Model:
         return await _unblocked(self.tokens_of_rendered, prompt)
 
     def tokens(self, prompt: str) -> list[int]:
-        """The same as `encode`, for threads: it takes long for a long prompt."""
+        """The synchronous form of `encode`, for threads: it takes long for a long prompt."""
         bos = self.facts.bos_token_id if self.facts.HasField("bos_token_id") else None
         return self._tokenizer.encode(prompt, bos)
 
     def tokens_of_rendered(self, prompt: str) -> list[int]:
-        """The same as `encode_rendered`, for threads."""
+        """The synchronous form of `encode_rendered`, for threads."""
         return self._tokenizer.encode_rendered(prompt)
 
     @property

@@ -205,8 +205,8 @@ class Connections:
         ]
 
     def metadata(self, address: str) -> tuple[tuple[str, str], ...]:
-        """Of every call to an address. Without a token, that of a service of this user is taken,
-        which has another one after each start."""
+        """Metadata of every call to an address. Without a token, it has the token of a service of
+        this user, which is another one after each start."""
         token = self._token or local_token(address)
         return self._name, *([("authorization", f"Bearer {token}")] if token else [])
 

@@ -127,7 +127,7 @@ class Version:
     """Attached streams, each by the callback that ends it."""
 
     statistics: DraftStatistics = field(default_factory=DraftStatistics)
-    """Of its rounds. Only the drafting thread changes it; any thread may read it."""
+    """Statistics of its rounds. Only the drafting thread changes it; any thread may read it."""
 
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT_ROUNDS))
     """Whether each of its last rounds failed. Drafting thread."""

@@ -130,7 +130,7 @@ class TreeSettings:
     """The target's token id of each logit, rising, int64 ``[R]`` on the CPU; None: all ids."""
 
     drafted_on_device: Tensor | None = None
-    """The same on the model's device, if that is another one."""
+    """The drafted tokens on the model's device, if that is another one."""
 
     @classmethod
     def of(

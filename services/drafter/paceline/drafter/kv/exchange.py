@@ -106,7 +106,7 @@ class KvExchange:
         self.verifiers: Sequence[str] = ()
         """Addresses that :meth:`find_weights` asks."""
         self.metadata = access.metadata
-        """Of every call to an address."""
+        """Metadata of every call to an address."""
         self._credentials = access.credentials()
         self.sockets: dict[str, str] = {}
         """Unix sockets of verifiers by address, of those that were joined over one."""

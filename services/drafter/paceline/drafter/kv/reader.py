@@ -26,10 +26,10 @@ class KvPages:
     """Type of keys and values."""
 
     shape: tuple[int, int, int]
-    """Of the layer's keys in a page, ``(Hkv, page_size, D)``; its values follow them."""
+    """Shape of the layer's keys in a page, ``(Hkv, page_size, D)``; its values follow them."""
 
     address: int
-    """Of the layer's keys in page 0."""
+    """Address of the layer's keys in page 0."""
 
     page_bytes: int
     """Distance between two pages."""
@@ -60,7 +60,7 @@ class StateSlice:
         self.dtype = dtype
         """Type of states that lie in pages."""
         self.addresses = addresses
-        """Of each position's rows, one for each layer, on the GPU that reads, int64 ``[count,
+        """Addresses of each position's rows, by layer, on the GPU that reads, int64 ``[count,
         layers]``; None: they were copied."""
         self._states = states
         if addresses is not None:

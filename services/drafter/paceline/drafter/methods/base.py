@@ -153,7 +153,7 @@ class Drafter(ABC):
     level; empty: the defaults of the options."""
 
     gpu_tree: ClassVar[Mapping[str, str]] = {}
-    """The same on a GPU."""
+    """Options of the tree that ``paceline serve`` chooses on a GPU."""
 
     cpu_weights: ClassVar[str] = ""
     """Format of the weights that ``paceline serve`` chooses for compiled CPU kernels, a value of

@@ -431,7 +431,7 @@ class LayerWeights:
     """8 or 4 for matrices in blocks of 32; 0: as they came."""
 
     numerics: str = "portable"
-    """Those of the programs, "portable" or "amx"."""
+    """Numerics of the programs, "portable" or "amx"."""
 
     _made: dict[tuple[str, ...], Linear] = field(default_factory=dict, init=False, repr=False)
 

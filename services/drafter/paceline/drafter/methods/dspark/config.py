@@ -83,7 +83,7 @@ class DSparkConfig(TappedShape):
     """The window of each layer; none: ``window``, which is the largest, for all layers."""
 
     causal: tuple[bool, ...] = ()
-    """Of each layer, whether a position of the block attends only to those up to itself; none: all
+    """For each layer, whether a position of the block attends only to those up to itself; none: all
     attend to the whole block. The window of a causal layer moves with the position, that of others
     is the anchor's."""
 
@@ -183,7 +183,7 @@ class Layout(Enum):
     DEEPSPEC = "deepspec"
     SPECULATORS = "speculators"
     DFLASH = "dflash"
-    """Of DFlash and SpecForge, with fields in a ``dflash_config``."""
+    """The layout of DFlash and SpecForge, with fields in a ``dflash_config``."""
 
 
 def layout_of(described: Json) -> Layout:

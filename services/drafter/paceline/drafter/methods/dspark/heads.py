@@ -126,7 +126,7 @@ class DSparkHeads:
             head = _loaded(ConfidenceHead(config), "confidence_head.", weights).to(device, dtype)
             self._confidence = head.proj.weight[0, : config.hidden]
             self._offsets = head.proj.bias.detach().double().repeat(int(self._rows.max()) + 1)
-            """Of the confidence, by row of W1."""
+            """Offset of the confidence, by row of W1."""
             if config.confidence_markov:
                 column = head.proj.weight[0, config.hidden :]
                 self._offsets = (self._w1 @ column + head.proj.bias).detach().double()
