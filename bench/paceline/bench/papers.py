@@ -71,7 +71,7 @@ Samples = dict[str, dict[str, dict[float, Pairs]]]
 Name = TypeVar("Name")
 _RESAMPLES = 1000
 _REPEATS = 5  # times that attention is measured, of which the shortest counts
-_BLOCK = 512  # tokens of output that `output` puts together
+_BUCKET = 512  # tokens of output that `output` puts together
 _BUDGETS = (64, 128, 256, 512, 1024, 2048)
 _TRAINED_BUDGETS = (64, 128, 256, 512)  # a quarter of the paper's, as are texts and contexts
 _SHORT = 512  # tokens of the longest text that `offset` trains on
@@ -588,12 +588,12 @@ def _output(bench: Bench) -> None:
         found = samples()
         for text, name, path in bench.along(bench.prompts("chat", "mathematics"), specs):
             end = _begin_of_loop(text.continuation)
-            for begin in range(0, bench.args.tokens, _BLOCK):
+            for begin in range(0, bench.args.tokens, _BUCKET):
                 inside = [
-                    e.accepted + 1 for e in path if begin <= e.place < min(end, begin + _BLOCK)
+                    e.accepted + 1 for e in path if begin <= e.place < min(end, begin + _BUCKET)
                 ]
                 line = found[name][f"{_LENGTH} by tokens of output"]
-                line[begin + _BLOCK].append((sum(inside), len(inside)))
+                line[begin + _BUCKET].append((sum(inside), len(inside)))
         return found
 
     bench.cell(f"up to {bench.args.tokens} tokens, {bench.weights}", "", measure)
@@ -602,8 +602,8 @@ def _output(bench: Bench) -> None:
 def _begin_of_loop(tokens: Sequence[int]) -> int:
     """Where the first block with few 4-grams that are new in the text begins."""
     seen: set[tuple[int, ...]] = set()
-    for begin in range(0, len(tokens), _BLOCK // 4):
-        end = min(begin + _BLOCK // 4, len(tokens))
+    for begin in range(0, len(tokens), _BUCKET // 4):
+        end = min(begin + _BUCKET // 4, len(tokens))
         grams = {tuple(tokens[place - 4 : place]) for place in range(max(4, begin), end)}
         if len(grams - seen) < _MIN_DISTINCT * (end - begin - 4):
             return begin

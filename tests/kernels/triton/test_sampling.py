@@ -28,7 +28,7 @@ FLAT = SamplingParams(temperature=1.9, top_p=0.999)  # more tokens are left than
 
 
 FINE: dict[str, Any] = {
-    "position": 0, "vocab": 1023, "coarse": False, "dtype": torch.float32, "seed": 1, "keep": 16,
+    "position": 0, "vocab": 1023, "coarse": False, "dtype": torch.float32, "seed": 1, "bests": 16,
     "room": 5000,
 }  # fmt: skip
 COARSE = FINE | {"vocab": 1500, "coarse": True, "dtype": torch.bfloat16, "seed": 2}
@@ -38,7 +38,7 @@ COARSE = FINE | {"vocab": 1500, "coarse": True, "dtype": torch.bfloat16, "seed":
 @settings(max_examples=8, phases=set(Phase) - {Phase.shrink})
 @example(params=[ONE, FLAT], **FINE)
 # Sums of floats kept 15 tokens here and 16 there.
-@example(params=[SamplingParams(temperature=0.3, top_p=0.999)], **FINE | {"seed": 314, "keep": 64})
+@example(params=[SamplingParams(temperature=0.3, top_p=0.999)], **FINE | {"seed": 314, "bests": 64})
 # Both filters keep more tokens than there are candidates.
 @example(params=[SamplingParams(temperature=1.9, top_p=0.9, top_k=900), FLAT], **COARSE)
 # And than there is room for.
@@ -50,7 +50,7 @@ COARSE = FINE | {"vocab": 1500, "coarse": True, "dtype": torch.bfloat16, "seed":
     coarse=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 1000),
-    keep=st.sampled_from([16, 64]),
+    bests=st.sampled_from([16, 64]),
     room=st.sampled_from([8, 5000]),
 )
 def test_any_row_gets_the_token_of_the_contract(
@@ -60,7 +60,7 @@ def test_any_row_gets_the_token_of_the_contract(
     coarse: bool,
     dtype: torch.dtype,
     seed: int,
-    keep: int,
+    bests: int,
     room: int,
 ) -> None:
     """Of one program with all candidates, or of several with too few."""
@@ -73,9 +73,9 @@ def test_any_row_gets_the_token_of_the_contract(
     logits = logits.to(dtype)
     positions = [position + index for index in range(len(params))]
     with pytest.MonkeyPatch.context() as sizes:
-        sizes.setattr(backend, "KEEP", keep)
-        sizes.setattr(backend, "CHUNK", 32 * keep)
-        sizes.setattr(backend, "SEARCH_BLOCK", 32 * keep)
+        sizes.setattr(backend, "BESTS", bests)
+        sizes.setattr(backend, "CHUNK", 32 * bests)
+        sizes.setattr(backend, "SEARCH_BLOCK", 32 * bests)
         sizes.setattr(backend, "ROOM", room)
         found = backend.perturbed(logits, params, positions)
     rows = list(zip(logits, params, positions, strict=True))
@@ -139,7 +139,7 @@ def test_drafts_are_accepted_or_replaced_as_on_the_cpu(
     positions = [position + row for row in range(9)]
     with pytest.MonkeyPatch.context() as sizes:
         sizes.setattr(backend, "CHUNK", 512)
-        sizes.setattr(backend, "KEEP", 16)
+        sizes.setattr(backend, "BESTS", 16)
         scores = backend.perturbed(
             logits, [params] * 9, [-1 if row in drafted else at for row, at in enumerate(positions)]
         )
