@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
-.PHONY: setup demo smollm2 test test-slow families levels sanitize resolve chart containers up down lint imports types proto \
+.PHONY: setup demo smollm2 test test-slow families levels sanitize resolve chart containers vllm up down lint imports types proto \
 	proto-check browser clients docs bench drills fuzz audit gpu-check gpu-kernels gpu-services \
 	gpu-first gpu-speed gpu-wheels gpu-packages gpu-train clean
 
@@ -87,6 +87,10 @@ clients: setup
 # The CPU deployment in real containers: where there is no Docker Engine, says so and does nothing.
 containers: setup
 	tests/containers/with_engine.sh $(BIN)/python -m pytest tests/containers
+
+# vLLM for CPUs with drafter services beside it: where it cannot be installed, says so and does nothing.
+vllm: setup
+	tests/vllm/with_vllm.sh $(PYTHON) $(BIN)/python -m pytest -m vllm tests/vllm
 
 # Verifier and drafter on the CPU, in containers.
 up:

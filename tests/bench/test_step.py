@@ -14,7 +14,13 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.bench.cli import add_arguments
-from paceline.bench.step.engines import LlamaCpp, OpenVino, PacelineEngine, TransformersEngine
+from paceline.bench.step.engines import (
+    Library,
+    LlamaCpp,
+    OpenVino,
+    PacelineEngine,
+    TransformersEngine,
+)
 from paceline.bench.step.roofline import Roofline
 from paceline.bench.step.run import measure, run
 from paceline.decoder import load_config
@@ -128,6 +134,39 @@ if given["-n"] != "0":
     body = 'result = {"arguments": arguments[1:]}'
     vino = OpenVino(program(tmp_path, "python", body), Path("small.gguf"), 2, 96)
     assert vino.measure(128, (1, 33)) == {"arguments": ["small.gguf", "2", "96", "128", "32"]}
+
+
+LIBRARY = """
+import time
+
+
+class IkLlama:
+    def __init__(self, path, *, n_ctx, n_threads, verbose):
+        print(path, n_ctx, n_threads)  # libraries print
+        self._context = self
+
+    def sample(self, *arguments, **named):
+        return 7
+
+    def generate(self, tokens, *, max_tokens, **sampling):
+        time.sleep(0.0001 * len(tokens))
+        return [self._context.sample(-1) for _ in range(max_tokens) if not time.sleep(0.001)]
+"""
+
+
+def test_a_library_is_timed_in_a_process_that_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ik_llama_cpp.py").write_text(LIBRARY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    model = Path("small.gguf")
+    engine = Library("ik_llama.cpp small", "ik_llama", sys.executable, model, 2, 96, 200)
+    first, second = engine.measure(100, (1, 33)), engine.measure(200, (1, 33))
+    assert first.keys() == second.keys() == {"prefill_s", "tokens_per_s"}
+    assert 0 < first["tokens_per_s"] <= 1000, "each token takes a millisecond"
+    broken = Library("x", "ik_llama", "false", model, 2, 96, 200)
+    with pytest.raises(OSError, match="x ended with code 1"):
+        broken.measure(100, (1,))
 
 
 def test_unknown_weights_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

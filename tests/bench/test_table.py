@@ -13,7 +13,14 @@ from typing import Self
 import pytest
 
 from paceline.bench.cli import add_arguments
-from paceline.bench.table.engines import Answer, AnswerRequest, LibraryProcess, Server, llama_server
+from paceline.bench.table.engines import (
+    NONE,
+    Answer,
+    AnswerRequest,
+    LibraryProcess,
+    Server,
+    llama_server,
+)
 from paceline.bench.table.figures import (
     Cell,
     best,
@@ -24,6 +31,7 @@ from paceline.bench.table.figures import (
     summarize,
 )
 from paceline.bench.table.run import CATEGORIES, MIXED, Limits, Phase, choose, measure, run
+from paceline.bench.table.vllm import LOOKUP, NGRAM, Vllm
 from paceline.harness import read_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -202,6 +210,42 @@ async def test_a_server_that_is_started_is_stopped(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         async with Server("x", {"none": [str(tmp_path / "missing")]}):
             pass
+
+
+async def test_vllm_is_started_in_each_mode(tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text(RIVAL)
+    program.chmod(0o755)
+    server = Vllm(str(program), tmp_path, {}, [NONE, NGRAM, LOOKUP], 8)
+    assert (server.name, server.modes) == ("vllm bfloat16", ("none", "n-gram", "paceline look-up"))
+    async with server:
+        found = await server.answer(LOOKUP, AnswerRequest([1, 2], 5, 0.0, 1))
+        assert (found.tokens, found.output) == (5, "word " * 5)
+    assert not any("PACELINE" in word for word in server.command(LOOKUP))
+    drafting = Vllm(str(program), tmp_path, {"lm": "lm:x"}, ["paceline lm"], 1)
+    words = drafting.command("paceline lm")
+    assert any(word.startswith("PACELINE_VLLM_ADDRESS=127.0.0.1:") for word in words)
+    speculative = json.loads(words[words.index("--speculative-config") + 1])
+    assert speculative["model"] == "paceline.vllm.PacelineProposer"
+
+
+async def test_ik_llama_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ik_llama_cpp.py").write_text(
+        "class IkLlama:\n"
+        "    def __init__(self, path, **settings):\n"
+        "        self._context = self\n"
+        "    def sample(self, *arguments, **named):\n"
+        "        return 7\n"
+        "    def generate(self, tokens, *, max_tokens, **sampling):\n"
+        "        return [self._context.sample(-1) for _ in range(max_tokens)]\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    program = LibraryProcess("ik_llama", sys.executable, Path("M.Q4_1.gguf"), [])
+    assert (program.name, program.modes) == ("ik_llama Q4_1", ("none",))
+    async with program:
+        found = await program.answer("none", AnswerRequest([5, 6], 12, 0.0, 1))
+    assert (found.tokens, found.output) == (12, json.dumps([7] * 12))
+    assert found.first <= found.ended
 
 
 async def test_transformers_answers_with_and_without_prompt_lookup() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -18,10 +21,11 @@ from compose_viz.spec.compose_spec import ComposeSpecification
 from paceline.cli import services
 from paceline.decoder import find_device
 from paceline.drafter.wiring import drafting_device
+from paceline.vllm.settings import TRIED, read_options
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 DEPLOYMENTS = ("cpu", "docker-compose", "remote")
-FILES = (*DEPLOYMENTS, "services", "mps")
+FILES = (*DEPLOYMENTS, "services", "mps", "vllm")
 ENGINES = (["docker", "compose"], ["docker-compose"])
 
 
@@ -45,7 +49,9 @@ def test_each_file_keeps_the_compose_specification(name: str) -> None:
     assert set(parsed.services) == set(content["services"])
 
 
-@pytest.mark.parametrize("names", [*((name,) for name in DEPLOYMENTS), ("docker-compose", "mps")])
+@pytest.mark.parametrize(
+    "names", [*((name,) for name in (*DEPLOYMENTS, "vllm")), ("docker-compose", "mps")]
+)
 def test_compose_itself_takes_each_deployment(names: tuple[str, ...]) -> None:
     commands = [command for command in ENGINES if available(command)]
     if not commands:
@@ -141,6 +147,32 @@ def test_a_drafter_joins_its_verifier(name: str) -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
     services.add_drafter_arguments(parser)
     assert parser.parse_args(words(name, "drafter")[2:]).verifier == ["verifier:7431"]
+
+
+def test_drafters_join_vllm_by_a_name_of_its_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its variables are ones that the proposer takes, and the drafter's arguments the service's."""
+    found = read("vllm")["services"]
+    given = found["vllm"]["environment"]
+    monkeypatch.setattr("paceline.service.options.read_token", lambda file: "token")
+    _, server = read_options({name: filled(str(value)) for name, value in given.items()})
+    assert server is not None
+    assert server.address == "0.0.0.0:7431"
+    assert server.tls_cert is not None
+    (alias,) = found["vllm"]["networks"]["default"]["aliases"]
+    assert f"DNS:{alias}" in (COMPOSE / "secrets.sh").read_text()
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    services.add_drafter_arguments(parser)
+    parsed = parser.parse_args(words("vllm", "drafter")[2:])
+    assert parsed.verifier == [f"{alias}:7431"]
+    assert parsed.device == "cuda:0"
+    seen = [found[name]["environment"]["CUDA_VISIBLE_DEVICES"] for name in ("vllm", "drafter")]
+    assert [*map(filled, seen)] == ["0", "1"]
+    words_of_vllm = shlex.split(filled(found["vllm"]["command"]))
+    speculative = json.loads(words_of_vllm[words_of_vllm.index("--speculative-config") + 1])
+    module, _, name = speculative["model"].rpartition(".")
+    assert isinstance(getattr(importlib.import_module(module), name), type)
+    assert f"v{TRIED[0]}" in (COMPOSE / "Dockerfile.vllm").read_text()
+    assert f"v{TRIED[0]}" in found["vllm"]["build"]["args"]["VLLM_IMAGE"]
 
 
 def chosen_gpu(monkeypatch: pytest.MonkeyPatch, service: str, settings: dict[str, str]) -> str:

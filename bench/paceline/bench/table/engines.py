@@ -26,7 +26,7 @@ from paceline.decoder import plain_folder
 NONE = "none"
 """The mode without speculation, the first of every engine."""
 
-_START_SECONDS = 180.0
+_START_SECONDS = 900.0  # vLLM compiles, several of them at a time
 _PROGRAM = Path(__file__).with_name("program.py")
 
 
@@ -293,7 +293,7 @@ class LibraryProcess:
     """A Python library in a process of its own, which may run another Python; see ``program.py``.
 
     Args:
-        library: transformers or openvino.
+        library: transformers, openvino or ik_llama.
         python: Path of the Python.
         model: Hugging Face folder or GGUF file.
         eos: Tokens that end a text.
@@ -307,6 +307,8 @@ class LibraryProcess:
         self, library: str, python: str, model: Path, eos: Sequence[int], every: int = 1
     ) -> None:
         self.name, self.every = f"{library} {_format(model)}", every
+        if library == "ik_llama":
+            self.modes = (NONE,)
         self._model, self._eos = model, json.dumps(list(eos))
         self._command = [python, str(_PROGRAM), library]
 

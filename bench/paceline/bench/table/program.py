@@ -1,7 +1,8 @@
-"""Generates with transformers or OpenVINO GenAI; started by its path, without Paceline.
+"""Generates with transformers, OpenVINO GenAI or ik_llama.cpp; started by its path, without
+Paceline.
 
-Arguments: transformers or openvino, the model, and the tokens that end a text. Reads requests and
-writes answers as lines of JSON; times are in seconds since the request.
+Arguments: transformers, openvino or ik_llama, the model, and the tokens that end a text. Reads
+requests and writes answers as lines of JSON; times are in seconds since the request.
 """
 
 import json
@@ -99,11 +100,36 @@ def openvino(model: Path, eos: list[int]) -> Generate:
     return generate
 
 
+def ik_llama(model: Path, eos: list[int]) -> Generate:
+    """The model in the format of its file, through the loop of the Python package."""
+    from ik_llama_cpp import IkLlama
+
+    threads = len(os.sched_getaffinity(0))
+    engine = IkLlama(str(model), n_ctx=8192, n_threads=threads, verbose=False)
+    context = engine._context
+    sample = context.sample
+
+    def generate(request: dict[str, Any], came: Callable[[], None]) -> list[int]:
+        def sampled(*arguments: Any, **named: Any) -> int:
+            token = int(sample(*arguments, **named))
+            came()
+            return token
+
+        context.sample = sampled
+        heat = request["temperature"]
+        found = engine.generate(
+            request["prompt"], max_tokens=request["tokens"], temperature=heat, top_k=0, top_p=1.0
+        )
+        return list(found)
+
+    return generate
+
+
 def main() -> None:
     """Answer until the input ends. Libraries may print; their output goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    load = {"transformers": transformers, "openvino": openvino}[sys.argv[1]]
+    load = {"transformers": transformers, "openvino": openvino, "ik_llama": ik_llama}[sys.argv[1]]
     generate = load(Path(sys.argv[2]), json.loads(sys.argv[3]))
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:

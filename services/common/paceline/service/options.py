@@ -5,10 +5,10 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self, get_args, get_type_hints
+from typing import Any, NoReturn, Self, get_args, get_type_hints
 
 from paceline.service.files import read_text
 
@@ -225,6 +225,41 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="largest message, in MiB (default: %(default)s)",
     )
+
+
+def parse_environment(
+    environ: Mapping[str, str], prefix: str, options: type[Any]
+) -> argparse.Namespace:
+    """The arguments of a server inside of another program, which has no command line of its own:
+    ``address``, those of `add_server_arguments` and those of ``options``, each a variable of its
+    name in capitals after a prefix. A flag is set by 1. Raises OptionsError: a variable is unknown
+    or invalid."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.prefix = prefix
+    add_server_arguments(parser)
+    parser.add_argument("--address")
+    add_options(parser, options)
+    given = {name: value for name, value in environ.items() if name.startswith(prefix) and value}
+    words = [
+        f"--{name.removeprefix(prefix).lower().replace('_', '-')}={value}"
+        for name, value in given.items()
+    ]
+    flags = {
+        f"{flag}=1": flag
+        for action in parser._actions
+        if action.nargs == 0
+        for flag in action.option_strings
+    }
+    return parser.parse_args([flags.get(word, word) for word in words])
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises what is wrong, in place of the end of the process."""
+
+    prefix = ""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionsError(f"a variable {self.prefix}* of the environment is invalid: {message}")
 
 
 def read_token(file: Path | None) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Items
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,13 @@ from paceline.v1 import tree_pb2
 from paceline.verifier.engine.drafting import Drafting, Link
 from paceline.verifier.engine.drafting_lock import DraftingLock
 from paceline.verifier.engine.job import Decode, Draft, DrafterVersion, NoDraft, StepOutput
+from paceline.verifier.exchange_service import ExchangeService, serve
 from paceline.verifier.metrics import RoundMetrics
 from paceline.verifier.rpc.messages import read_tree
 from paceline.verifier.scheduler.costs import flat_table
 from paceline.verifier.scheduler.scheduler import Scheduler
 from paceline.verifier.telemetry import RoundSpans
-from paceline.vllm.exchange import ExchangeService, serve
+from paceline.vllm.review import review
 from paceline.vllm.settings import TRIED, Settings, log_to_stderr, vllm_version
 from paceline.vllm.texts import Text, Texts
 
@@ -88,11 +90,14 @@ class PacelineProposer:
                 model,
                 self._lock,
                 self._tidy,
+                partial(review, model.tokenizer_digest),
                 path=own.draft_socket,
                 needs_token=settings.server.token is not None,
             )
             metered = settings.server.metrics_address is not None
-            self.address = serve(service, settings.server, registry if metered else None)
+            self.address = serve(
+                service, settings.server, registry if metered else None, "paceline-vllm"
+            )
             self._tracer = tracer()  # set up by what serves
         version = vllm_version()
         log = _log.info if version in TRIED else _log.warning

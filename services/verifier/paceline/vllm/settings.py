@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import secrets
@@ -11,16 +10,15 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 from inspect import signature
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from paceline.decoder.sources import open_model
 from paceline.service.options import (
     OptionsError,
     ServerOptions,
-    add_options,
-    add_server_arguments,
     given_options,
     option,
+    parse_environment,
 )
 from paceline.service.runtime import TextFormatter
 from paceline.tree import MAX_NODES
@@ -107,28 +105,11 @@ class Settings:
 
 def read_options(environ: Mapping[str, str]) -> tuple[VllmOptions, ServerOptions | None]:
     """The settings in the environment. Raises ``OptionsError``: one is unknown or invalid."""
-    parser = _Parser(prog="paceline.vllm", add_help=False, allow_abbrev=False)
-    add_server_arguments(parser)
-    parser.add_argument("--address")
-    add_options(parser, VllmOptions)
-    given = {name: value for name, value in environ.items() if name.startswith(PREFIX) and value}
-    words = [
-        f"--{name.removeprefix(PREFIX).lower().replace('_', '-')}={value}"
-        for name, value in given.items()
-    ]
-    flags = {"--insecure-metrics=1": "--insecure-metrics"}
-    args = parser.parse_args([flags.get(word, word) for word in words])
+    args = parse_environment(environ, PREFIX, VllmOptions)
     own = VllmOptions(**given_options(args, VllmOptions))
     if args.address is None and given_options(args, ServerOptions):
         raise OptionsError(f"{PREFIX}ADDRESS is missing: other variables say how it is served")
     return own, None if args.address is None else ServerOptions.from_args(args)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises what is wrong, in place of the end of vLLM's process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise OptionsError(f"a variable {PREFIX}* of the environment is invalid: {message}")
 
 
 def log_to_stderr() -> None:

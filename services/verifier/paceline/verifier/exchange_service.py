@@ -1,4 +1,4 @@
-"""Serves DraftExchangeService in vLLM's process, on an event loop in a thread of its own."""
+"""DraftExchangeService beside an engine that is not ours, on an event loop of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from paceline.service import OptionsError, ServerOptions, ServiceError, limits, run_server
+from paceline.service import OptionsError, ServerOptions, limits, run_server
 from paceline.service.tasks import keep_running
 from paceline.telemetry.exporters import traced
 from paceline.v1 import exchange_pb2, exchange_pb2_grpc, verifier_pb2
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _TIDY_SECONDS = 0.5
-"""Time between two looks at ended texts and broken connections while vLLM runs no step."""
+"""Time between two looks at ended texts and broken connections while no step runs."""
 
 _START_SECONDS = 30.0
 
@@ -42,14 +42,16 @@ class ExchangeService:
         model: verifier_pb2.GetModelResponse,
         lock: DraftingLock,
         tidy: Callable[[Drafting], None],
+        review: Callable[[exchange_pb2.DrafterList], None],
         *,
         path: str | None,
         needs_token: bool,
     ) -> None:
-        """Serve a model; ``tidy`` is called now and then between two steps."""
+        """Serve a model; ``tidy`` is called now and then between two steps. The others are as of
+        :class:`paceline.verifier.rpc.exchange.DraftExchangeServicer`."""
         self._model, self._lock, self._tidy = model, lock, tidy
         self._exchange = DraftExchangeServicer(
-            model, lock, None, path, needs_token=needs_token, review=self._review
+            model, lock, None, path, needs_token=needs_token, review=review
         )
         self._tidying: asyncio.Task[None] | None = None
 
@@ -72,7 +74,7 @@ class ExchangeService:
         self._tidying = keep_running("the look at ended texts", self._keep_tidy)
 
     async def fault(self) -> None:
-        """Nothing here ends vLLM."""
+        """Wait for ever: nothing here ends the engine."""
         await asyncio.Event().wait()
 
     async def drain(self) -> None:
@@ -92,52 +94,22 @@ class ExchangeService:
             await asyncio.sleep(_TIDY_SECONDS)
             self._lock.drafting(self._tidy)
 
-    def _review(self, drafters: exchange_pb2.DrafterList) -> None:
-        """Leave out drafters that vLLM cannot use. Raises ``ServiceError``: the default is one."""
-        usable, reasons = [], {}
-        for each in drafters.drafters:
-            if (error := self._fault_of(each)) is None:
-                usable.append(each)
-            else:
-                reasons[each.name] = error
-        if drafters.default_drafter in reasons or (reasons and not usable):
-            raise reasons.get(drafters.default_drafter) or next(iter(reasons.values()))
-        for error in reasons.values():
-            _log.warning("a drafter is not used: %s", error.message)
-        del drafters.drafters[:]
-        drafters.drafters.extend(usable)
-
-    def _fault_of(self, drafter: Any) -> ServiceError | None:
-        """Why a drafter cannot be used; None: it can."""
-        own, name = self._model.tokenizer_digest, drafter.name
-        if own and drafter.tokenizer_digest and drafter.tokenizer_digest != own:
-            return ServiceError.failed_precondition(
-                "TOKENIZER_MISMATCH",
-                f"drafter {name!r} has the tokenizer {drafter.tokenizer_digest[:80]}, the model of "
-                f"this vLLM has {own}; choose a drafter with the model's tokenizer",
-            )
-        reads = "hidden states" if drafter.hidden_state_layers else ""
-        reads = "KV" if drafter.reads_kv or drafter.kv_policy else reads
-        if reads:
-            return ServiceError.failed_precondition(
-                "TOKENS_ONLY",
-                f"drafter {name!r} ({drafter.method[:80]}) reads the target's {reads}, and vLLM "
-                "gives a proposer tokens alone; use a method such as lm or ngram",
-            )
-        return None
-
 
 def serve(
-    service: ExchangeService, options: ServerOptions, registry: CollectorRegistry | None
+    service: ExchangeService,
+    options: ServerOptions,
+    registry: CollectorRegistry | None,
+    name: str,
 ) -> str:
-    """Serve for the rest of the process, on a thread of its own. Returns the bound address. Raises
+    """Serve for the rest of the process, on a thread of its own; ``name`` is the service's name in
+    traces. Returns the bound address. Raises
     ``OptionsError``: it cannot be served."""
     ready: Future[str] = Future()
 
     def run() -> None:
         stop = asyncio.Event()
         try:
-            with traced("paceline-vllm"):
+            with traced(name):
                 asyncio.run(
                     run_server(
                         service,
@@ -152,7 +124,7 @@ def serve(
                 ready.set_exception(error)
             _log.exception("drafter services cannot join any more")
 
-    threading.Thread(target=run, name="paceline-vllm", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     try:
         return ready.result(_START_SECONDS)
     except TimeoutError:

@@ -1,0 +1,286 @@
+"""vLLM itself, with the proposer, and drafter services beside it: run by make vllm.
+
+In float32, where vLLM's texts do not depend on how many rows a step has: in bfloat16 they do, with
+its own n-gram drafts as with these (docs/vllm.md).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import openai
+import pytest
+
+from paceline.harness import ServiceProcess
+from paceline.v1 import drafter_pb2, drafter_pb2_grpc
+
+pytestmark = pytest.mark.vllm
+
+START_SECONDS = 600.0
+TOKENS = 64
+PROMPTS = (
+    "Explain why the sky is blue.",
+    "Repeat: one two three four five six seven. One two three four five six seven.",
+    "Write a story about a fox.",
+    "List the months of the year, twice.",
+    "How is bread baked?",
+    "What is gravity?",
+    "Name five rivers.",
+    "Describe the sea.",
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    """The folder of SmolLM2."""
+    command = ["paceline", "fetch", "smollm2", "--format", "folder"]
+    return Path(subprocess.check_output(command, text=True).strip())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+@contextmanager
+def vllm(
+    model: Path, log: Path, speculative: dict[str, Any] | None, **variables: str
+) -> Iterator[str]:
+    """vLLM's server; yields its URL."""
+    port = free_port()
+    command = [
+        *(os.environ["VLLM_PYTHON"], "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model), "--served-model-name", "m", "--dtype", "float32"),
+        *("--max-model-len", "1024", "--host", "127.0.0.1", "--port", str(port)),
+        *("--enforce-eager", "--max-num-seqs", "16"),
+    ]
+    if speculative is not None:
+        command += ["--speculative-config", json.dumps(speculative)]
+    given = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "2",
+        **{f"PACELINE_VLLM_{name.upper()}": value for name, value in variables.items()},
+    }
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **given},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        until(lambda: answers(f"http://127.0.0.1:{port}/health", process, log), START_SECONDS)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with suppress(ProcessLookupError):  # its workers, if they are left
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def answers(url: str, process: subprocess.Popen[bytes], log: Path) -> bool:
+    assert process.poll() is None, log.read_text()[-3000:]
+    try:
+        with urllib.request.urlopen(url, timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def ask(
+    url: str, prompt: str, tokens: int = TOKENS, seen: Callable[[int], None] | None = None
+) -> str:
+    """Stream a greedy answer by the official client; ``seen`` is called at each event."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300)
+    parts: list[str] = []
+    with client.chat.completions.create(
+        model="m",
+        messages=[{"role": "user", "content": prompt}],
+        temperature=0,
+        max_tokens=tokens,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    ) as events:
+        for number, event in enumerate(events):
+            if seen is not None:
+                seen(number)
+            parts += [choice.delta.content or "" for choice in event.choices]
+    return "".join(parts)
+
+
+def scraped(url: str) -> dict[tuple[str, ...], float]:
+    """Accepted tokens by drafter and version."""
+    with urllib.request.urlopen(url) as answer:
+        text = answer.read().decode()
+    pattern = (
+        r'specdec_num_accepted_tokens_total\{drafter="(.*)",model_name="m",version="(.*)"\} (.*)'
+    )
+    return {(name, version): float(value) for name, version, value in re.findall(pattern, text)}
+
+
+@pytest.fixture(scope="module")
+def texts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What vLLM answers without drafts."""
+    with vllm(model, tmp_path_factory.mktemp("vllm") / "plain.log", None) as url:
+        return [ask(url, prompt) for prompt in PROMPTS]
+
+
+class Running:
+    """vLLM with the proposer, and how drafter services join it."""
+
+    def __init__(self, url: str, model: Path, ports: tuple[int, int], log: Path) -> None:
+        self.url, self.model, self.log = url, model, log
+        self.address = f"127.0.0.1:{ports[0]}"
+        self.metrics = f"http://127.0.0.1:{ports[1]}/metrics"
+
+    def drafter(self, name: str) -> ServiceProcess:
+        """A service with the drafter ``lm``: the same model in 4 bits, as chains."""
+        spec = f"{name}=lm:{self.model},weights=int4,widths=1,depth=8"
+        return ServiceProcess("drafter", ["--load", spec, "--verifier", self.address])
+
+    def accepted(self, name: str, version: str = "1") -> float:
+        """Accepted tokens of a drafter so far."""
+        return scraped(self.metrics).get((name, version), 0.0)
+
+    def joined(self) -> int:
+        """How often a service has joined."""
+        return self.log.read_text(errors="replace").count("a drafter service joined")
+
+
+@pytest.fixture(scope="module")
+def running(
+    model: Path, texts: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    ports, log = (free_port(), free_port()), tmp_path_factory.mktemp("vllm") / "paceline.log"
+    proposer = {
+        "method": "custom_class",
+        "model": "paceline.vllm.PacelineProposer",
+        "num_speculative_tokens": 8,
+    }
+    with vllm(
+        model,
+        log,
+        proposer,
+        address=f"127.0.0.1:{ports[0]}",
+        metrics_address=f"127.0.0.1:{ports[1]}",
+        draft="always",
+        timeout="5",
+    ) as url:
+        yield Running(url, model, ports, log)
+    print("\n".join(line for line in log.read_text().splitlines() if "paceline." in line))
+
+
+def test_look_up_alone_drafts(running: Running, texts: list[str]) -> None:
+    assert [ask(running.url, prompt) for prompt in PROMPTS[:4]] == texts[:4]
+    assert running.accepted("lookup", "") > 0
+
+
+def test_drafts_of_a_service_are_accepted_and_change_no_text(
+    running: Running, texts: list[str]
+) -> None:
+    before = running.joined()
+    with running.drafter("first"):
+        until(lambda: running.joined() > before)
+        assert [ask(running.url, prompt) for prompt in PROMPTS] == texts
+        assert running.accepted("first") > 100
+
+
+def test_eight_requests_at_once(running: Running, texts: list[str]) -> None:
+    before = running.joined()
+    with running.drafter("eight"), ThreadPoolExecutor(8) as pool:
+        until(lambda: running.joined() > before)
+        assert list(pool.map(lambda prompt: ask(running.url, prompt), PROMPTS)) == texts
+        assert running.accepted("eight") > 100
+
+
+def test_a_drafter_that_is_killed_in_mid_stream(running: Running, texts: list[str]) -> None:
+    before = running.joined()
+    with running.drafter("killed") as drafter:
+        until(lambda: running.joined() > before)
+
+        killed: list[int] = []
+
+        def seen(number: int) -> None:
+            if not killed and running.accepted("killed"):
+                drafter.kill()
+                killed.append(number)
+
+        assert ask(running.url, PROMPTS[0], seen=seen) == texts[0]
+        assert killed
+        assert ask(running.url, PROMPTS[2]) == texts[2]
+
+
+def test_versions_are_swapped_in_mid_stream_and_rolled_back(
+    running: Running, texts: list[str]
+) -> None:
+    before = running.joined()
+    with running.drafter("swapped") as drafter, grpc.insecure_channel(drafter.address) as channel:
+        until(lambda: running.joined() > before)
+        registry: Any = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
+        swapped: list[int] = []
+
+        def load(version: str) -> None:
+            request = drafter_pb2.LoadDrafterRequest(
+                name="swapped", version=version, method="lm", folder=str(running.model)
+            )
+            request.options.update({"weights": "int4", "widths": "1", "depth": "8"})
+            request.activate = True
+            registry.LoadDrafter(request)
+
+        def seen(number: int) -> None:
+            if not swapped and running.accepted("swapped", "1"):
+                load("2")
+                registry.UnloadDrafter(
+                    drafter_pb2.UnloadDrafterRequest(name="swapped", version="1")
+                )
+                swapped.append(number)
+
+        long = ask(running.url, PROMPTS[0], 4 * TOKENS, seen)
+        assert long.startswith(texts[0])
+        assert swapped
+        assert running.accepted("swapped", "2") > 0
+        load("3")
+        assert ask(running.url, PROMPTS[2]) == texts[2]
+        assert running.accepted("swapped", "3") > 0
+        registry.RollbackDrafter(drafter_pb2.RollbackDrafterRequest(name="swapped"))
+        newest = running.accepted("swapped", "3")
+        assert ask(running.url, PROMPTS[4]) == texts[4]
+        assert running.accepted("swapped", "3") == newest
+
+
+def test_a_second_service_takes_over_from_the_first(running: Running, texts: list[str]) -> None:
+    before = running.joined()
+    with running.drafter("one") as one:
+        until(lambda: running.joined() > before)
+        with running.drafter("two"):
+            until(lambda: running.joined() > before + 1)
+            assert ask(running.url, PROMPTS[0]) == texts[0]
+            assert running.accepted("one") > 0
+            assert running.accepted("two") == 0
+            one.kill()
+            assert ask(running.url, PROMPTS[2]) == texts[2]
+            assert running.accepted("two") > 0
