@@ -9,6 +9,7 @@ import time
 
 import grpc
 import pytest
+from calls import free_address
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,12 +19,6 @@ from .conftest import Pair, Serve, eventually
 from .toy import ask
 
 TOKEN = "a-token-only-tests-know"
-
-
-def free_address() -> str:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{taken.getsockname()[1]}"
 
 
 def get(

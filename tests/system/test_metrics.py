@@ -3,14 +3,13 @@
 import asyncio
 import json
 import re
-import socket
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
-from calls import eventually
+from calls import eventually, free_address
 from prometheus_client.parser import text_string_to_metric_families
 from system_support import EAGER, generate_all, make_prompts
 
@@ -21,12 +20,6 @@ from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
 TOKENS = 48
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
-
-
-def free_address() -> str:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{taken.getsockname()[1]}"
 
 
 class Endpoint:
