@@ -27,7 +27,7 @@ def free_address() -> str:
         return f"127.0.0.1:{taken.getsockname()[1]}"
 
 
-def eventually(true: Callable[[], bool], what: str, seconds: float = 120) -> None:
+def eventually(true: Callable[[], bool], what: str, seconds: float = 180) -> None:
     """Poll a condition that other processes make true, and that has no event. Blocking."""
     deadline = time.monotonic() + seconds
     while not true():

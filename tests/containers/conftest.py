@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
 import pytest
+from calls import eventually
 from testcontainers.compose import DockerCompose
 
 from paceline.client import Client, DraftOptions, RetryOptions, TlsOptions
@@ -19,7 +19,6 @@ from paceline.client import Client, DraftOptions, RetryOptions, TlsOptions
 COMPOSE = Path(__file__).parents[2] / "compose"
 DEMO = "/paceline/models/demo"
 """The demo models in the images."""
-READY_SECONDS = 180.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -82,7 +81,7 @@ class Deployment(DockerCompose):
 
     def until(self, service: str, *states: str) -> None:
         """Wait for a state of a service."""
-        wait_until(lambda: self.state(service) in states, f"{service} is {states}")
+        eventually(lambda: self.state(service) in states, f"{service} is {states}")
 
     def until_joined(self, *carriers: str) -> None:
         """Wait until the drafter service has joined the verifier, by one of some carriers."""
@@ -91,15 +90,7 @@ class Deployment(DockerCompose):
             listed = json.loads(self.cli("drafters", "list", "--json"))
             return any(each.get("carrier") in carriers for each in listed["verifiers"])
 
-        wait_until(joined, f"the drafter has joined by {carriers}")
-
-
-def wait_until(true: Callable[[], bool], what: str, seconds: float = READY_SECONDS) -> None:
-    """Wait until `true()`; fail if it never is."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"it never came true that {what}"
-        time.sleep(0.2)
+        eventually(joined, f"the drafter has joined by {carriers}")
 
 
 @pytest.fixture(scope="session")

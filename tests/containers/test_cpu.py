@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from calls import eventually
 
 from paceline.client import Client, PacelineError, RetryOptions, TlsOptions
 
-from .conftest import DEMO, Deployment, secret, wait_until
+from .conftest import DEMO, Deployment, secret
 
 # It repeats itself, so that ngram finds something to draft.
 PROMPT = "import asyncio\nimport collections\nimport contextlib\n" * 8
@@ -128,7 +129,7 @@ async def test_a_drafter_reads_the_kv_of_the_verifier_and_a_collector_hears_of_i
             for of_it in ([s for s in spans if s["trace"] == trace] for trace in mapped)
         )
 
-    wait_until(complete, "a generation was traced through all processes")
+    eventually(complete, "a generation was traced through all processes")
     opened = [s for s in traced(deployment) if s["name"] == "specdec.drafter.open"]
     facts = opened[-1]["attributes"]
     assert (facts["specdec.drafter.name"], facts["specdec.kv.transport"]) == (longspec, "map")
@@ -214,7 +215,7 @@ def test_a_failed_start_says_why(deployment: Deployment) -> None:
             done = subprocess.run(look, capture_output=True, text=True, check=False)
             return "it does not start: device is 'cuda'" in done.stderr
 
-        wait_until(said, "the health check says why")
+        eventually(said, "the health check says why")
     finally:
         subprocess.run(["docker", "rm", "--force", container], check=True)
 

@@ -209,6 +209,7 @@ async def test_a_disconnect_releases_the_cache(serve: Serve) -> None:
                 else:
                     call.cancel()
             await until(lambda: served.transport.open_caches == 0)
+            assert not served.server.done(), "it serves on"
 
 
 async def test_too_many_requests_get_a_retry_after(serve: Serve) -> None:
