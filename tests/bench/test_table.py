@@ -13,6 +13,7 @@ from typing import Self
 import pytest
 
 from paceline.bench.cli import add_arguments
+from paceline.bench.models import Models
 from paceline.bench.table.engines import (
     NONE,
     Answer,
@@ -30,8 +31,18 @@ from paceline.bench.table.figures import (
     sample,
     summarize,
 )
-from paceline.bench.table.run import CATEGORIES, MIXED, Limits, Phase, choose, measure, run
+from paceline.bench.table.run import (
+    CATEGORIES,
+    MIXED,
+    Limits,
+    Phase,
+    choose,
+    contestants,
+    measure,
+    run,
+)
 from paceline.bench.table.vllm import LOOKUP, NGRAM, Vllm
+from paceline.decoder import open_model
 from paceline.harness import read_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -210,6 +221,18 @@ async def test_a_server_that_is_started_is_stopped(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         async with Server("x", {"none": [str(tmp_path / "missing")]}):
             pass
+
+
+def test_running_servers_of_one_name_are_modes_of_one_engine() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    urls = [f"http://127.0.0.1:{port}/v1" for port in (1, 2, 3)]
+    given = zip(("vllm", "vllm:n-gram", "other"), urls, strict=True)
+    words = [word for name, url in given for word in ("--server", f"{name}={url}")]
+    args = parser.parse_args(["table", "--target", str(TARGET), *words])
+    found = contestants(args, Models.of(args), open_model(TARGET), Phase(0.7, 1, 1.0))
+    servers = {each.name: each.modes for each in found if isinstance(each, Server)}
+    assert servers == {"vllm": ("none", "n-gram"), "other": ("none",)}
 
 
 async def test_vllm_is_started_in_each_mode(tmp_path: Path) -> None:

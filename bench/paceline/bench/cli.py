@@ -137,9 +137,10 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
         help="repeatable: a drafter service beside vLLM; its own n-gram and look-up take part too",
     )  # fmt: skip
     option(
-        "--server", type=_server, action="append", default=[], metavar="NAME=URL",
+        "--server", type=_server, action="append", default=[], metavar="NAME[:MODE]=URL",
         help="a server with OpenAI's interface, such as vllm=http://127.0.0.1:8000/v1; repeatable. "
-        "Its key is read from OPENAI_API_KEY",
+        "Servers of one name are modes of one engine; without MODE it is none. Keys are read from "
+        "OPENAI_API_KEY",
     )  # fmt: skip
 
 
@@ -183,11 +184,12 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _server(text: str) -> tuple[str, str]:
+def _server(text: str) -> tuple[str, str, str]:
     name, equals, url = text.partition("=")
     if not (name and equals and url.startswith(("http://", "https://"))):
         raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=http://HOST:PORT/v1")
-    return name, url
+    name, _, mode = name.partition(":")
+    return name, mode or "none", url
 
 
 def _add_weights(parser: argparse.ArgumentParser, default: str) -> None:

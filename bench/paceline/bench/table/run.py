@@ -316,7 +316,10 @@ def contestants(
             reuse=phase.users == 1,
             every=1 if weights == args.weights[0] else 2,
         )
-    yield from (Server(name, {"none": url}) for name, url in args.server)
+    servers: dict[str, dict[str, str]] = {}
+    for name, mode, url in args.server:
+        servers.setdefault(name, {})[mode] = url
+    yield from (Server(name, modes) for name, modes in servers.items())
     program = args.llama_server or shutil.which("llama-server")
     for place, file in enumerate(args.llama_model if program else ()):
         every = 1 if place == 0 else 2
