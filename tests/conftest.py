@@ -25,6 +25,17 @@ settings.register_profile("paceline", deadline=None, suppress_health_check=[Heal
 settings.load_profile("paceline")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the runtimes of sanitizers (`make sanitize`) into the processes that run tests alone.
+
+    Those that tests start need none, and have not enough memory for one: compilers, and readers of
+    tokenizers.
+    """
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if os.environ.get("PACELINE_SANITIZE") and runs_tests:
+        os.environ.pop("LD_PRELOAD", None)
+
+
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     """A folder whose path is short enough for unix sockets."""

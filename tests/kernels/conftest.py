@@ -9,26 +9,25 @@ from pathlib import Path
 import pytest
 
 from paceline.kernels import AttentionBackend, attention
-from paceline.kernels._compile import levels_here
 from paceline.kernels.dense import DenseBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kernel_cases import ProgramBackend, compiled
+from kernel_cases import LEVELS, ProgramBackend, compiled
 
 
-@pytest.fixture(params=[*levels_here(), "tiles"], scope="module")
+@pytest.fixture(params=[*LEVELS, "tiles"], scope="module")
 def native_backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
     """The compiled attention of each level, in its turn the one that ``tree_attention`` uses.
 
     Tiles are those of the fastest level: instructions of the processor, or their emulation.
     """
     tiles = request.param == "tiles"
-    library = compiled(levels_here()[0] if tiles else request.param)
+    library = compiled(LEVELS[0] if tiles else request.param)
     yield from _serving(ProgramBackend(library, "amx" if tiles else "portable"))
 
 
-@pytest.fixture(params=[*levels_here(), "none"], scope="module")
+@pytest.fixture(params=[*LEVELS, "none"], scope="module")
 def cpu_backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
     """Every backend of the CPU, the plain PyTorch one included."""
     if request.param == "none":

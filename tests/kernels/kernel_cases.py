@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +31,16 @@ from paceline.kernels import (
     plan_trees,
     tree_attention,
 )
+from paceline.kernels._compile import SANITIZERS, levels_here
 from paceline.kernels._native import cpu_kernels, load
 from paceline.kernels.caches import to_rows
 from paceline.kernels.executor import NativeProgram, supported
 from paceline.kernels.linear import PackedMatrix
 from paceline.kernels.operations import run_one_by_one
 
+LEVELS = levels_here()[: 1 if os.environ.get(SANITIZERS) else None]
+"""Levels that tests of kernels run at. With sanitizers, the fastest alone, which tests of equal
+bits compare with plain C: each level takes long to compile and to run."""
 HEADS = [(6, 2, 64), (4, 4, 16), (8, 2, 80), (3, 1, 96), (8, 1, 128), (7, 1, 32), (36, 2, 48)]
 PREFIXES = [0, 1, 7, 15, 16, 200, 250, 255, 256, 257, 511, 512, 700, 1025, 2303, 2304]
 

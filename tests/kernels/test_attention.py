@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import (
     HEADS,
+    LEVELS,
     Case,
     ProgramBackend,
     attend,
@@ -21,7 +22,6 @@ from kernel_cases import (
 from torch import Tensor
 
 from paceline.kernels import Probe, QueryBlock, plan_trees, tree_attention
-from paceline.kernels._compile import levels_here
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 
@@ -39,7 +39,7 @@ def test_any_tree_agrees_with_the_reference(case: Case) -> None:
 @given(case=cases(max_nodes=40, dtypes=[torch.bfloat16]))
 def test_tiles_agree_with_the_reference(case: Case) -> None:
     """Scaled queries are rounded in the reference too; the rest is the rounding of weights."""
-    found = case.run_by(ProgramBackend(compiled(levels_here()[0]), "amx"))
+    found = case.run_by(ProgramBackend(compiled(LEVELS[0]), "amx"))
     scaled = replace(case, q=(case.q.float() * case.scale).bfloat16().double() / case.scale)
     torch.testing.assert_close(found.double(), scaled.expected()[0], atol=1.5e-2, rtol=0)
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
-from kernel_cases import Case, ProgramBackend, ProgramRows, cases, compiled
+from kernel_cases import LEVELS, Case, ProgramBackend, ProgramRows, cases, compiled
 from torch import Tensor
 
 from paceline.kernels import Norm, QueryBlock, plan_trees
-from paceline.kernels._compile import levels_here
 from paceline.kernels.caches import row_width
 from paceline.kernels.dense import DenseBackend
 
-FAST = [level for level in levels_here() if level != "generic"]
+FAST = [level for level in LEVELS if level != "generic"]
 pytestmark = pytest.mark.skipif(not FAST, reason="this processor has no level but plain C")
 
 

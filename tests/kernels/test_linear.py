@@ -9,11 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import ProgramRows, compiled
+from kernel_cases import LEVELS, ProgramRows, compiled
 from torch import Tensor
 
 from paceline.kernels import choose_numerics, cpu_kernels
-from paceline.kernels._compile import levels_here
 from paceline.kernels.linear import (
     FORMATS,
     PackedMatrix,
@@ -26,10 +25,10 @@ from paceline.kernels.linear import (
 )
 from paceline.kernels.quantised import QuantisedMatrix, quantise
 
-FLOATS, FASTEST = FORMATS[:2], levels_here()[0]
+FLOATS, FASTEST = FORMATS[:2], LEVELS[0]
 
 
-@pytest.fixture(params=levels_here(), scope="module")
+@pytest.fixture(params=LEVELS, scope="module")
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -189,6 +189,14 @@ def test_they_are_the_largest_with_their_softmax(
     assert all(map(torch.equal, best_candidates(scores, width, 0.7, noise), perturbed))
 
 
+def test_rows_may_share_their_memory() -> None:
+    """A block's logits are the same for all nodes of a level."""
+    row = torch.randn(1, 96, generator=torch.Generator().manual_seed(0))
+    for rows in (row.expand(3, 96), row.as_strided((1, 96), (1, 1))):
+        copied = best_candidates(rows.contiguous().clone(), 4)
+        assert all(map(torch.equal, best_candidates(rows, 4), copied))
+
+
 @pytest.mark.skipif(cpu_kernels().library is None, reason="torch orders equal scores freely")
 def test_equal_scores_come_in_the_order_of_their_ids() -> None:
     scores = torch.zeros(2, 300)

@@ -123,15 +123,16 @@ static __attribute__((noinline)) float sum_exponentials(const float *x, int64_t 
   return sum;
 }
 
-/* Of each row of logits [rows, count], `stride` apart: ids [rows, width] of the largest scores,
- * best first, the lower id first where they are equal, and the logs [rows, width] of their softmax.
- * Scores are the logits or, with noise [2, count], whose second row is overwritten, logits /
- * temperature + noise. Where fewer than `width` scores are above -inf, the others have arbitrary
- * ids. */
+/* Of each row of logits [rows, count], `stride` apart, or 0 where all rows are the same memory: ids
+ * [rows, width] of the largest scores, best first, the lower id first where they are equal, and the
+ * logs [rows, width] of their softmax. Scores are the logits or, with noise [2, count], whose
+ * second row is overwritten, logits / temperature + noise. Where fewer than `width` scores are
+ * above -inf, the others have arbitrary ids. */
 void paceline_candidates(const float *logits, int64_t stride, int64_t rows, int64_t count,
                          int64_t width, float temperature, float *noise, int64_t *ids,
                          float *logs) {
-  CHECK(logits && ids && logs && rows >= 0 && count > 0 && stride >= count && width > 0);
+  CHECK(logits && ids && logs && rows >= 0 && count > 0 && width > 0);
+  CHECK(rows < 2 || stride == 0 || stride >= count);
   CHECK(!noise || temperature > 0);
   for (int64_t r = 0; r < rows; r++, logits += stride, ids += width, logs += width) {
     const float *scores = logits;
