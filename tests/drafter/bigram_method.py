@@ -53,6 +53,7 @@ class BigramDrafter(Drafter):
 
     method: ClassVar[str] = "bigram"
     label: ClassVar[str] = "bigram table"
+    recipe: ClassVar[str] = "bigram_recipe:BigramRecipe"
     growth: TreeGrowth
 
     def __init__(self, table: Tensor, options: BigramOptions, fit: Fit) -> None:
@@ -87,11 +88,14 @@ class BigramDrafter(Drafter):
             text.grow(self.table[newest or [text.tokens[-1]]])
 
 
-def write_bigram(folder: Path, vocab_size: int, **section: str) -> Path:
-    """Writes a folder with a random table."""
+def write_bigram(
+    folder: Path, vocab_size: int, table: Tensor | None = None, **section: str
+) -> Path:
+    """Writes a folder with a table, by default a random one."""
     folder.mkdir(parents=True, exist_ok=True)
     described = {"vocab_size": vocab_size, SECTION: {"method": "bigram", **section}}
     (folder / "config.json").write_text(json.dumps(described))
-    table = torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(0)) * 4
+    if table is None:
+        table = torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(0)) * 4
     save_file({TABLE: table}, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from paceline.decoder import weights_fingerprint
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.methods import method_class, method_names
 from paceline.drafter.methods.base import Budget, GenerationInfo, LoadError, Resources, Update
+from paceline.train.corpus import train_tokenizer
+from paceline.train.model import build_model, save_model
+from paceline.train.presets import LM_PRESETS
 
 from .bigram_method import TABLE, write_bigram
 from .models import GREEDY, VOCAB, write_model
@@ -92,3 +96,38 @@ def test_it_is_served_beside_its_target(
     assert f"bigram=bigram:{folder},lookup=true" in shipped.drafters_for(target)
     shutil.rmtree(folder)
     assert not any("bigram" in spec for spec in shipped.drafters_for(target))
+
+
+def test_it_is_trained_by_its_own_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`paceline train` learns of it by its class alone."""
+    data, target, out = tmp_path / "data", tmp_path / "target", tmp_path / "out"
+    data.mkdir()
+    texts = [f"def add_{n}(a, b):\n    return a + b\n" * 150 for n in range(16)]
+    for number, text in enumerate(texts):
+        (data / f"file{number}.py").write_text(text)
+    tokenizer = train_tokenizer(iter(texts), 300, 512)
+    shape = replace(LM_PRESETS["cpu"], width=64, layers=1, heads=1, kv_heads=1, ff=64)
+    save_model(
+        target, build_model(replace(shape, vocabulary=300), tokenizer.eos_token_id), tokenizer
+    )
+    given = ["--target", str(target), "--data", str(data)]
+    places = ["--out", str(out), "--work", str(tmp_path / "work")]
+    assert main(["train", "bigram", *given, *places, "--smoothing", "0.5"]) == 0
+    assert main(["drafters", "inspect", str(out), "--target", str(target)]) == 0
+    assert Checkpoint(out, torch.float32)[TABLE].exp().min() == pytest.approx(0.5)
+    drafter = method_class("bigram").load(out, {"widths": "1,1,1,1"}, Resources())
+    ids = tokenizer.encode("    return a")
+    sequence = drafter.start(GenerationInfo(ids, len(ids), 300, GREEDY))
+    assert tokenizer.decode(sequence.draft(Budget(4, 4)).tokens).startswith(" + b\n")
+    capsys.readouterr()
+    assert main(["train", "bigram", *given, *places]) == 1
+    assert "holds a model already" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", "bigram", *given, *places, "--smoothing", "much"])
+    assert "--smoothing: invalid float value" in capsys.readouterr().err
+    online = ["train", "online", "--from", str(out), "--from-recordings", str(data), *given]
+    work = ["--work", str(tmp_path / "other"), "--out", str(tmp_path / "new")]
+    assert main([*online, *work]) == 1
+    assert "'bigram', which is not trained on recorded texts" in capsys.readouterr().err

@@ -23,17 +23,14 @@ from paceline.train.acceptance import replay
 from paceline.train.batches import PADDING, Prefixes
 from paceline.train.conversations import read_conversations, write_conversations
 from paceline.train.corpus import Corpus, load_tokenizer
-from paceline.train.dspark import DSparkRecipe
-from paceline.train.eagle3 import Eagle3Recipe
-from paceline.train.longspec import LongSpecRecipe
+from paceline.train.dspark import DSparkTrainer
+from paceline.train.eagle3 import Eagle3Trainer
+from paceline.train.longspec import LongSpecTrainer
 from paceline.train.own_text import Task, write_texts
-from paceline.train.presets import (
-    LONGSPEC_PRESETS,
-    DSparkPreset,
-    Eagle3Preset,
-    LongSpecPreset,
-    Stage,
-)
+from paceline.train.presets import Stage
+from paceline.train.recipes.dspark import DSparkPreset
+from paceline.train.recipes.eagle3 import Eagle3Preset
+from paceline.train.recipes.longspec import LONGSPEC_PRESETS, LongSpecPreset
 from paceline.train.run import Run
 from paceline.train.signals import signals_of
 
@@ -177,14 +174,14 @@ def test_a_run_from_nothing_to_a_drafter(
     method: str, instruct: Path, corpus: Corpus, make_run: Callable[..., Run], tmp_path: Path
 ) -> None:
     recipes = {
-        "longspec": LongSpecRecipe(
+        "longspec": LongSpecTrainer(
             instruct,
             LongSpecPreset(
-                (Stage("texts", 1.0, rows=2, length=64, offset=True),), minutes=60, steps=12,
+                stages=(Stage("texts", 1.0, rows=2, length=64, offset=True),), minutes=60, steps=12,
                 adamw_rate=1e-3, levels=2, window=32, conversations=40, draft_vocab_size=100,
             ),
         ),
-        "eagle3": Eagle3Recipe(
+        "eagle3": Eagle3Trainer(
             instruct,
             Eagle3Preset(
                 taps=(0, 1), levels=2, window=16, minutes=60, steps=12, rows=4, length=12,
@@ -215,7 +212,7 @@ def test_dspark_from_given_conversations(
         rows=4, length=12, anchors=4, adamw_rate=3e-3, conversations=9999, draft_vocab_size=100,
     )  # fmt: skip
     out = tmp_path / "out"
-    DSparkRecipe(instruct, preset).train(corpus, make_run("work", 16), out, [own])
+    DSparkTrainer(instruct, preset).train(corpus, make_run("work", 16), out, [own])
     trained = read_dspark(out)[0]
     assert (trained.draft_vocab_size, trained.taps, trained.levels) == (100, (0, 1), 3)
     log = torch.load(tmp_path / "work" / "run.pt", weights_only=True)["progress"]["log"]
@@ -230,21 +227,21 @@ def test_dspark_from_given_conversations(
         assert len(drafter.drafted_tokens) == 100
     write_conversations(decoder, tokenizer, _DOCUMENTS, 60, own)
     again = make_run("work", 16, force=True)
-    DSparkRecipe(instruct, preset).train(corpus, again, out, [own])
+    DSparkTrainer(instruct, preset).train(corpus, again, out, [own])
     assert (out / "README.md").read_text() == card
     with pytest.raises(ValueError, match="holds another run"):
-        DSparkRecipe(instruct, preset).train(corpus, again, out, [tmp_path / "other"])
+        DSparkTrainer(instruct, preset).train(corpus, again, out, [tmp_path / "other"])
     further = make_run("further", 8)
-    recipe = DSparkRecipe(instruct, preset)
+    recipe = DSparkTrainer(instruct, preset)
     recipe.train(corpus, further, tmp_path / "second", [own], out)
     log = torch.load(further.work / "run.pt", weights_only=True)["progress"]["log"]
     assert next(row["loss"] for row in log if "loss" in row) < losses[0]
     assert "## Trained before" in (tmp_path / "second" / "README.md").read_text()
-    other = LongSpecRecipe(instruct, replace(LONGSPEC_PRESETS["smollm2"], draft_vocab_size=100))
-    longer = DSparkRecipe(instruct, replace(preset, block=4))
+    other = LongSpecTrainer(instruct, replace(LONGSPEC_PRESETS["smollm2"], draft_vocab_size=100))
+    longer = DSparkTrainer(instruct, replace(preset, block=4))
     longer.train(corpus, make_run("block", 1), tmp_path / "block", [own], out)
     assert read_dspark(tmp_path / "block")[0].levels == 4
-    wider = DSparkRecipe(instruct, replace(preset, layers=2))
+    wider = DSparkTrainer(instruct, replace(preset, layers=2))
     with pytest.raises(ValueError, match="has layers 1, this run 2"):
         wider.train(corpus, make_run("wider", 1), tmp_path / "wider", [own], out)
     with pytest.raises(ValueError, match="is a dspark drafter, expected longspec"):

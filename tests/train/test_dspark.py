@@ -26,7 +26,7 @@ from paceline.train.dspark import (
     whole_blocks,
 )
 from paceline.train.own_text import Task, write_texts
-from paceline.train.presets import DSparkPreset
+from paceline.train.recipes.dspark import DSparkPreset
 from paceline.train.signals import Signals, TappedTarget
 
 CONFIG = DSparkConfig(

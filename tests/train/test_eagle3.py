@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model
 from paceline.train.batches import Answers
 from paceline.train.eagle3 import SignalUnrolledLoss, TrainingRows, Unrolled, depth_weights
-from paceline.train.presets import Eagle3Preset
+from paceline.train.recipes.eagle3 import Eagle3Preset
 from paceline.train.signals import Signals
 
 CONFIG = Eagle3Config(

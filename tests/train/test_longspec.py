@@ -18,7 +18,8 @@ from paceline.kernels import SINKS, streaming
 from paceline.train import longspec as training
 from paceline.train.batches import PADDING
 from paceline.train.longspec import CHUNK, LaggedLayer, divergence, offset_positions
-from paceline.train.presets import LONGSPEC_PRESETS, Plan, Stage
+from paceline.train.presets import Plan, Stage
+from paceline.train.recipes.longspec import LONGSPEC_PRESETS
 from paceline.train.signals import Signals
 
 _WINDOW = 8

@@ -25,22 +25,17 @@ from paceline.train import cli
 from paceline.train import drafters as training
 from paceline.train import target as target_training
 from paceline.train.corpus import Corpus
-from paceline.train.dspark import DSparkRecipe
-from paceline.train.eagle3 import Eagle3Recipe
+from paceline.train.dspark import DSparkTrainer
+from paceline.train.eagle3 import Eagle3Trainer
 from paceline.train.lm import train_lm
-from paceline.train.longspec import LongSpecRecipe
+from paceline.train.longspec import LongSpecTrainer
 from paceline.train.online import first_tokens, train_online
-from paceline.train.presets import (
-    DSPARK_PRESETS,
-    EAGLE3_PRESETS,
-    LONGSPEC_PRESETS,
-    DSparkPreset,
-    Eagle3Preset,
-    LongSpecPreset,
-    OnlinePreset,
-    Preset,
-    Stage,
-)
+from paceline.train.presets import OnlinePreset, Preset, Stage
+from paceline.train.recipes.base import OnlineRates, Recipe
+from paceline.train.recipes.dspark import DSPARK_PRESETS, DSparkPreset, DSparkRecipe
+from paceline.train.recipes.eagle3 import EAGLE3_PRESETS, Eagle3Preset, Eagle3Recipe
+from paceline.train.recipes.lm import LmRecipe
+from paceline.train.recipes.longspec import LONGSPEC_PRESETS, LongSpecPreset, LongSpecRecipe
 from paceline.train.run import Run
 from paceline.train.target import train_target
 
@@ -48,7 +43,7 @@ MakeRun = Callable[..., Run]
 Train = Callable[[Run, Path], object]
 
 LONGSPEC = LongSpecPreset(
-    (
+    stages=(
         Stage("short", 0.6, rows=4, length=48, rate=1.0, offset=True),
         Stage("long", 0.2, rows=1, length=192, rate=0.5),
         Stage("fine", 0.2, rows=4, length=48, rate=0.5, focus=True),
@@ -61,11 +56,9 @@ DSPARK = DSparkPreset(
     anchors=12, muon_rate=0.02, adamw_rate=1e-2, window=16, own_texts=4, own_from=0.5, files=4,
 )  # fmt: skip
 METHODS = ("dspark", "eagle3", "longspec", "lm")
-ONLINE = OnlinePreset(
-    minutes=60, steps=20, length=48, rows=dict.fromkeys(METHODS, 2),
-    muon_rate=dict.fromkeys(METHODS, 0.02), adamw_rate=dict.fromkeys(METHODS, 6e-3),
-    old_texts=2, warm_up=2,
-)  # fmt: skip
+ONLINE = OnlinePreset(minutes=60, steps=20, length=48, old_texts=2, warm_up=2)
+RATES = OnlineRates(rows=2, muon_rate=0.02, adamw_rate=6e-3)
+RECIPES: tuple[type[Recipe[Any]], ...] = (DSparkRecipe, Eagle3Recipe, LongSpecRecipe, LmRecipe)
 EAGLE3 = Eagle3Preset(
     taps=(0, -1), levels=3, minutes=60, steps=40, rows=4, length=48, muon_rate=0.02,
     adamw_rate=1e-2, window=16, own_texts=4, own_from=0.5, files=4,
@@ -91,15 +84,18 @@ def recordings(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def trainers(
-    target: Path, drafters: dict[str, Path], recordings: Path, corpus: Corpus, preset: Preset
-) -> dict[str, Train]:
+    target: Path, drafters: dict[str, Path], recordings: Path, corpus: Corpus, preset: Preset,
+    monkeypatch: pytest.MonkeyPatch,
+) -> dict[str, Train]:  # fmt: skip
     """Train a target, or a drafter of each of KINDS."""
+    for recipe in RECIPES:
+        monkeypatch.setattr(recipe, "online", RATES)
     lm = replace(preset, layers=1, focus_files=4, own_texts=2)
     made: dict[str, Train] = {
         "target": lambda run, out: train_target(corpus, preset, run, out),
-        "longspec": lambda run, out: LongSpecRecipe(target, LONGSPEC).train(corpus, run, out),
-        "dspark": lambda run, out: DSparkRecipe(target, DSPARK).train(corpus, run, out),
-        "eagle3": lambda run, out: Eagle3Recipe(target, EAGLE3).train(corpus, run, out),
+        "longspec": lambda run, out: LongSpecTrainer(target, LONGSPEC).train(corpus, run, out),
+        "dspark": lambda run, out: DSparkTrainer(target, DSPARK).train(corpus, run, out),
+        "eagle3": lambda run, out: Eagle3Trainer(target, EAGLE3).train(corpus, run, out),
         "lm": lambda run, out: train_lm(target, corpus, lm, run, out),
     }
     for method in METHODS:
@@ -164,8 +160,8 @@ def test_parts_of_a_batch_add_up_to_it(
     target: Path, corpus: Corpus, make_run: MakeRun, tmp_path: Path
 ) -> None:
     plain = replace(LONGSPEC, muon_rate=None, lags=5, offset=False)
-    LongSpecRecipe(target, plain).train(corpus, make_run("1", 4), tmp_path / "a")
-    LongSpecRecipe(target, plain).train(corpus, make_run("2", 4, accumulate=2), tmp_path / "b")
+    LongSpecTrainer(target, plain).train(corpus, make_run("1", 4), tmp_path / "a")
+    LongSpecTrainer(target, plain).train(corpus, make_run("2", 4, accumulate=2), tmp_path / "b")
     _assert_equal_weights(tmp_path / "a", tmp_path / "b", exact=False)
 
 
@@ -176,7 +172,7 @@ def test_the_weights_of_the_best_checkpoint_are_written(
     lengths = iter([1.1, 1.5, 1.4, 1.2, 1.2])
     monkeypatch.setattr(training.Heldout, "log", lambda self: {"heldout": next(lengths)})
     run, out = make_run("work", 4, every=0.0), tmp_path / "out"
-    DSparkRecipe(target, DSPARK).train(corpus, run, out)
+    DSparkTrainer(target, DSPARK).train(corpus, run, out)
     assert json.loads((out / "config.json").read_text())["paceline"]["training"][
         training.ACCEPTED
     ] == pytest.approx(1.5)
@@ -191,9 +187,9 @@ def test_the_command_line_varies_a_preset(
     target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     presets: list[Any] = []
-    monkeypatch.setattr(cli, "_corpus", lambda args: corpus)
-    for recipe in (DSparkRecipe, Eagle3Recipe, LongSpecRecipe):
-        monkeypatch.setattr(recipe, "train", lambda self, *_: presets.append(self.preset))
+    monkeypatch.setattr(cli, "_corpus", lambda *_: corpus)
+    for trainer in (DSparkTrainer, Eagle3Trainer, LongSpecTrainer):
+        monkeypatch.setattr(trainer, "train", lambda self, *_: presets.append(self.preset))
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     common = ["--target", str(target), "--out", str(tmp_path), "--preset", "smollm2"]
@@ -221,7 +217,7 @@ def test_the_command_line_varies_a_preset(
 def test_a_run_without_heads_is_dflash(
     target: Path, corpus: Corpus, make_run: MakeRun, tmp_path: Path
 ) -> None:
-    DSparkRecipe(target, DSPARK.without_heads()).train(corpus, make_run("work", 2), tmp_path / "o")
+    DSparkTrainer(target, DSPARK.without_heads()).train(corpus, make_run("work", 2), tmp_path / "o")
     described = json.loads((tmp_path / "o" / "config.json").read_text())
     assert described["speculators_model_type"] == "dflash"
     assert (described["markov_rank"], described["enable_confidence_head"]) == (0, False)
@@ -270,14 +266,12 @@ def test_the_first_tokens_of_documents() -> None:
 
 _PROGRAM = """
 from paceline.train import cli
-from paceline.train.lm import train_lm
-from paceline.train.presets import LongSpecPreset
-from paceline.train.presets import Preset
 from paceline.train.presets import Stage
+from paceline.train.recipes.longspec import LONGSPEC_PRESETS, LongSpecPreset
 from dataclasses import replace
 import argparse
 cli._HELDOUT_FILES = 2
-cli.LONGSPEC_PRESETS["cpu"] = replace({preset}, muon_rate=None, lags=5, offset=False, own_texts=0,
+LONGSPEC_PRESETS["cpu"] = replace({preset}, muon_rate=None, lags=5, offset=False, own_texts=0,
     stages=(Stage("short", 1.0, rows=4, length=48, rate=1.0),))
 parser = argparse.ArgumentParser()
 cli.add_arguments(parser)

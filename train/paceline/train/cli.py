@@ -1,4 +1,4 @@
-"""`paceline train target`, `lm`, `longspec`, `dspark`, `eagle3`, `online` and `own-text`."""
+"""`paceline train target`, `online`, `own-text`, and each method that names its recipe."""
 
 from __future__ import annotations
 
@@ -7,25 +7,15 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from paceline.train.presets import (
-    DSPARK_PRESETS,
-    EAGLE3_PRESETS,
-    LM_PRESETS,
-    LONGSPEC_PRESETS,
-    ONLINE_PRESETS,
-    DSparkPreset,
-    Eagle3Preset,
-    LongSpecPreset,
-)
+from paceline.train.presets import LM_PRESETS, ONLINE_PRESETS, Preset
+from paceline.train.recipes import recipes
 
 if TYPE_CHECKING:
     from paceline.train.corpus import Corpus
-    from paceline.train.presets import Preset
     from paceline.train.run import Run
 
-P = TypeVar("P", LongSpecPreset, DSparkPreset, Eagle3Preset)
 _DEMO = Path("models/demo")
 _HELDOUT_FILES = 12  # as in every preset: drafters are measured on files that no target trained on
 _ALL_FILES = 1_000_000
@@ -36,55 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="train_command", required=True, metavar="MODEL")
     target = commands.add_parser("target", help="train a target")
     _add_common(target, sorted(LM_PRESETS), preset="cpu", out=_DEMO / "target")
-    lm = commands.add_parser("lm", help="distil a target into a small drafter LM")
-    _add_common(lm, sorted(LM_PRESETS), preset="lm", out=_DEMO / "lm")
-    _add_target(lm)
-    longspec = commands.add_parser("longspec", help="train a LongSpec layer for a target")
-    _add_common(longspec, sorted(LONGSPEC_PRESETS), preset="cpu", out=_DEMO / "longspec")
-    _add_target(longspec)
-    _add_written(longspec)
-    longspec.add_argument("--levels", type=int, metavar="N", help="depth of a draft: lags 1 to N")
-    longspec.add_argument(
-        "--no-offset", action="store_true", help="ablation: without anchor-offset indices"
-    )
-    longspec.add_argument(
-        "--no-noise", action="store_true", help="ablation: without flash noisy training"
-    )
-    longspec.add_argument(
-        "--budgets", type=_numbers, metavar="N[,N...]",
-        help="KV budgets that are trained, 0: all positions; for the preset smollm2",
-    )  # fmt: skip
-    longspec.add_argument(
-        "--max-length", type=int, metavar="N",
-        help="leave out conversations of more tokens, for the preset smollm2",
-    )  # fmt: skip
-    dspark = commands.add_parser("dspark", help="train a DSpark drafter for a target")
-    _add_common(dspark, sorted(DSPARK_PRESETS), preset="cpu", out=_DEMO / "dspark")
-    _add_target(dspark)
-    _add_written(dspark)
-    dspark.add_argument("--layers", type=int, metavar="N", help="of the backbone")
-    dspark.add_argument("--block", type=int, metavar="N", help="tokens of a block")
-    dspark.add_argument(
-        "--no-heads", action="store_true",
-        help="neither a sequential nor a confidence head, which is DFlash",
-    )  # fmt: skip
-    dspark.add_argument(
-        "--losses", type=_losses, metavar="CE,DISTANCE,CONFIDENCE", help="weights of the losses"
-    )
-    eagle3 = commands.add_parser("eagle3", help="train an EAGLE-3 layer for a target")
-    _add_common(eagle3, sorted(EAGLE3_PRESETS), preset="cpu", out=_DEMO / "eagle3")
-    _add_target(eagle3)
-    _add_written(eagle3)
-    eagle3.add_argument("--levels", type=int, metavar="N", help="depths of the training-time test")
-    eagle3.add_argument(
-        "--norms", action="store_true", help="EAGLE-3.1: norms of the target's states and outputs"
-    )
+    for method, recipe in recipes().items():
+        parser = commands.add_parser(method, help=recipe.help)
+        _add_common(parser, sorted(recipe.presets), preset=recipe.preset, out=_DEMO / method)
+        _add_target(parser)
+        recipe.add_arguments(parser)
+        parser.set_defaults(recipe=recipe)
     online = commands.add_parser("online", help="train a drafter further on recorded texts")
     _add_common(online, sorted(ONLINE_PRESETS), preset="cpu")
     _add_target(online)
     online.add_argument(
         "--from", dest="start", type=Path, required=True, metavar="DIR",
-        help="trained drafter to begin with: longspec, dspark, eagle3 or lm",
+        help="trained drafter to begin with",
     )  # fmt: skip
     online.add_argument(
         "--from-recordings", dest="recordings", type=Path, required=True, metavar="DIR",
@@ -115,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the sub-command in `args`; 0 when done, 1 on a bad argument, 130 when interrupted."""
     try:
-        _COMMANDS[args.train_command](args)
+        _COMMANDS.get(args.train_command, _drafter)(args)
     except KeyboardInterrupt as stop:
         print(f"{stop}; give the same command again to go on", file=sys.stderr)
         return 130
@@ -137,66 +90,12 @@ def _target(args: argparse.Namespace) -> None:
     train_target(_corpus(args, preset), preset, _run(args, preset), args.out)
 
 
-def _lm(args: argparse.Namespace) -> None:
-    from paceline.train.lm import train_lm
-
-    preset = LM_PRESETS[args.preset]
-    train_lm(args.target, _corpus(args, preset), preset, _run(args, preset), args.out)
-
-
-def _longspec(args: argparse.Namespace) -> None:
-    from paceline.train.longspec import LongSpecRecipe
-
-    preset = LONGSPEC_PRESETS[args.preset]
-    preset = replace(
-        preset,
-        **_given(levels=args.levels, draft_vocab_size=args.vocabulary),
-        **_given(budgets=args.budgets, max_length=args.max_length),
-        offset=preset.offset and not args.no_offset,
-        noise=preset.noise and not args.no_noise,
-    )
-    recipe = LongSpecRecipe(args.target, _scaled(preset, args.rate))
-    recipe.train(_corpus(args), _run(args, preset), args.out, args.own_text, args.start)
-
-
-def _dspark(args: argparse.Namespace) -> None:
-    from paceline.train.dspark import DSparkRecipe
-
-    ce, tv, certainty = args.losses or (None, None, None)
-    preset = replace(
-        DSPARK_PRESETS[args.preset],
-        **_given(layers=args.layers, block=args.block, draft_vocab_size=args.vocabulary),
-        **_given(ce=ce, tv=tv, certainty=certainty),
-    )
-    if args.no_heads:
-        preset = preset.without_heads()
-    recipe = DSparkRecipe(args.target, _scaled(preset, args.rate))
-    recipe.train(_corpus(args), _run(args, preset), args.out, args.own_text, args.start)
-
-
-def _eagle3(args: argparse.Namespace) -> None:
-    from paceline.train.eagle3 import Eagle3Recipe
-
-    preset = EAGLE3_PRESETS[args.preset]
-    preset = replace(
-        preset,
-        **_given(levels=args.levels, draft_vocab_size=args.vocabulary),
-        fc_norm=preset.fc_norm or args.norms,
-        norm_output=preset.norm_output or args.norms,
-    )
-    recipe = Eagle3Recipe(args.target, _scaled(preset, args.rate))
-    recipe.train(_corpus(args), _run(args, preset), args.out, args.own_text, args.start)
-
-
-def _scaled(preset: P, factor: float) -> P:
-    """A preset with other learning rates."""
-    muon, adamw = preset.muon_rate, preset.adamw_rate
-    return replace(preset, muon_rate=muon and muon * factor, adamw_rate=adamw * factor)
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    """The options that the command line has."""
-    return {name: value for name, value in options.items() if value is not None}
+def _drafter(args: argparse.Namespace) -> None:
+    recipe = args.recipe
+    preset = recipe.vary(recipe.presets[args.preset], args)
+    # A preset of a language model says which files it reads; other drafters choose from all.
+    corpus = _corpus(args, preset if isinstance(preset, Preset) else None)
+    recipe.train(args, preset, corpus, _run(args, preset))
 
 
 def _online(args: argparse.Namespace) -> None:
@@ -223,14 +122,11 @@ def _own_text(args: argparse.Namespace) -> None:
     write_conversations(decoder, tokenizer, documents, args.count, args.out, args.seed, kinds)
 
 
-_COMMANDS = {
-    "target": _target, "lm": _lm, "longspec": _longspec, "dspark": _dspark, "eagle3": _eagle3,
-    "online": _online, "own-text": _own_text,
-}  # fmt: skip
+_COMMANDS = {"target": _target, "online": _online, "own-text": _own_text}
 
 
 def _corpus(args: argparse.Namespace, preset: Preset | None = None) -> Corpus:
-    """The files of a preset; by default all, as the presets of drafters choose from them."""
+    """The files of a preset; by default all."""
     from paceline.train.corpus import load_corpus
 
     if preset is None:
@@ -290,39 +186,6 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", type=_model, default=_DEMO / "target", help="the target: a path or a name"
     )
-
-
-def _add_written(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--own-text", type=Path, nargs="+", default=(), metavar="FILE",
-        help="conversations of `own-text`, for the preset smollm2; default: write them first",
-    )  # fmt: skip
-    parser.add_argument(
-        "--from", dest="start", type=Path, metavar="DIR",
-        help="drafter to train further, for the preset smollm2; default: a new one",
-    )  # fmt: skip
-    parser.add_argument(
-        "--signals", type=Path, metavar="DIR",
-        help="folder of what the target computes for --own-text, which runs may share; "
-        "default: --work",
-    )  # fmt: skip
-    parser.add_argument(
-        "--rate", type=float, default=1.0, metavar="F", help="factor on the learning rates"
-    )
-    parser.add_argument(
-        "--vocabulary", type=int, metavar="N",
-        help="tokens that can be drafted, for the preset smollm2",
-    )  # fmt: skip
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
-
-
-def _losses(text: str) -> tuple[float, float, float]:
-    """Three weights of the losses of DSpark."""
-    ce, tv, certainty = map(float, text.split(","))
-    return ce, tv, certainty
 
 
 def _model(text: str) -> Path:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,37 +12,19 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from statistics import mean
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from accelerate import PartialState
 from torch import nn
 
-from paceline.decoder import Decoder, store_int8
-from paceline.decoder.weights import Checkpoint
+from paceline.decoder import Decoder, UnsupportedModelError
 from paceline.drafter import Drafter, Resources
+from paceline.drafter.inspection import method_of_folder
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import LoadError
-from paceline.drafter.methods.checkpoint import check_target, load_weights, read_fit
-from paceline.drafter.methods.dspark import (
-    DSparkConfig,
-    DSparkModel,
-    read_dspark,
-    save_dspark,
-)
-from paceline.drafter.methods.eagle3 import (
-    Eagle3Config,
-    Eagle3Model,
-    read_eagle3,
-    save_eagle3,
-)
-from paceline.drafter.methods.longspec import (
-    LongSpecConfig,
-    LongSpecModel,
-    TargetRef,
-    read_longspec,
-    save_longspec,
-)
+from paceline.drafter.methods.checkpoint import CONFIG_FILE, TargetRef, check_target, read_fit
+from paceline.drafter.methods.layers import DraftModel, LayerShape
 from paceline.drafter.recordings import Recording
 from paceline.kernels import processor_name
 from paceline.kernels.sampling import SamplingParams
@@ -52,12 +32,9 @@ from paceline.train.acceptance import accepted_per_round, replay
 from paceline.train.batches import Batches, Rows
 from paceline.train.corpus import Corpus, encode_all, load_tokenizer
 from paceline.train.loop import Loss, Optimizer, train
-from paceline.train.model import load_model
 from paceline.train.own_text import Task, own_texts, write_texts
 from paceline.train.presets import Plan
 from paceline.train.run import Progress, Run, cleared
-
-_CONFIG = "config.json"
 
 TEXTS = 24
 """Maximum number of texts that are measured of a group."""
@@ -76,7 +53,7 @@ _BEST = "best.pt"
 
 @dataclass
 class DrafterModel(ABC):
-    """The weights of a drafter, and how its folder is read and written."""
+    """The weights of a drafter, and how its folder is written."""
 
     method: ClassVar[str]
     """Drafting method of the folder."""
@@ -86,11 +63,6 @@ class DrafterModel(ABC):
 
     model: nn.Module
     """Its weights, fp32."""
-
-    @classmethod
-    @abstractmethod
-    def read(cls, folder: Path, target: Path, device: str) -> Self:
-        """Load the drafter in `folder`, made for the model in `target`, onto `device`."""
 
     @abstractmethod
     def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
@@ -109,154 +81,42 @@ class DrafterModel(ABC):
         given = {"target": str(self.target), **options}
         return method_class(self.method).load(folder, given, Resources())
 
+
+@dataclass
+class LayerDrafterModel(DrafterModel):
+    """Layers that read a target; `levels` is the depth that they draft to, in tokens."""
+
+    model: DraftModel
+    levels: int
+
+    @property
+    def config(self) -> LayerShape:
+        """Shape of the layers."""
+        return self.model.config
+
     @cached_property
-    def _reference(self) -> TargetRef:
+    def reference(self) -> TargetRef:
+        """The target as a drafter's folder names it."""
         return TargetRef.of(self.target)
 
 
-@dataclass
-class LongSpecDrafterModel(DrafterModel):
-    """A LongSpec layer; `levels` is the depth it drafts to, in tokens."""
-
-    method = "longspec"
-    model: LongSpecModel
-    levels: int
-
-    @property
-    def config(self) -> LongSpecConfig:
-        """Shape of the layer."""
-        return self.model.config
-
-    @classmethod
-    def read(cls, folder: Path, target: Path, device: str) -> Self:
-        config, _ = read_longspec(folder)
-        model = LongSpecModel(config)
-        model.load_state_dict(dict(Checkpoint(folder, torch.float32)))
-        return cls(target, model.to(device), _levels(folder))
-
-    def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
-        weights, levels = self.model.state_dict(), self.levels
-        save_longspec(folder, self.config, weights, self._reference, levels=levels, notes=notes)
-        store_int8(folder)
-
-
-@dataclass
-class DSparkDrafterModel(DrafterModel):
-    """A DSpark drafter."""
-
-    method = "dspark"
-    model: DSparkModel
-
-    @property
-    def config(self) -> DSparkConfig:
-        """Shape of the drafter."""
-        return self.model.config
-
-    @property
-    def levels(self) -> int:
-        """The depth it drafts to, in tokens."""
-        return self.config.levels
-
-    @property
-    def hidden_state_layers(self) -> Sequence[int]:
-        return self.config.taps
-
-    @classmethod
-    def read(cls, folder: Path, target: Path, device: str) -> Self:
-        config, _ = read_dspark(folder)
-        model = DSparkModel(config)
-        model.load_state_dict(load_weights(folder, config, DSparkModel, torch.float32))
-        return cls(target, model.to(device))
-
-    def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
-        weights = self.model.state_dict()
-        save_dspark(folder, self.config, weights, self._reference, notes=notes)
-        store_int8(folder)
-
-
-@dataclass
-class Eagle3DrafterModel(DrafterModel):
-    """An EAGLE-3 layer; `levels` is the depth it drafts to, in tokens."""
-
-    method = "eagle3"
-    model: Eagle3Model
-    levels: int
-
-    @property
-    def config(self) -> Eagle3Config:
-        """Shape of the layer."""
-        return self.model.config
-
-    @property
-    def hidden_state_layers(self) -> Sequence[int]:
-        return self.config.taps
-
-    @classmethod
-    def read(cls, folder: Path, target: Path, device: str) -> Self:
-        config, _ = read_eagle3(folder)
-        model = Eagle3Model(config)
-        model.load_state_dict(load_weights(folder, config, Eagle3Model, torch.float32))
-        return cls(target, model.to(device), _levels(folder))
-
-    def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
-        weights, levels = self.model.state_dict(), self.levels
-        save_eagle3(folder, self.config, weights, self._reference, levels=levels, notes=notes)
-        store_int8(folder)
-
-
-def _levels(folder: Path) -> int:
+def trained_levels(folder: Path) -> int:
     """Depth that the drafter in a folder was trained to draft to."""
-    proposal = json.loads((folder / _CONFIG).read_text())["speculators_config"]
+    proposal = json.loads((folder / CONFIG_FILE).read_text())["speculators_config"]
     return int(proposal["proposal_methods"][0]["speculative_tokens"])
 
 
-@dataclass
-class LmDrafterModel(DrafterModel):
-    """A small language model with the target's tokenizer, read from `folder`."""
+def drafter_method(folder: Path, target: Path) -> str:
+    """The method of the drafter in `folder`.
 
-    method = "lm"
-    folder: Path
-
-    @classmethod
-    def read(cls, folder: Path, target: Path, device: str) -> Self:
-        return cls(target, load_model(folder, torch.float32).to(device), folder)
-
-    def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        written: Any = copy.deepcopy(self.model).to(torch.bfloat16)
-        written.save_pretrained(folder)
-        store_int8(folder)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            if (self.folder / name).is_file() and folder != self.folder:
-                shutil.copyfile(self.folder / name, folder / name)
-        if notes:
-            config = json.loads((folder / _CONFIG).read_text())
-            config["paceline"] = {"method": self.method, "training": dict(notes)}
-            (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-
-    def load_drafter(self, folder: Path, options: Mapping[str, str]) -> Drafter:
-        return method_class(self.method).load(folder, options, Resources())
-
-
-def read_drafter(folder: Path, target: Path, device: str) -> DrafterModel:
-    """Read the drafter in `folder`.
-
-    Raises ValueError if its method is not trained here, or if it was made for another target.
+    Raises ValueError if it is no drafter, or was made for another target than the one in `target`.
     """
-    section = json.loads((folder / _CONFIG).read_text()).get("paceline", {})
-    method = section.get("method", LmDrafterModel.method)
-    kinds: dict[str, type[DrafterModel]] = {
-        kind.method: kind
-        for kind in (LongSpecDrafterModel, DSparkDrafterModel, Eagle3DrafterModel, LmDrafterModel)
-    }
-    if method not in kinds:
-        expected = " or ".join(kinds)
-        raise ValueError(f"{folder} is a drafter of method {method!r}, expected {expected}")
     try:
+        method = method_of_folder(folder)
         check_target(folder, target, read_fit(folder))
-        return kinds[method].read(folder, target, device)
-    except LoadError as error:
+    except (LoadError, UnsupportedModelError) as error:
         raise ValueError(str(error)) from error
+    return method.method
 
 
 class Heldout:

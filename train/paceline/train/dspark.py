@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.decoder import Decoder, ModelSource, open_model
-from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
+from paceline.decoder import Decoder, ModelSource, open_model, store_int8
+from paceline.drafter.methods.checkpoint import load_weights
+from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, read_dspark, save_dspark
 from paceline.train.batches import PADDING, Answers, Batches, Rows
 from paceline.train.conversations import OwnTexts
-from paceline.train.drafters import (
-    DSparkDrafterModel,
-    Objective,
-    parameters,
-)
+from paceline.train.drafters import LayerDrafterModel, Objective, parameters
 from paceline.train.loop import Loss
-from paceline.train.presets import DSparkPlan, DSparkPreset, Plan
-from paceline.train.recipe import Recipe
+from paceline.train.presets import CosinePlan, Plan
+from paceline.train.recipes.dspark import DSparkPreset
 from paceline.train.run import Run
 from paceline.train.signals import Signals, TappedTarget
+from paceline.train.trainer import LayerTrainer
 
 CHUNK = 256
 """Positions whose logits exist at once."""
@@ -375,8 +374,29 @@ class SignalBlockLoss:
         return _block_loss(model, drafted, blocks, states, self._head, preset)
 
 
-class DSparkRecipe(Recipe[DSparkPreset, DSparkDrafterModel]):
-    """How a DSpark drafter is made and trained.
+@dataclass
+class DSparkDrafterModel(LayerDrafterModel):
+    """A DSpark drafter."""
+
+    method = "dspark"
+    model: DSparkModel
+
+    @property
+    def config(self) -> DSparkConfig:
+        return self.model.config
+
+    @property
+    def hidden_state_layers(self) -> Sequence[int]:
+        return self.config.taps
+
+    def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
+        weights = self.model.state_dict()
+        save_dspark(folder, self.config, weights, self.reference, notes=notes)
+        store_int8(folder)
+
+
+class DSparkTrainer(LayerTrainer[DSparkPreset, DSparkDrafterModel]):
+    """Trains a DSpark drafter.
 
     Its mask token is the tokenizer's end of text, which is in the target's embedding and never an
     anchor.
@@ -386,11 +406,17 @@ class DSparkRecipe(Recipe[DSparkPreset, DSparkDrafterModel]):
     trees: ClassVar[Mapping[str, str]] = {"widths": "4,4,2", "max_nodes": "8", "weights": "int8"}
 
     def new_drafter(self, mask_token: int) -> DSparkDrafterModel:
-        model = DSparkModel(self.preset.config(self.target, mask_token))
-        return DSparkDrafterModel(self.target, model)
+        config = self.preset.config(self.target, mask_token)
+        return DSparkDrafterModel(self.target, DSparkModel(config), config.levels)
+
+    def read(self, folder: Path, device: str) -> DSparkDrafterModel:
+        config, _ = read_dspark(folder)
+        model = DSparkModel(config)
+        model.load_state_dict(load_weights(folder, config, DSparkModel, torch.float32))
+        return DSparkDrafterModel(self.target, model.to(device), config.levels)
 
     def plan(self, run: Run, focus: int = 0) -> Plan:
-        return DSparkPlan(self.preset.stages, run.minutes, run.steps, focus)
+        return CosinePlan(self.preset.stages, run.minutes, run.steps, focus)
 
     def text_loss(
         self, drafter: DSparkDrafterModel, batches: Batches, plan: Plan, separator: int, device: str

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.decoder import Decoder, ModelSource, open_model
-from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model
+from paceline.decoder import Decoder, ModelSource, open_model, store_int8
+from paceline.drafter.methods.checkpoint import load_weights
+from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model, read_eagle3, save_eagle3
 from paceline.train.batches import Answers, Batches, Rows
 from paceline.train.conversations import OwnTexts
-from paceline.train.drafters import Eagle3DrafterModel, Objective, parameters
+from paceline.train.drafters import LayerDrafterModel, Objective, parameters, trained_levels
 from paceline.train.longspec import divergence
 from paceline.train.loop import Loss
-from paceline.train.presets import DSparkPlan, Eagle3Preset, Plan
-from paceline.train.recipe import Recipe
+from paceline.train.presets import CosinePlan, Plan
+from paceline.train.recipes.eagle3 import Eagle3Preset
 from paceline.train.run import Run
 from paceline.train.signals import Signals, TappedTarget
+from paceline.train.trainer import LayerTrainer
 
 _FIRST_NORM = 0.25  # of the target's
 _EMBEDDING_SCALE = 0.02
@@ -183,8 +186,29 @@ class SignalUnrolledLoss:
         return divergence(found.flatten(1, 2), hidden, self._head, weights)
 
 
-class Eagle3Recipe(Recipe[Eagle3Preset, Eagle3DrafterModel]):
-    """How an EAGLE-3 layer is made and trained. Its LM head is the target's, frozen."""
+@dataclass
+class Eagle3DrafterModel(LayerDrafterModel):
+    """An EAGLE-3 layer."""
+
+    method = "eagle3"
+    model: Eagle3Model
+
+    @property
+    def config(self) -> Eagle3Config:
+        return self.model.config
+
+    @property
+    def hidden_state_layers(self) -> Sequence[int]:
+        return self.config.taps
+
+    def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
+        weights, levels = self.model.state_dict(), self.levels
+        save_eagle3(folder, self.config, weights, self.reference, levels=levels, notes=notes)
+        store_int8(folder)
+
+
+class Eagle3Trainer(LayerTrainer[Eagle3Preset, Eagle3DrafterModel]):
+    """Trains an EAGLE-3 layer. Its LM head is the target's, frozen."""
 
     method = "eagle3"
     trees: ClassVar[Mapping[str, str]] = {"widths": "4,4,4", "max_nodes": "8", "weights": "int8"}
@@ -197,15 +221,22 @@ class Eagle3Recipe(Recipe[Eagle3Preset, Eagle3DrafterModel]):
         )  # fmt: skip
         return Eagle3DrafterModel(self.target, Eagle3Model(config), preset.levels)
 
+    def read(self, folder: Path, device: str) -> Eagle3DrafterModel:
+        config, _ = read_eagle3(folder)
+        model = Eagle3Model(config)
+        model.load_state_dict(load_weights(folder, config, Eagle3Model, torch.float32))
+        return Eagle3DrafterModel(self.target, model.to(device), trained_levels(folder))
+
     def plan(self, run: Run, focus: int = 0) -> Plan:
-        return DSparkPlan(self.preset.stages, run.minutes, run.steps, focus)
+        return CosinePlan(self.preset.stages, run.minutes, run.steps, focus)
 
     def text_loss(
         self, drafter: Eagle3DrafterModel, batches: Batches, plan: Plan, separator: int, device: str
     ) -> tuple[nn.Module, Loss]:
         decoder = Decoder.load(open_model(self.target), device=device)
         target = TappedTarget(decoder, open_model(self.target), drafter.config.taps)
-        loss = UnrolledLoss(drafter.model, target, batches, self.preset)
+        preset = replace(self.preset, levels=drafter.levels)
+        loss = UnrolledLoss(drafter.model, target, batches, preset)
         return Unrolled(drafter.model), loss
 
     def initial_weights(

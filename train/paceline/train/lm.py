@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import track
@@ -13,17 +18,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.decoder import store_int8
+from paceline.drafter import Drafter, Resources
+from paceline.drafter.methods import method_class
+from paceline.drafter.methods.checkpoint import CONFIG_FILE
 from paceline.train.batches import Batches
 from paceline.train.corpus import Corpus
 from paceline.train.drafters import (
+    DrafterModel,
     Heldout,
-    LmDrafterModel,
     Objective,
     Texts,
     rounds_section,
     train_drafter,
     write_groups,
 )
+from paceline.train.longspec import FrozenTarget
+from paceline.train.loop import Loss
 from paceline.train.model import (
     LICENCES,
     STDLIB_HEADER,
@@ -32,13 +43,57 @@ from paceline.train.model import (
     schedule_text,
     shape_text,
 )
-from paceline.train.presets import Preset
+from paceline.train.presets import Plan, Preset
 from paceline.train.run import Run, begin_run
+from paceline.train.trainer import Trainer
 
 _KEPT = 16  # most likely tokens of the target: they have nearly all of its probability
 
 # The first tokens of a window have little context: their predictions come from another window.
 _WINDOW, _OVERLAP = 1024, 256
+
+
+@dataclass
+class LmDrafterModel(DrafterModel):
+    """A small language model with the target's tokenizer, read from `folder`."""
+
+    method = "lm"
+    folder: Path
+
+    def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        written: Any = copy.deepcopy(self.model).to(torch.bfloat16)
+        written.save_pretrained(folder)
+        store_int8(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if (self.folder / name).is_file() and folder != self.folder:
+                shutil.copyfile(self.folder / name, folder / name)
+        if notes:
+            config = json.loads((folder / CONFIG_FILE).read_text())
+            config["paceline"] = {"method": self.method, "training": dict(notes)}
+            (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+    def load_drafter(self, folder: Path, options: Mapping[str, str]) -> Drafter:
+        return method_class(self.method).load(folder, options, Resources())
+
+
+class LmTrainer(Trainer[Preset, LmDrafterModel]):
+    """Distils a target into a small language model."""
+
+    method = "lm"
+
+    def read(self, folder: Path, device: str) -> LmDrafterModel:
+        model = load_model(folder, torch.float32).to(device)
+        return LmDrafterModel(self.target, model, folder)
+
+    def text_loss(
+        self, drafter: LmDrafterModel, batches: Batches, plan: Plan, separator: int, device: str
+    ) -> tuple[nn.Module, Loss]:
+        return drafter.model, _distillation(FrozenTarget(self.target, device, 0), batches)
+
+    def train(self, corpus: Corpus, run: Run, out: Path) -> None:
+        """See :func:`train_lm`."""
+        train_lm(self.target, corpus, self.preset, run, out)
 
 
 def train_lm(target_folder: Path, corpus: Corpus, preset: Preset, run: Run, out: Path) -> None:
@@ -95,6 +150,21 @@ Distilled: cross-entropy against the target's distribution over its {_KEPT} most
 {schedule_text(preset, progress)}
 {rounds_section(heldout.measure(out))}"""
     (out / "README.md").write_text(card)
+
+
+def _distillation(target: FrozenTarget, batches: Batches) -> Loss:
+    """KL divergence of a language model from the target, at every token."""
+
+    def loss(forward: nn.Module, indices: Tensor, done: float) -> Tensor:
+        tokens = batches.stream[indices[:, :-1]].to(target.head.device)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        hidden, _, _ = target.read(tokens, positions)
+        teacher = F.linear(hidden, target.head).float().log_softmax(-1)
+        student = forward(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)
+        divergence = F.kl_div(student, teacher, reduction="none", log_target=True)
+        return divergence.sum(-1).mean()
+
+    return loss
 
 
 @dataclass(frozen=True)

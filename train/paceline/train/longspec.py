@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache
 
-from paceline.decoder import Decoder, ModelSource
+from paceline.decoder import Decoder, ModelSource, store_int8
+from paceline.decoder.weights import Checkpoint
 from paceline.drafter.methods.layers import apply_rope, split_heads
-from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel
+from paceline.drafter.methods.longspec import (
+    LongSpecConfig,
+    LongSpecModel,
+    read_longspec,
+    save_longspec,
+)
 from paceline.drafter.methods.longspec.module import DenseLongSpecLayer
 from paceline.kernels import SINKS
 from paceline.train.batches import PADDING, Batches, Prefixes, Rows
@@ -21,18 +28,20 @@ from paceline.train.conversations import OwnTexts
 from paceline.train.corpus import Corpus, encode_all, load_tokenizer
 from paceline.train.drafters import (
     Heldout,
-    LongSpecDrafterModel,
+    LayerDrafterModel,
     Objective,
     Rounds,
     parameters,
+    trained_levels,
     write_after,
 )
 from paceline.train.loop import Loss
 from paceline.train.model import load_model
-from paceline.train.presets import LongSpecPreset, Plan
-from paceline.train.recipe import Recipe
+from paceline.train.presets import Plan
+from paceline.train.recipes.longspec import LongSpecPreset
 from paceline.train.run import Run
 from paceline.train.signals import Signals
+from paceline.train.trainer import LayerTrainer
 
 CHUNK = 256
 """Text positions whose logits exist at once, for every lag."""
@@ -364,8 +373,25 @@ class FrozenTarget:
             return out.last_hidden_state, layer.keys, layer.values
 
 
-class LongSpecRecipe(Recipe[LongSpecPreset, LongSpecDrafterModel]):
-    """How a LongSpec layer is made and trained."""
+@dataclass
+class LongSpecDrafterModel(LayerDrafterModel):
+    """A LongSpec layer."""
+
+    method = "longspec"
+    model: LongSpecModel
+
+    @property
+    def config(self) -> LongSpecConfig:
+        return self.model.config
+
+    def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
+        weights, levels = self.model.state_dict(), self.levels
+        save_longspec(folder, self.config, weights, self.reference, levels=levels, notes=notes)
+        store_int8(folder)
+
+
+class LongSpecTrainer(LayerTrainer[LongSpecPreset, LongSpecDrafterModel]):
+    """Trains a LongSpec layer."""
 
     method = "longspec"
     prompts = (300, 1024, 2048, 3840)
@@ -381,6 +407,12 @@ class LongSpecRecipe(Recipe[LongSpecPreset, LongSpecDrafterModel]):
         )
         return LongSpecDrafterModel(self.target, LongSpecModel(config), preset.levels)
 
+    def read(self, folder: Path, device: str) -> LongSpecDrafterModel:
+        config, _ = read_longspec(folder)
+        model = LongSpecModel(config)
+        model.load_state_dict(dict(Checkpoint(folder, torch.float32)))
+        return LongSpecDrafterModel(self.target, model.to(device), trained_levels(folder))
+
     def plan(self, run: Run, focus: int = 0) -> Plan:
         return Plan(self.preset.stages, run.minutes, run.steps, focus)
 
@@ -393,7 +425,8 @@ class LongSpecRecipe(Recipe[LongSpecPreset, LongSpecDrafterModel]):
         device: str,
     ) -> tuple[nn.Module, Loss]:
         target = FrozenTarget(self.target, device, drafter.config.target_layer)
-        return LaggedLayer(drafter.model), LaggedLoss(target, batches, self.preset, plan)
+        preset = replace(self.preset, levels=drafter.levels)
+        return LaggedLayer(drafter.model), LaggedLoss(target, batches, preset, plan)
 
     @property
     def options(self) -> Mapping[str, str]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from paceline.decoder import weights_fingerprint
 from paceline.drafter.methods.base import LoadError
@@ -19,30 +17,16 @@ from paceline.drafter.recordings import Recording, read_recordings
 from paceline.train.batches import Batches
 from paceline.train.corpus import Corpus
 from paceline.train.drafters import (
-    DrafterModel,
-    DSparkDrafterModel,
-    Eagle3DrafterModel,
     Heldout,
-    LongSpecDrafterModel,
     Objective,
     Texts,
     accepted_length,
-    read_drafter,
+    drafter_method,
     train_drafter,
     write_after,
 )
-from paceline.train.dspark import DSparkRecipe
-from paceline.train.eagle3 import Eagle3Recipe
-from paceline.train.longspec import FrozenTarget, LongSpecRecipe
-from paceline.train.loop import Loss
-from paceline.train.presets import (
-    DSPARK_PRESETS,
-    EAGLE3_PRESETS,
-    LONGSPEC_PRESETS,
-    OnlinePreset,
-    Plan,
-    Stage,
-)
+from paceline.train.presets import OnlinePreset, Plan, Stage
+from paceline.train.recipes import recipe_of
 from paceline.train.run import Run, begin_run
 
 TRAINED_FILE, HELDOUT_FILE = "recorded.jsonl", "heldout.jsonl"
@@ -131,18 +115,25 @@ def train_online(
 ) -> None:
     """Train the drafter in `start` further on recorded texts; write its folder and card to `out`.
 
-    `start` is a LongSpec or EAGLE-3 layer, a DSpark drafter or a small language model, made for the
-    target in `target_folder`; `recordings` is the folder of a drafter service's `--record`. Besides
+    `start` is a drafter of a method whose recipe has rates for it, made for the target in
+    `target_folder`; `recordings` is the folder of a drafter service's `--record`. Besides
     the recorded texts, texts that the target writes and files of `corpus` are read, against
     forgetting. Copies of the recorded texts are kept in `run.work`.
 
-    Raises ValueError if the drafter does not fit the target or there are too few texts, and what
-    `begin_run` raises.
+    Raises ValueError if the drafter does not fit the target, its method is not trained on recorded
+    texts, or there are too few texts, and what `begin_run` raises.
     """
     begin_run(
         run, out, "online", preset, corpus, target=target_folder, start=start, recordings=recordings
     )
-    drafter = read_drafter(start, target_folder, run.device)
+    method = drafter_method(start, target_folder)
+    recipe = recipe_of(method)
+    if recipe is None or (rates := recipe.online) is None:
+        raise ValueError(
+            f"{start} is a drafter of method {method!r}, which is not trained on recorded texts"
+        )
+    trainer = recipe.load_trainer(target_folder, recipe.presets[recipe.preset])
+    drafter = trainer.read(start, run.device)
     recorded = recorded_texts(recordings, target_folder, run.work)
     texts = Texts.load(target_folder, corpus, preset.old_texts if preset.old_share else 0, run)
     new = [[*text.prompt, *text.tokens] for text in recorded.trained]
@@ -151,11 +142,10 @@ def train_online(
     old = first_tokens([*texts.own, *texts.trained], old_tokens)
     batches = Batches([*new, *old], texts.eos)
     torch.manual_seed(0)
-    stage = Stage("recorded", 1.0, preset.rows[drafter.method], preset.length, offset=True)
+    stage = Stage("recorded", 1.0, rates.rows, preset.length, offset=True)
     plan = Plan((stage,), run.minutes, run.steps, 0, preset.warm_up, _FINAL_RATE)
-    module, loss = _module_and_loss(drafter, batches, plan, texts.eos, run.device)
-    rates = preset.muon_rate[drafter.method], preset.adamw_rate[drafter.method]
-    objective = Objective(module, loss, *rates)
+    module, loss = trainer.text_loss(drafter, batches, plan, texts.eos, run.device)
+    objective = Objective(module, loss, rates.muon_rate, rates.adamw_rate)
     old_heldout = [
         text
         for heat in (0.0, 1.0)
@@ -212,36 +202,3 @@ def first_tokens(documents: Sequence[Sequence[int]], count: int) -> list[Sequenc
         taken.append(ids[:left])
         left -= len(ids)
     return taken
-
-
-def _module_and_loss(
-    drafter: DrafterModel, batches: Batches, plan: Plan, separator: int, device: str
-) -> tuple[nn.Module, Loss]:
-    """The module to train and the objective that the drafter was made with."""
-    if isinstance(drafter, DSparkDrafterModel):
-        block = DSparkRecipe(drafter.target, DSPARK_PRESETS["cpu"])
-        return block.text_loss(drafter, batches, plan, separator, device)
-    if isinstance(drafter, LongSpecDrafterModel):
-        preset = replace(LONGSPEC_PRESETS["cpu"], levels=drafter.levels)
-        layer = LongSpecRecipe(drafter.target, preset)
-        return layer.text_loss(drafter, batches, plan, separator, device)
-    if isinstance(drafter, Eagle3DrafterModel):
-        unrolled = replace(EAGLE3_PRESETS["cpu"], levels=drafter.levels)
-        recipe = Eagle3Recipe(drafter.target, unrolled)
-        return recipe.text_loss(drafter, batches, plan, separator, device)
-    return drafter.model, _distillation(FrozenTarget(drafter.target, device, 0), batches)
-
-
-def _distillation(target: FrozenTarget, batches: Batches) -> Loss:
-    """KL divergence of a language model from the target, at every token."""
-
-    def loss(forward: nn.Module, indices: Tensor, done: float) -> Tensor:
-        tokens = batches.stream[indices[:, :-1]].to(target.head.device)
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-        hidden, _, _ = target.read(tokens, positions)
-        teacher = F.linear(hidden, target.head).float().log_softmax(-1)
-        student = forward(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)
-        divergence = F.kl_div(student, teacher, reduction="none", log_target=True)
-        return divergence.sum(-1).mean()
-
-    return loss

@@ -1,17 +1,13 @@
-"""Presets of `paceline train`, and their plans: stages, learning rates, batch shapes."""
+"""Plans of a run: stages, learning rates, batch shapes; presets of language models.
+
+Presets of other drafters are in `recipes/`, each beside the recipe that reads them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-if TYPE_CHECKING:
-    from paceline.drafter.methods.dspark import DSparkConfig
-
-_MIN_BUDGET = 8  # a chunk; the first four positions are always read
 _WARM_UP = 0.04  # share of the run in which the learning rates rise, as in the reference
 _FINAL_RATE = 0.03
 
@@ -177,100 +173,16 @@ LM_PRESETS: dict[str, Preset] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class LongSpecPreset:
-    """How a layer is trained. Ends when `minutes` or `steps` are used up, whichever is first."""
+class CosinePlan(Plan):
+    """A plan with one cosine over the whole run, whatever its stages."""
 
-    stages: tuple[Stage, ...]
-    minutes: float
-    steps: int
-    adamw_rate: float
-    muon_rate: float | None = None
-    """For matrices; None: AdamW for everything, as in the paper."""
-    levels: int = 5
-    """Depth of the trees drafted with it: every lag from 1 to this is trained."""
-    lags: int = 1
-    """Lags a step of a run on texts, drawn anew for each. Another lag costs its cross-attention and
-    feed-forward block; the target and self-attention run once."""
-    lag_decay: float = 1.0
-    """Weight of a lag relative to the one before: deeper nodes are reached less often."""
-    offset: bool = True
-    """False: the ablation without anchor-offset indices."""
-    noise: bool = True
-    """False: the ablation without flash noisy training, with lag 1 alone."""
-    window: int = 512
-    intermediate: int | None = None
-    files: int = 400
-    own_texts: int = 1536
-    conversations: int = 0
-    """Conversations that an instruct model writes; the run then reads nothing else."""
-    draft_vocab_size: int = 0
-    """Tokens that can be drafted, the most frequent ones; 0: all."""
-    max_length: int = 0
-    """Longer conversations are left out; 0: none. Unit: tokens."""
-    budgets: tuple[int, ...] = ()
-    """KV budgets of the cross-attention in a run on conversations; 0, or none given: all
-    positions."""
-    sparse_weight: float = 0.5
-    """Weight of the loss under budgets relative to that with all positions (BudgetDraft's
-    lambda)."""
-
-    def __post_init__(self) -> None:
-        if self.budgets and not self.conversations:
-            raise ValueError("this preset trains no KV budgets: give --preset smollm2")
-        if any(0 < each < _MIN_BUDGET for each in self.budgets):
-            raise ValueError(f"budgets are {self.budgets}, expected 0 or {_MIN_BUDGET} and more")
-        if not math.isclose(sum(stage.share for stage in self.stages), 1):
-            raise ValueError("the shares of the stages must add up to 1")
-        if not 1 <= self.lags <= self.levels:
-            raise ValueError(f"lags is {self.lags}, expected 1 to the {self.levels} levels")
-
-    @property
-    def trained_lags(self) -> tuple[int, ...]:
-        """The lags that training draws from."""
-        return tuple(range(1, self.levels + 1)) if self.noise else (1,)
-
-    @property
-    def budget_weights(self) -> dict[int, float]:
-        """How often each budget is drawn; smaller ones more often (BudgetDraft, section 3.4)."""
-        sparse = sorted({each for each in self.budgets if each}, reverse=True)
-        total = sum(range(1, len(sparse) + 1))
-        weights = {each: self.sparse_weight * rank / total for rank, each in enumerate(sparse, 1)}
-        return weights if sparse and 0 not in self.budgets else {**weights, 0: 1.0}
+    def rate(self, step: int, progress: float) -> float:
+        """Factor on the learning rates: a linear rise, then a cosine."""
+        fall = _FINAL_RATE + (1 - _FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2
+        return fall * min(1.0, progress / _WARM_UP + 1 / (1 + _WARM_UP * self.steps))
 
 
-LONGSPEC_PRESETS: dict[str, LongSpecPreset] = {
-    # For the demo target on one or two CPU cores.
-    "cpu": LongSpecPreset(
-        stages=(
-            Stage("short", 0.48, rows=4, length=512, rate=1.0, offset=True),
-            Stage("long", 0.1, rows=1, length=4096, rate=0.4),
-            Stage("fine", 0.42, rows=4, length=512, rate=0.6, offset=True, focus=True),
-        ),
-        minutes=64, steps=20_000, muon_rate=0.02, adamw_rate=3e-3, lags=3, lag_decay=0.85,
-    ),
-    # For SmolLM2-135M-Instruct on two CPU cores: texts of the target alone, whole.
-    "smollm2": LongSpecPreset(
-        stages=(
-            Stage("offsets", 0.5, rows=2, length=1024, offset=True),
-            Stage("plain", 0.5, rows=2, length=1024, rate=0.6),
-        ),
-        minutes=240, steps=100_000, muon_rate=0.02, adamw_rate=1.5e-3, levels=4, lag_decay=0.7,
-        conversations=4096, draft_vocab_size=6144,
-    ),
-    # The paper's: AdamW, one lag a step, long stages at a hundredth of the rate (appendix D).
-    "paper": LongSpecPreset(
-        stages=(
-            Stage("short", 0.8, rows=2048, length=1024, rate=1.0, offset=True),
-            Stage("long", 0.1, rows=256, length=32_768, rate=0.01),
-            Stage("fine", 0.1, rows=256, length=32_768, rate=0.01, focus=True),
-        ),
-        minutes=72 * 60, steps=4000, adamw_rate=5e-4, files=1_000_000, own_texts=20_000,
-    ),
-}  # fmt: skip
-
-
-def _mixed(own_from: float, rows: int, length: int) -> tuple[Stage, ...]:
+def mixed_stages(own_from: float, rows: int, length: int) -> tuple[Stage, ...]:
     """All texts until a share of the run, the target's own texts from there on."""
     both = (
         Stage("mixed", own_from, rows, length),
@@ -279,166 +191,35 @@ def _mixed(own_from: float, rows: int, length: int) -> tuple[Stage, ...]:
     return tuple(stage for stage in both if stage.share > 0)
 
 
-@dataclass(frozen=True)
-class DSparkPreset:
-    """A drafter's shape and how it is trained. Lengths are in tokens, shares of the run 0 to 1."""
+@dataclass(frozen=True, kw_only=True)
+class LayerPreset:
+    """How a drafter that reads a target is trained. Ends when `minutes` or `steps` are used up,
+    whichever is first."""
 
-    taps: tuple[int, ...]
-    """Target layers whose outputs are read; negative ones count from the last."""
-    layers: int
-    block: int
-    markov_rank: int
     minutes: float
     steps: int
-    rows: int
-    length: int
-    anchors: int
-    """Blocks of a row, at random positions."""
     adamw_rate: float
     muon_rate: float | None = None
-    """Learning rate of the matrices; None: AdamW for all."""
-    window: int = 0
-    state_input: bool = False
-    confidence: bool = True
-    own_from: float = 1.0
-    """From this share of the run on, only texts that the target wrote are read."""
-    own_texts: int = 0
+    """Learning rate of the matrices; None: AdamW for all parameters."""
     files: int = 1_000_000
+    """Training files that are read."""
+    own_texts: int = 0
+    """Texts that the target writes after pieces of files."""
     conversations: int = 0
-    """Conversations that an instruct model writes; the run then reads nothing else, and `length` is
-    of answers."""
+    """Conversations that an instruct model writes; the run then reads nothing else."""
     draft_vocab_size: int = 0
     """Tokens that can be drafted, the most frequent ones; 0: all."""
-    ce: float = 0.1
-    """Weight of the cross-entropy with the target's distribution (equation 12)."""
-    tv: float = 0.9
-    """Weight of the distance of the two distributions."""
-    certainty: float = 1.0
-    """Weight of the confidence head's loss."""
-
-    def config(self, target: Path, mask_token: int) -> DSparkConfig:
-        """The shape of a drafter for the model in the folder `target`."""
-        from paceline.drafter.methods.dspark import DSparkConfig
-
-        names = (
-            "taps", "block", "layers", "window", "markov_rank", "confidence",
-            "draft_vocab_size", "state_input",
-        )  # fmt: skip
-        fields = {name: getattr(self, name) for name in names}
-        return DSparkConfig.for_target(target, mask_token=mask_token, **fields)
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """See :func:`_mixed`."""
-        return _mixed(self.own_from, self.rows, self.length)
-
-    def without_heads(self) -> DSparkPreset:
-        """The same backbone with neither head: DFlash's shape."""
-        return replace(self, markov_rank=0, confidence=False)
-
-
-class DSparkPlan(Plan):
-    """A plan with one cosine over the whole run."""
-
-    def rate(self, step: int, progress: float) -> float:
-        """Factor on the learning rates: a linear rise, then a cosine."""
-        fall = _FINAL_RATE + (1 - _FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2
-        return fall * min(1.0, progress / _WARM_UP + 1 / (1 + _WARM_UP * self.steps))
-
-
-DSPARK_PRESETS: dict[str, DSparkPreset] = {
-    # For the demo target on one CPU core.
-    "cpu": DSparkPreset(
-        taps=(1, 4, 6), layers=2, block=6, markov_rank=128, window=128,
-        minutes=40, steps=20_000, rows=2, length=512, anchors=64,
-        muon_rate=0.02, adamw_rate=3e-3, files=400, own_texts=1536, own_from=0.4,
-    ),
-    # For SmolLM2-135M-Instruct on two CPU cores: answers of the target alone.
-    "smollm2": DSparkPreset(
-        taps=(2, 15, 27, 29), layers=1, block=3, markov_rank=128, window=256, state_input=True,
-        minutes=60, steps=100_000, rows=8, length=320, anchors=96, muon_rate=0.02, adamw_rate=2e-3,
-        ce=1.0, tv=0.5, certainty=0.1, conversations=4096, draft_vocab_size=6144,
-    ),
-    # The paper's for Qwen3-4B: 5 layers, block 7, the whole context, AdamW (section 4.1).
-    "paper": DSparkPreset(
-        taps=(1, 9, 17, 25, 33), layers=5, block=7, markov_rank=256,
-        minutes=72 * 60, steps=25_000, rows=512, length=4096, anchors=512, adamw_rate=6e-4,
-        own_texts=1_300_000, own_from=0.0,
-    ),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Eagle3Preset:
-    """A layer's shape and how it is trained. Lengths are in tokens, shares of the run 0 to 1."""
-
-    taps: tuple[int, ...]
-    """Target layers whose outputs are fused; negative ones count from the last; none: the usual."""
-    minutes: float
-    steps: int
-    rows: int
-    length: int
-    adamw_rate: float
-    muon_rate: float | None = None
-    """Learning rate of the matrices; None: AdamW for all."""
-    levels: int = 5
-    """Depths of the training-time test."""
-    depth_decay: float = 0.8
-    """Weight of a depth relative to the one before: deeper nodes are reached less often."""
-    window: int = 0
-    fc_norm: bool = False
-    """Both norms are EAGLE-3.1's."""
-    norm_output: bool = False
-    own_from: float = 1.0
-    """From this share of the run on, only texts that the target wrote are read."""
-    own_texts: int = 0
-    files: int = 1_000_000
-    conversations: int = 0
-    """Conversations that an instruct model writes; the run then reads nothing else, and `length` is
-    of answers."""
-    draft_vocab_size: int = 0
-    """Tokens that can be drafted, the most frequent ones; 0: all."""
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """See :func:`_mixed`."""
-        return _mixed(self.own_from, self.rows, self.length)
-
-
-EAGLE3_PRESETS: dict[str, Eagle3Preset] = {
-    # For the demo target on one CPU core.
-    "cpu": Eagle3Preset(
-        taps=(1, 4, 6), window=128, levels=4, minutes=40, steps=20_000, rows=4, length=256,
-        muon_rate=0.02, adamw_rate=3e-3, files=400, own_texts=1536, own_from=0.4,
-    ),
-    # For SmolLM2-135M-Instruct on two CPU cores: answers of the target alone. The signals are those
-    # of the preset of DSpark.
-    "smollm2": Eagle3Preset(
-        taps=(2, 15, 27, 29), window=256, levels=3, minutes=60, steps=100_000, rows=4, length=320,
-        muon_rate=0.02, adamw_rate=2e-3, conversations=4096, draft_vocab_size=6144,
-    ),
-    # The paper's: outputs of three layers, the whole context, AdamW (section 4).
-    "paper": Eagle3Preset(
-        taps=(), minutes=72 * 60, steps=200_000, rows=16, length=2048, adamw_rate=5e-5, levels=7,
-        own_texts=500_000, own_from=0.0,
-    ),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class OnlinePreset:
-    """How a trained drafter is trained further. Lengths are in tokens."""
+    """How a trained drafter is trained further, besides the rates of its recipe. Lengths are in
+    tokens."""
 
     minutes: float
     steps: int
-    rows: Mapping[str, int]
-    """Of a step, by method."""
     length: int
     """Of a row."""
-    muon_rate: Mapping[str, float]
-    """For matrices, by method."""
-    adamw_rate: Mapping[str, float]
-    """For the rest, by method."""
     old_share: float = 0.5
     """Share of tokens from texts of the kind that the drafter was made with, against forgetting.
     0: recorded texts alone."""
@@ -454,10 +235,5 @@ class OnlinePreset:
 
 ONLINE_PRESETS: dict[str, OnlinePreset] = {
     # For the demo drafters on one CPU core.
-    "cpu": OnlinePreset(
-        minutes=5, steps=5000, length=512,
-        rows={"dspark": 2, "eagle3": 2, "longspec": 4, "lm": 4},
-        muon_rate={"dspark": 0.01, "eagle3": 0.01, "longspec": 0.008, "lm": 0.015},
-        adamw_rate={"dspark": 1.5e-3, "eagle3": 1.5e-3, "longspec": 1.2e-3, "lm": 2.5e-3},
-    ),
-}  # fmt: skip
+    "cpu": OnlinePreset(minutes=5, steps=5000, length=512),
+}

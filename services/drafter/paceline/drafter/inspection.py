@@ -36,12 +36,7 @@ def inspect_drafter(folder: Path, target: Path | None = None) -> Inspection:
         OSError: There is no config.json, or no target.
         ValueError: config.json is not JSON, or the target is not supported.
     """
-    if not (folder / CONFIG_FILE).exists():
-        raise FileNotFoundError(f"{folder} has no {CONFIG_FILE}")
-    described = read_object(folder / CONFIG_FILE)
-    if not isinstance(described.get(SECTION, {}), dict):
-        raise ValueError(f"the '{SECTION}' of {folder / CONFIG_FILE} is no object")
-    check_fields(folder / CONFIG_FILE, described)
+    described = _described(folder)
     source = open_model(target) if target is not None else None
     facts = {"method": "", "layout": ""}
     problems: list[str] = []
@@ -58,6 +53,30 @@ def inspect_drafter(folder: Path, target: Path | None = None) -> Inspection:
     except (UnsupportedModelError, LoadError) as error:
         problems.append(str(error))
     return Inspection(facts, problems)
+
+
+def method_of_folder(folder: Path) -> type[Drafter]:
+    """Returns the method of a drafter's folder.
+
+    Raises:
+        OSError: There is no config.json.
+        ValueError: It is not JSON.
+        UnsupportedModelError: No installed method has such folders.
+        LoadError: Its method cannot be imported.
+    """
+    return _method_of(_described(folder))[0]
+
+
+def _described(folder: Path) -> Json:
+    """The config.json of a folder, whose section of this project is an object."""
+    path = folder / CONFIG_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{folder} has no {CONFIG_FILE}")
+    described = read_object(path)
+    if not isinstance(described.get(SECTION, {}), dict):
+        raise ValueError(f"the '{SECTION}' of {path} is no object")
+    check_fields(path, described)
+    return described
 
 
 def _method_of(described: Json) -> tuple[type[Drafter], str]:

@@ -159,6 +159,10 @@ class Drafter(ABC):
     """Format of the weights that ``paceline serve`` chooses for compiled CPU kernels, a value of
     the option ``weights``; empty: there is no such option."""
 
+    recipe: ClassVar[str] = ""
+    """Its recipe of training, as ``module:Class``, which ``paceline train`` imports: a subclass of
+    ``paceline.train.recipes.Recipe``; empty: it is not trained. Services never import it."""
+
     fit: Fit = Fit()
     needs: Needs = Needs()
     max_nodes: int = 64

@@ -381,6 +381,7 @@ class LmDrafter(Drafter):
 
     method: ClassVar[str] = "lm"
     label: ClassVar[str] = "small language model"
+    recipe: ClassVar[str] = "paceline.train.recipes.lm:LmRecipe"
     cpu_weights: ClassVar[str] = "int8"
     growth: TreeGrowth
 

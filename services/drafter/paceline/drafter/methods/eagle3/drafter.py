@@ -248,6 +248,7 @@ class Eagle3Drafter(Drafter):
 
     method: ClassVar[str] = "eagle3"
     label: ClassVar[str] = "EAGLE-3"
+    recipe: ClassVar[str] = "paceline.train.recipes.eagle3:Eagle3Recipe"
     cpu_tree: ClassVar[Mapping[str, str]] = {"widths": "3,3,3", "max_nodes": "5"}
     cpu_weights: ClassVar[str] = "int8"
     path_options: ClassVar[tuple[str, ...]] = ("target",)

@@ -219,6 +219,7 @@ class LongSpecDrafter(Drafter):
 
     method: ClassVar[str] = "longspec"
     label: ClassVar[str] = "LongSpec"
+    recipe: ClassVar[str] = "paceline.train.recipes.longspec:LongSpecRecipe"
     cpu_tree: ClassVar[Mapping[str, str]] = CPU_TREE
     gpu_tree: ClassVar[Mapping[str, str]] = GPU_TREE
     cpu_weights: ClassVar[str] = "int8"

@@ -1,4 +1,4 @@
-"""The recipe of drafters that read a target: runs on texts, and on conversations.
+"""Trainers: of any method, and of drafters that read a target, on texts and on conversations.
 
 A run on texts reads files and texts that the target writes after pieces of them; the target runs in
 every step. A run for an instruct model reads nothing but conversations that it wrote; the target
@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,46 +24,62 @@ from paceline.train.batches import Batches, Rows
 from paceline.train.conversations import OwnTexts
 from paceline.train.corpus import Corpus, load_tokenizer
 from paceline.train.drafters import (
-    DSparkDrafterModel,
-    Eagle3DrafterModel,
+    DrafterModel,
     Heldout,
-    LongSpecDrafterModel,
+    LayerDrafterModel,
     Objective,
     Rounds,
     Texts,
+    drafter_method,
     machine,
-    read_drafter,
     rounds_section,
     train_drafter,
     write_groups,
 )
 from paceline.train.loop import Loss
-from paceline.train.presets import DSparkPreset, Eagle3Preset, LongSpecPreset, Plan
+from paceline.train.presets import LayerPreset, Plan
 from paceline.train.run import Run, begin_run
 from paceline.train.signals import Signals, signals_of
 
 _PROMPT = 300  # tokens of the prompts that are measured while training
 _MEASURED_FILES = 12
 _LOGGED_TEXTS, _MEASURED_TEXTS = 2, 12  # conversations of each kind and temperature
-P = TypeVar("P", LongSpecPreset, DSparkPreset, Eagle3Preset)
-D = TypeVar("D", LongSpecDrafterModel, DSparkDrafterModel, Eagle3DrafterModel)
+S = TypeVar("S")
+M = TypeVar("M", bound=DrafterModel)
+P = TypeVar("P", bound=LayerPreset)
+D = TypeVar("D", bound=LayerDrafterModel)
 
 
 @dataclass
-class Recipe(ABC, Generic[P, D]):
-    """How drafters of one method are made for a target, and trained."""
+class Trainer(ABC, Generic[S, M]):
+    """Trains drafters of one method for a target."""
 
     method: ClassVar[str]
-    prompts: ClassVar[tuple[int, ...]] = (_PROMPT,)
-    """Lengths of the prompts that a card on texts is measured with, in tokens."""
-    trees: ClassVar[Mapping[str, str]]
-    """Options of the drafter that is measured on conversations."""
 
     target: Path
     """Folder or file of the target."""
 
-    preset: P
+    preset: S
     """Shape and settings."""
+
+    @abstractmethod
+    def read(self, folder: Path, device: str) -> M:
+        """Load the drafter in `folder`, made for this target, onto `device`."""
+
+    @abstractmethod
+    def text_loss(
+        self, drafter: M, batches: Batches, plan: Plan, separator: int, device: str
+    ) -> tuple[nn.Module, Loss]:
+        """What a run on texts trains, and its loss; `separator` is the token between texts."""
+
+
+class LayerTrainer(Trainer[P, D], Generic[P, D]):
+    """Trains drafters that read a target."""
+
+    prompts: ClassVar[tuple[int, ...]] = (_PROMPT,)
+    """Lengths of the prompts that a card on texts is measured with, in tokens."""
+    trees: ClassVar[Mapping[str, str]]
+    """Options of the drafter that is measured on conversations."""
 
     @abstractmethod
     def new_drafter(self, mask_token: int) -> D:
@@ -72,12 +88,6 @@ class Recipe(ABC, Generic[P, D]):
     @abstractmethod
     def plan(self, run: Run, focus: int = 0) -> Plan:
         """The plan of a run; stages with `focus` read the first `focus` texts."""
-
-    @abstractmethod
-    def text_loss(
-        self, drafter: D, batches: Batches, plan: Plan, separator: int, device: str
-    ) -> tuple[nn.Module, Loss]:
-        """What a run on texts trains, and its loss; `separator` is the token between texts."""
 
     @property
     def options(self) -> Mapping[str, str]:
@@ -246,10 +256,10 @@ fingerprint.
 
         Raises ValueError if it has another shape than this run's, apart from the block's length.
         """
-        drafter = read_drafter(folder, self.target, "cpu")
-        if drafter.method != self.method:
-            raise ValueError(f"{folder} is a {drafter.method} drafter, expected {self.method}")
-        wanted, found = asdict(config), asdict(cast(D, drafter).config)
+        if (method := drafter_method(folder, self.target)) != self.method:
+            raise ValueError(f"{folder} is a {method} drafter, expected {self.method}")
+        drafter = self.read(folder, "cpu")
+        wanted, found = asdict(config), asdict(drafter.config)
         differing = [
             f"{name} {value}, this run {wanted[name]}"
             for name, value in found.items()

@@ -1,0 +1,40 @@
+"""Recipes of training, one for each drafting method that is trained."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from paceline.drafter.methods import method_class, method_names
+from paceline.drafter.methods.base import LoadError
+from paceline.train.recipes.base import Recipe
+
+__all__ = ["Recipe", "recipe_of", "recipes"]
+
+
+def recipe_of(method: str) -> Recipe[Any] | None:
+    """The recipe that a method names; None: it is not trained.
+
+    Raises:
+        LoadError: There is no such method, or it cannot be imported.
+        ImportError: Its recipe cannot be imported.
+    """
+    module, _, name = method_class(method).recipe.partition(":")
+    if not module:
+        return None
+    recipe: Recipe[Any] = getattr(import_module(module), name)()
+    return recipe
+
+
+def recipes() -> dict[str, Recipe[Any]]:
+    """All recipes by the names of their methods, in order; methods that cannot be imported have
+    none."""
+    found = {}
+    for method in sorted(method_names()):
+        try:
+            recipe = recipe_of(method)
+        except LoadError:
+            continue
+        if recipe is not None:
+            found[method] = recipe
+    return found

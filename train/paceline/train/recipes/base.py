@@ -1,0 +1,136 @@
+"""What `paceline train` asks of a drafting method: its recipe.
+
+Recipes import neither torch nor transformers, which takes seconds: these are for trainers, which a
+recipe names.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+
+from paceline.train.presets import LayerPreset
+
+if TYPE_CHECKING:
+    from paceline.train.corpus import Corpus
+    from paceline.train.run import Run
+
+
+class AnyPreset(Protocol):
+    """The budgets that every preset has."""
+
+    @property
+    def minutes(self) -> float:
+        """Of stepping."""
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+
+
+S = TypeVar("S", bound=AnyPreset)
+P = TypeVar("P", bound=LayerPreset)
+
+
+@dataclass(frozen=True)
+class OnlineRates:
+    """How drafters of a method are trained further on recorded texts."""
+
+    rows: int
+    """Of a step."""
+    muon_rate: float
+    """Learning rate of the matrices."""
+    adamw_rate: float
+    """Learning rate of the rest."""
+
+
+class Recipe(ABC, Generic[S]):
+    """How drafters of one method are trained.
+
+    A method names it by `Drafter.recipe`, as ``module:Class``; `paceline train METHOD` runs it.
+    """
+
+    method: ClassVar[str]
+    help: ClassVar[str]
+    """What `paceline train --help` says of it."""
+
+    presets: Mapping[str, S]
+    """Shapes and settings by name."""
+
+    preset: ClassVar[str] = "cpu"
+    """Name of the preset by default."""
+
+    trainer: ClassVar[str]
+    """The class that trains, as ``module:Class``: a
+    :class:`~paceline.train.trainer.Trainer`."""
+
+    online: ClassVar[OnlineRates | None] = None
+    """For `paceline train online`; None: the method is not trained on recorded texts."""
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Add what the method has besides the arguments of every method."""
+
+    def vary(self, preset: S, args: Namespace) -> S:
+        """The preset with the method's arguments."""
+        return preset
+
+    def load_trainer(self, target: Path, preset: S) -> Any:
+        """Import the trainer, for the target in a folder or file."""
+        module, _, name = self.trainer.partition(":")
+        return getattr(import_module(module), name)(target, preset)
+
+    def train(self, args: Namespace, preset: S, corpus: Corpus, run: Run) -> None:
+        """Train a drafter for `args.target`; write its folder and card to `args.out`.
+
+        Raises ValueError for an argument that does not fit, and what `begin_run` raises.
+        """
+        self.load_trainer(args.target, preset).train(corpus, run, args.out)
+
+
+class LayerRecipe(Recipe[P]):
+    """How drafters that read a target are trained: on texts, or on an instruct model's own."""
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument(
+            "--own-text", type=Path, nargs="+", default=(), metavar="FILE",
+            help="conversations of `own-text`, for the preset smollm2; default: write them first",
+        )  # fmt: skip
+        parser.add_argument(
+            "--from", dest="start", type=Path, metavar="DIR",
+            help="drafter to train further, for the preset smollm2; default: a new one",
+        )  # fmt: skip
+        parser.add_argument(
+            "--signals", type=Path, metavar="DIR",
+            help="folder of what the target computes for --own-text, which runs may share; "
+            "default: --work",
+        )  # fmt: skip
+        parser.add_argument(
+            "--rate", type=float, default=1.0, metavar="F", help="factor on the learning rates"
+        )
+        parser.add_argument(
+            "--vocabulary", type=int, metavar="N",
+            help="tokens that can be drafted, for the preset smollm2",
+        )  # fmt: skip
+
+    def vary(self, preset: P, args: Namespace) -> P:
+        muon, adamw = preset.muon_rate, preset.adamw_rate
+        return replace(
+            preset,
+            muon_rate=muon and muon * args.rate,
+            adamw_rate=adamw * args.rate,
+            **given(draft_vocab_size=args.vocabulary),
+        )
+
+    def train(self, args: Namespace, preset: P, corpus: Corpus, run: Run) -> None:
+        trainer = self.load_trainer(args.target, preset)
+        trainer.train(corpus, run, args.out, args.own_text, args.start)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that the command line has."""
+    return {name: value for name, value in options.items() if value is not None}

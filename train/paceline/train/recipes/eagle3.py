@@ -1,0 +1,83 @@
+"""The recipe of `eagle3`: presets and arguments."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass, replace
+
+from paceline.train.presets import LayerPreset, Stage, mixed_stages
+from paceline.train.recipes.base import LayerRecipe, OnlineRates, given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Preset(LayerPreset):
+    """A layer's shape and how it is trained. Lengths are in tokens, shares of the run 0 to 1."""
+
+    taps: tuple[int, ...]
+    """Target layers whose outputs are fused; negative ones count from the last; none: the usual."""
+    rows: int
+    length: int
+    """Of a row; of an answer in a run on conversations."""
+    levels: int = 5
+    """Depths of the training-time test."""
+    depth_decay: float = 0.8
+    """Weight of a depth relative to the one before: deeper nodes are reached less often."""
+    window: int = 0
+    fc_norm: bool = False
+    """Both norms are EAGLE-3.1's."""
+    norm_output: bool = False
+    own_from: float = 1.0
+    """From this share of the run on, only texts that the target wrote are read."""
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """See :func:`mixed_stages`."""
+        return mixed_stages(self.own_from, self.rows, self.length)
+
+
+EAGLE3_PRESETS: dict[str, Eagle3Preset] = {
+    # For the demo target on one CPU core.
+    "cpu": Eagle3Preset(
+        taps=(1, 4, 6), window=128, levels=4, minutes=40, steps=20_000, rows=4, length=256,
+        muon_rate=0.02, adamw_rate=3e-3, files=400, own_texts=1536, own_from=0.4,
+    ),
+    # For SmolLM2-135M-Instruct on two CPU cores: answers of the target alone. The signals are those
+    # of the preset of DSpark.
+    "smollm2": Eagle3Preset(
+        taps=(2, 15, 27, 29), window=256, levels=3, minutes=60, steps=100_000, rows=4, length=320,
+        muon_rate=0.02, adamw_rate=2e-3, conversations=4096, draft_vocab_size=6144,
+    ),
+    # The paper's: outputs of three layers, the whole context, AdamW (section 4).
+    "paper": Eagle3Preset(
+        taps=(), minutes=72 * 60, steps=200_000, rows=16, length=2048, adamw_rate=5e-5, levels=7,
+        own_texts=500_000, own_from=0.0,
+    ),
+}  # fmt: skip
+
+
+class Eagle3Recipe(LayerRecipe[Eagle3Preset]):
+    """How an EAGLE-3 layer is trained."""
+
+    method = "eagle3"
+    help = "train an EAGLE-3 layer for a target"
+    presets = EAGLE3_PRESETS
+    trainer = "paceline.train.eagle3:Eagle3Trainer"
+    online = OnlineRates(rows=2, muon_rate=0.01, adamw_rate=1.5e-3)
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        super().add_arguments(parser)
+        parser.add_argument(
+            "--levels", type=int, metavar="N", help="depths of the training-time test"
+        )
+        parser.add_argument(
+            "--norms", action="store_true",
+            help="EAGLE-3.1: norms of the target's states and outputs",
+        )  # fmt: skip
+
+    def vary(self, preset: Eagle3Preset, args: Namespace) -> Eagle3Preset:
+        return replace(
+            super().vary(preset, args),
+            **given(levels=args.levels),
+            fc_norm=preset.fc_norm or args.norms,
+            norm_output=preset.norm_output or args.norms,
+        )

@@ -1,0 +1,17 @@
+"""The recipe of `lm`."""
+
+from __future__ import annotations
+
+from paceline.train.presets import LM_PRESETS, Preset
+from paceline.train.recipes.base import OnlineRates, Recipe
+
+
+class LmRecipe(Recipe[Preset]):
+    """How a small language model is distilled from a target."""
+
+    method = "lm"
+    help = "distil a target into a small drafter LM"
+    presets = LM_PRESETS
+    preset = "lm"
+    trainer = "paceline.train.lm:LmTrainer"
+    online = OnlineRates(rows=4, muon_rate=0.015, adamw_rate=2.5e-3)

@@ -1,0 +1,136 @@
+"""The recipe of `longspec`: presets and arguments."""
+
+from __future__ import annotations
+
+import math
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass, replace
+
+from paceline.train.presets import LayerPreset, Stage
+from paceline.train.recipes.base import LayerRecipe, OnlineRates, given
+
+_MIN_BUDGET = 8  # a chunk; the first four positions are always read
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongSpecPreset(LayerPreset):
+    """How a layer is trained."""
+
+    stages: tuple[Stage, ...]
+    levels: int = 5
+    """Depth of the trees drafted with it: every lag from 1 to this is trained."""
+    lags: int = 1
+    """Lags a step of a run on texts, drawn anew for each. Another lag costs its cross-attention and
+    feed-forward block; the target and self-attention run once."""
+    lag_decay: float = 1.0
+    """Weight of a lag relative to the one before: deeper nodes are reached less often."""
+    offset: bool = True
+    """False: the ablation without anchor-offset indices."""
+    noise: bool = True
+    """False: the ablation without flash noisy training, with lag 1 alone."""
+    window: int = 512
+    intermediate: int | None = None
+    files: int = 400
+    own_texts: int = 1536
+    max_length: int = 0
+    """Longer conversations are left out; 0: none. Unit: tokens."""
+    budgets: tuple[int, ...] = ()
+    """KV budgets of the cross-attention in a run on conversations; 0, or none given: all
+    positions."""
+    sparse_weight: float = 0.5
+    """Weight of the loss under budgets relative to that with all positions (BudgetDraft's
+    lambda)."""
+
+    def __post_init__(self) -> None:
+        if self.budgets and not self.conversations:
+            raise ValueError("this preset trains no KV budgets: give --preset smollm2")
+        if any(0 < each < _MIN_BUDGET for each in self.budgets):
+            raise ValueError(f"budgets are {self.budgets}, expected 0 or {_MIN_BUDGET} and more")
+        if not math.isclose(sum(stage.share for stage in self.stages), 1):
+            raise ValueError("the shares of the stages must add up to 1")
+        if not 1 <= self.lags <= self.levels:
+            raise ValueError(f"lags is {self.lags}, expected 1 to the {self.levels} levels")
+
+    @property
+    def trained_lags(self) -> tuple[int, ...]:
+        """The lags that training draws from."""
+        return tuple(range(1, self.levels + 1)) if self.noise else (1,)
+
+    @property
+    def budget_weights(self) -> dict[int, float]:
+        """How often each budget is drawn; smaller ones more often (BudgetDraft, section 3.4)."""
+        sparse = sorted({each for each in self.budgets if each}, reverse=True)
+        total = sum(range(1, len(sparse) + 1))
+        weights = {each: self.sparse_weight * rank / total for rank, each in enumerate(sparse, 1)}
+        return weights if sparse and 0 not in self.budgets else {**weights, 0: 1.0}
+
+
+LONGSPEC_PRESETS: dict[str, LongSpecPreset] = {
+    # For the demo target on one or two CPU cores.
+    "cpu": LongSpecPreset(
+        stages=(
+            Stage("short", 0.48, rows=4, length=512, rate=1.0, offset=True),
+            Stage("long", 0.1, rows=1, length=4096, rate=0.4),
+            Stage("fine", 0.42, rows=4, length=512, rate=0.6, offset=True, focus=True),
+        ),
+        minutes=64, steps=20_000, muon_rate=0.02, adamw_rate=3e-3, lags=3, lag_decay=0.85,
+    ),
+    # For SmolLM2-135M-Instruct on two CPU cores: texts of the target alone, whole.
+    "smollm2": LongSpecPreset(
+        stages=(
+            Stage("offsets", 0.5, rows=2, length=1024, offset=True),
+            Stage("plain", 0.5, rows=2, length=1024, rate=0.6),
+        ),
+        minutes=240, steps=100_000, muon_rate=0.02, adamw_rate=1.5e-3, levels=4, lag_decay=0.7,
+        conversations=4096, draft_vocab_size=6144,
+    ),
+    # The paper's: AdamW, one lag a step, long stages at a hundredth of the rate (appendix D).
+    "paper": LongSpecPreset(
+        stages=(
+            Stage("short", 0.8, rows=2048, length=1024, rate=1.0, offset=True),
+            Stage("long", 0.1, rows=256, length=32_768, rate=0.01),
+            Stage("fine", 0.1, rows=256, length=32_768, rate=0.01, focus=True),
+        ),
+        minutes=72 * 60, steps=4000, adamw_rate=5e-4, files=1_000_000, own_texts=20_000,
+    ),
+}  # fmt: skip
+
+
+class LongSpecRecipe(LayerRecipe[LongSpecPreset]):
+    """How a LongSpec layer is trained."""
+
+    method = "longspec"
+    help = "train a LongSpec layer for a target"
+    presets = LONGSPEC_PRESETS
+    trainer = "paceline.train.longspec:LongSpecTrainer"
+    online = OnlineRates(rows=4, muon_rate=0.008, adamw_rate=1.2e-3)
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        super().add_arguments(parser)
+        parser.add_argument("--levels", type=int, metavar="N", help="depth of a draft: lags 1 to N")
+        parser.add_argument(
+            "--no-offset", action="store_true", help="ablation: without anchor-offset indices"
+        )
+        parser.add_argument(
+            "--no-noise", action="store_true", help="ablation: without flash noisy training"
+        )
+        parser.add_argument(
+            "--budgets", type=_numbers, metavar="N[,N...]",
+            help="KV budgets that are trained, 0: all positions; for the preset smollm2",
+        )  # fmt: skip
+        parser.add_argument(
+            "--max-length", type=int, metavar="N",
+            help="leave out conversations of more tokens, for the preset smollm2",
+        )  # fmt: skip
+
+    def vary(self, preset: LongSpecPreset, args: Namespace) -> LongSpecPreset:
+        return replace(
+            super().vary(preset, args),
+            **given(levels=args.levels, budgets=args.budgets, max_length=args.max_length),
+            offset=preset.offset and not args.no_offset,
+            noise=preset.noise and not args.no_noise,
+        )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
