@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from paceline.train.run import Run
 
 
+S = TypeVar("S", bound="AnyPreset")
+P = TypeVar("P", bound=LayerPreset)
+
+
 class AnyPreset(Protocol):
     """The budgets that every preset has."""
 
@@ -31,10 +35,6 @@ class AnyPreset(Protocol):
     @property
     def steps(self) -> int:
         """Number of steps."""
-
-
-S = TypeVar("S", bound=AnyPreset)
-P = TypeVar("P", bound=LayerPreset)
 
 
 @dataclass(frozen=True)
