@@ -30,6 +30,7 @@ from paceline.decoder import (
 )
 from paceline.decoder.gguf_file import GgufFile, GgufTensor, converts, decode
 from paceline.decoder.weights import Weight, plain
+from paceline.kernels.linear import PackedMatrix
 from paceline.kernels.quantised import QuantisedMatrix, quantise
 
 NAMES = (
@@ -130,16 +131,31 @@ def test_quantising_at_load(
     exact = all_weights(models["llama"])
     for key, weight in all_weights(path, weights).items():
         expected = plain(exact[key], torch.float32)
-        if expected.dim() == 2:
+        if expected.dim() == 2 and weights == "int4":
             vocabulary = key in ("model.embed_tokens.weight", "lm_head.weight")
-            blocks = quantise(expected, 8 if vocabulary or weights == "int8" else 4)
+            blocks = quantise(expected, 8 if vocabulary else 4)
             assert isinstance(weight, QuantisedMatrix)
             assert weight.bits == blocks.bits
             expected = blocks.dequantise()
         assert torch.equal(plain(weight, torch.float32), expected), key
-    reference = logits(Decoder.load(models["llama"]))
-    error = (logits(Decoder.load(path, weights)) - reference).std() / reference.std()
+    reference, decoder = logits(Decoder.load(models["llama"])), Decoder.load(path, weights)
+    matrices = [each.packed for each in decoder.linears()]
+    found = {each.format for each in matrices if each is not None}
+    assert found == ({"rotated"} if weights == "int8" else {"int4", "int8"})
+    error = (logits(decoder) - reference).std() / reference.std()
     assert 0 < error < (0.08 if weights == "int8" else 0.5)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1])
+def test_blocks_of_a_file_stay_blocks(models: dict[str, Path], tmp_path: Path, kind: Kind) -> None:
+    """A matrix of blocks and plain rows becomes one of blocks; other plain ones are rotated."""
+    kinds = {"blk.0.attn_v.weight": Kind.F16, "blk.0.attn_output.weight": Kind.F32}
+    file = write_gguf(tmp_path / "model.gguf", models["llama"], kind, kinds)
+    large = Decoder.load(file, "int8").large_tensors()
+    formats = {name: each.format for name, each in large.items() if isinstance(each, PackedMatrix)}
+    assert formats.pop("layers.0.out") == "rotated"
+    assert formats.pop("layers.0.qkv") == "int8"
+    assert set(formats.values()) == {"int8" if kind == Kind.Q8_0 else "int4"}
 
 
 def test_blocks_are_not_made_larger(models: dict[str, Path], tmp_path: Path) -> None:
@@ -153,8 +169,10 @@ def test_blocks_are_not_made_larger(models: dict[str, Path], tmp_path: Path) -> 
 
 
 def test_a_matrix_without_whole_blocks(models: dict[str, Path], tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model", "llama", intermediate_size=80)
-    with pytest.raises(UnsupportedModelError, match=r"down_proj.*80 inputs are not a multiple"):
+    folder = save_model(tmp_path / "model", "llama", intermediate_size=84)
+    with pytest.raises(UnsupportedModelError, match=r"down_proj.*84 inputs are not a multiple"):
+        Decoder.load(folder, "int4")
+    with pytest.raises(UnsupportedModelError, match=r"down' cannot be in int8: it has 84 inputs"):
         Decoder.load(folder, "int8")
     with pytest.raises(UnsupportedModelError, match="'int7', expected one of auto, float32"):
         load_config(models["llama"], "int7")

@@ -1,6 +1,6 @@
 """Weights in 8 bits over rotated inputs: their definition, products, decoders, what is refused.
 
-Only GPUs serve them. PyTorch has the same products on a CPU, so the decoder runs there.
+CPUs have packed ones. Here PyTorch multiplies on a CPU, as it does on GPUs.
 """
 
 from __future__ import annotations

@@ -22,8 +22,18 @@ from paceline.kernels.linear import (
     multiply_quantised,
     pack,
     pack_quantised,
+    pack_rotated,
 )
 from paceline.kernels.quantised import QuantisedMatrix, quantise
+from paceline.kernels.rotated import (
+    DOWN_SIZE,
+    MAX_INS,
+    SIZE,
+    RotatedMatrix,
+    block_size,
+    quantise_rows_in_torch,
+    quantise_rows_natively,
+)
 
 FLOATS, FASTEST = FORMATS[:2], LEVELS[0]
 
@@ -47,6 +57,19 @@ def random_blocks(
     if half:
         scale, minimum = scale.half().float(), minimum.half().float()
     return QuantisedMatrix(values, scale, minimum if minima else None, bits, 1 << (bits - 1))
+
+
+def rotated(outs: int, ins: int, most: int, seed: int, bias: Tensor | None = None) -> PackedMatrix:
+    return pack_rotated(RotatedMatrix.of(random((outs, ins), seed), most), bias)
+
+
+def make(weight: Tensor, format: str) -> PackedMatrix:
+    """A matrix in any format."""
+    if format in FLOATS:
+        return pack(weight, format=format)
+    if format == "rotated":
+        return pack_rotated(RotatedMatrix.of(weight))
+    return pack_quantised(quantise(weight, 8 if format == "int8" else 4))
 
 
 def at_level(level: str, x: Tensor, packed: PackedMatrix) -> Tensor:
@@ -75,6 +98,9 @@ def matrices(draw: st.DrawFn) -> PackedMatrix:
     bias = draw(st.sampled_from([None, random((outs,), seed)]))
     if format in FLOATS:
         return pack(random((outs, draw(st.integers(1, 130))), seed), bias, format)
+    if format == "rotated":
+        ins, most = 8 * draw(st.integers(1, 200)), draw(st.sampled_from([1, 8, SIZE, DOWN_SIZE]))
+        return rotated(outs, ins, most, seed, bias)
     ins, bits = 32 * draw(st.integers(1, 5)), 8 if format == "int8" else 4
     return pack_quantised(
         random_blocks(outs, ins, bits, draw(st.booleans()), draw(st.booleans()), seed), bias
@@ -136,6 +162,8 @@ def test_torch_has_the_same_bits_in_quantised_formats(
     x, weight = random((rows, packed.ins), seed), packed.unpacked
     if isinstance(weight, QuantisedMatrix):
         assert torch.equal(multiply_quantised(x, weight, packed.bias), in_plain_c(x, packed))
+    elif isinstance(weight, RotatedMatrix):
+        assert torch.equal(weight.multiply(x, packed.bias), in_plain_c(x, packed))
     else:
         found = multiply_floats(x, weight, packed.bias)
         torch.testing.assert_close(found, in_plain_c(x, packed), rtol=1e-4, atol=1e-4)
@@ -183,6 +211,38 @@ def test_floats_are_the_product(format: str, shape: tuple[int, int]) -> None:
             assert torch.equal(product(x[150 - rows :]), found[150 - rows :])
 
 
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 40), eighths=st.integers(1, 150),
+    most=st.sampled_from([1, SIZE, DOWN_SIZE]),
+    exponent=st.integers(-130, 120), seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_rows_are_quantised_as_torch_does(
+    level: str, rows: int, eighths: int, most: int, exponent: int, seed: int
+) -> None:
+    """Values and scales, of weights and of inputs: the definition is that of ``rotated.py``."""
+    ins = 8 * eighths
+    size = block_size(ins, most)
+    x = torch.ldexp(random((rows, ins), seed), torch.tensor(exponent))
+    x[rows // 2, ins // 2] = (1.0, float("nan"), float("inf"), 0.0)[seed % 4]
+    values, scale = quantise_rows_natively(compiled(level), x, size)
+    expected = quantise_rows_in_torch(x, size)
+    assert torch.equal(values, expected[0])
+    torch.testing.assert_close(scale, expected[1], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 33])
+def test_the_longest_sums_fit(level: str, rows: int) -> None:
+    """All values the largest: of both signs, as far as a sum of 32 bits goes."""
+    ins = MAX_INS - MAX_INS % 8
+    weight = torch.ones(33, ins)
+    weight[1::2] = -1
+    packed = pack_rotated(RotatedMatrix.of(weight, 1))
+    found = at_level(level, torch.ones(rows, ins), packed)
+    assert torch.equal(found, in_plain_c(torch.ones(rows, ins), packed))
+    torch.testing.assert_close(found, weight.sum(1).expand(rows, 33), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize(("bits", "error"), [(8, 0.01), (4, 0.1)])
 def test_quantised_is_near_the_product(bits: int, error: float) -> None:
     weight, x = random((96, 256)), random((9, 256), 2)
@@ -196,6 +256,8 @@ def test_unpacking_gives_back_what_was_packed(packed: PackedMatrix) -> None:
     weight = packed.unpacked
     if isinstance(weight, QuantisedMatrix):
         again = pack_quantised(weight, packed.bias)
+    elif isinstance(weight, RotatedMatrix):
+        again = pack_rotated(weight, packed.bias)
     else:
         again = pack(weight, packed.bias, packed.format)
     assert again.tensors().keys() == packed.tensors().keys()
@@ -214,17 +276,15 @@ def test_scales_are_float16_where_that_is_exact(half: bool) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e-44, 3e38])
 def test_extreme_activations_stay_in_their_row(level: str, format: str, value: float) -> None:
     weight, x = random((20, 64)), random((8, 64), 1)
-    packed = (
-        pack(weight, format=format) if format in FLOATS
-        else pack_quantised(quantise(weight, 8 if format == "int8" else 4))
-    )  # fmt: skip
+    packed = make(weight, format)
     usual = at_level(level, x, packed)
     x[3, 40] = value
     found = at_level(level, x, packed)
     others = [r for r in range(8) if r != 3]
     assert torch.equal(found[others], usual[others])
     if x[3].isfinite().all():
-        assert torch.equal(found, in_plain_c(x, packed))
+        expected = in_plain_c(x, packed)  # sums of large inputs may be infinite
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     else:
         assert not found[3].isfinite().any()
 
@@ -257,6 +317,11 @@ def test_single_rows_are_those_that_were_packed(level: str, format: str) -> None
     if format in FLOATS:
         stored = random((50, 96)).to(getattr(torch, format)).float()
         packed = pack(stored, format=format)
+    elif format == "rotated":
+        weight = random((50, 96))
+        packed = pack_rotated(RotatedMatrix.of(weight))
+        stored = packed.rows(torch.arange(50))
+        assert (stored - weight).norm() < 0.01 * weight.norm(), "they are not rotated any more"
     else:
         blocks = random_blocks(50, 96, 8 if format == "int8" else 4, format == "int4", True, 1)
         stored, packed = blocks.dequantise(), pack_quantised(blocks)

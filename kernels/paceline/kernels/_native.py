@@ -42,6 +42,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "paceline_linear_check": (_COUNT,),
     "paceline_linear_scratch": (_COUNT, _AT, _COUNT),
     "paceline_linear": (None, _AT, _AT, _COUNT, _AT, _AT),
+    "paceline_quantise_rows": (None, _AT, _COUNT, _COUNT, _COUNT, _AT, _AT),
     "paceline_program_bytes": (_COUNT, _AT, _AT),
     "paceline_run_program": (_COUNT, _AT, _AT),
     "paceline_draft": (_COUNT, _AT, _AT, _COUNT, _AT, _COUNT, _COUNT),
@@ -155,7 +156,8 @@ def _levels() -> tuple[str, ...]:
 def _wrong_format(library: ctypes.CDLL) -> str | None:
     """The first format of linear layers whose bits are not those of plain C."""
     failed: int = library.paceline_linear_check()
-    return ("float32", "bfloat16", "int8", "int4")[failed - 1] if failed else None
+    names = ("float32", "bfloat16", "8-bit blocks", "4-bit blocks", "rotated")
+    return names[failed - 1] if failed else None
 
 
 def _share_openmp() -> bool:

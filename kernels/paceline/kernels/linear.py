@@ -22,6 +22,7 @@ from torch.nn.functional import linear, pad
 
 from paceline.kernels._native import address, library
 from paceline.kernels.quantised import QUANT_BLOCK, QuantisedMatrix
+from paceline.kernels.rotated import RotatedMatrix
 from paceline.kernels.structures import CMatrix
 
 ALIGNMENT = 64
@@ -34,8 +35,10 @@ _ROWS = 64
 _MIN_LARGEST = 2.0**-100
 PANEL = 16
 _PADDED = 2 * PANEL
-FORMATS = ("float32", "bfloat16", "int8", "int4")
-"""Formats of packed weights, in the order of the C kernels."""
+_ROTATED = 64  # inputs that rotated weights are padded to
+FORMATS = ("float32", "bfloat16", "int8", "int4", "rotated")
+"""Formats of packed weights, in the order of the C kernels: int8 and int4 are in blocks of 32,
+rotated is :mod:`paceline.kernels.rotated`."""
 
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -173,6 +176,9 @@ class PackedMatrix:
     scales_f16: bool = False
     """Whether their scales and minima are float16, else float32."""
 
+    rotation: int = 0
+    """Inputs of "rotated" that are rotated together; 0: of other formats."""
+
     def __post_init__(self) -> None:
         for name, tensor in self.tensors().items():
             if tensor.data_ptr() % ALIGNMENT or not tensor.is_contiguous():
@@ -189,14 +195,31 @@ class PackedMatrix:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @cached_property
-    def unpacked(self) -> Tensor | QuantisedMatrix:
-        """The weights in their usual order: float32 ``[outs, ins]``, or blocks."""
-        return self._unpack(slice(None))
+    def unpacked(self) -> Tensor | QuantisedMatrix | RotatedMatrix:
+        """The weights in their usual order: float32 ``[outs, ins]``, blocks, or rotated."""
+        return self._integers() if self.rotation else self._unpack(slice(None))
 
     def rows(self, indices: Tensor) -> Tensor:
         """The weights of some outputs, int64 ``[n]``: float32 ``[n, ins]``."""
+        if self.rotation:
+            return self._integers(indices).rows(torch.arange(len(indices)))
         found = self._unpack(indices)
         return found.dequantise() if isinstance(found, QuantisedMatrix) else found
+
+    def _integers(self, which: Tensor | None = None) -> RotatedMatrix:
+        """Some outputs of a rotated matrix, int64 ``[n]``; None: all."""
+        pairs = self.values.view(-(-self.outs // _PADDED), -1).view(torch.int32)
+        if which is None:
+            words = pairs[:, :-_PADDED].unflatten(1, (-1, _PADDED)).transpose(1, 2)
+            words = words.flatten(0, 1)[: self.outs].contiguous()
+            scales = pairs[:, -_PADDED:].flatten()[: self.outs]
+        else:
+            lanes = which % _PADDED
+            found = pairs[which // _PADDED].view(len(which), -1, _PADDED)
+            found = found.gather(2, lanes[:, None, None].expand(-1, found.shape[1], 1))[:, :, 0]
+            words, scales = found[:, :-1].contiguous(), found[:, -1].contiguous()
+        values = (words.view(torch.uint8)[:, : self.ins] ^ 128).view(torch.int8)
+        return RotatedMatrix.stored(values, scales.view(torch.float32), self.rotation)
 
     def _unpack(self, which: Tensor | slice) -> Tensor | QuantisedMatrix:
         if self.format in _TYPES:
@@ -232,6 +255,7 @@ class PackedMatrix:
             minima=self.minima,
             scales_f16=self.scales_f16,
             offset=self.offset,
+            rotation=self.rotation,
             tiles_bf16=numerics == "amx",
             **found,
         )
@@ -295,6 +319,22 @@ def pack_quantised(blocks: QuantisedMatrix, bias: Tensor | None = None) -> Packe
     )
 
 
+def pack_rotated(matrix: RotatedMatrix, bias: Tensor | None = None) -> PackedMatrix:
+    """Pack a matrix in 8-bit integers over rotated inputs; ``bias`` is ``[outs]`` of any floating
+    type, or None. Both are on the CPU."""
+    outs, ins = matrix.shape
+    values = matrix.values[:outs].view(torch.uint8) ^ 128
+    words = pad(values, (0, -ins % _ROTATED, 0, -outs % _PADDED), value=128).view(torch.int32)
+    pairs, count = len(words) // _PADDED, words.shape[1]
+    packed = allocate(pairs * _PADDED * 4 * (count + 1))
+    pieces = packed.view(torch.int32).view(pairs, count + 1, _PADDED)
+    scales = pad(matrix.scale, (0, -outs % _PADDED)).view(torch.int32)
+    with torch.inference_mode():  # `packed` may be a part of an inference tensor
+        pieces[:, :-1] = words.view(pairs, _PADDED, count).transpose(1, 2)
+        pieces[:, -1] = scales.view(pairs, _PADDED)
+    return PackedMatrix("rotated", outs, ins, packed, _bias(bias), rotation=matrix.size)
+
+
 def multiply(x: Tensor, packed: PackedMatrix, bias: Tensor | None = None) -> Tensor:
     """``x W^T + bias``.
 
@@ -327,6 +367,8 @@ def multiply(x: Tensor, packed: PackedMatrix, bias: Tensor | None = None) -> Ten
     weight = packed.unpacked
     if isinstance(weight, QuantisedMatrix):
         return multiply_quantised(x, weight, bias)
+    if isinstance(weight, RotatedMatrix):
+        return weight.multiply(x, bias)
     return multiply_floats(x, weight, bias)
 
 

@@ -18,6 +18,7 @@ two, so that the product is that of the weights and inputs that were given.
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
@@ -26,23 +27,32 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from paceline.kernels._native import address, library
+from paceline.kernels.structures import MAX_ROTATED_INS, MAX_ROTATION
+
 LARGEST = 127.0
 SMALLEST = 2.0**-100
 """Rows with smaller values only are scaled as if this was the largest."""
 
-MAX_INS = (2**31 - 1) // (255 * 127)
+MAX_INS = MAX_ROTATED_INS
 """Most inputs: their sum fits an int32, of products with unsigned inputs too."""
 
-SIZE, DOWN_SIZE = 64, 512
+SIZE, DOWN_SIZE = 64, MAX_ROTATION
 """Largest blocks of inputs that are rotated together: of products, of the down projection."""
 
 _MULTIPLE = 8  # of both sides of a matrix, for the GPU's products
 _LEAST_ROWS = 32  # of the GPU's products
+_CHUNK = 1 << 20  # weights that are quantised at once on a CPU
 
 
 def block_size(ins: int, most: int) -> int:
     """The largest power of two up to ``most`` that divides a number of inputs."""
     return min(most, ins & -ins)
+
+
+def rotates(ins: int) -> bool:
+    """Whether a matrix with this number of inputs can be quantised."""
+    return ins % _MULTIPLE == 0 and ins <= MAX_INS
 
 
 def rotate(x: Tensor, size: int) -> Tensor:
@@ -72,6 +82,16 @@ def quantise_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
             from paceline.kernels.triton.products import quantise_rotated
 
             return quantise_rotated(x, size, LARGEST, SMALLEST)
+    if x.device.type == "cpu" and (native := library()) is not None and len(x):
+        parts = x.split(max(1, _CHUNK // x.shape[1]))
+        found = [quantise_rows_natively(native, part, size) for part in parts]
+        values, scales = zip(*found, strict=True)
+        return torch.cat(values), torch.cat(scales)
+    return quantise_rows_in_torch(x, size)
+
+
+def quantise_rows_in_torch(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """:func:`quantise_rows` by torch, on any device: the definition."""
     turned = rotate(x.float(), size)
     largest = turned.abs().amax(1, keepdim=True)
     finite = largest.isfinite()
@@ -81,6 +101,17 @@ def quantise_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     values = torch.where(finite, (turned * inverse).round(), 0.0).to(torch.int8)
     scale = torch.where(finite, torch.div(largest, torch.full_like(largest, LARGEST)), torch.nan)
     return values, scale[:, 0]
+
+
+def quantise_rows_natively(native: ctypes.CDLL, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """:func:`quantise_rows` by compiled kernels."""
+    rows, ins = x.shape
+    x = x.float().contiguous()
+    values, scale = torch.empty(rows, ins, dtype=torch.int8), torch.empty(rows)
+    native.paceline_quantise_rows(
+        address(x, "x"), rows, ins, size, values.data_ptr(), scale.data_ptr()
+    )
+    return values, scale
 
 
 @dataclass(frozen=True)
@@ -132,19 +163,28 @@ class RotatedMatrix:
         Raises:
             ValueError: The number of inputs is no multiple of 8, or too large.
         """
-        outs, ins = weight.shape
-        if ins % _MULTIPLE or ins > MAX_INS:
+        ins = weight.shape[1]
+        if not rotates(ins):
             raise ValueError(
                 f"it has {ins} inputs, expected a multiple of {_MULTIPLE} up to {MAX_INS}"
             )
         size = block_size(ins, most)
         values, scale = quantise_rows(weight.contiguous(), size)
-        return cls(pad(values, (0, 0, 0, -outs % _MULTIPLE)), scale / size, size)
+        return cls.stored(values, scale / size, size)
+
+    @classmethod
+    def stored(cls, values: Tensor, scale: Tensor, size: int) -> Self:
+        """Take int8 ``[outs, ins]`` and its scales."""
+        return cls(pad(values, (0, 0, 0, -len(scale) % _MULTIPLE)), scale, size)
 
     @property
     def shape(self) -> tuple[int, int]:
         """``(outs, ins)``."""
         return len(self.scale), self.values.shape[1]
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """The weights of some outputs, int64 ``[n]``, not rotated: float32 ``[n, ins]``."""
+        return rotate(self.values[indices].float(), self.size) * self.scale[indices, None]
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x W^T + bias``: ``[rows, ins]`` of a float type, dense, to ``[rows, outs]`` of it;

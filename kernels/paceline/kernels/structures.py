@@ -27,6 +27,13 @@ MAX_TAPS = 8
 MAX_DRAFTED_NODES = MAX_TREE_NODES - 1
 """Nodes of a drafted tree, without the anchor."""
 
+MAX_ROTATED_INS = (2**31 - 1) // (255 * 127)
+"""Inputs of linear layers in 8-bit integers without blocks: their sums fit an int32, of products
+with unsigned inputs too."""
+
+MAX_ROTATION = 512
+"""Inputs that such layers rotate together."""
+
 QUERY_TILE_ROWS = 128
 """Query rows of a tile: its scores of a chunk fit a core's cache, and keys are converted once for
 many rows."""
@@ -107,7 +114,8 @@ class CMatrix(ctypes.Structure):
 
     _fields_ = [
         *(*_numbers("outs", "ins", "format"), *_pointers("values")),
-        *(*_numbers("minima", "scales_f16", "offset"), *_pointers("bias"), *_numbers("tiles_bf16")),
+        *_numbers("minima", "scales_f16", "offset", "rotation"),
+        *(*_pointers("bias"), *_numbers("tiles_bf16")),
     ]
 
 
@@ -264,6 +272,8 @@ LIMITS: Mapping[str, int] = {
     "MAX_TREE_NODES": MAX_TREE_NODES,
     "MAX_NODES": MAX_DRAFTED_NODES,
     "MAX_TAPS": MAX_TAPS,
+    "MAX_ROTATED_INS": MAX_ROTATED_INS,
+    "MAX_ROTATION": MAX_ROTATION,
     "QUERY_TILE_ROWS": QUERY_TILE_ROWS,
     "CHUNK": CHUNK,
     **{code.name: code.value for code in Code},

@@ -9,11 +9,15 @@
 #define MAX_NODES (MAX_TREE_NODES - 1) /* nodes of a drafted tree */
 #define MAX_TAPS 8                     /* positions of a convolution */
 #define MAX_THREADS 256                /* threads of a team */
+#define MAX_ROTATED_INS 66311          /* 255 * 127 times it is a number of 32 bits */
+#define MAX_ROTATION 512               /* inputs that are rotated together */
 #define QUERY_TILE_ROWS 128 /* query rows of a tile: its scores of a chunk fit a core's cache */
 #define CHUNK 256           /* keys whose softmax is one step; see attention.c */
 
-/* Bytes. Hardware does not follow the order of keys; weights are one stream. */
+/* Bytes. Hardware does not follow the order of keys; weights are one stream: rotated ones are
+ * fetched into the second-level cache, others into the first. */
 #define KEYS_AHEAD 8192
 #define WEIGHTS_AHEAD 4096
+#define WEIGHTS_FAR_AHEAD 16384
 
 #endif

@@ -1,29 +1,34 @@
 /* Linear layers: the pieces of a product, and their order. See linear.h for the contract. */
 #include "linear_float.h"
+#include "linear_rotated.h"
 #include "linear_tiles.h"
 
-#define RANGES 8 /* ranges of rows in an item */
+static int rotated(const Matrix *m) { return m->format == LINEAR_ROTATED; }
 
-static int quantised(const Matrix *m) { return m->format >= LINEAR_Q8; }
+static int quantised(const Matrix *m) { return m->format == LINEAR_Q8 || m->format == LINEAR_Q4; }
 
 static int in_tiles(const Matrix *m) { return m->tiles_bf16 && m->format == LINEAR_BF16; }
 
-static int64_t max_rows(const Matrix *m) {
+static int64_t max_rows(const Matrix *m, int64_t rows) {
+  if (rotated(m)) return rotated_rows(rows);
   if (in_tiles(m)) return TILE_ROWS;
   return quantised(m) ? QUANTISED_ROWS : FLOAT_ROWS;
 }
 
 int64_t linear_scratch(const Matrix *m, int64_t rows) {
+  if (rotated(m)) return rotated_scratch(m, rows);
   if (in_tiles(m)) return tile_scratch(m, rows);
   return quantised(m) ? rows * (m->ins / QUANT_BLOCK) * (int64_t)sizeof(Activations) : 0;
 }
 
 int64_t linear_prepare_items(const Matrix *m, int64_t rows) {
-  return in_tiles(m) || quantised(m) ? rows : 0;
+  return rotated(m) || in_tiles(m) || quantised(m) ? rows : 0;
 }
 
 void linear_prepare(const Matrix *m, const float *x, int64_t rows, void *scratch, int64_t item) {
-  if (in_tiles(m))
+  if (rotated(m))
+    prepare_rotated_row(m, x, rows, scratch, item);
+  else if (in_tiles(m))
     prepare_tile_row(m, x, scratch, item);
   else
     quantise_row(m, x, rows, scratch, item);
@@ -49,14 +54,18 @@ static void multiply(const Matrix *m, const float *x, const void *scratch, int64
 
 /* An item is two panels times some ranges of rows. */
 int64_t linear_items(const Matrix *m, int64_t rows) {
-  return divide_up(m->outs, PAIR) * divide_up(rows, range_rows(rows, max_rows(m)) * RANGES);
+  return divide_up(m->outs, PAIR) * divide_up(rows, range_rows(rows, max_rows(m, rows)) * RANGES);
 }
 
 void linear_item(const Matrix *m, const float *x, const void *scratch, int64_t rows, float *out,
                  int64_t item) {
-  const int64_t limit = max_rows(m), chunk = range_rows(rows, limit) * RANGES;
+  const int64_t limit = max_rows(m, rows), chunk = range_rows(rows, limit) * RANGES;
   const int64_t chunks = divide_up(rows, chunk), unit = quantised(m) || in_tiles(m) ? PAIR : UNIT;
   const int64_t first = item / chunks * PAIR, start = item % chunks * chunk;
+  if (rotated(m)) {
+    rotated_item(m, scratch, rows, start, start + chunk < rows ? start + chunk : rows, out, first);
+    return;
+  }
   for (int64_t o = first; o < first + PAIR && o < m->outs; o += unit)
     for (int64_t r = start; r < start + chunk && r < rows;) {
       const RowRange range = row_range(rows, limit, r);
@@ -80,3 +89,16 @@ void paceline_linear(const Matrix *m, const float *x, int64_t rows, void *scratc
 }
 
 int64_t paceline_linear_scratch(const Matrix *m, int64_t rows) { return linear_scratch(m, rows); }
+
+/* Rotates and quantises rows of weights: values int8 [rows, ins], scales [rows]. */
+void paceline_quantise_rows(const float *x, int64_t rows, int64_t ins, int64_t size, char *values,
+                            float *scales) {
+  CHECK(size > 0 && size <= MAX_ROTATION && ins % size == 0 && ins <= MAX_ROTATED_INS);
+#pragma omp parallel for schedule(static)
+  for (int64_t r = 0; r < rows; r++) {
+    char row[divide_up(ins, WHOLE) * WHOLE];
+    int32_t total;
+    scales[r] = quantise_rotated(x + r * ins, ins, size, row, &total);
+    memcpy(values + r * ins, row, (size_t)ins);
+  }
+}

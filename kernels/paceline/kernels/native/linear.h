@@ -1,7 +1,7 @@
 /* Linear layers over weights that are packed once: out = x W^T + bias.
  *
  * Layout, the same at every level, so that processes share packed weights. Outputs are in panels of
- * 16. The number of panels is rounded up to 2, ins to 32; what is added is zeros.
+ * 16. The number of panels is rounded up to 2, ins to 32 (rotated: to 64); what is added is zeros.
  *   float32   [panel][ins][16]
  *   bfloat16  [panel][ins / 2][16][2]
  *   8 bit and 4 bit  [panel / 2][ins / 32] blocks: one stream of memory for 32 outputs. A block is
@@ -9,6 +9,7 @@
  *     4 bit   [panel % 2][4][16][4] bytes; the low halves are inputs 8 i .. 8 i + 3, the high
  * halves the next 4: two whole lines of the 8-bit layout scales  [32], float16 or float32 minima
  * [32] of the same type, in some formats
+ *   rotated   [panel / 2]: [ins / 4][32][4] unsigned bytes, then scales [32] in float32
  *
  * Arithmetic: the bits of an output depend on its row of x and its weights alone, not on the other
  * rows, their number, the threads or the level.
@@ -20,15 +21,21 @@
  * scale, 0), a_scale, acc) acc = fma(minimum, a_scale * (float)sum(a), acc)     where there are
  * minima and at last acc + bias. Activations of a block: m = max|x|, a_scale = m / 127, a = x * (1
  * / a_scale) rounded to the nearest integer, ties to even. Where m < 2^-100, a_scale and all a are
- * 0. Where a value is infinite or NaN, a_scale is NaN and all a are 0. */
+ * 0. Where a value is infinite or NaN, a_scale is NaN and all a are 0.
+ *   rotated: the row of x is rotated: in blocks of `rotation` inputs, for s = 1, 2, 4, ... inputs
+ * i and i + s become their sum and difference. m = max|x|, at least 2^-100; a = x * (127 / m)
+ * rounded as above, a_scale = m / 127, or NaN and 0 as above. An output is
+ * ((float)sum((value - 128) * a) * a_scale) * scale + bias, where the sum is exact in int32: tiles,
+ * vectors and any order give the same bits. The same format as paceline/kernels/rotated.py. */
 #ifndef PACELINE_LINEAR_H
 #define PACELINE_LINEAR_H
 
 #include <stdint.h>
 
 #include "check.h"
+#include "limits.h"
 
-enum { LINEAR_F32, LINEAR_BF16, LINEAR_Q8, LINEAR_Q4 };
+enum { LINEAR_F32, LINEAR_BF16, LINEAR_Q8, LINEAR_Q4, LINEAR_ROTATED };
 
 typedef struct {
   int64_t outs, ins, format;
@@ -36,6 +43,7 @@ typedef struct {
   int64_t minima;     /* whether blocks have minima */
   int64_t scales_f16; /* scales and minima are float16, else float32 */
   int64_t offset;     /* subtracted from stored values: 128 (8 bit), 8 or 0 */
+  int64_t rotation;   /* inputs that are rotated together, a power of two; 0: not rotated */
   const float *bias;  /* [outs] or null */
   int64_t tiles_bf16; /* numerics amx: products with bfloat16 weights are in tiles, which are
                        * emulated where the processor has none */
@@ -58,9 +66,12 @@ void linear_row(const Matrix *m, int64_t row, float *out);
 
 static inline void check_matrix(const Matrix *m) {
   CHECK(m && m->outs > 0 && m->ins > 0);
-  CHECK(m->format >= LINEAR_F32 && m->format <= LINEAR_Q4);
+  CHECK(m->format >= LINEAR_F32 && m->format <= LINEAR_ROTATED);
   CHECK(m->values && (uintptr_t)m->values % 64 == 0);
-  CHECK(m->format >= LINEAR_Q8 || (!m->minima && !m->offset));
+  CHECK(m->format == LINEAR_Q8 || m->format == LINEAR_Q4 || (!m->minima && !m->offset));
+  CHECK(!m->rotation == (m->format != LINEAR_ROTATED));
+  CHECK(!m->rotation || (m->ins <= MAX_ROTATED_INS && m->ins % m->rotation == 0));
+  CHECK(m->rotation <= MAX_ROTATION && !(m->rotation & (m->rotation - 1)));
   (void)m;
 }
 

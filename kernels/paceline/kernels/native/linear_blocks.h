@@ -6,11 +6,9 @@
 #include "dots.h"
 #include "linear_units.h"
 
-#define SHIFT 12582912.0f /* 3 * 2^22: a float whose last bit is 1 */
-#define SHIFT_BITS 0x4b400000
 #if LANES == 4
 #define QUANTISED_ROWS 3
-#elif LANES == 8 && defined(SPLIT_ACTIVATIONS)
+#elif LANES == 8 && defined(PAIRS_OF_BYTES)
 #define QUANTISED_ROWS 4
 #else
 #define QUANTISED_ROWS \
@@ -26,11 +24,7 @@ typedef struct {
 } Factors;
 
 typedef struct {
-#ifdef SPLIT_ACTIVATIONS
-  char values[2 * QUANT_BLOCK];
-#else
   char values[QUANT_BLOCK];
-#endif
   Factors factors;
 } Activations;
 
@@ -70,19 +64,12 @@ static void quantise_row(const Matrix *m, const float *x, int64_t rows, Activati
                          int64_t row) {
   const RowRange in = row_range(rows, QUANTISED_ROWS, row);
   const int64_t blocks = m->ins / QUANT_BLOCK;
-  const int split = activation_bytes(m->format == LINEAR_Q4) == 2;
+  const int64_t offset = m->offset - dot_offset(m->format == LINEAR_Q4);
   out += in.first * blocks + (row - in.first);
   for (int64_t b = 0; b < blocks; b++, out += in.count) {
     int32_t value[QUANT_BLOCK];
-    int16_t *wide = (int16_t *)out->values;
-    out->factors = quantise(x + row * m->ins + b * QUANT_BLOCK, m->offset - DOT_OFFSET, value);
-    if (split)
-      for (int i = 0; i < QUANT_BLOCK; i += 4) {
-        wide[i] = (int16_t)value[i], wide[i + 1] = (int16_t)value[i + 2];
-        wide[i + 2] = (int16_t)value[i + 1], wide[i + 3] = (int16_t)value[i + 3];
-      }
-    else
-      for (int i = 0; i < QUANT_BLOCK; i++) out->values[i] = (char)value[i];
+    out->factors = quantise(x + row * m->ins + b * QUANT_BLOCK, offset, value);
+    for (int i = 0; i < QUANT_BLOCK; i++) out->values[i] = (char)value[i];
   }
 }
 
@@ -120,8 +107,7 @@ INLINE void add_products(const int rows, const int four, const char *values, int
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-      for (int v = begin; v < end; v++)
-        sum[r][v] = dot(four, sum[r][v], w[v], a[r].values + i * activation_bytes(four));
+      for (int v = begin; v < end; v++) sum[r][v] = dot(four, sum[r][v], w[v], a[r].values + i);
   }
 }
 

@@ -42,7 +42,36 @@ static float factor_at(const Matrix *m, int kind, int64_t out, int64_t block) {
   return ((const float *)factors)[at];
 }
 
+/* Hadamard transforms of blocks of numbers, not normalised: neighbours first. */
+static void rotate_plain(float *x, int64_t count, int64_t size) {
+  for (int64_t step = 1; step < size; step *= 2)
+    for (int64_t i = 0; i < count; i++)
+      if (!(i & step)) {
+        const float low = x[i], high = x[i + step];
+        x[i] = low + high, x[i + step] = low - high;
+      }
+}
+
+/* The weights of PAIR outputs of a rotated matrix, before their scales. */
+static const uint8_t *pair_at(const Matrix *m, int64_t out) {
+  return (const uint8_t *)m->values + out / PAIR * PAIR * ((m->ins + 63) / 64 * 64 + 4);
+}
+
+static int32_t integer_at(const Matrix *m, int64_t out, int64_t in) {
+  return pair_at(m, out)[(in / 4 * PAIR + out % PAIR) * 4 + in % 4] - 128;
+}
+
+static float scale_at(const Matrix *m, int64_t out) {
+  return ((const float *)(pair_at(m, out) + (m->ins + 63) / 64 * 64 * PAIR))[out % PAIR];
+}
+
 void linear_row(const Matrix *m, int64_t row, float *out) {
+  if (m->format == LINEAR_ROTATED) { /* sums of whole numbers are exact */
+    for (int64_t k = 0; k < m->ins; k++) out[k] = (float)integer_at(m, row, k);
+    rotate_plain(out, m->ins, m->rotation);
+    for (int64_t k = 0; k < m->ins; k++) out[k] *= scale_at(m, row);
+    return;
+  }
   for (int64_t k = 0; k < m->ins; k++) {
     if (m->format <= LINEAR_BF16) {
       out[k] = weight_at(m, row, k);
@@ -67,6 +96,27 @@ static float quantise_plain(const float x[QUANT_BLOCK], int32_t a[QUANT_BLOCK]) 
   return scale;
 }
 
+/* The outputs of one row of a rotated matrix. */
+static void rotated_outputs(const Matrix *m, const float *x, float *out) {
+  float turned[m->ins], largest = 0.0f;
+  int32_t values[m->ins], finite = 1;
+  memcpy(turned, x, sizeof turned);
+  rotate_plain(turned, m->ins, m->rotation);
+  for (int64_t k = 0; k < m->ins; k++) {
+    finite &= isfinite(turned[k]) != 0;
+    largest = fmaxf(largest, fabsf(turned[k]));
+  }
+  largest = fmaxf(largest, 0x1p-100f);
+  const float inverse = 127.0f / largest, scale = finite ? largest / 127.0f : NAN;
+  for (int64_t k = 0; k < m->ins; k++) values[k] = finite ? (int32_t)rintf(turned[k] * inverse) : 0;
+  for (int64_t o = 0; o < m->outs; o++) {
+    int32_t sum = 0;
+    for (int64_t k = 0; k < m->ins; k++) sum += values[k] * integer_at(m, o, k);
+    out[o] = (float)sum * scale * scale_at(m, o);
+    if (m->bias) out[o] += m->bias[o];
+  }
+}
+
 /* One output of one row. */
 static float output(const Matrix *m, const float *x, int64_t out) {
   float total = 0.0f;
@@ -88,13 +138,17 @@ static float output(const Matrix *m, const float *x, int64_t out) {
 
 void paceline_linear_plain(const Matrix *m, const float *x, int64_t rows, float *out) {
   for (int64_t r = 0; r < rows; r++)
-    for (int64_t o = 0; o < m->outs; o++) out[r * m->outs + o] = output(m, x + r * m->ins, o);
+    if (m->format == LINEAR_ROTATED)
+      rotated_outputs(m, x + r * m->ins, out + r * m->outs);
+    else
+      for (int64_t o = 0; o < m->outs; o++) out[r * m->outs + o] = output(m, x + r * m->ins, o);
 }
 
 #define OUTS 50
 #define INS 96
 #define ROWS 37 /* whole ranges of rows and a smaller one, at every level */
 #define PADDED 64
+#define WIDE 1024
 
 enum { FLOATS, BF16_PAIRS, BYTES, F16_PAIRS, WHOLE_PAIRS };
 
@@ -122,29 +176,48 @@ static void fill_blocks(const Matrix *m, uint32_t *words, uint32_t *seed) {
   }
 }
 
-static int differs(const Matrix *m, const float x[ROWS * INS]) {
+static int differs(const Matrix *m, const float *x, int64_t rows) {
   static float found[ROWS * OUTS], expected[ROWS * OUTS];
-  void *scratch = malloc((size_t)linear_scratch(m, ROWS));
-  for (int64_t i = 0; i < linear_prepare_items(m, ROWS); i++)
-    linear_prepare(m, x, ROWS, scratch, i);
-  for (int64_t i = 0; i < linear_items(m, ROWS); i++) linear_item(m, x, scratch, ROWS, found, i);
+  void *scratch = malloc((size_t)linear_scratch(m, rows));
+  for (int64_t i = 0; i < linear_prepare_items(m, rows); i++)
+    linear_prepare(m, x, rows, scratch, i);
+  for (int64_t i = 0; i < linear_items(m, rows); i++) linear_item(m, x, scratch, rows, found, i);
   free(scratch);
-  paceline_linear_plain(m, x, ROWS, expected);
-  return memcmp(found, expected, sizeof found);
+  paceline_linear_plain(m, x, rows, expected);
+  return memcmp(found, expected, (size_t)(rows * m->outs) * sizeof *found) != 0;
+}
+
+/* Of rotated layers: blocks of all numbers of rows, and several; one stretch of weights and more,
+ * with and without padded inputs. */
+static int rotated_differs(const float *x, const float *bias, uint32_t *seed) {
+  static _Alignas(64) uint32_t values[PADDED * (WIDE / 4 + 1)];
+  static const int64_t shapes[][2] = {{40, 8}, {INS, 32}, {WIDE, MAX_ROTATION}};
+  Matrix m = {.outs = OUTS, .format = LINEAR_ROTATED, .values = values, .bias = bias};
+  for (int i = 0; i < 3; i++) {
+    m.ins = shapes[i][0], m.rotation = shapes[i][1];
+    const int64_t words = PAIR * ((m.ins + 63) / 64 * 16);
+    for (int64_t pair = 0; pair < PADDED / PAIR; pair++) {
+      fill(values + pair * (words + PAIR), words, BYTES, seed);
+      fill(values + pair * (words + PAIR) + words, PAIR, FLOATS, seed);
+    }
+    for (int64_t rows = 1; rows <= ROWS; rows += m.ins == WIDE ? 12 : rows < 12 ? 1 : 25)
+      if (differs(&m, x, rows)) return 1;
+  }
+  return 0;
 }
 
 /* Whether this level gives the bits of plain C in every format, on random data. Returns 0, or 1 +
  * the first format that differs. Not on two threads at once. */
 int64_t paceline_linear_check(void) {
   static _Alignas(64) uint32_t values[PADDED * INS];
-  static float x[ROWS * INS], bias[OUTS];
+  static float x[ROWS * WIDE], bias[OUTS];
   uint32_t seed = 1;
   Matrix m = {.outs = OUTS, .ins = INS, .values = values, .bias = bias};
-  fill((uint32_t *)x, ROWS * INS, FLOATS, &seed);
+  fill((uint32_t *)x, ROWS * WIDE, FLOATS, &seed);
   fill((uint32_t *)bias, OUTS, FLOATS, &seed);
   for (m.format = LINEAR_F32; m.format <= LINEAR_BF16; m.format++) {
     fill(values, PADDED * INS, m.format == LINEAR_F32 ? FLOATS : BF16_PAIRS, &seed);
-    if (differs(&m, x)) return 1 + m.format;
+    if (differs(&m, x, ROWS)) return 1 + m.format;
   }
   for (m.format = LINEAR_Q8; m.format <= LINEAR_Q4; m.format++)
     for (int variant = 0; variant < 4; variant++) {
@@ -152,14 +225,15 @@ int64_t paceline_linear_check(void) {
       m.minima = variant >> 1;
       m.offset = m.format == LINEAR_Q8 ? 128 : 8;
       fill_blocks(&m, values, &seed);
-      if (differs(&m, x)) return 1 + m.format;
+      if (differs(&m, x, ROWS)) return 1 + m.format;
     }
   m.minima = m.scales_f16 = m.offset = 0;
+  if (rotated_differs(x, bias, &seed)) return 1 + LINEAR_ROTATED;
   /* Tiles sum in an order of their own: sums of whole numbers are exact in any. */
   m.format = LINEAR_BF16;
   fill(values, PADDED * INS, WHOLE_PAIRS, &seed);
   for (int i = 0; i < ROWS * INS; i++) x[i] = rintf(x[i]);
   for (int i = 0; i < OUTS; i++) bias[i] = rintf(bias[i]);
   m.tiles_bf16 = 1;
-  return differs(&m, x) ? 1 + LINEAR_BF16 : 0;
+  return differs(&m, x, ROWS) ? 1 + LINEAR_BF16 : 0;
 }

@@ -22,6 +22,8 @@
   _tile_loadd(t, from, stride)
 #define TILE_STORE(t, to, stride) _tile_stored(t, to, stride)
 #define TILE_DOT_BF16(c, a, b) _tile_dpbf16ps(c, a, b)
+/* c += a * b over four bytes, those of `a` signed and those of `b` unsigned. */
+#define TILE_DOT_SIGNED(c, a, b) _tile_dpbsud(c, a, b)
 
 /* Sets the tiles' shapes in this thread, unless they are set: other libraries, such as oneDNN in
  * PyTorch, change and release them on the same threads between two calls. Setting clears all tiles

@@ -148,13 +148,21 @@ class Decoder:
         if ranks is not None:
             assert not isinstance(head, PackedMatrix)
             own = in_order(head, ranks.rows(config.vocab_size))
-        rotated = is_rotated(config.weights, self.device)
-        self._head = Linear(in_int8("head", own) if rotated else own)
-        self._embedding = self._head.weight if own is head and not rotated else Linear(head).weight
+
+        def quantised(matrix: Weight | PackedMatrix) -> Weight | PackedMatrix | RotatedMatrix:
+            int8 = config.weights == "int8"
+            return in_int8("head", matrix, None, self.device) if int8 else matrix
+
+        self._head = Linear(quantised(own))
+        self._embedding: Tensor | PackedMatrix
         if not config.tied:
             embedding = large("embedding", _EMBEDDING)
             assert not isinstance(embedding, PackedMatrix)
             self._embedding = plain(embedding, config.dtype).contiguous()
+        elif is_rotated(config.weights, self.device):
+            self._embedding = Linear(head).weight
+        else:
+            self._embedding = self._head.weight if own is head else Linear(quantised(head)).weight
         self._layers = self._load_layers(
             partial(_layer, config, weights, shared, ranks, self.device)
         )
@@ -191,8 +199,8 @@ class Decoder:
         Args:
             source: The folder or file.
             weights: float32, bfloat16, int8, int4, or "auto" for the stored format (bfloat16 for
-                float16). int8 and int4 quantise in blocks of 32; int8 on a GPU with one scale an
-                output (:mod:`paceline.kernels.rotated`).
+                float16). int8 quantises with one scale an output over rotated inputs
+                (:mod:`paceline.kernels.rotated`), int4 in blocks of 32.
             device: Where to run.
             shared: The ``large_tensors`` that a decoder of the same model and format has published,
                 mapped instead of loaded. None: all tensors are loaded.
@@ -490,9 +498,10 @@ def _layer(
         name = f"layers.{index}.{matrix}"
         weight: Weight | PackedMatrix | RotatedMatrix
         weight = parts("weight", ins) if shared is None else shared.get(name)
-        if is_rotated(config.weights, device):
-            weight = in_int8(name, weight)
-        return Linear(weight, plain(parts("bias"), torch.float32) if bias else None)
+        added = plain(parts("bias"), torch.float32) if bias else None
+        if config.weights == "int8" and matrix != "router":
+            weight = in_int8(name, weight, added, device)
+        return Linear(weight, added)
 
     def norm(name: str, width: int) -> Norm:
         return _norm(config, weights, base + name, width)

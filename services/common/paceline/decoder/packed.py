@@ -24,9 +24,9 @@ from paceline.kernels.linear import PackedMatrix
 
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
-_FORMAT = 5
+_FORMAT = 6
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_MATRIX_FIELDS = ("format", "outs", "ins", "offset", "minima", "scales_f16")
+_MATRIX_FIELDS = ("format", "outs", "ins", "offset", "minima", "scales_f16", "rotation")
 
 
 NAME = "paceline-weights"

@@ -17,7 +17,14 @@ from paceline.decoder.config import UnsupportedModelError
 from paceline.decoder.folder_files import one_line, read_object
 from paceline.formats import FLOATS
 from paceline.kernels import cpu_kernels
-from paceline.kernels.linear import PackedMatrix, multiply, multiply_floats, pack, pack_quantised
+from paceline.kernels.linear import (
+    PackedMatrix,
+    multiply,
+    multiply_floats,
+    pack,
+    pack_quantised,
+    pack_rotated,
+)
 from paceline.kernels.quantised import QUANT_BLOCK, QuantisedMatrix, concatenate, quantise
 from paceline.kernels.rotated import DOWN_SIZE, SIZE, IntSums, RotatedMatrix
 
@@ -72,9 +79,9 @@ class Tensors(Mapping[str, W]):
 class WeightsOf(Tensors[Weight]):
     """Tensors by name, each converted to the format of a configuration when it is read.
 
-    int8 and int4 quantise every matrix but routers; blocks of as many bits or fewer stay as they
-    are. Vectors (norms, biases) stay plain tensors, and so does everything in int8 off the CPU:
-    :func:`in_int8` quantises the matrices.
+    int4 quantises every matrix but routers; blocks of as many bits or fewer stay as they are, in
+    int8 too. Vectors (norms, biases) stay plain tensors, and so do other matrices in int8:
+    :func:`in_int8` quantises them.
     """
 
     def __init__(
@@ -87,10 +94,12 @@ class WeightsOf(Tensors[Weight]):
     def __getitem__(self, name: str) -> Weight:
         found: Weight = self._names[name]
         bits = 0 if name.endswith(ROUTER) else _BITS.get(self._weights, 0)
-        if is_rotated(self._weights, self._device):
-            bits = 0
         if len(found.shape) != 2:
             return found.to(self._device) if isinstance(found, Tensor) else found
+        if is_rotated(self._weights, self._device):
+            bits = 0
+        if bits == 8 and isinstance(found, Tensor):
+            return found
         if bits == 4 and (name in VOCABULARY or name.endswith(_DECAYS)):
             bits = 8
         if bits and not (isinstance(found, QuantisedMatrix) and found.bits <= bits):
@@ -124,18 +133,26 @@ def in_order(weight: Weight, rows: Tensor) -> Weight:
 
 
 def is_rotated(weights: str, device: torch.device) -> bool:
-    """Whether matrices of a format are in 8 bits over rotated inputs on a device."""
+    """Whether torch multiplies matrices of a format in 8 bits over rotated inputs on a device: a
+    CPU has packed ones."""
     return weights == "int8" and device.type != "cpu"
 
 
-def in_int8(name: str, weight: Weight | PackedMatrix) -> RotatedMatrix:
-    """A matrix in 8 bits over rotated inputs. Raises ``UnsupportedModelError``: it has a number of
-    inputs that is not supported."""
-    assert isinstance(weight, Tensor)
+def in_int8(
+    name: str, weight: Weight | PackedMatrix, bias: Tensor | None, device: torch.device
+) -> Weight | PackedMatrix | RotatedMatrix:
+    """A plain matrix in 8 bits over rotated inputs; on a CPU packed with its bias.
+
+    QuantisedMatrix of a file stay as they are, and so does what is packed already. Raises
+    ``UnsupportedModelError``: it has a number of inputs that is not supported.
+    """
+    if not isinstance(weight, Tensor):
+        return weight
     try:
-        return RotatedMatrix.of(weight, DOWN_SIZE if name.endswith("down") else SIZE)
+        matrix = RotatedMatrix.of(weight, DOWN_SIZE if "down" in name.split(".") else SIZE)
     except ValueError as error:
         raise UnsupportedModelError(f"matrix {name!r} cannot be in int8: {error}") from error
+    return matrix if is_rotated("int8", device) else pack_rotated(matrix, bias)
 
 
 def _quantise(name: str, weight: Tensor, bits: int) -> QuantisedMatrix:

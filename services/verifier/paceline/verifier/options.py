@@ -48,8 +48,8 @@ class VerifierOptions:
     )
     weights: str = option(
         "auto",
-        "auto: as stored; int8 and int4: quantised when loaded, in blocks of 32, or int8 on a GPU "
-        "with one scale an output; float32 and bfloat16 are also the type of hidden states",
+        "auto: as stored; int8 and int4: quantised when loaded, int8 with one scale an output, "
+        "int4 in blocks of 32",
         choices=WEIGHTS,
     )
     lora: Path | None = option(

@@ -485,7 +485,7 @@ class TargetEmbedding:
         """Reads each from the drafter's folder if it holds it, otherwise from the target's.
 
         A head in the drafter's folder may have the rows of the drafted tokens alone. The head gets
-        ``bits``, 8 or 4 in blocks of 32, or stays as it came.
+        ``bits``, 8 or 4, or stays as it came.
 
         Raises:
             UnsupportedModelError: Neither folder has them, or they have another shape; the ids of

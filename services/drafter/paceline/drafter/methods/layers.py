@@ -27,8 +27,9 @@ from paceline.decoder.model_source import remembered_by_transformers
 from paceline.decoder.weights import Checkpoint, Linear, plain
 from paceline.drafter.methods.base import SECTION
 from paceline.kernels import Heads, Norm, Recorder
+from paceline.kernels.linear import pack_rotated
 from paceline.kernels.quantised import QUANT_BLOCK, quantise
-from paceline.kernels.rotated import RotatedMatrix
+from paceline.kernels.rotated import DOWN_SIZE, SIZE, RotatedMatrix, rotates
 
 DRAFT_TOKENS, DRAFTED = "d2t", "t2d"
 """Names of the tensor with the target's token id of each drafted token, int64 ``[R]``, and of the
@@ -428,7 +429,7 @@ class LayerWeights:
     """See :func:`~paceline.drafter.methods.checkpoint.load_weights`."""
 
     bits: int = 0
-    """8 or 4 for matrices in blocks of 32; 0: as they came."""
+    """Of matrices, 8 or 4, see :func:`linear`; 0: as they came."""
 
     numerics: str = "portable"
     """Numerics of the programs, "portable" or "amx"."""
@@ -452,7 +453,7 @@ class LayerWeights:
         """Returns linear layers of one input as one layer."""
         if names not in self._made:
             parts = [self.tensors[f"{name}.weight"] for name in names]
-            self._made[names] = linear(parts, self.bits)
+            self._made[names] = linear(parts, self.bits, names[-1].endswith("down_proj"))
         return self._made[names]
 
     def head_norms(self, base: str) -> tuple[Norm, Norm]:
@@ -471,25 +472,23 @@ class LayerWeights:
         return program.multiply(gated, self.matrix(f"{base}mlp.down_proj"))
 
 
-def rotates(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether matrices of a type in 8 bits have one scale an output over rotated inputs."""
-    return dtype == torch.bfloat16 and device.type != "cpu"
-
-
-def linear(parts: Sequence[Tensor], bits: int) -> Linear:
+def linear(parts: Sequence[Tensor], bits: int, down: bool = False) -> Linear:
     """Returns linear layers ``[out, in]`` of one input as one layer.
 
-    With ``bits`` of 8 or 4 the weights get blocks of 32, if ``in`` is a multiple of 32. Off the CPU
-    bfloat16 in 8 bits gets one scale an output (:mod:`paceline.kernels.rotated`); other weights are
-    rounded to such blocks and stored as they came.
+    With 8 ``bits`` the weights get one scale an output over rotated inputs
+    (:mod:`paceline.kernels.rotated`), larger parts of them for a ``down`` projection; off the CPU
+    those in bfloat16. With 4 they get blocks of 32, if ``in`` is a multiple of 32. Other weights
+    off the CPU are rounded to such blocks and stored as they came.
     """
     weight = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-    if bits == 8 and rotates(weight.dtype, weight.device) and weight.shape[1] % 8 == 0:
-        return Linear(RotatedMatrix.of(weight))
+    on_cpu = weight.device.type == "cpu"
+    if bits == 8 and (on_cpu or weight.dtype == torch.bfloat16) and rotates(weight.shape[1]):
+        matrix = RotatedMatrix.of(weight, DOWN_SIZE if down else SIZE)
+        return Linear(pack_rotated(matrix) if on_cpu else matrix)
     if not bits or weight.shape[1] % QUANT_BLOCK:
         return Linear(weight)
     blocks = quantise(weight.float(), bits)
-    return Linear(blocks if weight.device.type == "cpu" else plain(blocks, weight.dtype))
+    return Linear(blocks if on_cpu else plain(blocks, weight.dtype))
 
 
 class RmsNorm(nn.Module):

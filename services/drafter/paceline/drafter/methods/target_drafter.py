@@ -146,7 +146,7 @@ class DraftLayers(ABC):
     ) -> None:
         """Builds the layers from their tensors by name, and the embedding and LM head they use.
 
-        Their matrices get ``bits``, 8 or 4, in blocks of 32, or stay as they came. ``numerics`` are
+        Their matrices get ``bits``, 8 or 4, or stay as they came. ``numerics`` are
         as of :func:`paceline.kernels.choose_numerics`.
         """
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
