@@ -208,19 +208,22 @@ class PacelineProposer:
         text.found = text.look_up(nodes)
         asked = False
         if name is not None and (not text.expected or sum(text.found.survivals) < text.expected):
-            job.timeout = self._timeout(job, name)
+            job.timeout, wait = self._times(job, name)
             asked = not self._rests_now(job) and drafting.ask(job, nodes, now)
+            if asked:
+                drafting.waiting[job] = now + wait
         if asked or text.found:
             self._scheduler.budget_sent(sequence, nodes)
 
-    def _timeout(self, job: Decode, name: str) -> float:
-        """How long to wait for a tree: a fifth of a step more than the service usually takes."""
-        if self._settings.own.timeout is not None:
-            return self._settings.own.timeout
+    def _times(self, job: Decode, name: str) -> tuple[float, float]:
+        """How long a service may draft, and how long it is waited for: a fifth of a step more than
+        it usually takes. A tree that comes later tells how long that is. Unit: seconds."""
+        if (timeout := self._settings.own.timeout) is not None:
+            return timeout, timeout
         step = self._step_seconds or _UNKNOWN_STEP
         at = job.sequence_at_drafter
         usual = 0.0 if at is None else at.link.latency.get(name, 0.0)
-        return min(usual + _LATE_SHARE * step, _MAX_WAIT * step)
+        return _MAX_WAIT * step, min(usual + _LATE_SHARE * step, _MAX_WAIT * step)
 
     def _rests_now(self, job: Decode) -> bool:
         """Whether its service is not asked, for it was late."""
@@ -229,8 +232,11 @@ class PacelineProposer:
 
     def _wait(self, drafting: Drafting) -> None:
         """Wait for the trees, each until its time is over."""
+        # The first tree of a text may wait for its prompt to be read, which tells nothing.
         asked = {
-            job: at.link for job in drafting.waiting if (at := job.sequence_at_drafter) is not None
+            job: at.link
+            for job in drafting.waiting
+            if (at := job.sequence_at_drafter) is not None and at.round > 1
         }
         while drafting.waiting:
             self._lock.look(max(0.0, min(drafting.waiting.values()) - perf_counter()))
