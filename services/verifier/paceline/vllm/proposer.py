@@ -161,9 +161,11 @@ class PacelineProposer:
                 self._trace(self._tracer, text)
             self._ask(drafting, text, now)
         drafting.flush(self._step)
+        began = perf_counter()
         self._wait(drafting)
+        slow = perf_counter() - began > _LATE_SHARE * (self._step_seconds or _UNKNOWN_STEP)
         for text in texts:
-            self._choose(text)
+            self._choose(text, slow=slow)
         self._planned = self._admit(list(texts))
         return self._planned
 
@@ -194,7 +196,7 @@ class PacelineProposer:
         job, sequence = text.job, text.job.sequence
         name = drafting.name_of(job)
         sequence.drafter = name or LOOKUP.name
-        text.found = TokenTree()
+        text.found, text.asked = TokenTree(), False
         nodes = min(
             self._settings.tokens,
             sequence.room - 1,
@@ -206,13 +208,12 @@ class PacelineProposer:
             return
         job.no_draft = NoDraft.EMPTY
         text.found = text.look_up(nodes)
-        asked = False
         if name is not None and (not text.expected or sum(text.found.survivals) < text.expected):
             job.timeout, wait = self._times(job, name)
-            asked = not self._rests_now(job) and drafting.ask(job, nodes, now)
-            if asked:
+            text.asked = not self._rests_now(text) and drafting.ask(job, nodes, now)
+            if text.asked:
                 drafting.waiting[job] = now + wait
-        if asked or text.found:
+        if text.asked or text.found:
             self._scheduler.budget_sent(sequence, nodes)
 
     def _times(self, job: Decode, name: str) -> tuple[float, float]:
@@ -225,14 +226,15 @@ class PacelineProposer:
         usual = 0.0 if at is None else at.link.latency.get(name, 0.0)
         return _MAX_WAIT * step, min(usual + _LATE_SHARE * step, _MAX_WAIT * step)
 
-    def _rests_now(self, job: Decode) -> bool:
-        """Whether its service is not asked, for it was late."""
-        at = job.sequence_at_drafter
-        return at is not None and self._rests.get(at.link, (0, 0))[1] > self._step
+    def _rests_now(self, text: Text) -> bool:
+        """Whether its service is not asked for it: it was late, or is reading the prompt."""
+        at = text.job.sequence_at_drafter
+        late = at is not None and self._rests.get(at.link, (0, 0))[1] > self._step
+        return late or text.rests_until > self._step
 
     def _wait(self, drafting: Drafting) -> None:
         """Wait for the trees, each until its time is over."""
-        # The first tree of a text may wait for its prompt to be read, which tells nothing.
+        # The first tree of a text may wait for its prompt to be read: then the text rests alone.
         asked = {
             job: at.link
             for job in drafting.waiting
@@ -250,9 +252,15 @@ class PacelineProposer:
             rest = min(_MAX_REST, 2 * self._rests.get(link, (_FIRST_REST // 2, 0))[0])
             self._rests[link] = rest, self._step + rest
 
-    def _choose(self, text: Text) -> None:
-        """Take the chain that promises more: the service's, or the one that was looked up."""
+    def _choose(self, text: Text, *, slow: bool) -> None:
+        """Take the chain that promises more: the service's, or the one that was looked up. A text
+        that was waited for a ``slow`` answer without any token rests."""
         job = text.job
+        if text.asked and job.draft is None and slow:
+            text.rest = min(_MAX_REST, max(_FIRST_REST, 2 * text.rest))
+            text.rests_until = self._step + text.rest
+        elif text.asked:
+            text.rest = 0
         if job.draft is not None:
             text.promised(job.draft.tree)
         if text.found and sum(text.found.survivals) > sum(job.tree.survivals):

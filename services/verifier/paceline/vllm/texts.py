@@ -54,6 +54,9 @@ class Text:
     found: TokenTree = EMPTY
     """The chain that was looked up for the next step."""
 
+    asked: bool = False
+    rest: int = 0
+    rests_until: int = 0
     span: Any = None
     """Its span; None: it is not traced."""
 
