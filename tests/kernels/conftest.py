@@ -13,18 +13,19 @@ from paceline.kernels.dense import DenseBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kernel_cases import LEVELS, ProgramBackend, compiled
+from kernel_cases import LEVELS, OWN_NUMERICS, ProgramBackend, compiled
 
 
-@pytest.fixture(params=[*LEVELS, "tiles"], scope="module")
+@pytest.fixture(params=[*LEVELS, *OWN_NUMERICS], scope="module")
 def native_backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
     """The compiled attention of each level, in its turn the one that ``tree_attention`` uses.
 
-    Tiles are those of the fastest level: instructions of the processor, or their emulation.
+    Numerics of some processors are those of the fastest level: instructions of the processor, or
+    their emulation.
     """
-    tiles = request.param == "tiles"
-    library = compiled(LEVELS[0] if tiles else request.param)
-    yield from _serving(ProgramBackend(library, "amx" if tiles else "portable"))
+    own = request.param in OWN_NUMERICS
+    library = compiled(LEVELS[0] if own else request.param)
+    yield from _serving(ProgramBackend(library, request.param if own else "portable"))
 
 
 @pytest.fixture(params=[*LEVELS, "none"], scope="module")

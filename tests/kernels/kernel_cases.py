@@ -65,10 +65,14 @@ class _Cache:
         return self._layer
 
 
+OWN_NUMERICS = ("amx", "avx512_bf16")
+"""Numerics of some processors. All others emulate them in tests."""
+
+
 class ProgramBackend:
     """The compiled attention of a level as a backend: programs of attention alone.
 
-    With numerics "amx", bfloat16 is multiplied in tiles: of the processor, or emulated ones.
+    With numerics of some processors, instructions multiply bfloat16, or their emulation does.
     """
 
     name = "native"

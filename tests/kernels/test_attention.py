@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kernel_cases import (
     HEADS,
     LEVELS,
+    OWN_NUMERICS,
     Case,
     ProgramBackend,
     attend,
@@ -35,11 +36,12 @@ def test_any_tree_agrees_with_the_reference(case: Case) -> None:
 
 
 @pytest.mark.parametrize("cpu_backend", ["none"], indirect=True)
+@pytest.mark.parametrize("numerics", OWN_NUMERICS)
 @settings(max_examples=15)
 @given(case=cases(max_nodes=40, dtypes=[torch.bfloat16]))
-def test_tiles_agree_with_the_reference(case: Case) -> None:
+def test_products_of_bfloat16_agree_with_the_reference(numerics: str, case: Case) -> None:
     """Scaled queries are rounded in the reference too; the rest is the rounding of weights."""
-    found = case.run_by(ProgramBackend(compiled(LEVELS[0]), "amx"))
+    found = case.run_by(ProgramBackend(compiled(LEVELS[0]), numerics))
     scaled = replace(case, q=(case.q.float() * case.scale).bfloat16().double() / case.scale)
     torch.testing.assert_close(found.double(), scaled.expected()[0], atol=1.5e-2, rtol=0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
-from kernel_cases import LEVELS, Case, ProgramBackend, ProgramRows, cases, compiled
+from kernel_cases import LEVELS, OWN_NUMERICS, Case, ProgramBackend, ProgramRows, cases, compiled
 from torch import Tensor
 
 from paceline.kernels import Norm, QueryBlock, plan_trees
@@ -22,10 +22,13 @@ def level(request: pytest.FixtureRequest) -> str:
 
 
 def attention_at(
-    level: str, case: Case, tiles: bool = False, cap: float = 0.0, sinks: Tensor | None = None
+    level: str,
+    case: Case,
+    numerics: str = "portable",
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    backend = ProgramBackend(compiled(level), "amx" if tiles else "portable")
-    return case.run_by(backend, cap, sinks)
+    return case.run_by(ProgramBackend(compiled(level), numerics), cap, sinks)
 
 
 @settings(max_examples=40)
@@ -42,15 +45,22 @@ def test_attention_has_the_bits_of_plain_c(level: str, case: Case) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
 
 
+@pytest.mark.parametrize("numerics", OWN_NUMERICS)
 @settings(max_examples=20)
-@given(case=cases(dtypes=[torch.float32, torch.bfloat16]))
-def test_tiles_have_the_bits_of_emulated_ones(level: str, case: Case) -> None:
-    """Caches in float32 are not rounded for them."""
-    found = attention_at(level, case, tiles=True)
-    if case.key.dtype is torch.float32:
+@given(case=cases())
+def test_products_of_bfloat16_have_the_bits_of_emulated_ones(
+    level: str, numerics: str, case: Case
+) -> None:
+    """Caches of other types are not rounded for them."""
+    found = attention_at(level, case, numerics)
+    if case.key.dtype is not torch.bfloat16:
         assert torch.equal(found, attention_at(level, case))
-    elif level != "amx":  # instructions of the processor sum in an order of their own
-        assert torch.equal(found, attention_at("generic", case, tiles=True))
+    elif (level, numerics) != ("amx", "amx"):  # tiles sum in an order of their own
+        assert torch.equal(found, attention_at("generic", case, numerics))
+
+
+def test_the_dot_product_of_bfloat16_is_that_of_plain_c(level: str) -> None:
+    assert compiled(level).paceline_dot_check() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

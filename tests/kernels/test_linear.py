@@ -301,14 +301,14 @@ def test_wrong_arguments_are_clear_errors() -> None:
 
 
 def test_numerics_are_chosen_by_name() -> None:
-    able = cpu_kernels().level == "amx"
-    assert choose_numerics("auto") == ("amx" if able else "portable")
+    own = {"amx": "amx", "avx512bf16": "avx512_bf16"}.get(cpu_kernels().level)
+    assert choose_numerics("auto") == (own or "portable")
     assert choose_numerics("portable") == "portable"
     with pytest.raises(ValueError, match="numerics is 'fast', expected one of"):
         choose_numerics("fast")
-    if not able:
-        with pytest.raises(ValueError, match="numerics is 'amx', expected one of"):
-            choose_numerics("amx")
+    for other in {"amx", "avx512_bf16"} - {own}:
+        with pytest.raises(ValueError, match=f"numerics is '{other}', expected one of"):
+            choose_numerics(other)
 
 
 @pytest.mark.parametrize("format", FORMATS)

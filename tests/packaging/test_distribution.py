@@ -119,7 +119,7 @@ def test_a_wheel_with_kernels_is_for_its_platform(built: Distribution) -> None:
     assert built.wheel.name.endswith("-py3-none-linux_x86_64.whl")
     libraries = {name for name in names(built.wheel) if name.startswith(PREBUILT)}
     levels = sorted(name.split("-")[2] for name in libraries)
-    assert levels == ["amx", "avx2", "avx512", "avx512vnni", "avxvnni"]
+    assert levels == ["amx", "avx2", "avx512", "avx512bf16", "avx512vnni", "avxvnni"]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from verifier_support import serving
 
 from paceline.decoder import BatchInvariance, GraphRunner, open_model
+from paceline.decoder.model import numerics_for
 from paceline.decoder.products import Products
 from paceline.v1 import verifier_pb2
 from paceline.verifier.model import check_steps
@@ -33,6 +34,32 @@ def test_numerics_of_other_devices_are_refused(
     """Before weights are loaded."""
     with pytest.raises(ValueError, match=reason):
         load_target(open_model(model), VerifierOptions(numerics=numerics), device)
+
+
+@pytest.mark.parametrize(
+    ("weights", "kv", "expected"),
+    [
+        ("float32", torch.float32, {"portable"}),
+        ("float32", torch.bfloat16, {"portable", "avx512_bf16"}),
+        ("bfloat16", torch.bfloat16, {"portable", "avx512_bf16", "amx"}),
+        ("bfloat16", torch.int8, {"portable", "amx"}),
+        ("int8", torch.bfloat16, {"portable", "avx512_bf16"}),
+        ("int4", torch.int8, {"portable"}),
+    ],
+)
+@pytest.mark.parametrize("own", ["portable", "avx512_bf16", "amx"])
+def test_auto_is_the_fastest_numerics_that_change_a_bit_of_the_model(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own: str,
+    weights: str,
+    kv: torch.dtype,
+    expected: set[str],
+) -> None:
+    """Two verifiers whose bits are equal say so, whatever their processors are."""
+    monkeypatch.setattr("paceline.decoder.model.choose_numerics", lambda _: own)
+    config = dataclasses.replace(open_model(model).config(), weights=weights, kv_dtype=kv)
+    assert numerics_for(config, "auto") == (own if own in expected else "portable")
 
 
 async def test_what_is_not_promised_is_told(model: Path, tmp_path: Path) -> None:

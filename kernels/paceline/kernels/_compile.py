@@ -27,6 +27,7 @@ _X86 = platform.machine() in ("x86_64", "AMD64")
 
 LEVELS: dict[str, tuple[str, ...]] = {
     "amx": (*_VNNI, "amx_tile", "amx_bf16"),
+    "avx512bf16": (*_VNNI, "avx512_bf16"),
     "avx512vnni": _VNNI,
     "avx512": _AVX512,
     "avxvnni": (*_AVX2, "avx_vnni"),

@@ -5,11 +5,11 @@ into the user's cache folder, once, in some seconds; they need no headers of Pyt
 Without either, torch operations replace them: several times slower, and the bits of a row may
 depend on the batch.
 
-Before a level is used, its linear layers are compared with plain C on random data, bit by bit. The
-next level replaces one that differs.
+Before a level is used, its linear layers and its dot product of bfloat16 are compared with plain C
+on random data, bit by bit. The next level replaces one that differs.
 
-``PACELINE_CPU_LEVEL`` selects a level instead of the fastest: amx, avx512vnni, avx512, avxvnni,
-avx2, generic (on ARM: dotprod, generic), or none for torch operations.
+``PACELINE_CPU_LEVEL`` selects a level instead of the fastest: amx, avx512bf16, avx512vnni, avx512,
+avxvnni, avx2, generic (on ARM: dotprod, generic), or none for torch operations.
 """
 
 from __future__ import annotations
@@ -32,14 +32,18 @@ from paceline.kernels import _compile, structures
 
 VARIABLE = "PACELINE_CPU_LEVEL"
 
-NUMERICS = ("auto", "portable", "amx")
+NUMERICS = ("auto", "portable", "avx512_bf16", "amx")
 """Choices of :func:`choose_numerics`."""
+
+_OWN_NUMERICS = {"amx": "amx", "avx512bf16": "avx512_bf16"}
+"""Numerics of their own, by level."""
 
 _AT, _COUNT, _KEY = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "paceline_layout": (_COUNT, ctypes.c_char_p, _AT, _COUNT),
     "paceline_limit": (_COUNT, ctypes.c_char_p),
     "paceline_linear_check": (_COUNT,),
+    "paceline_dot_check": (_COUNT,),
     "paceline_linear_scratch": (_COUNT, _AT, _COUNT),
     "paceline_linear": (None, _AT, _AT, _COUNT, _AT, _AT),
     "paceline_quantise_rows": (None, _AT, _COUNT, _COUNT, _COUNT, _AT, _AT),
@@ -154,10 +158,13 @@ def _levels() -> tuple[str, ...]:
 
 
 def _wrong_format(library: ctypes.CDLL) -> str | None:
-    """The first format of linear layers whose bits are not those of plain C."""
+    """What has other bits than plain C: the first such format of linear layers, or the dot product
+    of bfloat16; None: nothing."""
     failed: int = library.paceline_linear_check()
     names = ("float32", "bfloat16", "8-bit blocks", "4-bit blocks", "rotated")
-    return names[failed - 1] if failed else None
+    if failed:
+        return names[failed - 1]
+    return "the dot product of bfloat16" if library.paceline_dot_check() else None
 
 
 def _share_openmp() -> bool:
@@ -202,16 +209,21 @@ def _own(folder: Path) -> bool:
 def choose_numerics(requested: str) -> str:
     """Choose how a program multiplies bfloat16 weights and caches.
 
-    "portable" gives the same bits on every machine. "amx" multiplies in tiles: it is faster and has
-    the bits of processors with AMX. "auto" takes "amx" where the processor has it.
+    "portable" gives the same bits on every machine. "amx" multiplies both in tiles, "avx512_bf16"
+    queries and weights of attention with caches by the dot product of that name: they are faster
+    and have the bits of processors with these instructions. "auto" takes the fastest of them that
+    the level in use has.
 
     Returns:
-        "portable" or "amx", for :class:`~paceline.kernels.Recorder`.
+        "portable", "avx512_bf16" or "amx", for :class:`~paceline.kernels.Recorder`.
 
     Raises:
-        ValueError: Another name, or "amx" on a processor without it.
+        ValueError: Another name, or one whose instructions the level in use does not have.
     """
-    able = cpu_kernels().level == "amx"
-    if requested not in NUMERICS or (requested == "amx" and not able):
-        raise ValueError(f"numerics is {requested!r}, expected one of {NUMERICS[: 2 + able]}")
-    return "amx" if able and requested != "portable" else "portable"
+    own = _OWN_NUMERICS.get(cpu_kernels().level)
+    able = [name for name in NUMERICS if name in ("auto", "portable", own)]
+    if requested not in able:
+        raise ValueError(f"numerics is {requested!r}, expected one of {able}")
+    if requested == "auto":
+        return own or "portable"
+    return requested

@@ -301,8 +301,8 @@ class Program:
     """Runs ALL_GATHER; None: there is none."""
 
     numerics: str = "portable"
-    """How compiled kernels multiply bfloat16 weights and caches: "portable" or "amx", see
-    :func:`paceline.kernels.choose_numerics`."""
+    """How compiled kernels multiply bfloat16 weights and caches, as
+    :func:`paceline.kernels.choose_numerics` returns it."""
 
     @property
     def recurrent(self) -> bool:

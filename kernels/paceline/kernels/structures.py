@@ -67,6 +67,22 @@ class Code(IntEnum):
     SIGMOID_GATE = 17
 
 
+class Products(IntEnum):
+    """How attention multiplies bfloat16 caches, as ``native/attention.h`` numbers it."""
+
+    CHAINS = 0
+    TILES = 1
+    DOTS = 2
+
+
+PRODUCTS = {
+    "portable": Products.CHAINS,
+    "amx": Products.TILES,
+    "avx512_bf16": Products.DOTS,
+}
+"""By numerics."""
+
+
 def _numbers(*names: str) -> list[tuple[str, Any]]:
     """Fields of int64."""
     return [(name, ctypes.c_int64) for name in names]
@@ -159,7 +175,7 @@ class CProgram(ctypes.Structure):
     _fields_ = [
         *(*_numbers("operations", "selecting"), *_pointers("operation")),
         *(*_numbers("buffers"), *_pointers("buffer")),
-        *_numbers("vocabulary", "q_heads", "kv_heads", "dim", "top", "tiles_bf16"),
+        *_numbers("vocabulary", "q_heads", "kv_heads", "dim", "top", "products"),
         *(*_floats("scale", "cap"), ("all_gather", ALL_GATHER)),
     ]
 
@@ -276,9 +292,10 @@ LIMITS: Mapping[str, int] = {
     "MAX_ROTATION": MAX_ROTATION,
     "QUERY_TILE_ROWS": QUERY_TILE_ROWS,
     "CHUNK": CHUNK,
-    **{code.name: code.value for code in Code},
+    **{code.name: code.value for code in (*Code, *Products)},
 }
-"""By their names in ``native/limits.h``, and the codes of operations in ``native/program.h``."""
+"""By their names in ``native/limits.h``, and the codes of operations in ``native/program.h`` and of
+products in ``native/attention.h``."""
 
 
 def layout_of(structure: type[ctypes.Structure]) -> list[int]:

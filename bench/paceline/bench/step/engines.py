@@ -49,9 +49,7 @@ class PacelineEngine:
 
     def __init__(self, target: Path, weights: str) -> None:
         self.name = f"paceline {weights}"
-        # As the verifier chooses.
-        numerics = "auto" if weights == "bfloat16" else "portable"
-        self.decoder = Decoder.load(target, weights, numerics=numerics)
+        self.decoder = Decoder.load(target, weights, numerics="auto")  # as the verifier does
         gc.freeze()  # as the verifier does
 
     def measure(self, context: int, rows: Sequence[int]) -> Figures:

@@ -28,6 +28,8 @@ static __m256i *buffer;
   }
 PEAK(avx2, "avx2,fma", __m256, _mm256_set1_ps, _mm256_fmadd_ps(sum[k], a, a))
 PEAK(avx512, "avx512f", __m512, _mm512_set1_ps, _mm512_fmadd_ps(sum[k], a, a))
+PEAK(avx512_bf16, "avx512bf16", __m512, _mm512_set1_ps,
+     _mm512_dpbf16_ps(sum[k], (__m512bh)a, (__m512bh)a))
 PEAK(avx2_int16, "avx2", __m256i, _mm256_set1_epi32,
      _mm256_add_epi32(_mm256_madd_epi16(sum[k], a), a))
 PEAK(avx512_int16, "avx512bw", __m512i, _mm512_set1_epi32,
@@ -76,6 +78,7 @@ int main(int count, char **names) {
   if (!strcmp(names[i], #name)) printf(#name " %.3f\n", best(name, 1 << 22, operations))
     TRY(avx2, CHAINS * 8 * 2.);
     TRY(avx512, CHAINS * 16 * 2.);
+    TRY(avx512_bf16, CHAINS * 32 * 2.);
     TRY(avx2_int16, CHAINS * 16 * 2.);
     TRY(avx512_int16, CHAINS * 32 * 2.);
     TRY(avx_vnni, CHAINS * 32 * 2.);

@@ -16,6 +16,7 @@ from paceline.decoder import DecoderConfig
 
 PEAKS = {
     "amx": ("avx512", "amx_bf16", "amx_int8"),
+    "avx512bf16": ("avx512", "avx512_bf16", "avx512_vnni"),
     "avx512vnni": ("avx512", "avx512", "avx512_vnni"),
     "avx512": ("avx512", "avx512", "avx512_int16"),
     "avxvnni": ("avx2", "avx2", "avx_vnni"),
@@ -30,8 +31,9 @@ _BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 2 / 32, "int4": 1 / 2 + 4
 class Roofline:
     """An engine that is as fast as the machine allows.
 
-    Weights and KV are read once a step; the head stays in 8 bit under int4. Attention computes in
-    float32, but with tiles for a bfloat16 model. Figures contain the machine's rates too.
+    Weights and KV are read once a step; the head stays in 8 bit under int4. Attention computes
+    in float32, but with tiles for a bfloat16 model, and with the dot product of AVX512_BF16 for all
+    whose KV is bfloat16. Figures contain the machine's rates too.
 
     Args:
         config: Shape of the model.
@@ -50,7 +52,8 @@ class Roofline:
         self._bytes = self._layers * _BYTES[weights] + self._head * head_bytes
         floats, halves, blocks = PEAKS[level]
         linear = {"float32": floats, "bfloat16": halves}.get(weights, blocks)
-        attention = halves if weights == "bfloat16" else floats
+        own = weights == "bfloat16" or (level == "avx512bf16" and weights != "float32")
+        attention = halves if own else floats
         self._probes = (f"read:{self._bytes:.0f}", linear, attention)
 
     def measure(self, context: int, rows: Sequence[int]) -> Figures:

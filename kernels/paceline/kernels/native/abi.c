@@ -43,7 +43,7 @@ static const Line lines[] = {
     FIELD(Program, selecting),  FIELD(Program, operation),  FIELD(Program, buffers),
     FIELD(Program, buffer),     FIELD(Program, vocabulary), FIELD(Program, q_heads),
     FIELD(Program, kv_heads),   FIELD(Program, dim),        FIELD(Program, top),
-    FIELD(Program, tiles_bf16), FIELD(Program, scale),      FIELD(Program, cap),
+    FIELD(Program, products),   FIELD(Program, scale),      FIELD(Program, cap),
     FIELD(Program, all_gather), STRUCTURE(Queries),         FIELD(Queries, count),
     FIELD(Queries, row),        FIELD(Queries, out),        STRUCTURE(Run),
     FIELD(Run, rows),           FIELD(Run, selected),       FIELD(Run, threads),
@@ -122,7 +122,10 @@ static const struct {
               LIMIT(COMBINE),
               LIMIT(ALL_GATHER),
               LIMIT(DELTA),
-              LIMIT(SIGMOID_GATE)};
+              LIMIT(SIGMOID_GATE),
+              LIMIT(CHAINS),
+              LIMIT(TILES),
+              LIMIT(DOTS)};
 
 /* A limit of limits.h, or the code of an operation of program.h, by its name; -1: there is none. */
 int64_t paceline_limit(const char *name) {

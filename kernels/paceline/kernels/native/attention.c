@@ -15,11 +15,13 @@
 #include <stdlib.h>
 
 #include "attention.h"
+#include "attention_dots.h"
 #include "attention_tiles.h"
-#include "products.h"
+#include "softmax.h"
 
 #define SMALL_WORK 200000      /* products below which another thread costs more than it saves */
 #define SPLIT_ITEMS 4          /* items per thread below which the chunks of an item are split */
+#define MERGED 4               /* nodes whose chunks one item merges */
 #define SPLIT_FLOATS (4 << 20) /* most memory for the results of chunks that are merged later */
 
 typedef struct {
@@ -168,33 +170,25 @@ static void load_queries(const Tile *t, const float *q, float *out) {
   }
 }
 
-/* Turns scores from .. to of a row into weights relative to the largest; all others of `columns`
- * get 0. Returns their sum, and the largest score in *peak. */
-static float exponentiate(float *row, int64_t from, int64_t to, int64_t columns, float *peak) {
-  for (int64_t c = 0; c < from; c++) row[c] = -INFINITY;
-  for (int64_t c = to; c < columns; c++) row[c] = -INFINITY;
-  vec high = splat(-INFINITY);
-  for (int64_t c = from / LANES * LANES; c < to; c += LANES) high = max_(high, load_f32(row + c));
-  float lanes[WIDTH];
-  *peak = max_lane(high);
-  for (int l = 0; l < WIDTH; l += LANES) {
-    vec sum = splat(0.0f);
-    for (int64_t c = l; c < columns; c += WIDTH) {
-      vec weight = exp_(load_f32(row + c) - splat(*peak));
-      store_f32(row + c, weight);
-      sum = sum + weight;
-    }
-    store_f32(lanes + l, sum);
+/* Scaled queries as bfloat16 [rows][dim], padded with 0 to whole tiles. */
+static void round_queries(const Tile *t, const float *q, uint16_t *out) {
+  const Plan *p = t->plan;
+  const int64_t padded = round_up(p->dim, DOT);
+  memset(out, 0, (size_t)(round_up(t->rows, SIDE) * padded) * sizeof *out);
+  for (int64_t r = 0; r < t->rows; r++) {
+    const int64_t from = packed_row(t, r) * p->dim;
+    for (int64_t d = 0; d < p->dim; d += LANES)
+      store_bf16(out + r * padded + d, load_f32(q + from + d) * splat(p->scale));
   }
-  return add_up(lanes);
 }
 
 static void score_any(const Tile *t, const Buffers *m, int64_t first, int64_t stop, float *out,
                       int64_t stride) {
-  if (in_tiles(t->plan))
-    score_tiles(t, m, first, stop, out, stride);
-  else
-    score(t, m, first, stop, out, stride);
+  switch (products_of(t->plan)) {
+    case TILES: score_tiles(t, m, first, stop, out, stride); break;
+    case DOTS: score_dots(t, m, first, stop, out, stride); break;
+    default: score(t, m, first, stop, out, stride);
+  }
 }
 
 /* Adds the weighted values of every row's own path. */
@@ -218,39 +212,57 @@ static void weigh_paths(const Tile *t, const Buffers *m, int64_t base, float *pa
   }
 }
 
-/* Results of all rows for one chunk, to part [rows][width]. */
-static void attend_chunk(const Tile *t, const Buffers *m, int64_t chunk, float *part) {
+/* The scores of row r and the chunk from `base` on, complete: with those of its own path. `stop` is
+ * the end of the prefix in the chunk. */
+static Scores complete_scores(const Tile *t, const Buffers *m, int64_t r, int64_t base,
+                              int64_t stop) {
   const Plan *p = t->plan;
   const QueryBlock *b = t->block;
+  const int64_t n = t->node + r / t->group, at = position(t, n);
+  float *row = m->scores + r * STRIDE;
+  if (b->depths) {
+    const int32_t *path = b->paths + b->path_starts[n];
+    for (int64_t c = max(base, b->start); c < min(base + CHUNK, at + 1); c++)
+      row[c - base] = m->tree[r * t->tree_columns + path[c - b->start]];
+  }
+  const int64_t from = p->window ? max(0, at - p->window + 1 - base) : 0;
+  const int64_t to = min(CHUNK, at + 1 - base);
+  if (p->cap != 0.0f)
+    for (int64_t c = from / LANES * LANES; c < to; c += LANES)
+      store_f32(row + c, cap_(load_f32(row + c), p->cap));
+  if (t->probes.count) note(t, row, r, base, from, to);
+  return (Scores){row, from, to, round_up(max(to, stop - base), DOT)};
+}
+
+/* Turns the scores of all rows into weights; sets their sums and largest scores in `part`. */
+static void weigh_scores(const Tile *t, const Buffers *m, int64_t base, int64_t stop, float *part) {
+  for (int64_t r = 0; r < t->rows; r += TOGETHER) {
+    const int64_t count = min(TOGETHER, t->rows - r);
+    Scores rows[TOGETHER];
+    float peak[TOGETHER], sum[TOGETHER];
+    for (int64_t i = 0; i < count; i++) rows[i] = complete_scores(t, m, r + i, base, stop);
+    if (products_of(t->plan) == DOTS)
+      softmax(rows, count, 1, peak, sum);
+    else
+      softmax(rows, count, 0, peak, sum);
+    for (int64_t i = 0; i < count; i++) {
+      float *result = part + (r + i) * t->width + t->plan->dim;
+      result[0] = sum[i], result[1] = peak[i];
+    }
+  }
+}
+
+/* Results of all rows for one chunk, to part [rows][width]. */
+static void attend_chunk(const Tile *t, const Buffers *m, int64_t chunk, float *part) {
   const int64_t base = chunk * CHUNK, stop = max(base, min(base + CHUNK, t->prefix));
   score_any(t, m, base, stop, m->scores, STRIDE);
-  for (int64_t r = 0; r < t->rows; r++) {
-    const int64_t n = t->node + r / t->group, at = position(t, n);
-    float *row = m->scores + r * STRIDE, *result = part + r * t->width;
-    if (b->depths) {
-      const int32_t *path = b->paths + b->path_starts[n];
-      for (int64_t c = max(base, b->start); c < min(base + CHUNK, at + 1); c++)
-        row[c - base] = m->tree[r * t->tree_columns + path[c - b->start]];
-    }
-    const int64_t from = p->window ? max(0, at - p->window + 1 - base) : 0;
-    const int64_t to = min(CHUNK, at + 1 - base);
-    if (p->cap != 0.0f)
-      for (int64_t c = from / LANES * LANES; c < to; c += LANES)
-        store_f32(row + c, cap_(load_f32(row + c), p->cap));
-    if (t->probes.count) note(t, row, r, base, from, to);
-    result[p->dim] = 0.0f;
-    result[p->dim + 1] = -INFINITY;
-    const int64_t columns = round_up(max(to, stop - base), DOT);
-    if (from < to)
-      result[p->dim] = exponentiate(row, from, to, columns, result + p->dim + 1);
-    else
-      memset(row, 0, (size_t)columns * sizeof(float));
-  }
-  if (in_tiles(p)) {
-    weigh_tiles(t, m, base, stop, part);
-  } else {
-    weigh_values(t, m, base, stop, part);
-    if (b->depths) weigh_paths(t, m, base, part);
+  weigh_scores(t, m, base, stop, part);
+  switch (products_of(t->plan)) {
+    case TILES: weigh_tiles(t, m, base, stop, part); break;
+    case DOTS: weigh_dots(t, m, base, stop, part); break;
+    default:
+      weigh_values(t, m, base, stop, part);
+      if (t->block->depths) weigh_paths(t, m, base, part);
   }
 }
 
@@ -260,13 +272,9 @@ static float exp_one(float x) {
   return lanes[0];
 }
 
-/* Merges the results of the next chunk into those of the rows (`first`: there are none yet). */
-static void merge(const Tile *t, float *total, const float *part, int first) {
+/* Merges the results of the next chunk into those of the rows. */
+static void merge(const Tile *t, float *total, const float *part) {
   const int64_t dim = t->plan->dim;
-  if (first) {
-    memcpy(total, part, (size_t)(t->rows * t->width) * sizeof(float));
-    return;
-  }
   for (int64_t r = 0; r < t->rows; r++, total += t->width, part += t->width) {
     const float before = total[dim + 1], peak = part[dim + 1];
     if (peak == -INFINITY) continue;
@@ -297,8 +305,8 @@ static void finish(const Tile *t, float *total, float *out) {
 static int begin(const Tile *t, Buffers *m, const float *q) {
   *m = reserve(t);
   if (!m->q) return 1;
-  if (in_tiles(t->plan)) {
-    configure_tiles();
+  if (products_of(t->plan) != CHAINS) {
+    if (products_of(t->plan) == TILES) configure_tiles();
     round_queries(t, q, (uint16_t *)m->q);
   } else {
     load_queries(t, q, m->q);
@@ -317,8 +325,8 @@ static int attend_tile(const Tile *t, const float *q, float *out) {
   if (begin(t, &m, q)) return 1;
   score_tree(t, &m);
   for (int64_t chunk = t->first; chunk < t->chunks; chunk++) {
-    attend_chunk(t, &m, chunk, m.part);
-    merge(t, m.total, m.part, chunk == t->first);
+    attend_chunk(t, &m, chunk, chunk == t->first ? m.total : m.part);
+    if (chunk > t->first) merge(t, m.total, m.part);
   }
   finish(t, m.total, out);
   return 0;
@@ -358,6 +366,25 @@ static int64_t attention_work(const Plan *p) {
   return work;
 }
 
+/* Whether the dot product is not that of dot_plain, on random numbers of all sizes. */
+int64_t paceline_dot_check(void) {
+  uint32_t seed = 1, words[3][LANES];
+  for (int64_t round = 0; round < 30000; round++) {
+    for (int64_t i = 0; i < 3 * LANES; i++) {
+      seed = seed * 1664525 + 1013904223;
+      uint32_t word = (seed >> 16 | seed << 16) & 0xbfffbfff;          /* below 2: no infinities */
+      if (round % 3) word &= round % 3 == 1 ? 0x83ff83ff : 0xa1ffa1ff; /* tiny numbers */
+      words[i / LANES][i % LANES] = word;
+    }
+    vec x[3];
+    memcpy(x, words, sizeof x);
+    const vec found = dot_pairs(x[0], x[1], x[2]), expected = dot_plain(x[0], x[1], x[2]);
+    for (int i = 0; i < LANES; i++)
+      if (found[i] != expected[i]) return 1;
+  }
+  return 0;
+}
+
 int64_t attention_begin(Attention *a, int64_t threads) {
   const int64_t items = a->plan->tiles * a->plan->kv_heads;
   const int64_t kept = kept_floats(a->plan, a->probes);
@@ -389,15 +416,28 @@ int64_t attention_item(const Attention *a, int64_t i) {
                       t.first + chunks * (range + 1) / a->ranges, parts_of(a, i / a->ranges));
 }
 
-int64_t attention_merge_items(const Attention *a) {
-  return a->ranges ? a->plan->tiles * a->plan->kv_heads : 0;
+/* Pieces of the nodes of an item of which each is merged on its own. */
+static int64_t merge_pieces(const Attention *a, int64_t item) {
+  return round_up(a->plan->tile[item / a->plan->kv_heads * 3 + 2], MERGED) / MERGED;
 }
 
-void attention_merge_item(const Attention *a, int64_t i) {
-  Tile t = tile_of(a, i);
+int64_t attention_merge_items(const Attention *a) {
+  int64_t pieces = 0;
+  for (int64_t i = 0; a->ranges && i < a->plan->tiles * a->plan->kv_heads; i++)
+    pieces += merge_pieces(a, i);
+  return pieces;
+}
+
+void attention_merge_item(const Attention *a, int64_t piece) {
+  int64_t item = 0;
+  for (; piece >= merge_pieces(a, item); item++) piece -= merge_pieces(a, item);
+  Tile t = tile_of(a, item);
+  const int64_t next = t.rows * t.width, node = piece * MERGED;
+  float *parts = parts_of(a, item) + node * t.group * t.width;
+  t.node += node;
+  t.rows = min(t.rows - node * t.group, MERGED * t.group);
   take_probes(a, &t);
-  float *parts = parts_of(a, i);
   for (int64_t chunk = 1; chunk < t.chunks - t.first; chunk++)
-    merge(&t, parts, parts + chunk * t.rows * t.width, 0);
+    merge(&t, parts, parts + chunk * next);
   finish(&t, parts, a->out);
 }

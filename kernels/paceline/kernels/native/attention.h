@@ -9,6 +9,7 @@
 #define ROWS 6                 /* rows of a tile of a product, whose sums stay in registers */
 #define COLUMNS (COLUMN_VECTORS * LANES) /* its columns */
 #define DEPTH 64                         /* values of a panel */
+#define DOT 32 /* products summed by one tile instruction; rows of bfloat16 are padded to it */
 
 INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -24,7 +25,7 @@ typedef struct {
 typedef struct {
   int64_t q_heads, kv_heads, dim, window; /* window 0: none */
   int64_t kv_type;                        /* KV_F32, KV_BF16 or KV_INT8 */
-  int64_t tiles_bf16; /* numerics amx: products with bfloat16 caches are in tiles */
+  int64_t products;                       /* how bfloat16 caches are multiplied: */
   int64_t blocks;
   const QueryBlock *block;
   int64_t tiles;
@@ -32,6 +33,9 @@ typedef struct {
   float scale, cap;    /* of scores; cap 0: none */
   const float *sinks;  /* [Hq]: one extra logit in the softmax denominator; null: none */
 } Plan;
+
+/* By numerics portable, amx and avx512_bf16. */
+enum { CHAINS, TILES, DOTS };
 
 /* Records scores of node `node` of block `block` over its prefix: out [kv head][prefix position],
  * at `stride`, gets the sum over the head's query rows of scores or weights. */
@@ -90,7 +94,8 @@ typedef struct {
   float *q, *panel, *scores, *tree, *part, *total;
 } Buffers;
 
-INLINE int in_tiles(const Plan *p) { return p->tiles_bf16 && p->kv_type == KV_BF16; }
+/* Which of the products an attention takes: caches of other types have chains of FMAs. */
+INLINE int64_t products_of(const Plan *p) { return p->kv_type == KV_BF16 ? p->products : CHAINS; }
 
 /* Position of a node. */
 INLINE int64_t position(const Tile *t, int64_t n) {

@@ -10,7 +10,6 @@
 #include "attention.h"
 #include "tiles.h"
 
-#define DOT 32              /* products summed by one tile instruction */
 #define WIDE 4              /* tiles of columns worked on at once */
 #define WORDS (SIDE * SIDE) /* 32-bit values of a tile */
 
@@ -61,18 +60,6 @@ INLINE void multiply_any(int64_t tiles, const uint16_t *a, int64_t stride, const
     multiply_tiles(WIDE, a, stride, b, depth, more, c, c_stride);
   else
     multiply_tiles(1, a, stride, b, depth, more, c, c_stride);
-}
-
-/* Scaled queries as bfloat16 [rows][dim], padded with 0 to whole tiles. */
-static void round_queries(const Tile *t, const float *q, uint16_t *out) {
-  const Plan *p = t->plan;
-  const int64_t padded = round_up(p->dim, DOT);
-  memset(out, 0, (size_t)(round_up(t->rows, SIDE) * padded) * sizeof *out);
-  for (int64_t r = 0; r < t->rows; r++) {
-    const int64_t from = packed_row(t, r) * p->dim;
-    for (int64_t d = 0; d < p->dim; d += LANES)
-      store_bf16(out + r * padded + d, load_f32(q + from + d) * splat(p->scale));
-  }
 }
 
 /* `tiles` times SIDE keys from `slot` on, as B of a product over dimensions. The last key before

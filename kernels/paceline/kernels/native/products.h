@@ -8,15 +8,18 @@
 
 #include "attention.h"
 
+/* Elements of A and B: A of float32, B of float32 or bfloat16; or of both pairs of bfloat16. */
+enum { FLOATS, HALVES, PAIRS };
+
 typedef struct {
   const void *data; /* element (k, n) at k * stride + n */
   int64_t stride;
-  int bf16;
+  int elements;
   const char *next; /* is fetched into the second-level cache on the way, at the same stride */
 } Panel;
 
-INLINE Panel panel_of(const Buffers *m, int64_t columns) {
-  return (Panel){m->panel, columns, 0, (const char *)m->panel};
+INLINE Panel panel_of(const Buffers *m, int64_t columns, int elements) {
+  return (Panel){m->panel, columns, elements, NULL};
 }
 
 #define FEW 4                /* rows up to which keys are not converted to a panel */
@@ -25,8 +28,9 @@ INLINE Panel panel_of(const Buffers *m, int64_t columns) {
 /* C = A * B, or C += A * B if `more`, for at most ROWS rows and `vectors` vectors of B's columns.
  * An element of C is one chain of FMAs over k. */
 INLINE void multiply_tile(const int rows, const int vectors, const float *a, int64_t a_stride,
-                          Panel b, const int bf16, int64_t depth, int more, float *c,
+                          Panel b, const int elements, int64_t depth, int more, float *c,
                           int64_t c_stride) {
+  const int bf16 = elements == HALVES;
   vec sum[ROWS][COLUMN_VECTORS];
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++)
@@ -37,7 +41,7 @@ INLINE void multiply_tile(const int rows, const int vectors, const float *a, int
 #pragma GCC unroll 1
   for (int64_t k = 0; k < depth; k++, at += b.stride) {
     vec x[COLUMN_VECTORS];
-    if (rows <= FEW)
+    if (rows <= FEW && b.next)
       for (int64_t i = 0; i < vectors * LANES; i += bf16 ? 32 : 16)
         __builtin_prefetch(b.next + (at + i) * (bf16 ? 2 : 4), 0, 2);
 #pragma GCC unroll 4
@@ -46,7 +50,8 @@ INLINE void multiply_tile(const int rows, const int vectors, const float *a, int
     for (int r = 0; r < rows; r++) {
       const vec y = splat(a[r * a_stride + k]);
 #pragma GCC unroll 4
-      for (int i = 0; i < vectors; i++) sum[r][i] = fma_(y, x[i], sum[r][i]);
+      for (int i = 0; i < vectors; i++)
+        sum[r][i] = elements == PAIRS ? dot_pairs(sum[r][i], y, x[i]) : fma_(y, x[i], sum[r][i]);
     }
   }
 #pragma GCC unroll 6
@@ -56,11 +61,11 @@ INLINE void multiply_tile(const int rows, const int vectors, const float *a, int
 }
 
 /* The same for any number of rows. */
-INLINE void multiply_rows(const int vectors, const int bf16, int64_t rows, const float *a,
+INLINE void multiply_rows(const int vectors, const int elements, int64_t rows, const float *a,
                           int64_t a_stride, Panel b, int64_t depth, int more, float *c,
                           int64_t c_stride) {
   for (; rows > 0; rows -= ROWS, a += ROWS * a_stride, c += ROWS * c_stride) {
-#define CALL(n) multiply_tile(n, vectors, a, a_stride, b, bf16, depth, more, c, c_stride)
+#define CALL(n) multiply_tile(n, vectors, a, a_stride, b, elements, depth, more, c, c_stride)
     switch (rows) {
       case 1: CALL(1); break;
       case 2: CALL(2); break;
@@ -76,25 +81,26 @@ INLINE void multiply_rows(const int vectors, const int bf16, int64_t rows, const
 /* The same for `columns` columns, COLUMNS or LANES. */
 static void multiply(int64_t columns, int64_t rows, const float *a, int64_t a_stride, Panel b,
                      int64_t depth, int more, float *c, int64_t c_stride) {
-  if (columns == COLUMNS && b.bf16)
-    multiply_rows(COLUMN_VECTORS, 1, rows, a, a_stride, b, depth, more, c, c_stride);
-  else if (columns == COLUMNS)
-    multiply_rows(COLUMN_VECTORS, 0, rows, a, a_stride, b, depth, more, c, c_stride);
-  else if (b.bf16)
-    multiply_rows(1, 1, rows, a, a_stride, b, depth, more, c, c_stride);
-  else
-    multiply_rows(1, 0, rows, a, a_stride, b, depth, more, c, c_stride);
+#define CALL(vectors, elements) \
+  multiply_rows(vectors, elements, rows, a, a_stride, b, depth, more, c, c_stride)
+  switch (b.elements) {
+    case FLOATS: columns == COLUMNS ? CALL(COLUMN_VECTORS, FLOATS) : CALL(1, FLOATS); break;
+    case HALVES: columns == COLUMNS ? CALL(COLUMN_VECTORS, HALVES) : CALL(1, HALVES); break;
+    default: columns == COLUMNS ? CALL(COLUMN_VECTORS, PAIRS) : CALL(1, PAIRS);
+  }
+#undef CALL
 }
 
 /* 32-bit words w .. w + LANES of LANES keys from `slot` on: x[i] has word w + i of all keys. Key
- * `last` stands in for those behind it. */
+ * `last` stands in for those behind it. `whole`: there are as many keys and words. */
 INLINE void load_words(const Tile *t, const int type, int64_t slot, const int64_t last, int64_t w,
-                       int64_t words, vec x[LANES]) {
+                       int64_t words, const int whole, vec x[LANES]) {
   const char *key = row_at(t, t->k, type, slot) + 4 * w;
+  const int64_t next = t->k->slot_stride * kv_size(type);
 #pragma GCC unroll 16
   for (int64_t i = 0; i < LANES; i++) {
-    x[i] = load_part((const float *)key, words - w);
-    key += i < last ? t->k->slot_stride * kv_size(type) : 0;
+    x[i] = whole ? load_f32((const float *)key) : load_part((const float *)key, words - w);
+    key += whole || i < last ? next : 0;
   }
   transpose(x);
 }
@@ -132,7 +138,7 @@ INLINE void transpose_keys(const Tile *t, const int type, int64_t slot, int64_t 
     slot = min(slot, stop - 1);
     for (int64_t w = 0; w < words; w += LANES) {
       vec x[LANES];
-      load_words(t, type, slot, stop - 1 - slot, w, words, x);
+      load_words(t, type, slot, stop - 1 - slot, w, words, 0, x);
       EACH_DIMENSION(slot, store_f32(panel + d * columns, value))
     }
   }
@@ -153,7 +159,7 @@ INLINE void score_few(const int rows, const Tile *t, const int type, const float
 #pragma GCC unroll 2
     for (int g = 0; g < FEW_KEYS / LANES; g++) {
       vec x[LANES];
-      load_words(t, type, slot + g * LANES, LANES - 1, w, words, x);
+      load_words(t, type, slot + g * LANES, LANES - 1, w, words, 0, x);
       EACH_DIMENSION(slot + g * LANES,
                      _Pragma("GCC unroll 4") for (int r = 0; r < rows; r++) sum[g][r] =
                          fma_(splat(q[r * t->plan->dim + d]), value, sum[g][r]))
@@ -192,7 +198,7 @@ INLINE void score_keys(const Tile *t, const int type, const Buffers *m, int64_t 
       case 4: CALL(4); break;
       default:
         transpose_keys(t, type, slot, stop, columns, m->panel);
-        multiply(columns, t->rows, m->q, dim, panel_of(m, columns), dim, 0, out, stride);
+        multiply(columns, t->rows, m->q, dim, panel_of(m, columns, FLOATS), dim, 0, out, stride);
     }
 #undef CALL
     if (type == KV_INT8) scale_columns(t, t->k, slot, min(slot + columns, stop), out, stride);
@@ -228,7 +234,7 @@ static void weigh_values(const Tile *t, const Buffers *m, int64_t first, int64_t
         for (int64_t k = 0; k < depth; k++)
           for (int64_t i = 0; i < columns; i += LANES)
             store_f32(m->panel + k * columns + i, load_kv(panel.data, k * stride + i, type));
-        panel = panel_of(m, columns);
+        panel = panel_of(m, columns, FLOATS);
       }
       multiply(columns, t->rows, weights, STRIDE, panel, depth, slot > first, part + d, t->width);
     }

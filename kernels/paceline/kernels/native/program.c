@@ -230,7 +230,7 @@ static int64_t begin_attention(State *s, const Operation *o) {
                    .dim = p->dim,
                    .window = o->window,
                    .kv_type = context ? r->context_type : r->kv_type,
-                   .tiles_bf16 = p->tiles_bf16,
+                   .products = p->products,
                    .scale = (float)p->scale,
                    .cap = (float)p->cap,
                    .sinks = o->weight,

@@ -82,9 +82,9 @@ typedef struct {
   int64_t buffers;
   const Buffer *buffer;
   int64_t vocabulary, q_heads, kv_heads, dim;
-  int64_t top;        /* experts of a row */
-  int64_t tiles_bf16; /* numerics amx: products with bfloat16 caches are in tiles */
-  double scale, cap;  /* of attention scores; cap 0: none */
+  int64_t top;       /* experts of a row */
+  int64_t products;  /* of attention with bfloat16 caches; see attention.h */
+  double scale, cap; /* of attention scores; cap 0: none */
   /* Gathers `in` [rows, width] of all ranks to `out`, on any thread. Returns 0, or 1: it failed. */
   int64_t (*all_gather)(int64_t rows, int64_t width, const float *in, float *out);
 } Program;

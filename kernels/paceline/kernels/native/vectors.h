@@ -183,6 +183,37 @@ INLINE void transpose(vec x[LANES]) {
 }
 #endif
 
+/* Stores as bfloat16 what is 0 or normal. */
+INLINE void store_normal_bf16(uint16_t *p, vec x) {
+#ifdef __AVX512BF16__
+  _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x));
+#else
+  store_bf16(p, x);
+#endif
+}
+
+/* x, or 0 where it is denormal. */
+INLINE vec flush_(vec x) { return zero_below(max_(x, splat(0.0f) - x), splat(0x1p-126f), x); }
+
+/* sum + a * b over pairs of bfloat16: an FMA of the odd ones, then one of the even ones, with
+ * denormal numbers as 0. The signs of zeros are not defined. */
+INLINE vec dot_plain(vec sum, vec a, vec b) {
+  vec x[2], y[2];
+  split_bf16(a, &x[0], &x[1]);
+  split_bf16(b, &y[0], &y[1]);
+  for (int i = 1; i >= 0; i--) sum = flush_(fma_(flush_(x[i]), flush_(y[i]), flush_(sum)));
+  return sum;
+}
+
+/* The same by the instruction, where the level has it. */
+INLINE vec dot_pairs(vec sum, vec a, vec b) {
+#ifdef __AVX512BF16__
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#else
+  return dot_plain(sum, a, b);
+#endif
+}
+
 /* Sum of WIDTH partial sums, always in the same order; overwrites them. */
 INLINE float add_up(float part[WIDTH]) {
 #pragma GCC unroll 4
@@ -192,7 +223,37 @@ INLINE float add_up(float part[WIDTH]) {
   return part[0];
 }
 
+/* The same of vectors. */
+INLINE float add_vectors(const vec part[WIDTH / LANES]) {
+#if LANES == 16
+  const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(part[0]), 1));
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(part[0]), high);
+#elif LANES == 8
+  const __m256 eight = _mm256_add_ps(part[0], part[1]);
+#endif
+#if LANES >= 8
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+#else
+  float lanes[WIDTH];
+  for (int i = 0; i < WIDTH / LANES; i++) store_f32(lanes + i * LANES, part[i]);
+  return add_up(lanes);
+#endif
+}
+
 INLINE float max_lane(vec x) {
+#if LANES >= 8
+#if LANES == 16
+  const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1));
+  const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(x), high);
+#else
+  const __m256 eight = x;
+#endif
+  __m128 most = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+  return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
+#endif
   float part[LANES];
   store_f32(part, x);
 #pragma GCC unroll 4

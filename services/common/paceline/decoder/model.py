@@ -129,8 +129,8 @@ class Decoder:
         """Build from tensors by their Hugging Face names; see :meth:`load`."""
         self.config = config
         """Its configuration."""
-        self.numerics = choose_numerics(numerics)
-        """How its compiled kernels multiply bfloat16: "portable" or "amx"."""
+        self.numerics = numerics_for(config, numerics)
+        """How its compiled kernels multiply bfloat16, as :func:`numerics_for` returns it."""
         self.device = torch.device(device)
         """Device on which the model runs."""
         self._ranks = ranks
@@ -208,8 +208,8 @@ class Decoder:
                 hidden states. Others than "auto" are supported on the CPU.
             ranks: The processes that share the model, of which each loads its part; None: one.
             max_context: Maximum length of texts; None: that of the model.
-            numerics: How the CPU multiplies bfloat16 weights and caches: "portable", "amx", or
-                "auto", see :func:`paceline.kernels.choose_numerics`.
+            numerics: How the CPU multiplies bfloat16 weights and caches; see
+                :func:`numerics_for`.
 
         Raises:
             ValueError: ``numerics`` or ``kv_cache_dtype`` is none of these, or not supported on
@@ -405,6 +405,31 @@ class Decoder:
         if config.logit_cap:
             program.cap_logits(logits, config.logit_cap)
         return program.finish()
+
+
+def numerics_for(config: DecoderConfig, requested: str) -> str:
+    """Numerics of the CPU for a model.
+
+    Args:
+        config: The model.
+        requested: As :func:`paceline.kernels.choose_numerics` takes it. "auto" is "portable" for a
+            model of which the processor's own numerics would not change a bit, and where they are
+            slower.
+
+    Returns:
+        As :func:`paceline.kernels.choose_numerics` returns it.
+
+    Raises:
+        ValueError: The level in use does not have the requested numerics.
+    """
+    chosen = choose_numerics(requested)
+    if requested != "auto":
+        return chosen
+    if chosen == "amx":  # tiles in attention alone are slower than FMAs for a single row
+        multiplied = config.weights == "bfloat16"
+    else:
+        multiplied = config.kv_dtype == torch.bfloat16
+    return chosen if multiplied else "portable"
 
 
 def _linears(layer: _Layer) -> Iterator[tuple[str, Linear]]:

@@ -60,7 +60,8 @@ class VerifierOptions:
     numerics: str = option(
         "auto",
         "order of additions. auto: texts do not depend on drafts or on other texts; bits are those "
-        "of the kind of GPU, and on CPUs the fastest ones, of their own for bfloat16 with AMX. "
+        "of the kind of GPU, and on CPUs the fastest ones, of their own for bfloat16 weights with "
+        "AMX and for bfloat16 caches with AVX512_BF16. "
         "portable: the same tokens on every x86-64 and ARM processor; fast: for GPUs, what their "
         "libraries choose, so that texts may depend on drafts",
         choices=NUMERICS,

@@ -30,8 +30,8 @@ from paceline.decoder import (
     run_rank,
     use_device,
 )
+from paceline.decoder.model import numerics_for
 from paceline.decoder.products import use_library_without_splits
-from paceline.kernels import choose_numerics
 from paceline.service import configure_logging
 from paceline.verifier.options import VerifierOptions
 
@@ -153,10 +153,9 @@ def run_other_rank(target: Path, options: VerifierOptions) -> None:
 
 
 def _choose_numerics(source: ModelSource, options: VerifierOptions) -> str:
-    """Numerics of the CPU for the model, "portable" or "amx"."""
-    # Other formats have one set of bits on all processors; tiles would change their caches.
-    bfloat16 = source.config(options.weights).weights == "bfloat16"
-    return choose_numerics("auto" if bfloat16 and options.numerics == "auto" else "portable")
+    """Numerics of the CPU for the model."""
+    config = source.config(options.weights).with_kv(options.kv_cache_dtype)
+    return numerics_for(config, "auto" if options.numerics == "auto" else "portable")
 
 
 def _check_numerics(numerics: str, device: torch.device) -> None:

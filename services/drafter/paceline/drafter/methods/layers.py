@@ -432,7 +432,7 @@ class LayerWeights:
     """Of matrices, 8 or 4, see :func:`linear`; 0: as they came."""
 
     numerics: str = "portable"
-    """Numerics of the programs, "portable" or "amx"."""
+    """Numerics of the programs, as of :func:`paceline.kernels.choose_numerics`."""
 
     _made: dict[tuple[str, ...], Linear] = field(default_factory=dict, init=False, repr=False)
 
