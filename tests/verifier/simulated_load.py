@@ -159,7 +159,7 @@ class Simulation:
             committed=CONTEXT,
             generation=SimpleNamespace(sampling=sampling),
         )
-        job = SimpleNamespace(sequence=sequence, tree=EMPTY)
+        job = SimpleNamespace(sequence=sequence, tree=EMPTY, guess=EMPTY, asked=True)
         return _Generation(self.made, job, length, self.now)
 
     def plan(self, generations: list[_Generation]) -> None:

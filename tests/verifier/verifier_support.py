@@ -285,8 +285,8 @@ class RoundCall:
 async def serving(target: Path, socket: Path, **options: Any) -> AsyncIterator[Client]:
     """A verifier on a unix socket in this loop; checked for leaks at the end.
 
-    Unless the options say otherwise, it verifies every node and no prompt reuses the KV of an ended
-    text. It does not collect the garbage of
+    Unless the options say otherwise, it verifies every node, guesses nothing itself, and no prompt
+    reuses the KV of an ended text. It does not collect the garbage of
     the test process at its start, which takes longer than all the rest.
     """
     with patch.object(service_module, "gc", Mock()):
@@ -296,7 +296,9 @@ async def serving(target: Path, socket: Path, **options: Any) -> AsyncIterator[C
 
 @contextlib.asynccontextmanager
 async def _served(target: Path, socket: Path, **options: Any) -> AsyncIterator[Client]:
-    service = build_service(target, **{"schedule": "off", "prefix_caching": False, **options})
+    service = build_service(
+        target, **{"schedule": "off", "prefix_caching": False, "sources": "none", **options}
+    )
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     server = asyncio.create_task(
         run_server(

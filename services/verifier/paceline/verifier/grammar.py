@@ -29,6 +29,7 @@ from torch import Tensor
 from paceline.sampling.json_schema import without_annotations
 from paceline.service import limits
 from paceline.service.tasks import in_thread
+from paceline.tree import TokenTree
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -263,6 +264,28 @@ class Guide:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
         return bits
+
+    def accepted_nodes(self, tree: TokenTree) -> list[int]:
+        """Nodes of a tree whose paths may come next, in order."""
+        if tree.is_chain:
+            return list(range(self._accepted(tree.tokens)))
+        inner = set(tree.parents)
+        accepted: set[int] = set()
+        for leaf in range(len(tree)):
+            if leaf in inner:
+                continue
+            path = self._accepted(tree.path(leaf))
+            node = leaf
+            for _ in range(tree.depths[leaf] - path):
+                node = tree.parents[node]
+            while node >= 0:
+                accepted.add(node)
+                node = tree.parents[node]
+        return sorted(accepted)
+
+    def _accepted(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens may come next, one after the other."""
+        return int(self._matcher.validate_tokens(list(tokens)))
 
     def push(self, token: int) -> None:
         """Append an emitted token. Raises ``GrammarError``: the token may not come next."""

@@ -11,6 +11,7 @@ from paceline.service.options import byte_count, option
 from paceline.tree import MAX_NODES
 
 CUDA_GRAPHS = ("auto", "on", "off")
+SOURCES = ("all", "ngram", "grammar", "none")
 SCHEDULES = ("off", "auto", "profile")
 NUMERICS = ("auto", "portable", "fast")
 
@@ -124,6 +125,13 @@ class VerifierOptions:
         "profile: measure the table again; off: verify every node; a GPU always does",
         choices=SCHEDULES,
     )
+    sources: str = option(
+        "all",
+        "what the verifier guesses by itself, without a drafter service, for generations that name "
+        "no drafter. ngram: what followed the newest tokens earlier in the text, or in other texts "
+        "of its owner; grammar: what a schema, regex or grammar forces, or left as open before",
+        choices=SOURCES,
+    )
     cuda_graphs: str = option(
         "auto",
         "steps as CUDA graphs on a GPU. auto: batches whose graph cannot be captured run kernel by "
@@ -159,7 +167,12 @@ class VerifierOptions:
             raise ValueError(f"gpu_memory is {self.gpu_memory}, expected a share above 0, up to 1")
         if not 0 <= self.node_budget <= MAX_NODES:
             raise ValueError(f"node_budget is {self.node_budget}, expected 0 to {MAX_NODES}")
-        choices = {"schedule": SCHEDULES, "numerics": NUMERICS, "cuda_graphs": CUDA_GRAPHS}
+        choices = {
+            "schedule": SCHEDULES,
+            "numerics": NUMERICS,
+            "cuda_graphs": CUDA_GRAPHS,
+            "sources": SOURCES,
+        }
         for name, known in choices.items():
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name} is {value!r}, expected {', '.join(known)}")

@@ -26,6 +26,7 @@ from paceline.decoder import (
 )
 from paceline.service.runtime import available_memory, trim
 from paceline.verifier.engine.engine import Engine
+from paceline.verifier.engine.local import LocalSources
 from paceline.verifier.kv.base import RESERVED_TOKENS, TREE_TOKENS, KvLayout
 from paceline.verifier.kv.pool import PagePool
 from paceline.verifier.kv.segment import SegmentMemory
@@ -177,6 +178,7 @@ def engine(model: LoadedModel, kv: KvSpace, options: VerifierOptions) -> Engine:
         node_budget=options.node_budget,
         graphs=kv.graphs,
         max_prefixes=kv.max_prefixes,
+        sources=LocalSources(options.sources),
         read_tree=lambda tree, job: read_tree(tree, message, job.sequence),
     )
 

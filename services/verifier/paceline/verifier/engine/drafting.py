@@ -246,7 +246,7 @@ class Drafting:
             return job.drafter.partition("@")[0]
         if job.drafter is None:
             return None
-        names = (each.drafters.default_drafter for each in self.links)
+        names = (each.drafters.default_drafter for each in self.links if not _is_local(each, job))
         return next(filter(None, names), None)
 
     def ask(self, job: Decode, nodes: int, now: float) -> bool:
@@ -472,7 +472,7 @@ class Drafting:
                     f"the tree has {len(message.tree.tokens)} nodes, expected at most "
                     f"{sequence.budget}",
                 )
-            tree = self._read_tree(message.tree, job)
+            tree = job.merge_guess(self._read_tree(message.tree, job), sequence.budget)
         except ServiceError as error:
             if self._strict:
                 raise
@@ -530,6 +530,14 @@ class Drafting:
         _log.warning("a drafter service was disconnected", extra={"fault": error.message})
         self.leave(link, error.message)
         link.end(error)
+
+
+def _is_local(link: Link, job: Decode) -> bool:
+    """Whether the verifier guesses for a generation what a service's default drafter would."""
+    if job.local is None:
+        return False
+    default = [e for e in link.drafters.drafters if e.name == link.drafters.default_drafter]
+    return bool(default) and all(each.method in job.local.methods for each in default)
 
 
 def _preference(link: Link) -> tuple[int, bool, int]:

@@ -18,7 +18,7 @@ import torch
 
 from paceline.decoder import Decoder, GraphRunner, device_lost, use_device
 from paceline.service.watchdog import Watchdog
-from paceline.tree import MAX_NODES, TokenTree
+from paceline.tree import EMPTY, MAX_NODES, TokenTree
 from paceline.verifier.engine.acceptance import accept_batch
 from paceline.verifier.engine.batch import Batch, prompt_room
 from paceline.verifier.engine.drafting import Drafting, ReadTree
@@ -33,6 +33,7 @@ from paceline.verifier.engine.job import (
     StepOutput,
     microseconds,
 )
+from paceline.verifier.engine.local import LocalSources, use_guess
 from paceline.verifier.engine.queue import CommandThread, JobQueue, PrefixCache
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.scheduler.scheduler import Scheduler
@@ -71,6 +72,7 @@ class Engine:
         graphs: GraphRunner | None = None,
         max_prefixes: int = 0,
         read_tree: ReadTree | None = None,
+        sources: LocalSources | None = None,
     ) -> None:
         """Make an engine; :meth:`start` starts its thread.
 
@@ -87,6 +89,7 @@ class Engine:
             max_prefixes: Maximum number of ended texts whose KV is kept for prompts that begin like
                 them; 0: no prompt reuses the KV of another one, unless it names its cache.
             read_tree: Reads and checks a drafted tree; None: it is not checked.
+            sources: Guesses of generations that name no drafter; None: there are none.
         """
         self._decoder = decoder
         self._threads = threads
@@ -100,6 +103,7 @@ class Engine:
         self._drafting = Drafting(
             self._thread.waiter, read_tree or (lambda tree, job: TokenTree.from_proto(tree))
         )
+        self._sources = sources
         self._decodes: dict[Sequence, Decode] = {}
         self._unsent: dict[Decode, float] = {}  # with output, and when to notify the event loop
         self._steps = 0
@@ -335,6 +339,8 @@ class Engine:
                 self._queue.updated.append(job)
             if isinstance(job, Decode):
                 if not job.done:
+                    if job.local is not None and output is not None:
+                        job.local.extend(output.tokens)
                     self._plan(job, budget)
             elif not job.done:
                 self._queue.add(job)
@@ -364,6 +370,7 @@ class Engine:
         nodes = budget or 0
         if budget == 0 and job.always_draft:
             nodes = self._node_budget
+        self._guess(job)
         asked = False
         if budget is None:
             job.no_draft = NoDraft.NO_DRAFTER
@@ -371,12 +378,25 @@ class Engine:
             job.no_draft = NoDraft.NODE_BUDGET
         elif job.sequence.room <= 1:
             job.no_draft = NoDraft.LAST_TOKEN
+        elif not job.always_draft and not job.drafter_adds():
+            nodes = 0
         else:
             asked = self._drafting.ask(job, nodes, now)
         if self._scheduler is not None and (asked or not nodes):
             self._scheduler.budget_sent(job.sequence, nodes)
         if not asked:
+            use_guess(job)
             self._queue.add(job)
+
+    def _guess(self, job: Decode) -> None:
+        """Make the local tree of a generation's next step, once plain steps were measured."""
+        job.guess = EMPTY
+        measured = self._scheduler is None or self._scheduler.measured or job.always_draft
+        if job.local is None or not measured:
+            return
+        nodes = min(self._node_budget, job.max_nodes or self._node_budget)
+        tree = job.local.propose(nodes, job.sequence.room - 1)
+        job.guess = tree.best_chain() if job.sequence.generation.sampling.rejection else tree
 
     def _queue_ready(self) -> None:
         """Queue the generations whose wait for a tree is over."""
@@ -385,6 +405,7 @@ class Engine:
         ready, drafting.ready = drafting.ready, []
         for job in ready:
             job.ready_at = perf_counter()
+            use_guess(job)
             self._queue.add(job)
 
     def _begin_decode(self, job: Decode) -> None:
@@ -392,6 +413,8 @@ class Engine:
             self._queue.fail(job, SequenceClosed("the cache was released"))
             return
         self._decodes[job.sequence] = job
+        if self._sources is not None:
+            job.local = self._sources.begin(job)
         self._plan(job, self._budget(job))
 
     def _grant(self, job: Decode, steps: int) -> None:
@@ -413,6 +436,9 @@ class Engine:
         for job in self._queue.updated:
             if job.done and isinstance(job, Decode):
                 self._drafting.close(job)
+                if job.local is not None:
+                    job.local.close()
+                    job.local = None
                 if self._decodes.get(job.sequence) is job:
                     del self._decodes[job.sequence]
 

@@ -15,14 +15,19 @@ from torch import Tensor
 
 from paceline.kernels import History, SamplingParams
 from paceline.tree import EMPTY, TokenTree
+from paceline.tree import merge as merge_trees
 from paceline.v1 import sampling_pb2
 from paceline.verifier.kv.base import SequenceKv, Taps
 
 if TYPE_CHECKING:
     from paceline.kv.selection import ScoreObserver
     from paceline.verifier.engine.drafting import SequenceAtDrafter
+    from paceline.verifier.engine.local import LocalGuesses
     from paceline.verifier.grammar import Grammar
     from paceline.verifier.telemetry import OpenSpans, RoundSpans
+
+_MEMORY = 0.9
+"""Weight of the earlier trees in the mean of a drafter's expected accepted tokens."""
 
 _MAX_CONFIDENCE = 0.98
 """Largest confidence that is used. Calibration raises survivals to a power, which keeps 1 at 1."""
@@ -73,6 +78,10 @@ class DrafterVersion(NamedTuple):
     def __str__(self) -> str:
         """NAME@VERSION."""
         return f"{self.name}@{self.version}"
+
+
+LOCAL = DrafterVersion("local", "1", "local")
+"""What drafts where the verifier's own sources do, without a drafter service."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +370,15 @@ class Decode(EngineJob):
     nodes: tuple[int, ...] = ()
     """Index in the drafted tree of each node of ``tree``."""
 
+    local: LocalGuesses | None = None
+    """The verifier's own guesses; None: it makes none."""
+
+    guess: TokenTree = EMPTY
+    """Its local tree for the next step, which a drafter's tree is merged with."""
+
+    expected: float = 0.0
+    """Mean expected accepted length of the drafter's recent trees; 0: there was none."""
+
     no_draft: NoDraft = NoDraft.NO_DRAFTER
     """Why there is no tree."""
 
@@ -383,9 +401,33 @@ class Decode(EngineJob):
     """When the event loop was notified of steps (time.perf_counter)."""
 
     def set_draft(self, draft: Draft) -> None:
-        """Take the tree for the next step."""
+        """Take the tree for the next step, without nodes that the grammar refuses."""
         self.draft = draft
         self.tree, self.nodes = rank(draft.tree, self.sequence.room - 1)
+        if self.sequence.guide is not None:
+            accepted = self.sequence.guide.accepted_nodes(self.tree)
+            if len(accepted) < len(self.tree):
+                self.tree = self.tree.subtree(accepted)
+                self.nodes = tuple(self.nodes[node] for node in accepted)
+
+    @property
+    def asked(self) -> bool:
+        """Whether a drafter service made the tree of the next step, or a part of it."""
+        return self.draft is not None and self.draft.drafter != LOCAL
+
+    def drafter_adds(self) -> bool:
+        """Whether a drafter's tree is expected to be accepted further than the local one."""
+        return not self.expected or sum(self.guess.survivals) < self.expected
+
+    def merge_guess(self, tree: TokenTree, nodes: int) -> TokenTree:
+        """A drafter's tree, and the local one, as one tree of at most so many nodes."""
+        if not len(tree):
+            return tree
+        memory = _MEMORY if self.expected else 0.0
+        self.expected = memory * self.expected + (1 - memory) * sum(tree.survivals)
+        if tree.proposals or not len(self.guess):
+            return tree
+        return merge_trees(self.guess, tree, nodes=nodes, depth=self.sequence.room - 1)
 
     def add_output(self, output: StepOutput | None, began: float, ended: float) -> None:
         """Add the output of a step, and forget its tree."""
@@ -402,6 +444,7 @@ class Decode(EngineJob):
         if self.spans is not None:
             output.spans, output.traced = self.spans.take()
         self.draft, self.tree, self.nodes, self.fallbacks = None, EMPTY, (), []
+        self.guess = EMPTY
         self.credits -= 1
         self.ready_at = self.round_began = ended
         self.outputs.append(output)

@@ -25,7 +25,7 @@ import torch
 from paceline.decoder import Decoder
 from paceline.decoder.model_source import cache_file, store
 from paceline.kernels import cpu_kernels, processor_name
-from paceline.tree import TokenTree
+from paceline.tree import TokenTree, accepted_tokens
 from paceline.verifier.scheduler.controller import Drafters, PlainClock, SequenceState
 from paceline.verifier.scheduler.costs import WEIGHT, Costs, CostTable, flat_table, profile
 
@@ -136,7 +136,7 @@ class Scheduler:
                 survivals, len(jobs), [self._idle + each for each in times], causal=causal
             )
             for job, tree, state, count in zip(jobs, trees, states, counts, strict=True):
-                if len(tree) and not job.sequence.generation.sampling.rejection:
+                if len(tree) and job.asked and not job.sequence.generation.sampling.rejection:
                     state.own.admitted(len(tree), count)
         self._plan = _Plan(
             jobs,
@@ -144,7 +144,7 @@ class Scheduler:
             counts,
             plain_seconds,
             tokens > len(jobs),
-            not away and not any(state.drafting for state in states),
+            not away and not drafted and not any(state.drafting for state in states),
             tokens + sum(counts),
             context,
         )
@@ -206,9 +206,18 @@ class Scheduler:
                 continue
             output.plain_us = plain_us
             state = self._state(job.sequence)
-            if nodes and not job.sequence.generation.sampling.rejection:
+            if nodes and job.asked and not job.sequence.generation.sampling.rejection:
                 state.own.accepted(expected, len(output.accepted))
-            state.answered(self._clock.now, len(output.tokens), tree=len(job.tree) > 0)
+            # A drafter is credited with what the local tree alone would not have brought.
+            emitted = len(output.tokens)
+            if job.asked:
+                emitted -= accepted_tokens(job.guess, output.tokens)
+            state.answered(self._clock.now, emitted, tree=job.asked and len(job.tree) > 0)
+
+    @property
+    def measured(self) -> bool:
+        """Whether plain decoding was measured under the present load, which comes first."""
+        return self._clock.known(self._load)
 
     def budget(self, sequence: Sequence) -> int:
         """Maximum number of nodes to draft next for a sequence; 0: decode plainly for now."""
@@ -315,8 +324,8 @@ def _survivals(job: Decode, tree: TokenTree, state: SequenceState) -> list[float
     position or later, as the protocol asks of a drafter, so the admission does not either (DSpark,
     appendix A). An exponent learnt from accepted tokens would depend on samples before.
     """
-    if job.sequence.generation.sampling.rejection:
-        return list(tree.survivals)
+    if job.sequence.generation.sampling.rejection or not job.asked:
+        return list(tree.survivals)  # of a local tree they are learnt where it is made
     return [survival**state.own.exponent for survival in tree.survivals]
 
 

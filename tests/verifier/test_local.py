@@ -1,0 +1,149 @@
+"""Local sources: what the verifier guesses itself changes no token, and stays with its owner."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_grammar import SCHEMA, TOKENIZER
+from test_identity import SAMPLINGS
+from verifier_support import Client, make_model, serving, text, tokens_of
+
+from paceline.tree import TokenTree
+from paceline.v1 import sampling_pb2, verifier_pb2
+
+PROMPT = text(3, 12) * 4  # it repeats itself
+REJECTION = {"temperature": 1.0, "mode": sampling_pb2.ACCEPTANCE_MODE_REJECTION}
+LARGE: dict[str, Any] = {"max_new_tokens": 48, "ignore_eos": True}
+
+
+@pytest.fixture(params=["segments", "pages"])
+async def client(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+    folder = make_model(tmp_path / "model", "Llama")
+    TOKENIZER.save(str(folder / "tokenizer.json"))
+    kv = {"paged_kv": True, "kv_bytes": 1 << 24} if request.param == "pages" else {}
+    options = {"kv_bytes": 1 << 28, **kv, "sources": "all"}
+    async with serving(folder, tmp_path / "v.sock", **options) as client:
+        yield client
+
+
+async def run(
+    client: Client, drafter: str | None, prompt: list[int] = PROMPT, **fields: Any
+) -> Any:
+    """Tokens and rounds of a generation; None: no drafter is named."""
+    begin = {key: fields.pop(key) for key in ("isolated", "max_nodes") if key in fields}
+    created = await client.create(prompt, drafter=drafter, **fields)
+    rounds = await client.responses(created.handle, drafter=drafter, **begin)
+    await client.release(created.handle)
+    return [*created.first.tokens, *tokens_of(rounds)], rounds
+
+
+def of_sources(rounds: list[Any]) -> int:
+    """Nodes that local sources drafted."""
+    return sum(len(each.tree.tokens) for each in rounds if each.drafter == "local@1")
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+async def test_tokens_are_those_of_plain_decoding(client: Client, name: str) -> None:
+    fields = {"sampling": sampling_pb2.SamplingParams(**SAMPLINGS[name]), **LARGE}
+    plain, rounds = await run(client, "none", **fields)
+    assert not of_sources(rounds)
+    for _ in range(2):  # the second time the whole text is known
+        tokens, rounds = await run(client, None, **fields)
+        assert tokens == plain
+        assert of_sources(rounds)
+    assert len(rounds) < len(plain) / 2, "a text that is known is accepted"
+
+
+async def test_rejection_sampling_gets_chains(client: Client) -> None:
+    fields = {"sampling": sampling_pb2.SamplingParams(seed=3, **REJECTION), **LARGE}
+    for _ in range(2):
+        _, rounds = await run(client, None, **fields)
+        assert of_sources(rounds)
+        for each in rounds:
+            assert list(each.tree.parents) == list(range(-1, len(each.tree.parents) - 1))
+
+
+async def test_a_grammar_forces_and_cuts(client: Client) -> None:
+    """Names of properties are forced; nodes that the grammar refuses are never checked."""
+    sampling = sampling_pb2.SamplingParams(json_schema=json.dumps(SCHEMA), temperature=1.0, seed=4)
+    plain, rounds = await run(client, "none", sampling=sampling)
+    tokens, rounds = await run(client, None, sampling=sampling, isolated=True)
+    assert tokens == plain
+    assert sum(len(each.result.accepted_nodes) for each in rounds) > len(plain) // 3
+    refused = TOKENIZER.token_to_id("A")
+
+    def wrong(so_far: list[int], _: Any) -> TokenTree:
+        right = plain[len(so_far) - len(PROMPT)] if len(so_far) < len(PROMPT) + len(plain) else 0
+        return TokenTree((refused, right, refused), (-1, -1, 0))
+
+    name = await client.drafter_service.add(wrong)
+    tokens, rounds = await run(client, name, sampling=sampling)
+    assert tokens == plain
+    checked = [each.checked_nodes for each in rounds if len(each.tree.tokens)]
+    assert set(checked) <= {0, 1}
+    assert 1 in checked
+
+
+async def test_only_texts_that_name_no_drafter_use_them(client: Client) -> None:
+    name = await client.drafter_service.add(lambda *_: TokenTree.chain([1]))
+    for drafter in ("none", name):
+        _, rounds = await run(client, drafter, **LARGE)
+        assert not of_sources(rounds)
+        assert all(list(each.tree.tokens) in ([], [1]) for each in rounds)
+
+
+async def test_a_default_drafters_tree_is_merged_with_theirs(client: Client) -> None:
+    plain, _ = await run(client, "none", **LARGE)
+    chain = TokenTree.chain([1, 2], [0.9, 0.9])
+    await client.drafter_service.add(lambda *_: chain)
+    tokens, rounds = await run(client, None, **LARGE)
+    assert tokens == plain
+    merged = [each.tree for each in rounds if each.drafter == "test@0" and len(each.tree.tokens)]
+    assert any(len(tree.tokens) > 2 for tree in merged)
+    assert all({1} <= set(tree.tokens) for tree in merged)
+
+
+async def test_texts_of_others_are_not_known(client: Client) -> None:
+    """Isolated texts neither use earlier ones nor serve later ones."""
+    prompt = text(9, 24)
+    first, _ = await run(client, None, prompt, isolated=True, **LARGE)
+    _, rounds = await run(client, None, prompt, isolated=True, **LARGE)
+    alone = len(rounds)
+    _, rounds = await run(client, None, prompt, **LARGE)
+    assert len(rounds) >= alone - 1, "an isolated text taught nothing"
+    tokens, rounds = await run(client, None, prompt, **LARGE)
+    assert tokens == first
+    assert len(rounds) < alone / 2
+
+
+async def test_a_long_prompt_is_indexed_in_pieces(client: Client) -> None:
+    prompt = (text(5, 40) * 40)[:1500]
+    plain, _ = await run(client, "none", prompt, max_new_tokens=24, ignore_eos=True)
+    tokens, rounds = await run(client, None, prompt, max_new_tokens=24, ignore_eos=True)
+    assert tokens == plain
+    reasons = [each.no_draft for each in rounds[:2]]
+    assert verifier_pb2.NO_DRAFT_REASON_NO_DRAFTER in reasons, "the first steps do not wait for it"
+    assert of_sources(rounds)
+
+
+async def test_nodes_are_as_many_as_the_request_allows(client: Client) -> None:
+    _, rounds = await run(client, None, max_nodes=2, **LARGE)
+    assert 0 < max(len(each.tree.tokens) for each in rounds) <= 2
+
+
+async def test_a_service_is_not_asked_for_what_the_verifier_guesses(client: Client) -> None:
+    service = client.drafter_service
+    name = await service.add(lambda *_: TokenTree.chain([1]))
+    for info in service.infos:
+        info.method = "ngram"
+    await service.update(service.infos)
+    service.opened = []
+    _, rounds = await run(client, None, **LARGE)
+    assert of_sources(rounds)
+    assert not service.opened
+    await run(client, name, **LARGE)
+    assert service.opened, "unless a text names it"
