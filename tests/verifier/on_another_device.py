@@ -6,6 +6,7 @@ Run by tests/drafter/test_methods.py, in a process of its own.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence as Items
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,13 +124,16 @@ class EvenTokens(Guide):
     """A grammar that allows even tokens only, and its guide."""
 
     def __init__(self) -> None:
-        self._vocab_size = VOCAB
+        """It has no matcher."""
 
     def begin(self) -> EvenTokens:
         return self
 
     def allowed(self) -> Any:
         return np.full(-(-VOCAB // 8), 0b01010101, np.uint8)
+
+    def accepts(self, tokens: Items[int]) -> int:
+        return next((at for at, token in enumerate(tokens) if token % 2), len(tokens))
 
     def push(self, token: int) -> None:
         assert token % 2 == 0

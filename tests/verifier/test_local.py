@@ -14,6 +14,7 @@ from verifier_support import Client, make_model, serving, text, tokens_of
 
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, verifier_pb2
+from paceline.verifier.options import SOURCES
 
 PROMPT = text(3, 12) * 4  # it repeats itself
 REJECTION = {"temperature": 1.0, "mode": sampling_pb2.ACCEPTANCE_MODE_REJECTION}
@@ -25,7 +26,7 @@ async def client(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterato
     folder = make_model(tmp_path / "model", "Llama")
     TOKENIZER.save(str(folder / "tokenizer.json"))
     kv = {"paged_kv": True, "kv_bytes": 1 << 24} if request.param == "pages" else {}
-    options = {"kv_bytes": 1 << 28, **kv, "sources": "all"}
+    options = {"kv_bytes": 1 << 28, **kv, "sources": SOURCES}
     async with serving(folder, tmp_path / "v.sock", **options) as client:
         yield client
 

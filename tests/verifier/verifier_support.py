@@ -297,7 +297,7 @@ async def serving(target: Path, socket: Path, **options: Any) -> AsyncIterator[C
 @contextlib.asynccontextmanager
 async def _served(target: Path, socket: Path, **options: Any) -> AsyncIterator[Client]:
     service = build_service(
-        target, **{"schedule": "off", "prefix_caching": False, "sources": "none", **options}
+        target, **{"schedule": "off", "prefix_caching": False, "sources": (), **options}
     )
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     server = asyncio.create_task(

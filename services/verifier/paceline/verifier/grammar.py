@@ -268,13 +268,13 @@ class Guide:
     def accepted_nodes(self, tree: TokenTree) -> list[int]:
         """Nodes of a tree whose paths may come next, in order."""
         if tree.is_chain:
-            return list(range(self._accepted(tree.tokens)))
+            return list(range(self.accepts(tree.tokens)))
         inner = set(tree.parents)
         accepted: set[int] = set()
         for leaf in range(len(tree)):
             if leaf in inner:
                 continue
-            path = self._accepted(tree.path(leaf))
+            path = self.accepts(tree.path(leaf))
             node = leaf
             for _ in range(tree.depths[leaf] - path):
                 node = tree.parents[node]
@@ -283,7 +283,7 @@ class Guide:
                 node = tree.parents[node]
         return sorted(accepted)
 
-    def _accepted(self, tokens: Sequence[int]) -> int:
+    def accepts(self, tokens: Sequence[int]) -> int:
         """How many of these tokens may come next, one after the other."""
         return int(self._matcher.validate_tokens(list(tokens)))
 

@@ -11,7 +11,7 @@ from paceline.service.options import byte_count, option
 from paceline.tree import MAX_NODES
 
 CUDA_GRAPHS = ("auto", "on", "off")
-SOURCES = ("all", "ngram", "grammar", "none")
+SOURCES = ("ngram", "recycle", "grammar")
 SCHEDULES = ("off", "auto", "profile")
 NUMERICS = ("auto", "portable", "fast")
 
@@ -25,6 +25,18 @@ def round_sampling(text: str) -> tuple[int, int]:
             f"{text!r} names no rounds: give N:M, the first N and then one in M, or all"
         )
     return int(first), int(every)
+
+
+def source_names(text: str) -> tuple[str, ...]:
+    """Parses `NAME,NAME` or `none`; an argparse type. Raises ``argparse.ArgumentTypeError``: a name
+    is unknown."""
+    names = () if text == "none" else tuple(text.split(","))
+    for name in names:
+        if name not in SOURCES:
+            raise argparse.ArgumentTypeError(
+                f"there is no source {name!r}: give some of {', '.join(SOURCES)}, or none"
+            )
+    return names
 
 
 @dataclass(frozen=True)
@@ -125,12 +137,15 @@ class VerifierOptions:
         "profile: measure the table again; off: verify every node; a GPU always does",
         choices=SCHEDULES,
     )
-    sources: str = option(
-        "all",
+    sources: tuple[str, ...] = option(
+        SOURCES,
         "what the verifier guesses by itself, without a drafter service, for generations that name "
-        "no drafter. ngram: what followed the newest tokens earlier in the text, or in other texts "
-        "of its owner; grammar: what a schema, regex or grammar forces, or left as open before",
-        choices=SOURCES,
+        "no drafter, separated by commas, or none. ngram: what followed the newest tokens earlier "
+        "in the text, or in other texts of its owner; recycle: what the model found likely after "
+        "the same tokens before; grammar: what a schema, regex or grammar forces, or left as open "
+        "before (default: all of them)",
+        type=source_names,
+        metavar="NAMES",
     )
     cuda_graphs: str = option(
         "auto",
@@ -171,11 +186,13 @@ class VerifierOptions:
             "schedule": SCHEDULES,
             "numerics": NUMERICS,
             "cuda_graphs": CUDA_GRAPHS,
-            "sources": SOURCES,
         }
         for name, known in choices.items():
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name} is {value!r}, expected {', '.join(known)}")
+        for name in self.sources:
+            if name not in SOURCES:
+                raise ValueError(f"sources has {name!r}, expected some of {', '.join(SOURCES)}")
         if self.paged_kv and self.kv_cache_dtype != "auto":
             raise ValueError(
                 f"kv_cache_dtype is {self.kv_cache_dtype!r}, expected auto: KV in pages has the "

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from paceline.kernels import (
     Proposal,
     SamplingParams,
     accept_or_resample,
+    best_candidates,
     choose_token,
     choose_tokens,
     edit_rows,
@@ -31,6 +33,7 @@ from paceline.kernels import (
     raw_logprobs,
     send,
 )
+from paceline.sources.recycle import WIDTH
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.batch import BatchEntry
 from paceline.verifier.engine.job import (
@@ -45,6 +48,9 @@ from paceline.verifier.engine.job import (
 )
 from paceline.verifier.grammar import GrammarError, is_allowed, masked
 from paceline.verifier.kv.pool import PagedKv, TapPages
+
+if TYPE_CHECKING:
+    from paceline.verifier.engine.local import LocalGuesses
 
 _log = logging.getLogger(__name__)
 
@@ -186,6 +192,10 @@ class _Read:
     tokens: Items[int] | None = None
     """The token after each of its rows, chosen on the device; None: by the walk."""
 
+    candidates: tuple[Tensor, Tensor] | None = None
+    """The likeliest tokens after each of its rows and their log-probabilities, selected on the
+    device; None: they are selected from ``logits``."""
+
 
 def accept_batch(
     entries: Items[BatchEntry],
@@ -242,6 +252,8 @@ def _accept(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput 
     except Exception:
         sequence.forget_uncommitted()
         raise
+    if (guesses := _recycling(entry)) is not None:
+        guesses.checked(entry.tree, *(read.candidates or best_candidates(read.logits, WIDTH)))
     last = 1 + output.accepted[-1] if output.accepted else 0
     for observer in tuple(sequence.observers):
         observer.accepted(last)
@@ -250,6 +262,12 @@ def _accept(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput 
     if isinstance(job, Decode):
         output.accepted = [job.nodes[node] for node in output.accepted]
     return output
+
+
+def _recycling(entry: BatchEntry) -> LocalGuesses | None:
+    """Guesses of an entry that recycle what its rows find likely; None: it has none."""
+    guesses = entry.job.local if isinstance(entry.job, Decode) else None
+    return None if guesses is None or guesses.recycled is None else guesses
 
 
 def _read(
@@ -273,18 +291,40 @@ def _read(
         logits[send(torch.tensor(wanted, dtype=torch.int64), logits.device)] if wanted else None
     )
     tokens = rows.choose(logits) if rows.params else None
+    recycled = [
+        entry.logits if part is not None and _recycling(entry) is not None else slice(0, 0)
+        for entry, part in zip(entries, chosen, strict=True)
+    ]
+    selected = _select(recycled, logits)
     _keep(entries, chosen, tokens, states)
     meanwhile()
-    found = receive([each for each in (tokens, copied) if each is not None], logits.device)
+    found = receive([e for e in (*selected, tokens, copied) if e is not None], logits.device)
     if copied is None:
         parts = [torch.empty(0, logits.shape[1])] * len(needed)
     else:
         parts = list(found.pop().split([each.stop - each.start for each in needed]))
-    numbers: list[int] = found.pop().tolist() if found else []
+    numbers: list[int] = [] if tokens is None else found.pop().tolist()
+    counts = [each.stop - each.start for each in recycled]
+    best = list(zip(*(each.split(counts) for each in found), strict=True))
     return [
-        _Read(parts[2 * index], parts[2 * index + 1], None if part is None else numbers[part])
+        _Read(
+            parts[2 * index],
+            parts[2 * index + 1],
+            None if part is None else numbers[part],
+            best[index] if counts[index] else None,
+        )
         for index, part in enumerate(chosen)
     ]
+
+
+def _select(parts: Items[slice], logits: Tensor) -> tuple[Tensor, ...]:
+    """Ids and log-probabilities of the likeliest tokens of some rows; empty: there are no rows."""
+    rows = [row for part in parts for row in range(part.start, part.stop)]
+    if not rows:
+        return ()
+    if len(rows) < len(logits):
+        logits = logits[send(torch.tensor(rows, dtype=torch.int64), logits.device)]
+    return best_candidates(logits.float(), WIDTH)
 
 
 def _keep(

@@ -537,7 +537,7 @@ def _is_local(link: Link, job: Decode) -> bool:
     if job.local is None:
         return False
     default = [e for e in link.drafters.drafters if e.name == link.drafters.default_drafter]
-    return bool(default) and all(each.method in job.local.methods for each in default)
+    return bool(default) and all(job.local.covers(each.method) for each in default)
 
 
 def _preference(link: Link) -> tuple[int, bool, int]:

@@ -277,6 +277,9 @@ class Engine:
         away = len(self._drafting.waiting)
         try:
             admitted = self._scheduler.admit(jobs, trees, tokens, attended, away)
+            for job, tree, kept in zip(jobs, trees, admitted, strict=True):
+                if job.local is not None and len(tree) and not job.asked:
+                    job.local.admitted(len(tree), len(kept))
             if any(map(len, trees)):
                 self._decided = perf_counter() - began
             return admitted

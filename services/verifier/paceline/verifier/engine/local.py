@@ -7,80 +7,126 @@ default drafter of a service drafts too, its tree and the local one are merged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
+import torch
+from torch import Tensor
+
+from paceline.kernels import SamplingParams, gumbel_noise_at
 from paceline.sources.grammar import GrammarSource
 from paceline.sources.ngram import NgramOptions, NgramOwners, NgramSource
-from paceline.tree import TokenTree, merge
+from paceline.sources.recycle import Rank, RecycleOptions, RecycleOwners, RecycleSource
+from paceline.tree import EMPTY, TokenTree, merge
 from paceline.verifier.engine.job import LOCAL, Decode, Draft
-from paceline.verifier.grammar import Guide
 
 _WARM = 512
 """Tokens of a text that enter its index in one step, which takes about half a millisecond."""
+
+_FEWEST, _MOST = 4, 32
+"""Nodes that are proposed: twice as many as were admitted lately, within these."""
 
 
 class LocalSources:
     """The sources of a verifier, and what they keep of each owner. Engine thread only."""
 
-    def __init__(self, sources: str) -> None:
-        """Make the sources that one of :data:`paceline.verifier.options.SOURCES` names."""
-        self._owners = NgramOwners(NgramOptions()) if sources in ("all", "ngram") else None
-        self._grammar = sources in ("all", "grammar")
+    def __init__(self, names: Collection[str]) -> None:
+        """Make some of :data:`paceline.verifier.options.SOURCES`."""
+        self._texts = NgramOwners(NgramOptions()) if "ngram" in names else None
+        self._recycled = RecycleOwners(RecycleOptions()) if "recycle" in names else None
+        self._grammar = "grammar" in names
 
     def begin(self, job: Decode) -> LocalGuesses | None:
         """The guesses for a generation from its newest token on; None: it uses none."""
-        sequence = job.sequence
-        text = guide = None
-        if job.drafter == "" and self._owners is not None:
-            owner = "" if job.isolated else sequence.user
-            text = self._owners.start(sequence.tokens, owner)
-        if job.drafter == "" and self._grammar:
-            guide = sequence.guide
-        if text is None and guide is None:
+        if job.drafter != "":
             return None
-        return LocalGuesses(text, guide, sequence.generation.stop_ids)
+        sequence = job.sequence
+        sampling, tokens = sequence.generation.sampling, sequence.tokens
+        owner = "" if job.isolated else sequence.user
+        guesses = LocalGuesses()
+        if self._texts is not None:
+            guesses.text = self._texts.start(tokens, owner)
+        if self._recycled is not None:
+            guesses.recycled = self._recycled.start(tokens, owner, _by_noise(sampling))
+        if self._grammar and sequence.guide is not None:
+            guesses.grammar = GrammarSource(sequence.guide, sequence.generation.stop_ids)
+        return guesses
 
 
 class LocalGuesses:
-    """The guesses for one generation.
+    """The guesses for one generation."""
 
-    Attributes:
-        methods: Methods of drafters that would guess the same.
-    """
+    def __init__(self) -> None:
+        self.text: NgramSource | None = None
+        self.recycled: RecycleSource | None = None
+        self.grammar: GrammarSource | None = None
+        self._nodes = float(_MOST)
+        self._tree = EMPTY
+        self._candidates: list[tuple[list[int], list[float]]] = []
 
-    def __init__(
-        self, text: NgramSource | None, guide: Guide | None, stop_ids: Collection[int]
-    ) -> None:
-        self._text = text
-        self.methods = frozenset[str]() if text is None else frozenset(["ngram"])
-        self._grammar = None if guide is None else GrammarSource(guide, stop_ids)
+    def covers(self, method: str) -> bool:
+        """Whether a drafter of this method would guess the same."""
+        return method == "ngram" and self.text is not None
+
+    def checked(self, tree: TokenTree, ids: Tensor, logs: Tensor) -> None:
+        """Note what the step that runs found likely after the anchor and each node of ``tree``:
+        token ids, int64 ``[1 + nodes, n]`` on the CPU, best first, and their log-probabilities."""
+        self._tree = tree
+        self._candidates = list(zip(ids.tolist(), logs.exp().tolist(), strict=True))
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take the tokens of a step, which the grammar has taken."""
-        if self._text is not None:
-            self._text.extend(tokens)
-        if self._grammar is not None:
-            self._grammar.extend(tokens)
+        if self.text is not None:
+            self.text.extend(tokens)
+        if self.recycled is not None:
+            self.recycled.extend(tokens, self._tree, self._candidates)
+        if self.grammar is not None:
+            self.grammar.extend(tokens)
+
+    def admitted(self, drafted: int, admitted: int) -> None:
+        """Note how many nodes of a local tree were worth their time."""
+        target = min(_MOST, max(_FEWEST, 2 * admitted))
+        if target < self._nodes or admitted == drafted:
+            self._nodes += 0.25 * (target - self._nodes)
 
     def propose(self, nodes: int, depth: int) -> TokenTree:
         """A tree of at most so many nodes, none deeper than ``depth``; empty: nothing is known."""
-        tree = TokenTree()
-        if self._text is not None:
-            self._text.warm(_WARM)
-            if not self._text.backlog:
-                tree = self._text.propose(nodes, depth)
-        if self._grammar is not None:
-            forced = self._grammar.propose(min(nodes, depth))
+        nodes = min(nodes, round(self._nodes))
+        tree = EMPTY
+        if self.text is not None:
+            self.text.warm(_WARM)
+            if not self.text.backlog:
+                tree = self.text.propose(nodes, depth)
+        if self.recycled is not None:
+            tree = merge(tree, self.recycled.propose(nodes, depth), nodes=nodes, depth=depth)
+        if self.grammar is not None:
+            forced = self.grammar.propose(min(nodes, depth))
             tree = merge(forced, tree, nodes=nodes, depth=depth)
         return tree
 
     def close(self) -> None:
         """End the text."""
-        if self._text is not None:
-            self._text.close()
+        if self.text is not None:
+            self.text.close()
 
 
 def use_guess(job: Decode) -> None:
     """Verify the local tree of a generation that has no other."""
     if job.draft is None and len(job.guess):
         job.set_draft(Draft(job.guess, LOCAL))
+
+
+def _by_noise(sampling: SamplingParams) -> Rank | None:
+    """The order in which the noise of the contract puts candidates; None: there is none."""
+    if sampling.greedy:
+        return None
+
+    def rank(position: int, tokens: Sequence[int], chances: Sequence[float]) -> list[int]:
+        noise = gumbel_noise_at(sampling.seed, position, torch.tensor(tokens)).tolist()
+        scores = [
+            (math.log(chance) if chance > 0 else -math.inf) / sampling.temperature + own
+            for chance, own in zip(chances, noise, strict=True)
+        ]
+        return sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+
+    return rank

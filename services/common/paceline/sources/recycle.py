@@ -1,0 +1,194 @@
+"""Token Recycling: proposes what the target itself found likely after the same tokens.
+
+Each row that the target computes, of a plain step or of a drafted node that was accepted or not,
+says which tokens are likely after its text. They are kept by the last one, two and three tokens,
+and a tree grows best first from them (Luo et al. 2024; LongSpec, appendix E, compares with it). It
+needs no training and learns from all texts of an owner.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from paceline.tree import EMPTY, TokenTree, grow
+
+WIDTH = 8
+"""Candidates that are kept of a row."""
+
+_LONGEST = 3
+"""Longest context that candidates are kept for. Unit: tokens."""
+
+_BRANCHES = 4
+"""Maximum number of children of a node."""
+
+_BUCKETS = 8
+"""Groups of probabilities that share their counts."""
+
+_PRIOR_WEIGHT = 4.0
+"""Weight of the target's own probability in a confidence, as a number of observations."""
+
+_MEMORY = 0.998
+"""Weight of older observations with each new one."""
+
+Context = tuple[int, ...]
+"""The newest tokens of a path, at most three."""
+
+Rank = Callable[[int, Sequence[int], Sequence[float]], Sequence[int]]
+"""Orders the candidates for an absolute position, best first, by their token ids and
+probabilities. Returns their indices."""
+
+
+@dataclass(frozen=True)
+class RecycleOptions:
+    """Bounds of what is kept."""
+
+    contexts: int = 1 << 17
+    """Contexts that are kept of each owner, those seen last; some 500 bytes each."""
+
+    owners: int = 16
+    """Owners whose contexts are kept: those who generated last."""
+
+    max_nodes: int = 16
+    """Maximum number of nodes of a tree."""
+
+    min_survival: float = 0.05
+    """Nodes less likely than this to be accepted are left out."""
+
+
+class RecycledTokens:
+    """Candidates by context, and how often candidates of each kind were right."""
+
+    def __init__(self, contexts: int) -> None:
+        self._limit = contexts
+        self._candidates: dict[Context, tuple[Sequence[int], Sequence[float]]] = {}
+        self._right = [0.0] * (_LONGEST + 1) * _BRANCHES * _BUCKETS
+        self._tried = [0.0] * len(self._right)
+
+    def note(self, context: Context, tokens: Sequence[int], chances: Sequence[float]) -> None:
+        """Keep the likeliest tokens after a context, best first, with their probabilities."""
+        known = self._candidates
+        for length in range(1, len(context) + 1):
+            key = context[-length:]
+            known.pop(key, None)
+            known[key] = tokens, chances
+        while len(known) > self._limit:
+            del known[next(iter(known))]
+
+    def find(self, context: Context) -> tuple[int, Sequence[int], Sequence[float]]:
+        """Length of the longest known end of a context (0: none), its tokens and probabilities."""
+        for length in range(len(context), 0, -1):
+            found = self._candidates.get(context[-length:])
+            if found is not None:
+                return length, *found
+        return 0, (), ()
+
+    def confidence(self, length: int, rank: int, chance: float) -> float:
+        """Probability that a candidate is the next token."""
+        kind = _kind(length, rank, chance)
+        return (self._right[kind] + _PRIOR_WEIGHT * chance) / (self._tried[kind] + _PRIOR_WEIGHT)
+
+    def observe(
+        self, length: int, tokens: Sequence[int], chances: Sequence[float], token: int
+    ) -> None:
+        """Candidates, best first, were followed by ``token``."""
+        for rank, candidate in enumerate(tokens[:_BRANCHES]):
+            kind = _kind(length, rank, chances[rank])
+            self._right[kind] = _MEMORY * self._right[kind] + (candidate == token)
+            self._tried[kind] = _MEMORY * self._tried[kind] + 1.0
+
+
+def _kind(length: int, rank: int, chance: float) -> int:
+    bucket = min(_BUCKETS - 1, int(_BUCKETS * chance))
+    return (length * _BRANCHES + rank) * _BUCKETS + bucket
+
+
+class RecycleSource:
+    """The newest tokens of one generation."""
+
+    def __init__(
+        self,
+        options: RecycleOptions,
+        tokens: Sequence[int],
+        known: RecycledTokens,
+        rank: Rank | None = None,
+    ) -> None:
+        """Begin with a text whose newest token is the anchor. ``rank`` orders candidates; None: by
+        their probabilities."""
+        self._options = options
+        self._context: Context = tuple(tokens[-_LONGEST:])
+        self._length = len(tokens)
+        self._known = known
+        self._rank = rank
+
+    def extend(
+        self,
+        tokens: Sequence[int],
+        tree: TokenTree,
+        candidates: Sequence[tuple[Sequence[int], Sequence[float]]],
+    ) -> None:
+        """Take the tokens of a step, and what the target found likely at each of its rows.
+
+        Args:
+            tokens: The tokens that were emitted.
+            tree: The nodes that were verified.
+            candidates: For the anchor and each node the likeliest tokens after it and their
+                probabilities, best first.
+        """
+        known, context = self._known, self._context
+        for place, token in enumerate(tokens):
+            length, found, chances = self._ranked(context, place)
+            if length:
+                known.observe(length, found, chances, token)
+            context = (*context, token)[-_LONGEST:]
+        contexts = [self._context]
+        for token, parent in zip(tree.tokens, tree.parents, strict=True):
+            contexts.append((*contexts[parent + 1], token)[-_LONGEST:])
+        for each, (found, chances) in zip(contexts, candidates, strict=True):
+            known.note(each, found, chances)
+        self._context = context
+        self._length += len(tokens)
+
+    def propose(self, nodes: int, depth: int) -> TokenTree:
+        """A tree of at most so many nodes, none deeper than ``depth``; empty: nothing is known."""
+        options = self._options
+        nodes = min(nodes, options.max_nodes)
+        if not self._known.find(self._context)[0]:
+            return EMPTY
+        return grow(
+            self._context, self._expand, nodes=nodes, depth=depth, min_survival=options.min_survival
+        )
+
+    def _expand(self, context: Context, level: int) -> Iterator[tuple[int, float, Context]]:
+        length, tokens, chances = self._ranked(context, level)
+        total = 0.0
+        for rank, token in enumerate(tokens[:_BRANCHES]):
+            confidence = min(self._known.confidence(length, rank, chances[rank]), 1.0 - total)
+            total += confidence
+            yield token, confidence, (*context, token)[-_LONGEST:]
+
+    def _ranked(self, context: Context, level: int) -> tuple[int, Sequence[int], Sequence[float]]:
+        """What is known of a context at a depth behind the anchor (0: the anchor's), best first."""
+        length, tokens, chances = self._known.find(context)
+        if not length or self._rank is None:
+            return length, tokens, chances
+        order = self._rank(self._length + level, tokens, chances)
+        return length, [tokens[index] for index in order], [chances[index] for index in order]
+
+
+class RecycleOwners:
+    """What is kept of each owner, of those who generated last."""
+
+    def __init__(self, options: RecycleOptions) -> None:
+        self._options = options
+        self._owners: OrderedDict[str, RecycledTokens] = OrderedDict()
+
+    def start(self, tokens: Sequence[int], owner: str, rank: Rank | None) -> RecycleSource:
+        """Begin a text of an owner. Of a text without one (""), nothing is kept."""
+        known = self._owners.pop(owner, None) or RecycledTokens(self._options.contexts)
+        if owner:
+            self._owners[owner] = known
+        while len(self._owners) > self._options.owners:
+            self._owners.popitem(last=False)
+        return RecycleSource(self._options, tokens, known, rank)
