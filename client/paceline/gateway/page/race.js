@@ -261,7 +261,7 @@ function explain(plain, drafted) {
   const brought = `${rounds.length} of ${all} steps were drafted. One brought ${tokens.toFixed(1)} tokens`;
   const took = (drafted.generating / plainStep - (all - rounds.length)) / rounds.length;
   // Of a few drafted steps among many the time cannot be told.
-  if (!(took > 0) || 2 * rounds.length < all) return `${brought}.`;
+  if (!(took >= 0.05) || 2 * rounds.length < all) return `${brought}.`;
   return `${brought} and took as long as ${took.toFixed(1)} plain steps.`;
 }
 
