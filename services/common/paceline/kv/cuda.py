@@ -2,7 +2,8 @@
 
 The owner passes a file descriptor of the memory, or, where the driver has none, the handle of CUDA
 IPC. Calls libcuda, which every machine with an NVIDIA GPU has under one name, whatever CUDA runtime
-PyTorch came with.
+PyTorch came with. The package cuda-bindings is no substitute: it refuses a driver without
+cuGetProcAddress_v2, as those before CUDA 12 are and the one that tests compile.
 """
 
 from __future__ import annotations
