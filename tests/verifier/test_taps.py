@@ -25,7 +25,7 @@ def outputs(
     folder: Path, tokens: list[int], layers: tuple[int, ...], kv: str = "auto"
 ) -> torch.Tensor:
     """Outputs of layers for a text, one token at a time, side by side."""
-    decoder = Decoder.load(folder, kv_cache_dtype=kv)
+    decoder = Decoder.load(folder, kv_cache_dtype=kv, numerics="auto")  # as it is served
     cache = LocalCache(decoder.config)
     cache.reserve(len(tokens))
     rows = []
