@@ -49,6 +49,10 @@ _TRACED_ROUNDS = (100, 10)  # the first of a text, and then one in so many
 
 _NEWEST = 0.1  # weight of the newest step in the mean time
 
+_READ_SHARE = 0.125
+"""A service reads a prompt once the text has so many tokens, as a share of the prompt's: on cores
+or a GPU that it shares with vLLM this takes time from all texts, and many of them are short."""
+
 _FIRST_REST, _MAX_REST = 8, 512
 """Steps in which a service is not asked after a late answer; doubled with each one in a row."""
 
@@ -227,10 +231,12 @@ class PacelineProposer:
         return _MAX_WAIT * step, min(usual + _LATE_SHARE * step, _MAX_WAIT * step)
 
     def _rests_now(self, text: Text) -> bool:
-        """Whether its service is not asked for it: it was late, or is reading the prompt."""
-        at = text.job.sequence_at_drafter
-        late = at is not None and self._rests.get(at.link, (0, 0))[1] > self._step
-        return late or text.rests_until > self._step
+        """Whether its service is not asked for it: it was late, it is reading the prompt, or it
+        would have to read it for a text that may end soon."""
+        at, sequence = text.job.sequence_at_drafter, text.job.sequence
+        if at is None:
+            return sequence.output_tokens < _READ_SHARE * len(sequence.generation.prompt)
+        return max(self._rests.get(at.link, (0, 0))[1], text.rests_until) > self._step
 
     def _wait(self, drafting: Drafting) -> None:
         """Wait for the trees, each until its time is over."""
