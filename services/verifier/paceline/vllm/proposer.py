@@ -21,7 +21,7 @@ from paceline.verifier.engine.job import Decode, Draft, DrafterVersion, NoDraft,
 from paceline.verifier.exchange_service import ExchangeService, serve
 from paceline.verifier.metrics import RoundMetrics
 from paceline.verifier.rpc.messages import read_tree
-from paceline.verifier.scheduler.costs import flat_table
+from paceline.verifier.scheduler.costs import OUTLIER, flat_table
 from paceline.verifier.scheduler.scheduler import Scheduler
 from paceline.verifier.telemetry import RoundSpans
 from paceline.vllm.review import review
@@ -190,6 +190,8 @@ class PacelineProposer:
             if text.job.spans is not None and output.traced:
                 text.job.spans.end_round(output, {})
             outputs.append(output)
+        if self._step_seconds and now - self._began > OUTLIER * self._step_seconds:
+            alone = False  # the machine stood still, whoever drafts
         if alone and outputs:
             weight = _NEWEST if self._step_seconds else 1.0
             self._step_seconds += weight * (now - self._began - self._step_seconds)
