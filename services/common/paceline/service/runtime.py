@@ -75,6 +75,16 @@ def configure_logging(format: LogFormat = "auto", level: str = "INFO") -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
+def log_beside_others() -> None:
+    """Have Paceline's logs on stderr too, in a program that configures its own logs alone."""
+    paceline = logging.getLogger("paceline")
+    if not paceline.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(TextFormatter())
+        paceline.addHandler(handler)
+        paceline.setLevel(logging.INFO)
+
+
 def printable(text: str) -> str:
     """A text on one line: characters that are not shown are escaped, as "\\x1b" or "\\u202e"."""
     return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

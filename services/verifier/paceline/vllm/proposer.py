@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
+from paceline.service.runtime import log_beside_others
 from paceline.telemetry.names import Attribute, Span
 from paceline.telemetry.tracing import remote_context, traceparent_of, tracer
 from paceline.tree import MAX_NODES, TokenTree, likeliest_path
@@ -25,7 +26,7 @@ from paceline.verifier.scheduler.costs import OUTLIER, flat_table
 from paceline.verifier.scheduler.scheduler import Scheduler
 from paceline.verifier.telemetry import RoundSpans
 from paceline.vllm.review import review
-from paceline.vllm.settings import TRIED, Settings, log_to_stderr, vllm_version
+from paceline.vllm.settings import TRIED, Settings, vllm_version
 from paceline.vllm.texts import Text, Texts
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class PacelineProposer:
             TypeError: This vLLM has another interface.
             OptionsError: A variable is invalid, or the address cannot be served.
         """
-        log_to_stderr()
+        log_beside_others()
         settings = self._settings = Settings.read(vllm_config)
         model, own = settings.model, settings.own
         self.address = ""

@@ -20,7 +20,6 @@ from paceline.service.options import (
     option,
     parse_environment,
 )
-from paceline.service.runtime import TextFormatter
 from paceline.tree import MAX_NODES
 from paceline.v1 import verifier_pb2
 
@@ -110,16 +109,6 @@ def read_options(environ: Mapping[str, str]) -> tuple[VllmOptions, ServerOptions
     if args.address is None and given_options(args, ServerOptions):
         raise OptionsError(f"{PREFIX}ADDRESS is missing: other variables say how it is served")
     return own, None if args.address is None else ServerOptions.from_args(args)
-
-
-def log_to_stderr() -> None:
-    """Have this package's logs on stderr, where vLLM's are; it configures its own alone."""
-    logger = logging.getLogger("paceline")
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(TextFormatter())
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
 
 
 def vllm_version() -> str:
