@@ -26,7 +26,7 @@ _VNNI = (*_AVX512, "avx512_vnni")
 _X86 = platform.machine() in ("x86_64", "AMD64")
 
 LEVELS: dict[str, tuple[str, ...]] = {
-    "amx": (*_VNNI, "amx_tile", "amx_bf16"),
+    "amx": (*_VNNI, "amx_tile", "amx_bf16", "amx_int8"),
     "avx512bf16": (*_VNNI, "avx512_bf16"),
     "avx512vnni": _VNNI,
     "avx512": _AVX512,
@@ -83,7 +83,7 @@ def _tiles_permitted() -> bool:
 
 def file_name(level: str) -> str:
     """File name of a level's library, with a digest of its sources and flags."""
-    digest = hashlib.sha256(repr(_flags(level)).encode())
+    digest = hashlib.sha256(repr(compiler_flags(level)).encode())
     for source in _sources():
         digest.update(source.read_bytes())
     return f"paceline-kernels-{level}-{digest.hexdigest()[:16]}.so"
@@ -97,7 +97,7 @@ def build(level: str, folder: Path) -> Path:
     """
     path = folder / file_name(level)
     if not path.is_file():
-        _compile(_compiler(), _flags(level), path)
+        _compile(_compiler(), compiler_flags(level), path)
     return path
 
 
@@ -115,7 +115,8 @@ def build_ahead(folder: Path) -> list[Path]:
     return [build(level, folder) for level in LEVELS if level != "generic"]
 
 
-def _flags(level: str) -> tuple[str, ...]:
+def compiler_flags(level: str) -> tuple[str, ...]:
+    """Flags of a level for gcc."""
     common = (*_FLAGS, *_sanitizers())
     if level == "dotprod":
         return (*common, "-march=armv8.2-a+dotprod")

@@ -1,8 +1,8 @@
 /* Linear layers of bfloat16 in tiles: blocks of up to 32 rows times two panels, whose lines are B
  * tiles as they lie. Rows of A tiles beyond the last row are whatever memory holds: their sums are
  * dropped. Activations are rounded to bfloat16; the order of the sums is the processor's, the same
- * for every row. Quantised layers have none: each block of 32 inputs has scales of its own, so that
- * its sums would leave the tiles at once, which takes longer than VNNI at any number of rows. */
+ * for every row. Layers in quantisation blocks have none: each has scales of its own, so that its
+ * sums would leave the tiles at once. Those of linear_rotated.h have tiles of integers. */
 #ifndef PACELINE_LINEAR_TILES_H
 #define PACELINE_LINEAR_TILES_H
 
