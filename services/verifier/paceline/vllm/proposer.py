@@ -268,6 +268,7 @@ class PacelineProposer:
         if text.asked and job.draft is None and slow:
             text.rest = min(_MAX_REST, max(_FIRST_REST, 2 * text.rest))
             text.rests_until = self._step + text.rest
+            self._scheduler.forget(job.sequence)  # rests bound what late answers cost
         elif text.asked:
             text.rest = 0
         if job.draft is not None:
