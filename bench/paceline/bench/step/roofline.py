@@ -24,7 +24,7 @@ PEAKS = {
 }
 """By level of the CPU kernels: the probe for float32, for bfloat16 and for quantised products."""
 
-_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 2 / 32, "int4": 1 / 2 + 4 / 32}
+_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 1 / 2 + 4 / 32}
 """Of a weight: blocks of 32 have a float16 scale, those of int4 a float16 minimum too."""
 
 
