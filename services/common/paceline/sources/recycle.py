@@ -44,8 +44,8 @@ probabilities. Returns their indices."""
 class RecycleOptions:
     """Bounds of what is kept."""
 
-    contexts: int = 1 << 17
-    """Contexts that are kept of each owner, those seen last; some 500 bytes each."""
+    contexts: int = 1 << 16
+    """Contexts that are kept of each owner, those seen last; some 300 bytes each."""
 
     owners: int = 16
     """Owners whose contexts are kept: those who generated last."""
