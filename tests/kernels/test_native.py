@@ -30,6 +30,13 @@ needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc"
 x86_only = pytest.mark.skipif(platform.machine() != "x86_64", reason="compiled ahead for x86-64")
 
 
+@needs_compiler
+def test_with_a_compiler_there_are_kernels() -> None:
+    """Other tests skip without them, so a source that does not compile would go unnoticed."""
+    kernels = _native.cpu_kernels()
+    assert os.environ.get(_native.VARIABLE) == "none" or kernels.library is not None, kernels.origin
+
+
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty cache folder, no libraries of a wheel, and nothing loaded yet."""
