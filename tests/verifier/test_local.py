@@ -12,6 +12,7 @@ from test_grammar import SCHEMA, TOKENIZER
 from test_identity import SAMPLINGS
 from verifier_support import Client, make_model, serving, text, tokens_of
 
+from paceline.sources.ngram import NgramSource
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, verifier_pb2
 from paceline.verifier.options import SOURCES
@@ -148,3 +149,21 @@ async def test_a_service_is_not_asked_for_what_the_verifier_guesses(client: Clie
     assert not service.opened
     await run(client, name, **LARGE)
     assert service.opened, "unless a text names it"
+
+
+@pytest.mark.parametrize("method", ["propose", "extend"])
+async def test_a_source_that_fails_ends_no_text(
+    client: Client, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    plain, _ = await run(client, "none", **LARGE)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a fault of the source")
+
+    monkeypatch.setattr(NgramSource, method, fail)
+    tokens, rounds = await run(client, None, **LARGE)
+    assert tokens == plain
+    assert not of_sources(rounds)
+    monkeypatch.undo()
+    _, rounds = await run(client, None, **LARGE)
+    assert of_sources(rounds), "later texts have it again"

@@ -69,24 +69,29 @@ class GrammarSource:
         tokens: list[int] = []
         confidences: list[float] = []
         survival = 1.0
-        while len(tokens) < depth:
-            allowed = self._constraint.allowed().tobytes()
-            place = hash(allowed)
-            if _count(allowed) == 1:
-                token, confidence = _first(allowed), _SURE
-            elif place in self._chosen:
-                token, right, tried = self._chosen[place]
-                confidence = min(_SURE, right / tried)
-            else:
-                break
-            survival *= confidence
-            if survival < _LEAST or token in self._stop_ids:
-                break
-            tokens.append(token)
-            confidences.append(confidence)
-            self._constraint.push(token)
-        self._constraint.pop(len(tokens))
+        try:
+            while len(tokens) < depth and (found := self._next()) is not None:
+                token, confidence = found
+                survival *= confidence
+                if survival < _LEAST or token in self._stop_ids:
+                    break
+                self._constraint.push(token)
+                tokens.append(token)
+                confidences.append(confidence)
+        finally:
+            self._constraint.pop(len(tokens))
         return TokenTree.chain(tokens, confidences)
+
+    def _next(self) -> tuple[int, float] | None:
+        """The likeliest token at the present place, and its confidence; None: nothing is known."""
+        allowed = self._constraint.allowed().tobytes()
+        if _count(allowed) == 1:
+            return _first(allowed), _SURE
+        known = self._chosen.get(hash(allowed))
+        if known is None:
+            return None
+        token, right, tried = known
+        return token, min(_SURE, right / tried)
 
 
 def _count(allowed: bytes) -> int:

@@ -33,7 +33,7 @@ from paceline.verifier.engine.job import (
     StepOutput,
     microseconds,
 )
-from paceline.verifier.engine.local import LocalSources, use_guess
+from paceline.verifier.engine.local import LocalGuesses, LocalSources, use_guess
 from paceline.verifier.engine.queue import CommandThread, JobQueue, PrefixCache
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.scheduler.scheduler import Scheduler
@@ -342,8 +342,8 @@ class Engine:
                 self._queue.updated.append(job)
             if isinstance(job, Decode):
                 if not job.done:
-                    if job.local is not None and output is not None:
-                        job.local.extend(output.tokens)
+                    if output is not None:
+                        self._teach(job, output.tokens)
                     self._plan(job, budget)
             elif not job.done:
                 self._queue.add(job)
@@ -394,12 +394,27 @@ class Engine:
     def _guess(self, job: Decode) -> None:
         """Make the local tree of a generation's next step, once plain steps were measured."""
         job.guess = EMPTY
-        measured = self._scheduler is None or self._scheduler.measured or job.always_draft
-        if job.local is None or not measured:
-            return
-        nodes = min(self._node_budget, job.max_nodes or self._node_budget)
-        tree = job.local.propose(nodes, job.sequence.room - 1)
-        job.guess = tree.best_chain() if job.sequence.generation.sampling.rejection else tree
+        if self._scheduler is None or self._scheduler.measured or job.always_draft:
+            nodes = min(self._node_budget, job.max_nodes or self._node_budget)
+            depth = job.sequence.room - 1
+            tree = self._with_sources(job, lambda local: local.propose(nodes, depth)) or EMPTY
+            job.guess = tree.best_chain() if job.sequence.generation.sampling.rejection else tree
+
+    def _teach(self, job: Decode, tokens: Items[int]) -> None:
+        """Give the local sources of a generation the tokens of a step."""
+        self._with_sources(job, lambda local: local.extend(tokens))
+
+    def _with_sources(self, job: Decode, use: Callable[[LocalGuesses], _T]) -> _T | None:
+        """Use the local sources of a generation; None: it has none, or they failed, and it goes on
+        without them."""
+        if job.local is None:
+            return None
+        try:
+            return use(job.local)
+        except Exception:
+            _log.exception("local sources failed; the text goes on without them")
+            job.local = None
+            return None
 
     def _queue_ready(self) -> None:
         """Queue the generations whose wait for a tree is over."""
