@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -181,8 +182,9 @@ class Library:
             self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, text=True)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([context, _DECODED]) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, as an empty answer says
+            self._process.stdin.write(json.dumps([context, _DECODED]) + "\n")
+            self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
             raise OSError(f"{self.name} ended with code {self._process.wait()}; see above")
