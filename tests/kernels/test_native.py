@@ -132,7 +132,7 @@ def test_a_level_that_differs_from_plain_c_is_not_used(
     monkeypatch.setenv(_native.VARIABLE, broken)
     with caplog.at_level(logging.WARNING):
         assert _native.cpu_kernels().level == "none"
-    assert f"level {broken} are not used: int8 differs from plain C" in caplog.text
+    assert f"level {broken} are not used: 8-bit blocks differs from plain C" in caplog.text
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ needs no training and learns from all texts of an owner.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,10 +45,10 @@ probabilities. Returns their indices."""
 class RecycleOptions:
     """Bounds of what is kept."""
 
-    contexts: int = 1 << 16
-    """Contexts that are kept of each owner, those seen last; some 300 bytes each."""
+    contexts: int = 1 << 15
+    """Contexts that are kept of each owner, those seen last; some 250 bytes each."""
 
-    owners: int = 16
+    owners: int = 8
     """Owners whose contexts are kept: those who generated last."""
 
     max_nodes: int = 16
@@ -62,17 +63,18 @@ class RecycledTokens:
 
     def __init__(self, contexts: int) -> None:
         self._limit = contexts
-        self._candidates: dict[Context, tuple[Sequence[int], Sequence[float]]] = {}
+        self._candidates: dict[Context, tuple[array[int], array[float]]] = {}
         self._right = [0.0] * (_LONGEST + 1) * _BRANCHES * _BUCKETS
         self._tried = [0.0] * len(self._right)
 
     def note(self, context: Context, tokens: Sequence[int], chances: Sequence[float]) -> None:
         """Keep the likeliest tokens after a context, best first, with their probabilities."""
         known = self._candidates
+        row = array("I", tokens), array("f", chances)  # lists take three times the memory
         for length in range(1, len(context) + 1):
             key = context[-length:]
             known.pop(key, None)
-            known[key] = tokens, chances
+            known[key] = row
         while len(known) > self._limit:
             del known[next(iter(known))]
 

@@ -23,6 +23,9 @@ from paceline.verifier.engine.job import LOCAL, Decode, Draft
 _WARM = 512
 """Tokens of a text that enter its index in one step, which takes about half a millisecond."""
 
+_TEXTS = NgramOptions(shared_tokens=1 << 18, owners=8)
+"""Of ended texts, some 5 MB of memory are kept of an owner."""
+
 _FEWEST, _MOST = 4, 32
 """Nodes that are proposed: twice as many as were admitted lately, within these."""
 
@@ -32,7 +35,7 @@ class LocalSources:
 
     def __init__(self, names: Collection[str]) -> None:
         """Make some of :data:`paceline.verifier.options.SOURCES`."""
-        self._texts = NgramOwners(NgramOptions()) if "ngram" in names else None
+        self._texts = NgramOwners(_TEXTS) if "ngram" in names else None
         self._recycled = RecycleOwners(RecycleOptions()) if "recycle" in names else None
         self._grammar = "grammar" in names
 
