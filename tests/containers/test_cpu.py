@@ -224,7 +224,7 @@ async def test_a_drafter_is_swapped_while_text_streams(
     deployment: Deployment, client: Client, plain: list[int]
 ) -> None:
     verifier = deployment.run("ps", "--quiet", "verifier")
-    generation = client.generate(PROMPT, **WANTED)
+    generation = client.generate(PROMPT, drafter="ngram", **WANTED)
     chunks = aiter(generation)
     await anext(chunks)
     load = ("load", "ngram", "ngram", "--version", "next", "--option", "max_nodes=4")
@@ -232,7 +232,7 @@ async def test_a_drafter_is_swapped_while_text_streams(
     async for _ in chunks:
         pass
     assert (await generation).token_ids == plain
-    swapped = await client.generate(PROMPT, **WANTED)
+    swapped = await client.generate(PROMPT, drafter="ngram", **WANTED)
     assert swapped.token_ids == plain
     assert [*swapped.stats.drafter_versions] == ["ngram@next"]
     deployment.cli("drafters", "unload", "ngram", "1")
