@@ -29,7 +29,7 @@ from stand_in import (
     right,
 )
 
-from paceline.tree import TokenTree, likeliest_path
+from paceline.tree import TokenTree
 from paceline.v1 import drafter_pb2, tree_pb2
 from paceline.vllm import PacelineProposer, proposer, settings
 from paceline.vllm.texts import ABSENT_SECONDS, Texts
@@ -127,7 +127,7 @@ def test_the_likeliest_path_of_a_tree_is_the_chain() -> None:
     message = tree_pb2.TokenTree(
         tokens=[1, 2, 3, 4, 5], parents=[-1, -1, 0, 1, 3], confidences=[0.3, 0.6, 0.9, 0.5, 0.4]
     )
-    path = likeliest_path(likeliest_path(TokenTree.from_proto(message)))
+    path = TokenTree.from_proto(message).best_chain().best_chain()
     assert path.tokens == (2, 4, 5)
     assert path.acceptance_probabilities == pytest.approx((0.6, 0.5, 0.4))
 

@@ -7,15 +7,16 @@ code, edits, quotes, tables, follow-up questions.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.checks import check_range
+from paceline.sources.owners import Owners
 from paceline.tree import EMPTY, TokenTree, grow
 
 _SEPARATOR = (1 << 32) - 1
@@ -356,9 +357,15 @@ class NgramSource:
         self._predictions = []
         self._text.extend(tokens)
 
-    def propose(self, nodes: int, depth: int) -> TokenTree:
-        """A tree of at most so many nodes, none deeper than ``depth``; empty without a match."""
-        self.warm(self.backlog)
+    def propose(self, nodes: int, depth: int, warm: int | None = None) -> TokenTree:
+        """A tree of at most so many nodes, none deeper than ``depth``; empty without a match.
+
+        At most ``warm`` tokens of the backlog enter the index, and the tree is empty if some are
+        left; None: all of them do.
+        """
+        self.warm(self.backlog if warm is None else warm)
+        if self.backlog:
+            return EMPTY
         options = self._options
         nodes = min(nodes, options.max_nodes)
         depth = min(depth, options.depth, nodes)
@@ -398,19 +405,11 @@ class NgramOwners:
 
     def __init__(self, options: NgramOptions) -> None:
         self._options = options
-        self._owners: OrderedDict[str, Owner] = OrderedDict()
+        self._owners = Owners(options.owners, partial(Owner, options))
 
     def start(self, tokens: Sequence[int], owner: str) -> NgramSource:
         """Begin a text of an owner. Of a text without one (""), nothing is kept."""
-        return NgramSource(self._options, tokens, self._of(owner))
-
-    def _of(self, name: str) -> Owner:
-        owner = self._owners.pop(name, None) or Owner(self._options)
-        if name:
-            self._owners[name] = owner
-        while len(self._owners) > self._options.owners:
-            self._owners.popitem(last=False)
-        return owner
+        return NgramSource(self._options, tokens, self._owners.of(owner))
 
 
 def _merge(continuations: Iterable[Continuation]) -> Sequence[Continuation]:

@@ -9,10 +9,11 @@ needs no training and learns from all texts of an owner.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from paceline.sources.owners import Owners
 from paceline.tree import EMPTY, TokenTree, grow
 
 WIDTH = 8
@@ -184,13 +185,8 @@ class RecycleOwners:
 
     def __init__(self, options: RecycleOptions) -> None:
         self._options = options
-        self._owners: OrderedDict[str, RecycledTokens] = OrderedDict()
+        self._owners = Owners(options.owners, partial(RecycledTokens, options.contexts))
 
     def start(self, tokens: Sequence[int], owner: str, rank: Rank | None) -> RecycleSource:
         """Begin a text of an owner. Of a text without one (""), nothing is kept."""
-        known = self._owners.pop(owner, None) or RecycledTokens(self._options.contexts)
-        if owner:
-            self._owners[owner] = known
-        while len(self._owners) > self._options.owners:
-            self._owners.popitem(last=False)
-        return RecycleSource(self._options, tokens, known, rank)
+        return RecycleSource(self._options, tokens, self._owners.of(owner), rank)

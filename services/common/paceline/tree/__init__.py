@@ -1,6 +1,6 @@
 """Token trees: what drafters return and the verifier checks. Imports no torch."""
 
-from paceline.tree.growth import accepted_tokens, grow, likeliest_path, merge
+from paceline.tree.growth import accepted_tokens, grow, merge
 from paceline.tree.tree import DEFAULT_CONFIDENCE, EMPTY, MAX_NODES, TokenTree, TreeError
 
 __all__ = [
@@ -11,6 +11,5 @@ __all__ = [
     "TreeError",
     "accepted_tokens",
     "grow",
-    "likeliest_path",
     "merge",
 ]

@@ -97,15 +97,3 @@ def merge(first: TokenTree, second: TokenTree, *, nodes: int, depth: int) -> Tok
             yield token, chance / total, pair
 
     return grow((-1, -1), expand, nodes=nodes, depth=depth)
-
-
-def likeliest_path(tree: TokenTree) -> TokenTree:
-    """The chain of the likeliest child at each depth, with its confidences."""
-    if tree.is_chain:
-        return tree
-    path: list[int] = []
-    node, chances = -1, tree.acceptance_probabilities
-    while children := [child for child, parent in enumerate(tree.parents) if parent == node]:
-        node = max(children, key=chances.__getitem__)
-        path.append(node)
-    return TokenTree.chain([tree.tokens[n] for n in path], [chances[n] for n in path])

@@ -102,8 +102,7 @@ def serve(
     name: str,
 ) -> str:
     """Serve for the rest of the process, on a thread of its own; ``name`` is the service's name in
-    traces. Returns the bound address. Raises
-    ``OptionsError``: it cannot be served."""
+    traces. Returns the bound address. Raises ``OptionsError``: it cannot be served."""
     ready: Future[str] = Future()
 
     def run() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from paceline.service.runtime import log_beside_others
 from paceline.telemetry.names import Attribute, Span
 from paceline.telemetry.tracing import remote_context, traceparent_of, tracer
-from paceline.tree import MAX_NODES, TokenTree, likeliest_path
+from paceline.tree import MAX_NODES, TokenTree
 from paceline.v1 import tree_pb2
 from paceline.verifier.engine.drafting import Drafting, Link
 from paceline.verifier.engine.drafting_lock import DraftingLock
@@ -215,7 +216,7 @@ class PacelineProposer:
             return
         job.no_draft = NoDraft.EMPTY
         text.found = text.look_up(nodes)
-        if name is not None and (not text.expected or sum(text.found.survivals) < text.expected):
+        if name is not None and job.drafter_adds(text.found):
             job.timeout, wait = self._times(job, name)
             text.asked = not self._rests_now(text) and drafting.ask(job, nodes, now)
             if text.asked:
@@ -271,8 +272,6 @@ class PacelineProposer:
             self._scheduler.forget(job.sequence)  # rests bound what late answers cost
         elif text.asked:
             text.rest = 0
-        if job.draft is not None:
-            text.promised(job.draft.tree)
         if text.found and sum(text.found.survivals) > sum(job.tree.survivals):
             job.set_draft(Draft(text.found, LOOKUP))
 
@@ -308,4 +307,5 @@ class PacelineProposer:
 
     def _read_tree(self, message: tree_pb2.TokenTree, job: Decode) -> TokenTree:
         """Read and check a tree; its likeliest path is the chain. Raises ``ServiceError``."""
-        return likeliest_path(read_tree(message, self._settings.model, job.sequence))
+        tree = read_tree(message, self._settings.model, job.sequence)
+        return replace(tree, confidences=tree.acceptance_probabilities).best_chain()

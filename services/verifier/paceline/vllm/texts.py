@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.kernels import SamplingParams
 from paceline.sources.ngram import NgramOptions, NgramSource, Owner
-from paceline.tree import EMPTY, TokenTree, likeliest_path
+from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.job import Decode, GenerationParams, Sequence
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ ABSENT_SECONDS = 2.0
 
 _WARM_TOKENS = 2048
 """Tokens of a prompt that are indexed for look-up in one step, which takes 2 to 3 ms."""
-
-_NEWEST = 0.1
-"""Weight of the newest tree in a mean."""
 
 _NO_KV = cast("SequenceKv", None)  # vLLM has the KV
 
@@ -47,9 +44,6 @@ class Text:
 
     seen_at: float = field(default_factory=perf_counter)
     """When a batch had it last (time.perf_counter)."""
-
-    expected: float = 0.0
-    """Mean expected accepted tokens of recent trees of a drafter service."""
 
     found: TokenTree = EMPTY
     """The chain that was looked up for the next step."""
@@ -102,15 +96,7 @@ class Text:
         """The likeliest continuation of an earlier match, at most ``nodes`` tokens."""
         if self.lookup is None:
             return EMPTY
-        if self.lookup.backlog > _WARM_TOKENS:
-            self.lookup.warm(_WARM_TOKENS)
-            return EMPTY
-        return likeliest_path(self.lookup.propose(nodes, nodes))
-
-    def promised(self, tree: TokenTree) -> None:
-        """A drafter service sent a tree."""
-        promised = sum(tree.survivals)
-        self.expected += (_NEWEST if self.expected else 1.0) * (promised - self.expected)
+        return self.lookup.propose(nodes, nodes, _WARM_TOKENS).best_chain()
 
     def _keep(self, tokens: NDArray[Any]) -> None:
         length, room = len(tokens), len(self._tokens)

@@ -381,7 +381,7 @@ class Engine:
             job.no_draft = NoDraft.NODE_BUDGET
         elif job.sequence.room <= 1:
             job.no_draft = NoDraft.LAST_TOKEN
-        elif not job.always_draft and not job.drafter_adds():
+        elif not job.always_draft and not job.drafter_adds(job.guess):
             nodes = 0
         else:
             asked = self._drafting.ask(job, nodes, now)

@@ -415,9 +415,9 @@ class Decode(EngineJob):
         """Whether a drafter service made the tree of the next step, or a part of it."""
         return self.draft is not None and self.draft.drafter != LOCAL
 
-    def drafter_adds(self) -> bool:
-        """Whether a drafter's tree is expected to be accepted further than the local one."""
-        return not self.expected or sum(self.guess.survivals) < self.expected
+    def drafter_adds(self, local: TokenTree) -> bool:
+        """Whether a drafter's tree is expected to be accepted further than a ``local`` one."""
+        return not self.expected or sum(local.survivals) < self.expected
 
     def merge_guess(self, tree: TokenTree, nodes: int) -> TokenTree:
         """A drafter's tree, and the local one, as one tree of at most so many nodes."""

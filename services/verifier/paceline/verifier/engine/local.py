@@ -97,9 +97,7 @@ class LocalGuesses:
         nodes = min(nodes, round(self._nodes))
         tree = EMPTY
         if self.text is not None:
-            self.text.warm(_WARM)
-            if not self.text.backlog:
-                tree = self.text.propose(nodes, depth)
+            tree = self.text.propose(nodes, depth, _WARM)
         if self.recycled is not None:
             tree = merge(tree, self.recycled.propose(nodes, depth), nodes=nodes, depth=depth)
         if self.grammar is not None:

@@ -1,0 +1,29 @@
+"""What is kept of owners: of those who generated last."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+_T = TypeVar("_T")
+
+
+class Owners(Generic[_T]):
+    """A bounded table of owners by name."""
+
+    def __init__(self, limit: int, make: Callable[[], _T]) -> None:
+        """Keep at most ``limit`` owners; ``make`` makes what is kept of a new one."""
+        self._limit = limit
+        self._make = make
+        self._kept: OrderedDict[str, _T] = OrderedDict()
+
+    def of(self, name: str) -> _T:
+        """What is kept of an owner, who counts as the newest. Without a name (""), what it returns
+        is not kept."""
+        found = self._kept.pop(name, None) or self._make()
+        if name:
+            self._kept[name] = found
+        while len(self._kept) > self._limit:
+            self._kept.popitem(last=False)
+        return found
