@@ -100,6 +100,34 @@ _DOCUMENT_OPENINGS = (
     "How would you improve the text above?", "Write documentation for the code above.",
 )  # fmt: skip
 
+_JSON_OPENINGS = (
+    "Write a JSON object that describes", "Give me a JSON list of", "Answer in JSON: who was",
+    "Return a JSON object with the fields name, price and stock for",
+    "Extract names, dates and places as JSON from this text:", "Write an order in JSON for",
+    "Create a JSON configuration file for", "Write a JSON schema for", "As JSON, list the",
+    "Convert the following table to JSON:", "Give the weather of a week as JSON for",
+    "Write the profile of a user in JSON:", "Classify this sentence and answer in JSON:",
+    "Write a recipe as a JSON object with ingredients and steps:",
+    "Generate three test records as JSON for", "Describe this product as JSON:",
+)  # fmt: skip
+
+_JSON_SYSTEM_PROMPTS = (
+    None, "Answer with JSON only.", "You are a service that answers with one JSON object.",
+)  # fmt: skip
+
+_TOOLS = (
+    ("get_weather", "city", "unit"), ("search_flights", "origin", "destination", "date"),
+    ("send_email", "to", "subject", "body"), ("convert_currency", "amount", "from", "to"),
+    ("find_restaurants", "city", "cuisine"), ("create_event", "title", "date", "time"),
+    ("query_database", "sql"), ("play_music", "artist", "song"), ("translate", "text", "language"),
+    ("set_alarm", "time", "label"), ("get_stock_price", "symbol"), ("calculate", "expression"),
+)  # fmt: skip
+
+_TOOL_OPENINGS = (
+    "What is the weather", "Find", "Book", "Send", "Remind me", "How much is", "Translate",
+    "Play", "Please", "I need", "Can you", "Set", "Look up", "Schedule",
+)  # fmt: skip
+
 _SYSTEM_PROMPTS = (
     "You are a helpful assistant.", "Answer in one paragraph.", "Answer as briefly as you can.",
     "You are an expert programmer. Answer with code only.", "You are a patient teacher.",
@@ -120,8 +148,8 @@ _FURTHER_OPENINGS = (
 _TOGETHER = 64  # conversations that are written before the file grows
 
 _SHARES = {
-    "chat": 0.2, "system": 0.14, "turns": 0.16, "code": 0.16, "mathematics": 0.14, "edit": 0.14,
-    "document": 0.06,
+    "chat": 0.18, "system": 0.12, "turns": 0.15, "code": 0.15, "mathematics": 0.13, "edit": 0.13,
+    "document": 0.06, "json": 0.05, "tools": 0.03,
 }  # fmt: skip
 
 KINDS = tuple(_SHARES)
@@ -144,7 +172,7 @@ class TokenizedConversation:
 
     kind: str
     """``chat``, ``system`` (behind a system prompt), ``turns`` (a later turn), ``code``,
-    ``mathematics``, ``edit`` or ``document``."""
+    ``mathematics``, ``edit``, ``document``, ``json`` or ``tools`` (functions to call)."""
 
     temperature: float
     """Of the answer; 0: greedy."""
@@ -342,6 +370,10 @@ def _question(
         return Question(kind, one_of(_CODE_OPENINGS), True)
     if kind == "mathematics":
         return Question(kind, one_of(_MATHEMATICS_OPENINGS), True)
+    if kind == "json":
+        return Question(kind, one_of(_JSON_OPENINGS), True, draw.choice(_JSON_SYSTEM_PROMPTS))
+    if kind == "tools":
+        return Question(kind, one_of(_TOOL_OPENINGS), True, system=_tools_prompt(draw))
     if kind == "edit":
         own = [each for each in written if each.kind in ("chat", "mathematics")]
         if own and draw.random() < 0.6:
@@ -350,6 +382,27 @@ def _question(
         text = f"{one_of(_EDIT_CODE_OPENINGS)}\n```\n{piece(_EDIT)}\n```"
         return Question(kind, text, False)
     return Question(kind, f"{piece(_DOCUMENT)}\n\n{one_of(_DOCUMENT_OPENINGS)}", False)
+
+
+def _tools_prompt(draw: np.random.Generator) -> str:
+    """A system prompt that offers one to four functions."""
+    chosen = draw.choice(len(_TOOLS), int(draw.integers(1, 5)), replace=False)
+    functions = [
+        {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {each: {"type": "string"} for each in parameters},
+                "required": parameters,
+            },
+        }
+        for name, *parameters in (_TOOLS[index] for index in chosen)
+    ]
+    return (
+        "You can call the functions below. Answer a question that one of them can answer with "
+        '<tool_call>{"name": ..., "arguments": {...}}</tool_call> and nothing else.\n'
+        + json.dumps(functions)
+    )
 
 
 def _complete(
