@@ -371,7 +371,8 @@ def _question(
     if kind == "mathematics":
         return Question(kind, one_of(_MATHEMATICS_OPENINGS), True)
     if kind == "json":
-        return Question(kind, one_of(_JSON_OPENINGS), True, draw.choice(_JSON_SYSTEM_PROMPTS))
+        system = _JSON_SYSTEM_PROMPTS[int(draw.integers(len(_JSON_SYSTEM_PROMPTS)))]
+        return Question(kind, one_of(_JSON_OPENINGS), True, system)
     if kind == "tools":
         return Question(kind, one_of(_TOOL_OPENINGS), True, system=_tools_prompt(draw))
     if kind == "edit":
