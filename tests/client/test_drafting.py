@@ -13,6 +13,7 @@ from paceline.client import (
     DraftOptions,
     NotFoundError,
     RoundStats,
+    SourceStats,
     Stats,
     UnavailableError,
 )
@@ -68,6 +69,35 @@ def test_statistics_are_explained_in_words() -> None:
         "no draft in 5 rounds: 5 without a drafter."
     )
     assert Stats().explain() == "no draft in 0 rounds: the prefill emitted the whole text."
+
+
+def test_what_each_source_added_is_explained() -> None:
+    """Of rounds of local sources by name; of others all is the drafter's."""
+    local = RoundStats(
+        *(6, 3, 4, 16.0, 0, 0, 0),
+        checked=5,
+        drafter="local",
+        version="1",
+        shares=(("grammar", SourceStats(2, 2, 1)), ("ngram", SourceStats(4, 3, 2))),
+    )
+    alone = RoundStats(4, 1, 2, 16.0, 0, 0, 0, checked=4, drafter="dspark", version="2")
+    merged = replace(
+        alone, shares=(("ngram", SourceStats(1, 1, 1)), ("dspark", SourceStats(3, 3, 0)))
+    )
+    stats = Stats([local, alone, merged, plain(2, "empty")])
+    assert stats.sources == {
+        "ngram": SourceStats(5, 4, 3),
+        "grammar": SourceStats(2, 2, 1),
+        "dspark": SourceStats(7, 7, 1),
+    }
+    assert sum(each.accepted for each in stats.sources.values()) == stats.accepted
+    assert (
+        "Accepted of the checked drafts: 3 of 4 by ngram, 1 of 2 by grammar, 1 of 7 by dspark."
+    ) in stats.explain()
+    assert stats.summary()["sources"] == {
+        name: each._asdict() for name, each in stats.sources.items()
+    }
+    assert "checked drafts" not in Stats([alone]).explain()
 
 
 async def test_without_drafting(world: World, client: Client) -> None:

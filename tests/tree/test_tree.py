@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from imports import packages_after
 
 from paceline.kernels import Proposal
-from paceline.tree import DEFAULT_CONFIDENCE, EMPTY, TokenTree, TreeError
+from paceline.tree import DEFAULT_CONFIDENCE, EMPTY, TokenTree, TreeError, merge
 from paceline.v1 import tree_pb2
 
 VOCAB = 50
@@ -171,3 +172,22 @@ def test_a_malformed_message_is_refused(message: tree_pb2.TokenTree, reason: str
 
 def test_trees_need_no_torch() -> None:
     assert "torch" not in packages_after("import paceline.tree")
+
+
+@given(st.lists(trees(8), min_size=3, max_size=3))
+def test_a_merged_node_is_of_the_first_source_that_proposed_it(parts: list[TokenTree]) -> None:
+    """Also behind later changes of the tree; a drafter's tree names no source."""
+    names = ("grammar", "ngram", "")
+    sourced = [
+        replace(part, sources=(name,) * len(part) if name else ())
+        for part, name in zip(parts, names, strict=True)
+    ]
+    paths = [{part.path(node) for node in range(len(part))} for part in parts]
+    tree = merge(merge(sourced[0], sourced[1], nodes=99, depth=99), sourced[2], nodes=99, depth=99)
+    for changed in (tree, tree.first(3), tree.best_chain()):
+        for node in range(len(changed)):
+            known = [
+                name for name, own in zip(names, paths, strict=True) if changed.path(node) in own
+            ]
+            found = changed.sources[node] if changed.sources else ""
+            assert found == known[0]

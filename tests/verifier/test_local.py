@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,36 @@ async def test_a_default_drafters_tree_is_merged_with_theirs(client: Client) -> 
     merged = [each.tree for each in rounds if each.drafter == "test@0" and len(each.tree.tokens)]
     assert any(len(tree.tokens) > 2 for tree in merged)
     assert all({1} <= set(tree.tokens) for tree in merged)
+
+
+async def test_each_round_says_what_each_source_added(client: Client) -> None:
+    """Shares add up to the round; those of a drafter have no name."""
+    sampling = sampling_pb2.SamplingParams(json_schema=json.dumps(SCHEMA), temperature=1.0, seed=4)
+    plain, _ = await run(client, "none", sampling=sampling)
+
+    def right(so_far: list[int], _: Any) -> TokenTree:
+        return TokenTree.chain(plain[len(so_far) - len(PROMPT) :][:4], [0.9] * 4)
+
+    found: Counter[str] = Counter()
+    for with_drafter in (False, True):
+        if with_drafter:
+            await client.drafter_service.add(right)
+        _, rounds = await run(client, None, sampling=sampling, isolated=True)
+        for each in rounds:
+            if not each.sources:  # all of it is the drafter's
+                assert not len(each.tree.tokens) or each.drafter == "test@0"
+                continue
+            assert sum(s.drafted for s in each.sources) == len(each.tree.tokens)
+            assert sum(s.checked for s in each.sources) == each.checked_nodes
+            assert sum(s.accepted for s in each.sources) == len(each.result.accepted_nodes)
+            assert all(s.accepted <= s.checked <= s.drafted for s in each.sources)
+            found.update({s.source: s.accepted for s in each.sources})
+            if each.drafter == "local@1":
+                assert "" not in {s.source for s in each.sources}
+        if not with_drafter:
+            assert found["ngram"] + found["recycle"] > 0
+            assert found["grammar"] > 0
+    assert found[""] > 0
 
 
 async def test_texts_of_others_are_not_known(client: Client) -> None:

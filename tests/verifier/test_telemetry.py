@@ -11,10 +11,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
-from paceline.telemetry.names import Metric
+from paceline.telemetry.names import Attribute, Metric
 from paceline.telemetry.tracing import remote_context
+from paceline.tree import TokenTree
 from paceline.v1.verifier_pb2 import GetModelResponse
-from paceline.verifier.engine.job import DrafterVersion, NoDraft, StepOutput, merge
+from paceline.verifier.engine.job import Draft, DrafterVersion, NoDraft, StepOutput, merge
 from paceline.verifier.metrics import VerifierMetrics
 from paceline.verifier.options import round_sampling
 from paceline.verifier.telemetry import RoundSpans
@@ -50,6 +51,53 @@ def test_plain_steps_that_are_sent_together_have_a_span_if_one_of_them_has() -> 
     steps = [StepOutput([1], traced=traced) for traced in (False, True, False)]
     assert merge(steps).traced
     assert not merge(steps[:1]).traced
+
+
+def drafted(sources: tuple[str, ...]) -> StepOutput:
+    """A step with three drafted tokens: two were checked, and the first was accepted."""
+    tree = TokenTree((1, 2, 3), (-1, 0, -1), (0.9, 0.8, 0.7), (), sources)
+    draft = Draft(tree, DrafterVersion("local", "1", "local"))
+    return StepOutput([1, 7], [0], checked=2, sources=sources[:2], draft=draft)
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ((), {"drafter": (3, 2, 1)}),
+        (("ngram", "", "ngram"), {"ngram": (2, 1, 1), "drafter": (1, 1, 0)}),
+        (("grammar", "grammar", "ngram"), {"grammar": (2, 2, 1), "ngram": (1, 0, 0)}),
+    ],
+)
+def test_metrics_and_spans_say_what_each_source_added(
+    sources: tuple[str, ...], expected: dict[str, tuple[int, int, int]]
+) -> None:
+    registry = CollectorRegistry()
+    model: Any = GetModelResponse(name="m")
+    nothing: Any = SimpleNamespace(request=None)
+    metrics = VerifierMetrics(registry, model, nothing, nothing, nothing, list)
+    metrics.answered(nothing, drafted(sources))
+    for source, counts in expected.items():
+        for stage, count in zip(("drafted", "checked", "accepted"), counts, strict=True):
+            labels = {"model_name": "m", "source": source, "stage": stage}
+            assert registry.get_sample_value(f"{Metric.SOURCE_TOKENS}_total", labels) == count
+
+    provider, exporter = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    parent = remote_context(PARENT)
+    assert parent is not None
+    spans = RoundSpans(provider.get_tracer("test"), PARENT, parent)
+    spans.end_round(drafted(sources), {})
+    named = {span.name: dict(span.attributes or {}) for span in exporter.get_finished_spans()}
+    facts = named["specdec.round"]
+    found = zip(
+        facts[Attribute.SOURCES],
+        facts[Attribute.SOURCES_DRAFTED],
+        facts[Attribute.SOURCES_ACCEPTED],
+        strict=True,
+    )
+    assert {name: pair for name, *pair in found} == {
+        name: [count, accepted] for name, (count, _, accepted) in expected.items()
+    }
 
 
 @pytest.mark.parametrize("text", ["", "5", "5:0", "5:", ":5", "-1:5", "a:b", "1:2:3"])

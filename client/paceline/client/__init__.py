@@ -31,7 +31,7 @@ from ._options import (
     field_docs,
     user_cache_dir,
 )
-from ._stats import RoundStats, Stats, Usage
+from ._stats import RoundStats, SourceStats, Stats, Usage
 from ._template_process import TemplateProcess
 from ._text import Chunk, Detokenizer, Model, TextCodec, TokenLogprob, VerifiedTree
 
@@ -56,6 +56,7 @@ __all__ = [
     "RetryOptions",
     "RoundStats",
     "ServerError",
+    "SourceStats",
     "Stats",
     "SyncClient",
     "TargetChangedError",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.telemetry.names import CREATE_CACHE, PROVIDER, Attribute, Span
 from paceline.telemetry.tracing import fail, server_attributes, traceparent_of, tracer
@@ -34,6 +34,18 @@ _ENOUGH_STEPS = 16
 """Plain steps of a text with which its speed-up is measured."""
 
 _Values = Mapping[str, Any]
+
+
+class SourceStats(NamedTuple):
+    """What one source of drafted tokens added. A token that several proposed counts for the first
+    of them: the verifier's grammar, ngram, recycle, then the drafter."""
+
+    drafted: int
+    """Nodes of trees."""
+    checked: int
+    """How many of them the verifier checked."""
+    accepted: int
+    """How many of these were accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +85,9 @@ class RoundStats:
     plain_ms: float = 0.0
     """Time of as many plain steps under the same load, by those that the verifier's process
     measured; 0: it measured too few."""
+    shares: tuple[tuple[str, SourceStats], ...] = ()
+    """What each source added to the tree, by name, if local sources of the verifier did; empty: all
+    of it is the drafter's."""
 
     @property
     def transport_ms(self) -> float:
@@ -99,6 +114,10 @@ class RoundStats:
             version=version,
             undrafted=UNDRAFTED.get(message.no_draft),
             plain_ms=message.plain_us / 1000,
+            shares=tuple(
+                (e.source or drafter, SourceStats(e.drafted, e.checked, e.accepted))
+                for e in message.sources
+            ),
         )
 
 
@@ -156,6 +175,19 @@ class Stats:
         """Versions of drafters whose trees were verified, as "name@version", by first use."""
         drafted = (entry for entry in self.rounds if entry.drafted)
         return list(dict.fromkeys(f"{entry.drafter}@{entry.version}" for entry in drafted))
+
+    @property
+    def sources(self) -> dict[str, SourceStats]:
+        """What each source of drafted tokens added, by its name: a local one of the verifier or a
+        drafter; the one with the most accepted tokens first."""
+        found: dict[str, SourceStats] = {}
+        for entry in self.rounds:
+            if entry.drafted:
+                own = SourceStats(entry.drafted, entry.checked, entry.accepted)
+                for name, added in entry.shares or ((entry.drafter, own),):
+                    known = found.get(name, SourceStats(0, 0, 0))
+                    found[name] = SourceStats(*map(sum, zip(known, added, strict=True)))
+        return dict(sorted(found.items(), key=lambda each: each[1].accepted, reverse=True))
 
     @property
     def undrafted(self) -> Counter[str]:
@@ -282,6 +314,12 @@ class Stats:
             words = ", ".join(missing) or "the prefill emitted the whole text"
             parts.append(f"no draft in {_count(self.steps, 'round')}: {words}")
         text = "; ".join(parts) + "."
+        if any(entry.shares for entry in self.rounds):
+            shares = [
+                f"{each.accepted} of {each.checked} by {name}"
+                for name, each in self.sources.items()
+            ]
+            text += f" Accepted of the checked drafts: {', '.join(shares)}."
         if self.drafted_rounds:
             text += f" {self._gain()}"
         if self.fallbacks:
@@ -315,6 +353,7 @@ class Stats:
             **{name: _rounded(getattr(self, name)) for name in names},
             "undrafted": dict(self.undrafted),
             "fallbacks": dict(self.fallbacks),
+            "sources": {name: each._asdict() for name, each in self.sources.items()},
         }
 
     def merge(self, other: Stats) -> None:

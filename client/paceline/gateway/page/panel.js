@@ -52,6 +52,7 @@ export class Panel {
         ["Time of the drafter", `${spent.draft_ms.toFixed(0)} ms`],
         ["Time of the verifier", `${spent.verify_ms.toFixed(0)} ms`],
         ["Drafter", spent.drafter_versions.join(", ") || "–"],
+        ["Accepted by source", Object.entries(spent.sources).map(([name, each]) => `${name} ${each.accepted}`).join(", ") || "–"],
       );
     }
     return sums;

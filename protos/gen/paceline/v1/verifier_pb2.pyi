@@ -244,7 +244,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, rounds: _Optional[_Iterable[_Union[Round, _Mapping]]] = ...) -> None: ...
 
 class Round(_message.Message):
-    __slots__ = ("position", "result", "steps", "tree", "checked_nodes", "no_draft", "drafter", "round_us", "draft_us", "verify_us", "queue_us", "kv_bytes", "node_budget", "batch_tokens", "epoch", "fallbacks", "fallback_message", "plain_us")
+    __slots__ = ("position", "result", "steps", "tree", "checked_nodes", "no_draft", "drafter", "round_us", "draft_us", "verify_us", "queue_us", "kv_bytes", "node_budget", "batch_tokens", "epoch", "fallbacks", "fallback_message", "plain_us", "sources")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +263,7 @@ class Round(_message.Message):
     FALLBACKS_FIELD_NUMBER: _ClassVar[int]
     FALLBACK_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     PLAIN_US_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     position: int
     result: RoundResult
     steps: int
@@ -281,7 +282,20 @@ class Round(_message.Message):
     fallbacks: _containers.RepeatedScalarFieldContainer[str]
     fallback_message: str
     plain_us: int
-    def __init__(self, position: _Optional[int] = ..., result: _Optional[_Union[RoundResult, _Mapping]] = ..., steps: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ..., checked_nodes: _Optional[int] = ..., no_draft: _Optional[_Union[NoDraftReason, str]] = ..., drafter: _Optional[str] = ..., round_us: _Optional[int] = ..., draft_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., node_budget: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., epoch: _Optional[int] = ..., fallbacks: _Optional[_Iterable[str]] = ..., fallback_message: _Optional[str] = ..., plain_us: _Optional[int] = ...) -> None: ...
+    sources: _containers.RepeatedCompositeFieldContainer[SourceShare]
+    def __init__(self, position: _Optional[int] = ..., result: _Optional[_Union[RoundResult, _Mapping]] = ..., steps: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ..., checked_nodes: _Optional[int] = ..., no_draft: _Optional[_Union[NoDraftReason, str]] = ..., drafter: _Optional[str] = ..., round_us: _Optional[int] = ..., draft_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., node_budget: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., epoch: _Optional[int] = ..., fallbacks: _Optional[_Iterable[str]] = ..., fallback_message: _Optional[str] = ..., plain_us: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[SourceShare, _Mapping]]] = ...) -> None: ...
+
+class SourceShare(_message.Message):
+    __slots__ = ("source", "drafted", "checked", "accepted")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    drafted: int
+    checked: int
+    accepted: int
+    def __init__(self, source: _Optional[str] = ..., drafted: _Optional[int] = ..., checked: _Optional[int] = ..., accepted: _Optional[int] = ...) -> None: ...
 
 class RoundResult(_message.Message):
     __slots__ = ("tokens", "accepted_nodes", "logprobs", "top_logprobs", "finish_reason", "committed_length")

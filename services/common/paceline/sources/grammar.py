@@ -80,7 +80,7 @@ class GrammarSource:
                 confidences.append(confidence)
         finally:
             self._constraint.pop(len(tokens))
-        return TokenTree.chain(tokens, confidences)
+        return TokenTree.chain(tokens, confidences, source="grammar")
 
     def _next(self) -> tuple[int, float] | None:
         """The likeliest token at the present place, and its confidence; None: nothing is known."""

@@ -378,7 +378,8 @@ class NgramSource:
         if not found:
             return EMPTY
         root = _merge(found)
-        return grow(root, _expand, nodes=nodes, depth=depth, min_survival=options.min_survival)
+        least = options.min_survival
+        return grow(root, _expand, nodes=nodes, depth=depth, min_survival=least, source="ngram")
 
     def close(self) -> None:
         """End the text; other texts of its owner may be continued from it."""

@@ -160,7 +160,12 @@ class RecycleSource:
         if not self._known.find(self._context)[0]:
             return EMPTY
         return grow(
-            self._context, self._expand, nodes=nodes, depth=depth, min_survival=options.min_survival
+            self._context,
+            self._expand,
+            nodes=nodes,
+            depth=depth,
+            min_survival=options.min_survival,
+            source="recycle",
         )
 
     def _expand(self, context: Context, level: int) -> Iterator[tuple[int, float, Context]]:

@@ -21,6 +21,7 @@ def grow(
     nodes: int,
     depth: int,
     min_survival: float = 0.0,
+    source: str = "",
 ) -> TokenTree:
     """Grows a tree best first: adds the node whose path is most likely to be accepted.
 
@@ -31,14 +32,29 @@ def grow(
         nodes: Maximum number of nodes of the tree.
         depth: Longest path.
         min_survival: Nodes whose path is less likely than this are left out.
+        source: Name of the source that proposes the nodes; empty: a drafter.
 
     Returns:
         A tree with confidences whose nodes are sorted by falling survival: every prefix of it is
         the best tree of that size.
     """
+    tokens, parents, confidences, _ = _grow(root, expand, nodes, depth, min_survival)
+    sources = (source,) * len(tokens) if source else ()
+    return TokenTree(tuple(tokens), tuple(parents), tuple(confidences), (), sources)
+
+
+def _grow(
+    root: State,
+    expand: Callable[[State, int], Iterable[tuple[int, float, State]]],
+    nodes: int,
+    depth: int,
+    min_survival: float = 0.0,
+) -> tuple[list[int], list[int], list[float], list[State]]:
+    """Tokens, parents, confidences and states of the nodes of :func:`grow`."""
     tokens: list[int] = []
     parents: list[int] = []
     confidences: list[float] = []
+    states: list[State] = []
     # The second entry breaks ties by age, so that states are never compared.
     heap: list[tuple[float, int, int, int, int, float, State]] = []
     pushed = 0
@@ -58,9 +74,10 @@ def grow(
         tokens.append(token)
         parents.append(parent)
         confidences.append(confidence)
+        states.append(state)
         if level < depth and len(tokens) < nodes:
             push_children(state, len(tokens) - 1, level, -reach)
-    return TokenTree(tuple(tokens), tuple(parents), tuple(confidences))
+    return tokens, parents, confidences, states
 
 
 def accepted_tokens(tree: TokenTree, continuation: Sequence[int]) -> int:
@@ -76,8 +93,8 @@ def accepted_tokens(tree: TokenTree, continuation: Sequence[int]) -> int:
 def merge(first: TokenTree, second: TokenTree, *, nodes: int, depth: int) -> TokenTree:
     """The nodes of two trees as one tree: at most so many, the likeliest, and none deeper.
 
-    A node of both has the higher probability. Where siblings add up to more than 1, they are
-    scaled.
+    A node of both has the higher probability, and the source that it has in the first. Where
+    siblings add up to more than 1, they are scaled.
     """
     if not len(first) or not len(second):
         return second if not len(first) else first
@@ -96,4 +113,10 @@ def merge(first: TokenTree, second: TokenTree, *, nodes: int, depth: int) -> Tok
         for token, (chance, pair) in found.items():
             yield token, chance / total, pair
 
-    return grow((-1, -1), expand, nodes=nodes, depth=depth)
+    tokens, parents, confidences, states = _grow((-1, -1), expand, nodes, depth)
+    of_first, of_second = first.sources, second.sources
+    sources = [
+        of_first[one] if one >= 0 and of_first else of_second[two] if one < 0 and of_second else ""
+        for one, two in states
+    ]
+    return TokenTree(tuple(tokens), tuple(parents), tuple(confidences), (), tuple(sources))

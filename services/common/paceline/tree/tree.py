@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -58,10 +58,18 @@ class TokenTree:
     """For rejection sampling of a chain, the distribution that each node was drawn from; empty: the
     nodes were not drawn."""
 
+    sources: tuple[str, ...] = field(default=(), compare=False)
+    """Empty, or for each node the name of the source that proposed it, the first one where several
+    did; empty: a drafter. They are for statistics and are no part of the message."""
+
     @classmethod
-    def chain(cls, tokens: Sequence[int], confidences: Sequence[float] = ()) -> TokenTree:
-        """A tree of one path."""
-        return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)), tuple(confidences))
+    def chain(
+        cls, tokens: Sequence[int], confidences: Sequence[float] = (), *, source: str = ""
+    ) -> TokenTree:
+        """A tree of one path, proposed by ``source``."""
+        parents = tuple(range(-1, len(tokens) - 1))
+        sources = (source,) * len(tokens) if source else ()
+        return cls(tuple(tokens), parents, tuple(confidences), (), sources)
 
     @classmethod
     def from_proto(cls, message: tree_pb2.TokenTree, max_nodes: int | None = None) -> TokenTree:
@@ -191,6 +199,7 @@ class TokenTree:
             tuple([new[parents[node]] for node in nodes]),
             tuple([confidences[node] for node in nodes]) if confidences else (),
             tuple([self.proposals[node] for node in nodes]) if self.proposals else (),
+            tuple([self.sources[node] for node in nodes]) if self.sources else (),
         )
 
     def check(self, vocab_size: int | None = None) -> None:

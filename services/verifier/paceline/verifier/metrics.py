@@ -17,9 +17,9 @@ from paceline.decoder import GraphRunner
 from paceline.telemetry.names import PROVIDER, Metric, Span
 from paceline.v1 import verifier_pb2
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import Prefill, StepOutput
+from paceline.verifier.engine.job import Prefill, StepOutput, shares
 from paceline.verifier.store import Cache, CacheStore, RequestTimes
-from paceline.verifier.telemetry import FollowCounts
+from paceline.verifier.telemetry import DRAFTER, FollowCounts
 
 _MODEL = ("model_name",)
 _DRAFTER = (*_MODEL, "drafter", "version")
@@ -63,6 +63,11 @@ _METRICS = {
         _DRAFTER, "Drafted tokens that the target checked, as scheduled"
     ),
     Metric.NUM_ACCEPTED: _Described(_DRAFTER, "Drafted tokens that equal the target's own choice"),
+    Metric.SOURCE_TOKENS: _Described(
+        (*_MODEL, "source", "stage"),
+        "Drafted tokens by the source that was the first to propose them (a local one, or drafter) "
+        "and stage: drafted, checked, accepted",
+    ),
     Metric.NUM_ACCEPTED_PER_POS: _Described(
         (*_DRAFTER, "position"),
         "Trees whose token at this depth was accepted; the first depth is 0",
@@ -263,6 +268,9 @@ class VerifierMetrics(RoundMetrics, Collector):
     def answered(self, cache: Cache, output: StepOutput) -> None:
         """A step, or consecutive plain ones, were answered."""
         self.round(output)
+        for source, *counts in shares(output):
+            for stage, count in zip(("drafted", "checked", "accepted"), counts, strict=True):
+                self._add(Metric.SOURCE_TOKENS, count, source or DRAFTER, stage)
         self._add(Metric.NODE_BUDGET, output.node_budget)
         self._add(Metric.VERIFY_QUEUE_SECONDS, output.queue_us / 1e6)
         if output.draft is not None:

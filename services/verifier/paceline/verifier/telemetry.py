@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.telemetry.names import CREATE_CACHE, Attribute, Span
 from paceline.telemetry.tracing import add_server_span, remote_context, traceparent_of
-from paceline.verifier.engine.job import Decode, DrafterVersion, Prefill, StepOutput
+from paceline.verifier.engine.job import Decode, DrafterVersion, Prefill, StepOutput, shares
 from paceline.verifier.store import Cache
 
 if TYPE_CHECKING:
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Tracer
 
     from paceline.verifier.metrics import VerifierMetrics
+
+DRAFTER = "drafter"
+"""What the drafter service is called among the sources of a tree."""
 
 
 @dataclass(slots=True)
@@ -230,6 +233,10 @@ def _round_attributes(output: StepOutput) -> dict[str, Any]:
     if draft is not None:
         attributes[Attribute.TREE_DEPTH] = draft.tree.depth
         attributes[Attribute.KV_BYTES] = draft.kv_bytes
+        found = shares(output)
+        attributes[Attribute.SOURCES] = [each.source or DRAFTER for each in found]
+        attributes[Attribute.SOURCES_DRAFTED] = [each.drafted for each in found]
+        attributes[Attribute.SOURCES_ACCEPTED] = [each.accepted for each in found]
     elif output.no_draft is not None:
         attributes[Attribute.NO_DRAFT] = output.no_draft.value
     return attributes

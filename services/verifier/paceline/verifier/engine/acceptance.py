@@ -258,7 +258,7 @@ def _accept(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput 
     for observer in tuple(sequence.observers):
         observer.accepted(last)
     output.committed = sequence.committed
-    output.checked = len(entry.tree)
+    output.checked, output.sources = len(entry.tree), entry.tree.sources
     if isinstance(job, Decode):
         output.accepted = [job.nodes[node] for node in output.accepted]
     return output

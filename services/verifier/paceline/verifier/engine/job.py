@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
@@ -141,6 +141,9 @@ class StepOutput:
     checked: int = 0
     """Drafted nodes that the step verified."""
 
+    sources: tuple[str, ...] = ()
+    """Sources of these nodes, as in :class:`TokenTree`; empty: the drafter's."""
+
     batch_tokens: int = 0
     """Tokens in the step, of all sequences."""
 
@@ -185,6 +188,34 @@ class StepOutput:
 
     steps: int = 1
     """Number of steps that are merged in it."""
+
+
+class Share(NamedTuple):
+    """What one source added to the tree of a step."""
+
+    source: str
+    """Name of a local source; empty: the drafter service."""
+
+    drafted: int
+    """Nodes of the tree that it was the first to propose."""
+
+    checked: int
+    """How many of them the step verified."""
+
+    accepted: int
+    """How many of these were accepted."""
+
+
+def shares(output: StepOutput) -> list[Share]:
+    """What each source added to the tree of a step; empty: there was no tree."""
+    if output.draft is None:
+        return []
+    tree = output.draft.tree
+    if not tree.sources:
+        return [Share("", len(tree), output.checked, len(output.accepted))]
+    checked, accepted = Counter(output.sources), Counter(tree.sources[n] for n in output.accepted)
+    drafted = Counter(tree.sources).items()
+    return [Share(name, count, checked[name], accepted[name]) for name, count in drafted]
 
 
 def mergeable(first: StepOutput, second: StepOutput) -> bool:
@@ -464,7 +495,7 @@ def rank(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]:
     confidences = tree.acceptance_probabilities
     if not tree.confidences or max(confidences) > _MAX_CONFIDENCE:
         confidences = tuple(min(each, _MAX_CONFIDENCE) for each in confidences)
-        tree = TokenTree(tree.tokens, tree.parents, confidences, tree.proposals)
+        tree = TokenTree(tree.tokens, tree.parents, confidences, tree.proposals, tree.sources)
     if tree.is_chain:  # survival falls along it
         tree = tree.first(max_depth)
         return tree, tuple(range(len(tree)))

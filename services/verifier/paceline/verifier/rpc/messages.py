@@ -20,6 +20,7 @@ from paceline.verifier.engine.job import (
     GenerationParams,
     Sequence,
     SequenceClosed,
+    Share,
     StepFailed,
     StepOutput,
 )
@@ -188,6 +189,11 @@ def write_result(output: StepOutput) -> verifier_pb2.RoundResult:
     )
     result.top_logprobs.extend(map(write_top, output.top_logprobs))
     return result
+
+
+def write_share(share: Share) -> verifier_pb2.SourceShare:
+    """The message of a source's share."""
+    return verifier_pb2.SourceShare(**share._asdict())
 
 
 def write_top(top: Items[tuple[int, float]]) -> verifier_pb2.TopLogprobs:

@@ -17,6 +17,7 @@ from paceline.verifier.engine.job import (
     merge,
     mergeable,
     microseconds,
+    shares,
 )
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.model import ModelInfo
@@ -28,6 +29,7 @@ from paceline.verifier.rpc.messages import (
     check_drafter,
     read_generation,
     write_result,
+    write_share,
     write_top,
 )
 from paceline.verifier.rpc.streams import first_message, write
@@ -171,6 +173,8 @@ class GenerateStream:
         if draft is not None:
             response.tree.tokens.extend(draft.tree.tokens)
             response.tree.parents.extend(draft.tree.parents)
+            if draft.tree.sources:
+                response.sources.extend(write_share(each) for each in shares(output))
             response.draft_us = draft.draft_us
             response.queue_us += draft.queue_us
             response.kv_bytes = draft.kv_bytes
