@@ -8,8 +8,9 @@ from math import inf
 from statistics import mean
 
 import pytest
-from simulated_load import MODES, Accepted, Costs, Simulation
+from simulated_load import Accepted, Costs, Drawn
 
+from paceline.bench.replay.simulation import MODES
 from paceline.tree import TokenTree
 from paceline.verifier.scheduler.controller import Account, Drafters, SequenceState
 from paceline.verifier.scheduler.costs import CostTable
@@ -77,9 +78,9 @@ def ratio(cell: str, users: int) -> float:
     accepted, costs, kinds = CELLS[cell]
     found = {}
     for mode in MODES:
-        load = Simulation(accepted, users, mode, costs, kinds if users == 1 else 1)
-        load.run(500)
-        found[mode] = load.run(2000)
+        load = Drawn(accepted, users, mode, costs, kinds if users == 1 else 1)
+        load.speeds(500)
+        found[mode] = load.speeds(2000)
     return min(
         speed / max(found["plain"][kind], found["always"][kind])
         for kind, speed in found["scheduled"].items()
@@ -95,13 +96,13 @@ def test_nothing_is_lost_beside_the_better_of_none_and_always(users: int, bound:
 @pytest.mark.parametrize("users", [1, 8])
 def test_a_fresh_service_loses_one_draft_and_a_few_plain_tokens(users: int) -> None:
     """Of a drafter that answers after 50 plain steps (the first time 100): each user waits once."""
-    slow = Simulation(right(0.8), users, "scheduled", SLOW, length=2000)
-    slow.run(1000)
+    slow = Drawn(right(0.8), users, "scheduled", SLOW, length=2000)
+    slow.speeds(1000)
     assert slow.rounds <= users
     for cell in ("never right", "often right"):
         accepted, costs, _ = CELLS[cell]
         tokens = {
-            mode: sum(Simulation(accepted, users, mode, costs).run(200).values()) * 200 * users
+            mode: sum(Drawn(accepted, users, mode, costs).speeds(200).values()) * 200 * users
             for mode in MODES
         }
         assert max(tokens["plain"], tokens["always"]) - tokens["scheduled"] < 32 * users
@@ -113,14 +114,14 @@ def test_sequences_differ_and_each_gets_its_own_way() -> None:
     def accepted(user: int, got: int, draws: random.Random) -> int:
         return drawn(0.05 if user % 4 else 0.95, draws)
 
-    speeds = {mode: Simulation(accepted, 1, mode).run(4000)[0] for mode in MODES}
+    speeds = {mode: Drawn(accepted, 1, mode).speeds(4000)[0] for mode in MODES}
     assert speeds["scheduled"] > max(speeds["plain"], speeds["always"])
 
 
 def test_a_drafter_that_becomes_good_is_noticed() -> None:
     """Within a hundred tokens, after thousands of the same text in which it was never right."""
-    load = Simulation(right_until(3000, 0.0, 0.9), 1, "scheduled", length=9000)
-    assert load.run(3500)[0] * 3500 > 3000 + 400 * 2
+    load = Drawn(right_until(3000, 0.0, 0.9), 1, "scheduled", length=9000)
+    assert load.speeds(3500)[0] * 3500 > 3000 + 400 * 2
 
 
 def test_a_drafter_that_becomes_good_is_noticed_in_short_texts_too() -> None:
@@ -129,8 +130,8 @@ def test_a_drafter_that_becomes_good_is_noticed_in_short_texts_too() -> None:
     def accepted(user: int, got: int, draws: random.Random) -> int:
         return drawn(0.0 if user < 40 else 0.9, draws)
 
-    load = Simulation(accepted, 1, "scheduled", Costs(drafting=2.0), length=100)
-    assert load.run(16000)[0] > 1.2
+    load = Drawn(accepted, 1, "scheduled", Costs(drafting=2.0), length=100)
+    assert load.speeds(16000)[0] > 1.2
 
 
 def state(drafter: Account | None = None) -> SequenceState:

@@ -16,6 +16,7 @@ _MODULES = {
     "papers": "paceline.bench.papers",
     "table": "paceline.bench.table.run",
     "round": "paceline.bench.round",
+    "replay": "paceline.bench.replay.run",
     "step": "paceline.bench.step.run",
     "quality": "paceline.bench.quality",
     "drills": "paceline.bench.drills.run",
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rounds.add_argument(
         "--sequences", type=_numbers, default="1,8,32", help="generations at a time"
     )
+    _add_replay(add("replay", "record rounds, and judge the scheduler's rules on them", 128))
     step = add("step", "a decoder step by rows and context beside its roofline", repeats=5)
     _add_weights(step, "bfloat16")
     step.add_argument("--rows", type=_numbers, default="1,8,33,64,256", help="rows of a step")
@@ -141,6 +143,24 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
         help="a server with OpenAI's interface, such as vllm=http://127.0.0.1:8000/v1; repeatable. "
         "Servers of one name are modes of one engine; without MODE it is none. Keys are read from "
         "OPENAI_API_KEY",
+    )  # fmt: skip
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("traces", nargs="*", type=Path, help="judge these files; default: record new ones")
+    _add_weights(parser, "int4")
+    option("--count", type=int, default=6, help="prompts of a category")
+    option("--temperature", type=float, nargs="+", default=[0.0], metavar="T")
+    option("--nodes", type=int, default=16, help="maximum of a tree")
+    option("--sources", default="ngram,grammar", help="the verifier's own; by commas")
+    option("--users", type=int, nargs="+", default=[1, 8], metavar="N", help="texts at a time")
+    option("--label", help="size of the target in the names of files; default: 135m")
+    option("--folder", type=Path, default=Path("bench/traces"), help="of the recorded files")
+    _add_prompts(parser)
+    option(
+        "--drafter", action="append", default=[], metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
+        help="repeatable; default: those that ship for the target",
     )  # fmt: skip
 
 

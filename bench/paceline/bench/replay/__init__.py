@@ -1,0 +1,1 @@
+"""Traces of rounds, and the scheduler's rules judged on them offline."""

@@ -1,0 +1,227 @@
+"""A simulated verifier: the scheduler decides, a virtual clock counts.
+
+Nothing here depends on the speed of the machine that runs it: a :class:`Load` says how long
+everything takes and what is drafted and accepted, from a trace or by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+from paceline.tree import EMPTY, TokenTree
+from paceline.verifier.engine.job import StepOutput
+from paceline.verifier.scheduler.costs import CostTable
+from paceline.verifier.scheduler.scheduler import Scheduler
+
+MODES = ("plain", "always", "scheduled")
+"""No drafter; a draft in every round, whose nodes are admitted; the controller decides."""
+
+
+@dataclass
+class Generation:
+    """A simulated generation."""
+
+    number: int
+    """Its number, from 1 on."""
+
+    job: Any
+    """What the scheduler knows of it."""
+
+    length: int
+    """Tokens to emit in all."""
+
+    began: float
+    """When it began. Unit: seconds."""
+
+    got: int = 0
+    """Tokens so far."""
+
+    ready_at: float = 0.0
+    """When its next step may begin. Unit: seconds."""
+
+    asked_at: float = 0.0
+    """When its tree was requested. Unit: seconds."""
+
+    opened: bool = False
+    """Whether a tree was requested before."""
+
+
+class Load(Protocol):
+    """What is drafted and accepted, and how long it takes. Unit of all times: seconds."""
+
+    table: CostTable
+    """What the scheduler knows of steps before it has seen any."""
+
+    asked: bool
+    """Whether trees come from a drafter service; if not, they are the verifier's own."""
+
+    def length(self, number: int) -> int | None:
+        """Tokens of a generation; None: there is no such one, and its user has ended."""
+
+    def context(self, each: Generation) -> int:
+        """KV tokens behind which its next step runs."""
+
+    def tree(self, each: Generation) -> TokenTree:
+        """The tree for its next step; empty: nothing is proposed."""
+
+    def accepted(self, each: Generation, tree: TokenTree) -> int:
+        """Accepted nodes of a tree that may have been cut."""
+
+    def draft_seconds(self, drafted: Sequence[Generation]) -> float:
+        """Time of a draft for several generations."""
+
+    def beside_seconds(self, each: Generation) -> float:
+        """Time of the messages and of waking up, in a round for which a drafter was asked."""
+
+    def step_seconds(
+        self, here: Sequence[Generation], trees: Sequence[TokenTree], drafting: float
+    ) -> float:
+        """Time of a step, beside which a drafter works for ``drafting`` seconds."""
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """What the scheduler reads of a sequence."""
+
+    drafter: str | None
+    generation: Any
+
+
+@dataclass
+class Simulation:
+    """A verifier under a closed load: a generation that ends is followed by another one."""
+
+    load: Load
+    """What is drafted and accepted, and how long it takes."""
+
+    users: int
+    """Generations at a time."""
+
+    mode: str
+    """One of :data:`MODES`."""
+
+    spent: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Tokens of each generation and the seconds that they took, since the last call of ``run``."""
+
+    rounds: int = 0
+    """Rounds with trees so far."""
+
+    def __post_init__(self) -> None:
+        self.now = self._drafter_free = self._requested_at = self._latency = 0.0
+        self._requested: list[Generation] = []
+        self.scheduler = Scheduler(self.load.table, 255, clock=lambda: self.now)
+        self._made = 0
+        self._running: list[Generation] = []
+        for index in range(self.users):
+            if (each := self._begin()) is not None:
+                # The first generations differ in length, or all would end at the same time.
+                each.length = max(1, each.length * (index + 1) // self.users)
+                self._running.append(each)
+        self._plan(self._running)
+
+    def run(self, seconds: float = inf) -> dict[int, tuple[int, float]]:
+        """Go on for so long, or until the load has no more generations; returns ``spent``."""
+        self.spent.clear()
+        end = self.now + seconds
+        for each in self._running:
+            each.began = self.now
+            self.spent[each.number] = (0, 0.0)
+        while self.now < end and self._running:
+            self._draft()
+            here = [each for each in self._running if each.ready_at <= self.now]
+            away = [each for each in self._running if each not in here]
+            arrivals = [each.asked_at + 1.3 * self._latency for each in away]
+            held = self.scheduler.hold(len(here), arrivals) if here else inf
+            if held:
+                free = self._drafter_free if self._requested else inf
+                self.now = min(free, self.now + held, *(each.ready_at for each in away))
+            else:
+                self._step(here)
+        for each in self._running:
+            self._spend(each, 0, self.now - each.began)
+        return self.spent
+
+    def _spend(self, each: Generation, tokens: int, seconds: float) -> None:
+        had, took = self.spent.get(each.number, (0, 0.0))
+        self.spent[each.number] = (had + tokens, took + seconds)
+
+    def _begin(self) -> Generation | None:
+        length = self.load.length(self._made + 1)
+        if length is None:
+            return None
+        self._made += 1
+        sequence = _Sequence(
+            drafter=None if self.mode == "plain" else "some",
+            generation=SimpleNamespace(sampling=SimpleNamespace(rejection=False)),
+        )
+        job = SimpleNamespace(sequence=sequence, tree=EMPTY, guess=EMPTY, asked=self.load.asked)
+        return Generation(self._made, job, length, self.now)
+
+    def _plan(self, generations: Sequence[Generation]) -> None:
+        """Request trees for their next steps, or queue them."""
+        for each in generations:
+            sequence = each.job.sequence
+            each.job.tree, each.ready_at = EMPTY, self.now
+            if not self.load.asked:
+                if self.mode == "always" or (self.mode != "plain" and self.scheduler.measured):
+                    each.job.tree = self.load.tree(each)
+                self.scheduler.budget_sent(sequence, 0)
+                continue
+            budget = {"plain": 0, "always": 255}.get(self.mode)
+            if budget is None:
+                budget = self.scheduler.budget(sequence)
+            self.scheduler.budget_sent(sequence, budget)
+            if budget:
+                each.ready_at, each.asked_at = inf, self.now
+                self._requested.append(each)
+        self._requested_at = self.now
+
+    def _draft(self) -> None:
+        """Draft for all that have requested a tree, if the drafter was idle by now."""
+        began = max(self._drafter_free, self._requested_at)
+        if not self._requested or self._drafter_free > self.now:
+            return
+        requested, self._requested = self._requested, []
+        self._drafter_free = began + self.load.draft_seconds(requested)
+        for each in requested:
+            each.opened = True
+            each.ready_at = self._drafter_free + self.load.beside_seconds(each)
+            self._latency += 0.1 * (each.ready_at - each.asked_at - self._latency)
+            each.job.tree = self.load.tree(each)
+
+    def _step(self, here: list[Generation]) -> None:
+        jobs, trees = [each.job for each in here], [each.job.tree for each in here]
+        away = len(self._running) - len(here)
+        attended = sum(self.load.context(each) for each in here)
+        admitted = self.scheduler.admit(jobs, trees, len(here), attended, away)
+        self.rounds += sum(len(tree) > 0 for tree in trees)
+        began = self.now
+        beside = max(0.0, self._drafter_free - began)
+        self.now += self.load.step_seconds(here, admitted, beside)
+        outputs: list[StepOutput] = []
+        for each, tree in zip(here, admitted, strict=True):
+            count = self.load.accepted(each, tree) if len(tree) else 0
+            each.job.tree = tree
+            outputs.append(StepOutput([1] * (count + 1), accepted=list(range(count))))
+        self.scheduler.stepped(began, self.now, outputs)
+        going: list[Generation] = []
+        for each, output in zip(here, outputs, strict=True):
+            each.got += len(output.tokens)
+            self._spend(each, len(output.tokens), 0.0)
+            if each.got < each.length:
+                going.append(each)
+                continue
+            self.scheduler.forget(each.job.sequence)
+            self._spend(each, 0, self.now - each.began)
+            place, new = self._running.index(each), self._begin()
+            if new is None:
+                del self._running[place]
+            else:
+                self._running[place] = new
+                going.append(new)
+        self._draft()  # what was requested before this step
+        self._plan(going)

@@ -1,0 +1,195 @@
+"""Recorded rounds of texts, and the load that they make in a simulation."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.replay.simulation import Generation
+from paceline.tree import EMPTY, TokenTree
+from paceline.verifier.scheduler.costs import Costs, CostTable
+
+_BATCHED = 0.1
+"""What one more text adds to a draft, as a part of the draft of one."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One step of a text."""
+
+    emitted: int
+    """Its tokens."""
+
+    before: float
+    """Time from the end of the step before to its beginning. Unit: seconds."""
+
+    step: float
+    """Its time. Unit: seconds."""
+
+    parents: Sequence[int] = ()
+    """Of the nodes of its tree, of which all were checked."""
+
+    confidences: Sequence[float] = ()
+    """Of its nodes."""
+
+    accepted: Sequence[int] = ()
+    """Its accepted nodes, from the root down."""
+
+
+@dataclass
+class Text:
+    """The rounds of one text in one mode."""
+
+    category: str
+    """Of its prompt."""
+
+    prompt: int
+    """Tokens of its prompt."""
+
+    rounds: list[Round] = field(default_factory=list)
+    """From the first step behind the prompt on."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the text behind its first."""
+        return sum(each.emitted for each in self.rounds)
+
+
+@dataclass
+class Traces:
+    """All texts of one drafter, with and without drafts, on one machine."""
+
+    drafter: str
+    """Its name; ``local``: the verifier's own sources."""
+
+    table: dict[str, Any]
+    """The cost table of the verifier, as JSON."""
+
+    plain: list[Text]
+    """The texts in plain decoding."""
+
+    drafted: list[Text]
+    """The same texts with a tree in every round."""
+
+    def save(self, path: Path) -> None:
+        """Write a compressed file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(_short(asdict(self)), separators=(",", ":")).encode()
+        path.write_bytes(gzip.compress(text, mtime=0))
+
+    @classmethod
+    def load(cls, path: Path) -> Traces:
+        """Read a file of :meth:`save`."""
+        found = json.loads(gzip.decompress(path.read_bytes()))
+        for mode in ("plain", "drafted"):
+            found[mode] = [
+                Text(each["category"], each["prompt"], [Round(**one) for one in each["rounds"]])
+                for each in found[mode]
+            ]
+        return cls(**found)
+
+
+def _short(value: Any) -> Any:
+    """The same with numbers of six digits."""
+    if isinstance(value, dict):
+        return {key: _short(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_short(each) for each in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+class Replay:
+    """A load of recorded texts, one after the other, each once.
+
+    A plain step takes what it took in the recording, with what was between two. A step with a tree
+    takes what the recorded one took, by the cost table for as many nodes as were admitted. A tree
+    is known where a recorded round began; inside a round's accepted tokens it is what was drafted
+    below them, so that a rule that begins to draft there is judged rather too low. Of several
+    users' steps the table knows the cost, corrected by the recorded ones of their texts.
+    """
+
+    def __init__(self, traces: Traces, texts: Sequence[int]) -> None:
+        """Make the load of some texts, by their indices, in this order."""
+        self.table = CostTable.from_json(traces.table)
+        self.asked = traces.drafter != "local"
+        self._costs = Costs(self.table)
+        self._plain = [traces.plain[index] for index in texts]
+        self._drafted = [traces.drafted[index] for index in texts]
+        self._places = [list(_places(text)) for text in self._drafted]
+
+    def length(self, number: int) -> int | None:
+        return self._drafted[number - 1].tokens if number <= len(self._drafted) else None
+
+    def context(self, each: Generation) -> int:
+        return self._plain[each.number - 1].prompt + each.got + 1
+
+    def tree(self, each: Generation) -> TokenTree:
+        recorded, below = self._at(each)
+        count, accepted = len(recorded.parents), recorded.accepted
+        right = set(accepted)
+        tokens = tuple(_RIGHT if node in right else _WRONG for node in range(count))
+        tree = TokenTree(tokens, tuple(recorded.parents), tuple(recorded.confidences))
+        if below > len(accepted):
+            return EMPTY
+        order = sorted(range(count), key=lambda node: (-tree.survivals[node], node))
+        if not below:
+            return tree.subtree(order)
+        root = accepted[below - 1]
+        inside = {root}
+        for node, parent in enumerate(recorded.parents):
+            if parent in inside:
+                inside.add(node)
+        kept = [node for node in order if node in inside and node != root]
+        new = {root: -1, **{node: place for place, node in enumerate(kept)}}
+        return TokenTree(
+            tuple(tokens[node] for node in kept),
+            tuple(new[recorded.parents[node]] for node in kept),
+            tuple(recorded.confidences[node] for node in kept) if recorded.confidences else (),
+        )
+
+    def accepted(self, each: Generation, tree: TokenTree) -> int:
+        return sum(token == _RIGHT for token in tree.tokens)
+
+    def draft_seconds(self, drafted: Sequence[Generation]) -> float:
+        longest = max(self._at(each)[0].before for each in drafted)
+        return longest * (1 + _BATCHED * (len(drafted) - 1))
+
+    def beside_seconds(self, each: Generation) -> float:
+        return 0.0  # it is a part of the recorded time before the step
+
+    def step_seconds(
+        self, here: Sequence[Generation], trees: Sequence[TokenTree], drafting: float
+    ) -> float:
+        ratios = []
+        for each, tree in zip(here, trees, strict=True):
+            context, (recorded, _) = self.context(each), self._at(each)
+            if len(tree):
+                took = recorded.step + (0.0 if self.asked else recorded.before)
+                known = self._costs.plain_seconds(1, 1 + len(recorded.parents), context)
+            else:
+                rounds = self._plain[each.number - 1].rounds
+                plain = rounds[min(each.got, len(rounds) - 1)]
+                took = plain.before + plain.step
+                known = self._costs.plain_seconds(1, 1, context)
+            ratios.append(took / known)
+        rows = len(here) + sum(map(len, trees))
+        mean = sum(map(self.context, here)) / len(here)
+        return self._costs.plain_seconds(len(here), rows, mean) * sum(ratios) / len(ratios)
+
+    def _at(self, each: Generation) -> tuple[Round, int]:
+        places = self._places[each.number - 1]
+        return places[min(each.got, len(places) - 1)]
+
+
+_RIGHT, _WRONG = 1, 0
+"""Tokens of nodes in a replay."""
+
+
+def _places(text: Text) -> Iterator[tuple[Round, int]]:
+    """For each token the round that emitted it, and the number of its tokens before."""
+    for each in text.rounds:
+        yield from ((each, below) for below in range(each.emitted))
