@@ -6,26 +6,29 @@ RoPE are float32 for bfloat16 weights too; the compiled kernels keep all activat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from paceline.decoder.config import DecoderConfig, Rope, UnsupportedModelError, head_order
+from paceline.decoder.config import DecoderConfig, Rope, UnsupportedModelError
 from paceline.decoder.device import DeviceLost
-from paceline.decoder.experts import Experts
-from paceline.decoder.families import (
-    DELTA_INPUTS,
-    DELTA_TENSORS,
-    FAMILIES,
-    delta_outs,
-    expert_name,
+from paceline.decoder.families import DELTA_TENSORS
+from paceline.decoder.layer import (
+    DecoderLayer,
+    heads_of,
+    layer_shapes,
+    linears_of,
+    load_layer,
+    read_norm,
+    record_entry,
+    record_layer,
 )
 from paceline.decoder.model_source import ModelSource
 from paceline.decoder.packed import PackedWeights
@@ -35,7 +38,6 @@ from paceline.decoder.sources import open_model
 from paceline.decoder.weights import (
     Linear,
     Weight,
-    fuse,
     in_int8,
     in_order,
     is_rotated,
@@ -43,16 +45,12 @@ from paceline.decoder.weights import (
     take,
 )
 from paceline.kernels import (
-    Delta,
     Executor,
-    Heads,
     KVCacheView,
-    Norm,
     Pass,
     Probe,
     Program,
     Recorder,
-    Routing,
     TreePlan,
     choose_numerics,
 )
@@ -73,19 +71,6 @@ class ForwardResult:
 
     taps: tuple[Tensor, ...] = ()
     """Per tapped layer, its output ``[M, hidden]`` in the model's type."""
-
-
-@dataclass(frozen=True)
-class _Layer:
-    norms: tuple[Norm | None, ...]  # before and after attention and feed-forward block
-    qkv: Linear  # with gates of attention, if there are any; or the inputs of `delta`
-    delta: Delta | None
-    head_norms: tuple[Norm, Norm] | None  # of queries, of keys
-    sinks: Tensor | None
-    out: Linear
-    router: Linear | None  # scores of experts, if there are any
-    gate_up: Linear | Experts
-    down: Linear | Experts
 
 
 class AttentionObserver(Protocol):
@@ -140,7 +125,7 @@ class Decoder:
                 return shared.get(name)
             return take(weights, key, (config.vocab_size, config.hidden))
 
-        norm = _norm(config, weights, "model.norm", config.hidden)
+        norm = read_norm(config, weights, "model.norm", config.hidden)
         self.final_norm = replace(norm, weight=norm.weight * config.logit_scale)
         """The norm before the LM head, with the model's factor on logits."""
         head = large("head", _EMBEDDING if config.tied else "lm_head.weight")
@@ -164,14 +149,14 @@ class Decoder:
         else:
             self._embedding = self._head.weight if own is head else Linear(quantised(head)).weight
         self._layers = self._load_layers(
-            partial(_layer, config, weights, shared, ranks, self.device)
+            partial(load_layer, config, weights, shared, ranks, self.device)
         )
         _check_names(config, weights)
         self.rope = Rope(config, device)
         """Cosines and sines of positions."""
         self._executor = Executor(self._record())
 
-    def _load_layers(self, load: Callable[[int], _Layer]) -> list[_Layer]:
+    def _load_layers(self, load: Callable[[int], DecoderLayer]) -> list[DecoderLayer]:
         """Load all layers: on a CPU one on each core, since most of it runs on one thread."""
         indices = range(self.config.layers)
         if self.device.type != "cpu":
@@ -254,7 +239,7 @@ class Decoder:
         if not self.config.tied:
             found["embedding"] = self._embedding
         for index, layer in enumerate(self._layers):
-            found |= {f"layers.{index}.{name}": each.weight for name, each in _linears(layer)}
+            found |= {f"layers.{index}.{name}": each.weight for name, each in linears_of(layer)}
         return found
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -323,7 +308,7 @@ class Decoder:
         """One linear layer of every shape, in the order of layers, and the LM head."""
         shapes: dict[tuple[int, int], Linear] = {}
         for layer in self._layers:
-            for _, each in _linears(layer):
+            for _, each in linears_of(layer):
                 shapes.setdefault((each.in_features, each.out_features), each)
         return [*shapes.values(), self._head]
 
@@ -357,47 +342,22 @@ class Decoder:
 
     def _record(self) -> Program:
         """The operations of a forward pass."""
-        config = self.config
-        ranks, size = self._ranks, self.ranks
-        heads = Heads(
-            config.q_heads // size, config.kv_heads // size, config.head_dim,
-            config.attention_scale, config.attention_cap,
-        )  # fmt: skip
+        config, ranks = self.config, self._ranks
         all_gather = None if ranks is None else ranks.all_gather
-        program = Recorder(heads, config.dtype, size, all_gather, self.numerics)
-        scale = config.residual_scale
-        x, delta = program.embed(self._embedding, config.embedding_scale), 0
-
-        def enter(norm: Norm | None) -> int:
-            if norm is not None:
-                return program.add_norm(x, delta, norm, scale)
-            if delta:
-                program.add(x, delta, scale)
-            return x
-
-        def leave(columns: int, norm: Norm | None) -> int:
-            outputs = program.all_gather(columns)
-            return outputs if norm is None else program.add_norm(outputs, 0, norm)
-
-        recurrent = 0
+        heads = heads_of(config, self.ranks)
+        program = Recorder(heads, config.dtype, self.ranks, all_gather, self.numerics)
+        x, delta, recurrent = program.embed(self._embedding, config.embedding_scale), 0, 0
         for index, layer in enumerate(self._layers):
-            before, after, before_mlp, after_mlp = layer.norms
-            inputs = enter(before)
+            inputs = record_entry(config, program, layer.norms[0], x, delta)
             if index:
                 program.tap(x, index - 1)
-            mixed = program.multiply(inputs, layer.qkv)
-            if layer.delta is not None:
-                attended = program.delta(mixed, layer.delta, recurrent)
-                recurrent += 1
-            else:
-                at, rope = index - recurrent, config.ropes[index] if config.ropes else 0
-                q = program.rotate(mixed, layer.head_norms, at, rope)
-                attended = program.attend(q, at, config.windows[index], layer.sinks)
-                if FAMILIES[config.model_type].gated:
-                    program.sigmoid_gate(attended, mixed)
-            delta = leave(program.multiply(program.all_gather(attended), layer.out), after)
-            delta = leave(_feed_forward(config, program, layer, enter(before_mlp)), after_mlp)
-        program.add(x, delta, scale)
+            cache = index - recurrent if layer.delta is None else recurrent
+            rope = config.ropes[index] if config.ropes else 0
+            delta = record_layer(
+                config, program, layer, x, inputs, cache, config.windows[index], rope
+            )
+            recurrent += layer.delta is not None
+        program.add(x, delta, config.residual_scale)
         program.tap(x, len(self._layers) - 1)
         logits = program.all_gather(
             program.multiply(program.add_norm(program.select(x), 0, self.final_norm), self._head)
@@ -432,46 +392,9 @@ def numerics_for(config: DecoderConfig, requested: str) -> str:
     return chosen if multiplied else "portable"
 
 
-def _linears(layer: _Layer) -> Iterator[tuple[str, Linear]]:
-    """All linear layers of a layer, by name; experts by number."""
-    for name in ("qkv", "out", "router", "gate_up", "down"):
-        found = getattr(layer, name)
-        if isinstance(found, Experts):
-            yield from ((f"{name}.{index}", each) for index, each in enumerate(found.experts))
-        elif found is not None:
-            yield name, found
-
-
-def _feed_forward(config: DecoderConfig, program: Recorder, layer: _Layer, x: int) -> int:
-    gate = partial(program.gate, gelu=config.gelu, limit=config.swiglu_limit)
-    if layer.router is None:
-        assert isinstance(layer.gate_up, Linear)
-        assert isinstance(layer.down, Linear)
-        gated = program.all_gather(gate(program.multiply(x, layer.gate_up)))
-        return program.multiply(gated, layer.down)
-    assert isinstance(layer.gate_up, Experts)
-    assert isinstance(layer.down, Experts)
-    routing = Routing(config.experts, config.experts_per_token, config.norm_topk_prob)
-    routes = program.route(program.multiply(x, layer.router), routing)
-    gate_up = program.multiply_slots(program.spread(x, routes), layer.gate_up)
-    return program.combine(program.multiply_slots(gate(gate_up), layer.down), routes)
-
-
 def _check_names(config: DecoderConfig, weights: Mapping[str, Weight]) -> None:
     """Refuse tensors of layers that would be left out, such as biases or scales."""
-    layer = FAMILIES[config.model_type].layer_tensors(
-        config.hidden,
-        config.intermediate,
-        config.head_dim,
-        (config.q_heads, config.kv_heads),
-        (config.qkv_bias, config.o_bias, config.mlp_bias),
-        config.experts,
-    )
-    known = {"self_attn.rotary_emb.inv_freq"}
-    for name, _ in layer:
-        known |= {expert_name(name, expert) for expert in range(max(1, config.experts))}
-    if config.qk_norm:
-        known |= {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+    known = {"self_attn.rotary_emb.inv_freq", *layer_shapes(config)}
     for name in weights:
         *start, index, part = name.split(".", 3)
         if start != ["model", "layers"] or int(index) >= config.layers:
@@ -484,135 +407,3 @@ def _check_names(config: DecoderConfig, weights: Mapping[str, Weight]) -> None:
                 f"tensor {name!r} is not part of a model of type {config.model_type!r} with this "
                 "configuration"
             )
-
-
-def _norm(config: DecoderConfig, weights: Mapping[str, Weight], name: str, width: int) -> Norm:
-    weight = plain(take(weights, f"{name}.weight", (width,)), torch.float32)
-    return Norm(weight + config.norm_offset, config.norm_eps)
-
-
-def _layer(
-    config: DecoderConfig,
-    weights: Mapping[str, Weight],
-    shared: PackedWeights | None,
-    ranks: Ranks | None,
-    device: torch.device,
-    index: int,
-) -> _Layer:
-    base, family = f"model.layers.{index}.", FAMILIES[config.model_type]
-    dim = config.head_dim
-    q, kv, wide, hidden = (
-        config.q_heads * dim, config.kv_heads * dim, config.intermediate, config.hidden
-    )  # fmt: skip
-
-    def fused(
-        matrix: str, names: Sequence[str], outs: Sequence[int], ins: int, bias: bool,
-        order: Tensor | None = None,
-    ) -> Linear:  # fmt: skip
-        if ranks is not None:
-            own = ranks.rows(*outs)
-            order = own if order is None else order[own]
-        if len(names) == 1:
-            outs = [sum(outs)]
-
-        def parts(kind: str, *tail: int) -> Weight:
-            each = zip(names, outs, strict=True)
-            rows = fuse([take(weights, f"{base}{n}.{kind}", (o, *tail)) for n, o in each])
-            return rows if order is None else in_order(rows, order)
-
-        name = f"layers.{index}.{matrix}"
-        weight: Weight | PackedMatrix | RotatedMatrix
-        weight = parts("weight", ins) if shared is None else shared.get(name)
-        added = plain(parts("bias"), torch.float32) if bias else None
-        if config.weights == "int8" and matrix != "router":
-            weight = in_int8(name, weight, added, device)
-        return Linear(weight, added)
-
-    def norm(name: str, width: int) -> Norm:
-        return _norm(config, weights, base + name, width)
-
-    delta = None
-    if index in config.delta_layers:
-        delta = _delta(config, partial(take, weights), f"{base}linear_attn.")
-    head_norms = None
-    if config.qk_norm and delta is None:
-        widths = (q, kv) if family.qk_norm == "rows" else (dim, dim)
-        q_norm, k_norm = norm("self_attn.q_norm", widths[0]), norm("self_attn.k_norm", widths[1])
-        order = head_order(config)
-        if order is not None:
-            q_norm, k_norm = (replace(n, weight=n.weight[order]) for n in (q_norm, k_norm))
-        head_norms = (q_norm, k_norm)
-
-    def feed_forward(matrix: str, names: Sequence[str], outs: Sequence[int], ins: int) -> Any:
-        bias = config.mlp_bias
-        if not config.experts:
-            return fused(matrix, [f"mlp.{name}" for name in names], outs, ins, bias)
-        return Experts(
-            [
-                fused(
-                    f"{matrix}.{e}", [f"mlp.experts.{e}.{name}" for name in names], outs, ins, bias
-                )
-                for e in range(config.experts)
-            ]
-        )
-
-    sinks = None
-    if family.sinks:
-        found = take(weights, f"{base}self_attn.sinks.weight", (config.q_heads,))
-        sinks = plain(found, torch.float32)
-    qkv, router = [f"self_attn.{name}" for name in family.qkv], None
-    if config.experts:
-        router = fused("router", ["mlp.router"], (config.experts,), hidden, family.router_bias)
-    if delta is not None:
-        names = [f"linear_attn.{name}" for name in DELTA_INPUTS]
-        mixed = fused("qkv", names, delta_outs(delta.shape), hidden, False)
-        heads = delta.shape.value_heads * delta.shape.value_dim
-        out = fused("out", ["linear_attn.out_proj"], (hidden,), heads, False)
-    else:
-        outs = (q * (1 + family.gated), kv, kv)
-        mixed = fused("qkv", qkv, outs, hidden, config.qkv_bias, _rows_in_order(config))
-        out = fused("out", ["self_attn.o_proj"], (hidden,), q, config.o_bias)
-    return _Layer(
-        norms=tuple(norm(name, hidden) if name else None for name in family.norms),
-        qkv=mixed,
-        delta=delta,
-        head_norms=head_norms,
-        sinks=sinks,
-        out=out,
-        router=router,
-        gate_up=feed_forward("gate_up", family.gate_up, (wide, wide), hidden),
-        down=feed_forward("down", ["down_proj"], (hidden,), wide),
-    )
-
-
-def _delta(config: DecoderConfig, read: Callable[..., Weight], base: str) -> Delta:
-    """What a layer with the gated delta rule has besides its projections."""
-    shape = config.delta
-    assert shape is not None
-
-    def vector(name: str, *size: int) -> Tensor:
-        return plain(read(base + name, size), torch.float32)
-
-    return Delta(
-        shape,
-        convolution=vector("conv1d.weight", shape.channels, 1, shape.taps)[:, 0].T.contiguous(),
-        rates=vector("A_log", shape.value_heads).exp(),
-        bias=vector("dt_bias", shape.value_heads).contiguous(),
-        norm=Norm(vector("norm.weight", shape.value_dim).contiguous(), config.norm_eps),
-    )
-
-
-def _rows_in_order(config: DecoderConfig) -> Tensor | None:
-    """The rows of q, k and v with the dimensions of q and k in the order of the rotary table, and
-    gates behind all of them."""
-    order, dim = head_order(config), config.head_dim
-    gated = FAMILIES[config.model_type].gated
-    if order is None and not gated:
-        return None
-    order = torch.arange(dim) if order is None else order
-    wide = (1 + gated) * config.q_heads * dim
-    queries = torch.arange(wide).view(config.q_heads, -1, dim)
-    keys = torch.arange(config.kv_heads * dim).view(-1, dim) + wide
-    values = keys + config.kv_heads * dim
-    parts = [queries[:, 0, order], keys[:, order], values, queries[:, 1:]]
-    return torch.cat([part.flatten() for part in parts])
