@@ -69,6 +69,10 @@ class Family:
     model: str
     """Prefix of the family's classes in transformers."""
 
+    reads_as: str = ""
+    """Model type whose configuration in transformers the family has, where transformers has none of
+    its own; "": its own."""
+
     qkv_bias: bool | None = None
     """Whether the q, k and v projections have a bias; None: the config's ``attention_bias``."""
 
@@ -283,6 +287,7 @@ def _delta(hf: Any) -> dict[str, Any]:
     return {"delta_layers": layers, "delta_heads": shape}
 
 
+_QWEN2 = Family(model="Qwen2", qkv_bias=True, o_bias=False, gguf="qwen2")
 _OLMO = Family(
     model="Olmo2",
     qk_norm="rows",
@@ -294,7 +299,8 @@ _OLMO = Family(
 FAMILIES = {
     "llama": Family(model="Llama", layer_types="full", gguf="llama", gguf_rows=True),
     "mistral": Family(model="Mistral", layer_types="sliding"),
-    "qwen2": Family(model="Qwen2", qkv_bias=True, o_bias=False, gguf="qwen2"),
+    "qwen2": _QWEN2,
+    "mimo": replace(_QWEN2, reads_as="qwen2", gguf=""),
     "qwen3": Family(model="Qwen3", qk_norm="heads", gguf="qwen3"),
     "qwen3_moe": Family(
         model="Qwen3Moe",

@@ -63,9 +63,14 @@ class ModelFolder(ModelSource):
     @cached_property
     def hf_config(self) -> Any:
         model_type = self._config.get("model_type")
+        family = FAMILIES.get(str(model_type))
         try:
             from transformers import AutoConfig
 
+            if family is not None and family.reads_as:
+                named: Any = AutoConfig.for_model(family.reads_as, **_without_type(self._config))
+                named.model_type = model_type
+                return named
             found = AutoConfig.from_pretrained(
                 str(self.path), trust_remote_code=False, local_files_only=True
             )
@@ -194,6 +199,11 @@ class ModelFolder(ModelSource):
 
     def _read(self, name: str) -> bytes:
         return read_file(self.path / name)
+
+
+def _without_type(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration but its type, and the code that its folder has for it."""
+    return {name: value for name, value in config.items() if name not in ("model_type", "auto_map")}
 
 
 @dataclass(frozen=True)
