@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from decoder_cases import (
     random_tokens,
     save_model,
 )
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache
@@ -156,3 +159,19 @@ def test_tokens_that_do_not_fit_the_plan_are_refused(models: dict[str, Path]) ->
     plan = plan_trees([QueryBlock(0, 0, None, 4)])
     with pytest.raises(ValueError, match="plan has 4 rows"):
         decoder.forward(random_tokens(3), plan, [LocalCache(decoder.config)], logit_rows=None)
+
+
+def test_mimo_is_qwen2_with_a_type_of_its_own(models: dict[str, Path], tmp_path: Path) -> None:
+    """transformers has no class for it; its heads for multi-token prediction are left out."""
+    folder = shutil.copytree(models["qwen2"], tmp_path / "mimo")
+    described = json.loads((folder / "config.json").read_text())
+    described |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
+    described |= {"auto_map": {"AutoConfig": "own.Config"}, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(described))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.mtp_layers.0.input_proj.weight"] = torch.zeros(96, 192)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    decoder, tokens = Decoder.load(folder), random_tokens(50)
+    assert decoder.config.model_type == "mimo"
+    found = extend(decoder, LocalCache(decoder.config), tokens)
+    assert_agrees(found, expected_logits(models["qwen2"], tokens))

@@ -21,6 +21,7 @@ _BUILT_IN = {
     "longspec": "paceline.drafter.methods.longspec.drafter:LongSpecDrafter",
     "dspark": "paceline.drafter.methods.dspark.drafter:DSparkDrafter",
     "eagle3": "paceline.drafter.methods.eagle3.drafter:Eagle3Drafter",
+    "mtp": "paceline.drafter.methods.mtp.drafter:MtpDrafter",
     "lm": "paceline.drafter.methods.lm:LmDrafter",
 }
 """The order is that in which methods are asked whose a folder is: ``lm`` takes any model. Where no

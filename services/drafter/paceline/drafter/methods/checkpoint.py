@@ -475,14 +475,15 @@ class TargetEmbedding:
     @classmethod
     def read(
         cls,
-        folder: Path,
+        folder: Path | None,
         target: Path | ModelSource | None,
         shape: LayerShape,
         dtype: torch.dtype,
         device: torch.device | str,
         bits: int = 0,
     ) -> TargetEmbedding:
-        """Reads each from the drafter's folder if it holds it, otherwise from the target's.
+        """Reads each from the drafter's folder if it holds it, otherwise from the target's; without
+        a folder from the target's.
 
         A head in the drafter's folder may have the rows of the drafted tokens alone. The head gets
         ``bits``, 8 or 4, or stays as it came.
@@ -491,14 +492,16 @@ class TargetEmbedding:
             UnsupportedModelError: Neither folder has them, or they have another shape; the ids of
                 the drafted tokens are missing or invalid.
         """
-        tokens, own = drafted_tokens(folder, shape), DrafterWeights(folder, dtype, device)
+        tokens = own = None
+        if folder is not None:
+            tokens, own = drafted_tokens(folder, shape), DrafterWeights(folder, dtype, device)
         source = None if target is None else open_model(target)
         tied = source is not None and source.config().tied
         tables: dict[str, Tensor | PackedMatrix] = {}  # of the target; tied ones are one tensor
 
         def read(name: str, other: str) -> Tensor | PackedMatrix:
             path, rows = folder, {shape.vocab_size}
-            if name in own:
+            if own is not None and name in own:
                 found: Tensor | PackedMatrix = own.mapped(name)
                 rows |= {shape.drafted} if name == HEAD else set()
             elif source is None:

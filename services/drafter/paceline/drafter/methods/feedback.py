@@ -194,7 +194,7 @@ class FeedbackDrafter(Drafter):
     def start(self, generation: GenerationInfo) -> GrownSequence[FeedbackPasses]:
         return GrownSequence(self.growth, FeedbackPasses(self, generation))
 
-    def native_draft(self, programs: list[NativeProgram], ids: Tensor) -> NativeDraft:
+    def native_draft(self, programs: list[NativeProgram], ids: Tensor) -> NativeDraft | None:
         text = StateText(programs[1], self.layers.config.states)
         return NativeDraft(programs[2], self.layers.dtype, ids, text=text)
 

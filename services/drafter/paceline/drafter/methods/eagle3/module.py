@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from paceline.drafter.methods.eagle3.config import Eagle3Config
-from paceline.drafter.methods.layers import (
-    DraftModel,
-    Mlp,
-    Projections,
-    RmsNorm,
-    apply_rope,
-    split_heads,
-)
-
-KeysValues = tuple[Tensor, Tensor]
-"""Keys after RoPE and values, each ``[B, Hkv, S, D]``."""
+from paceline.drafter.methods.feedback_model import FeedbackModel
+from paceline.drafter.methods.layers import Mlp, Projections, RmsNorm
 
 
 class DenseEagle3Layer(nn.Module):
@@ -32,7 +22,7 @@ class DenseEagle3Layer(nn.Module):
         self.mlp = Mlp(config.hidden, config.intermediate)
 
 
-class Eagle3Model(DraftModel):
+class Eagle3Model(FeedbackModel):
     """Fusion of the target's hidden states, the layer, and the final norm (EAGLE-3, section 3)."""
 
     config: Eagle3Config
@@ -58,46 +48,17 @@ class Eagle3Model(DraftModel):
         fused: Tensor = self.fc(states)
         return fused
 
-    def forward(
-        self,
-        embedded: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        seen: Tensor,
-        past: KeysValues | None = None,
-    ) -> tuple[Tensor, Tensor, KeysValues]:
-        """Runs the layer over S positions; the last Q of them have outputs.
+    @property
+    def layer(self) -> DenseEagle3Layer:
+        found = self.layers[0]
+        assert isinstance(found, DenseEagle3Layer)
+        return found
 
-        Args:
-            embedded: The target's embedding of the tokens, ``[B, S, hidden]``.
-            hidden: Hidden states of the positions before, like ``embedded``.
-            positions: int64 ``[B, S]``.
-            seen: Which keys each query attends to, the T earlier ones first, bool
-                ``[B, Q, T + S]``.
-            past: Keys and values of T earlier positions.
+    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.layer.hidden_norm(hidden)
+        inputs = torch.cat([self.layer.input_layernorm(embedded), normed], dim=-1)
+        return normed if self.config.norm_before_residual else hidden, inputs
 
-        Returns:
-            Hidden states for the LM head ``[B, Q, hidden]``, those that are inputs again, and the
-            keys and values of the S positions.
-        """
-        config, layer = self.config, self.layers[0]
-        assert isinstance(layer, DenseEagle3Layer)
-        attention, last = layer.self_attn, slice(embedded.shape[1] - seen.shape[1], None)
-        normed = layer.hidden_norm(hidden)
-        inputs = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
-        x = (normed if config.norm_before_residual else hidden)[:, last]
-        cos, sin = self.rope_factors(positions)
-        q = attention.q_norm(split_heads(attention.q_proj(inputs[:, last]), config.head_dim))
-        k = attention.k_norm(split_heads(attention.k_proj(inputs), config.head_dim))
-        q, k = apply_rope(q, (cos[:, :, last], sin[:, :, last])), apply_rope(k, (cos, sin))
-        own = k, split_heads(attention.v_proj(inputs), config.head_dim)
-        parts = [own] if past is None else [past, own]
-        keys, values = (
-            torch.cat(each, dim=2).repeat_interleave(config.group, dim=1)
-            for each in zip(*parts, strict=True)
-        )
-        out = F.scaled_dot_product_attention(q, keys, values, seen[:, None])
-        x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    def leave(self, x: Tensor) -> tuple[Tensor, Tensor]:
         final: Tensor = self.norm(x)
-        return final, final if config.norm_output else x, own
+        return final, final if self.config.norm_output else x
