@@ -23,7 +23,8 @@ from .models import VOCAB, FakeStates, beam_search
 NAMES: dict[str, dict[str, str]] = {
     "qwen": {
         "layer": "mtp.layers.{head}.", "enorm": "mtp.pre_fc_norm_embedding.weight",
-        "hnorm": "mtp.pre_fc_norm_hidden.weight", "proj": "mtp.fc.weight", "norm": "mtp.norm.weight",
+        "hnorm": "mtp.pre_fc_norm_hidden.weight", "proj": "mtp.fc.weight",
+        "norm": "mtp.norm.weight",
     },
     "mimo": {
         "layer": "model.mtp_layers.{head}.",
