@@ -186,6 +186,21 @@ def test_options_become_arguments_and_a_command_line_again() -> None:
     assert VerifierOptions(**given).draft_socket == "/x"
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("--sources=none", "--sources=grammar", "--sources=ngram,recycle"),
+        *("--trace-rounds=100:10", "--trace-rounds=all"),
+    ],
+)
+def test_lists_and_pairs_are_written_as_they_are_read(word: str) -> None:
+    """`paceline serve` passes them on to the services that it starts."""
+    args = parse(word)
+    given = given_options(args, VerifierOptions)
+    assert given
+    assert given_options(parse(*to_words(args, VerifierOptions)), VerifierOptions) == given
+
+
 def test_arguments_that_are_not_given_leave_the_defaults() -> None:
     assert VerifierOptions(**given_options(parse(), VerifierOptions)) == VerifierOptions()
     assert to_words(parse(), VerifierOptions) == []

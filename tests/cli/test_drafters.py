@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.cli.main import main
-from paceline.harness import ServiceProcess
+from paceline.harness import ServiceProcess, with_port
 
 
 @pytest.fixture(autouse=True)
@@ -242,3 +242,26 @@ def test_the_demo_drafters_fit_their_target(
     assert main(["drafters", "inspect", f"models/demo/{method}", *target, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["method"], found["fits"]) == (method, "models/demo/target")
+
+
+def test_without_a_drafter_service_the_list_says_what_the_verifier_drafts(
+    target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the default addresses: one that was named has to answer."""
+    free = with_port("127.0.0.1:0")
+    monkeypatch.setenv("PACELINE_DRAFTER_ADDRESS", free)
+    arguments = [f"--target={target}", "--kv-bytes=64MiB"]
+    with ServiceProcess("verifier", arguments) as verifier:
+        monkeypatch.setenv("PACELINE_VERIFIER_ADDRESS", verifier.address)
+        assert main(["drafters", "list"]) == 0
+        assert capsys.readouterr().out == (
+            f"no drafter service at {free}; the verifier at {verifier.address} drafts by itself: "
+            "ngram, grammar\n"
+        )
+        assert main(["ps", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found == {"drafters": [], "local_sources": ["ngram", "grammar"]}
+        other = with_port("127.0.0.1:0")
+        assert main(["drafters", "list", "--address", other]) == 1
+    assert main(["drafters", "list"]) == 1
+    assert "drafts by itself" not in capsys.readouterr().out

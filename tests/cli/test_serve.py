@@ -141,7 +141,7 @@ def test_one_signal_ends_all(serve: Callable[..., Serve]) -> None:
     addresses = running.addresses()
     assert len(addresses) == 3
     assert all(serving(address) for address in addresses[:2])
-    assert models_of(addresses[2]) == ["target0", "ngram", "other"]
+    assert models_of(addresses[2]) == ["target0", "local", "ngram", "other"]
     assert_others_are_refused(addresses[0])
     for offset, name in ((0, b"specdec_engine_steps_total"), (1, b"specdec_drafter_streams")):
         url = f"http://127.0.0.1:{port + offset}/metrics"
@@ -151,7 +151,7 @@ def test_one_signal_ends_all(serve: Callable[..., Serve]) -> None:
     assert OPTION in running.command("verifier")
     assert all(option in running.command("gateway") for option in OF_GATEWAY)
     log = running.log.read_text()
-    assert "\nserving target0, drafters: ngram, other\n" in log
+    assert "\nserving target0, drafters: ngram, other, local (ngram, grammar)\n" in log
     assert f"\ntry       curl --unix-socket {addresses[2].removeprefix('unix:')} http://" in log
     assert log.count("\nCtrl-C stops all\n") == 1
     running.process.send_signal(signal.SIGTERM)
@@ -167,13 +167,13 @@ def test_one_signal_ends_all(serve: Callable[..., Serve]) -> None:
 def test_the_drafter_follows_the_verifier_to_the_cpu(
     serve: Callable[..., Serve], arguments: tuple[str, ...], devices: tuple[str, str]
 ) -> None:
-    running = serve(*arguments, "--log-level=debug")
+    running = serve("--drafter=ngram", *arguments, "--log-level=debug")
     running.addresses()
     for kind, device in zip(("verifier", "drafter"), devices, strict=True):
         assert f"--device={device}" in running.command(kind)
 
 
-def test_it_opens_the_page_and_loads_two_drafters_without_trained_ones(
+def test_it_opens_the_page_and_starts_no_drafter_without_trained_ones(
     serve: Callable[..., Serve], short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = short_folder / "opened"
@@ -181,19 +181,42 @@ def test_it_opens_the_page_and_loads_two_drafters_without_trained_ones(
     browser.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
     browser.chmod(0o755)
     monkeypatch.setenv("BROWSER", f"{browser} %s")
-    address = serve("--open", "--gateway-address=127.0.0.1:0").addresses()[2]
+    running = serve("--open", "--gateway-address=127.0.0.1:0")
+    _verifier, address = running.addresses()
     eventually(
         lambda: opened.exists() and opened.read_text() == f"http://{address}/\n", "it was opened"
     )
     with urllib.request.urlopen(f"http://{address}/v1/models", timeout=60) as response:
         (card,) = json.load(response)["data"]
-    assert card["drafters"] == ["ngram", "selfspec"]
+    assert card["drafters"] == ["local"]
+    assert "\nserving target0, drafters: local (ngram, grammar)\n" in running.log.read_text()
+    with pytest.raises(StopIteration):
+        running.child("drafter")
+    body = {"model": card["id"], "prompt": [5, 6, 7, 8] * 8, "max_tokens": 32, "drafter": "local"}
+    request = urllib.request.Request(
+        f"http://{address}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert json.load(response)["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--sources", "none"), ("--sources=grammar",), ("--drafter-device=cpu",)]
+)
+def test_a_drafter_starts_where_the_verifier_does_not_look_up_or_one_is_wanted(
+    serve: Callable[..., Serve], arguments: tuple[str, ...]
+) -> None:
+    running = serve(*arguments)
+    assert len(running.addresses()) == 3
+    assert running.child("drafter").is_running()
 
 
 def test_a_dead_drafter_restarts_and_a_dead_verifier_ends_the_command(
     serve: Callable[..., Serve],
 ) -> None:
-    running = serve()
+    running = serve("--drafter=ngram")
     _verifier, drafter, _gateway = running.addresses()
     first = running.child("drafter")
     first.kill()
@@ -297,7 +320,7 @@ def test_it_serves_with_closed_streams_and_beside_a_proxy(
     for name in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     tcp = (f"--{kind}-address=127.0.0.1:0" for kind in ("verifier", "drafter", "gateway"))
-    running = serve(*tcp, shell='exec "$@" <&- >&- 2>&-')
+    running = serve("--drafter=ngram", *tcp, shell='exec "$@" <&- >&- 2>&-')
     gateway = running.addresses()[2]
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(f"http://{gateway}/health", timeout=60) as response:
@@ -330,7 +353,8 @@ def test_the_drafter_trusts_the_verifiers_certificate(
         cert,
     ]
     subprocess.run(command, check=True, capture_output=True)
-    running = serve(f"--tls-cert={cert}", f"--tls-key={key}", "--log-level=debug")
+    own = (f"--tls-cert={cert}", f"--tls-key={key}")
+    running = serve("--drafter=ngram", *own, "--log-level=debug")
     running.addresses()
     assert f"--verifier-tls-ca={cert}" in running.command("drafter")
     running.process.send_signal(signal.SIGINT)

@@ -254,6 +254,32 @@ async def test_drafters_are_listed_default_first(world: World, client: Client) -
         assert await other.drafters() == ()
 
 
+async def test_a_verifier_that_guesses_by_itself_has_the_drafter_local(world: World) -> None:
+    """First, unless a service's default drafter does more than look up. No service needs to be
+    there, and `local` is not asked of any."""
+    world.verifier.local_sources = ["ngram", "grammar"]
+    for services, expected in (
+        ([], ("local",)),
+        ([joined("lookup", "other", method="ngram")], ("local", "lookup", "other")),
+        ([joined("trained", method="dspark")], ("trained", "local")),
+    ):
+        world.verifier.joined = services
+        async with Client(world.addresses[0], cache_dir=None) as client:
+            assert await client.drafters() == expected
+    await world.registry_service.stop()
+    world.verifier.joined = []
+    async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
+        assert await client.drafters() == ("local",)
+        for drafter in (None, "local"):
+            result = await client.generate(PROMPT, max_new_tokens=5, seed=SEED, drafter=drafter)
+            assert not result.stats.fallbacks
+            assert not result.stats.problems
+    world.verifier.local_sources = []
+    async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
+        result = await client.generate(PROMPT, max_new_tokens=5, seed=SEED, drafter="local")
+        assert result.stats.problems
+
+
 async def test_many_at_once(world: World, client: Client) -> None:
     prompts = [[n, n + 1] for n in range(32)]
     results = await asyncio.gather(

@@ -181,7 +181,7 @@ def chosen_gpu(monkeypatch: pytest.MonkeyPatch, service: str, settings: dict[str
     visible = filled(found["environment"]["CUDA_VISIBLE_DEVICES"], settings).split(",")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr("paceline.drafter.wiring._has_driver", lambda: True)
+    monkeypatch.setattr("paceline.drafter.wiring.has_driver", lambda: True)
     words = filled(found["command"], settings).split()
     name = words[words.index("--device") + 1]
     choose = {"verifier": find_device, "drafter": drafting_device}[service]

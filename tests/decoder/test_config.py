@@ -115,7 +115,7 @@ def test_fingerprints_tell_models_apart(models: dict[str, Path], tmp_path: Path)
 def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr("paceline.drafter.wiring._has_driver", lambda: count > 0)
+    monkeypatch.setattr("paceline.drafter.wiring.has_driver", lambda: count > 0)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_auto_takes_gpus_apart_where_there_are_two(
         where = "the CPU" if device == "cpu" else device
         assert f"device auto: using {where}," in record.getMessage()
     if not count:  # a driver without a GPU
-        monkeypatch.setattr("paceline.drafter.wiring._has_driver", lambda: True)
+        monkeypatch.setattr("paceline.drafter.wiring.has_driver", lambda: True)
         assert drafting_device("auto") == "cpu"
 
 

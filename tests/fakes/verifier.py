@@ -162,6 +162,7 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
         self.metadata: list[dict[str, str]] = []
         self.clients: list[tuple[str, str]] = []
         self.joined: list[verifier_pb2.JoinedService] = []
+        self.local_sources: list[str] = []
         self.granted = 0
         self.steps = 0
         self.pauses = 0
@@ -216,6 +217,7 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
             draining=self.draining,
             generations=len(self.caches) + self.others,
             drafter_services=self.joined,
+            local_sources=self.local_sources,
         )
 
     async def CreateCache(self, request: Any, context: Any) -> AsyncIterator[Any]:
@@ -416,10 +418,10 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
         return verifier_pb2.ReleaseCacheResponse(released=released)
 
 
-def joined(*names: str) -> verifier_pb2.JoinedService:
+def joined(*names: str, method: str = "") -> verifier_pb2.JoinedService:
     """A service that has joined, with drafters of these names; the first is its default."""
     return verifier_pb2.JoinedService(
-        drafters=[drafter_pb2.DrafterInfo(name=name, version="1") for name in names],
+        drafters=[drafter_pb2.DrafterInfo(name=name, version="1", method=method) for name in names],
         default_drafter=names[0],
         carrier=verifier_pb2.CARRIER_SOCKET,
     )

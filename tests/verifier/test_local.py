@@ -99,6 +99,24 @@ async def test_only_texts_that_name_no_drafter_use_them(client: Client) -> None:
         assert all(list(each.tree.tokens) in ([], [1]) for each in rounds)
 
 
+async def test_the_name_local_stands_for_them_alone(client: Client) -> None:
+    """Also where a service has joined. Where they have nothing to propose, they say so."""
+    model = await client.stub.GetModel(verifier_pb2.GetModelRequest())
+    assert model.local_sources == list(SOURCES)
+    await client.drafter_service.add(lambda *_: TokenTree.chain([1]))
+    plain, _ = await run(client, "none", **LARGE)
+    for prompt, expected in ((PROMPT, plain), (text(8, 30), None)):
+        tokens, rounds = await run(client, "local", prompt, **LARGE)
+        assert expected is None or tokens == expected
+        assert {each.drafter for each in rounds} == {"local@1"}
+        reasons = {each.no_draft for each in rounds if not each.tree.tokens}
+        assert reasons <= {
+            verifier_pb2.NO_DRAFT_REASON_EMPTY,
+            verifier_pb2.NO_DRAFT_REASON_UNSPECIFIED,
+        }
+    assert not client.drafter_service.opened
+
+
 async def test_a_default_drafters_tree_is_merged_with_theirs(client: Client) -> None:
     plain, _ = await run(client, "none", **LARGE)
     chain = TokenTree.chain([1, 2], [0.9, 0.9])
@@ -159,7 +177,7 @@ async def test_a_long_prompt_is_indexed_in_pieces(client: Client) -> None:
     tokens, rounds = await run(client, None, prompt, max_new_tokens=24, ignore_eos=True)
     assert tokens == plain
     reasons = [each.no_draft for each in rounds[:2]]
-    assert verifier_pb2.NO_DRAFT_REASON_NO_DRAFTER in reasons, "the first steps do not wait for it"
+    assert verifier_pb2.NO_DRAFT_REASON_EMPTY in reasons, "the first steps do not wait for it"
     assert of_sources(rounds)
 
 

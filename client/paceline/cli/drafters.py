@@ -24,7 +24,14 @@ from paceline.cli.connection import (
     verifier_address,
 )
 from paceline.cli.output import Output
-from paceline.client import DraftOptions, PacelineError, Stats
+from paceline.client import (
+    Client,
+    DraftOptions,
+    PacelineError,
+    RetryOptions,
+    Stats,
+    UnavailableError,
+)
 from paceline.client._transport import (
     Connections,
     DrafterTransport,
@@ -198,7 +205,30 @@ def _add(
 
 
 async def _list(args: argparse.Namespace, call: Call) -> None:
-    show_list(await call("ListDrafters", drafter_pb2.ListDraftersRequest()), args)
+    try:
+        listed = await call("ListDrafters", drafter_pb2.ListDraftersRequest())
+    except UnavailableError:
+        if args.address != drafter_address() or not (sources := await _local_sources(args)):
+            raise
+        if args.json:
+            print(json.dumps({"drafters": [], "local_sources": sources}, indent=2))
+        else:
+            print(
+                f"no drafter service at {args.address}; the verifier at {verifier_address()} "
+                f"drafts by itself: {', '.join(sources)}"
+            )
+        return
+    show_list(listed, args)
+
+
+async def _local_sources(args: argparse.Namespace) -> list[str]:
+    """What the verifier at the default address guesses by itself; nothing if it does not answer."""
+    token, retry = read_token(args.token_file), RetryOptions(budget=0.0)
+    try:
+        async with Client(verifier_address(), token=token, tls=tls_of(args), retry=retry) as client:
+            return list((await client.model()).facts.local_sources)
+    except PacelineError:
+        return []
 
 
 async def _load(args: argparse.Namespace, call: Call) -> None:

@@ -1,4 +1,5 @@
-"""`paceline serve`: a verifier, a drafter and a gateway as child processes of one command."""
+"""`paceline serve`: a verifier, a gateway, and a drafter where there is something better than what
+the verifier guesses by itself, as child processes of one command."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ from paceline.cli.services import (
     gateway_options,
     load_arguments,
 )
-from paceline.cli.shipped import models_folder
+from paceline.cli.shipped import models_folder, only_looks_up
 from paceline.client import InvalidRequestError, TlsOptions
 from paceline.drafter import DrafterSpec, LoadError
 from paceline.harness import (
@@ -129,8 +130,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ready-file",
         type=Path,
         metavar="FILE",
-        help="write the addresses of verifier, drafter and gateway, a line each, once calls are "
-        "answered",
+        help="write the addresses of verifier, drafter and gateway, a line each, as far as they "
+        "run, once calls are answered",
     )
     add_verifier_options(parser)
     _add_drafter_arguments(parser)
@@ -148,8 +149,9 @@ def _add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
         type=drafter_spec,
         metavar="[NAME=]METHOD[:DIR][,KEY=VALUE...]",
         help="drafter to load; repeatable, the first is the default one (default: those that ship "
-        "for MODEL and ngram; where there are none, ngram and selfspec). Its name is that of the "
-        "method unless given",
+        "for MODEL and ngram; where there are none, selfspec and ngram on a CPU in bfloat16 and "
+        "float32, and else no drafter service: the verifier looks up by itself). Its name is that "
+        "of the method unless given",
     )
     add(
         "--drafter-device",
@@ -216,10 +218,13 @@ def _run(args: argparse.Namespace) -> int:
     _check(args, model)
     verifier, drafter = args.verifier_address, args.drafter_address
     target = [f"--target={model}", *to_words(args, VerifierOptions), *_common(args, 0)]
-    processes = [
-        _service("verifier", verifier, target),
-        _service("drafter", drafter, [*_drafter_arguments(args, model), f"--verifier={verifier}"]),
-    ]
+    processes = [_service("verifier", verifier, target)]
+    if _needs_drafter(args, model):
+        arguments = [*_drafter_arguments(args, model), f"--verifier={verifier}"]
+        processes.append(_service("drafter", drafter, arguments))
+    else:
+        drafter = ""
+    drafts = len(processes) > 1
     if args.gateway_address != "none":
         if find_spec("aiohttp") is None:
             logger.warning("no gateway: run pip install 'paceline[gateway]'")
@@ -232,7 +237,7 @@ def _run(args: argparse.Namespace) -> int:
     metadata = [("authorization", f"Bearer {token}")] if token else []
 
     def joined() -> bool:
-        return has_drafter(channel(), metadata)
+        return not drafts or has_drafter(channel(), metadata)
 
     def ready() -> None:
         print(_announcement(model_of(channel(), metadata), processes, args), flush=True)
@@ -273,6 +278,22 @@ def _check(args: argparse.Namespace, model: Path) -> None:
                 raise OptionsError(f"--drafter {text}: there is no {missing[0]}")
 
 
+def _needs_drafter(args: argparse.Namespace, model: Path) -> bool:
+    """Whether a drafter service has something to do: it was asked for, or there is something better
+    than what the verifier guesses by itself. Raises CommandError: a drafter that ships is damaged.
+    """
+    if any((args.drafter, args.drafter_device, args.record, args.root)):
+        return True
+    if "ngram" not in VerifierOptions(**given_options(args, VerifierOptions)).sources:
+        return True
+    from paceline.drafter.wiring import has_driver  # late: before the environment of torch is set
+
+    on_gpu = args.device != "cpu" and has_driver()
+    with exit_with(2, OSError, LoadError):
+        weights = args.weights or "auto"
+        return not only_looks_up(model, on_gpu=on_gpu, weights=weights, lora=args.lora)
+
+
 def _at(args: argparse.Namespace, address: str) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(args), "address": address})
 
@@ -296,15 +317,17 @@ def _announcement(
 ) -> str:
     """What is served, where, and how to ask it for a first text."""
     services = model.drafter_services if model is not None else ()
-    drafters = dict.fromkeys(each.name for service in services for each in service.drafters)
+    drafters = list(dict.fromkeys(each.name for service in services for each in service.drafters))
+    if model is not None and model.local_sources:
+        drafters.append(f"local ({', '.join(model.local_sources)})")
     name = model.name if model is not None else "the model"
     lines = [
         f"serving {name}, drafters: {', '.join(drafters) or 'none has joined yet'}",
         *(f"{process.kind:9} {_url(process, args)}" for process in processes),
     ]
-    if len(processes) > 2:
+    if processes[-1].kind == "gateway":
         chat = model is not None and bool(model.chat_template)
-        lines.append(f"try       {_request(processes[2], name, args, chat=chat)}")
+        lines.append(f"try       {_request(processes[-1], name, args, chat=chat)}")
     return "\n".join([*lines, "Ctrl-C stops all"])
 
 
@@ -436,7 +459,7 @@ class Supervisor:
 
     Args:
         processes: The verifier and the other services, not yet started.
-        joined: Whether the drafter has joined the verifier.
+        joined: Whether the drafter, if there is one, has joined the verifier.
         on_ready: Called once when all answer calls and the drafter has joined.
     """
 

@@ -79,6 +79,24 @@ def drafters_for(
     return load
 
 
+def only_looks_up(
+    target: Path, *, on_gpu: bool, weights: str = "auto", lora: Path | None = None
+) -> bool:
+    """Whether the best of :func:`drafters_for` is look-up and none was trained for the target: then
+    a verifier with local sources needs no drafter service.
+
+    Arguments and errors are as there; ``on_gpu``: the machine has a GPU.
+    """
+    from paceline.decoder import open_model
+    from paceline.kernels import cpu_kernels
+
+    model = open_model(target, lora)
+    if next(_fitting(target, model), None) is not None:
+        return False
+    large = cpu_kernels().library is not None and model.weight_bytes >= _LARGE and not on_gpu
+    return not large or _FIRST[model.config(weights).weights] != "selfspec"
+
+
 def models_folder() -> Path | None:
     """`models` below the working folder or of the checkout that contains this file, if any."""
     roots = (Path.cwd(), *Path(__file__).resolve().parents)

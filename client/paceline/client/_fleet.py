@@ -32,6 +32,9 @@ _HEADROOM = 4
 CHUNK = 64
 """Size of the chunks in which texts are compared. Unit: tokens."""
 _MAX_CHUNKS = 1 << 16
+LOCAL = "local"
+"""The drafter that is a verifier's own guesses, without a drafter service."""
+
 # Longest wait for drafter services to join a verifier, and shortest time between two requests to
 # join it. Unit: seconds.
 JOIN_TIMEOUT, _JOIN_INTERVAL = 2.0, 5.0
@@ -160,15 +163,29 @@ class Verifier:
         return facts.numerics, facts.weights, facts.dtype, facts.kv_cache_dtype
 
     def drafters(self) -> list[str]:
-        """Names of drafters of the services that have joined it, its default one first."""
+        """Names of drafters of the services that have joined it, its default one first, and
+        ``local`` if it guesses by itself: first where the default one would only look up too."""
         services = self.facts.drafter_services if self.facts is not None else ()
-        return [name for each in services for name in _names(each.default_drafter, each.drafters)]
+        found = [name for each in services for name in _names(each.default_drafter, each.drafters)]
+        if not self.guesses:
+            return found
+        default = [e for each in services for e in each.drafters if e.name == found[0]]
+        only_looks_up = all(each.method == "ngram" for each in default)
+        return [LOCAL, *found] if only_looks_up else [*found, LOCAL]
+
+    @property
+    def guesses(self) -> bool:
+        """Whether it drafts by itself, without a drafter service."""
+        return self.facts is not None and bool(self.facts.local_sources)
 
     def has_drafter(self, drafter: str | None) -> bool:
-        """Whether a service that has joined it has a drafter: NAME, NAME@VERSION, None for any."""
+        """Whether a service that has joined it has a drafter: NAME, NAME@VERSION, None for any; or
+        it guesses itself: ``local``."""
         services = self.facts.drafter_services if self.facts is not None else ()
         if drafter is None:
             return any(each.drafters for each in services)
+        if drafter == LOCAL:
+            return self.guesses
         name, _, version = drafter.partition("@")
         return any(
             info.name == (name or each.default_drafter) and version in ("", info.version)
@@ -414,7 +431,8 @@ class Fleet:
 
         Args:
             verifier: The verifier of a generation.
-            drafter: NAME or NAME@VERSION; None: the verifier's default; "none": none.
+            drafter: NAME or NAME@VERSION; None: the verifier's default; "none": none; "local": the
+                verifier's own guesses alone.
 
         Returns:
             Why the verifier lacks the drafter; empty if it has it, or if none is wanted.
@@ -429,7 +447,7 @@ class Fleet:
         await verifier.read_model()
         if self._has(verifier, drafter):
             return ""
-        if self._drafters:
+        if self._drafters and drafter != LOCAL:
             joining = verifier.joining
             if joining is None or (joining.done() and monotonic() >= verifier.join_at):
                 joining = verifier.joining = asyncio.create_task(self._join(verifier))
@@ -439,7 +457,7 @@ class Fleet:
         names = dict.fromkeys(name for each in self.serving for name in each.drafters())
         missing = verifier.join_failure or "no drafter service has joined the verifier"
         if drafter is None:
-            return missing
+            return "" if verifier.guesses else missing
         if names and not verifier.join_failure and drafter not in self._known_drafters:
             known = ", ".join(("none", *names))
             raise NotFoundError(
@@ -459,8 +477,9 @@ class Fleet:
     async def drafters(self) -> tuple[str, ...]:
         """Names of drafters, the default one first.
 
-        They are those of the services that have joined the verifiers; without any, those of the
-        first drafter service of the client's list that answers.
+        They are those of the services that have joined the verifiers, and ``local`` where these
+        guess by themselves; without any such service, those of the first drafter service of the
+        client's list that answers.
 
         Raises UnavailableError if none can be reached.
         """
@@ -472,7 +491,7 @@ class Fleet:
         except UnavailableError as error:
             errors.append(error)
         names = [name for each in self.serving for name in each.drafters()]
-        if names:
+        if set(names) - {LOCAL}:
             return tuple(dict.fromkeys(names))
         await self._drafters.update()
         errors += self._drafters.failures.values()
@@ -482,10 +501,10 @@ class Fleet:
             except PacelineError as error:
                 errors.append(error)
                 continue
-            return tuple(dict.fromkeys(_names(listed.default_drafter, listed.drafters)))
-        if errors:
+            return tuple(dict.fromkeys([*_names(listed.default_drafter, listed.drafters), *names]))
+        if errors and not names:
             raise errors[-1]
-        return ()
+        return tuple(dict.fromkeys(names))
 
     def drafting_failed(self, reason: str, message: str) -> None:
         """Logs a failure of drafting: a warning for the first of its reason, then information."""

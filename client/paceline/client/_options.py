@@ -161,7 +161,8 @@ class GenerationOptions(Sampling):
     tokens at its position."""
     drafter: str | None = None
     """Name of the drafter, or `NAME@VERSION` for a version, active or not; "none" turns drafting
-    off. None: the verifier's default drafter."""
+    off; "local" is what the verifier guesses by itself. None: the verifier's default drafter, and
+    its own guesses."""
     isolated: bool = False
     """Draft without any other text, and keep this one from later texts: to measure drafting."""
     user: str = ""

@@ -11,6 +11,7 @@ from paceline.telemetry.names import CREATE_CACHE, PROVIDER, Attribute, Span
 from paceline.telemetry.tracing import fail, server_attributes, traceparent_of, tracer
 from paceline.v1 import verifier_pb2
 
+from ._fleet import LOCAL
 from ._options import GenerationOptions
 from ._text import UNDRAFTED, Undrafted
 
@@ -29,7 +30,8 @@ _REASONS: dict[str, str] = {
 
 
 _UNHINDERED = frozenset(("no_drafter", "node_budget", "not_ready"))
-"""Reasons of steps without a tree that waited for none: they took as long as in plain decoding."""
+"""Reasons of steps without a tree that waited for none: they took as long as in plain decoding. So
+did those for which the verifier itself had nothing to propose."""
 _ENOUGH_STEPS = 16
 """Plain steps of a text with which its speed-up is measured."""
 
@@ -263,7 +265,11 @@ class Stats:
 
     def _own_plain_ms(self) -> float:
         """Mean time of the plain steps of these rounds; 0: there are too few."""
-        plain = [entry for entry in self.rounds if entry.undrafted in _UNHINDERED]
+        plain = [
+            entry
+            for entry in self.rounds
+            if entry.undrafted in _UNHINDERED or (entry.undrafted and entry.drafter == LOCAL)
+        ]
         steps = sum(entry.steps for entry in plain)
         return sum(entry.round_ms for entry in plain) / steps if steps >= _ENOUGH_STEPS else 0.0
 

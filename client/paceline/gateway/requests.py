@@ -475,7 +475,8 @@ class CommonRequest(UnusedFields):
     min_p: float = 0.0
     repetition_penalty: float = Field(default=1.0, le=100)
     drafter: _Name | None = None
-    """Name of a drafter; "none" turns speculation off. The text does not depend on it."""
+    """Name of a drafter; "none" turns speculation off, "local" is the verifier's own guesses. The
+    text does not depend on it."""
     user: _Name | None = None
     """Whose text it is: KV and drafts of earlier texts are reused for the same user only."""
     isolated: bool = False

@@ -7,7 +7,7 @@ const UNDRAFTED = {
   node_budget: "the verifier’s controller finds that drafting does not pay here at present",
   not_ready: "the drafter was not ready",
   late: "the drafter’s tree did not come in time",
-  empty: "the drafter had nothing to propose",
+  empty: "there was nothing to propose",
   last_token: "only one token was left",
 };
 const FALLBACKS = {

@@ -85,9 +85,17 @@ def words_of(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
             words.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
             words += [
-                f"--{flag}={each}" for each in (value if isinstance(value, list) else [value])
+                f"--{flag}={_word(each)}"
+                for each in (value if isinstance(value, list) else [value])
             ]
     return words
+
+
+def _word(value: object) -> str:
+    """How a parsed value is written: names as `A,B` or `none`, numbers as `N:M`."""
+    if not isinstance(value, tuple):
+        return str(value)
+    return (":" if value and isinstance(value[0], int) else ",").join(map(str, value)) or "none"
 
 
 def _argument_of(entry: Field[Any]) -> str:

@@ -12,7 +12,7 @@ from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import LoadError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_RESERVED = ("none",)
+_RESERVED = ("none", "local")
 _MAX_OPTIONS, _MAX_OPTION_CHARS = 64, 4096
 
 
@@ -25,7 +25,8 @@ class DrafterSpec:
     """
 
     name: str
-    """Name for clients: letters, digits, dot, dash, underscore; not ``none``."""
+    """Name for clients: letters, digits, dot, dash, underscore; not ``none`` or
+    ``local``."""
 
     method: str
     folder: Path | None = None
@@ -41,7 +42,8 @@ class DrafterSpec:
                 raise LoadError(
                     "INVALID_NAME",
                     f"{word[:80]!r} is not a valid drafter {what}: use letters, digits, '.', '-' "
-                    "and '_', at most 64, starting with a letter or digit, and not 'none'",
+                    "and '_', at most 64, starting with a letter or digit, and not 'none' or "
+                    "'local'",
                 )
         if len(self.options) > _MAX_OPTIONS or any(
             len(text) > _MAX_OPTION_CHARS for pair in self.options.items() for text in pair

@@ -68,7 +68,7 @@ def drafting_device(name: str) -> str:
     # Drafters without weights need no torch, whose import takes seconds.
     if name == "cpu":
         return name
-    if name == "auto" and not _has_driver():
+    if name == "auto" and not has_driver():
         _device_log.info("device auto: using the CPU, since there is no NVIDIA driver")
         return "cpu"
     from paceline.decoder import find_device
@@ -107,7 +107,8 @@ def _device_calls(
     return partial(use_device, device), partial(device_lost, device)
 
 
-def _has_driver() -> bool:
+def has_driver() -> bool:
+    """Whether there is an NVIDIA driver; it is not started."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -105,6 +105,7 @@ def load_model(target: Path, options: VerifierOptions) -> LoadedModel:
         )
         trim()  # what is allocated next would keep what the checks have freed from being returned
         info.message.name = options.model_name or info.message.name
+        info.message.local_sources.extend(options.sources)
         weights, scheduler = None, None
         if options.share_weights:
             weights = publish(decoder.large_tensors())

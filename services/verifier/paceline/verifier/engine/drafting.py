@@ -20,7 +20,7 @@ from paceline.service.exchange import FramedSocket, PeerGone, Waiter
 from paceline.service.messages import MessageTooLarge, parse
 from paceline.tree import TokenTree
 from paceline.v1 import drafter_pb2, exchange_pb2, tree_pb2
-from paceline.verifier.engine.job import Decode, Draft, DrafterVersion, NoDraft, microseconds
+from paceline.verifier.engine.job import LOCAL, Decode, Draft, DrafterVersion, NoDraft, microseconds
 
 _log = logging.getLogger(__name__)
 
@@ -242,10 +242,10 @@ class Drafting:
 
     def name_of(self, job: Decode) -> str | None:
         """Name of the drafter that a generation uses; None: it has none."""
+        if job.drafter is None or job.drafter == LOCAL.name:
+            return None
         if job.drafter:
             return job.drafter.partition("@")[0]
-        if job.drafter is None:
-            return None
         names = (each.drafters.default_drafter for each in self.links if not _is_local(each, job))
         return next(filter(None, names), None)
 

@@ -376,7 +376,7 @@ class Engine:
         self._guess(job)
         asked = False
         if budget is None:
-            job.no_draft = NoDraft.NO_DRAFTER
+            job.no_draft = NoDraft.NO_DRAFTER if job.local is None else NoDraft.EMPTY
         elif not nodes:
             job.no_draft = NoDraft.NODE_BUDGET
         elif job.sequence.room <= 1:

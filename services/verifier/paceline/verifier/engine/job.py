@@ -80,6 +80,9 @@ class DrafterVersion(NamedTuple):
         return f"{self.name}@{self.version}"
 
 
+NONE = "none"
+"""The drafter of a generation that wants none."""
+
 LOCAL = DrafterVersion("local", "1", "local")
 """What drafts where the verifier's own sources do, without a drafter service."""
 
@@ -368,7 +371,8 @@ class Decode(EngineJob):
     """
 
     drafter: str | None = None
-    """NAME or NAME@VERSION; empty: the verifier's default; None: no drafter."""
+    """NAME or NAME@VERSION; empty: the verifier's default; ``local``: its own guesses alone; None:
+    no drafter."""
 
     always_draft: bool = False
     """Draft before every step, whatever the scheduler says."""
@@ -470,6 +474,8 @@ class Decode(EngineJob):
             output.drafter = draft.drafter
         elif self.sequence_at_drafter is not None:
             output.drafter = self.sequence_at_drafter.drafter
+        elif self.local is not None and self.no_draft is NoDraft.EMPTY:
+            output.drafter = LOCAL
         output.fallbacks = fallbacks
         output.began, output.ended, output.round_began = began, ended, self.round_began
         if self.spans is not None:

@@ -41,7 +41,7 @@ class LocalSources:
 
     def begin(self, job: Decode) -> LocalGuesses | None:
         """The guesses for a generation from its newest token on; None: it uses none."""
-        if job.drafter != "":
+        if job.drafter not in ("", LOCAL.name):
             return None
         sequence = job.sequence
         sampling, tokens = sequence.generation.sampling, sequence.tokens
@@ -53,7 +53,8 @@ class LocalSources:
             guesses.recycled = self._recycled.start(tokens, owner, _by_noise(sampling))
         if self._grammar and sequence.guide is not None:
             guesses.grammar = GrammarSource(sequence.guide, sequence.generation.stop_ids)
-        return guesses
+        sources = guesses.text, guesses.recycled, guesses.grammar
+        return guesses if any(each is not None for each in sources) else None
 
 
 class LocalGuesses:

@@ -11,6 +11,8 @@ from paceline.service import Gate, ServiceError, limits, owner_of, user_of
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import (
+    LOCAL,
+    NONE,
     Decode,
     Prefill,
     StepOutput,
@@ -93,7 +95,7 @@ class GenerateStream:
             return
         job = Decode(
             cache.sequence,
-            drafter=None if start.drafter == "none" else start.drafter,
+            drafter=None if start.drafter == NONE else start.drafter,
             always_draft=start.always_draft,
             max_nodes=start.max_nodes,
             timeout=start.draft_timeout_ms / 1e3 or None,
@@ -248,7 +250,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     async def CreateCache(self, request: verifier_pb2.CreateCacheRequest, context: Any) -> None:
         """Prefill a prompt; stream progress, then the capabilities and the first token."""
         with self._gate.enter(), as_service_errors():
-            drafter = None if request.drafter == "none" else request.drafter
+            drafter = None if request.drafter in (NONE, LOCAL.name) else request.drafter
             taps = self._exchange.taps(drafter)
             model = self._model.message
             generation = await read_generation(request, model, self._grammars, taps)
