@@ -42,6 +42,8 @@ from paceline.drafter.methods.longspec import (
     read_longspec,
     save_longspec,
 )
+from paceline.drafter.methods.mtp import MtpModel
+from paceline.drafter.methods.mtp.config import load_mtp
 from paceline.kernels import (
     History,
     choose_token,
@@ -405,9 +407,12 @@ class _Dense:
     model: Any
 
     def __init__(self, model: Any, config: Any, dtype: Any, folder: Path, target: Path) -> None:
-        self.target, self.config = target, config
-        self.model = model(config)
-        self.model.load_state_dict(load_weights(folder, config, model, dtype))
+        self.config = config
+        self._take(model(config), load_weights(folder, config, model, dtype), target)
+
+    def _take(self, model: Any, tensors: dict[str, Tensor], target: Path) -> None:
+        self.model, self.target = model, target
+        self.model.load_state_dict(tensors)
         weights = Checkpoint(target, torch.float32)
         self.embedding = weights["model.embed_tokens.weight"]
         tied = load_config(target).tied
@@ -544,21 +549,22 @@ class DenseDSpark(_Dense):
         )
 
 
-class DenseEagle3(_Dense):
-    """EAGLE-3: each path by itself, one token after the other."""
-
-    def __init__(self, folder: Path, target: Path) -> None:
-        layers = load_config(target).layers
-        super().__init__(Eagle3Model, *read_eagle3(folder, layers), folder, target)
+class DenseFeedback(_Dense):
+    """A drafter whose levels read states: each path by itself, one token after the other."""
 
     def source(self, text: Sequence[int], seed: int) -> FakeStates:
         """Hidden states for a text."""
         return made_up_states(self.config, len(text) - 1, seed)
 
+    def fused(self, states: Tensor) -> Tensor:
+        """The target's states as inputs."""
+        fused: Tensor = self.model.fuse(states)
+        return fused
+
     def after(self, text: Sequence[int], path: Sequence[int], states: FakeStates) -> Tensor:
         """Logits after a drafted path, ``[V]``."""
         end, window = len(text) - 1, self.config.window or 1 << 30
-        hidden = self.model.fuse(states.states[None, :end])
+        hidden = self.fused(states.states[None, :end])
         past, begin = None, 1
         for stop in range(end + 1, end + 2 + len(path)):
             tokens, places = torch.tensor([[*text, *path][begin:stop]]), torch.arange(begin, stop)
@@ -588,3 +594,23 @@ class DenseEagle3(_Dense):
     ) -> dict[tuple[int, ...], float]:
         """See :func:`beam_search`."""
         return beam_search(text, sampling, widths, lambda path: self.after(text, path, states))
+
+
+class DenseEagle3(DenseFeedback):
+    """EAGLE-3."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        layers = load_config(target).layers
+        super().__init__(Eagle3Model, *read_eagle3(folder, layers), folder, target)
+
+
+class DenseMtp(DenseFeedback):
+    """A trained head for multi-token prediction."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        self.config, weights = load_mtp(folder)
+        super()._take(MtpModel(self.config), weights, target)
+
+    def fused(self, states: Tensor) -> Tensor:
+        norm = Checkpoint(self.target, torch.float32)["model.norm.weight"]
+        return torch.nn.functional.rms_norm(states, norm.shape, norm, self.config.norm_eps)

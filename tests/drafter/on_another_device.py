@@ -53,6 +53,7 @@ from .models import (
     write_longspec,
     write_model,
 )
+from .mtp_heads import write_target
 
 PERTURBED = beam.perturbed_logits
 
@@ -67,6 +68,8 @@ METHODS = {
     "dspark, no heads": {"widths": "3,5", "min_survival": "0.01"},
     "eagle3": {"widths": "3,2", "min_survival": "0"},
     "eagle3, pruned": {"widths": "4,5", "depth": "4", "max_nodes": "9", "min_survival": "0.03"},
+    "mtp": {"widths": "4,5", "depth": "3", "max_nodes": "9", "min_survival": "0.03"},
+    "mtp, three heads": {"widths": "3,2", "depth": "4", "min_survival": "0"},
     "selfspec": {"depth": "3", "context": "20", "min_survival": "0"},
 }
 
@@ -91,6 +94,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "dspark, chain": write_dspark(base / "chain", target, markov_rank=4, confidence=True),
         "dspark, no heads": write_dspark(base / "block", target, confidence=False),
         "eagle3": write_eagle3(base / "eagle3", target, fc_norm=True, draft_vocab_size=50),
+        "mtp": write_target(base / "mtp", "MiMo"),
+        "mtp, three heads": write_target(base / "heads of mtp", "DeepSeek, three heads"),
     }
 
 
@@ -104,7 +109,7 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the plain PyTorch backend on both devices, in this thread."""
     for kind in ("cpu", "other"):
         monkeypatch.setitem(attention.LOADED, kind, DenseBackend())
-    for module in ("lm", "target_drafter", "selfspec"):
+    for module in ("lm", "target_drafter", "selfspec", "mtp.drafter"):
         monkeypatch.setattr(f"paceline.drafter.methods.{module}.load_model", _here)
 
 
@@ -210,7 +215,7 @@ def test_trees_are_those_of_the_cpu(
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "T=1", "filtered"])
-@pytest.mark.parametrize("name", [name for name in METHODS if name[:2] in ("lo", "ds", "ea")])
+@pytest.mark.parametrize("name", [name for name in METHODS if name[:2] in ("lo", "ds", "ea", "mt")])
 def test_the_host_waits_once_for_the_trees_of_all_texts(
     name: str, sampling: str, folders: dict[str, Path], target: Decoder,
     monkeypatch: pytest.MonkeyPatch,

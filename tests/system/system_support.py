@@ -21,6 +21,7 @@ from paceline.drafter.methods.longspec import (
     TargetRef,
     save_longspec,
 )
+from paceline.drafter.methods.mtp import MtpConfig, MtpModel, save_mtp
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 
 THREADS = {"OMP_NUM_THREADS": "1"}
@@ -67,6 +68,15 @@ def write_states(target: Path, folder: Path) -> Path:
     config = Eagle3Config.for_target(target, taps=(0, 1))
     weights = Eagle3Model(config).state_dict()
     save_eagle3(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
+    return folder
+
+
+def write_head(target: Path, folder: Path) -> Path:
+    """A head for multi-token prediction of random weights."""
+    torch.manual_seed(0)
+    config = MtpConfig.for_target(target)
+    weights, norm = MtpModel(config).state_dict(), torch.ones(config.hidden)
+    save_mtp(folder, config, weights, TargetRef.of(target), norm, dtype=torch.float32)
     return folder
 
 

@@ -13,6 +13,7 @@ from system_support import (
     make_prompts,
     reference,
     write_block,
+    write_head,
     write_layer,
     write_states,
 )
@@ -29,6 +30,7 @@ METHODS = {
     "dspark-chain": "dspark:{block},target={target},widths=1",
     "dspark-followed": "dspark:{block},target={target},states=follow",
     "eagle3": "eagle3:{states},target={target}",
+    "mtp": "mtp:{head},target={target}",
     "selfspec-mapped": "selfspec:{target},context=48,kv=map",
     "selfspec-chosen": "selfspec:{target},context=48,kv=map,kv_policy=verified",
     "selfspec-pages": "selfspec:{target},context=48,kv=map,kv_policy=quest,widths=2,1",
@@ -42,6 +44,7 @@ SHAPES = (
     "dspark-tree",
     "dspark-followed",
     "eagle3",
+    "mtp",
     "selfspec-mapped",
     "selfspec-quest",
 )
@@ -72,6 +75,7 @@ def methods(
             "layer": write_layer(target, folder / "layer"),
             "block": write_block(target, folder / "block"),
             "states": write_states(target, folder / "states"),
+            "head": write_head(target, folder / "head"),
         }
         loads += [f"--load={family}-{n}={spec.format(**paths)}" for n, spec in METHODS.items()]
         if family == "llama":

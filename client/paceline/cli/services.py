@@ -196,10 +196,25 @@ def load_arguments(
     specs: Iterable[str], model: Path, weights: str, lora: Path | None = None
 ) -> list[str]:
     """Arguments of `paceline drafter` that load drafters as of `--load`; if there are none, what
-    suits a verifier with this target, `--weights` and `--lora`."""
-    loads = [f"--load={spec}" for spec in specs]
+    suits a verifier with this target, `--weights` and `--lora`. A drafter that reads a target and
+    names neither folder nor target, as `mtp` can, reads this one."""
+    loads = [f"--load={_with_target(spec, model, lora)}" for spec in specs]
     adapter = [f"--target-lora={lora}"] if lora else []
     return loads or [f"--target={model}", f"--target-weights={weights}", *adapter]
+
+
+def _with_target(text: str, model: Path, lora: Path | None) -> str:
+    from paceline.drafter import DrafterSpec, LoadError
+    from paceline.drafter.methods import method_class
+
+    try:
+        spec = DrafterSpec.parse(text)
+        reads = "target" in method_class(spec.method).path_options
+    except LoadError:  # the service says what is wrong
+        return text
+    if not reads or spec.folder is not None or "target" in spec.options:
+        return text
+    return f"{text},target={model}" + (f",lora={lora}" if lora else "")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, help: str) -> None:

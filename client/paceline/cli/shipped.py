@@ -30,7 +30,7 @@ docs/benchmarks.md#default-drafters. "gguf" is a GGUF file in blocks of 8 bits o
 def drafters_for(
     target: Path, device: str = "cpu", weights: str = "auto", lora: Path | None = None
 ) -> list[str]:
-    """What to load for a target: the drafters trained for it, and `ngram`.
+    """What to load for a target: the drafters trained for it, its own heads (`mtp`), and `ngram`.
 
     Trained drafters look up earlier text first; native CPU kernels run them in 8 or 4 bits. Without
     any, `ngram`, and on a CPU `selfspec` with the target's own weights in 4 bits: on a GPU that is
@@ -53,12 +53,13 @@ def drafters_for(
     import torch
 
     from paceline.decoder import open_model
+    from paceline.drafter.methods import method_class
     from paceline.kernels import cpu_kernels
 
     model, adapter = open_model(target, lora), f",lora={lora}" if lora else ""
     native = device == "cpu" and cpu_kernels().library is not None
 
-    def described(method: type[Drafter], folder: Path) -> str:
+    def described(method: type[Drafter], folder: Path | None) -> str:
         options = ["lookup=true"]
         tree = method.cpu_tree if device == "cpu" else method.gpu_tree
         options += [f"{name}={value}" for name, value in tree.items()]
@@ -66,10 +67,13 @@ def drafters_for(
             options.append(f"weights={method.cpu_weights}")
         if "target" in method.path_options:
             options.append(f"target={target}{adapter}")
-        return f"{method.method}={method.method}:{folder},{','.join(options)}"
+        where = f":{folder}" if folder is not None else ""
+        return f"{method.method}={method.method}{where},{','.join(options)}"
 
     found = sorted(_fitting(target, model), key=lambda each: -_accepted_length(each[1]))
     trained = [described(method, folder) for method, folder in found]
+    if _has_heads(model):
+        trained.append(described(method_class("mtp"), None))
     own = f"selfspec=selfspec:{target},weights=int4{adapter}"
     load = [*trained, "ngram=ngram"] if trained or device != "cpu" else ["ngram=ngram", own]
     if native and model.weight_bytes >= _LARGE and not torch.cuda.is_available():
@@ -109,6 +113,18 @@ def _accepted_length(folder: Path) -> float:
     described = json.loads((folder / "config.json").read_text())
     training = described.get("paceline", {}).get("training", {})
     return float(training.get("accepted_length", 0.0))
+
+
+def _has_heads(model: ModelSource) -> bool:
+    """Whether a target's own files have heads for multi-token prediction that can be read."""
+    from paceline.decoder import UnsupportedModelError
+    from paceline.drafter.methods.mtp import read_mtp
+
+    try:
+        read_mtp(model)
+    except UnsupportedModelError:
+        return False
+    return True
 
 
 def _fitting(target: Path, model: ModelSource) -> Iterator[tuple[type[Drafter], Path]]:

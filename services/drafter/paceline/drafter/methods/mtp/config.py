@@ -23,7 +23,7 @@ from paceline.decoder.layer import layer_shapes
 from paceline.decoder.weights import Tensors, Weight
 from paceline.drafter.methods.base import SECTION
 from paceline.drafter.methods.checkpoint import CONFIG_FILE, TargetRef, write_checkpoint
-from paceline.drafter.methods.layers import DRAFT_TOKENS, TappedShape
+from paceline.drafter.methods.layers import DRAFT_TOKENS, TappedShape, drafted_tokens
 
 METHOD = "mtp"
 
@@ -370,4 +370,5 @@ def load_mtp(folder: Path) -> tuple[MtpConfig, dict[str, Tensor]]:
         for name in tensors
         if DEEPSEEK.head_of(name, found.target_layers) is not None
     }
-    return config, weights
+    drafted = drafted_tokens(folder, config)
+    return config, weights if drafted is None else {**weights, DRAFT_TOKENS: drafted}

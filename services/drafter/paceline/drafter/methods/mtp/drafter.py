@@ -125,7 +125,7 @@ class MtpLayers(FeedbackLayers):
     def _record(self, numerics: str, number: int | None, *, text: bool) -> Program:
         """Tokens and hidden states to logits of a head; None: to keys and values alone.
 
-        Of a text, the states are the target's, and all heads write keys and values.
+        Of a text, the states are the target's. Heads of deeper levels write keys and values too.
         """
         block, layout = self._block, self.config.layout
         program = Recorder(heads_of(block), self.dtype, numerics=numerics)
@@ -141,8 +141,9 @@ class MtpLayers(FeedbackLayers):
             program.add(x, program.multiply(tokens, head.embedded))
             return x, record_entry(block, program, head.layer.norms[0], x, 0)
 
-        for index, head in enumerate(self._heads if text else []):
-            if index != number:
+        for index, head in enumerate(self._heads):
+            # Deeper levels need not feed the nodes of this one again.
+            if number is None or index > number:
                 record_heads(program, head.layer, enter(head)[1], index)
         if number is None:
             return program.finish()
