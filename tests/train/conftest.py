@@ -15,6 +15,7 @@ from paceline.drafter.methods.longspec import (
     TargetRef,
     save_longspec,
 )
+from paceline.drafter.methods.mtp import MtpConfig, MtpModel, save_mtp
 from paceline.train import drafters as training
 from paceline.train import target as target_training
 from paceline.train.corpus import Corpus, load_corpus, load_tokenizer, train_tokenizer
@@ -93,7 +94,9 @@ def target(corpus: Corpus, preset: Preset, tmp_path: Path) -> Path:
 def drafters(target: Path, preset: Preset, tmp_path: Path) -> dict[str, Path]:
     """A folder of each method, of random weights."""
     torch.manual_seed(1)
-    folders = {method: tmp_path / method for method in ("longspec", "dspark", "eagle3", "lm")}
+    folders = {
+        method: tmp_path / method for method in ("longspec", "dspark", "eagle3", "mtp", "lm")
+    }
     ref = TargetRef.of(target)
     layer = LongSpecConfig.for_target(target, window=32)
     save_longspec(folders["longspec"], layer, LongSpecModel(layer).state_dict(), ref, levels=3)
@@ -103,6 +106,9 @@ def drafters(target: Path, preset: Preset, tmp_path: Path) -> dict[str, Path]:
     save_dspark(folders["dspark"], block, DSparkModel(block).state_dict(), ref)
     states = Eagle3Config.for_target(target, taps=(0, -1), window=16)
     save_eagle3(folders["eagle3"], states, Eagle3Model(states).state_dict(), ref, levels=3)
+    head = MtpConfig.for_target(target, window=16)
+    norm = torch.ones(head.hidden)
+    save_mtp(folders["mtp"], head, MtpModel(head).state_dict(), ref, norm, levels=3)
     tokenizer = load_tokenizer(target)
     small = replace(preset, context=512, width=32, ff=48)
     save_model(folders["lm"], build_model(small, tokenizer.eos_token_id, seed=1), tokenizer)

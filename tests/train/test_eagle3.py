@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model
+from paceline.drafter.methods.mtp import MtpConfig, MtpModel
 from paceline.train.batches import Answers
-from paceline.train.eagle3 import SignalUnrolledLoss, TrainingRows, Unrolled, depth_weights
 from paceline.train.recipes.eagle3 import Eagle3Preset
 from paceline.train.signals import Signals
+from paceline.train.unrolled import SignalUnrolledLoss, TrainingRows, Unrolled, depth_weights
 
 CONFIG = Eagle3Config(
     hidden=16, intermediate=24, q_heads=2, kv_heads=1, head_dim=8, vocab_size=90, max_position=512,
@@ -25,19 +27,27 @@ PRESET = Eagle3Preset(
 )  # fmt: skip
 
 
-def made(**change: object) -> Eagle3Model:
+MTP = MtpConfig(
+    hidden=16, intermediate=24, q_heads=2, kv_heads=1, head_dim=8, vocab_size=90, max_position=512,
+    norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, taps=(2,),
+    target_layers=3,
+)  # fmt: skip
+
+
+def made(config: Eagle3Config | MtpConfig = CONFIG, **change: object) -> Any:
     torch.manual_seed(0)
-    model = Eagle3Model(replace(CONFIG, **change))  # type: ignore[arg-type]
+    kind = MtpModel if isinstance(config, MtpConfig) else Eagle3Model
+    model = kind(replace(config, **change))  # type: ignore[arg-type]
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0.5 if parameter.dim() == 1 else 0.0, 0.3)
     return model
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("change", [{}, {"norm_output": True}, {"window": 4}])
-def test_a_depth_is_what_a_draft_of_this_length_reads(change: dict[str, object]) -> None:
+@pytest.mark.parametrize("change", [{}, {"norm_output": True}, {"window": 4}, {"config": MTP}])
+def test_a_depth_is_what_a_draft_of_this_length_reads(change: dict[str, Any]) -> None:
     model, depths = made(**change), 3
-    embedded, states = torch.randn(2, 9, 16), torch.randn(2, 9, 48)
+    embedded, states = torch.randn(2, 9, 16), torch.randn(2, 9, model.config.states)
     positions = torch.arange(1, 10).expand(2, -1) + torch.tensor([[0], [5]])
     real = torch.ones(2, 9, dtype=torch.bool)
     real[1, :2] = False

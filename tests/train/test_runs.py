@@ -29,6 +29,7 @@ from paceline.train.dspark import DSparkTrainer
 from paceline.train.eagle3 import Eagle3Trainer
 from paceline.train.lm import train_lm
 from paceline.train.longspec import LongSpecTrainer
+from paceline.train.mtp import MtpTrainer
 from paceline.train.online import first_tokens, train_online
 from paceline.train.presets import OnlinePreset, Preset, Stage
 from paceline.train.recipes.base import OnlineRates, Recipe
@@ -36,6 +37,7 @@ from paceline.train.recipes.dspark import DSPARK_PRESETS, DSparkPreset, DSparkRe
 from paceline.train.recipes.eagle3 import EAGLE3_PRESETS, Eagle3Preset, Eagle3Recipe
 from paceline.train.recipes.lm import LmRecipe
 from paceline.train.recipes.longspec import LONGSPEC_PRESETS, LongSpecPreset, LongSpecRecipe
+from paceline.train.recipes.mtp import MTP_PRESETS, MtpPreset, MtpRecipe
 from paceline.train.run import Run
 from paceline.train.target import train_target
 
@@ -55,18 +57,21 @@ DSPARK = DSparkPreset(
     taps=(0, -1), layers=1, block=3, markov_rank=8, minutes=60, steps=40, rows=2, length=48,
     anchors=12, muon_rate=0.02, adamw_rate=1e-2, window=16, own_texts=4, own_from=0.5, files=4,
 )  # fmt: skip
-METHODS = ("dspark", "eagle3", "longspec", "lm")
+METHODS = ("dspark", "eagle3", "longspec", "mtp", "lm")
 ONLINE = OnlinePreset(minutes=60, steps=20, length=48, old_texts=2, warm_up=2)
 RATES = OnlineRates(rows=2, muon_rate=0.02, adamw_rate=6e-3)
-RECIPES: tuple[type[Recipe[Any]], ...] = (DSparkRecipe, Eagle3Recipe, LongSpecRecipe, LmRecipe)
+RECIPES: tuple[type[Recipe[Any]], ...] = (
+    DSparkRecipe, Eagle3Recipe, LongSpecRecipe, MtpRecipe, LmRecipe,
+)  # fmt: skip
 EAGLE3 = Eagle3Preset(
     taps=(0, -1), levels=3, minutes=60, steps=40, rows=4, length=48, muon_rate=0.02,
     adamw_rate=1e-2, window=16, own_texts=4, own_from=0.5, files=4,
 )  # fmt: skip
-KINDS = (
-    *("longspec", "dspark", "eagle3", "lm"),
-    *("online-longspec", "online-dspark", "online-eagle3", "online-lm"),
-)
+MTP = MtpPreset(
+    levels=3, minutes=60, steps=40, rows=4, length=48, muon_rate=0.02, adamw_rate=1e-2, window=16,
+    own_texts=4, own_from=0.5, files=4,
+)  # fmt: skip
+KINDS = (*METHODS, *(f"online-{method}" for method in METHODS))
 
 
 @pytest.fixture
@@ -96,6 +101,7 @@ def trainers(
         "longspec": lambda run, out: LongSpecTrainer(target, LONGSPEC).train(corpus, run, out),
         "dspark": lambda run, out: DSparkTrainer(target, DSPARK).train(corpus, run, out),
         "eagle3": lambda run, out: Eagle3Trainer(target, EAGLE3).train(corpus, run, out),
+        "mtp": lambda run, out: MtpTrainer(target, MTP).train(corpus, run, out),
         "lm": lambda run, out: train_lm(target, corpus, lm, run, out),
     }
     for method in METHODS:
@@ -127,6 +133,7 @@ def test_the_loss_falls_and_the_folder_is_a_drafter(
         "longspec": "lags 1 to 5, 3 of them in each step",
         "dspark": "| texts | rounds | accepted length | position 1 |",
         "eagle3": "at 3 depths, each weighted",
+        "mtp": "at 3 depths, each weighted",
         "online": "| recorded |",
         "lm": "| held out, prompts of 300, temperature 1 |",
     }
@@ -188,7 +195,7 @@ def test_the_command_line_varies_a_preset(
 ) -> None:
     presets: list[Any] = []
     monkeypatch.setattr(cli, "_corpus", lambda *_: corpus)
-    for trainer in (DSparkTrainer, Eagle3Trainer, LongSpecTrainer):
+    for trainer in (DSparkTrainer, Eagle3Trainer, LongSpecTrainer, MtpTrainer):
         monkeypatch.setattr(trainer, "train", lambda self, *_: presets.append(self.preset))
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
@@ -198,6 +205,7 @@ def test_the_command_line_varies_a_preset(
         "dspark --no-heads",
         "longspec --levels 3 --no-offset --budgets 0,64 --max-length 99",
         "eagle3 --levels 4 --norms",
+        "mtp --levels 2 --vocabulary 99",
     ):
         assert cli.run(parser.parse_args([*options.split(), *common])) == 0
     shipped = DSPARK_PRESETS["smollm2"]
@@ -211,6 +219,7 @@ def test_the_command_line_varies_a_preset(
             LONGSPEC_PRESETS["smollm2"], levels=3, offset=False, budgets=(0, 64), max_length=99
         ),
         replace(EAGLE3_PRESETS["smollm2"], levels=4, fc_norm=True, norm_output=True),
+        replace(MTP_PRESETS["smollm2"], levels=2, draft_vocab_size=99),
     ]  # fmt: skip
 
 

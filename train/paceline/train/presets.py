@@ -211,6 +211,28 @@ class LayerPreset:
     """Tokens that can be drafted, the most frequent ones; 0: all."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnrolledPreset(LayerPreset):
+    """How a layer is trained over its own outputs at several depths (training-time test). Lengths
+    are in tokens, shares of the run 0 to 1."""
+
+    rows: int
+    length: int
+    """Of a row; of an answer in a run on conversations."""
+    levels: int = 5
+    """Depths of the training-time test."""
+    depth_decay: float = 0.8
+    """Weight of a depth relative to the one before: deeper nodes are reached less often."""
+    window: int = 0
+    own_from: float = 1.0
+    """From this share of the run on, only texts that the target wrote are read."""
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """See :func:`mixed_stages`."""
+        return mixed_stages(self.own_from, self.rows, self.length)
+
+
 @dataclass(frozen=True)
 class OnlinePreset:
     """How a trained drafter is trained further, besides the rates of its recipe. Lengths are in

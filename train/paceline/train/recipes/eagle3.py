@@ -5,34 +5,19 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, replace
 
-from paceline.train.presets import LayerPreset, Stage, mixed_stages
+from paceline.train.presets import UnrolledPreset
 from paceline.train.recipes.base import LayerRecipe, OnlineRates, given
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Preset(LayerPreset):
-    """A layer's shape and how it is trained. Lengths are in tokens, shares of the run 0 to 1."""
+class Eagle3Preset(UnrolledPreset):
+    """A layer's shape and how it is trained."""
 
     taps: tuple[int, ...]
     """Target layers whose outputs are fused; negative ones count from the last; none: the usual."""
-    rows: int
-    length: int
-    """Of a row; of an answer in a run on conversations."""
-    levels: int = 5
-    """Depths of the training-time test."""
-    depth_decay: float = 0.8
-    """Weight of a depth relative to the one before: deeper nodes are reached less often."""
-    window: int = 0
     fc_norm: bool = False
     """Both norms are EAGLE-3.1's."""
     norm_output: bool = False
-    own_from: float = 1.0
-    """From this share of the run on, only texts that the target wrote are read."""
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """See :func:`mixed_stages`."""
-        return mixed_stages(self.own_from, self.rows, self.length)
 
 
 EAGLE3_PRESETS: dict[str, Eagle3Preset] = {

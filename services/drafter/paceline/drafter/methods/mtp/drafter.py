@@ -165,6 +165,7 @@ class MtpDrafter(FeedbackDrafter):
 
     method: ClassVar[str] = "mtp"
     label: ClassVar[str] = "MTP"
+    recipe: ClassVar[str] = "paceline.train.recipes.mtp:MtpRecipe"
     layers: MtpLayers
 
     @classmethod

@@ -1,0 +1,142 @@
+"""Training of a head for multi-token prediction beside a target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from paceline.decoder import ModelSource, open_model, store_int8
+from paceline.decoder.folder_files import read_object
+from paceline.decoder.layer import read_norm
+from paceline.drafter.methods.base import SECTION
+from paceline.drafter.methods.checkpoint import CONFIG_FILE
+from paceline.drafter.methods.mtp import MtpConfig, MtpModel, save_mtp
+from paceline.drafter.methods.mtp.config import load_mtp
+from paceline.train.batches import Batches, Rows
+from paceline.train.conversations import OwnTexts
+from paceline.train.drafters import LayerDrafterModel, Objective, parameters
+from paceline.train.loop import Loss
+from paceline.train.presets import CosinePlan, Plan
+from paceline.train.recipes.mtp import MtpPreset
+from paceline.train.run import Run
+from paceline.train.signals import Signals
+from paceline.train.trainer import LayerTrainer
+from paceline.train.unrolled import (
+    layer_weights,
+    unrolled_on_answers,
+    unrolled_on_texts,
+    unrolled_section,
+)
+
+_EMBEDDING_SCALE = 0.02
+
+
+@dataclass
+class MtpDrafterModel(LayerDrafterModel):
+    """A head for multi-token prediction."""
+
+    method = "mtp"
+    model: MtpModel
+
+    @property
+    def config(self) -> MtpConfig:
+        return self.model.config
+
+    @property
+    def hidden_state_layers(self) -> Sequence[int]:
+        return self.config.taps
+
+    def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
+        source = open_model(self.target)
+        norm = read_norm(
+            source.config(), source.tensors(torch.float32, "cpu"), "model.norm", self.config.hidden
+        )
+        save_mtp(
+            folder, self.config, self.model.state_dict(), self.reference, norm.weight,
+            levels=self.levels, notes=notes,
+        )  # fmt: skip
+        store_int8(folder)
+
+
+class MtpTrainer(LayerTrainer[MtpPreset, MtpDrafterModel]):
+    """Trains a head. Its LM head is the target's, frozen."""
+
+    method = "mtp"
+    trees: ClassVar[Mapping[str, str]] = {"widths": "4,4,4", "max_nodes": "8", "weights": "int8"}
+
+    def new_drafter(self, mask_token: int) -> MtpDrafterModel:
+        preset = self.preset
+        config = MtpConfig.for_target(
+            self.target, window=preset.window, draft_vocab_size=preset.draft_vocab_size
+        )
+        return MtpDrafterModel(self.target, MtpModel(config), preset.levels)
+
+    def read(self, folder: Path, device: str) -> MtpDrafterModel:
+        config, weights = load_mtp(folder)
+        model = MtpModel(config)
+        model.load_state_dict(weights)
+        levels = int(read_object(folder / CONFIG_FILE)[SECTION]["levels"])
+        return MtpDrafterModel(self.target, model.to(device), levels)
+
+    def plan(self, run: Run, focus: int = 0) -> Plan:
+        return CosinePlan(self.preset.stages, run.minutes, run.steps, focus)
+
+    def text_loss(
+        self, drafter: MtpDrafterModel, batches: Batches, plan: Plan, separator: int, device: str
+    ) -> tuple[nn.Module, Loss]:
+        return unrolled_on_texts(drafter, self.target, (), batches, self.preset)
+
+    def initial_weights(
+        self, source: ModelSource, drafter: MtpDrafterModel, drafted: Tensor
+    ) -> dict[str, Tensor]:
+        """Weights of the target's last layer, by the names of an MtpModel.
+
+        The projection passes the hidden state on; its half for the embedding is small.
+        """
+        config = drafter.config
+        base, own = (f"layers.{config.target_layers - past}." for past in (1, 0))
+
+        def read(name: str) -> Tensor:
+            return source.tensor(f"model.{base}{name}.weight", torch.float32, "cpu")
+
+        weights = layer_weights(source, own, config.target_layers, f"{own}shared_head.norm")
+        for name in ("input_layernorm", *(f"self_attn.{part}_proj" for part in "qkv")):
+            weights[f"{own}{name}.weight"] = read(name)
+        passed = torch.eye(config.hidden)
+        small = torch.randn_like(passed) * _EMBEDDING_SCALE
+        weights[f"{own}eh_proj.weight"] = torch.cat([small, passed], dim=1)
+        return {**weights, "d2t": drafted} if config.draft_vocab_size else weights
+
+    def needed_signals(self, drafter: MtpDrafterModel) -> dict[str, Any]:
+        return {}
+
+    def signal_loss(
+        self,
+        drafter: MtpDrafterModel,
+        embedding: Tensor,
+        head: Tensor,
+        signals: Signals,
+        texts: OwnTexts,
+        plan: Plan,
+    ) -> tuple[nn.Module, Loss, Rows]:
+        return unrolled_on_answers(drafter.model, embedding, head, signals, texts, self.preset)
+
+    def shape_section(self, drafter: MtpDrafterModel) -> str:
+        config = drafter.config
+        context = f"the last {config.window} positions" if config.window else "all positions"
+        return f"""\
+- {parameters(drafter.model)}, in 8-bit blocks: a projection of embedding and hidden state, and one
+  layer of width {config.hidden}, {config.q_heads} heads over {config.kv_heads} KV heads of
+  {config.head_dim}, feed-forward {config.intermediate}, over {context}
+- reads the target's states behind its final norm, then its own output before the norm, as in
+  DeepSeek-V3, whose names its tensors have
+- drafts the {config.drafted:,} most frequent of {config.vocab_size:,} tokens; embedding and LM head
+  are the target's and not in this folder"""
+
+    def training_section(self, objective: Objective) -> str:
+        return unrolled_section(self.preset, self.trees, objective)
