@@ -10,13 +10,11 @@ by a small share of the emitted tokens. So drafting that does not pay costs at m
 the time, and drafting that pays goes on. This needs no schedule of explorations, and a method that
 seldom drafts but then gains much (``ngram``) pays for its failed attempts itself.
 
-A drafter has a balance too, which changes with all of its sequences. While it is at 0 or below, no
-other sequence begins to draft. When plain decoding has brought it above 0, all of its sequences
-try at the same time: in one draft and one step, many trees cost less each than one tree that waits
-for the steps of others.
-
-After a suspension a sequence tries again soon if such attempts have paid with this drafter (texts
-that it knows in places), and late if they have not (texts that it does not know).
+A drafter has a balance too, which changes with all of its sequences: a new sequence begins with at
+most that. A sequence whose drafting has ended tries again soon if the drafter pays elsewhere (its
+texts have places that it knows), and late if it pays nowhere. The rules were chosen on recorded
+rounds (``paceline bench replay``): records of trials, and allowances for sequences that draft
+beside others, made nothing faster.
 """
 
 from __future__ import annotations
@@ -29,17 +27,14 @@ from typing import Any
 from paceline.tree import MAX_NODES
 from paceline.verifier.scheduler.costs import FIRST_STEPS, OUTLIER, WEIGHT
 
-_SHARE = 0.015  # of plain tokens that exploration may cost
-_SHARE_IF_PAYING = 0.1  # the same of a sequence, where attempts after suspensions have paid
+_SHARE = 0.015  # of plain tokens that attempts may cost
+# The same of a sequence whose drafter pays, at first, and at least: each failed attempt halves it
+_SHARE_IF_PAYING, _LEAST_IF_PAYING = 0.2, 0.03
 _START = 2.0  # balance of an unknown drafter, and of a new sequence at most. Unit: plain tokens
 _MAX = 32.0  # maximum balance: what a change for the worse can cost. Unit: plain tokens
-_MIN = -400.0  # minimum balance: the next attempt comes after 400 / 0.015 tokens at the latest
-# The same after a round of a drafter that was paying: a stall of the machine must not end drafting
-# for long. Unit: plain tokens.
-_MIN_IF_PAYING = -1.0
-# A sequence beside others goes on down to this loss while its drafter pays. Unit: plain tokens
-_SLACK = 3.0
-_MAX_RESUMED = 4.0  # the record of attempts after suspensions lies within. Unit: plain tokens
+# Minimum balance, which bounds the time until the next attempt: the same after a round of a drafter
+# that was paying, because a stall of the machine must not end drafting for long. Unit: plain tokens
+_MIN, _MIN_IF_PAYING = -400.0, -1.0
 _NAMES = 64  # drafter names that are remembered; clients choose names
 _STALE = 1000  # steps beside drafting at a load after which plain decoding is measured again
 _MAX_EXPONENT = 100.0
@@ -59,16 +54,15 @@ class Account:
     nodes: float = float(MAX_NODES)
     """Maximum number of nodes that are worth drafting."""
 
-    resumed: float = 0.0
-    """What attempts after suspensions gained lately, of a drafter. Unit: plain tokens."""
-
-    trials: float = 0.0
-    """How often a drafter was tried again by all of its sequences, so far."""
+    @property
+    def paying(self) -> bool:
+        """Whether drafting has gained in all."""
+        return self.balance > _START
 
     def drafted(self, gain: float, *, paying: bool) -> None:
-        """A round with a draft gained so many plain tokens."""
-        min_balance = min(self.balance, _MIN_IF_PAYING if paying else _MIN)
-        self.balance = min(_MAX, max(self.balance + gain, min_balance))
+        """A round with a draft gained so many plain tokens; ``paying``: the drafter had gained."""
+        lowest = min(self.balance, _MIN_IF_PAYING if paying else _MIN)
+        self.balance = min(_MAX, max(self.balance + gain, lowest))
 
     def decoded(self, tokens: float) -> None:
         """Plain decoding allowed so many plain tokens for attempts."""
@@ -95,7 +89,7 @@ class SequenceState:
         """Begin with the account of its drafter; ``now`` is the reading of the plain clock."""
         self.name = name
         """Name of its drafter; None: none drafts for it."""
-        self.own = replace(drafter, balance=min(drafter.balance, 0.0), trials=-1.0)
+        self.own = replace(drafter, balance=min(_START, drafter.balance))
         """Its account."""
         self.drafting = False
         """Whether its round has a draft, or the round before had one."""
@@ -105,22 +99,12 @@ class SequenceState:
         self._drafter = drafter
         self._began = now
         self._suspended = True
-        self._resumed = False
+        self._share = _SHARE_IF_PAYING
 
-    def drafts(self, load: int) -> bool:
-        """Whether it drafts.
-
-        Args:
-            load: Sequences that decode. They share what a trial may cost: if each stopped at its
-                own first loss, the others would wait for its steps. For the same reason one that
-                is a little behind goes on while the drafter pays in all.
-        """
-        if self.own.trials != self._drafter.trials:
-            self.own.trials = self._drafter.trials
-            given = min(_START * load, self._drafter.balance)
-            self.own.balance = max(self.own.balance, given)
-        paying = load > 1 and self._drafter.balance > _START
-        return self.own.balance > (-_SLACK if paying else 0.0)
+    @property
+    def drafts(self) -> bool:
+        """Whether it drafts."""
+        return self.own.balance > 0
 
     def requested(self, now: float, budget: int) -> None:
         """A tree was requested with this budget; 0: the next step is plain."""
@@ -134,24 +118,19 @@ class SequenceState:
 
     def answered(self, now: float, emitted: int, *, tree: bool) -> None:
         """A step, with a tree or without, gave it tokens at a reading of the plain clock."""
-        paying = self._drafter.balance > _START
-        gain = emitted - (now - self._began) - self.owed
         drafter = self._drafter
         if self.drafting or tree:
+            gain, before = emitted - (now - self._began) - self.owed, self.own.balance
+            paying = drafter.paying
             self.own.drafted(gain, paying=paying)
             drafter.drafted(gain, paying=paying)
-            if self._resumed:
-                record = drafter.resumed + gain
-                drafter.resumed = max(-_MAX_RESUMED, min(_MAX_RESUMED, record))
-            if not 0 < self.own.balance < _START:
-                self._resumed = self.own.balance <= 0
+            if self.own.paying:
+                self._share = _SHARE_IF_PAYING
+            elif self.own.balance <= 0 < before:
+                self._share = max(_LEAST_IF_PAYING, self._share / 2)
         else:
-            before = drafter.balance
+            self.own.decoded((self._share if drafter.paying else _SHARE) * emitted)
             drafter.decoded(_SHARE * emitted)
-            drafter.trials += before <= 0 < drafter.balance
-            if drafter.balance > 0:
-                resumes = drafter.resumed >= 0
-                self.own.decoded((_SHARE_IF_PAYING if resumes else _SHARE) * emitted)
         drafter.nodes, drafter.exponent = self.own.nodes, self.own.exponent
         # The round after a tree counts too: the way back to plain decoding is part of its cost.
         self.drafting = tree

@@ -39,7 +39,7 @@ _SETTLING = 4
 by up to a half: caches are cold, and a drafter may be opening the sequence. Of several generations
 fewer: their steps are longer, and others come and go."""
 
-_FORMAT = 7  # of the file, and of what is measured
+_FORMAT = 8  # of the file, and of what is measured
 _TOO_SLOW = 0.75  # learnt scale of a table below which it was measured beside other processes
 
 
@@ -222,7 +222,7 @@ class Scheduler:
     def budget(self, sequence: Sequence) -> int:
         """Maximum number of nodes to draft next for a sequence; 0: decode plainly for now."""
         state = self._state(sequence)
-        if not (self._clock.known(self._load) and state.drafts(self._load)):
+        if not (self._clock.known(self._load) and state.drafts):
             return 0
         return max(1, min(self._max_nodes, round(state.own.nodes)))
 
