@@ -6,12 +6,15 @@ import json
 import random
 from math import inf
 from statistics import mean
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from simulated_load import Accepted, Costs, Drawn
 
 from paceline.bench.replay.simulation import MODES
-from paceline.tree import TokenTree
+from paceline.tree import EMPTY, TokenTree
+from paceline.verifier.engine.job import StepOutput
 from paceline.verifier.scheduler.controller import Account, Drafters, SequenceState
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.scheduler import Scheduler
@@ -135,7 +138,7 @@ def test_a_drafter_that_becomes_good_is_noticed_in_short_texts_too() -> None:
 
 
 def state(drafter: Account | None = None) -> SequenceState:
-    return SequenceState("some", drafter or Account(), 0.0)
+    return SequenceState(drafter or Account(), 0.0)
 
 
 def lose(one: SequenceState, tokens: float) -> None:
@@ -198,3 +201,91 @@ def test_calibration_is_finite_for_any_confidence() -> None:
         for accepted in [0] * 1000 + [255] * 1000:
             account.accepted(sum(each**account.exponent for each in survivals), accepted)
             assert 0 < account.exponent < inf
+
+
+class Named(SimpleNamespace):
+    """What the scheduler reads of a sequence."""
+
+    __hash__ = object.__hash__
+
+
+class Lockstep:
+    """Steps of sequences that all wait for each other's trees. A plain step takes a second."""
+
+    def __init__(self, count: int) -> None:
+        self.now = 0.0
+        self.scheduler = Scheduler(CostTable((1, 512), (1.0, 1.0)), 255, lambda: self.now)
+        sampling = SimpleNamespace(rejection=False)
+        self.jobs: list[Any] = [
+            SimpleNamespace(
+                sequence=Named(generation=SimpleNamespace(sampling=sampling), drafter="good"),
+                asked=True,
+                tree=EMPTY,
+                guess=EMPTY,
+            )
+            for _ in range(count)
+        ]
+        for _ in range(40):
+            self.step(1.0)
+
+    def budget(self, index: int, drafter: str) -> int:
+        """Whether a drafter drafts for a sequence."""
+        self.jobs[index].sequence.drafter = drafter
+        return self.scheduler.budget(self.jobs[index].sequence)
+
+    def draft(self, index: int, drafter: str, nodes: int = 4) -> None:
+        """Request a tree, which is used if it has nodes."""
+        job = self.jobs[index]
+        job.sequence.drafter = drafter
+        self.scheduler.budget_sent(job.sequence, 8)
+        if nodes:
+            job.tree = TokenTree.chain([1] * nodes, [0.9] * nodes)
+
+    def step(self, seconds: float, tokens: int = 1, waited: tuple[float, str] = (0.0, "")) -> None:
+        """Run a step that gives each sequence ``tokens``; before it all wait for the first."""
+        self.now += waited[0]
+        began, trees = self.now, [job.tree for job in self.jobs]
+        self.scheduler.admit(self.jobs, trees, len(self.jobs), 100, 0)
+        self.now += seconds
+        outputs = [
+            StepOutput([1] * tokens, accepted=list(range(tokens - 1 if tree else 0)))
+            for tree in trees
+        ]
+        waiting = {self.jobs[0].sequence: waited[1]} if waited[0] else {}
+        self.scheduler.stepped(began, self.now, outputs, waiting)
+        for job in self.jobs:
+            job.tree = EMPTY
+
+
+def test_drafters_of_one_sequence_are_judged_by_their_own_rounds() -> None:
+    load = Lockstep(1)
+    for _ in range(6):
+        if load.budget(0, "bad"):
+            load.draft(0, "bad")
+            load.step(3.0, 1)
+        assert load.budget(0, "good")
+        load.draft(0, "good")
+        load.step(1.5, 5)
+    assert not load.budget(0, "bad")
+    assert load.budget(0, "good")
+
+
+def test_a_drafter_pays_for_a_wait_whose_tree_another_one_replaces() -> None:
+    load = Lockstep(1)
+    for _ in range(6):
+        load.draft(0, "slow", 0)
+        load.draft(0, "good")
+        load.step(1.0, 4, waited=(2.0, "slow"))
+    assert not load.budget(0, "slow")
+    assert load.budget(0, "good")
+
+
+def test_a_drafter_pays_for_the_time_of_all_that_wait_for_its_tree() -> None:
+    """It gains where it drafts, and takes more from the others."""
+    alone, beside = Lockstep(1), Lockstep(8)
+    for load in (alone, beside):
+        for _ in range(4):
+            load.draft(0, "some")
+            load.step(1.0, 2, waited=(0.5, "some"))
+    assert alone.budget(0, "some")
+    assert not beside.budget(0, "some")

@@ -33,6 +33,7 @@ def config(model: str = "missing", tokens: int = 8, rank: int = 0, ranks: int = 
             get_vocab_size=lambda: VOCAB,
         ),
         parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=ranks),
+        device_config=SimpleNamespace(device_type="cuda"),
     )
 
 

@@ -15,15 +15,22 @@ from prometheus_client import CollectorRegistry
 from paceline.service.runtime import log_beside_others
 from paceline.telemetry.names import Attribute, Span
 from paceline.telemetry.tracing import remote_context, traceparent_of, tracer
-from paceline.tree import MAX_NODES, TokenTree
+from paceline.tree import EMPTY, MAX_NODES, TokenTree
 from paceline.v1 import tree_pb2
 from paceline.verifier.engine.drafting import Drafting, Link
 from paceline.verifier.engine.drafting_lock import DraftingLock
-from paceline.verifier.engine.job import Decode, Draft, DrafterVersion, NoDraft, StepOutput
+from paceline.verifier.engine.job import (
+    Decode,
+    Draft,
+    DrafterVersion,
+    NoDraft,
+    Sequence,
+    StepOutput,
+)
 from paceline.verifier.exchange_service import ExchangeService, serve
 from paceline.verifier.metrics import RoundMetrics
 from paceline.verifier.rpc.messages import read_tree
-from paceline.verifier.scheduler.costs import OUTLIER, flat_table
+from paceline.verifier.scheduler.costs import OUTLIER, flat_table, rising_table
 from paceline.verifier.scheduler.scheduler import Scheduler
 from paceline.verifier.telemetry import RoundSpans
 from paceline.vllm.review import review
@@ -80,9 +87,11 @@ class PacelineProposer:
         """Where drafter services join; empty: they cannot."""
         self._lock = DraftingLock(self._read_tree)
         self._texts = Texts(model.max_context, lookup=own.lookup == "on")
-        self._scheduler = Scheduler(flat_table(), MAX_NODES)
+        self._scheduler = Scheduler(rising_table() if settings.on_cpu else flat_table(), MAX_NODES)
         self._always = own.draft == "always"
+        self._looks_up = own.lookup == "on"
         self._planned: dict[Text, TokenTree] = {}
+        self._asked: dict[Sequence, str] = {}  # for the planned step, and the drafter
         self._step_seconds = 0.0
         self._began = perf_counter()
         self._step = 0
@@ -197,32 +206,41 @@ class PacelineProposer:
         if alone and outputs:
             weight = _NEWEST if self._step_seconds else 1.0
             self._step_seconds += weight * (now - self._began - self._step_seconds)
-        self._scheduler.stepped(self._began, now, outputs if alone else ())
+        self._scheduler.stepped(self._began, now, outputs if alone else (), self._asked)
+        self._asked = {}
 
     def _ask(self, drafting: Drafting, text: Text, now: float) -> None:
-        """Look the text up, and request a tree of it where that may be worth more."""
+        """Look the text up, and request a tree of it where that may be worth more. Each of both
+        drafts only where that has paid."""
         job, sequence = text.job, text.job.sequence
-        name = drafting.name_of(job)
-        sequence.drafter = name or LOOKUP.name
-        text.found, text.asked = TokenTree(), False
-        nodes = min(
-            self._settings.tokens,
-            sequence.room - 1,
-            MAX_NODES if self._always else self._scheduler.budget(sequence),
-        )
-        if nodes <= 0:
-            job.no_draft = NoDraft.NODE_BUDGET
-            self._scheduler.budget_sent(sequence, 0)
+        text.found, text.asked = EMPTY, False
+        job.no_draft = NoDraft.NODE_BUDGET
+        if self._looks_up and (nodes := self._budget(text, LOOKUP.name)):
+            job.no_draft = NoDraft.EMPTY
+            text.found = text.look_up(nodes)
+            if text.found:
+                self._scheduler.budget_sent(sequence, nodes)
+        if (name := drafting.name_of(job)) is None or not job.drafter_adds(text.found):
+            return
+        if not (nodes := self._budget(text, name)):
             return
         job.no_draft = NoDraft.EMPTY
-        text.found = text.look_up(nodes)
-        if name is not None and job.drafter_adds(text.found):
-            job.timeout, wait = self._times(job, name)
-            text.asked = not self._rests_now(text) and drafting.ask(job, nodes, now)
-            if text.asked:
-                drafting.waiting[job] = now + wait
-        if text.asked or text.found:
+        job.timeout, wait = self._times(job, name)
+        text.asked = not self._rests_now(text) and drafting.ask(job, nodes, now)
+        if text.asked:
+            drafting.waiting[job] = now + wait
             self._scheduler.budget_sent(sequence, nodes)
+            self._asked[sequence] = name
+
+    def _budget(self, text: Text, drafter: str) -> int:
+        """Most tokens that a drafter may draft for a text; 0: it does not draft now."""
+        sequence = text.job.sequence
+        sequence.drafter = drafter
+        most = MAX_NODES if self._always else self._scheduler.budget(sequence)
+        nodes = max(0, min(self._settings.tokens, sequence.room - 1, most))
+        if not nodes:
+            self._scheduler.budget_sent(sequence, 0)
+        return nodes
 
     def _times(self, job: Decode, name: str) -> tuple[float, float]:
         """How long a service may draft, and how long it is waited for: a fifth of a step more than
@@ -269,11 +287,13 @@ class PacelineProposer:
         if text.asked and job.draft is None and slow:
             text.rest = min(_MAX_REST, max(_FIRST_REST, 2 * text.rest))
             text.rests_until = self._step + text.rest
-            self._scheduler.forget(job.sequence)  # rests bound what late answers cost
         elif text.asked:
             text.rest = 0
         if text.found and sum(text.found.survivals) > sum(job.tree.survivals):
             job.set_draft(Draft(text.found, LOOKUP))
+            job.sequence.drafter = LOOKUP.name
+        elif name := self._asked.get(job.sequence):
+            job.sequence.drafter = name
 
     def _admit(self, texts: list[Text]) -> dict[Text, TokenTree]:
         """The first tokens of each chain, as many as are worth their time."""

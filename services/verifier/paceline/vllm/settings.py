@@ -67,6 +67,9 @@ class Settings:
     leads: bool
     """Whether this worker drafts. Of tensor-parallel workers vLLM asks the first alone."""
 
+    on_cpu: bool
+    """Whether the model runs on a processor, where each row of a step costs time."""
+
     own: VllmOptions
     """The proposer's own."""
 
@@ -88,6 +91,7 @@ class Settings:
             vocab_size, context = int(target.get_vocab_size()), int(target.max_model_len)
             path, name = str(target.model), target.served_model_name
             first = int(parallel.rank) % int(parallel.tensor_parallel_size) == 0
+            on_cpu = str(config.device_config.device_type) == "cpu"
         except (AttributeError, TypeError, ValueError) as error:
             raise other_interface(f"its configuration is another one ({error})") from error
         model = verifier_pb2.GetModelResponse(
@@ -99,7 +103,7 @@ class Settings:
             instance_id=secrets.token_hex(16),
         )
         own, server = read_options(environ)
-        return cls(model, min(tokens, MAX_NODES), first, own, server)
+        return cls(model, min(tokens, MAX_NODES), first, on_cpu, own, server)
 
 
 def read_options(environ: Mapping[str, str]) -> tuple[VllmOptions, ServerOptions | None]:

@@ -15,6 +15,9 @@ most that. A sequence whose drafting has ended tries again soon if the drafter p
 texts have places that it knows), and late if it pays nowhere. The rules were chosen on recorded
 rounds (``paceline bench replay``): records of trials, and allowances for sequences that draft
 beside others, made nothing faster.
+
+A sequence for which several drafters draft in turn has a balance with each of them. A round counts
+for the drafter whose tree was verified; to the others its tokens are plain ones.
 """
 
 from __future__ import annotations
@@ -83,12 +86,10 @@ class Account:
 
 
 class SequenceState:
-    """The controller's state of one sequence."""
+    """The controller's state of one sequence with one drafter."""
 
-    def __init__(self, name: str | None, drafter: Account, now: float) -> None:
-        """Begin with the account of its drafter; ``now`` is the reading of the plain clock."""
-        self.name = name
-        """Name of its drafter; None: none drafts for it."""
+    def __init__(self, drafter: Account, now: float) -> None:
+        """Begin with the account of the drafter; ``now`` is the reading of the plain clock."""
         self.own = replace(drafter, balance=min(_START, drafter.balance))
         """Its account."""
         self.drafting = False
@@ -120,21 +121,40 @@ class SequenceState:
         """A step, with a tree or without, gave it tokens at a reading of the plain clock."""
         drafter = self._drafter
         if self.drafting or tree:
-            gain, before = emitted - (now - self._began) - self.owed, self.own.balance
-            paying = drafter.paying
-            self.own.drafted(gain, paying=paying)
-            drafter.drafted(gain, paying=paying)
-            if self.own.paying:
-                self._share = _SHARE_IF_PAYING
-            elif self.own.balance <= 0 < before:
-                self._share = max(_LEAST_IF_PAYING, self._share / 2)
+            self._drafted(emitted - (now - self._began) - self.owed)
         else:
-            self.own.decoded((self._share if drafter.paying else _SHARE) * emitted)
-            drafter.decoded(_SHARE * emitted)
+            self._decoded(emitted)
         drafter.nodes, drafter.exponent = self.own.nodes, self.own.exponent
         # The round after a tree counts too: the way back to plain decoding is part of its cost.
         self.drafting = tree
         self._began, self.owed = now, 0.0
+
+    def passed_over(self, now: float, emitted: int) -> None:
+        """A step gave it tokens, and had the tree of another drafter: to this one they are plain
+        tokens, unless all waited for its tree, for which it pays."""
+        if self.owed > 0:
+            self._drafted(-self.owed)
+        else:
+            self._decoded(emitted)
+        self.drafting = False
+        self._began, self.owed = now, 0.0
+
+    def _drafted(self, gain: float) -> None:
+        """A round with a draft gained so many plain tokens."""
+        drafter, before = self._drafter, self.own.balance
+        paying = drafter.paying
+        self.own.drafted(gain, paying=paying)
+        drafter.drafted(gain, paying=paying)
+        if self.own.paying:
+            self._share = _SHARE_IF_PAYING
+        elif self.own.balance <= 0 < before:
+            self._share = max(_LEAST_IF_PAYING, self._share / 2)
+
+    def _decoded(self, emitted: int) -> None:
+        """A plain round emitted so many tokens."""
+        drafter = self._drafter
+        self.own.decoded((self._share if drafter.paying else _SHARE) * emitted)
+        drafter.decoded(_SHARE * emitted)
 
 
 @dataclass

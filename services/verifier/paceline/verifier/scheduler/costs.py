@@ -26,6 +26,8 @@ _LONG_STEP = 0.15  # seconds after which a step is long enough for costs to be l
 _PROFILE_SECONDS = 2.5  # after these the steps are not measured once more
 _KV_BYTES = 512 << 20  # all caches together: larger than those of processors
 
+_USUAL_RISE = 0.06
+
 WEIGHT = 0.05
 """Weight of the newest step in running means."""
 
@@ -175,6 +177,12 @@ def flat_table() -> CostTable:
     """
     tokens = tuple(sorted({*TOKENS, *SHAPES}))
     return CostTable(tokens, (0.01,) * len(tokens))
+
+
+def rising_table() -> CostTable:
+    """A table for processors whose steps cannot be profiled: each batch token after the first makes
+    a step longer by a share that is usual for small models on a few cores."""
+    return CostTable(TOKENS, tuple(0.01 * (1 + _USUAL_RISE * (each - 1)) for each in TOKENS))
 
 
 def profile(decoder: Decoder, max_context: int, seconds: float = _PROFILE_SECONDS) -> CostTable:

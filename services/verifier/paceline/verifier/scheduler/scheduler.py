@@ -12,12 +12,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,7 +90,7 @@ class Scheduler:
         self._max_nodes = max_nodes
         self._clock = PlainClock()
         self._drafters = Drafters()
-        self._states: dict[Sequence, SequenceState] = {}
+        self._states: dict[Sequence, dict[str | None, SequenceState]] = {}  # by drafter
         self._plan: _Plan | None = None
         self._before: Items[Decode] = ()
         self._plain_steps = 0  # of the same generations, one after the other
@@ -168,7 +169,13 @@ class Scheduler:
             return 0.0
         return max(times)
 
-    def stepped(self, began: float, ended: float, outputs: Items[StepOutput | None] = ()) -> None:
+    def stepped(
+        self,
+        began: float,
+        ended: float,
+        outputs: Items[StepOutput | None] = (),
+        waited: Mapping[Sequence, str] = MappingProxyType({}),
+    ) -> None:
         """A step ran without an error.
 
         Args:
@@ -177,6 +184,9 @@ class Scheduler:
             outputs: Of its generations, in the order of :meth:`admit`; None: the job failed. None
                 at all: the step ran other generations, or prompts beside them that were not known
                 before, and nothing is learnt from it.
+            waited: Sequences whose trees all of the step waited for before it began, with the
+                names of their drafters, which pay for that; for engines where a tree that is late
+                stops the others too.
         """
         plan, self._plan = self._plan, None
         passed, self._ended = ended - self._ended, ended
@@ -193,11 +203,16 @@ class Scheduler:
         self._before = plan.jobs
         if not plan.plain:
             self._clock.drafted(self._load)
+        before = self._clock.now
         self._clock.advance(self._load, passed - (ended - began), plan.plain_seconds)
+        here = [self._state(job.sequence) for job in plan.jobs]
+        payers = [(self._state(each, name), 1) for each, name in waited.items()]
+        if payers:
+            _share(self._clock.now - before, here, payers)
         before = self._clock.now
         self._clock.advance(self._load, ended - began, plan.plain_seconds)
         if not plan.plain:
-            self._charge(plan, self._clock.now - before)
+            self._charge(plan, here, self._clock.now - before)
         plain_us = round(1e6 * self._clock.measured(self._load, plan.plain_seconds))
         for job, expected, nodes, output in zip(
             plan.jobs, plan.expected, plan.nodes, outputs, strict=True
@@ -213,6 +228,9 @@ class Scheduler:
             if job.asked:
                 emitted -= accepted_tokens(job.guess, output.tokens)
             state.answered(self._clock.now, emitted, tree=job.asked and len(job.tree) > 0)
+            for other in self._states[job.sequence].values():
+                if other is not state:
+                    other.passed_over(self._clock.now, emitted)
 
     @property
     def measured(self) -> bool:
@@ -249,7 +267,7 @@ class Scheduler:
         self._drafters.load_json(stored["drafters"])
         self.costs.load_json(stored["costs"])
 
-    def _charge(self, plan: _Plan, passed: float) -> None:
+    def _charge(self, plan: _Plan, here: Items[SequenceState], passed: float) -> None:
         """Charge drafting sequences with the time by which they make a step longer.
 
         All sequences in a step lose this time, whoever's nodes it verifies. They get it back, and
@@ -259,25 +277,33 @@ class Scheduler:
 
         Args:
             plan: The step.
+            here: The states of its generations.
             passed: Its duration. Unit: plain tokens.
         """
-        lost = max(0.0, passed - 1.0)
-        here = [self._state(job.sequence) for job in plan.jobs]
         payers = list(zip(here, plan.nodes, strict=True))
         if not any(plan.nodes):
-            payers = [(state, 1) for state in self._states.values() if state.drafting]
-        share = lost * len(here) / max(1, sum(nodes for _, nodes in payers))
-        for state in here:
-            state.owed -= lost
-        for state, nodes in payers:
-            state.owed += share * nodes
+            states = (each for named in self._states.values() for each in named.values())
+            payers = [(state, 1) for state in states if state.drafting]
+        _share(max(0.0, passed - 1.0), here, payers)
 
-    def _state(self, sequence: Sequence) -> SequenceState:
-        state, name = self._states.get(sequence), sequence.drafter
-        if state is None or state.name != name:  # new, or now drafted by another drafter
-            state = SequenceState(name, self._drafters.of(name or ""), self._clock.now)
-            self._states[sequence] = state
+    def _state(self, sequence: Sequence, drafter: str | None = None) -> SequenceState:
+        """The state of a sequence with a drafter, by default with the one that it has now."""
+        named, name = self._states.setdefault(sequence, {}), drafter or sequence.drafter
+        if (state := named.get(name)) is None:
+            state = SequenceState(self._drafters.of(name or ""), self._clock.now)
+            named[name] = state
         return state
+
+
+def _share(
+    lost: float, here: Items[SequenceState], payers: Items[tuple[SequenceState, int]]
+) -> None:
+    """Give so many plain tokens back to each sequence of a step; payers owe them by weight."""
+    share = lost * len(here) / max(1, sum(weight for _, weight in payers))
+    for state in here:
+        state.owed -= lost
+    for state, weight in payers:
+        state.owed += share * weight
 
 
 def admit(
