@@ -26,6 +26,10 @@ from paceline.decoder import plain_folder
 NONE = "none"
 """The mode without speculation, the first of every engine."""
 
+DEFAULT = "default"
+"""The mode of Paceline in which a request names no drafter: the verifier's own sources, and the
+default drafter where it adds to them."""
+
 _START_SECONDS = 900.0  # vLLM compiles, several of them at a time
 _PROGRAM = Path(__file__).with_name("program.py")
 
@@ -127,7 +131,9 @@ class PacelineServices:
         every: int = 1,
     ) -> None:
         self.name, self.every = f"paceline {weights}", every
-        self.modes = tuple(f"{name} always" for name in drafters) if always else (NONE, *drafters)
+        self.modes = (
+            tuple(f"{name} always" for name in drafters) if always else ((NONE, DEFAULT, *drafters))
+        )
         self._arguments = target, drafters, weights
         self._options = ALWAYS if always else DraftOptions()
         # A cache with hidden states serves every drafter, one without serves those that read none.
@@ -157,7 +163,7 @@ class PacelineServices:
             max_new_tokens=request.tokens,
             temperature=request.temperature,
             seed=request.seed,
-            drafter=mode.removesuffix(" always"),
+            drafter=None if mode == DEFAULT else mode.removesuffix(" always"),
             parent=parent,
         )
         async for _ in generation:
