@@ -14,10 +14,11 @@
 #define QUERY_TILE_ROWS 128 /* query rows of a tile: its scores of a chunk fit a core's cache */
 #define CHUNK 256           /* keys whose softmax is one step; see attention.c */
 
-/* Bytes. Hardware does not follow the order of keys; weights are one stream: rotated ones are
- * fetched into the second-level cache, others into the first. */
+/* Bytes. Hardware does not follow the order of keys; weights are one stream. Those that one range
+ * of rows reads are fetched into the first-level cache, those that several read, and tiles, further
+ * ahead into the second-level one. */
 #define KEYS_AHEAD 8192
-#define WEIGHTS_AHEAD 4096
+#define WEIGHTS_AHEAD 8192
 #define WEIGHTS_FAR_AHEAD 16384
 
 #endif

@@ -34,22 +34,21 @@ void linear_prepare(const Matrix *m, const float *x, int64_t rows, void *scratch
     quantise_row(m, x, rows, scratch, item);
 }
 
-/* Outputs from `first` on of a range of rows: UNIT of floats without tiles, else PAIR. `later`: an
- * earlier range of rows used the same weights. */
-static void multiply(const Matrix *m, const float *x, const void *scratch, int64_t rows,
-                     RowRange range, float *out, int64_t first, int later) {
+/* Outputs from `first` on of a range of rows: UNIT of floats without tiles, else PAIR. */
+static void multiply(const Matrix *m, const float *x, const void *scratch, RowRange range,
+                     float *out, int64_t first, Turn turn) {
   const Activations *a = (const Activations *)scratch + range.first * (m->ins / QUANT_BLOCK);
   x += range.first * m->ins, out += range.first * m->outs;
   if (in_tiles(m)) {
-    tile_pair(m, range, scratch, out, first);
+    tile_pair(m, range, scratch, out, first, turn);
     return;
   }
   if (m->format == LINEAR_F32)
-    f32_rows(range.count, m, x, out, first);
+    f32_rows(range.count, m, x, out, first, turn);
   else if (m->format == LINEAR_BF16)
-    bf16_rows(range.count, m, x, out, first);
+    bf16_rows(range.count, m, x, out, first, turn);
   else
-    quantised_kernel(m, rows)(range.count, m, a, out, first, later);
+    quantised_kernel(m, turn.count == 1)(range.count, m, a, out, first, turn);
 }
 
 /* An item is two panels times some ranges of rows. */
@@ -62,14 +61,16 @@ void linear_item(const Matrix *m, const float *x, const void *scratch, int64_t r
   const int64_t limit = max_rows(m, rows), chunk = range_rows(rows, limit) * RANGES;
   const int64_t chunks = divide_up(rows, chunk), unit = quantised(m) || in_tiles(m) ? PAIR : UNIT;
   const int64_t first = item / chunks * PAIR, start = item % chunks * chunk;
+  const int64_t stop = start + chunk < rows ? start + chunk : rows;
   if (rotated(m)) {
-    rotated_item(m, scratch, rows, start, start + chunk < rows ? start + chunk : rows, out, first);
+    rotated_item(m, scratch, rows, start, stop, out, first);
     return;
   }
+  const int64_t ranges = divide_up(stop - start, range_rows(rows, limit));
   for (int64_t o = first; o < first + PAIR && o < m->outs; o += unit)
-    for (int64_t r = start; r < start + chunk && r < rows;) {
+    for (int64_t r = start, number = 0; r < stop; number++) {
       const RowRange range = row_range(rows, limit, r);
-      multiply(m, x, scratch, rows, range, out, o, r > start);
+      multiply(m, x, scratch, range, out, o, (Turn){number, ranges});
       r += range.count;
     }
 }

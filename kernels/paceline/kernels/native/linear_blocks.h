@@ -14,7 +14,6 @@
 #define QUANTISED_ROWS \
   6 /* two vectors of outputs: sums in registers, at 256 bits totals in memory */
 #endif
-#define FEW_ROWS 8 /* products of so many rows wait for memory, those of more for arithmetic */
 
 /* What a row's activations in one block of inputs contribute beside their values. */
 typedef struct {
@@ -84,11 +83,9 @@ INLINE vec scaled(ivec sum, vec scale, vec shift, int f16) {
   return fma_(to_float(add_i32(sum, splat_i32(-SHIFT_BITS))), scale, splat(0.0f));
 }
 
-/* Constants of an inner loop. `few`: panels one after the other, as they are in memory, which took
- * 4 rows of 8 bits 4.4 instead of 6.4 ms. Otherwise vectors share a broadcast: 33 rows 16.5,
- * not 19.5. */
+/* Constants of an inner loop. `alone`: no other range of rows reads the same weights. */
 typedef struct {
-  int four, f16, minima, few;
+  int four, f16, minima, alone;
 } QuantisedFormat;
 
 /* Adds the products of a block to the sums of vectors begin .. end - 1 of outputs. */
@@ -111,10 +108,23 @@ INLINE void add_products(const int rows, const int four, const char *values, int
   }
 }
 
-/* PAIR outputs, from `first` on, of `rows` rows. `later`: rows before them used the same weights.
- */
+/* Fetches weights that come after those of a block. */
+INLINE void fetch_blocks(const QuantisedFormat f, const char *block, int64_t bytes,
+                         const char *next, Turn turn) {
+  if (f.alone) {
+#pragma GCC unroll 32
+    for (int64_t p = 0; p < bytes; p += 64) __builtin_prefetch(block + WEIGHTS_AHEAD + p, 0, 3);
+  } else {
+#pragma GCC unroll 1
+    for (int64_t p = turn.number * 64; p < bytes; p += turn.count * 64)
+      __builtin_prefetch(next + p, 0, 2);
+  }
+}
+
+/* PAIR outputs, from `first` on, of `rows` rows. With one row the panels of a block are read one
+ * after the other, as they are in memory; otherwise vectors share a broadcast. */
 INLINE void quantised_pair(const int rows, const QuantisedFormat f, const Matrix *m,
-                           const Activations *a, float *out, int64_t first, int later) {
+                           const Activations *a, float *out, int64_t first, Turn turn) {
   const int four = f.four, factor = f.f16 ? 2 : 4;
   const int64_t panel = QUANT_BLOCK * PANEL / (four ? 2 : 1);
   const int64_t bytes = 2 * panel + PAIR * factor * (f.minima ? 2 : 1),
@@ -130,13 +140,7 @@ INLINE void quantised_pair(const int rows, const QuantisedFormat f, const Matrix
       for (int v = 0; v < VECTORS; v++) total[u][r][v] = splat(0.0f);
 #pragma GCC unroll 1
   for (int64_t b = 0; b < blocks; b++, a += rows, block += bytes) {
-    if (LANES == PANEL && rows > 1 && later) { /* these weights are cached: fetch the next item */
-#pragma GCC unroll 32
-      for (int64_t p = 0; p < bytes; p += 64) __builtin_prefetch(block + blocks * bytes + p, 0, 2);
-    } else {
-#pragma GCC unroll 32
-      for (int64_t p = 0; p < bytes; p += 64) __builtin_prefetch(block + WEIGHTS_AHEAD + p, 0, 3);
-    }
+    fetch_blocks(f, block, bytes, block + blocks * bytes, turn);
 #pragma GCC unroll 1
     for (int u = 0; u < PAIR / UNIT; u++) { /* outputs whose sums fit the registers */
       const char *scales = block + 2 * panel + u * UNIT * factor, *minima = scales + PAIR * factor;
@@ -146,7 +150,7 @@ INLINE void quantised_pair(const int rows, const QuantisedFormat f, const Matrix
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) sum[r][v] = begin_sum(four, a[r].factors.start);
       const char *values = block + (LANES == PANEL ? 0 : u * panel);
-      if (LANES == PANEL && f.few)
+      if (LANES == PANEL && rows == 1)
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++)
           add_products(rows, four, values + v * panel, panel, v, v + 1, a, sum);
@@ -180,10 +184,10 @@ INLINE void quantised_pair(const int rows, const QuantisedFormat f, const Matrix
  * loops over rows are unrolled and its sums stay in registers; with a variable number they would be
  * in memory. */
 #define QUANTISED_CASE(n) \
-  case n: quantised_pair(n, f, m, a, out, first, later); break;
+  case n: quantised_pair(n, f, m, a, out, first, turn); break;
 
 INLINE void quantised_rows(int64_t rows, const QuantisedFormat f, const Matrix *m,
-                           const Activations *a, float *out, int64_t first, int later) {
+                           const Activations *a, float *out, int64_t first, Turn turn) {
   switch (rows) {
     QUANTISED_CASE(1)
     QUANTISED_CASE(2)
@@ -199,21 +203,16 @@ INLINE void quantised_rows(int64_t rows, const QuantisedFormat f, const Matrix *
 }
 
 /* Defines `name`, the product of a range of rows with one format of weights: `four`: 4 bits, not 8;
- * `f16`: scales and minima are float16, not float32; `minima`: there are minima; `few`: the whole
- * product has few rows, so that it waits for memory. All four are literals: each function is
- * compiled without the branches of other formats. FORMAT_KERNELS defines it for many rows as `name`
- * and, where vectors are as wide as a panel, for few rows as few_`name`. */
-#define FORMAT_ROWS(name, four, f16, minima, few)                                                  \
+ * `f16`: scales and minima are float16, not float32; `minima`: there are minima; `alone`: see
+ * QuantisedFormat. All four are literals: each function is compiled without the branches of other
+ * formats. FORMAT_KERNELS defines `name` for one of several ranges, and alone_`name`. */
+#define FORMAT_ROWS(name, four, f16, minima, alone)                                                \
   static void name(int64_t rows, const Matrix *m, const Activations *a, float *out, int64_t first, \
-                   int later) {                                                                    \
-    quantised_rows(rows, (QuantisedFormat){four, f16, minima, few}, m, a, out, first, later);      \
+                   Turn turn) {                                                                    \
+    quantised_rows(rows, (QuantisedFormat){four, f16, minima, alone}, m, a, out, first, turn);     \
   }
-#if LANES == PANEL
 #define FORMAT_KERNELS(name, four, f16, minima) \
-  FORMAT_ROWS(name, four, f16, minima, 0) FORMAT_ROWS(few_##name, four, f16, minima, 1)
-#else
-#define FORMAT_KERNELS(name, four, f16, minima) FORMAT_ROWS(name, four, f16, minima, 0)
-#endif
+  FORMAT_ROWS(name, four, f16, minima, 0) FORMAT_ROWS(alone_##name, four, f16, minima, 1)
 FORMAT_KERNELS(q8_rows, 0, 1, 0)
 FORMAT_KERNELS(q8_f32_rows, 0, 0, 0)
 FORMAT_KERNELS(q8_minima_rows, 0, 1, 1)
@@ -223,20 +222,16 @@ FORMAT_KERNELS(q4_f32_rows, 1, 0, 0)
 FORMAT_KERNELS(q4_minima_rows, 1, 1, 1)
 FORMAT_KERNELS(q4_f32_minima_rows, 1, 0, 1)
 
-typedef void (*QuantisedRows)(int64_t, const Matrix *, const Activations *, float *, int64_t, int);
+typedef void (*QuantisedRows)(int64_t, const Matrix *, const Activations *, float *, int64_t, Turn);
 
-/* The kernel for a block in a product of `rows` rows. */
-INLINE QuantisedRows quantised_kernel(const Matrix *m, int64_t rows) {
-  /* By number of bits, type of the factors, and minima. */
-  static const QuantisedRows kernels[2][2][2] = {
-      {{q8_f32_rows, q8_f32_minima_rows}, {q8_rows, q8_minima_rows}},
-      {{q4_f32_rows, q4_f32_minima_rows}, {q4_rows, q4_minima_rows}}};
-#if LANES == PANEL
-  static const QuantisedRows few[2][2][2] = {
-      {{few_q8_f32_rows, few_q8_f32_minima_rows}, {few_q8_rows, few_q8_minima_rows}},
-      {{few_q4_f32_rows, few_q4_f32_minima_rows}, {few_q4_rows, few_q4_minima_rows}}};
-  if (rows <= FEW_ROWS) return few[m->format == LINEAR_Q4][m->scales_f16][m->minima];
-#endif
-  return kernels[m->format == LINEAR_Q4][m->scales_f16][m->minima];
+/* The kernel for a range of rows, alone or not. */
+INLINE QuantisedRows quantised_kernel(const Matrix *m, int alone) {
+  /* By number of bits, type of the factors, minima, and whether the range is alone. */
+  static const QuantisedRows kernels[2][2][2][2] = {
+      {{{q8_f32_rows, alone_q8_f32_rows}, {q8_f32_minima_rows, alone_q8_f32_minima_rows}},
+       {{q8_rows, alone_q8_rows}, {q8_minima_rows, alone_q8_minima_rows}}},
+      {{{q4_f32_rows, alone_q4_f32_rows}, {q4_f32_minima_rows, alone_q4_f32_minima_rows}},
+       {{q4_rows, alone_q4_rows}, {q4_minima_rows, alone_q4_minima_rows}}}};
+  return kernels[m->format == LINEAR_Q4][m->scales_f16][m->minima][alone];
 }
 #endif

@@ -210,18 +210,19 @@ static void prepare_rotated_row(const Matrix *m, const float *x, int64_t rows, c
   factors->start = (dot_offset(0) - 128) * total;
 }
 
-/* A stretch of weights for a range of rows. The blocks divide what comes next among them, and fetch
- * it into the second-level cache: `fetch` is the block's part, which it reads at `spacing` bytes,
- * four times in two steps. Without branches a line is fetched twice by some; that costs nothing. */
+/* A stretch of weights for a range of rows. A range that is alone fetches what it reads next into
+ * the first-level cache. Several ranges divide what comes next among them, and fetch it into the
+ * second-level cache: `fetch` is the range's part, which it reads at `spacing` bytes, four times in
+ * two steps. Without branches a line is fetched twice by some; that costs nothing. */
 typedef struct {
   const char *weights, *fetch;
   int64_t steps, spacing; /* `steps` is even */
   int fresh;              /* the first one */
 } Stretch;
 
-/* Adds the products of a stretch to `sums` [rows][PAIR]. `near`: weights are fetched into the
- * first-level cache, for a single row, which waits for nothing but memory. */
-INLINE void rotated_sums(const int rows, const int vectors, const int near, const Stretch s,
+/* Adds the products of a stretch to `sums` [rows][PAIR]. `alone`: no other range of rows reads the
+ * same weights. */
+INLINE void rotated_sums(const int rows, const int vectors, const int alone, const Stretch s,
                          const char *x, int64_t stride, int32_t *sums) {
   const int passes = PAIR / (vectors * LANES);
   const int64_t spacing = s.spacing / passes;
@@ -243,7 +244,7 @@ INLINE void rotated_sums(const int rows, const int vectors, const int near, cons
     for (int64_t i = 0; i < s.steps; i += 2, w += 2 * STEP, a += 8) {
 #pragma GCC unroll 4
       for (int line = 0; line < 4; line++)
-        if (near)
+        if (alone)
           __builtin_prefetch(w + WEIGHTS_AHEAD + line * 64, 0, 3);
         else
           __builtin_prefetch(fetch, 0, 2), fetch += spacing;
@@ -267,17 +268,17 @@ INLINE void rotated_sums(const int rows, const int vectors, const int near, cons
 }
 
 /* The number of rows is a literal in every case, so that their sums stay in registers. */
-#define ROTATED_CASE(n)                                                                       \
-  case n:                                                                                     \
-    rotated_sums(n, (n) * MOST_VECTORS <= 8 ? MOST_VECTORS : VECTORS, 0, s, x, stride, sums); \
+#define ROTATED_CASE(n)                                           \
+  case n:                                                         \
+    if (alone)                                                    \
+      rotated_sums(n, ROTATED_VECTORS(n), 1, s, x, stride, sums); \
+    else                                                          \
+      rotated_sums(n, ROTATED_VECTORS(n), 0, s, x, stride, sums); \
     break;
+#define ROTATED_VECTORS(n) ((n) * MOST_VECTORS <= 8 ? MOST_VECTORS : VECTORS)
 
-static void add_rotated(int64_t rows, int near, const Stretch s, const char *x, int64_t stride,
+static void add_rotated(int64_t rows, int alone, const Stretch s, const char *x, int64_t stride,
                         int32_t *sums) {
-  if (near) {
-    rotated_sums(1, MOST_VECTORS, 1, s, x, stride, sums);
-    return;
-  }
   switch (rows) {
     ROTATED_CASE(1)
     ROTATED_CASE(2)
@@ -380,15 +381,14 @@ static void rotated_item(const Matrix *m, const char *scratch, int64_t rows, int
 #endif
   _Alignas(64) int32_t sums[RANGES * ROTATED_ROWS * PAIR];
   const int64_t steps = ins / 4, stretch = divide_up(steps / 2, divide_up(steps, STRETCH)) * 2;
-  const int blocks = (int)divide_up(stop - start, size);
+  const int ranges = (int)divide_up(stop - start, size);
   for (int64_t step = 0; step < steps; step += stretch)
     for (int64_t r = start, number = 0; r < stop; r += size, number++) {
       const int64_t count = r + size < stop ? size : stop - r;
-      Stretch s = {.weights = weights + step * STEP, .fresh = !step, .spacing = 64 / blocks};
+      Stretch s = {.weights = weights + step * STEP, .fresh = !step, .spacing = 64 / ranges};
       s.steps = steps - step < stretch ? steps - step : stretch;
-      s.fetch = s.weights + (blocks == 1 ? WEIGHTS_FAR_AHEAD : s.steps * STEP);
-      s.fetch += s.steps * 2 * s.spacing * number;
-      add_rotated(count, rows == 1, s, x + r * stride + step * 4, stride,
+      s.fetch = s.weights + s.steps * STEP + s.steps * 2 * s.spacing * number;
+      add_rotated(count, ranges == 1, s, x + r * stride + step * 4, stride,
                   sums + (r - start) * PAIR);
     }
   finish_rotated(m, stop - start, factors + start, scales, sums, out + start * m->outs, first);

@@ -24,11 +24,13 @@ static void prepare_tile_row(const Matrix *m, const float *x, char *scratch, int
     store_bf16(out + i, i < m->ins ? load_part(x + i, m->ins - i) : splat(0.0f));
 }
 
-/* PAIR outputs, from `first` on, of the rows of one block. */
+/* PAIR outputs, from `first` on, of the rows of one block. The first block of an item fetches for
+ * all. */
 static void tile_pair(const Matrix *m, RowRange range, const char *scratch, float *out,
-                      int64_t first) {
+                      int64_t first, Turn turn) {
   const int64_t stride = padded_ins(m) * 2, second = range.count > SIDE;
-  const char *x = scratch + range.first * stride, *w = place(m->values, stride * PANEL, first);
+  const int64_t panel = stride * PANEL;
+  const char *x = scratch + range.first * stride, *w = place(m->values, panel, first);
   _Alignas(64) float sums[TILE_ROWS * PAIR];
   configure_tiles();
   TILE_ZERO(0);
@@ -36,8 +38,14 @@ static void tile_pair(const Matrix *m, RowRange range, const char *scratch, floa
   TILE_ZERO(2);
   TILE_ZERO(3);
   for (int64_t at = 0; at < stride; at += 64) {
+    const int64_t ahead = at * PANEL + WEIGHTS_FAR_AHEAD / 2;
+    const char *fetch = w + ahead + (ahead < panel ? 0 : panel); /* of this pair or the next */
+    for (int line = 0; !turn.number && line < 64 * PANEL; line += 64) {
+      __builtin_prefetch(fetch + line, 0, 2);
+      __builtin_prefetch(fetch + line + panel, 0, 2);
+    }
     TILE_LOAD(6, w + at * PANEL, 64);
-    TILE_LOAD(7, w + at * PANEL + stride * PANEL, 64);
+    TILE_LOAD(7, w + at * PANEL + panel, 64);
     TILE_LOAD(4, x + at, stride);
     TILE_DOT_BF16(0, 4, 6);
     TILE_DOT_BF16(1, 4, 7);

@@ -32,6 +32,12 @@ INLINE RowRange row_range(int64_t rows, int64_t limit, int64_t row) {
   return (RowRange){first, first + size < rows ? size : rows - first};
 }
 
+/* Which of the ranges of an item a range is. They read the same weights, one after the other; each
+ * fetches its share of those of the next outputs, so that memory is busy all the time. */
+typedef struct {
+  int64_t number, count;
+} Turn;
+
 /* Place of output `out` in panels of this many bytes, whose lines have 4 bytes an output. */
 INLINE const char *place(const void *base, int64_t panel_bytes, int64_t out) {
   return (const char *)base + out / PANEL * panel_bytes + out % PANEL * 4;
