@@ -16,6 +16,9 @@ from paceline.verifier.scheduler.costs import Costs, CostTable
 _BATCHED = 0.1
 """What one more text adds to a draft, as a part of the draft of one."""
 
+_RIGHT, _WRONG = 1, 0
+"""Tokens of nodes in a replay."""
+
 
 @dataclass(frozen=True)
 class Round:
@@ -183,10 +186,6 @@ class Replay:
     def _at(self, each: Generation) -> tuple[Round, int]:
         places = self._places[each.number - 1]
         return places[min(each.got, len(places) - 1)]
-
-
-_RIGHT, _WRONG = 1, 0
-"""Tokens of nodes in a replay."""
 
 
 def _places(text: Text) -> Iterator[tuple[Round, int]]:

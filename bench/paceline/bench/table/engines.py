@@ -26,9 +26,9 @@ from paceline.decoder import plain_folder
 NONE = "none"
 """The mode without speculation, the first of every engine."""
 
-DEFAULT = "default"
-"""The mode of Paceline in which a request names no drafter: the verifier's own sources, and the
-default drafter where it adds to them."""
+LOCAL, DEFAULT = "local", "default"
+"""The modes of Paceline with the verifier's own sources, alone, and as a request has them that names
+no drafter: with the default drafter where it adds to them. Neither has a memory of other texts."""
 
 _START_SECONDS = 900.0  # vLLM compiles, several of them at a time
 _PROGRAM = Path(__file__).with_name("program.py")
@@ -132,7 +132,9 @@ class PacelineServices:
     ) -> None:
         self.name, self.every = f"paceline {weights}", every
         self.modes = (
-            tuple(f"{name} always" for name in drafters) if always else ((NONE, DEFAULT, *drafters))
+            tuple(f"{name} always" for name in drafters)
+            if always
+            else ((NONE, LOCAL, DEFAULT, *drafters))
         )
         self._arguments = target, drafters, weights
         self._options = ALWAYS if always else DraftOptions()
@@ -164,6 +166,8 @@ class PacelineServices:
             temperature=request.temperature,
             seed=request.seed,
             drafter=None if mode == DEFAULT else mode.removesuffix(" always"),
+            isolated=mode
+            in (LOCAL, DEFAULT),  # other modes have the same text: none may remember it
             parent=parent,
         )
         async for _ in generation:

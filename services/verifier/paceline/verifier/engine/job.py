@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from paceline.verifier.grammar import Grammar
     from paceline.verifier.telemetry import OpenSpans, RoundSpans
 
+NONE = "none"
+"""The drafter of a generation that wants none."""
+
 _MEMORY = 0.9
 """Weight of the earlier trees in the mean of a drafter's expected accepted tokens."""
 
@@ -79,9 +82,6 @@ class DrafterVersion(NamedTuple):
         """NAME@VERSION."""
         return f"{self.name}@{self.version}"
 
-
-NONE = "none"
-"""The drafter of a generation that wants none."""
 
 LOCAL = DrafterVersion("local", "1", "local")
 """What drafts where the verifier's own sources do, without a drafter service."""
