@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from paceline.bench.replay.traces import Round, Text, Traces
@@ -51,9 +52,13 @@ class _Recorder(Scheduler):
         return list(trees)
 
     def stepped(
-        self, began: float, ended: float, outputs: Sequence[StepOutput | None] = ()
+        self,
+        began: float,
+        ended: float,
+        outputs: Sequence[StepOutput | None] = (),
+        waited: Mapping[EngineSequence, str] = MappingProxyType({}),
     ) -> None:
-        super().stepped(began, ended, outputs)
+        super().stepped(began, ended, outputs, waited)
         before, self._last = began - self._last, ended
         for job, tree, output in zip(self._jobs, self._trees, outputs, strict=False):
             if output is None:

@@ -54,24 +54,15 @@ def run(args: argparse.Namespace) -> int:
                 console.log(f"recorded {files[-1]}")
     results = Results("replay", args.output)
     table = Table(title="Speed over plain decoding, and over the better of plain and always")
-    columns = (
-        "traces",
-        "texts",
-        "users",
-        "always",
-        "scheduled",
-        "over better",
-        "worst: over plain",
-    )
-    columns += ("over better",)
-    for column in columns:
+    figures = ("always", "scheduled", "over better", "worst: over plain", "over better")
+    for column in ("traces", "texts", "users", *figures):
         table.add_column(column, justify="left" if column in ("traces", "texts") else "right")
     for file in files:
         for users in args.users:
-            for category, figures in judge(Traces.load(file), users).items():
+            for category, found in judge(Traces.load(file), users).items():
                 name = file.name.removesuffix(".json.gz")
-                results.add(f"{name}, {category}, users {users}", figures)
-                cells = [f"{value:.2f}" for value in figures.values()]
+                results.add(f"{name}, {category}, users {users}", found)
+                cells = [f"{value:.2f}" for value in found.values()]
                 table.add_row(name, category, str(users), *cells)
     console.print(table)
     console.print(f"written to {results.file}")

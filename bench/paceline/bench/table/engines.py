@@ -27,8 +27,8 @@ NONE = "none"
 """The mode without speculation, the first of every engine."""
 
 LOCAL, DEFAULT = "local", "default"
-"""The modes of Paceline with the verifier's own sources, alone, and as a request has them that names
-no drafter: with the default drafter where it adds to them. Neither has a memory of other texts."""
+"""The modes of Paceline with the verifier's own sources: alone, and as a request that names no
+drafter has them, with the default drafter where it adds to them. Neither remembers other texts."""
 
 _START_SECONDS = 900.0  # vLLM compiles, several of them at a time
 _PROGRAM = Path(__file__).with_name("program.py")
