@@ -33,7 +33,15 @@ from paceline.train.unrolled import (
     unrolled_section,
 )
 
-_EMBEDDING_SCALE = 0.02
+_EMBEDDING_SCALE = 0.5
+_LAYER_SCALE = 1 / 32
+"""One over the root mean square of a residual stream before the last layer; of SmolLM2 it is 29."""
+
+
+def _final_norm(source: ModelSource) -> Tensor:
+    """Factors of a target's final norm, ``[hidden]``."""
+    config, tensors = source.config(), source.tensors(torch.float32, "cpu")
+    return read_norm(config, tensors, "model.norm", config.hidden).weight
 
 
 @dataclass
@@ -52,13 +60,9 @@ class MtpDrafterModel(LayerDrafterModel):
         return self.config.taps
 
     def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
-        source = open_model(self.target)
-        norm = read_norm(
-            source.config(), source.tensors(torch.float32, "cpu"), "model.norm", self.config.hidden
-        )
         save_mtp(
-            folder, self.config, self.model.state_dict(), self.reference, norm.weight,
-            levels=self.levels, notes=notes,
+            folder, self.config, self.model.state_dict(), self.reference,
+            _final_norm(open_model(self.target)), levels=self.levels, notes=notes,
         )  # fmt: skip
         store_int8(folder)
 
@@ -96,7 +100,8 @@ class MtpTrainer(LayerTrainer[MtpPreset, MtpDrafterModel]):
     ) -> dict[str, Tensor]:
         """Weights of the target's last layer, by the names of an MtpModel.
 
-        The projection passes the hidden state on; its half for the embedding is small.
+        The projection passes the state on without the factors of the target's final norm, and adds
+        the embedding. It has a mean square of 1, so what the layer adds is scaled too.
         """
         config = drafter.config
         base, own = (f"layers.{config.target_layers - past}." for past in (1, 0))
@@ -107,9 +112,12 @@ class MtpTrainer(LayerTrainer[MtpPreset, MtpDrafterModel]):
         weights = layer_weights(source, own, config.target_layers, f"{own}shared_head.norm")
         for name in ("input_layernorm", *(f"self_attn.{part}_proj" for part in "qkv")):
             weights[f"{own}{name}.weight"] = read(name)
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            weights[f"{own}{name}.weight"] *= _LAYER_SCALE
+        factors = _final_norm(source)
+        weights[f"{own}hnorm.weight"] = factors.mean() / factors.clamp(min=factors.mean() / 8)
         passed = torch.eye(config.hidden)
-        small = torch.randn_like(passed) * _EMBEDDING_SCALE
-        weights[f"{own}eh_proj.weight"] = torch.cat([small, passed], dim=1)
+        weights[f"{own}eh_proj.weight"] = torch.cat([passed * _EMBEDDING_SCALE, passed], dim=1)
         return {**weights, "d2t": drafted} if config.draft_vocab_size else weights
 
     def needed_signals(self, drafter: MtpDrafterModel) -> dict[str, Any]:
