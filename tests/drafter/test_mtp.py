@@ -260,3 +260,19 @@ def test_the_command_line_reads_the_heads_of_its_target(
     assert [spec.partition("=")[0] for spec in with_heads] == ["mtp", "ngram"]
     assert with_heads[0].endswith(f",target={target}")
     assert [spec.partition("=")[0] for spec in without] == ["ngram", "selfspec"]
+    assert shipped.only_looks_up(plain, on_gpu=False)
+    assert not shipped.only_looks_up(target, on_gpu=False)
+
+
+def test_a_recurrent_target_has_its_heads_or_look_up(
+    tmp_path: Path, targets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`selfspec`, the default of large targets in bfloat16, refuses it."""
+    monkeypatch.setattr(shipped, "_LARGE", 0)
+    for target, expected in (
+        (targets["Qwen3.5"], ["mtp", "ngram"]),
+        (save_model(tmp_path / "plain", "qwen3-5"), ["ngram"]),
+    ):
+        found = shipped.drafters_for(target, weights="bfloat16")
+        assert [spec.partition("=")[0] for spec in found] == expected
+        assert shipped.only_looks_up(target, on_gpu=False) == (expected == ["ngram"])

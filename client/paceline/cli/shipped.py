@@ -75,7 +75,12 @@ def drafters_for(
     if _has_heads(model):
         trained.append(described(method_class("mtp"), None))
     own = f"selfspec=selfspec:{target},weights=int4{adapter}"
-    load = [*trained, "ngram=ngram"] if trained or device != "cpu" else ["ngram=ngram", own]
+    load = [*trained, "ngram=ngram"]
+    recurrent = bool(model.config(weights).delta_layers)  # selfspec refuses such a target
+    if not trained and device == "cpu" and not recurrent:
+        load.append(own)
+    if recurrent:
+        return load
     if native and model.weight_bytes >= _LARGE and not torch.cuda.is_available():
         if (first := _FIRST[model.config(weights).weights]) == "selfspec":
             return [f"{own},lookup=true", *trained, "ngram=ngram"]
@@ -86,8 +91,8 @@ def drafters_for(
 def only_looks_up(
     target: Path, *, on_gpu: bool, weights: str = "auto", lora: Path | None = None
 ) -> bool:
-    """Whether the best of :func:`drafters_for` is look-up and none was trained for the target: then
-    a verifier with local sources needs no drafter service.
+    """Whether the best of :func:`drafters_for` is look-up, none was trained for the target, and it
+    has no heads of its own: then a verifier with local sources needs no drafter service.
 
     Arguments and errors are as there; ``on_gpu``: the machine has a GPU.
     """
@@ -95,8 +100,10 @@ def only_looks_up(
     from paceline.kernels import cpu_kernels
 
     model = open_model(target, lora)
-    if next(_fitting(target, model), None) is not None:
+    if next(_fitting(target, model), None) is not None or _has_heads(model):
         return False
+    if model.config(weights).delta_layers:  # selfspec refuses it
+        return True
     large = cpu_kernels().library is not None and model.weight_bytes >= _LARGE and not on_gpu
     return not large or _FIRST[model.config(weights).weights] != "selfspec"
 
