@@ -42,7 +42,7 @@ from paceline.drafter.methods.longspec import (
     read_longspec,
     save_longspec,
 )
-from paceline.drafter.methods.mtp import MtpModel
+from paceline.drafter.methods.mtp import MtpConfig, MtpModel, save_mtp
 from paceline.drafter.methods.mtp.config import load_mtp
 from paceline.kernels import (
     History,
@@ -142,6 +142,14 @@ def write_eagle3(folder: Path, target: Path, seed: int = 0, **shape: Any) -> Pat
     config = Eagle3Config.for_target(target, **{"taps": (0, 1), **shape})
     weights = random_weights(Eagle3Model(config), seed)
     save_eagle3(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
+    return folder
+
+
+def write_mtp(folder: Path, target: Path, seed: int = 0, **shape: Any) -> Path:
+    """Writes a head for multi-token prediction with random weights, beside a target."""
+    config = MtpConfig.for_target(target, **shape)
+    weights, norm = random_weights(MtpModel(config), seed), torch.ones(config.hidden)
+    save_mtp(folder, config, weights, TargetRef.of(target), norm, dtype=torch.float32)
     return folder
 
 

@@ -32,9 +32,10 @@ from .models import (
     write_eagle3,
     write_longspec,
     write_model,
+    write_mtp,
 )
 
-METHODS = ("lm", "longspec", "dspark", "eagle3", "selfspec")
+METHODS = ("lm", "longspec", "dspark", "eagle3", "mtp", "selfspec")
 READERS = METHODS[1:]
 BUDGETS = ("lm, streaming", "lm, chunk_topk")
 """``lm`` under a KV budget, by policy."""
@@ -76,6 +77,9 @@ def load(
     if name == "eagle3":
         layer = write_eagle3(folder / name, target, norm_output=True, window=300)
         return Method(models.load(name, layer, target, **options), "states")
+    if name == "mtp":
+        head = write_mtp(folder / name, target)
+        return Method(models.load(name, head, target, **options), "states")
     block = write_dspark(folder / name, target, markov_rank=32, window=16, layers=2)
     return Method(models.load(name, block, target, **options), "states")
 
@@ -157,9 +161,12 @@ def drafted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], M
         options = {"widths": widths, "max_nodes": 12, "context": 40}
         loaded["levels", widths] = Method(models.load("longspec", layer, target, **options), "kv")
     states = write_eagle3(folder / "states", target, window=30, draft_vocab_size=40, fc_norm=True)
+    head = write_mtp(folder / "head", target, window=30, draft_vocab_size=40)
     for widths in ("4,4,4,4", "1,1,1", "1,2,9,5"):
         drafter = models.load("eagle3", states, target, widths=widths, max_nodes=12)
         loaded["levels with states", widths] = Method(drafter, "states")
+        drafter = models.load("mtp", head, target, widths=widths, max_nodes=12)
+        loaded["a head", widths] = Method(drafter, "states")
     for widths in ("4,4,4,4", "1,2,9,5"):
         loaded["lm", widths] = Method(models.load("lm", target, widths=widths, max_nodes=12))
     return loaded

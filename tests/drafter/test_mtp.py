@@ -23,8 +23,6 @@ from paceline.cli.services import load_arguments
 from paceline.decoder import Decoder, LocalCache
 from paceline.drafter.inspection import inspect_drafter
 from paceline.drafter.methods.base import Budget, LoadError, Update
-from paceline.drafter.methods.checkpoint import TargetRef
-from paceline.drafter.methods.mtp import MtpConfig, MtpModel, save_mtp
 from paceline.kernels import QueryBlock, plan_trees
 from paceline.train.acceptance import RecordedStates
 
@@ -228,11 +226,8 @@ def test_an_inspection_says_which_heads_were_found(targets: dict[str, Path]) -> 
 def test_a_trained_head_is_read_back(tmp_path: Path) -> None:
     """Its trees are those of the module that was trained, with the target's final norm."""
     target = models.write_model(tmp_path / "target", "qwen3")
-    config = MtpConfig.for_target(target, draft_vocab_size=40, qk_norm=True, window=20)
-    model = MtpModel(config)
-    weights = models.random_weights(model, 1)
-    norm = load_file(target / "model.safetensors")["model.norm.weight"]
-    save_mtp(tmp_path / "head", config, weights, TargetRef.of(target), norm, dtype=torch.float32)
+    shape = {"draft_vocab_size": 40, "qk_norm": True, "window": 20}
+    models.write_mtp(tmp_path / "head", target, 1, **shape)
     drafter = models.load("mtp", tmp_path / "head", target, widths="4,4", min_survival=0)
     assert drafter.shape.window == 20
     dense = models.DenseMtp(tmp_path / "head", target)

@@ -26,6 +26,7 @@ from drafter.models import (
     write_eagle3,
     write_longspec,
     write_model,
+    write_mtp,
 )
 from drafter.segments import passed
 from stub_driver import StubDriver
@@ -48,6 +49,7 @@ from paceline.verifier.kv.pool import PagedKv, PagePool
 METHODS: dict[str, dict[str, str]] = {
     "longspec": {"widths": "4,5", "depth": "3", "max_nodes": "9", "context": "16"},
     "eagle3": {"widths": "4,5", "depth": "3", "max_nodes": "9"},
+    "mtp": {"widths": "4,5", "depth": "3", "max_nodes": "9"},
     "dspark": {"widths": "4,5", "max_nodes": "9"},
     "dspark, causal": {"widths": "2"},
 }
@@ -64,6 +66,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "target": target,
         "longspec": write_longspec(base / "longspec", target, window=16, draft_vocab_size=60),
         "eagle3": write_eagle3(base / "eagle3", target, fc_norm=True, draft_vocab_size=50),
+        "mtp": write_mtp(base / "mtp", target, window=20),
         "dspark": write_dspark(base / "dspark", target, **block),
         "dspark, causal": write_dspark(base / "no_head", target, confidence=False),
     }
@@ -216,6 +219,7 @@ def drafter_of(name: str, folders: dict[str, Path]) -> Any:
     [
         ("longspec", "filtered", 2),
         ("eagle3", "T=1", 2),
+        ("mtp", "T=1", 2),
         ("dspark", "greedy", 3),
         ("dspark, causal", "filtered", 1),
     ],
@@ -249,7 +253,7 @@ def test_captured_drafts_are_those_of_the_cpu(
     assert not operations.names & {"lift_fresh", "_local_scalar_dense", "nonzero", "masked_select"}
 
 
-@pytest.mark.parametrize("name", ["longspec", "eagle3", "dspark", "dspark, causal"])
+@pytest.mark.parametrize("name", ["longspec", "eagle3", "mtp", "dspark", "dspark, causal"])
 def test_a_draft_is_a_copy_a_replay_and_a_copy_for_any_number_of_texts(
     name: str,
     folders: dict[str, Path],
