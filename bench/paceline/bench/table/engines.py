@@ -139,7 +139,8 @@ class PacelineServices:
         self._arguments = target, drafters, weights
         self._options = ALWAYS if always else DraftOptions()
         # A cache with hidden states serves every drafter, one without serves those that read none.
-        reading = (name for name, spec in drafters.items() if spec.startswith(("dspark", "eagle3")))
+        readers = ("dspark", "eagle3", "mtp")
+        reading = (name for name, spec in drafters.items() if spec.startswith(readers))
         self._reader = next(reading, NONE)
         self._reuse = reuse
         self._parent: tuple[list[int], Generation] | None = None
