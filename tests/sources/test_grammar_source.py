@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from paceline.sources.grammar import GrammarSource
+from paceline.sources.grammar import GrammarOwners, GrammarSource
 
 FREE = range(1000)  # more tokens than a place that is remembered has
 END = 999
@@ -25,6 +27,14 @@ class Places:
         bits = np.zeros(1024, np.uint8)
         bits[list(self._places[len(self.text)])] = 1
         return np.packbits(bits, bitorder="little")
+
+    def accepts(self, tokens: Sequence[int]) -> int:
+        for count, (token, place) in enumerate(
+            zip(tokens, self._places[len(self.text) :], strict=False)
+        ):
+            if token not in place:
+                return count
+        return len(tokens)
 
     def push(self, token: int) -> None:
         assert token in self._places[len(self.text)], "only what may come next"
@@ -70,10 +80,48 @@ def test_confidence_falls_where_the_choice_changes() -> None:
         grammar = Places(*[[1, 2]] * 40)
         source = GrammarSource(grammar)
         for number in range(20):
-            emit(grammar, source, 1 + number * change % 2)
+            emit(grammar, source, 1 + number // 2 * change % 2)
         found.append(source.propose(1))
     assert found[0].confidences[0] > 0.9
     assert not len(found[1])
+
+
+def test_a_choice_depends_on_the_token_before_it_where_that_is_known() -> None:
+    grammar = Places(*[[1, 2], [5, 6]] * 20)
+    source = GrammarSource(grammar)
+    for number in range(10):
+        emit(grammar, source, 1 + number % 2, 5 + number % 2)
+    assert source.propose(4).tokens == (1, 5, 2, 6)
+
+
+def test_texts_of_an_owner_know_what_earlier_ones_chose() -> None:
+    owners = GrammarOwners()
+    for owner, known in (("a", ()), ("a", (2, 4)), ("b", ()), ("", ()), ("", ())):
+        grammar = Places([1, 2], [3, 4], FREE)
+        source = owners.start(grammar, owner)
+        assert source.propose(8).tokens == known
+        emit(grammar, source, 2, 4)
+
+
+def test_free_text_is_recognised_by_a_few_of_its_tokens() -> None:
+    """All allowed tokens are asked for once, and again where the text stops to be free."""
+
+    class Counting(Places):
+        asked = 0
+
+        def allowed(self) -> NDArray[np.uint8]:
+            Counting.asked += 1
+            return super().allowed()
+
+    grammar = Counting(*[FREE] * 20, [7], [8], FREE)
+    source = GrammarSource(grammar)
+    for token in range(20):
+        assert not len(source.propose(4))
+        if token < 19:
+            emit(grammar, source, token)
+    assert Counting.asked == 1
+    emit(grammar, source, 19)
+    assert source.propose(4).tokens == (7, 8)
 
 
 @given(st.lists(st.sampled_from([(1,), (2, 3), (4, 5, 6)]), min_size=1, max_size=30), st.data())

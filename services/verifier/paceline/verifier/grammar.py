@@ -47,6 +47,8 @@ _WHITESPACE = r"[ \n\r\t]{0,32}"
 _CHECK = Path(__file__).with_name("grammar_check.py")
 _RECENT = 16
 _SMALL_BYTES = 8 << 20
+_MASKS = 40
+"""Masks that a text keeps: those of a drafted path and of the newest tokens, each a bit a token."""
 
 
 class GrammarError(ValueError):
@@ -253,16 +255,32 @@ class Grammar:
 
 
 class Guide:
-    """The state of a grammar after the tokens of one text. One thread at a time may use it."""
+    """The state of a grammar after the tokens of one text. One thread at a time may use it.
+
+    It keeps the newest masks: the same places are asked for when a text is drafted, when a token is
+    chosen, and when sources learn from it. Those behind the present place are kept for as long as
+    the same tokens lead there.
+    """
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
+        self._path: list[int] = []
+        """Tokens that were appended, and behind them those that were removed last."""
+        self._length = 0
+        """Tokens of the path that are not removed."""
+        self._masks: dict[int, NDArray[np.uint8]] = {}
+        """By the number of tokens before it, those asked for last."""
 
     def allowed(self) -> NDArray[np.uint8]:
         """Tokens that may come next, 8 a byte, the lowest id in the lowest bit. Raises
         ``GrammarError``: the constraint is too complex for the library."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self._check()
+        bits = self._masks.get(self._length)
+        if bits is None:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            self._check()
+            self._masks[self._length] = bits
+            if len(self._masks) > _MASKS:
+                del self._masks[next(iter(self._masks))]
         return bits
 
     def accepted_nodes(self, tree: TokenTree) -> list[int]:
@@ -291,11 +309,19 @@ class Guide:
         """Append an emitted token. Raises ``GrammarError``: the token may not come next."""
         self._matcher.consume_token(token)
         self._check()
+        if self._length < len(self._path) and self._path[self._length] != token:
+            del self._path[self._length :]
+            for place in [each for each in self._masks if each > self._length]:
+                del self._masks[place]
+        if self._length == len(self._path):
+            self._path.append(token)
+        self._length += 1
 
     def pop(self, tokens: int) -> None:
         """Remove the newest tokens."""
         self._matcher.rollback(tokens)
         self._check()
+        self._length -= tokens
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import SamplingParams, gumbel_noise_at
-from paceline.sources.grammar import GrammarSource
+from paceline.sources.grammar import GrammarOwners, GrammarSource
 from paceline.sources.ngram import NgramOptions, NgramOwners, NgramSource
 from paceline.sources.recycle import Rank, RecycleOptions, RecycleOwners, RecycleSource
 from paceline.tree import EMPTY, TokenTree, merge
@@ -37,7 +37,7 @@ class LocalSources:
         """Make some of :data:`paceline.verifier.options.SOURCES`."""
         self._texts = NgramOwners(_TEXTS) if "ngram" in names else None
         self._recycled = RecycleOwners(RecycleOptions()) if "recycle" in names else None
-        self._grammar = "grammar" in names
+        self._places = GrammarOwners() if "grammar" in names else None
 
     def begin(self, job: Decode) -> LocalGuesses | None:
         """The guesses for a generation from its newest token on; None: it uses none."""
@@ -51,8 +51,9 @@ class LocalSources:
             guesses.text = self._texts.start(tokens, owner)
         if self._recycled is not None:
             guesses.recycled = self._recycled.start(tokens, owner, _by_noise(sampling))
-        if self._grammar and sequence.guide is not None:
-            guesses.grammar = GrammarSource(sequence.guide, sequence.generation.stop_ids)
+        if self._places is not None and sequence.guide is not None:
+            stop_ids = sequence.generation.stop_ids
+            guesses.grammar = self._places.start(sequence.guide, owner, stop_ids)
         sources = guesses.text, guesses.recycled, guesses.grammar
         return guesses if any(each is not None for each in sources) else None
 
