@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -119,3 +120,28 @@ def test_what_is_known_stays_with_its_owner(owner: str) -> None:
     assert not len(owners.start([1], "another", None).propose(4, 4))
     owners.start([1], "a third", None)
     assert not len(owners.start([1], owner, None).propose(4, 4)), "of two owners, the newest"
+
+
+@pytest.mark.parametrize(
+    ("chances", "kept"),
+    [
+        ([0.6, 0.3, 0.1], 3),
+        ([0.6, 0.4, 0.0], 2),  # a vocabulary with fewer tokens, or a mask
+        ([1.0, 0.0, 0.0], 1),
+        ([math.nan] * 3, 0),
+        ([0.6, math.nan, math.nan], 1),
+    ],
+)
+def test_candidates_without_a_probability_are_left_out(chances: list[float], kept: int) -> None:
+    source = start([7])
+    for _ in range(2):  # also what is learnt from them is a number
+        source.extend([7], EMPTY, [([1, 2, 3], chances)])
+    tree = source.propose(8, 1)
+    tree.check()
+    assert set(tree.tokens) == {1, 2, 3}.intersection(range(1, kept + 1))
+
+
+def test_candidates_that_are_missing_are_an_error() -> None:
+    """The verifier goes on without local sources then."""
+    with pytest.raises(ValueError, match="argument"):
+        start([7]).extend([1], TokenTree.chain([1]), [certain(1)])

@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from test_grammar import SCHEMA, TOKENIZER
 from test_identity import SAMPLINGS
-from verifier_support import Client, make_model, serving, text, tokens_of
+from verifier_support import Client, make_model, reason_of, serving, text, tokens_of
 
 from paceline.sources.ngram import NgramSource
 from paceline.tree import TokenTree
@@ -216,3 +217,15 @@ async def test_a_source_that_fails_ends_no_text(
     monkeypatch.undo()
     _, rounds = await run(client, None, **LARGE)
     assert of_sources(rounds), "later texts have it again"
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+async def test_a_grammar_that_allows_nothing_is_named(client: Client, name: str) -> None:
+    """No token of the model writes the next letter: the text ends with an error, with drafts and
+    without, and the verifier serves on."""
+    sampling = sampling_pb2.SamplingParams(regex="[a-c]{2}\u20ac", **SAMPLINGS[name])
+    for drafter in ("none", "local", None):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await run(client, drafter, sampling=sampling, max_new_tokens=8)
+        assert reason_of(raised.value) == "INVALID_SCHEMA"
+    await run(client, None, **LARGE)

@@ -39,6 +39,9 @@ _MEMORY = 0.9
 _ANY = -1
 """Stands for the token before a place where it does not count."""
 
+Place = tuple[int, int]
+"""Hash of the tokens allowed there, and the token before it or :data:`_ANY`."""
+
 
 class Constraint(Protocol):
     """The state of a grammar after the tokens of a text."""
@@ -70,9 +73,6 @@ class Choice(NamedTuple):
 
 
 _NEW = Choice(_ANY, 1.0, 2.0)
-
-Place = tuple[int, int]
-"""Hash of the tokens allowed there, and the token before it or :data:`_ANY`."""
 
 
 class GrammarPlaces:

@@ -69,8 +69,14 @@ class RecycledTokens:
         self._tried = [0.0] * len(self._right)
 
     def note(self, context: Context, tokens: Sequence[int], chances: Sequence[float]) -> None:
-        """Keep the likeliest tokens after a context, best first, with their probabilities."""
+        """Keep the likeliest tokens after a context, best first, with their probabilities. Those
+        from the first one on whose probability is zero or no number are left out."""
         known = self._candidates
+        if not (chances and chances[-1] > 0):
+            count = next((at for at, each in enumerate(chances) if not each > 0), len(chances))
+            tokens, chances = tokens[:count], chances[:count]
+            if not count:
+                return
         row = array("I", tokens), array("f", chances)  # lists take three times the memory
         for length in range(1, len(context) + 1):
             key = context[-length:]
