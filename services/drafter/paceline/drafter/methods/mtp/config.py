@@ -49,6 +49,9 @@ class Layout:
     """Beginning of the names of a head; ``{head}`` is its number, ``{layer}`` that as a layer of
     the target."""
 
+    begin: str
+    """Beginning of the names of all their tensors."""
+
     parts: Mapping[str, str]
     """Names of the parts that are called differently, all in front of ``.weight``."""
 
@@ -78,11 +81,20 @@ class Layout:
         return number if number >= 0 else None
 
 
-DEEPSEEK = Layout("DeepSeek-V3", "model.layers.{layer}.", {}, False, True, False)
+DEEPSEEK = Layout(
+    "DeepSeek-V3",
+    "model.layers.{layer}.",
+    "model.layers.",  # the target's own layers too
+    {},
+    hidden_first=False,
+    after_norm=True,
+    feeds_normed=False,
+)
 LAYOUTS = (
     Layout(
         "Qwen3-Next",
         "mtp.layers.{head}.",
+        "mtp.",
         {
             ENORM: "mtp.pre_fc_norm_embedding",
             HNORM: "mtp.pre_fc_norm_hidden",
@@ -96,6 +108,7 @@ LAYOUTS = (
     Layout(
         "MiMo",
         "model.mtp_layers.{head}.",
+        "model.mtp_layers.",
         {
             ENORM: "model.mtp_layers.{head}.token_layernorm",
             HNORM: "model.mtp_layers.{head}.hidden_layernorm",
@@ -303,12 +316,10 @@ def _check_tensors(source: ModelSource, config: MtpConfig, names: list[str]) -> 
 
 def _own_names(config: MtpConfig, names: list[str]) -> Iterator[str]:
     """Names of all tensors that belong to heads."""
-    begin = config.layout.block.partition("{")[0].removesuffix("layers.")
+    layout, layers = config.layout, config.target_layers
     for name in names:
-        if config.layout is DEEPSEEK:
-            if config.layout.head_of(name, config.target_layers) is not None:
-                yield name
-        elif name.startswith(begin):
+        target_s = layout is DEEPSEEK and layout.head_of(name, layers) is None
+        if name.startswith(layout.begin) and not target_s:
             yield name
 
 
