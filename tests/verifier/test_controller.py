@@ -214,7 +214,9 @@ class Lockstep:
 
     def __init__(self, count: int) -> None:
         self.now = 0.0
-        self.scheduler = Scheduler(CostTable((1, 512), (1.0, 1.0)), 255, lambda: self.now)
+        self.scheduler = Scheduler(
+            CostTable((1, 512), (1.0, 1.0)), 255, lambda: self.now, lockstep=True
+        )
         sampling = SimpleNamespace(rejection=False)
         self.jobs: list[Any] = [
             SimpleNamespace(

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from paceline.bench.replay.traces import Round, Text, Traces
@@ -56,7 +55,7 @@ class _Recorder(Scheduler):
         began: float,
         ended: float,
         outputs: Sequence[StepOutput | None] = (),
-        waited: Mapping[EngineSequence, str] = MappingProxyType({}),
+        waited: Mapping[EngineSequence, str] | None = None,
     ) -> None:
         super().stepped(began, ended, outputs, waited)
         before, self._last = began - self._last, ended

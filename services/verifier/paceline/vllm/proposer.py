@@ -87,7 +87,9 @@ class PacelineProposer:
         """Where drafter services join; empty: they cannot."""
         self._lock = DraftingLock(self._read_tree)
         self._texts = Texts(model.max_context, lookup=own.lookup == "on")
-        self._scheduler = Scheduler(rising_table() if settings.on_cpu else flat_table(), MAX_NODES)
+        self._scheduler = Scheduler(
+            rising_table() if settings.on_cpu else flat_table(), MAX_NODES, lockstep=True
+        )
         self._always = own.draft == "always"
         self._looks_up = own.lookup == "on"
         self._planned: dict[Text, TokenTree] = {}

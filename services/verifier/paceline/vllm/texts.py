@@ -26,7 +26,10 @@ _WARM_TOKENS = 2048
 
 _NO_KV = cast("SequenceKv", None)  # vLLM has the KV
 
-_OPTIONS = NgramOptions(shared_tokens=0)
+_OPTIONS = NgramOptions(
+    max_n=4, min_n=2, continuations=2, min_survival=0.2, depth=16, shared_tokens=0
+)
+"""Chains that hold for a few tokens; matches of one token seldom do, and cost time in each step."""
 
 
 @dataclass(eq=False)
@@ -58,8 +61,11 @@ class Text:
     _kept: int = 0
 
     @classmethod
-    def begin(cls, row: int, tokens: NDArray[Any], output: int, limit: int, lookup: bool) -> Text:
-        """A text whose last ``output`` tokens are generated, of at most ``limit`` in all."""
+    def begin(
+        cls, row: int, tokens: NDArray[Any], output: int, limit: int, owner: Owner | None
+    ) -> Text:
+        """A text whose last ``output`` tokens are generated, of at most ``limit`` in all; with an
+        ``owner`` it is looked up."""
         known = tokens.tolist()
         generation = GenerationParams(
             prompt=tuple(known[: len(known) - output]),
@@ -67,7 +73,7 @@ class Text:
             sampling=SamplingParams(temperature=0.0),
             length_limit=limit,
         )
-        found = NgramSource(_OPTIONS, known, Owner(_OPTIONS)) if lookup else None
+        found = None if owner is None else NgramSource(_OPTIONS, known, owner)
         text = cls(Decode(Sequence(generation, _NO_KV), drafter=""), found, row)
         text._keep(tokens)
         return text
@@ -112,7 +118,9 @@ class Texts:
 
     def __init__(self, limit: int, *, lookup: bool) -> None:
         """``limit``: most tokens of a text; ``lookup``: whether texts are looked up."""
-        self._limit, self._lookup = limit, lookup
+        self._limit = limit
+        # It keeps how often matches continued, and no text.
+        self._owner = Owner(_OPTIONS) if lookup else None
         self._texts: list[Text] = []
 
     def follow(
@@ -156,7 +164,7 @@ class Texts:
                 texts[found[row]] = found[row].extend(row, tokens, len(new))
             elif new:
                 known = False
-                text = Text.begin(row, tokens, len(new), self._limit, self._lookup)
+                text = Text.begin(row, tokens, len(new), self._limit, self._owner)
                 self._texts.append(text)
                 texts[text] = list(new)
         return texts, known

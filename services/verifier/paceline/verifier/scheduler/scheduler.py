@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +63,7 @@ class _Plan:
     """Whether it holds pieces of prompts."""
 
     plain: bool
-    """Whether no sequence drafts."""
+    """Whether its time is that of plain decoding."""
 
     tokens: int
     """Batch tokens, admitted nodes included."""
@@ -81,11 +80,24 @@ class Scheduler:
     """
 
     def __init__(
-        self, costs: CostTable, max_nodes: int, clock: Callable[[], float] = perf_counter
+        self,
+        costs: CostTable,
+        max_nodes: int,
+        clock: Callable[[], float] = perf_counter,
+        *,
+        lockstep: bool = False,
     ) -> None:
-        """Make a scheduler by step times as profiled, which are corrected as steps run; ``clock``
-        is that of the engine. Unit: seconds."""
+        """Make a scheduler by step times as profiled, which are corrected as steps run.
+
+        Args:
+            costs: Times of steps. Unit: seconds.
+            max_nodes: Largest node budget.
+            clock: The engine's. Unit: seconds.
+            lockstep: No drafter works during a step, so a step without drafted nodes is a plain one
+                whatever was drafted before it.
+        """
         self._now = clock
+        self._lockstep = lockstep
         self.costs = Costs(costs)
         self._max_nodes = max_nodes
         self._clock = PlainClock()
@@ -139,13 +151,17 @@ class Scheduler:
             for job, tree, state, count in zip(jobs, trees, states, counts, strict=True):
                 if len(tree) and job.asked and not job.sequence.generation.sampling.rejection:
                     state.own.admitted(len(tree), count)
+        if self._lockstep:
+            plain = not any(counts)
+        else:
+            plain = not away and not drafted and not any(state.drafting for state in states)
         self._plan = _Plan(
             jobs,
             [sum(each[:count]) for each, count in zip(survivals, counts, strict=True)],
             counts,
             plain_seconds,
             tokens > len(jobs),
-            not away and not drafted and not any(state.drafting for state in states),
+            plain,
             tokens + sum(counts),
             context,
         )
@@ -174,7 +190,7 @@ class Scheduler:
         began: float,
         ended: float,
         outputs: Items[StepOutput | None] = (),
-        waited: Mapping[Sequence, str] = MappingProxyType({}),
+        waited: Mapping[Sequence, str] | None = None,
     ) -> None:
         """A step ran without an error.
 
@@ -190,28 +206,29 @@ class Scheduler:
         """
         plan, self._plan = self._plan, None
         passed, self._ended = ended - self._ended, ended
+        plain = plan is not None and plan.plain and not waited
         if plan is None or not outputs:  # in plain decoding, each sequence gets a token in it
             self._before = ()
             self._clock.now += 1.0
             return
         if not plan.prompts:
             self.costs.observe(len(plan.jobs), plan.tokens, plan.context, ended - began)
-            same = plan.plain and plan.jobs == self._before
+            same = plain and plan.jobs == self._before
             self._plain_steps = self._plain_steps + 1 if same else 0
             if self._plain_steps > _SETTLING // len(plan.jobs):
                 self._clock.observe(self._load, passed, plan.plain_seconds)
         self._before = plan.jobs
-        if not plan.plain:
+        if not plain:
             self._clock.drafted(self._load)
         before = self._clock.now
         self._clock.advance(self._load, passed - (ended - began), plan.plain_seconds)
         here = [self._state(job.sequence) for job in plan.jobs]
-        payers = [(self._state(each, name), 1) for each, name in waited.items()]
+        payers = [(self._state(each, name), 1) for each, name in (waited or {}).items()]
         if payers:
             _share(self._clock.now - before, here, payers)
         before = self._clock.now
         self._clock.advance(self._load, ended - began, plan.plain_seconds)
-        if not plan.plain:
+        if not plain:
             self._charge(plan, here, self._clock.now - before)
         plain_us = round(1e6 * self._clock.measured(self._load, plan.plain_seconds))
         for job, expected, nodes, output in zip(
