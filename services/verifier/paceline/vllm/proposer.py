@@ -94,6 +94,7 @@ class PacelineProposer:
         self._looks_up = own.lookup == "on"
         self._planned: dict[Text, TokenTree] = {}
         self._asked: dict[Sequence, str] = {}  # for the planned step, and the drafter
+        self._disturbed = False  # whether the planned step waited in vain
         self._step_seconds = 0.0
         self._began = perf_counter()
         self._step = 0
@@ -205,6 +206,7 @@ class PacelineProposer:
             outputs.append(output)
         if self._step_seconds and now - self._began > OUTLIER * self._step_seconds:
             alone = False  # the machine stood still, whoever drafts
+        alone, self._disturbed = alone and not self._disturbed, False
         if alone and outputs:
             weight = _NEWEST if self._step_seconds else 1.0
             self._step_seconds += weight * (now - self._began - self._step_seconds)
@@ -289,6 +291,10 @@ class PacelineProposer:
         if text.asked and job.draft is None and slow:
             text.rest = min(_MAX_REST, max(_FIRST_REST, 2 * text.rest))
             text.rests_until = self._step + text.rest
+            # Rests bound what late answers cost. An account that paid for the first ones, which
+            # come before it is known how long the service takes, would end its drafts for long.
+            self._scheduler.forget(job.sequence, self._asked.pop(job.sequence))
+            self._disturbed = True
         elif text.asked:
             text.rest = 0
         if text.found and sum(text.found.survivals) > sum(job.tree.survivals):

@@ -265,9 +265,12 @@ class Scheduler:
         """The next tree was requested with this budget; 0: the next step is plain."""
         self._state(sequence).requested(self._clock.now, budget)
 
-    def forget(self, sequence: Sequence) -> None:
-        """A sequence was released."""
-        self._states.pop(sequence, None)
+    def forget(self, sequence: Sequence, drafter: str | None = None) -> None:
+        """A sequence was released; or only what it learnt of a drafter is dropped."""
+        if drafter is None:
+            self._states.pop(sequence, None)
+        elif (named := self._states.get(sequence)) is not None:
+            named.pop(drafter, None)
 
     def to_json(self) -> dict[str, Any]:
         """What it learnt, to be stored beside the cost table."""
