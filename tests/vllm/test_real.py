@@ -199,6 +199,17 @@ def running(
     print("\n".join(line for line in log.read_text().splitlines() if "paceline." in line))
 
 
+def test_vllm_keeps_its_texts_with_drafts_of_its_own(
+    model: Path, texts: list[str], tmp_path: Path
+) -> None:
+    """The control: in this configuration vLLM's numbers do not depend on the rows of a step, and its
+    own n-gram drafts change no text, one request at a time and eight at once."""
+    own = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}
+    with vllm(model, tmp_path / "own.log", own) as url, ThreadPoolExecutor(8) as pool:
+        assert [ask(url, prompt) for prompt in PROMPTS[:4]] == texts[:4]
+        assert list(pool.map(lambda prompt: ask(url, prompt), PROMPTS)) == texts
+
+
 def test_look_up_alone_drafts(running: Running, texts: list[str]) -> None:
     assert [ask(running.url, prompt) for prompt in PROMPTS[:4]] == texts[:4]
     assert running.accepted("lookup", "") > 0
