@@ -202,7 +202,7 @@ def running(
 def test_vllm_keeps_its_texts_with_drafts_of_its_own(
     model: Path, texts: list[str], tmp_path: Path
 ) -> None:
-    """The control: in this configuration vLLM's numbers do not depend on the rows of a step, and its
+    """The control: in this configuration vLLM's numbers do not depend on the rows of a step. Its
     own n-gram drafts change no text, one request at a time and eight at once."""
     own = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}
     with vllm(model, tmp_path / "own.log", own) as url, ThreadPoolExecutor(8) as pool:
