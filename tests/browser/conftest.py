@@ -133,4 +133,4 @@ async def give_key(page: Page) -> None:
     await expect(page.locator("#settings [name=key]")).to_be_focused(timeout=60_000)
     await page.keyboard.type("secret")
     await page.keyboard.press("Tab")
-    await expect(page.locator("#settings [name=drafter] option")).to_have_count(2)
+    await expect(page.locator("#settings [name=drafter] option")).to_have_count(3)

@@ -107,7 +107,7 @@ async def test_a_difference_is_shown_loudly(open_page: Open, services: Services)
         await start(page)
         verdict = page.locator("#race .verdict.different")
         await expect(verdict).to_contain_text("differ from token 2 on")
-        await expect(verdict).to_contain_text('it is "one ", with ngram "other "')
+        await expect(verdict).to_contain_text('it is "one ", with local "other "')
         await expect(page.locator("#race .lane .differs")).to_have_count(4)
         assert await page.locator("#race .same").count() == 0
 
