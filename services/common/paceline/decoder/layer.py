@@ -74,6 +74,9 @@ def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             found |= {expert_name(name, expert): shape[1:] for expert in range(config.experts)}
         else:
             found[name] = shape
+    if config.qk_norm:  # also of a family whose published models have none
+        for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
+            found.setdefault(name, (config.head_dim,))
     return found
 
 
