@@ -17,12 +17,9 @@ from paceline.harness import ServiceProcess
 from paceline.service import ServerOptions, run_server
 from paceline.tree import TokenTree
 from paceline.verifier import build_service
-from paceline.verifier.engine.job import Decode, StepOutput
+from paceline.verifier.engine.job import LOCAL, NONE, Decode, StepOutput
 from paceline.verifier.engine.job import Sequence as EngineSequence
 from paceline.verifier.scheduler.scheduler import Scheduler
-
-LOCAL = "local"
-"""The verifier's own sources, beside which no service drafts."""
 
 _WARM_UP = 48  # tokens
 
@@ -90,7 +87,7 @@ async def record(
     Args:
         target: The model.
         weights: Format of its weights.
-        drafters: Specifications by name; of :data:`LOCAL` it is the verifier's sources.
+        drafters: Specifications by name; of ``local`` it is the verifier's own sources.
         prompts: Category and token ids of each.
         tokens: Maximum number of tokens of a text.
         temperature: Of the sampling.
@@ -103,7 +100,7 @@ async def record(
         RuntimeError: Texts differ.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    sources = [each for each in drafters.get(LOCAL, "").split(",") if each]
+    sources = [each for each in drafters.get(LOCAL.name, "").split(",") if each]
     service = build_service(
         target,
         weights=weights,
@@ -114,7 +111,7 @@ async def record(
     engine: Any = service.engine
     recorder = _Recorder(engine._scheduler)
     engine._scheduler = recorder
-    loads = {name: spec for name, spec in drafters.items() if name != LOCAL}
+    loads = {name: spec for name, spec in drafters.items() if name != LOCAL.name}
     ready: asyncio.Future[str] = loop.create_future()
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pl"))
@@ -136,28 +133,27 @@ async def record(
                 while not service.joined():  # noqa: ASYNC110 - no event tells
                     await asyncio.sleep(0.01)
             client = await stack.enter_async_context(Client(address, drafting=ALWAYS))
-            modes = {"none": "none", **{name: "" if name == LOCAL else name for name in drafters}}
-            found: dict[str, list[Text]] = {mode: [] for mode in modes}
+            found: dict[str, list[Text]] = {drafter: [] for drafter in (NONE, *drafters)}
             for place, (category, prompt) in enumerate([("", prompts[0][1]), *prompts]):
                 texts = []
-                for mode, drafter in modes.items():
+                for drafter in found:
                     recorder.texts.clear()
                     result = await client.generate(
                         prompt,
                         max_new_tokens=tokens if place else _WARM_UP,
                         temperature=temperature,
                         seed=place,
-                        drafter=drafter or None,
+                        drafter=drafter,
                         isolated=True,
                     )
                     texts.append(result.token_ids)
                     if place and recorder.texts:
                         [rounds] = recorder.texts.values()
-                        found[mode].append(Text(category, len(prompt), rounds))
+                        found[drafter].append(Text(category, len(prompt), rounds))
                 if any(text != texts[0] for text in texts):
                     raise RuntimeError(f"the texts of prompt {place} differ between the modes")
         finally:
             stop.set()
             await server
     table = asdict(recorder.costs.profiled)
-    return [Traces(name, table, found["none"], found[name]) for name in drafters]
+    return [Traces(name, table, found[NONE], found[name]) for name in drafters]

@@ -15,12 +15,13 @@ from rich.table import Table
 
 from paceline.bench.models import Models
 from paceline.bench.record import Results, describe, make_console
-from paceline.bench.replay.record import LOCAL, record
+from paceline.bench.replay.record import record
 from paceline.bench.replay.simulation import MODES, Simulation
 from paceline.bench.replay.traces import Replay, Traces
 from paceline.bench.table.run import CATEGORIES, PROMPTS, read
 from paceline.cli.shipped import drafters_for
 from paceline.decoder import open_model
+from paceline.verifier.engine.job import LOCAL
 
 _ROUNDS = 3  # times that all texts are replayed one after the other, as a service would meet them
 
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
             for row in zip_longest(*([(c, i) for i in t[: args.count]] for c, t in texts.items()))
             for category, ids in filter(None, row)
         ]
-        wanted = {LOCAL: args.sources}
+        wanted = {LOCAL.name: args.sources}
         given = args.drafter or drafters_for(models.target, "cpu", weights)
         wanted |= dict(each.split("=", 1) for each in given)
         for heat in args.temperature:

@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.bench.replay.simulation import Generation
 from paceline.tree import EMPTY, TokenTree
+from paceline.verifier.engine.job import LOCAL
 from paceline.verifier.scheduler.costs import Costs, CostTable
 
 _BATCHED = 0.1
@@ -118,7 +119,7 @@ class Replay:
     def __init__(self, traces: Traces, texts: Sequence[int]) -> None:
         """Make the load of some texts, by their indices, in this order."""
         self.table = CostTable.from_json(traces.table)
-        self.asked = traces.drafter != "local"
+        self.asked = traces.drafter != LOCAL.name
         self._costs = Costs(self.table)
         self._plain = [traces.plain[index] for index in texts]
         self._drafted = [traces.drafted[index] for index in texts]
