@@ -1,4 +1,4 @@
-"""MkDocs hooks: adds README, SECURITY and CONTRIBUTING as pages.
+"""MkDocs hooks: adds README, SECURITY and CONTRIBUTING as pages, and the help of each command.
 
 Links from a page to other files of the repository become file names. A link to a missing file is a
 warning, which fails the strict build.
@@ -6,13 +6,18 @@ warning, which fails the strict build.
 
 from __future__ import annotations
 
+import argparse
 import logging
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+
+from paceline.cli.main import COMMANDS, build_parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -26,10 +31,29 @@ _log = logging.getLogger("mkdocs.hooks")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages outside docs/."""
+    """Add the pages outside docs/, and the reference of the command line."""
+    files.append(File.generated(config, "cli.md", content=_command_line()))
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text("utf-8")))
     return files
+
+
+def _command_line() -> str:
+    os.environ["COLUMNS"] = "96"
+    parts = ["# Command line", "What `--help` prints."]
+    for parser in _parsers(build_parser(COMMANDS)):
+        text = parser.format_help().strip()
+        parts.append(f"## {parser.prog}\n\n```text\n{text}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """The parser and those of its commands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            for each in action.choices.values():
+                yield from _parsers(each)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

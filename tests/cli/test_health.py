@@ -1,8 +1,12 @@
 """`paceline health`, and the environment variables that name a deployment once."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2_grpc
 
 from paceline.cli.main import main
 from paceline.harness import ServiceProcess
@@ -16,6 +20,23 @@ def test_a_serving_service(registry: ServiceProcess, capsys: pytest.CaptureFixtu
 def test_an_unreachable_service(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["health", "unix:/nowhere.sock", "--timeout", "60"]) == 1
     assert "unix:/nowhere.sock: UNAVAILABLE" in capsys.readouterr().err
+
+
+def test_it_waits_for_a_service_that_is_starting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"unix:{tmp_path}/late.sock"
+    server = grpc.server(ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+    assert main(["health", address]) == 1
+    timer = threading.Timer(0.5, lambda: server.add_insecure_port(address) and server.start())
+    timer.start()
+    try:
+        assert main(["health", address, "--wait", "60"]) == 0
+    finally:
+        timer.join()
+        server.stop(None).wait()
+    assert capsys.readouterr().out == f"{address}: SERVING\n"
 
 
 def test_the_environment_sets_the_roots(

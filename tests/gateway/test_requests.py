@@ -1,4 +1,4 @@
-"""Requests as clients of OpenAI, vLLM and llama.cpp send them: the tables of docs/gateway.md."""
+"""Requests as clients of OpenAI, vLLM and llama.cpp send them: the tables of docs/http.md."""
 
 from __future__ import annotations
 

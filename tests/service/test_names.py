@@ -13,7 +13,8 @@ from opentelemetry.semconv.schemas import Schemas
 
 from paceline.telemetry.names import CREATE_CACHE, SCHEMA_URL, Attribute, Metric, Span
 
-DOCUMENT = (Path(__file__).parents[2] / "docs/telemetry.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENT = (DOCS / "metrics.md").read_text() + (DOCS / "look-inside.md").read_text()
 CONVENTIONS = Path(opentelemetry.semconv.__path__[0])
 
 

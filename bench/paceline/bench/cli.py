@@ -166,7 +166,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
 
 def _add_papers(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
-    option("experiment", choices=_EXPERIMENTS, help="which; see docs/papers.md")
+    option("experiment", choices=_EXPERIMENTS, help="which; see docs/evidence.md")
     _add_weights(parser, "int8")
     option("--texts", type=int, default=12, metavar="N", help="texts of a cell, or repeats")
     option("--contexts", type=_numbers, default="512,1024,2048,4096,7500", help="tokens before")

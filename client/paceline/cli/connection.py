@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -111,9 +112,25 @@ def client_of(args: argparse.Namespace, **options: Any) -> Client:
 
 def add_health_arguments(parser: argparse.ArgumentParser) -> None:
     """Add address, timeout and TLS."""
-    parser.add_argument("address", help="of a verifier or drafter: host:port or unix:/path")
     parser.add_argument(
-        "--timeout", type=float, default=5.0, metavar="S", help="default: %(default)s"
+        "address",
+        nargs="?",
+        default=verifier_address(),
+        help="address of a verifier or drafter: host:port or unix:/path (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="how long to wait for an answer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="how long to wait for a service that is starting (default: do not wait)",
     )
     add_connection_arguments(parser)
 
@@ -129,9 +146,24 @@ def run_health(args: argparse.Namespace) -> int:
             stub = health_pb2_grpc.HealthStub(channel)
             return await stub.Check(health_pb2.HealthCheckRequest(), timeout=args.timeout)
 
+    async def check_until_it_serves() -> health_pb2.HealthCheckResponse:
+        end = time.monotonic() + args.wait
+        while True:
+            try:
+                answer = await check()
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return answer
+            except grpc.aio.AioRpcError as error:
+                if error.code() != grpc.StatusCode.UNAVAILABLE or time.monotonic() > end:
+                    raise
+            else:
+                if time.monotonic() > end:
+                    return answer
+            await asyncio.sleep(0.2)
+
     try:
         with exit_with(2, InvalidRequestError):
-            answer = asyncio.run(check())
+            answer = asyncio.run(check_until_it_serves())
     except grpc.aio.AioRpcError as error:
         why = f"{error.code().name}: {error.details()}"
         with suppress(OSError):

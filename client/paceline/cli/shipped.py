@@ -23,7 +23,7 @@ _FIRST = {
     "mxfp4": "ngram",
 }
 """The default drafter of a large target on a CPU, by its format: the fastest in
-docs/benchmarks.md#default-drafters. "gguf" is a GGUF file in blocks of 8 bits or fewer,
+docs/evidence.md. "gguf" is a GGUF file in blocks of 8 bits or fewer,
 "mxfp4" a folder with such experts, which is not measured."""
 
 

@@ -1,4 +1,4 @@
-"""All names of Paceline's telemetry, described in `docs/telemetry.md`.
+"""All names of Paceline's telemetry, described in `docs/metrics.md` and `docs/look-inside.md`.
 
 Names outside of `specdec` are those of OpenTelemetry's semantic conventions.
 """

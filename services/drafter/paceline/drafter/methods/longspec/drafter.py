@@ -61,7 +61,7 @@ GPU_TREE = {"widths": "4,16,16,16,16"}
 """The paper's (LongSpec, appendix D)."""
 
 CPU_TREE = {"widths": "8,8", "max_nodes": "10"}
-"""The fastest shape with the demo pair, see docs/longspec.md. For a target whose step takes
+"""The fastest shape with the demo pair, see docs/drafter-design.md. For a target whose step takes
 more of a round's time a deeper tree is better, such as 4,8,8,8 with 16 nodes."""
 
 DEFAULT_CONTEXT = 512

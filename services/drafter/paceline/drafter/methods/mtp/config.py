@@ -121,7 +121,7 @@ LAYOUTS = (
     ),
     DEEPSEEK,
 )
-"""Known layouts. Facts of each: docs/methods.md#heads-for-multi-token-prediction."""
+"""Known layouts. Facts of each: docs/drafter-design.md."""
 
 
 @dataclass(frozen=True)
