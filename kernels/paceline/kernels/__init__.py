@@ -46,6 +46,7 @@ from paceline.kernels.structures import MAX_TAPS
 from paceline.kernels.trees import (
     CHUNK,
     MAX_TREE_NODES,
+    EqualBlocks,
     LevelBlock,
     QueryBlock,
     TreePlan,
@@ -68,6 +69,7 @@ __all__ = [
     "Delta",
     "DeltaShape",
     "Edits",
+    "EqualBlocks",
     "Executor",
     "GraphProbes",
     "Heads",

@@ -9,9 +9,9 @@ forward pass and everything about them that does not depend on the layer, comput
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 import torch
@@ -165,6 +165,32 @@ class LevelBlock(QueryBlock):
         return (0,) * self.length
 
 
+class EqualBlocks(Sequence[QueryBlock]):
+    """Blocks of the sequences 0, 1, ... that are equal but for their starts, as of a level of the
+    trees of several texts. The blocks themselves are made where somebody asks for them."""
+
+    def __init__(self, first: QueryBlock, starts: NDArray[np.int64]) -> None:
+        """Takes the block of sequence 0, and the starts of all, int64 ``[S]``."""
+        self.first = first
+        """The block of sequence 0."""
+        self.starts = starts
+        """Starts of all."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @overload
+    def __getitem__(self, index: int) -> QueryBlock: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[QueryBlock]: ...
+
+    def __getitem__(self, index: int | slice) -> QueryBlock | list[QueryBlock]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        return replace(self.first, sequence=index, start=int(self.starts[index]))
+
+
 @dataclass
 class TorchTables:
     """What operations of PyTorch compute once per plan."""
@@ -231,7 +257,7 @@ def send(numbers: Tensor, device: torch.device | str) -> Tensor:
 def plan_trees(
     blocks: Sequence[QueryBlock],
     *,
-    positions: Sequence[int] | None = None,
+    positions: Sequence[int] | NDArray[np.int64] | None = None,
     device: torch.device | str = "cpu",
     ancestors: Tensor | None = None,
 ) -> TreePlan:
@@ -253,7 +279,7 @@ def plan_trees(
     """
     if not blocks:
         raise ValueError("a plan needs at least one query block, got none")
-    offsets = [0]
+    blocks, offsets = tuple(blocks), [0]
     for block in blocks:
         offsets.append(offsets[-1] + block.length)
     if positions is None:
@@ -262,12 +288,12 @@ def plan_trees(
         raise ValueError(
             f"{len(positions)} positions for {offsets[-1]} rows, expected one for each"
         )
-    where = torch.device(device)
+    where, rows = torch.device(device), np.array(positions, np.int64)
     return TreePlan(
-        blocks=tuple(blocks),
+        blocks=blocks,
         offsets=tuple(offsets),
-        positions=send(torch.tensor(positions, dtype=torch.int64), where),
-        longest=max(positions),
+        positions=send(torch.from_numpy(rows), where),
+        longest=int(rows.max()),
         device=where,
         ancestors=ancestors,
     )

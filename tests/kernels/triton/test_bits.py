@@ -108,7 +108,7 @@ def test_a_launch_in_parts_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     whole = run(blocks, q, *planes, None)
     monkeypatch.setattr(tiles, "PART_BYTES", 70 * tiles.part_row_bytes(2, 16))
     plan = plan_trees(blocks)
-    work = plan_work(plan, Tiling.of(2, cases[0].key, None), tiles.part_row_bytes(2, 16))
+    work = plan_work(plan.blocks, Tiling.of(2, cases[0].key, None), tiles.part_row_bytes(2, 16))
     assert len(work.spans) >= 3
     for one, two in zip(whole, run(blocks, q, *planes, None), strict=True):
         assert torch.equal(one, two)
@@ -143,7 +143,7 @@ def test_work_covers_what_rows_see_once(
     ]
     plan = plan_trees(blocks)
     tiling = Tiling.of(group, torch.empty(1, 1, 16, dtype=torch.float16), window)
-    work = plan_work(plan, tiling, 100)
+    work = plan_work(plan.blocks, tiling, 100)
     room = Room.for_rows(plan.rows, len(blocks), tiling, 31_000, 100)
     assert room.holds(work)
     chunks: dict[int, list[int]] = {}
@@ -178,5 +178,5 @@ def test_more_work_than_a_graph_has_room_for_is_refused(monkeypatch: pytest.Monk
     tiling = Tiling.of(1, torch.empty(1, 16, 16), None)
     shape = TableShape.of(4, 4, [tiling], 4000, torch.empty(1, 16, 16))
     tables = PassTables(Staging(shape.tables, torch.device("cpu")), 0, shape)
-    assert tables.fill(plan_trees([QueryBlock(0, 1000, None, 4)]), [0])
-    assert not tables.fill(plan_trees([QueryBlock(0, 3000, None, 4)]), [0])
+    assert tables.fill([QueryBlock(0, 1000, None, 4)], [0])
+    assert not tables.fill([QueryBlock(0, 3000, None, 4)], [0])

@@ -271,7 +271,7 @@ def test_a_draft_is_a_copy_a_replay_and_a_copy_for_any_number_of_texts(
         replayed, asked, pool = on_triton(drafter), Operations(), Pool(drafter)
 
         def draft(rounds: Any, drafter: Any = drafter, asked: Operations = asked) -> Any:
-            graph = graphs_of(drafter)._graph({1: 1, 3: 4}[len(rounds)], 4, "none")
+            graph = graphs_of(drafter).graph({1: 1, 3: 4}[len(rounds)], 4, "none")
             graph.run = asked.paused(graph.draft)
             waits.clear()
             asked.found.clear()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from paceline.kernels import LevelBlock, QueryBlock, plan_trees
+from paceline.kernels import EqualBlocks, LevelBlock, QueryBlock
 from paceline.kernels.trees import ContextBlock
 
 STARTS = (0, 1, 63, 255, 256, 700, 4096, 5000, 12288, 20_000)
@@ -22,12 +23,11 @@ def test_blocks_of_one_shape(
 
     count = sum(levels)
     tiling = Tiling.of(4, torch.empty(2, 1, 64, dtype=dtype), window)
-    blocks: list[QueryBlock] = [
-        LevelBlock(index, start, None, count, levels=levels)
-        if kind == "level"
-        else ContextBlock(index, start, None, count)
-        for index, start in enumerate(STARTS)
-    ]
+    first: QueryBlock = LevelBlock(0, STARTS[0], None, count, levels=levels)
+    if kind == "context":
+        first = ContextBlock(0, STARTS[0], None, count)
+    blocks = EqualBlocks(first, np.array(STARTS))
+    assert [(each.sequence, each.start) for each in blocks] == list(enumerate(STARTS))
     found, right = (each(blocks, tiling, 1 << 30) for each in (_equal_work, _any_work))
     assert found is not None
     assert found.part_rows == right.part_rows
@@ -44,4 +44,4 @@ def test_other_blocks_are_planned_one_by_one() -> None:
     blocks = [LevelBlock(0, 9, None, 2, levels=(2,)), LevelBlock(1, 9, None, 3, levels=(3,))]
     assert _equal_work(blocks, tiling, 1 << 30) is None
     assert _equal_work([QueryBlock(0, 9, None, 2)], tiling, 1 << 30) is None
-    assert len(plan_work(plan_trees(blocks), tiling, 64).tiles) == 2
+    assert len(plan_work(blocks, tiling, 64).tiles) == 2

@@ -175,7 +175,12 @@ def write_target(folder: Path, config: DecoderConfig, device: torch.device, seed
     vocabulary = {f"t{token}": token for token in range(config.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
     tokenizer.save(str(folder / "tokenizer.json"))
-    fields = {
+    (folder / "config.json").write_text(json.dumps(config_fields(config)))
+
+
+def config_fields(config: DecoderConfig) -> dict[str, Any]:
+    """Returns what a folder of Hugging Face's form says of a target."""
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": str(config.dtype).removeprefix("torch."),
@@ -197,7 +202,6 @@ def write_target(folder: Path, config: DecoderConfig, device: torch.device, seed
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    (folder / "config.json").write_text(json.dumps(fields))
 
 
 def write_drafters(folder: Path, target: Path, config: DecoderConfig) -> dict[str, str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -25,11 +26,9 @@ from torch import Tensor
 from paceline.kernels.dense import MAX_PROBES, ProbedBlock
 from paceline.kernels.trees import (
     MAX_TREE_NODES,
-    ContextBlock,
-    LevelBlock,
+    EqualBlocks,
     QueryBlock,
     TreePlan,
-    plan_trees,
     send,
 )
 from paceline.kernels.triton.jit.attention import TILE_FIELDS
@@ -80,38 +79,38 @@ class WorkTables:
     part_rows: int = field(kw_only=True)
 
 
-def row_arrays(plan: TreePlan, sequences: Sequence[int]) -> tuple[Ints, Ints]:
+def row_arrays(blocks: Sequence[QueryBlock], sequences: Sequence[int]) -> tuple[Ints, Ints]:
     """The arrays of :class:`RowTables`, without masks.
 
     Args:
-        plan: The packed blocks.
+        blocks: The packed blocks.
         sequences: Number of each sequence in the tables of blocks.
     """
-    kinds = {(type(block), block.length) for block in plan.blocks}
-    if isinstance(plan.blocks[0], (LevelBlock, ContextBlock)) and len(kinds) == 1:
-        return _equal_blocks(plan.blocks, sequences)
+    if isinstance(blocks, EqualBlocks):
+        first, count = blocks.first, len(blocks)
+        table = np.empty((count, 4), np.int32)
+        table[:, 0] = np.arange(count) * first.length
+        table[:, 1], table[:, 2], table[:, 3] = blocks.starts, first.length, sequences[:count]
+        return _equal_rows(count, first.depths), table
     # Plain lists: a step has many blocks of few rows, and each call of numpy takes microseconds.
     rows: list[tuple[int, int, int]] = []
-    blocks: list[tuple[int, int, int, int]] = []
-    for index, (block, first) in enumerate(zip(plan.blocks, plan.offsets, strict=False)):
+    found: list[tuple[int, int, int, int]] = []
+    offset = 0
+    for index, block in enumerate(blocks):
         rows += [(index, node, depth) for node, depth in enumerate(block.depths)]
-        blocks.append((first, block.start, block.length, sequences[block.sequence]))
-    return np.array(rows, np.int32), np.array(blocks, np.int32)
+        found.append((offset, block.start, block.length, sequences[block.sequence]))
+        offset += block.length
+    return np.array(rows, np.int32), np.array(found, np.int32)
 
 
-def _equal_blocks(blocks: Sequence[QueryBlock], sequences: Sequence[int]) -> tuple[Ints, Ints]:
-    """Like :func:`row_arrays`, for query blocks of equal length and depths, with arrays."""
-    count, nodes, first = len(blocks), blocks[0].length, blocks[0]
-    rows = np.empty((count, nodes, 3), np.int32)
+@lru_cache(64)
+def _equal_rows(count: int, depths: tuple[int, ...]) -> Ints:
+    """Rows of blocks with equal depths, as of :attr:`RowTables.rows`."""
+    rows = np.empty((count, len(depths), 3), np.int32)
     rows[..., 0] = np.arange(count)[:, None]
-    rows[..., 1] = np.arange(nodes)
-    rows[..., 2] = first.depths
-    table = np.empty((count, 4), np.int32)
-    table[:, 0] = np.arange(count) * nodes
-    table[:, 1] = [block.start for block in blocks]
-    table[:, 2] = nodes
-    table[:, 3] = [sequences[block.sequence] for block in blocks]
-    return rows.reshape(-1, 3), table
+    rows[..., 1] = np.arange(len(depths))
+    rows[..., 2] = depths
+    return rows.reshape(-1, 3)
 
 
 def path_words(ancestors: Tensor, starts: Tensor) -> Tensor:
@@ -194,7 +193,7 @@ class PlanTables:
     def rows_of(self, plan: TreePlan, sequences: tuple[int, ...]) -> RowTables:
         """Rows and blocks, for caches in these rows of the page tables."""
         if sequences not in self.rows:
-            rows, blocks = to_device(row_arrays(plan, sequences), plan.device)
+            rows, blocks = to_device(row_arrays(plan.blocks, sequences), plan.device)
             masks = None
             if plan.ancestors is not None:
                 masks = path_words(plan.ancestors, blocks[:, 1])
@@ -205,7 +204,7 @@ class PlanTables:
         """Work items of a tiling, computed once for all its layers."""
         key = tiling, row_bytes
         if key not in self.work:
-            work = plan_work(plan, tiling, row_bytes)
+            work = plan_work(plan.blocks, tiling, row_bytes)
             self.work[key] = WorkTables(
                 *to_device(work.arrays, plan.device), part_rows=work.part_rows
             )
@@ -394,28 +393,38 @@ class PassTables:
             triton=FixedTables(rows, self._work, places or {}, probes),
         )  # fmt: skip
 
-    def fill(self, plan: TreePlan | None, sequences: Sequence[int]) -> bool:
+    def fill(
+        self,
+        blocks: Sequence[QueryBlock],
+        sequences: Sequence[int],
+        positions: Sequence[int] | NDArray[np.int64] | None = None,
+    ) -> bool:
         """Write a batch to the host's tables; returns whether there is room for its work.
 
         Args:
-            plan: Its blocks, on the CPU; None: there are none.
+            blocks: Its blocks; none: an empty batch.
             sequences: Row of the page tables of each sequence, or its number.
+            positions: Absolute position of each row; None: slots are positions.
         """
-        positions, rows, blocks, *tables = self._host
+        place, rows, table, *tables = self._host
         rows[:, 0] = -1
         for spans in tables[::5]:
             spans[:] = 0
-        if plan is None:
+        if not blocks:
             return True
-        found = (plan.positions.numpy(), *row_arrays(plan, sequences))
-        for table, array in zip((positions, rows, blocks), found, strict=True):
-            table[: len(array)] = array
+        if positions is None and isinstance(blocks, EqualBlocks):
+            positions = np.add.outer(blocks.starts, blocks.first.depths).ravel()
+        elif positions is None:
+            positions = [block.start + depth for block in blocks for depth in block.depths]
+        place[: len(positions)] = positions
+        for goal, array in zip((rows, table), row_arrays(blocks, sequences), strict=True):
+            goal[: len(array)] = array
         for index, tiling in enumerate(self._shape.tilings):
-            work = plan_work(plan, tiling, self._shape.row_bytes)
+            work = plan_work(blocks, tiling, self._shape.row_bytes)
             if not self._rooms[index].holds(work):
                 return False
-            for table, values in zip(tables[5 * index :], work.arrays, strict=False):
-                table[: len(values)] = values
+            for goal, values in zip(tables[5 * index :], work.arrays, strict=False):
+                goal[: len(values)] = values
         return True
 
 
@@ -480,7 +489,7 @@ class GraphPlan:
             return True
         self._staging.wait()
         self._filled = None
-        if not self._pass.fill(plan_trees(blocks) if blocks else None, table_rows):
+        if not self._pass.fill(blocks, table_rows):
             return False
         self._filled = filled
         return True

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,9 +32,9 @@ from torch import Tensor
 from paceline.kernels.trees import (
     MAX_TREE_NODES,
     ContextBlock,
+    EqualBlocks,
     LevelBlock,
     QueryBlock,
-    TreePlan,
 )
 from paceline.kernels.triton.jit.attention import CHUNK_BITS, TILE_FIELDS
 
@@ -280,10 +281,10 @@ class _Tiles:
             self._largest, self.part_rows = self.largest, 0
 
 
-def plan_work(plan: TreePlan, tiling: Tiling, part_row_bytes: int) -> Work:
+def plan_work(blocks: Sequence[QueryBlock], tiling: Tiling, part_row_bytes: int) -> Work:
     """Split the blocks of a plan; arguments as of :meth:`Room.for_rows`."""
     limit = PART_BYTES // part_row_bytes
-    return _equal_work(plan.blocks, tiling, limit) or _any_work(plan.blocks, tiling, limit)
+    return _equal_work(blocks, tiling, limit) or _any_work(blocks, tiling, limit)
 
 
 def _any_work(blocks: Sequence[QueryBlock], tiling: Tiling, limit: int) -> Work:
@@ -302,40 +303,51 @@ def _any_work(blocks: Sequence[QueryBlock], tiling: Tiling, limit: int) -> Work:
 
 
 def _equal_work(blocks: Sequence[QueryBlock], tiling: Tiling, limit: int) -> Work | None:
-    """The work of the blocks of a draft's level, which are equal but for their starts, with
-    arrays. None: they are not equal, or need several launches."""
-    first = blocks[0]
-    kinds = {(type(block), block.length) for block in blocks}
-    if not isinstance(first, (LevelBlock, ContextBlock)) or len(kinds) > 1:
+    """The work of the blocks of a draft's level, with arrays. None: they are others, or need
+    several launches."""
+    if not isinstance(blocks, EqualBlocks):
         return None
-    starts = np.array([block.start for block in blocks])
-    highest = starts + max(first.depths)
+    first, starts = blocks.first, blocks.starts
+    highest = starts + first.depths[-1]
     tree = isinstance(first, LevelBlock)
     ends = (starts, starts + first.length) if tree else (starts + 1, highest + 1)
-    zeros = np.zeros_like(starts)
-    oldest, seen = (
-        (at - tiling.window + 1).clip(0) if tiling.window else zeros for at in (starts, highest)
-    )
     end = _chunks_of(ends[1] - 1) + 1
-    begin = np.minimum(_chunks_of(oldest), end)
-    parts = _slices(tiling, 0, first.length)
+    begin, keys = np.zeros_like(starts), tiling.keys
+    if tiling.window:
+        oldest, seen = ((at - tiling.window + 1).clip(0) for at in (starts, highest))
+        begin = np.minimum(_chunks_of(oldest), end)
+    work = _equal_layout(tiling, first.length, tuple(begin.tolist()), tuple(end.tolist()), limit)
+    if work is None:
+        return None
+    tiles = work.tiles.copy()
+    table = tiles.reshape(len(starts), -1, TILE_FIELDS.value)
+    if tiling.window:
+        table[..., 6] = (oldest // keys * keys)[:, None]
+        table[..., 7] = (-(-seen // keys) * keys)[:, None]
+    table[..., 8], table[..., 9] = (ends[0] // keys * keys)[:, None], ends[1][:, None]
+    return work._replace(tiles=tiles)
+
+
+@lru_cache(256)
+def _equal_layout(
+    tiling: Tiling, length: int, begins: tuple[int, ...], stops: tuple[int, ...], limit: int
+) -> Work | None:
+    """Work of blocks of ``length`` rows by their chunks, where tiles lack the ends of their
+    columns. Texts need a new layout only where one of them grows into another chunk."""
+    begin, end = np.array(begins), np.array(stops)
+    parts = _slices(tiling, 0, length)
     sizes = np.array([rows for _, rows in parts])
     counts = sizes * (end - begin)[:, None]
     before = counts.cumsum().reshape(counts.shape) - counts
     if (before + sizes * end[:, None]).max() > limit:
         return None
-    keys, numbers = tiling.keys, np.arange(len(starts))
-    table = np.empty((len(starts), len(parts), TILE_FIELDS.value), np.int32)
-    of_blocks = (
-        oldest // keys * keys, -(-seen // keys) * keys, ends[0] // keys * keys, ends[1],
-    )  # fmt: skip
+    numbers = np.arange(len(begin))
+    table = np.zeros((len(begin), len(parts), TILE_FIELDS.value), np.int32)
     table[..., 0], table[..., 1], table[..., 2] = numbers[:, None], [n for n, _ in parts], sizes
     table[..., 3], table[..., 4], table[..., 5] = before, begin[:, None], (end - begin)[:, None]
-    for field, values in enumerate(of_blocks, 6):
-        table[..., field] = values[:, None]
-    table[..., 10], table[..., 11] = -1, 0
-    places = np.empty((len(starts), first.length, 4), np.int32)
-    places[..., :2] = np.arange(first.length)[:, None]
+    table[..., 10] = -1
+    places = np.empty((len(begin), length, 4), np.int32)
+    places[..., :2] = np.arange(length)[:, None]
     places[..., 2:] = (numbers * len(parts))[:, None, None]
     rows = table.reshape(-1, TILE_FIELDS.value)
     return _with_items(rows, places.reshape(-1, 4), np.empty(0, np.uint8), [0], int(counts.sum()))
@@ -343,13 +355,11 @@ def _equal_work(blocks: Sequence[QueryBlock], tiling: Tiling, limit: int) -> Wor
 
 def _chunks_of(positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """:func:`chunk_of` for many positions."""
-    near, middle = positions // NEAR[1], (positions - MIDDLE[0]) // MIDDLE[1]
-    far = (positions - FAR[0]) // FAR[1]
-    found: NDArray[np.int64] = np.select(
-        [positions < MIDDLE[0], positions < FAR[0]],
-        [near, _MIDDLE_CHUNK + middle],
-        _FAR_CHUNK + far,
-    )
+    near = np.minimum(positions, MIDDLE[0]) // NEAR[1]
+    if positions.max() < MIDDLE[0]:
+        return near
+    middle = (np.minimum(positions, FAR[0]) - MIDDLE[0]).clip(0) // MIDDLE[1]
+    found: NDArray[np.int64] = near + middle + (positions - FAR[0]).clip(0) // FAR[1]
     return found
 
 

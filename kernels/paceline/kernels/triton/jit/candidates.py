@@ -14,7 +14,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paceline.kernels.triton.jit.sampling import LAST_ID, NONE, _gumbel, _key, _keys, _value
+from paceline.kernels.triton.jit.sampling import (
+    ID_BITS,
+    LAST_ID,
+    NONE,
+    _gumbel,
+    _key,
+    _keys,
+    _value,
+)
+
+LOWEST: tl.constexpr = tl.constexpr(-(1 << 31))
+"""Lower than the upper half of the key of any float."""
 
 
 @triton.jit(do_not_specialize=["vocab"])
@@ -49,15 +60,18 @@ def best_of_chunks(
                 score += _gumbel(seed, position, tokens)
             score = tl.where(kept, score, float("-inf"))
             score = tl.where(score == 0.0, 0.0, score)  # one zero
-            key = tl.where(at < vocab, _key(score) | (LAST_ID - at), NONE)
     highest = tl.max(score, 0)
     finite = tl.where(highest == float("-inf"), 0.0, highest)
     place = row * tl.num_programs(1) + chunk
     tl.store(sums + place, tl.sum(tl.exp(score - finite), 0))
+    # The upper half of keys, which one instruction compares.
+    order = tl.where(at < vocab, (_key(score) >> ID_BITS).to(tl.int32), LOWEST)
     for index in range(BESTS):
-        best = tl.max(key, 0)
-        tl.store(bests + place * BESTS + index, best)
-        key = tl.where(key == best, NONE, key)
+        best = tl.max(order, 0)
+        found = tl.min(tl.where(order == best, at, LAST_ID), 0)
+        whole = (best.to(tl.int64) << ID_BITS) | (LAST_ID - found)
+        tl.store(bests + place * BESTS + index, tl.where(best == LOWEST, NONE, whole))
+        order = tl.where(at == found, LOWEST, order)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.drafter.generation import Budget
@@ -28,6 +29,7 @@ from paceline.drafter.growth.target_data import StateRows
 from paceline.drafter.growth.text import Growth, PassPart, TextPasses, TreeChoices, TreeSettings
 from paceline.kernels import (
     Context,
+    EqualBlocks,
     KVCacheView,
     LevelBlock,
     QueryBlock,
@@ -92,7 +94,7 @@ class HostPass:
     blocks: Sequence[QueryBlock] = ()
     """Its blocks; sequences are those of the batch."""
 
-    positions: Sequence[int] = ()
+    positions: Sequence[int] | NDArray[np.int64] = ()
     """Absolute position of each row."""
 
     tokens: Sequence[int] = ()
@@ -140,15 +142,11 @@ def level_passes(starts: Sequence[int], lengths: Sequence[int], shape: TreeShape
         lengths: Its position.
         shape: Of the trees.
     """
-    found = []
+    found, first = [], np.array(starts, np.int64)
     for level in range(1, len(shape.sizes)):
-        levels, count = shape.sizes[:level], shape.stops[level]
-        blocks = [
-            LevelBlock(index, start, None, count, levels=levels)
-            for index, start in enumerate(starts)
-        ]
-        depths = blocks[0].depths
-        found.append(HostPass(blocks, [n + depth for n in lengths for depth in depths]))
+        block = LevelBlock(0, starts[0], None, shape.stops[level], levels=shape.sizes[:level])
+        positions = np.add.outer(lengths, block.depths).ravel()
+        found.append(HostPass(EqualBlocks(block, first), positions))
     return found
 
 

@@ -33,7 +33,15 @@ from paceline.drafter.growth.device import (
 from paceline.drafter.growth.target_data import KvLayers, StateRows, TargetKv
 from paceline.drafter.growth.text import TreeSettings
 from paceline.drafter.kv.reader import KvPages, StateSlice
-from paceline.kernels import Context, KVCacheView, SamplingParams, TreePlan, plan_trees, send
+from paceline.kernels import (
+    Context,
+    EqualBlocks,
+    KVCacheView,
+    QueryBlock,
+    SamplingParams,
+    TreePlan,
+    send,
+)
 from paceline.kernels.trees import ContextBlock
 
 if TYPE_CHECKING:
@@ -156,7 +164,7 @@ class DraftGraphs:
         for noise in NOISES:
             for sequences in reversed(SEQUENCES):
                 for fed in reversed(FED):
-                    self._graph(sequences, fed, noise)
+                    self.graph(sequences, fed, noise)
         self._capturing.release()
 
     def run(
@@ -184,7 +192,7 @@ class DraftGraphs:
             return None
         params = [ranker.params for ranker in rankers]
         noise = NOISES[max(map(_noise, params))]
-        graph = self._graph(sequences, fed, noise)
+        graph = self.graph(sequences, fed, noise)
         if not graph.fill(draft, params, lengths, last):
             return None
         found = self._results[: len(rankers)]
@@ -194,12 +202,15 @@ class DraftGraphs:
 
     def _fits(self, draft: HostDraft, sequences: int, fed: int) -> bool:
         for each, shape in zip(draft.passes, self._passes[fed], strict=True):
-            widest = max((block.length for block in each.blocks), default=0)
+            equal = isinstance(each.blocks, EqualBlocks)
+            blocks = each.blocks[:1] if equal else each.blocks
+            widest = max((block.length for block in blocks), default=0)
             if widest > shape.rows or len(each.positions) > sequences * shape.rows:
                 return False
         return True
 
-    def _graph(self, sequences: int, fed: int, noise: str) -> _Graph:
+    def graph(self, sequences: int, fed: int, noise: str) -> _Graph:
+        """Returns the graph for one of :data:`SEQUENCES`, :data:`FED` and :data:`NOISES`."""
         key = (sequences, fed, noise)
         if key not in self._graphs:
             passes = self._passes[fed]
@@ -332,15 +343,13 @@ class _Graph(Passes):
         numbers = range(self._sequences)
         for index, each in enumerate(draft.passes):
             tokens, rows = self._given[index]
-            _fill(host[tokens], np.array(each.tokens, np.int64))
-            _fill(host[rows], np.array(each.logit_rows, np.int64))
+            _fill(host[tokens], each.tokens)
+            _fill(host[rows], each.logit_rows)
             own, context = self._tables[index]
-            plan = of_contexts = None
-            if each.blocks:
-                plan = plan_trees(each.blocks, positions=each.positions)
-                if self._shapes[index].contexts:
-                    of_contexts = plan_trees(context_blocks(each, draft.contexts))
-            if not (own.fill(plan, numbers) and context.fill(of_contexts, numbers)):
+            attended = context_blocks(each, draft.contexts) if self._shapes[index].contexts else []
+            if not own.fill(each.blocks, numbers, each.positions):
+                return False
+            if not context.fill(attended, numbers):
                 return False
             self._fill_states(index, each.inputs)
         self._staging.send()
@@ -499,15 +508,19 @@ class _Graph(Passes):
         return self._model.layers.states(states) if self._shapes[index].inputs else None
 
 
-def context_blocks(each: HostPass, contexts: Sequence[Context]) -> list[ContextBlock]:
+def context_blocks(each: HostPass, contexts: Sequence[Context]) -> Sequence[QueryBlock]:
     """Returns the blocks of a pass as rows that attend to the whole contexts."""
+    last = [context.length - 1 for context in contexts]
+    if isinstance(each.blocks, EqualBlocks):
+        first = ContextBlock(0, last[0], None, each.blocks.first.length)
+        return EqualBlocks(first, np.array(last, np.int64))
     return [
-        ContextBlock(block.sequence, contexts[block.sequence].length - 1, None, block.length)
+        ContextBlock(block.sequence, last[block.sequence], None, block.length)
         for block in each.blocks
     ]
 
 
-def _fill(table: NDArray[Any], numbers: NDArray[Any]) -> None:
+def _fill(table: NDArray[Any], numbers: Sequence[int] | NDArray[Any]) -> None:
     """Writes the first rows of a table, and zeros to the others."""
     table[: len(numbers)] = numbers
     table[len(numbers) :] = 0
