@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
 .PHONY: setup demo smollm2 test test-slow families levels sanitize resolve chart containers vllm up down lint imports types proto \
-	proto-check browser clients docs bench drills fuzz audit gpu-check gpu-kernels gpu-services \
+	proto-check browser clients docs docs-check bench drills fuzz audit gpu-check gpu-kernels gpu-services \
 	gpu-first gpu-speed gpu-wheels gpu-packages gpu-train clean
 
 # The version of OpenAI's client for Node that `make clients` tests.
@@ -135,6 +135,10 @@ browser: setup
 docs: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# Every shell and Python block of README and Getting started, as pasted, with a home folder of its own.
+docs-check: setup
+	$(BIN)/python -m pytest -m pages tests/pages
 
 # Every drafter beside other engines, into bench/results: 40 minutes on two cores. BENCH= takes
 # another command of `paceline bench` with its options.

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,3 +114,32 @@ def test_a_large_gguf_file_in_blocks_has_a_default(
     file = write_gguf(tmp_path / "blocks.gguf", folder, Kind.Q8_0)
     specs = shipped.drafters_for(file)
     assert specs == ["ngram=ngram", f"selfspec=selfspec:{file},weights=int4"]
+
+
+_FORK = """
+import os, sys
+import torch
+from paceline.cli import shipped
+
+def compute(*_):
+    torch.set_num_threads(2)
+    return torch.ones(1 << 22).add(1).sum().item()
+
+def fitting(*_):
+    compute()
+    yield None
+
+shipped._fitting = fitting
+shipped.only_looks_up(sys.argv[1], on_gpu=False)
+child = os.fork()
+if child == 0:
+    compute()
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_can_compute_after_drafters_were_looked_for() -> None:
+    target = DEMO / "target"
+    run = subprocess.run([sys.executable, "-c", _FORK, str(target)], timeout=60, check=False)
+    assert run.returncode == 0

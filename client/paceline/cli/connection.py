@@ -113,10 +113,12 @@ def client_of(args: argparse.Namespace, **options: Any) -> Client:
 def add_health_arguments(parser: argparse.ArgumentParser) -> None:
     """Add address, timeout and TLS."""
     parser.add_argument(
-        "address",
-        nargs="?",
-        default=verifier_address(),
-        help="address of a verifier or drafter: host:port or unix:/path (default: %(default)s)",
+        "addresses",
+        nargs="*",
+        default=[verifier_address()],
+        metavar="ADDRESS",
+        help="of verifiers and drafters: host:port or unix:/path "
+        f"(default: that of the verifier, {verifier_address()})",
     )
     parser.add_argument(
         "--timeout",
@@ -136,29 +138,32 @@ def add_health_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_health(args: argparse.Namespace) -> int:
-    """Print the status; 0 if serving, 1 if draining or unreachable, 2 for bad arguments."""
+    """Print each status; 0 if all serve, 1 if one drains or is unreachable, 2 for bad arguments."""
+    end = time.monotonic() + args.wait
+    return max([_health(args, address, end) for address in args.addresses])
+
+
+def _health(args: argparse.Namespace, address: str, end: float) -> int:
+    """The same for one address, waiting until the time `end` of the monotonic clock."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     from paceline.cli.service_process import FAILURE_FILE
 
     async def check() -> health_pb2.HealthCheckResponse:
-        async with Connections(tls=tls_of(args)).channel(args.address, "") as channel:
+        async with Connections(tls=tls_of(args)).channel(address, "") as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             return await stub.Check(health_pb2.HealthCheckRequest(), timeout=args.timeout)
 
     async def check_until_it_serves() -> health_pb2.HealthCheckResponse:
-        end = time.monotonic() + args.wait
         while True:
+            late = time.monotonic() >= end
             try:
                 answer = await check()
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                if late or answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return answer
             except grpc.aio.AioRpcError as error:
-                if error.code() != grpc.StatusCode.UNAVAILABLE or time.monotonic() > end:
+                if late or error.code() != grpc.StatusCode.UNAVAILABLE:
                     raise
-            else:
-                if time.monotonic() > end:
-                    return answer
             await asyncio.sleep(0.2)
 
     try:
@@ -168,6 +173,6 @@ def run_health(args: argparse.Namespace) -> int:
         why = f"{error.code().name}: {error.details()}"
         with suppress(OSError):
             why = f"it does not start: {FAILURE_FILE.read_text(encoding='utf-8').strip()}"
-        raise CommandError(f"{args.address}: {why}", 1) from error
-    print(f"{args.address}: {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}")
+        raise CommandError(f"{address}: {why}", 1) from error
+    print(f"{address}: {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}")
     return 0 if answer.status == health_pb2.HealthCheckResponse.SERVING else 1

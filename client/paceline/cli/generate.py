@@ -158,7 +158,7 @@ async def _generate(
         if show:
             async for chunk in generation:
                 print(chunk.text, end="", flush=True)
-            print()
+            print(flush=True)  # before --stats writes to the other stream
         return await generation
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from paceline.decoder import ModelSource
     from paceline.drafter import Drafter
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _LARGE = 1 << 26
 """Weights from which on a step of a CPU takes as long as reading them. Unit: bytes."""
@@ -27,6 +32,19 @@ docs/evidence.md. "gguf" is a GGUF file in blocks of 8 bits or fewer,
 "mxfp4" a folder with such experts, which is not measured."""
 
 
+def _on_a_thread(function: Callable[P, R]) -> Callable[P, R]:
+    """Run each call on a thread that ends with it, and so do its OpenMP workers: a fork of this
+    process has none of them, and would wait for them in its first parallel operation."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(function, *args, **kwargs).result()
+
+    return called
+
+
+@_on_a_thread
 def drafters_for(
     target: Path, device: str = "cpu", weights: str = "auto", lora: Path | None = None
 ) -> list[str]:
@@ -88,6 +106,7 @@ def drafters_for(
     return load
 
 
+@_on_a_thread
 def only_looks_up(
     target: Path, *, on_gpu: bool, weights: str = "auto", lora: Path | None = None
 ) -> bool:
