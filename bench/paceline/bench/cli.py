@@ -21,6 +21,7 @@ _MODULES = {
     "quality": "paceline.bench.quality",
     "drills": "paceline.bench.drills.run",
     "widen": "paceline.bench.widen",
+    "headline": "paceline.bench.headline",
 }
 _EXPERIMENTS = (
     "context", "offset", "noise", "attention", "dspark", "load", "selection", "budget", "output",
@@ -90,6 +91,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drills = add("drills", "inject faults under load and check what must hold")
     drills.add_argument("drill", nargs="*", metavar="DRILL", help="name, in quotes; default: all")
     drills.add_argument("--short", action="store_true", help="fewer and smaller: minutes")
+    text = "five lines of a table's results to quote, and the bar chart of README"
+    lines = commands.add_parser("headline", help=text, description=text)
+    lines.add_argument(
+        "--output",
+        type=Path,
+        help="result file of `table`; default: bench/results/MACHINE-table.json",
+    )
+    lines.add_argument("--chart", type=Path, metavar="SVG", help="where to draw the bars")
+    lines.add_argument(
+        "--step", type=Path, help="for --chart: result file of `step --rivals` of the same machine"
+    )
+    lines.add_argument("--entry", default="smollm2 beside rivals", help="entry of --step")
+    lines.add_argument("--weights", default="int4", choices=_WEIGHTS, help="format to draw")
     text = "make a model wider with zeros: the same tokens and drafts, the cost of a larger one"
     widen = commands.add_parser("widen", help=text, description=text)
     widen.add_argument("--target", type=Path, required=True, metavar="DIR", help="its folder")

@@ -22,8 +22,9 @@ from openai import OpenAIError
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from paceline.bench.headline import headline
 from paceline.bench.models import Models
-from paceline.bench.record import Results, make_console
+from paceline.bench.record import Results, describe, make_console
 from paceline.bench.table.engines import (
     NONE,
     AnswerRequest,
@@ -229,6 +230,7 @@ def run(args: argparse.Namespace) -> int:
     picture = results.file.with_suffix(".svg")
     picture.write_text(draw(cells))
     console.print(f"written to {results.file} and {picture}")
+    console.print("\n".join(headline(str(describe()["kind"]), cells)), soft_wrap=True, markup=False)
     return 0
 
 

@@ -1,0 +1,57 @@
+"""Lines to quote from a table, and the bar chart of README."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench.headline import chart, headline
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results"
+MACHINE = "cpu-2x-amd-epyc-25-17"
+
+
+def contestant(rate: float, over: float | None = None, same: int = 2) -> dict[str, Any]:
+    figures: dict[str, Any] = {"tokens_per_second": [rate, rate, rate]}
+    if over is not None:
+        figures |= {"over_none": [over, over, over], "compared": 2, "same_output": same}
+    return {"figures": figures}
+
+
+def test_five_lines() -> None:
+    chat = {
+        "paceline int8 none": contestant(100),
+        "paceline int4 none": contestant(200),
+        "paceline int4 ngram": contestant(180, 0.9),
+        "paceline int4 dspark": contestant(220, 1.1),
+        "llama.cpp Q4_1 none": contestant(80),
+    }
+    assert headline("m", {"chat, T = 0, 1 user": chat}) == [
+        "Machine: m",
+        "Format: 4 bits",
+        "Plain decoding: 200 tokens/s in chats of one user, 2.5 times the fastest other engine "
+        "here (llama.cpp Q4_1)",
+        "Drafting, times plain: chat 1.10 (dspark)",
+        "Identical to plain decoding: yes (4 of 4 texts)",
+    ]
+
+
+def test_a_text_that_differs_is_no_small_print() -> None:
+    chat = {"paceline int4 none": contestant(9), "paceline int4 x": contestant(9, 1.0, same=1)}
+    assert headline("m", {"chat, T = 0, 1 user": chat})[-1].endswith("NO (1 of 2 texts)")
+
+
+def test_the_chart_of_readme_is_that_of_its_results() -> None:
+    step, table = (
+        json.loads((RESULTS / f"{MACHINE}-{name}.json").read_text())
+        for name in ("step", "table-int8-int4")
+    )
+    drawn = chart(step, table, "smollm2 beside rivals", "int4")
+    assert (ROOT / "docs" / "images" / "speed.svg").read_text() == drawn
+    table["machine"]["kind"] = "another"
+    with pytest.raises(ValueError, match="expected one machine"):
+        chart(step, table, "smollm2 beside rivals", "int4")
