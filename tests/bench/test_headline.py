@@ -1,14 +1,16 @@
-"""Lines to quote from a table, and the bar chart of README."""
+"""Lines to quote from a table, and the pictures of README."""
 
 from __future__ import annotations
 
 import json
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.bench.headline import chart, headline
+from paceline.bench.recording import Recording
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -55,3 +57,13 @@ def test_the_chart_of_readme_is_that_of_its_results() -> None:
     table["machine"]["kind"] = "another"
     with pytest.raises(ValueError, match="expected one machine"):
         chart(step, table, "smollm2 beside rivals", "int4")
+
+
+def test_a_recording_is_a_picture_whose_lines_appear_at_their_times() -> None:
+    shown = Recording()
+    shown.add("command", "$ one")
+    shown.add("", "a < b " * 40)
+    picture = shown.svg()
+    assert "a &lt; b" in picture
+    assert picture.count("animation-delay") == len(shown.lines) > 2
+    ElementTree.fromstring(picture)

@@ -22,6 +22,7 @@ _MODULES = {
     "drills": "paceline.bench.drills.run",
     "widen": "paceline.bench.widen",
     "headline": "paceline.bench.headline",
+    "recording": "paceline.bench.recording",
 }
 _EXPERIMENTS = (
     "context", "offset", "noise", "attention", "dspark", "load", "selection", "budget", "output",
@@ -104,6 +105,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     lines.add_argument("--entry", default="smollm2 beside rivals", help="entry of --step")
     lines.add_argument("--weights", default="int4", choices=_WEIGHTS, help="format to draw")
+    text = "draw what a text does while its services are killed: the recording of README"
+    recording = add("recording", text)
+    recording.set_defaults(output=Path("docs/images/kill.svg"))
     text = "make a model wider with zeros: the same tokens and drafts, the cost of a larger one"
     widen = commands.add_parser("widen", help=text, description=text)
     widen.add_argument("--target", type=Path, required=True, metavar="DIR", help="its folder")
