@@ -61,22 +61,18 @@ def test_a_chain_is_the_sparse_targets_own_text(folder: Path, budget: int, behin
     sequence.close()
 
 
-def test_chains_grow_with_accepted_tokens_and_shrink_with_wrong_ones(folder: Path) -> None:
-    drafter = load(folder, depth=8)
+def test_a_chain_ends_where_its_survival_is_small(folder: Path) -> None:
     text = text_of(60, 4)
-    lengths = {}
-    for right in (True, False):
-        drafter.exponent = 0.25
-        sequence = start(drafter, text, 59)
-        for _ in range(60):
-            tree = sequence.draft(Budget(8, 8))
-            emitted = tree.tokens if right else [tree.tokens[0] ^ 1]
-            sequence.extend(Update(emitted))
+    whole = start(load(folder, depth=8, min_survival=0), text, 59).draft(Budget(8, 8))
+    assert len(whole) == 8
+    for least in (0.5, whole.survivals[2]):
+        drafter = load(folder, depth=8, min_survival=least)
+        for _ in range(2):  # what was accepted before changes neither length nor confidences
             sequence = start(drafter, text, 59)
-        lengths[right] = len(sequence.draft(Budget(8, 8)))
-        assert 0 < drafter.exponent <= 1
-    assert lengths[False] == 1
-    assert lengths[True] > 5
+            cut = sequence.draft(Budget(8, 8))
+            assert len(cut) == 1 + sum(each >= least for each in whole.survivals[:-1])
+            assert cut.confidences == whole.confidences[: len(cut)]
+            sequence.extend(Update(whole.tokens[: len(cut)]))
 
 
 def test_nothing_is_drafted_without_kv_or_far_behind_it(folder: Path) -> None:

@@ -237,17 +237,11 @@ class GrownText:
         position = self.length + beam.level
         return self.ranker.rank(logits, position, beam.frontier_tokens(), beam.width)
 
-    def grow(self, logits: Tensor, exponent: float = 1.0) -> None:
-        """Adds a level to the tree from the logits ``[frontier, V]`` of the block that was fed.
-
-        Confidences are probabilities to the power of ``exponent``.
-        """
+    def grow(self, logits: Tensor) -> None:
+        """Adds a level to the tree from the logits ``[frontier, V]`` of the block that was fed."""
         if self.tree.level:
             self.tree.mark_fed()
-        ranked = self.rank(logits)
-        if exponent != 1.0:
-            ranked = ranked._replace(logs=ranked.logs * exponent)
-        self.tree.add_level(ranked)
+        self.tree.add_level(self.rank(logits))
 
     def newest(self, begin: int, end: int) -> list[int]:
         """Returns the tokens at positions ``begin`` to ``end``, all among those that are kept."""

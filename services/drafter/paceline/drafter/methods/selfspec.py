@@ -5,13 +5,12 @@ Attention with Self-Speculative Decoding" (policy ``verified``), and Sadhukhan e
 (``streaming``, ``quest``). The prefix that the verifier has committed is sparse. Tokens after it
 are dense: their keys and values are computed here.
 
-A drafted token costs about half a step of the target or more, so a chain ends where the next token
-would probably be wrong. For this the confidences are calibrated as tokens are accepted.
+A copy of the target agrees with it far more often than its probabilities say, so a chain goes on
+to a small survival (``min_survival``); the verifier corrects the confidences while it serves.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,6 @@ from paceline.decoder import (
     PackedWeights,
     open_model,
 )
-from paceline.drafter.growth.beam import Beam
 from paceline.drafter.growth.host import HostGrowth, forward_parts
 from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
 from paceline.drafter.growth.text import GrownText, PassPart, TextPasses, TreeSettings, required
@@ -59,16 +57,6 @@ MAX_NEW_TOKENS = 128
 a lost connection, catching up would take longer than a draft saves: the tree is empty.
 Unit: tokens."""
 
-_EXPONENT = 0.25
-"""Exponent on confidences before any token was compared: a copy of the target agrees with it far
-more often than its probabilities say."""
-
-_MIN_EXPONENT = 1 / 32
-"""Below it, tokens of any probability would be drafted."""
-
-_RATE = 0.1
-"""Relative change of the exponent for each token that was expected and wrong: about ten count."""
-
 _SHARED_WEIGHTS_TIMEOUT = 60.0
 """Longest wait for the verifier's weights. Unit: seconds."""
 
@@ -88,17 +76,6 @@ class SelfSpecPasses(TextPasses):
         self.kv = required(generation.kv, "selfspec", "KV")
         self.cache = LocalCache(drafter.decoder.config, drafter.decoder.device)
         self._begin = self._slot = self._fed = 0
-        self.exponent = drafter.exponent
-        """A probability to this power is the confidence of a node of a chain."""
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        if self.text.beam is not None and self._is_chain:
-            self._calibrate(self.text.beam, tokens)
-
-    @property
-    def _is_chain(self) -> bool:
-        # Powers of the probabilities of siblings would sum to more than 1.
-        return max(self.text.widths) == 1
 
     def prepare(self) -> bool:
         """Copies the selected positions of all layers. Returns False without any, or too few."""
@@ -141,7 +118,7 @@ class SelfSpecPasses(TextPasses):
         if not self.text.tree.level:
             self._fed = self.text.length - self._begin
             self._slot += self._fed
-        self.text.grow(logits, self.exponent if self._is_chain else 1.0)
+        self.text.grow(logits)
 
     def begin_ahead(self) -> bool:
         return self.text.chain_grows()
@@ -152,16 +129,6 @@ class SelfSpecPasses(TextPasses):
     def close(self) -> None:
         del self.cache
 
-    def _calibrate(self, beam: Beam, emitted: Sequence[int]) -> None:
-        """Compares a chain with the tokens that the verifier chose, up to the first difference."""
-        surplus = 0.0
-        for drafted, log_prob, token in zip(beam.tokens, beam.log_probs, emitted, strict=False):
-            surplus += math.exp(log_prob) - (drafted == token)
-            if drafted != token:
-                break
-        self.exponent = min(1.0, max(_MIN_EXPONENT, self.exponent * math.exp(_RATE * surplus)))
-        self._drafter.exponent = self.exponent
-
 
 @dataclass(frozen=True)
 class SelfSpecOptions(TreeOptions, KvOptions):
@@ -169,7 +136,7 @@ class SelfSpecOptions(TreeOptions, KvOptions):
 
     widths: tuple[int, ...] = (1,)
     depth: int = 8
-    min_survival: float = 0.7
+    min_survival: float = 0.02
     formats: ClassVar[tuple[str, ...]] = WEIGHTS
 
     context: int = 512
@@ -207,8 +174,6 @@ class SelfSpecDrafter(Drafter):
         self.settings = settings = TreeSettings.of(decoder.config, options)
         self.max_nodes, self.max_depth = settings.max_nodes, settings.max_depth
         self.growth = TreeGrowth(HostGrowth(self))
-        self.exponent = _EXPONENT
-        """Exponent of the sequence that was calibrated last; new ones start with it."""
         layers = tuple(range(decoder.config.layers))
         self.needs = Needs(layers, options, options.context, options.ratio)
 
