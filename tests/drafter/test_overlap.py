@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 from calls import until
 from fakes.drafter import FakeDrafter, FakeSequence
 
+from paceline.drafter.exchange import on_other_cores
 from paceline.drafter.methods.base import Budget, Update
 from paceline.drafter.methods.selfspec import SelfSpecDrafter
+from paceline.service.exchange import FramedSocket
 
 from .models import GREEDY, SAMPLINGS, VOCAB, Oracle, load, recorded_kv, start, text_of, write_model
 from .test_selfspec import load as load_selfspec
@@ -102,17 +106,38 @@ class _Ahead(FakeDrafter):
         return self.sequences
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-async def test_the_worker_drafts_ahead_between_rounds_if_told_to(overlap: bool) -> None:
+@pytest.mark.parametrize(
+    ("overlap", "apart", "expected"),
+    [(True, False, True), (False, True, False), (None, True, True), (None, False, False)],
+)
+async def test_the_worker_drafts_ahead_between_rounds_where_it_has_cores_of_its_own(
+    overlap: bool | None, apart: bool, expected: bool
+) -> None:
     with started_worker(overlap=overlap) as worker:
         drafter = _Ahead()
         session = drafting(drafter)
+        session.apart = apart
         for token in (5, 6):
             drafter.journal.clear()
             drafted = await round_of(worker, session, token)
             assert drafted.tree.tokens == (token,)
-            if overlap:
+            if expected:
                 await until(lambda: drafter.journal.count(("ahead", 0)) > 2)
         await worker.run(lambda: worker.close(session))
-    assert (("ahead", 0) in drafter.journal) == overlap
+    assert (("ahead", 0) in drafter.journal) == expected
     assert drafter.sequences[0].closed == 1
+
+
+def test_a_verifier_is_apart_if_it_shares_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = socket.socketpair()
+    opened = FramedSocket(near, 100)
+    assert opened.peer_pid() == os.getpid()
+    assert not on_other_cores(opened)
+    assert on_other_cores(None), "there is no socket between machines"
+    cores = {0: {2, 3}, os.getpid(): {0, 1}}
+    monkeypatch.setattr(os, "sched_getaffinity", cores.__getitem__)
+    assert on_other_cores(opened)
+    cores[0] = {1, 2}
+    assert not on_other_cores(opened)
+    opened.close()
+    far.close()

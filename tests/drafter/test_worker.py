@@ -21,7 +21,7 @@ BUDGET = Budget(8, 8)
 
 
 @contextmanager
-def started_worker(*, overlap: bool = False) -> Iterator[DraftWorker]:
+def started_worker(*, overlap: bool | None = False) -> Iterator[DraftWorker]:
     """A worker that runs for the body."""
     worker = DraftWorker(overlap=overlap)
     worker.start()

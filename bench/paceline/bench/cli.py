@@ -138,6 +138,12 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
         help="repeatable; default: those that ship for the target, ngram and selfspec in 4 bits",
     )  # fmt: skip
     option("--always", action="store_true", help="each drafter also with a tree in every round")
+    option("--sources", metavar="NAMES", help="the verifier's own sources; default: its own")
+    option(
+        "--apart", action="store_true",
+        help="verifier and drafter on a core each, as on two devices, with a tree in every round: "
+        "drafted after the step, and ahead, while the verifier works; needs taskset",
+    )  # fmt: skip
     option(
         "--without-lookup", action="store_true",
         help="each trained drafter also with lookup=false, as NAME-alone: what the method gains",

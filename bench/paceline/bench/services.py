@@ -36,6 +36,9 @@ def services(
     drafters: Mapping[str, str],
     weights: str,
     verifier: Sequence[str] = (),
+    drafter: Sequence[str] = (),
+    *,
+    apart: bool = False,
 ) -> Iterator[Services]:
     """Start both services on the CPU for the body.
 
@@ -44,16 +47,38 @@ def services(
         drafters: Specifications METHOD[:DIR][,KEY=VALUE...] by name.
         weights: Format of the target's weights.
         verifier: More arguments of the verifier.
+        drafter: More arguments of the drafter.
+        apart: Each service has one thread on a core of its own, as two devices would be: the
+            verifier on the first core that this process may use, the drafter on the second.
     """
+    pins: list[list[str]] = [[], []]
+    if apart:
+        pins = [["taskset", "--cpu-list", str(core)] for core in first_cores(2)]
     load = [
         argument for name, spec in drafters.items() for argument in ("--load", f"{name}={spec}")
     ]
     given = ["--device=cpu", "--target", str(target), "--weights", weights, *verifier]
     with (
-        ServiceProcess("verifier", given) as first,
-        ServiceProcess("drafter", ["--device=cpu", f"--verifier={first.address}", *load]) as second,
+        ServiceProcess("verifier", given, wrapper=pins[0]) as first,
+        ServiceProcess(
+            "drafter",
+            ["--device=cpu", f"--verifier={first.address}", *load, *drafter],
+            wrapper=pins[1],
+        ) as second,
     ):
         yield Services(first, second)
+
+
+def first_cores(count: int) -> list[int]:
+    """The first cores that this process may use.
+
+    Raises:
+        ValueError: There are fewer than ``count``.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < count:
+        raise ValueError(f"this process may use {len(cores)} cores, expected at least {count}")
+    return cores[:count]
 
 
 def kv_segments(*pids: int) -> list[str]:

@@ -113,7 +113,7 @@ class DrafterOptions:
     overlap: bool | None = option(
         None,
         "draft on while the verifier works: chains of lm and selfspec; it pays where the drafter "
-        "has cores or a device of its own (default: on a GPU)",
+        "has cores or a device of its own (default: on a GPU, and for verifiers on other cores)",
         action=argparse.BooleanOptionalAction,
     )
     max_context: int | None = option(None, "longest text, in tokens", metavar="N")

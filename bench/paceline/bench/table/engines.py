@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, Self
@@ -25,6 +26,9 @@ from paceline.decoder import plain_folder
 
 NONE = "none"
 """The mode without speculation, the first of every engine."""
+
+ALWAYS_END, AHEAD = " always", " ahead"
+"""Ends of the modes that draft in every round: after the step, and while the verifier works."""
 
 LOCAL, DEFAULT = "local", "default"
 """The modes of Paceline with the verifier's own sources: alone, and as a request that names no
@@ -113,9 +117,14 @@ class PacelineServices:
         target: Hugging Face folder or GGUF file.
         weights: Format of the target's weights.
         drafters: Specifications METHOD[:DIR][,KEY=VALUE...] by name.
-        always: Every round drafts.
+        always: Every round drafts; these modes end in ``always``.
         reuse: Read a prompt once and decode behind copies of its KV. For one user.
         every: See :class:`Contestant`.
+        verifier: More arguments of the verifier.
+        ahead: Verifier and drafter are on a core each (see
+            :func:`~paceline.bench.services.services`), and every round drafts. True: chains of
+            ``lm`` and ``selfspec`` grow on while the verifier works, and modes end in ``ahead``.
+            False: they do not. None: the services share the cores.
     """
 
     concurrent = True
@@ -129,14 +138,23 @@ class PacelineServices:
         always: bool = False,
         reuse: bool = False,
         every: int = 1,
+        verifier: Sequence[str] = (),
+        ahead: bool | None = None,
     ) -> None:
         self.name, self.every = f"paceline {weights}", every
-        self.modes = (
-            tuple(f"{name} always" for name in drafters)
-            if always
-            else ((NONE, LOCAL, DEFAULT, *drafters))
+        always = always or ahead is not None
+        self._end = AHEAD if ahead else ALWAYS_END if always else ""
+        self.modes = tuple(f"{name}{self._end}" for name in drafters)
+        if not always:
+            self.modes = (NONE, LOCAL, DEFAULT, *self.modes)
+        elif ahead is False:
+            self.modes = (NONE, LOCAL, *self.modes)
+        # A prompt is read anew each time, or behind the parent that the request names.
+        options = ["--lease-seconds=7200", "--no-prefix-caching", *verifier]
+        drafter = [] if ahead is None else ["--overlap" if ahead else "--no-overlap"]
+        self._services = partial(
+            services, target, drafters, weights, options, drafter, apart=ahead is not None
         )
-        self._arguments = target, drafters, weights
         self._options = ALWAYS if always else DraftOptions()
         # A cache with hidden states serves every drafter, one without serves those that read none.
         readers = ("dspark", "eagle3", "mtp")
@@ -147,9 +165,7 @@ class PacelineServices:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            # A prompt is read anew each time, or behind the parent that the request names.
-            options = ["--lease-seconds=7200", "--no-prefix-caching"]
-            pair = stack.enter_context(services(*self._arguments, verifier=options))
+            pair = stack.enter_context(self._services())
             self._client = await stack.enter_async_context(pair.client(self._options))
             self._stack = stack.pop_all()
         return self
@@ -166,7 +182,7 @@ class PacelineServices:
             max_new_tokens=request.tokens,
             temperature=request.temperature,
             seed=request.seed,
-            drafter=None if mode == DEFAULT else mode.removesuffix(" always"),
+            drafter=None if mode == DEFAULT else mode.removesuffix(self._end),
             isolated=mode
             in (LOCAL, DEFAULT),  # other modes have the same text: none may remember it
             parent=parent,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from paceline.bench.table.engines import NONE, Answer, digest
+from paceline.bench.table.engines import AHEAD, ALWAYS_END, NONE, Answer, digest
 
 Sample = dict[str, Any]
 """Of one group of requests; see :func:`sample`."""
@@ -24,6 +24,9 @@ GREEDY, MANY = ", T = 0, 1 user", ", T = 0, 8 users"
 """Ends of names of cells."""
 
 _RESAMPLES = 1000
+
+_A_STEP = {"checked_a_step": "checked", "draft_ms": "draft_ms", "step_ms": "verify_ms"}
+"""Figures that are means over steps, and the field of a sample that has their total."""
 
 _WIDTH, _HEIGHT, _MARGIN, _BAR = 560, 260, 50, 14  # of a panel, and of a bar, in pixels
 _COLORS = ("#1f5fa8", "#9fc0e6", "#c8571b", "#8a3fa0", "#5b6770")
@@ -46,6 +49,8 @@ def sample(answers: Sequence[Answer], prompts: Sequence[list[int]]) -> Sample:
         "drafted": sum(answer.drafted_tokens for answer in answers),
         "checked": sum(answer.checked for answer in answers),
         "steps": sum(answer.steps for answer in answers),
+        "draft_ms": round(sum(answer.draft_ms for answer in answers), 2),
+        "verify_ms": round(sum(answer.verify_ms for answer in answers), 2),
         "output": digest("\n".join(answer.output for answer in answers)),
     }
 
@@ -53,7 +58,8 @@ def sample(answers: Sequence[Answer], prompts: Sequence[list[int]]) -> Sample:
 def summarize(cell: Cell) -> None:
     """Fill in the figures of every contestant.
 
-    ``over_better`` compares a drafter with the better of none and a draft in every round.
+    ``over_better`` compares a drafter with the better of none and a draft in every round,
+    ``over_after`` drafting ahead with drafting after the step.
     """
     for name, entry in cell.items():
         samples = entry["samples"]
@@ -66,17 +72,21 @@ def summarize(cell: Cell) -> None:
         if rounds := sum(each["rounds"] for each in samples.values()):
             figures["accepted_length"] = sum(s["drafted"] for s in samples.values()) / rounds
         if steps := sum(each.get("steps", 0) for each in samples.values()):
-            checked = sum(each.get("checked", 0) for each in samples.values())
-            figures["checked_a_step"] = round(checked / steps, 3)
+            for figure, total in _A_STEP.items():
+                found = sum(each.get(total, 0) for each in samples.values())
+                figures[figure] = round(found / steps, 3)
         plain = _plain(name)
         if plain in cell and plain != name:
             shared = samples.keys() & cell[plain]["samples"].keys()
             same = [_output(cell, name, each) == _output(cell, plain, each) for each in shared]
             figures |= {"over_none": ratio(cell, name, plain), "same_output": sum(same)}
             figures["compared"] = len(same)
+        after = name.removesuffix(AHEAD) + ALWAYS_END
+        if name.endswith(AHEAD) and after in cell:
+            figures["over_after"] = ratio(cell, name, after)
         entry["figures"] = figures
     for name, entry in cell.items():
-        fixed = [each for each in (_plain(name), f"{name} always") if each in cell]
+        fixed = [each for each in (_plain(name), f"{name}{ALWAYS_END}") if each in cell]
         if name != _plain(name) and len(fixed) == 2 and all(_rates(cell, each) for each in fixed):
             better = max(fixed, key=lambda each: _rate(cell, each))
             entry["figures"]["over_better"] = ratio(cell, name, better)
@@ -114,7 +124,7 @@ def best(cell: Cell, engine: str, drafted: bool = False) -> str | None:
         for name, entry in cell.items()
         if name.startswith(engine)
         and entry["figures"]["tokens_per_second"]
-        and not (drafted and name.endswith((f" {NONE}", " always")))
+        and not (drafted and name.endswith((f" {NONE}", ALWAYS_END, AHEAD)))
     ]
     return max(names, key=lambda name: _rate(cell, name), default=None)
 

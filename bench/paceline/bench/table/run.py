@@ -26,6 +26,8 @@ from paceline.bench.headline import headline
 from paceline.bench.models import Models
 from paceline.bench.record import Results, describe, make_console
 from paceline.bench.table.engines import (
+    AHEAD,
+    ALWAYS_END,
     NONE,
     AnswerRequest,
     Contestant,
@@ -303,8 +305,11 @@ def contestants(
 ) -> Iterator[Contestant]:
     """Engines of a phase that are here. Slow ones answer fewer prompts, and only greedily."""
     # Engines of their own for --always: drafters that remember texts have not seen the answers.
-    for weights, always in product(args.weights, (False, True) if args.always else (False,)):
-        end = " always" if always else ""
+    kinds: tuple[tuple[bool, bool | None], ...] = ((False, None), (True, None))[: 1 + args.always]
+    if args.apart:
+        kinds = ((True, False), (True, True))
+    for weights, (always, ahead) in product(args.weights, kinds):
+        end = AHEAD if ahead else ALWAYS_END if always else ""
         loaded = {
             name: spec
             for name, spec in _drafters(args, models.target, weights)
@@ -317,6 +322,8 @@ def contestants(
             always=always,
             reuse=phase.users == 1,
             every=1 if weights == args.weights[0] else 2,
+            verifier=[f"--sources={args.sources}"] if args.sources else [],
+            ahead=ahead,
         )
     servers: dict[str, dict[str, str]] = {}
     for name, mode, url in args.server:

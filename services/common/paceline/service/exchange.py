@@ -19,6 +19,8 @@ _MAX_WAIT = 3600.0
 """Longest wait with a limit: the kernel counts in milliseconds of 32 bits. Unit: seconds."""
 
 _LENGTH = struct.Struct("<I")
+_CREDENTIALS = struct.Struct("=iII")
+"""Process, user and group of a peer."""
 
 
 def socket_address(path: str) -> str:
@@ -64,6 +66,15 @@ class FramedSocket:
     def fileno(self) -> int:
         """Descriptor of the socket."""
         return self._socket.fileno()
+
+    def peer_pid(self) -> int:
+        """Process at the other end of a Unix socket; 0 where the system does not tell, or it is not
+        visible here."""
+        if sys.platform != "linux":
+            return 0
+        found = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid: int = _CREDENTIALS.unpack(found)[0]
+        return pid
 
     @property
     def unsent(self) -> bool:

@@ -134,11 +134,13 @@ class Connection:
         write: Callable[[exchange_pb2.JoinRequest], None],
         fail: Callable[[str], None],
         socket: FramedSocket | None,
+        apart: bool,
     ) -> None:
         """Make a connection, on the event loop.
 
         ``write`` sends a message over the gRPC stream, ``fail`` ends the connection with a reason;
         both are called on the event loop. Without a socket, messages travel over the stream.
+        ``apart``: whether the verifier works on other cores.
         """
         self.sequences: dict[int, _Sequence] = {}
         """Open sequences by number, those that are being opened included."""
@@ -149,6 +151,7 @@ class Connection:
         self._write = write
         self._fail = fail
         self._socket = socket
+        self._apart = apart
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._last = 0
@@ -566,6 +569,7 @@ class Connection:
             session = await open_session(
                 version, generation, parts.kv, parts.tracer, message.traceparent
             )
+            session.apart = self._apart
         except BaseException as error:
             parts.registry.detach(version, evict)
             if isinstance(error, KvGone):

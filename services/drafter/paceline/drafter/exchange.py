@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import re
 import socket
@@ -211,7 +212,8 @@ class _Verifier:
                     raise _Ended("it sent a message over the stream, expected the socket")
                 worker.post(partial(connection.receive, message, time.monotonic()))
 
-        connection = Connection(self._parts, self.address, joined, write, fail, opened)
+        apart = on_other_cores(opened)
+        connection = Connection(self._parts, self.address, joined, write, fail, opened, apart)
         tasks = [asyncio.create_task(send()), asyncio.create_task(receive())]
         try:
             worker.post(connection.start)
@@ -399,3 +401,17 @@ async def _open_socket(joined: exchange_pb2.Joined) -> FramedSocket | None:
     framed = FramedSocket(connection, limits.VERIFIER_FRAME_BYTES)
     framed.send(joined.socket_token)
     return framed
+
+
+def on_other_cores(opened: FramedSocket | None) -> bool:
+    """Whether a verifier shares no core with this process: by the cores that both may use, or
+    because there is no socket, as from another machine."""
+    if opened is None:
+        return True
+    pid = opened.peer_pid()
+    if not pid:  # no process that is visible here; 0 would be this one
+        return False
+    try:
+        return os.sched_getaffinity(pid).isdisjoint(os.sched_getaffinity(0))
+    except OSError:  # it has ended, or another user's limits hide it
+        return False

@@ -209,7 +209,8 @@ def build_service(
             (:func:`~paceline.drafter.wiring.drafting_device`). KV on a GPU is mapped only by
             drafters on a GPU.
         overlap: Whether chains of ``lm`` and ``selfspec`` grow on while the verifier works. It pays
-            where the drafter has a processor of its own. None: if ``device`` is a GPU.
+            where the drafter has a processor of its own. None: if ``device`` is a GPU, or where the
+            verifier works on other cores.
         threads: Threads of the math library for methods with weights; None: its default.
         max_context: Longest text. Unit: tokens.
         max_streams: Maximum number of open sequences; further ones are refused.

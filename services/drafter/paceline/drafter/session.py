@@ -88,6 +88,8 @@ class Session:
         self.statistics = statistics or DraftStatistics()
         self.kv = kv
         self.states = states
+        self.apart = False
+        """Whether its verifier works on other cores, so that drafting ahead takes none from it."""
         self._sources = [source for source in (kv, states) if source is not None]
         self._rejects = rejects(generation.sampling)
         self._received = 0

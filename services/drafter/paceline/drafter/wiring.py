@@ -30,9 +30,9 @@ def kv_readers(verifiers: Sequence[str], access: VerifierAccess, device: str) ->
 
 def drafting_worker(device: str, overlap: bool | None) -> DraftWorker:
     """Make the thread that drafts. ``overlap``: whether chains grow on while the verifier works;
-    None: if ``device`` is a GPU."""
-    if overlap is None:
-        overlap = device != "cpu"
+    None: if ``device`` is a GPU, or where the verifier works on other cores."""
+    if overlap is None and device != "cpu":
+        overlap = True
     prepare, find_fault = _device_calls(device)
     return DraftWorker(prepare, overlap=overlap, find_fault=find_fault, device=device)
 

@@ -51,7 +51,8 @@ class DraftWorker:
     In each pass it takes what other threads posted and what has come over the sockets, drafts one
     batch for each drafter that has rounds, and then calls what was given to :meth:`flush_later`.
     Rounds come first: a long backlog, such as a prompt to prefill, is processed in slices between
-    the rounds of other sequences. With ``overlap``, an idle thread drafts ahead, level by level.
+    the rounds of other sequences. An idle thread drafts ahead, level by level: with ``overlap``, or
+    by default for a session whose verifier works on other cores.
 
     Thread safety: any thread may call :meth:`post` and :meth:`stop`, the event loop :meth:`run` and
     :meth:`lost`; everything else is for the thread itself, in functions that were posted. From its
@@ -62,7 +63,7 @@ class DraftWorker:
         self,
         prepare: Callable[[], None] | None = None,
         *,
-        overlap: bool = False,
+        overlap: bool | None = None,
         find_fault: Callable[[], Exception | None] | None = None,
         device: str = "cpu",
     ) -> None:
@@ -276,7 +277,7 @@ class DraftWorker:
             if isinstance(tree, KvGone):
                 job.answer(tree)
                 continue
-            if self._overlap:
+            if job.session.apart if self._overlap is None else self._overlap:
                 self._ahead[job.session] = None
             try:
                 waited = begun - job.arrived - job.worked
