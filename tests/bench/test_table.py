@@ -237,6 +237,39 @@ def test_running_servers_of_one_name_are_modes_of_one_engine() -> None:
     assert servers == {"vllm": ("none", "n-gram"), "other": ("none",)}
 
 
+def test_apart_every_round_drafts_after_the_step_and_ahead() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = [
+        "table",
+        "--target",
+        str(TARGET),
+        "--weights",
+        "int8",
+        "--apart",
+        "--drafter",
+        "x=lm:m",
+    ]
+    args = parser.parse_args(words)
+    engines = contestants(args, Models.of(args), open_model(TARGET), Phase(0.7, 1, 1.0))
+    modes = [each.modes for each in engines]
+    assert modes == [("none", "local", "x always"), ("x ahead",)]
+
+
+def test_drafting_ahead_is_compared_with_drafting_after_the_step() -> None:
+    names = ("paceline int8 none", "paceline int8 x always", "paceline int8 x ahead")
+    cell = {
+        name: {"samples": {"0": {**sample([Answer(9, 0.0, end, 0.0, "a")], [[1]])}}}
+        for name, end in zip(names, (4.0, 2.0, 1.0), strict=True)
+    }
+    summarize(cell)
+    figures = cell[names[2]]["figures"]
+    assert figures["over_none"] == [4.0, 4.0, 4.0]
+    assert figures["over_after"] == [2.0, 2.0, 2.0]
+    assert "over_after" not in cell[names[1]]["figures"]
+    assert best(cell, "paceline", drafted=True) is None
+
+
 async def test_vllm_is_started_in_each_mode(tmp_path: Path) -> None:
     program = tmp_path / "python"
     program.write_text(RIVAL)
