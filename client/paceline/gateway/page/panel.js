@@ -41,16 +41,16 @@ export class Panel {
   #sums(run, rounds, drafted, at) {
     const sum = (of, from = rounds) => from.reduce((total, round) => total + of(round), 0);
     const sums = [
-      ["Steps of the verifier", `${stepsOf(rounds)}, of which ${drafted.length} drafted`],
-      ["Tokens of a drafted step", drafted.length ? (sum((round) => round.tokens, drafted) / drafted.length).toFixed(2) : "–"],
-      ["Accepted", `${sum(accepted)} of ${sum((round) => round.tree?.tokens.length ?? 0)} drafted tokens`],
+      ["Verifier steps", `${stepsOf(rounds)}, of which ${drafted.length} drafted`],
+      ["Tokens per drafted step", drafted.length ? (sum((round) => round.tokens, drafted) / drafted.length).toFixed(2) : "–"],
+      ["Accepted tokens", `${sum(accepted)} of ${sum((round) => round.tree?.tokens.length ?? 0)} drafted tokens`],
     ];
     const spent = at === Infinity && run.usage?.speculation;
     if (spent) {
       sums.push(
-        ["First token after", `${spent.first_token_ms.toFixed(0)} ms`],
-        ["Time of the drafter", `${spent.draft_ms.toFixed(0)} ms`],
-        ["Time of the verifier", `${spent.verify_ms.toFixed(0)} ms`],
+        ["Time to first token", `${spent.first_token_ms.toFixed(0)} ms`],
+        ["Drafter time", `${spent.draft_ms.toFixed(0)} ms`],
+        ["Verifier time", `${spent.verify_ms.toFixed(0)} ms`],
         ["Drafter", spent.drafter_versions.join(", ") || "–"],
         ["Accepted by source", Object.entries(spent.sources).map(([name, each]) => `${name} ${each.accepted}`).join(", ") || "–"],
       );

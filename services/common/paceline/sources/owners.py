@@ -19,8 +19,8 @@ class Owners(Generic[_T]):
         self._kept: OrderedDict[str, _T] = OrderedDict()
 
     def of(self, name: str) -> _T:
-        """What is kept of an owner, who counts as the newest. Without a name (""), what it returns
-        is not kept."""
+        """Return the store of one owner, who then counts as the newest. Without a name ("") the
+        store is a new one that is not kept."""
         found = self._kept.pop(name, None) or self._make()
         if name:
             self._kept[name] = found

@@ -95,8 +95,8 @@ class SequenceState:
         self.drafting = False
         """Whether its round has a draft, or the round before had one."""
         self.owed = 0.0
-        """Tokens that its drafting took from others since its last answer, less those that theirs
-        took from it."""
+        """Net tokens that this sequence's drafting has cost the other sequences since its last
+        answer."""
         self._drafter = drafter
         self._began = now
         self._suspended = True
