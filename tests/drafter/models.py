@@ -527,7 +527,8 @@ class DenseDSpark(_Dense):
             logit = self.model.confidence_head(
                 hidden[levels - 1], None if rows is None else rows[0, -1]
             )
-            confidence = float(torch.nn.functional.logsigmoid(logit))
+            temperatures = self.config.confidence_temperatures or (1.0,) * levels
+            confidence = float(torch.nn.functional.logsigmoid(logit / temperatures[levels - 1]))
         if drafted is not None:
             whole = torch.full((len(self.head),), -torch.inf)
             whole[drafted] = scores

@@ -126,7 +126,18 @@ def test_dflash_loads(tmp_path: Path) -> None:
     assert config == plain
 
 
-@pytest.mark.parametrize("change", [{}, NO_HEADS])
+TEMPERATURES = {"confidence_temperatures": (0.5, 1.0, 2.0, 1.25)}
+
+
+@pytest.mark.parametrize("wrong", [(1.0, 1.0), (1.0, 1.0, 0.0, 1.0), (1.0, 1.0, 1.0, float("nan"))])
+def test_temperatures_that_no_head_has_are_refused(wrong: tuple[float, ...]) -> None:
+    with pytest.raises(UnsupportedModelError, match="confidence_temperatures is"):
+        replace(DSPARK, confidence_temperatures=wrong)
+    with pytest.raises(UnsupportedModelError, match="with a confidence head"):
+        replace(DSPARK, **NO_HEADS, **TEMPERATURES)
+
+
+@pytest.mark.parametrize("change", [{}, NO_HEADS, TEMPERATURES])
 @pytest.mark.parametrize("layout", [Layout.DEEPSPEC, Layout.SPECULATORS])
 def test_exports_are_read_back(tmp_path: Path, layout: Layout, change: dict[str, Any]) -> None:
     config = replace(DSPARK, **change)

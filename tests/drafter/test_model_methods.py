@@ -138,6 +138,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "DFlash": {"confidence": False, "layers": 2},
     "no confidences": {"markov_rank": 16, "confidence": False, "window": 300},
     "confidences alone": {"window": 30, "draft_vocab_size": 96},
+    "temperatures": {"markov_rank": 8, "confidence_temperatures": (0.5, 2.0, 1.5, 3.0)},
 }
 
 

@@ -122,9 +122,12 @@ def test_the_loss_falls_and_the_folder_is_a_drafter(
     losses = [row["loss"] for row in log if "loss" in row]
     assert losses[-1] < 0.95 * losses[0]
     assert [row for row in log if "heldout" in row][-1]["heldout"] >= 1
-    notes = json.loads((out / "config.json").read_text())["paceline"]["training"]
-    assert notes["steps"] == 24
+    section = json.loads((out / "config.json").read_text())["paceline"]
+    assert section["training"]["steps"] == 24
     method = kind.rpartition("-")[2]
+    temperatures = section.get("confidence_temperatures", [])
+    assert len(temperatures) == (DSPARK.block if method == "dspark" else 0)
+    assert all(each > 0 for each in temperatures)
     options = {} if method == "lm" else {"target": str(target)}
     method_class(method).load(out, options, Resources()).close()
     card = (out / "README.md").read_text()

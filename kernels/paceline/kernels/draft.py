@@ -42,9 +42,9 @@ class DraftBlockModel:
     head: tuple[Tensor, PackedMatrix] | None
     """The sequential head: W1 ``[rows, rank]``, float32, and W2 ``[R, rank]``, packed."""
 
-    confidence: tuple[Tensor, Tensor] | None
-    """The confidence head: weights of the hidden state ``[hidden]``, and by row of W1 the share of
-    the token before; both float32."""
+    confidence: tuple[Tensor, Tensor, Tensor] | None
+    """The confidence head: weights of the hidden state ``[hidden]``, by row of W1 the share of the
+    token before, and what its logits are divided by ``[levels]``; all float32."""
 
 
 @dataclass(frozen=True)
@@ -140,3 +140,4 @@ class NativeDraft:
         if block.confidence is not None:
             model.confidence = address(block.confidence[0], "the confidence head")
             model.offsets = address(block.confidence[1], "offsets of confidences")
+            model.temperatures = address(block.confidence[2], "temperatures of confidences")

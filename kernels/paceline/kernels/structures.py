@@ -207,6 +207,7 @@ class CModel(ctypes.Structure):
         *(*_pointers("context", "block"), *_numbers("length", "levels", "hidden", "states")),
         *(*_pointers("text"), *_numbers("state_input", "bf16", "kv_type", "mask", "drafted")),
         *(*_pointers("ids"), *_numbers("rank"), *_pointers("w1", "w2", "confidence", "offsets")),
+        *_pointers("temperatures"),
     ]
 
 

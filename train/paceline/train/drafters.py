@@ -28,13 +28,15 @@ from paceline.drafter.methods.layers import DraftModel, LayerShape
 from paceline.drafter.recordings import Recording
 from paceline.kernels import processor_name
 from paceline.kernels.sampling import SamplingParams
-from paceline.train.acceptance import accepted_per_round, replay
+from paceline.train.acceptance import accepted_per_round, replay, rounds
 from paceline.train.batches import Batches, Rows
+from paceline.train.calibration import Chain
 from paceline.train.corpus import Corpus, encode_all, load_tokenizer
 from paceline.train.loop import Loss, Optimizer, train
 from paceline.train.own_text import Task, own_texts, write_texts
 from paceline.train.presets import Plan
 from paceline.train.run import Progress, Run, cleared
+from paceline.tree import accepted_tokens
 
 TEXTS = 24
 """Maximum number of texts that are measured of a group."""
@@ -75,6 +77,9 @@ class DrafterModel(ABC):
     def hidden_state_layers(self) -> Sequence[int]:
         """Target layers whose outputs the drafter reads."""
         return ()
+
+    def calibrate(self, heldout: Heldout) -> None:  # noqa: B027 - for those with confidences
+        """Fit confidences to how often drafted tokens are accepted, at the end of a run."""
 
     def load_drafter(self, folder: Path, options: Mapping[str, str]) -> Drafter:
         """Load a folder written by `save` as a drafter, with options of its method."""
@@ -161,6 +166,22 @@ class Heldout:
                     found[group, name] = rounds
             drafter.close()
         return found
+
+    def chains(self) -> list[Chain]:
+        """Chains that the drafter as it is now drafts along all texts."""
+        with tempfile.TemporaryDirectory() as current:
+            self._drafter.save(Path(current))
+            drafter = self._drafter.load_drafter(
+                Path(current), {"widths": "1", "min_survival": "0"}
+            )
+            try:
+                return [
+                    Chain(tree.confidences, accepted_tokens(tree, after))
+                    for text in chain(*self._texts.values())
+                    for tree, after in rounds(drafter, text)
+                ]
+            finally:
+                drafter.close()
 
     def log(self) -> dict[str, float]:
         """Mean accepted length of the drafter as it is now, in total as `heldout` and by group."""
@@ -322,6 +343,7 @@ def train_drafter(
         return None
     kept = _read_best(best)
     drafter.model.load_state_dict(kept["model"])
+    drafter.calibrate(heldout)
     accepted = {ACCEPTED: round(kept[ACCEPTED], 3)}
     drafter.save(cleared(out), {**progress.summary(), **accepted, **notes})
     return progress

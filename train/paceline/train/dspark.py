@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,8 +15,9 @@ from paceline.decoder import Decoder, ModelSource, open_model, store_int8
 from paceline.drafter.methods.checkpoint import load_weights
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, read_dspark, save_dspark
 from paceline.train.batches import PADDING, Answers, Batches, Rows
+from paceline.train.calibration import fit_temperatures
 from paceline.train.conversations import OwnTexts
-from paceline.train.drafters import LayerDrafterModel, Objective, parameters
+from paceline.train.drafters import Heldout, LayerDrafterModel, Objective, parameters
 from paceline.train.loop import Loss
 from paceline.train.presets import CosinePlan, Plan
 from paceline.train.recipes.dspark import DSparkPreset
@@ -389,6 +390,12 @@ class DSparkDrafterModel(LayerDrafterModel):
     def hidden_state_layers(self) -> Sequence[int]:
         return self.config.taps
 
+    def calibrate(self, heldout: Heldout) -> None:
+        if self.config.confidence:
+            self.model.config = replace(self.config, confidence_temperatures=())
+            temperatures = fit_temperatures(heldout.chains(), self.config.levels)
+            self.model.config = replace(self.config, confidence_temperatures=temperatures)
+
     def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
         weights = self.model.state_dict()
         save_dspark(folder, self.config, weights, self.reference, notes=notes)
@@ -480,6 +487,9 @@ class DSparkTrainer(LayerTrainer[DSparkPreset, DSparkDrafterModel]):
             confidence = "a confidence head" if config.confidence else "no confidence head"
             rank = f"sequential head of rank {config.markov_rank}"
             heads = f"{rank}, {confidence}"
+        if config.confidence_temperatures:
+            numbers = ", ".join(f"{each:.2f}" for each in config.confidence_temperatures)
+            heads += f", whose logits are divided by {numbers} at positions 1 to {config.levels}"
         context = f"the last {config.window} positions" if config.window else "all positions"
         return f"""\
 - {parameters(drafter.model)}, in 8-bit blocks: backbone of {config.layers} layers, width

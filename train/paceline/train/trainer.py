@@ -43,6 +43,9 @@ from paceline.train.signals import Signals, signals_of
 
 _PROMPT = 300  # tokens of the prompts that are measured while training
 _MEASURED_FILES = 12
+_NEW_IN_RUN = ("block", "confidence_temperatures")
+"""Fields of a configuration that may differ from those of the drafter that a run begins with."""
+
 _LOGGED_TEXTS, _MEASURED_TEXTS = 2, 12  # conversations of each kind and temperature
 S = TypeVar("S")
 M = TypeVar("M", bound=DrafterModel)
@@ -254,7 +257,8 @@ fingerprint.
     def _weights(self, folder: Path, config: LayerShape) -> Mapping[str, Tensor]:
         """The weights of the drafter in a folder, to be trained further.
 
-        Raises ValueError if it has another shape than this run's, apart from the block's length.
+        Raises ValueError if it has another shape than this run's, apart from the block's length
+        and what is fitted at the end.
         """
         if (method := drafter_method(folder, self.target)) != self.method:
             raise ValueError(f"{folder} is a {method} drafter, expected {self.method}")
@@ -263,7 +267,7 @@ fingerprint.
         differing = [
             f"{name} {value}, this run {wanted[name]}"
             for name, value in found.items()
-            if name != "block" and value != wanted[name]
+            if name not in _NEW_IN_RUN and value != wanted[name]
         ]
         if differing:
             raise ValueError(f"{folder} has {'; '.join(differing)}: give the same options")

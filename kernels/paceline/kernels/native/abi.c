@@ -158,6 +158,7 @@ static const Line lines[] = {
     FIELD(Model, w2),
     FIELD(Model, confidence),
     FIELD(Model, offsets),
+    FIELD(Model, temperatures),
     STRUCTURE(Text),
     FIELD(Text, context),
     FIELD(Text, base),

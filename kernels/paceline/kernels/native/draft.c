@@ -182,7 +182,8 @@ static int64_t find_children(const Model *m, const Text *t, const Level *l, cons
     const float *logs = l->logs + i * width;
     double change = 0;
     if (m->confidence && logs[0] > -INFINITY) {
-      change = log_sigmoid(own + (double)m->offsets[row_of(t, tree, i)]) - (double)logs[0];
+      const double logit = own + (double)m->offsets[row_of(t, tree, i)];
+      change = log_sigmoid(logit / (double)m->temperatures[tree->level]) - (double)logs[0];
       if (!chain) change = fmin(0, change); /* siblings are scaled together */
     }
     for (int64_t w = 0; w < width; w++, found++) {

@@ -20,6 +20,7 @@ typedef struct {
   const Matrix *w2;
   const float *confidence; /* [hidden]; null: no confidence head */
   const float *offsets;    /* [rows]: share of the token before in the logit of a confidence */
+  const float *temperatures; /* [levels]: what this logit is divided by */
 } Model;
 
 typedef struct {

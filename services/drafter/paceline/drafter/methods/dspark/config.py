@@ -7,6 +7,7 @@ error, so none of these fields has a default: a config.json without them is refu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -36,6 +37,8 @@ from paceline.drafter.methods.layers import (
 )
 
 METHOD = "dspark"
+TEMPERATURES = "confidence_temperatures"
+"""Key of the ``paceline`` section."""
 
 MARKOV_HEADS = ("vanilla", "product")
 """Sequential heads that published checkpoints have: DSpark's, and that of DFlash 2."""
@@ -110,6 +113,10 @@ class DSparkConfig(TappedShape):
     confidence_markov: bool = False
     """Whether its input includes the previous token's Markov embedding; needs a ``markov_rank``."""
 
+    confidence_temperatures: tuple[float, ...] = ()
+    """For each level, what the logit of the confidence is divided by (sequential temperature
+    scaling, section 3.2.1); none: 1."""
+
     conv: tuple[int, int] | None = None
     """Kernel size and group size of the convolutions around attention and feed-forward blocks
     (DFlash 2); None: there are none."""
@@ -148,6 +155,13 @@ class DSparkConfig(TappedShape):
         if self.confidence_markov and not (self.confidence and self.markov_rank):
             raise UnsupportedModelError(
                 "a confidence head that reads the Markov embedding needs a markov_rank above 0"
+            )
+        found = self.confidence_temperatures
+        known = self.confidence and len(found) == self.levels
+        if found and not (known and all(0 < each < math.inf for each in found)):
+            raise UnsupportedModelError(
+                f"{TEMPERATURES} is {list(found)}, expected a number above 0 for each of "
+                f"{self.levels} levels, of a drafter with a confidence head"
             )
 
     @property
@@ -220,6 +234,9 @@ def dspark_config(described: Json, target_layers: int = 0) -> DSparkConfig:
     layout = layout_of(described)
     with config_errors(layout.value):
         config = _READERS[layout](described)
+        own = described.get(SECTION) or {}
+        temperatures = tuple(float(each) for each in own.get(TEMPERATURES, ()))
+        config = replace(config, confidence_temperatures=temperatures)
     config = replace(config, target_layers=target_depth(config.target_layers, target_layers))
     if SECTION not in described and config.taps[-1] == config.target_layers - 1:
         # One project reads the last layer's output before the final norm, another after it.
@@ -462,6 +479,8 @@ def save_dspark(
     if frozen is not None:
         tensors |= dict(zip((EMBEDDING, HEAD), frozen, strict=True))
     section = {name: getattr(config, name) for name in ("target_layers", "window", "state_input")}
+    if config.confidence_temperatures:
+        section[TEMPERATURES] = config.confidence_temperatures
     write_checkpoint(
         folder, METHOD, described, tensors, target, dtype=dtype, section=section, notes=notes
     )

@@ -278,7 +278,7 @@ class DSparkPasses(TextPasses):
         hidden, logits = (each[beam.level, None] for each in self._block)
         tokens = [beam.tokens[node] for node in parents] if beam.level else [self.text.tokens[-1]]
         before = send(torch.tensor([tokens]), hidden.device)
-        scores, logs = heads.forward(hidden, logits, before)
+        scores, logs = heads.forward(hidden, logits, before, beam.level)
         beam.add_level(self.text.rank(scores[0]), None if logs is None else logs[0].tolist())
 
     def fill(self, text: DraftText) -> None:
@@ -422,7 +422,9 @@ class DSparkDrafter(Drafter):
         before = passes.tokens(1).view(len(hidden), -1)[:, :1]  # the anchors
         while trees.grows:
             level = trees.level
-            scores, logs = self.layers.heads.forward(hidden[:, level], logits[:, level], before)
+            scores, logs = self.layers.heads.forward(
+                hidden[:, level], logits[:, level], before, level
+            )
             trees.add_level(scores.flatten(0, 1), logs)
             before = trees.tokens[:, trees.newest]
 

@@ -105,6 +105,7 @@ class DSparkHeads:
         self._rows = torch.arange(config.vocab_size)
         """Row of W1 by token."""
         self._best = config.markov_best
+        self._temperatures = config.confidence_temperatures or (1.0,) * config.levels
         drafted = weights[DRAFT_TOKENS].cpu() if DRAFT_TOKENS in weights else None
         if config.markov_all and drafted is not None:
             # The first rows are those of the logits, as in other drafters, then come all tokens.
@@ -131,9 +132,10 @@ class DSparkHeads:
                 column = head.proj.weight[0, config.hidden :]
                 self._offsets = (self._w1 @ column + head.proj.bias).detach().double()
 
-    def native(self) -> tuple[NativeHead | None, tuple[Tensor, Tensor] | None] | None:
+    def native(self) -> tuple[NativeHead | None, tuple[Tensor, Tensor, Tensor] | None] | None:
         """Returns the heads as :class:`~paceline.kernels.draft.DraftBlockModel` takes them: W1 in
-        float32 with packed W2, and weights and offsets of confidences. None: it cannot run them."""
+        float32 with packed W2, and weights, offsets and temperatures of confidences. None: it
+        cannot run them."""
         head = None
         if self._markov is not None:
             if self._markov.kind != "vanilla" or self._best or self._w2.packed is None:
@@ -141,7 +143,8 @@ class DSparkHeads:
             head = self._w1.detach(), self._w2.packed
         if self._confidence is None:
             return head, None
-        return head, (self._confidence.detach().contiguous(), self._offsets.float())
+        temperatures = torch.tensor(self._temperatures, dtype=torch.float32)
+        return head, (self._confidence.detach().contiguous(), self._offsets.float(), temperatures)
 
     def row(self, token: int) -> int:
         """Returns the row of W1 of a token."""
@@ -149,7 +152,7 @@ class DSparkHeads:
 
     @torch.inference_mode()
     def forward(
-        self, hidden: Tensor, logits: Tensor, before: Tensor
+        self, hidden: Tensor, logits: Tensor, before: Tensor, level: int
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the heads for the next level of S trees with F parents each; on a CPU of one tree.
 
@@ -157,6 +160,7 @@ class DSparkHeads:
             hidden: The backbone's hidden states of the level, ``[S, hidden]``.
             logits: The target's logits of them, ``[S, V]`` or of drafted tokens alone.
             before: The parents' tokens, int64 ``[S, F]``.
+            level: Number of the level; 0 is below the anchor.
 
         Returns:
             Logits after each parent, ``[S, F, V]``, and log probabilities that a token of the level
@@ -167,7 +171,7 @@ class DSparkHeads:
         logs = None
         if self._confidence is not None:
             own = (hidden @ self._confidence)[:, None].double() + self._offsets[rows]
-            logs = torch.nn.functional.logsigmoid(own)
+            logs = torch.nn.functional.logsigmoid(own / self._temperatures[level])
         if self._markov is None:
             return logits.expand(-1, before.shape[1], -1), logs
         features = self._markov.features(self._w1[rows], hidden[:, None])
