@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from paceline.train.calibration import Chain, calibration_error, fit_temperatures
+from paceline.train.calibration import Chain, fit_temperatures
 
 
 def chains(temperatures: Sequence[float], count: int, seed: int = 1) -> list[Chain]:
@@ -27,7 +27,7 @@ def test_the_temperatures_that_made_confidences_wrong_are_found(
     temperatures: tuple[float, ...],
 ) -> None:
     found = fit_temperatures(chains(temperatures, 6000), 2)
-    assert found == pytest.approx(temperatures, rel=0.35)
+    assert found == pytest.approx(temperatures, rel=0.15)
 
 
 def test_levels_with_few_chains_keep_their_logits() -> None:
@@ -37,9 +37,3 @@ def test_levels_with_few_chains_keep_their_logits() -> None:
     assert fit_temperatures([*many, *few], 3)[0] > 1.5
     assert fit_temperatures(few, 2) == (1.0, 1.0)
     assert fit_temperatures([], 2) == (1.0, 1.0)
-
-
-def test_the_error_is_the_distance_from_accepted_shares() -> None:
-    survival = np.array([0.25] * 4 + [0.85] * 2)
-    accepted = np.array([True, False, False, False, True, False])
-    assert calibration_error(survival, accepted) == pytest.approx(2 * 0.35 / 6)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-_BINS = 10
 _TEMPERATURES = np.geomspace(0.25, 4.0, 33)  # 1 is among them
 _MIN_CHAINS = 100  # a level with fewer chains keeps its logits
 _CLIP = 1e-6  # confidences are kept this far from 0 and 1
@@ -28,9 +27,9 @@ class Chain:
 def fit_temperatures(chains: Sequence[Chain], levels: int) -> tuple[float, ...]:
     """What the logits of the confidences are divided by, for each of ``levels`` levels.
 
-    From shallow to deep, each minimises the expected calibration error of the survival at its
-    level, with those above it fixed. Among temperatures as good as the best up to one chain, it is
-    the one closest to 1.
+    From shallow to deep, each minimises the log loss of the survival at its level, with those above
+    it fixed. The paper minimises the expected calibration error, which is as small for a
+    temperature that makes all confidences nearly equal.
     """
     found: list[float] = []
     for level in range(levels):
@@ -39,23 +38,17 @@ def fit_temperatures(chains: Sequence[Chain], levels: int) -> tuple[float, ...]:
             break
         confidences = np.array([each.confidences[: level + 1] for each in reaching])
         accepted = np.array([each.accepted > level for each in reaching])
-        errors = np.array(
-            [
-                calibration_error(_survival(confidences, [*found, temperature]), accepted)
-                for temperature in _TEMPERATURES
-            ]
-        )
-        good = _TEMPERATURES[errors <= errors.min() + 1 / len(reaching)]
-        found.append(round(float(good[np.abs(np.log(good)).argmin()]), 4))
+        losses = [
+            _log_loss(_survival(confidences, [*found, temperature]), accepted)
+            for temperature in _TEMPERATURES
+        ]
+        found.append(round(float(_TEMPERATURES[np.argmin(losses)]), 4))
     return tuple(found) + (1.0,) * (levels - len(found))
 
 
-def calibration_error(survival: NDArray[np.float64], accepted: NDArray[np.bool_]) -> float:
-    """Expected calibration error over 10 equally wide bins of the predicted probability."""
-    bins = np.minimum((survival * _BINS).astype(int), _BINS - 1)
-    predicted = np.bincount(bins, survival, _BINS)
-    actual = np.bincount(bins, accepted, _BINS)
-    return float(np.abs(predicted - actual).sum()) / max(1, len(survival))
+def _log_loss(survival: NDArray[np.float64], accepted: NDArray[np.bool_]) -> float:
+    """Mean negative log likelihood of what was accepted."""
+    return float(-np.log(np.where(accepted, survival, 1 - survival).clip(_CLIP)).mean())
 
 
 def _survival(
