@@ -48,6 +48,16 @@ _ALIASES = {"max-new-tokens": ("--max-tokens",)}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the prompt, the parameters of the generation, and the services."""
+    add_prompt_arguments(parser)
+    add = parser.add_argument
+    add("--json", action="store_true", help="print one JSON object at the end")
+    add("--stats", action="store_true", help="print speed and drafting to stderr")
+    add_generation_arguments(parser)
+    add_client_arguments(parser)
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the prompt, from whichever place, and how it is read."""
     add = parser.add_argument
     add(
         "prompt",
@@ -57,10 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--file", type=Path, metavar="F", help="read the prompt from a file")
     add("--raw", action="store_true", help="continue the prompt as it is, without chat template")
-    add("--json", action="store_true", help="print one JSON object at the end")
-    add("--stats", action="store_true", help="print speed and drafting to stderr")
-    add_generation_arguments(parser)
-    add_client_arguments(parser)
 
 
 def add_client_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,16 +122,7 @@ def generation_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Generate; fails with code 1 when a service failed, 2 for bad arguments."""
-    with traced("paceline-client"):
-        with exit_with(2, OptionsError, OSError, ValueError):
-            prompt = _prompt(args)
-            client = new_client(args)
-            options = generation_arguments(args)
-            generation = client.generate(prompt, **options)
-            message = {"role": "user", "content": prompt}
-            answer = None if args.raw else client.chat([message], **options)
-        with exit_with(1, PacelineError, OSError):
-            result = run_async(_generate(client, generation, answer, show=not args.json))
+    result = generated(args, show=not args.json)
     if args.json:
         # Any encoding has the characters of ASCII.
         unicode = codecs.lookup(sys.stdout.encoding or "ascii").name.startswith("utf")
@@ -135,6 +132,24 @@ def run(args: argparse.Namespace) -> int:
     if args.stats:
         print(summary(result), file=sys.stderr)
     return 0
+
+
+def generated(args: argparse.Namespace, *, show: bool) -> GenerationResult:
+    """The text of the arguments; with `show` printed as it comes.
+
+    Raises:
+        CommandError: A service failed (1), or an argument is wrong (2).
+    """
+    with traced("paceline-client"):
+        with exit_with(2, OptionsError, OSError, ValueError):
+            prompt = _prompt(args)
+            client = new_client(args)
+            options = generation_arguments(args)
+            generation = client.generate(prompt, **options)
+            message = {"role": "user", "content": prompt}
+            answer = None if args.raw else client.chat([message], **options)
+        with exit_with(1, PacelineError, OSError):
+            return run_async(_generate(client, generation, answer, show=show))
 
 
 def new_client(args: argparse.Namespace) -> Client:
