@@ -138,6 +138,24 @@ async def test_lines_of_a_pipe_are_answered(
     await world.verifier.all_released()
 
 
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ('"""one\ntwo\n"""\n', "one\ntwo"),
+        ('"""\none\n\n  two"""\n', "one\n\n  two"),
+        ('"""one"""\n', "one"),
+        ('one "two"\n', 'one "two"'),
+    ],
+)
+async def test_a_message_of_several_lines(
+    typed: str, message: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{typed}/quit\n"))
+    assert await asyncio.to_thread(main, [*services(world), "--max-new-tokens", "4"]) == 0
+    (created,) = world.verifier.creates
+    assert bytes(created.prompt_tokens).decode() == f"<user>{message}<assistant>"
+
+
 class Terminal:
     """`paceline chat` on a pseudo-terminal."""
 

@@ -40,6 +40,9 @@ from paceline.harness.models import MODEL
 from paceline.service.options import OptionsError
 from paceline.telemetry.names import Span
 
+QUOTES = '"""'
+"""What a message of several lines lies between, as in Ollama."""
+
 _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 
 
@@ -89,13 +92,14 @@ def _services(args: argparse.Namespace, console: Console) -> Iterator[None]:
 
 
 def _converse(chat: Chat, runner: asyncio.Runner) -> None:
-    """Answers line by line until the input ends or /quit."""
+    """Answers messages until the input ends or /quit. A message is a line, or lines between two
+    :data:`QUOTES`."""
     with suppress(ImportError):
         import readline  # noqa: F401 - gives `input` a history and editing
     terminal = sys.stdin.isatty()
     while True:
         try:
-            line = input(">>> " if terminal else "").strip()
+            line = _message(terminal)
         except EOFError:
             return
         except KeyboardInterrupt:
@@ -107,6 +111,19 @@ def _converse(chat: Chat, runner: asyncio.Runner) -> None:
             continue
         with suppress(KeyboardInterrupt):
             runner.run(chat.handle(line))
+
+
+def _message(terminal: bool) -> str:
+    """The next line, or the lines from one that begins with quotes up to the next quotes. Raises
+    EOFError: the input ends."""
+    line = input(">>> " if terminal else "").strip()
+    if not line.startswith(QUOTES):
+        return line
+    lines = [line.removeprefix(QUOTES)]
+    while QUOTES not in lines[-1]:
+        lines.append(input("... " if terminal else ""))
+    lines[-1] = lines[-1].partition(QUOTES)[0]
+    return "\n".join(lines).strip()
 
 
 class Chat:
@@ -279,6 +296,7 @@ class Chat:
         for name, (_method, text) in _COMMANDS.items():
             self.notice(f"{name:9} {text}")
         self.notice("/quit     end; so does Ctrl-D. Ctrl-C stops an answer")
+        self.notice(f"{QUOTES}       begin a message of several lines, up to {QUOTES}")
 
 
 _COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str]] = {
