@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -255,3 +257,22 @@ def test_dspark_from_given_conversations(
         wider.train(corpus, make_run("wider", 1), tmp_path / "wider", [own], out)
     with pytest.raises(ValueError, match="is a dspark drafter, expected longspec"):
         other.train(corpus, make_run("third", 8), tmp_path / "third", [own], out)
+
+
+def test_signals_that_the_disk_has_no_room_for_are_refused(
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before a file is made; those that a folder has need no room again."""
+    decoder, texts, work = Decoder.load(target), [list(range(30))], tmp_path / "work"
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match=r"has 0\.0 GB free.*--signals"):
+        signals_of(decoder, target, texts, work)
+    assert not list(work.iterdir())
+    monkeypatch.undo()
+    kept = signals_of(decoder, target, texts, work)
+    assert "30 tokens takes 0.0 GB" in capsys.readouterr().out
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert torch.equal(signals_of(decoder, target, texts, work).hidden, kept.hidden)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,17 +126,21 @@ def signals_of(
 
     Raises:
         ValueError: The files are about other texts, another target or other layers.
+        OSError: The disk has no room for the files.
     """
     config, state = decoder.config, PartialState(cpu=True)
     starts = [0, *np.cumsum([len(text) for text in texts]).tolist()]
     count = starts[-1]
-    hidden = _mapped(work / "hidden.bin", (count, config.hidden))
-    tapped = torch.empty(count, 0)
+    shapes: dict[str, tuple[int, ...]] = {"hidden.bin": (count, config.hidden)}
     if taps:
-        tapped = _mapped(work / "taps.bin", (count, len(taps) * config.hidden))
-    kv = None
+        shapes["taps.bin"] = count, len(taps) * config.hidden
     if kv_layer is not None:
-        kv = _mapped(work / "kv.bin", (count, 2, config.kv_heads, config.head_dim))
+        shapes["kv.bin"] = count, 2, config.kv_heads, config.head_dim
+    if state.is_main_process:
+        _check_disk(work, shapes)
+    hidden = _mapped(work / "hidden.bin", shapes["hidden.bin"])
+    tapped = _mapped(work / "taps.bin", shapes["taps.bin"]) if taps else torch.empty(count, 0)
+    kv = None if kv_layer is None else _mapped(work / "kv.bin", shapes["kv.bin"])
     if state.is_main_process:
         digest = hashlib.sha256(json.dumps([*map(list, texts)]).encode()).hexdigest()
         kept: dict[str, Any] = {} if kv is None else {"kv_layer": kv_layer}
@@ -157,6 +162,28 @@ def signals_of(
     state.wait_for_everyone()
     tokens = torch.tensor([token for text in texts for token in text])
     return Signals(tokens, starts, hidden, kv, tapped)
+
+
+def _check_disk(work: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Say how much the files of some shapes take.
+
+    Raises OSError: there is no room for them. To write to a mapped file on a full disk would end
+    the process without a word.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    sizes = {work / name: 2 * math.prod(shape) for name, shape in shapes.items()}
+    needed = sum(sizes.values())
+    held = sum(path.stat().st_blocks * 512 for path in sizes if path.is_file())
+    free = shutil.disk_usage(work).free
+    print(
+        f"what the target computes for {next(iter(shapes.values()))[0]:,} tokens takes "
+        f"{needed / 1e9:.1f} GB in {work}, where {free / 1e9:.1f} GB are free"
+    )
+    if needed - held > free:
+        raise OSError(
+            f"{work} has {free / 1e9:.1f} GB free, {(needed - held) / 1e9:.1f} GB are missing: "
+            "free some, give another folder with --signals, or fewer texts"
+        )
 
 
 def _claim(work: Path, contents: dict[str, Any]) -> None:
