@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
 .PHONY: setup demo smollm2 test test-slow families levels sanitize resolve chart containers vllm up down lint imports types proto \
-	proto-check browser clients docs docs-check bench drills fuzz audit gpu-check gpu-kernels gpu-services \
+	proto-check browser screenshots clients docs docs-check bench drills fuzz audit gpu-check gpu-kernels gpu-services \
 	gpu-first gpu-speed gpu-wheels gpu-packages gpu-train clean
 
 # The version of OpenAI's client for Node that `make clients` tests.
@@ -130,6 +130,10 @@ proto-check: setup
 # The gateway's page in a headless Chromium: where there is none, says so and does nothing.
 browser: setup
 	tests/browser/with_chromium.sh $(BIN)/python -m pytest -m browser tests/browser
+
+# Pictures of the page in docs/images, of a gateway that was just started: make screenshots GATEWAY=http://...
+screenshots: setup
+	tests/browser/with_chromium.sh $(BIN)/python tests/browser/screenshots.py $(GATEWAY)
 
 # The documentation as a site in .make/site; a broken link fails.
 docs: setup

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from paceline.client import Client
@@ -112,12 +114,127 @@ async def test_tokens_are_marked_by_who_wrote_them(open_page: Open, services: Se
             for place in (drafted.first, page.locator(".turn .answer"))
         ]
         assert colours[0] != colours[1]
+        # Colour is not the only mark.
+        line = "e => getComputedStyle(e).textDecorationLine"
+        assert await drafted.first.evaluate(line) == "underline"
+        assert await page.locator(".turn .answer .verifier").first.evaluate(line) == "none"
         figures = await page.locator(".turn .figures").text_content()
         assert "tokens/s" in figures
         assert f"{len(result.token_ids)} tokens" in figures
         assert await page.locator("#chat .tree .node").count() > 0
         assert await page.locator("#chat .steps .drafted").count() > 0
         assert "ngram" in await page.locator("#chat .panel dl").text_content()
+        await steps_can_be_picked(page)
+
+
+async def steps_can_be_picked(page: playwright.Page) -> None:
+    """By keyboard, by its bar, and by a token of the text; each shows that step's tree."""
+    steps, shown = page.locator("#chat .steps"), page.locator("#chat .panel .step")
+    count = int(await steps.get_attribute("aria-valuemax"))
+    newest = await shown.text_content()
+    await page.locator("#chat .scroll").focus()
+    await page.keyboard.press("Tab")
+    await expect(steps).to_be_focused()
+    for key, step in (("Home", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", count)):
+        await page.keyboard.press(key)
+        await expect(steps).to_have_attribute("aria-valuenow", str(step))
+        await expect(shown).to_contain_text(f"Step {step} of {count}: ")
+        assert await steps.get_attribute("aria-valuetext") == await shown.text_content()
+
+    # The first bar, and once more: the newest tree again.
+    for expected in (f"Step 1 of {count}: ", newest):
+        await steps.click(position={"x": 1, "y": 40})
+        await expect(shown).to_contain_text(expected)
+
+    # A token of the drafter was accepted in its step, and the step's tree has it.
+    token = page.locator(".turn .answer .drafter").first
+    await token.hover()
+    await expect(shown).not_to_contain_text(", 0 accepted")
+    assert await token.get_attribute("title") == await shown.text_content()
+    found = re.search(r"(\d+) drafted, (\d+) accepted", await token.get_attribute("title"))
+    assert found is not None
+    assert await page.locator("#chat .tree .accepted").count() == int(found[2])
+    previewed = await shown.text_content()
+    await page.locator("#chat textarea").hover()
+    await expect(shown).to_have_text(newest)
+    await token.click()
+    await page.locator("#chat textarea").hover()
+    await expect(shown).to_have_text(previewed)
+
+
+async def test_each_token_of_a_rendered_text_is_found_by_its_step(
+    chat_gateway, open_page: Open
+) -> None:
+    async with chat_gateway(lambda prompt: "A **bold** end") as address:
+        async with open_page(address) as page:
+            await send(page, "one")
+            await answered(page, 1)
+            shown = page.locator("#chat .panel .step")
+            await page.locator(".turn .answer strong [data-token]", has_text="l").hover()
+            # The first letter is the prompt's; "l" is the sixth after it.
+            await expect(shown).to_contain_text('Step 6 of 14: "l", not drafted')
+
+
+async def test_a_reload_keeps_the_chat(chat_gateway, open_page: Open) -> None:
+    prompts: list[str] = []
+
+    def reply(prompt: str) -> str:
+        prompts.append(prompt)
+        return "An *answer*"
+
+    async with chat_gateway(reply) as address, open_page(address) as page:
+        await page.click("#settings summary")
+        await page.fill("#settings [name=system]", "Be brief.")
+        await page.fill("#settings [name=key]", "private")
+        await send(page, "First")
+        await answered(page, 1)
+        before = await page.locator(".thread").inner_html()
+        await page.reload()
+        await answered(page, 1)
+        assert await page.locator(".thread").inner_html() == before
+        await expect(page.locator("#chat .welcome")).to_be_hidden()
+        assert "private" not in await page.evaluate("JSON.stringify({...sessionStorage})")
+        await page.locator(".turn .answer em [data-token]").first.hover()
+        await expect(page.locator("#chat .panel .step")).to_contain_text("Step ")
+        await send(page, "Second")
+        await answered(page, 2)
+        assert prompts[-1] == (
+            "<system>Be brief.<user>First<assistant>An *answer*<user>Second<assistant>"
+        )
+        await page.click("#chat [name=new]")
+        await page.reload()
+        await expect(page.locator("#chat .welcome")).to_be_visible()
+        assert await page.locator(".turn").count() == 0
+
+
+async def test_a_reload_keeps_what_was_written_of_an_answer(chat_gateway, open_page: Open) -> None:
+    async with chat_gateway(lambda prompt: "A text", Unending) as address:
+        async with open_page(address) as page:
+            await send(page, "First")
+            await expect(page.locator(".turn .answer")).to_have_text("A")
+            await page.reload()
+            await answered(page, 1)
+            assert await page.locator(".turn.user").text_content() == "First"
+            await expect(page.locator(".turn .answer")).to_have_text("A")
+            await expect(page.locator(".turn .figures")).to_contain_text("stopped")
+
+
+async def test_a_chat_too_large_for_the_browser_is_kept_without_its_steps(
+    chat_gateway, open_page: Open
+) -> None:
+    async with chat_gateway(lambda prompt: "x" * 200) as address, open_page(address) as page:
+        await page.evaluate("""() => {
+            const set = Storage.prototype.setItem;
+            Storage.prototype.setItem = function (name, text) {
+                if (text.includes('"steps"')) throw new DOMException("full", "QuotaExceededError");
+                set.call(this, name, text);
+            };
+        }""")
+        await send(page, "First")
+        await answered(page, 1)
+        await page.reload()
+        await answered(page, 1)
+        await expect(page.locator(".turn .answer")).to_have_text("x" * 200)
 
 
 async def test_stop_keeps_what_was_written(chat_gateway, open_page: Open) -> None:

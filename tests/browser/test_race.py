@@ -55,6 +55,10 @@ async def test_both_give_the_same_tokens(open_page: Open, services: Services, or
         assert await drafted.count() > 0
         assert await texts.nth(0).locator(".drafter").count() == 0
         assert await page.locator("#race .tree .node").count() > 0
+        # A token of the drafter shows the tree of its step.
+        await drafted.first.hover()
+        await expect(page.locator("#race .panel .step")).not_to_contain_text(", 0 accepted")
+        await expect(page.locator("#race .tree .accepted").first).to_be_visible()
         # The headline is the ratio of the clocks.
         plain, fast = map(float, await page.locator("#race .seconds").all_text_contents())
         headline = await page.locator("#race .headline").text_content()

@@ -1,6 +1,7 @@
-/** A text as Markdown in which the drafter's tokens are marked. Nothing in the text runs. */
+/** A text as Markdown in which each token is marked with who proposed it. Nothing in the text runs. */
 
 import { element } from "./elements.js";
+import { tokenSpan } from "./tokens.js";
 import "./vendor/purify.min.js"; // sets the global DOMPurify
 import { Marked } from "./vendor/marked.esm.js";
 
@@ -37,13 +38,13 @@ export class Answer {
   /** Shows tokens. Only blocks that changed since the last call are made anew. */
   show(tokens) {
     const text = tokens.map((token) => token.text).join("");
-    const drafted = tokens.map(({ text, by }) => (by === "drafter" ? "d" : "v").repeat(text.length)).join("");
+    const owners = tokens.flatMap(({ text, by }, index) => Array(text.length).fill({ by, index }));
     let start = 0, shown = 0;
     for (const part of markdown.lexer(text)) {
       const end = start + part.raw.length;
       const html = markdown.parser([part]);
       if (html && this.#blocks[shown]?.html !== html) {
-        this.#put(shown, html, part.raw, drafted.slice(start, end));
+        this.#put(shown, html, part.raw, owners.slice(start, end));
       }
       shown += html ? 1 : 0;
       start = end;
@@ -51,10 +52,10 @@ export class Answer {
     for (const { block } of this.#blocks.splice(shown)) block.remove();
   }
 
-  #put(index, html, raw, drafted) {
+  #put(index, html, raw, owners) {
     const block = element("div");
     block.append(DOMPurify.sanitize(html, ALLOWED));
-    mark(block, raw, drafted);
+    mark(block, raw, owners);
     for (const link of block.querySelectorAll("a")) {
       link.target = "_blank";
       link.rel = "noopener noreferrer";
@@ -67,30 +68,30 @@ export class Answer {
 }
 
 /**
- * Wraps what the drafter wrote in spans. The words of the rendered text are found in its source in
+ * Wraps tokens in spans. The words of the rendered text are found in its source in
  * order, because rendering drops characters but keeps words.
  *
  * @param {HTMLElement} block A rendered block.
  * @param {string} raw Its source.
- * @param {string} drafted For each character of the source, "d" for the drafter or "v".
+ * @param {{by: string, index: number}[]} owners The token of each character of the source.
  */
-function mark(block, raw, drafted) {
+function mark(block, raw, owners) {
   const walker = document.createTreeWalker(block, NodeFilter.SHOW_TEXT), nodes = [];
   while (walker.nextNode()) nodes.push(walker.currentNode);
   let at = 0;
   for (const node of nodes) {
     const parts = document.createDocumentFragment();
-    let run = "", by = "v";
+    let run = "", token = owners[at];
     const flush = () => {
-      if (run) parts.append(by === "d" ? element("span", run, "drafter") : run);
+      if (run) parts.append(token ? tokenSpan(run, token.by, token.index) : run);
       run = "";
     };
     for (const [word] of node.data.matchAll(/\s+|\S+/g)) {
-      const found = word.trim() ? raw.indexOf(word, at) : -1;
+      const found = word.trim() ? raw.indexOf(word, at) : raw.startsWith(word, at) ? at : -1;
       for (let i = 0; i < word.length; i++) {
-        const owner = found < 0 ? by : drafted[found + i];
-        if (owner !== by) flush();
-        by = owner;
+        const owner = found < 0 ? token : owners[found + i];
+        if (owner?.index !== token?.index) flush();
+        token = owner;
         run += word[i];
       }
       if (found >= 0) at = found + word.length;

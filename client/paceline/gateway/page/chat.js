@@ -1,15 +1,19 @@
 import { Answer } from "./answer.js";
 import { copy, element, oncePerFrame, onSend } from "./elements.js";
 import { Panel } from "./panel.js";
+import { forget, keep, kept } from "./kept.js";
 import { rate, Run } from "./run.js";
-import { TokenText } from "./tokens.js";
+import { linkTokens, TokenText } from "./tokens.js";
 
-/** A conversation. What is sent is the whole history, through the model's chat template. */
+/**
+ * A conversation. What is sent is the whole history, through the model's chat template. A reload
+ * keeps it.
+ */
 export class Chat {
   #root;
   #context;
   #panel;
-  #turns = [];
+  #turns = []; // { role, content }; of an answer also { run, about }
   #abort = null;
 
   /**
@@ -28,6 +32,7 @@ export class Chat {
         this.#send();
       });
     }
+    this.#restore();
   }
 
   /** Ends the running answer; what came of it stays. */
@@ -50,10 +55,26 @@ export class Chat {
   #clear() {
     this.stop();
     this.#turns = [];
+    forget("chat");
     for (const turn of this.#thread.querySelectorAll(".turn")) turn.remove();
     this.#root.querySelector(".error").textContent = "";
     this.#thread.querySelector(".welcome").hidden = false;
     this.#message.focus();
+  }
+
+  #restore() {
+    this.#turns = kept("chat") ?? [];
+    for (const turn of this.#turns) {
+      if (turn.role === "user") {
+        this.#thread.append(element("article", turn.content, "turn user"));
+        continue;
+      }
+      turn.run = Run.from(turn.run);
+      const view = new AnswerView(this.#panel, turn.run, turn.about);
+      this.#thread.append(view.root);
+      view.end();
+    }
+    this.#thread.querySelector(".welcome").hidden = this.#turns.length > 0;
   }
 
   async #send() {
@@ -65,32 +86,45 @@ export class Chat {
     this.#enable(false);
     const history = this.#turns, turns = [...history, { role: "user", content: message }];
     const asked = element("article", message, "turn user");
-    const view = new AnswerView(settings, this.#panel);
     const run = new Run();
+    let view = null, answered = null;
+    const keepPart = () => {
+      if (run.tokens.length && this.#turns === history) keep("chat", answered());
+    };
+    addEventListener("pagehide", keepPart);
     try {
       if (!settings.model) settings.model = await gateway.model();
       const { path, body } = settings.request(turns);
       this.#message.value = "";
       this.#thread.querySelector(".welcome").hidden = true;
+      const about = {
+        drafter: body.drafter,
+        drafters: settings.model.drafters,
+        accent: settings.accent(body.drafter),
+        markdown: settings.model.chat_template,
+      };
+      answered = () => [...turns, { role: "assistant", content: run.text, run, about }];
+      view = new AnswerView(this.#panel, run, about);
       this.#thread.append(asked, view.root);
       scrollToEnd();
-      view.begin(run, body.drafter);
       await run.follow(gateway.stream(path, body, abort.signal), () => view.changed());
-      view.end(abort.signal.aborted);
+      view.end();
     } catch (failure) {
       if (failure.name !== "AbortError") {
         error.textContent = failure.message;
         this.#context.failed(failure);
       }
-      if (run.tokens.length) view.end(true);
+      if (run.tokens.length) view.end();
     }
+    removeEventListener("pagehide", keepPart);
     if (this.#turns === history) {
       if (run.tokens.length) {
-        this.#turns = [...turns, { role: "assistant", content: run.text }];
+        this.#turns = answered();
+        keep("chat", this.#turns);
       } else {
         // Nothing was answered: the message goes back, to be sent again.
         asked.remove();
-        view.root.remove();
+        view?.root.remove();
         this.#message.value ||= message;
         this.#thread.querySelector(".welcome").hidden = history.length > 0;
       }
@@ -110,41 +144,40 @@ export class Chat {
 /** An answer as it comes, with its sums. */
 class AnswerView {
   root = element("article", "", "turn assistant");
-  #settings;
   #panel;
+  #run;
+  #about;
   #figures = element("span", "", "figures");
   #copy = element("button", "Copy");
-  #text = null;
-  #run = null;
-  #drafter = "none";
+  #text;
   changed = oncePerFrame(() => this.#draw());
 
-  constructor(settings, panel) {
-    this.#settings = settings;
+  /**
+   * @param {Panel} panel Shows the steps.
+   * @param {Run} run The request.
+   * @param {{drafter: string, drafters: string[], accent: string, markdown: boolean}} about
+   */
+  constructor(panel, run, about) {
     this.#panel = panel;
+    this.#run = run;
+    this.#about = about;
     this.#copy.type = "button";
     this.#copy.hidden = true;
     this.#copy.addEventListener("click", () => copy(this.#run.text, this.#copy));
     const footer = element("footer");
     footer.append(this.#figures, this.#copy);
-    this.root.append(footer);
-  }
-
-  begin(run, drafter) {
-    this.#run = run;
-    this.#drafter = drafter;
     // Without a chat template the text is a continuation, such as code, and no Markdown.
-    const chats = this.#settings.model.chat_template;
-    const place = element("div", "", chats ? "answer markdown" : "answer plain");
-    this.#text = chats ? new Answer(place) : new TokenText(place);
-    this.root.prepend(place);
-    this.root.classList.add(this.#settings.accent(drafter));
+    const place = element("div", "", about.markdown ? "answer markdown" : "answer plain");
+    this.#text = about.markdown ? new Answer(place) : new TokenText(place);
+    linkTokens(place, run, panel, () => panel.show(run, about));
+    this.root.append(place, footer);
+    this.root.classList.add(about.accent);
     // Screen readers read the answer when it is complete.
     this.root.ariaBusy = "true";
     this.#figures.textContent = "…";
   }
 
-  end(stopped) {
+  end() {
     const followed = nearTheEnd();
     this.#draw();
     this.root.ariaBusy = "false";
@@ -153,7 +186,7 @@ class AnswerView {
     const cached = usage?.prompt_tokens_details.cached_tokens;
     const parts = [this.#figures.textContent];
     if (cached) parts.push(`${cached} of ${usage.prompt_tokens} prompt tokens cached`);
-    if (stopped) parts.push("stopped");
+    if (!finish) parts.push("stopped");
     if (finish === "length") parts.push(`cut at ${tokens.length} tokens`);
     this.#figures.textContent = parts.join(" · ");
     if (followed) scrollToEnd();
@@ -169,11 +202,7 @@ class AnswerView {
       `${count} tokens in ${seconds.toFixed(2)} s`,
       `${((100 * drafted) / Math.max(1, count)).toFixed(0)}% drafted`,
     ].join(" · ");
-    this.#panel.show(run, {
-      drafter: this.#drafter,
-      drafters: this.#settings.model.drafters,
-      accent: this.#settings.accent(this.#drafter),
-    });
+    this.#panel.show(run, this.#about);
     if (followed) scrollToEnd();
   }
 }

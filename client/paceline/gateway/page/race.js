@@ -1,7 +1,7 @@
 import { element, onSend, setAccent } from "./elements.js";
 import { Panel } from "./panel.js";
 import { rate, Run, stepsOf } from "./run.js";
-import { TokenText } from "./tokens.js";
+import { linkTokens, TokenText } from "./tokens.js";
 
 // Times that differ by a smaller share count as equal.
 const ALIKE = 0.03;
@@ -93,6 +93,7 @@ export class Race {
     for (let number = 1; number <= RUNS; number++) {
       const plain = new Lane("Without a drafter", "none", "plain");
       const drafted = new Lane(`With ${drafter}`, drafter, settings.accent(drafter));
+      linkTokens(drafted.root, drafted.run, this.#panel, () => {});
       this.#setLanes([plain, drafted]);
       const say = (what) => this.#say(`Run ${number} of ${RUNS}: ${what} …`);
       if (order === "together") {

@@ -2,7 +2,7 @@
 
 import { stepsOf } from "./run.js";
 
-const UNDRAFTED = {
+export const UNDRAFTED = {
   no_drafter: "the gateway has no drafter service",
   node_budget: "the verifier’s controller finds that drafting does not pay here at present",
   not_ready: "the drafter was not ready",

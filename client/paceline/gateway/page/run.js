@@ -3,10 +3,12 @@
  *
  * A round is what one answer of the verifier brought: `{ at, steps, tokens, tree, undrafted }`. It is
  * a step with a tree, or some steps without one; none for the first token, which is the prompt's. A
- * token is `{ at, id, text, by }`, where `by` is "drafter" or "verifier".
+ * token is `{ at, id, text, by, step }`, where `by` is "drafter" or "verifier", and `step` is the
+ * index of its step: null for the prompt's. A step is `{ at, tokens, tree, undrafted }`.
  */
 export class Run {
   rounds = [];
+  steps = [];
   tokens = [];
   usage = null;
   /** Reason of the end: "stop" or "length"; empty while it runs and after an abort. */
@@ -14,6 +16,13 @@ export class Run {
   began = null;
   /** Time of the end; null while it runs. */
   ended = null;
+
+  /** The run of which `JSON.stringify` made this object. */
+  static from(kept) {
+    const run = Object.assign(new Run(), kept);
+    run.ended ??= run.tokens.at(-1)?.at ?? 0; // it ran when it was kept
+    return run;
+  }
 
   /** Reads events to their end; `onRound` is called after each round. */
   async follow(events, onRound) {
@@ -52,25 +61,38 @@ export class Run {
     return this.rounds.filter((round) => round.at <= at);
   }
 
+  /** The steps that had arrived at a time. */
+  stepsAt(at) {
+    return this.steps.filter((step) => step.at <= at);
+  }
+
+  /** Text of the tokens that a step brought. */
+  textOf(index) {
+    return this.tokens.filter(({ step }) => step === index).map(({ text }) => text).join("");
+  }
+
   /** Seconds after the first token, which is the prompt's. */
   get generating() {
     return this.ended - (this.tokens[0]?.at ?? this.ended);
   }
 
   #add(round) {
-    const at = this.now;
-    round.token_ids.forEach((id, i) =>
-      this.tokens.push({ at, id, text: round.pieces[i] ?? "", by: round.proposed_by[i] }));
+    const at = this.now, { tree, undrafted } = round, first = this.steps.length;
+    for (let i = 0; i < round.steps; i++) this.steps.push({ at, tokens: 0, tree, undrafted });
+    round.token_ids.forEach((id, i) => {
+      // Steps that travel together have no tree: each brought a token.
+      const step = round.steps ? first + Math.min(i, round.steps - 1) : null;
+      if (step !== null) this.steps[step].tokens += 1;
+      this.tokens.push({ at, id, text: round.pieces[i] ?? "", by: round.proposed_by[i], step });
+    });
     // The end of a text may come without a token of its own.
     const rest = round.pieces.slice(round.token_ids.length).join("");
     if (rest && this.tokens.length) this.tokens.at(-1).text += rest;
-    this.rounds.push({
-      at, steps: round.steps, tokens: round.token_ids.length, tree: round.tree, undrafted: round.undrafted,
-    });
+    this.rounds.push({ at, steps: round.steps, tokens: round.token_ids.length, tree, undrafted });
   }
 }
 
-/** A round's tokens that the drafter proposed. */
+/** Number of a round's or a step's tokens that the drafter proposed. */
 export const accepted = (round) => round.tree?.accepted.length ?? 0;
 
 /** Number of steps of some rounds. */

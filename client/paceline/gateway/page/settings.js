@@ -1,6 +1,10 @@
 /** The settings that both views share, and the requests that follow from them. */
 
+import { keep, kept } from "./kept.js";
+
 const ACCENTS = 5; // colours of drafters in style.css
+// Settings that a reload keeps. The API key is not one of them.
+const KEPT = ["drafter", "temperature", "seed", "max_tokens", "system"];
 
 export class Settings {
   #form;
@@ -11,7 +15,11 @@ export class Settings {
   constructor(details) {
     this.#details = details;
     this.#form = details.querySelector("form");
-    this.#form.addEventListener("input", () => this.#describe());
+    this.#restore();
+    this.#form.addEventListener("input", () => {
+      keep("settings", Object.fromEntries(KEPT.map((name) => [name, this.#form.elements[name].value])));
+      this.#describe();
+    });
     this.#form.addEventListener("submit", (event) => event.preventDefault());
   }
 
@@ -81,8 +89,17 @@ export class Settings {
       const prompt = turns.map((turn) => turn.content).join("");
       return { path: "v1/completions", body: { ...body, prompt } };
     }
+    const messages = turns.map(({ role, content }) => ({ role, content }));
     const system = value("system") ? [{ role: "system", content: value("system") }] : [];
-    return { path: "v1/chat/completions", body: { ...body, messages: [...system, ...turns] } };
+    return { path: "v1/chat/completions", body: { ...body, messages: [...system, ...messages] } };
+  }
+
+  #restore() {
+    const values = kept("settings");
+    if (!values) return;
+    this.#form.elements.drafter.replaceChildren(new Option(values.drafter, values.drafter));
+    for (const name of KEPT) this.#form.elements[name].value = values[name];
+    this.#describe();
   }
 
   #describe() {

@@ -1,10 +1,12 @@
 /** Drawings of a round's tree and of the tokens of each step. */
 
+import { accepted } from "./run.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 // Sizes in pixels, and how much of a large tree is drawn.
 const ROW = 28, NODE = 20, GAP = 24, CHARACTER = 7.3, MOST_COLUMNS = 20, MOST_ROWS = 8;
 const LONGEST_LABEL = 9;
-const STEP_HEIGHT = 48, FEWEST_STEPS = 40;
+const STEP_HEIGHT = 48, MARK_HEIGHT = 4, FEWEST_STEPS = 40;
 const ROOT = { row: 0, x: 4, width: 4 };
 
 /**
@@ -89,24 +91,34 @@ function label(token) {
   return letters.length > LONGEST_LABEL ? letters.slice(0, LONGEST_LABEL - 1).join("") + "…" : shown;
 }
 
-/** Draws a bar a step, as high as its tokens; the accepted ones in colour. */
-export function drawSteps(svg, rounds) {
-  // Rounds of several steps have no tree: each step brought a token.
-  const steps = rounds.filter((round) => round.steps).flatMap((round) => (
-    Array.from({ length: round.steps }, () => ({ ...round, tokens: round.tokens / round.steps }))
-  ));
+/**
+ * Draws a bar a step, as high as its tokens; the accepted ones in colour.
+ *
+ * @param {SVGElement} svg Where to draw.
+ * @param {{tokens: number, tree: object | null}[]} steps The steps.
+ * @param {number} shown Index of the step whose bar is marked; -1: none.
+ */
+export function drawSteps(svg, steps, shown) {
   const most = Math.max(4, ...steps.map((step) => step.tokens));
-  const width = Math.max(FEWEST_STEPS, steps.length), unit = STEP_HEIGHT / most;
+  const width = Math.max(FEWEST_STEPS, steps.length), unit = (STEP_HEIGHT - 2 * MARK_HEIGHT) / most;
   const bar = (i, from, count, kind) =>
     make("rect", {
       class: kind, x: i + 0.1, width: 0.8, y: STEP_HEIGHT - (from + count) * unit, height: count * unit,
     });
   svg.setAttribute("viewBox", `0 0 ${width} ${STEP_HEIGHT}`);
-  svg.setAttribute("aria-label", `${steps.length} steps, at most ${most} tokens in one`);
   svg.replaceChildren(...steps.flatMap((step, i) => {
-    const drafted = Math.min(step.tree?.accepted.length ?? 0, step.tokens);
-    return [bar(i, 0, drafted, "drafted"), bar(i, drafted, step.tokens - drafted, "plain")];
+    const drafted = Math.min(accepted(step), step.tokens);
+    return [
+      ...(i === shown ? [make("rect", { class: "shown", x: i, width: 1, y: 0, height: MARK_HEIGHT })] : []),
+      bar(i, 0, drafted, "drafted"), bar(i, drafted, step.tokens - drafted, "plain"),
+    ];
   }));
+}
+
+/** Index of the step at a place of its drawing; it may be behind the last one. */
+export function stepAt(svg, clientX) {
+  const { left, width } = svg.getBoundingClientRect();
+  return Math.floor(((clientX - left) / width) * svg.viewBox.baseVal.width);
 }
 
 function make(kind, attributes, text) {
