@@ -1,14 +1,22 @@
-"""An SVG of lines with intervals, one panel a measure, for light and dark pages."""
+"""An SVG of lines with intervals, one panel a measure, for light and dark pages.
+
+``python -m paceline.bench.chart JSON SVG`` draws the arms of a result file.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import log2
+from pathlib import Path
+from typing import Any
 
 Line = Mapping[float, Sequence[float]]
 """By place on the x axis: lower end, value and upper end."""
 
 _WIDTH, _HEIGHT, _MARGIN, _LINE = 300, 200, 56, 17  # of a panel and of a line of text, in pixels
+_LABEL = 32  # least distance of two labels of the x axis, in pixels
 _COLUMNS = 3
 _COLORS = ("#3b82c4", "#d9652b", "#3f9c5a", "#a259b8", "#b8860b", "#7d8790", "#d6457a", "#14958f")
 _STYLE = """<style>
@@ -18,6 +26,23 @@ text { font: 12px system-ui, sans-serif; fill: #1f2328 }
 text { fill: #e6edf3 } .card { fill: #0d1117 } .grid { stroke: #30363d }
 }
 </style>"""
+
+
+def draw_arms(entries: Mapping[str, Mapping[str, Any]]) -> str:
+    """The arms of a result file's entries: a panel a measure, and a line an arm.
+
+    Args:
+        entries: Each has a ``panel``, which is named beside the measure, and ``arms``: by name of
+            the arm, measure and place on the x axis the lower end, value and upper end.
+    """
+    panels: dict[str, dict[str, dict[float, Sequence[float]]]] = {}
+    for entry in entries.values():
+        for arm, measures in entry["arms"].items():
+            for measure, line in measures.items():
+                title = ", ".join(filter(None, (measure, entry["panel"])))
+                drawn = panels.setdefault(title, {}).setdefault(arm, {})
+                drawn.update({float(x): ends for x, ends in line.items()})
+    return draw(panels)
 
 
 def draw(panels: Mapping[str, Mapping[str, Line]]) -> str:
@@ -51,9 +76,12 @@ def _panel(lines: Mapping[str, Line], names: Sequence[str]) -> Iterator[str]:
         y = _HEIGHT * (1 - up(tick))
         yield f'<path class="grid" d="M0 {y:.1f}h{_WIDTH}"/>'
         yield f'<text x="-6" y="{y + 4:.1f}" text-anchor="end">{tick:.3g}</text>'
+    free = 0.0
     for x in places:
         left = _WIDTH * across(x)
-        yield f'<text x="{left:.1f}" y="{_HEIGHT + 18}" text-anchor="middle">{x:g}</text>'
+        if left >= free:
+            yield f'<text x="{left:.1f}" y="{_HEIGHT + 18}" text-anchor="middle">{x:g}</text>'
+            free = left + _LABEL
     for name, line in lines.items():
         place = names.index(name)
         color = _COLORS[place % len(_COLORS)]
@@ -82,3 +110,8 @@ def _scale(values: Sequence[float], low: float) -> tuple[Callable[[float], float
         ]
     span = (high - low) or 1.0
     return lambda value: (value - low) / span, [low + span * quarter / 4 for quarter in range(5)]
+
+
+if __name__ == "__main__":
+    file, picture = map(Path, sys.argv[1:])
+    picture.write_text(draw_arms(json.loads(file.read_text())["results"]))

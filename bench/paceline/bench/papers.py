@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from paceline.bench.acceptance import load_drafters, write_answer
-from paceline.bench.chart import draw
+from paceline.bench.chart import draw_arms
 from paceline.bench.models import Models
 from paceline.bench.prompts import needle_prompts
 from paceline.bench.record import Results, make_console
@@ -221,15 +221,8 @@ class Bench:
 
     def draw(self) -> None:
         """Draw all cells of the result file, a panel a measure."""
-        panels: dict[str, dict[str, dict[float, list[float]]]] = {}
-        for entry in self.results.entries.values():
-            for arm, measures in entry["arms"].items():
-                for measure, line in measures.items():
-                    title = ", ".join(filter(None, (measure, entry["panel"])))
-                    drawn = panels.setdefault(title, {}).setdefault(arm, {})
-                    drawn.update({float(x): ends for x, ends in line.items()})
         picture = self.results.file.with_suffix(".svg")
-        picture.write_text(draw(panels))
+        picture.write_text(draw_arms(self.results.entries))
         self.console.print(f"written to {self.results.file} and {picture}")
 
     def cell(
