@@ -22,7 +22,7 @@ def test_drafters_are_found_by_the_weights_of_their_target(target: Path, tmp_pat
     native = cpu_kernels().library is not None
     lookup = "lookup=true"
     int8, int4 = (",weights=int8", ",weights=int4") if native else ("", "")
-    levels, tree = "widths=8,8,max_nodes=10", "widths=3,1,max_nodes=4"
+    levels, tree = "widths=8,8,max_nodes=10", "widths=3,2,1,max_nodes=6"
     assert shipped.drafters_for(ours) == [
         f"longspec=longspec:{DEMO / 'longspec'},{lookup},{levels}{int8},target={ours}",
         f"dspark=dspark:{DEMO / 'dspark'},{lookup},{tree}{int4},target={ours}",

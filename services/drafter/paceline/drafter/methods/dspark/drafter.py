@@ -325,7 +325,7 @@ class DSparkDrafter(Drafter):
     method: ClassVar[str] = "dspark"
     label: ClassVar[str] = "DSpark"
     recipe: ClassVar[str] = "paceline.train.recipes.dspark:DSparkRecipe"
-    cpu_tree: ClassVar[Mapping[str, str]] = {"widths": "3,1", "max_nodes": "4"}
+    cpu_tree: ClassVar[Mapping[str, str]] = {"widths": "3,2,1", "max_nodes": "6"}
     cpu_weights: ClassVar[str] = "int4"
     path_options: ClassVar[tuple[str, ...]] = ("target",)
     growth: TreeGrowth
