@@ -18,8 +18,8 @@ typedef struct {
   int64_t rank;           /* of the sequential head; 0: none */
   const float *w1;        /* [rows, rank]; row i is of logit i, the last one of other tokens */
   const Matrix *w2;
-  const float *confidence; /* [hidden]; null: no confidence head */
-  const float *offsets;    /* [rows]: share of the token before in the logit of a confidence */
+  const float *confidence;   /* [hidden]; null: no confidence head */
+  const float *offsets;      /* [rows]: share of the token before in the logit of a confidence */
   const float *temperatures; /* [levels]: what this logit is divided by */
 } Model;
 
