@@ -58,7 +58,7 @@ def best_of_rows(
     best_of_chunks[(rows, chunks)](
         logits, reduced, given, given.view(torch.float64), borders, keys, sums, vocab, stride,
         NOISE=record is not None, FILTERED=filtered, REDUCED=ids is not None, BESTS=width,
-        CHUNK=chunk, num_warps=chunk // (1024 if record is None else 256),
+        CHUNK=chunk, num_warps=chunk // 256,
     )  # fmt: skip
     size = triton.next_power_of_2(chunks * width)
     merge_chunks[(rows,)](
