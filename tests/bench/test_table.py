@@ -8,13 +8,15 @@ import re
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Self
 
 import pytest
+from tokenizers import Tokenizer
 
 from paceline.bench.cli import add_arguments
 from paceline.bench.models import Models
+from paceline.bench.prompts import Prompt, chat_prompts
 from paceline.bench.table.engines import (
     NONE,
     Answer,
@@ -33,8 +35,10 @@ from paceline.bench.table.figures import (
     summarize,
 )
 from paceline.bench.table.run import (
+    BOUND,
     CATEGORIES,
     MIXED,
+    SHORT,
     Limits,
     Phase,
     choose,
@@ -104,10 +108,14 @@ class Fake:
 
     concurrent = True
 
-    def __init__(self, name: str, every: int = 1, fails: bool = False) -> None:
+    def __init__(
+        self, name: str, every: int = 1, fails: bool = False, constrained: bool = True
+    ) -> None:
         self.name, self.every, self.fails = name, every, fails
+        self.constrained = constrained
         self.modes = ("none", "ngram")
         self.asked: list[tuple[str, list[int], int]] = []
+        self.schemas: list[str] = []
 
     async def __aenter__(self) -> Self:
         if self.fails:
@@ -123,6 +131,7 @@ class Fake:
 
     async def answer(self, mode: str, request: AnswerRequest) -> Answer:
         self.asked.append((mode, request.prompt, request.seed))
+        self.schemas.append(request.json_schema)
         now = time.perf_counter()
         return answer(3, now, now + 1.0, "same")
 
@@ -174,7 +183,7 @@ def test_the_summary_takes_every_engine_at_its_best() -> None:
 
 async def test_contestants_take_turns_and_the_deadline_ends_a_phase() -> None:
     first, slow = Fake("one"), Fake("two", every=2)
-    prompts = {"a": [[1], [2], [3]], "b": [[4]]}
+    prompts = {"a": [Prompt([1]), Prompt([2]), Prompt([3])], "b": [Prompt([4])]}
     found: list[tuple[str, str, list[str]]] = []
     messages: list[str] = []
 
@@ -208,6 +217,49 @@ async def test_contestants_take_turns_and_the_deadline_ends_a_phase() -> None:
     assert found[0][2] == ["one ngram", "two none"], "what is known is not measured again"
     assert not await take(time.monotonic() - 1)
     assert found == [("a, T = 0, 1 user", "0", [])]
+
+
+async def test_bound_answers_are_of_engines_that_can_bind_them() -> None:
+    able, unable = Fake("able"), Fake("unable", constrained=False)
+    prompts = {"chat": [Prompt([1])], "json": [Prompt([2], '{"type": "object"}')]}
+    found: dict[str, list[str]] = {}
+    await measure(
+        Phase(0.0, 1, 1.0),
+        [able, unable],
+        prompts,
+        [9],
+        Limits(8, time.monotonic() + 60, lambda name: "none" in name, lambda *key: False),
+        lambda cell, group, samples: found.update({cell.partition(",")[0]: sorted(samples)}),
+        lambda message: None,
+    )
+    assert found == {"chat": ["able none", "unable none"], "json": ["able none"]}
+    assert able.schemas == ["", "", '{"type": "object"}']
+    assert unable.schemas == ["", ""]
+
+
+@pytest.mark.parametrize("prompt", BOUND)
+def test_bound_prompts_have_the_schema_of_their_answers(prompt: str) -> None:
+    file = ROOT / "bench" / "prompts" / f"{prompt}.jsonl"
+    found = chat_prompts(file, open_model(TARGET))
+    assert len({each.json_schema for each in found}) == len(found)
+    for each, line in zip(found, file.read_text().splitlines(), strict=True):
+        fields, schema = json.loads(line), json.loads(each.json_schema)
+        if prompt == "json":
+            assert schema == fields["json_schema"]
+            continue
+        names = [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]]
+        assert names == [tool["function"]["name"] for tool in fields["tools"]]
+        assert 1 <= len(names) <= 3
+
+
+def test_tools_are_in_the_prompt(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "tell_time", "parameters": {}}}
+    file = tmp_path / "tools.jsonl"
+    file.write_text(json.dumps({"prompt": "Hello", "tools": [tool]}))
+    template = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}"
+    tokenizer = open_model(TARGET).tokenizer
+    [prompt] = chat_prompts(file, SimpleNamespace(tokenizer=tokenizer, chat_template=template))
+    assert "tell_time" in Tokenizer.from_str(tokenizer.decode()).decode(prompt.ids)
 
 
 async def test_a_server_that_is_started_is_stopped(tmp_path: Path) -> None:
@@ -329,7 +381,8 @@ def test_a_run_records_resumes_and_replaces(
     program, prompts, output = (tmp_path / name for name in ("rival", "chat.jsonl", "found.json"))
     program.write_text(RIVAL)
     program.chmod(0o755)
-    prompts.write_text('"def one"\n"def two"\n')
+    bound = {"text": "def two", "json_schema": {"type": "array", "minItems": 9}}
+    prompts.write_text(f'"def one"\n{json.dumps(bound)}\n')
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = [
@@ -364,8 +417,8 @@ def test_prompts_of_the_repository() -> None:
         name: read_prompts(ROOT / "bench" / "prompts" / f"{name}.jsonl") for name in CATEGORIES
     }
     assert all(len(found) == len(set(map(str, found))) >= 16 for found in texts.values())
-    prompts = {name: [[1]] * len(found) for name, found in texts.items()}
+    prompts = {name: [Prompt([1])] * len(found) for name, found in texts.items()}
     assert set(choose(prompts, Phase(0.0, 1, 1.0), [])) == set(CATEGORIES)
-    assert set(choose(prompts, Phase(0.7, 1, 1.0), [])) == set(CATEGORIES[:3])
+    assert set(choose(prompts, Phase(0.7, 1, 1.0), [])) == {*SHORT, *BOUND}
     assert set(choose(prompts, Phase(0.0, 1, 1.0), ["edit"])) == {"edit"}
     assert len(choose(prompts, Phase(0.0, 8, 1.0), [])[MIXED]) == 48

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from paceline.bench.models import Models
 from paceline.bench.record import Results, make_console
-from paceline.bench.table.run import CATEGORIES, PROMPTS, read
+from paceline.bench.table.run import FREE, PROMPTS, read
 from paceline.decoder import Decoder, ModelSource, open_model
 from paceline.drafter import Drafter, DrafterSpec, Resources
 from paceline.drafter.methods import method_class
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     console = make_console()
     models = Models.of(args)
     source = open_model(models.target)
-    files = args.prompts or [PROMPTS / f"{name}.jsonl" for name in CATEGORIES]
+    files = args.prompts or [PROMPTS / f"{name}.jsonl" for name in FREE]
     prompts = read(files, source, args.tokens)
     [weights] = args.weights
     target = Decoder.load(source, weights)
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         texts = prompts[category][: args.count]
         title = f"{category}, T = {heat:g}, {weights}"
         for number, prompt in enumerate(track(texts, title, console=console)):
-            answer = write_answer(target, source, prompt, args.tokens, heat, number + 1, layers)
+            answer = write_answer(target, source, prompt.ids, args.tokens, heat, number + 1, layers)
             for name, drafter in drafters.items():
                 _measure(drafter, answer, found[name])
         entries = {name: each.entry() for name, each in found.items() if each.rounds}

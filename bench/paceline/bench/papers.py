@@ -306,12 +306,13 @@ class Bench:
         """The prompts of `--prompts`, or of categories of the table in turn; `--texts` of them."""
         files = self.args.prompts or [PROMPTS / f"{name}.jsonl" for name in categories]
         found = zip_longest(*read(files, self.source, self.args.tokens).values())
-        return list(islice((each for row in found for each in row if each), self.args.texts))
+        ids = (each.ids for row in found for each in row if each is not None)
+        return list(islice(ids, self.args.texts))
 
     def documents(self, length: int) -> list[list[int]]:
         """The last `length` tokens of long prompts, each behind the ones before it."""
         files = self.args.prompts or [PROMPTS / "long.jsonl"]
-        every = [each for found in read(files, self.source, 0).values() for each in found]
+        every = [each.ids for found in read(files, self.source, 0).values() for each in found]
         found = []
         for number in range(self.args.texts):
             place, text = number, list[int]()

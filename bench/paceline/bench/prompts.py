@@ -1,21 +1,100 @@
-"""Prompts: the demo's, long ones of any length, and the user's own."""
+"""Prompts: the demo's, long ones of any length, bound ones, and the user's own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from paceline.decoder import open_model
+from paceline.client import Model, render_chat
+from paceline.decoder import ModelSource, open_model
+from paceline.gateway.requests import ChatRequest
 from paceline.harness import read_prompts
+from paceline.service.files import read_text
+from paceline.v1 import verifier_pb2
 
 _NAMES = (
     "Amber", "Birch", "Cedar", "Delta", "Ember", "Falcon", "Garnet", "Harbor", "Indigo", "Jasper",
     "Koala", "Lotus", "Maple", "Nickel", "Onyx", "Pearl", "Quartz", "Raven", "Saffron", "Tulip",
     "Umber", "Velvet", "Willow", "Zephyr",
 )  # fmt: skip
+
+_BINDING = ("json_schema", "tools")
+"""Keys of a line whose answer is bound, as in a chat request. A call of a tool is required."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of the table."""
+
+    ids: list[int]
+    """Its token ids, those of the chat template included."""
+
+    json_schema: str = ""
+    """JSON schema of the answer; empty: the answer is free."""
+
+
+def chat_prompts(path: Path, source: ModelSource) -> list[Prompt]:
+    """The prompts of a file, with what binds their answers: a line may have a ``json_schema``, or
+    ``tools``.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It has no prompt, or a line that is not a prompt.
+    """
+    encoded = chat_encoder(source)
+    return [
+        Prompt(encoded(prompt, fields.get("tools", ())), _schema(fields))
+        for prompt, fields in zip(read_prompts(path), _bindings(path), strict=True)
+    ]
+
+
+def chat_encoder(
+    source: ModelSource,
+) -> Callable[[str | list[int], Sequence[dict[str, Any]]], list[int]]:
+    """Returns what gives the token ids of a user turn with tools, in the target's chat template.
+
+    Token ids stay as they are. Without a template, so do texts.
+    """
+    encoder = Tokenizer.from_str(source.tokenizer.decode())
+    template = source.chat_template
+    model = Model(verifier_pb2.GetModelResponse(chat_template=template or ""), None)
+
+    def encoded(prompt: str | list[int], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        if not template:
+            return list(encoder.encode(prompt).ids)
+        rendered = render_chat(model, [{"role": "user", "content": prompt}], tools=tools)
+        return list(encoder.encode(rendered, add_special_tokens=False).ids)
+
+    return encoded
+
+
+def _bindings(path: Path) -> list[dict[str, Any]]:
+    """For each prompt of a file, the fields that bind its answer."""
+    if path.suffix not in (".jsonl", ".json"):
+        return [{}]
+    lines = [json.loads(line) for line in read_text(path).split("\n") if line.strip()]
+    return [
+        {name: line[name] for name in _BINDING if name in line} if isinstance(line, dict) else {}
+        for line in lines
+    ]
+
+
+def _schema(fields: dict[str, Any]) -> str:
+    """The schema to which the gateway binds the answer of a request with these fields."""
+    if not fields:
+        return ""
+    choice = {"tool_choice": "required"} if "tools" in fields else {}
+    messages = [{"role": "user", "content": "Hello"}]
+    request = ChatRequest.model_validate({"messages": messages, **fields, **choice})
+    return json.dumps(request.constraint()["json_schema"])
 
 
 def tokenizer(target: Path) -> Tokenizer:

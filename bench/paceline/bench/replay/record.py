@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.prompts import Prompt
 from paceline.bench.replay.traces import Round, Text, Traces
 from paceline.bench.services import ALWAYS
 from paceline.client import Client
@@ -77,7 +78,7 @@ async def record(
     target: Path,
     weights: str,
     drafters: Mapping[str, str],
-    prompts: Sequence[tuple[str, list[int]]],
+    prompts: Sequence[tuple[str, Prompt]],
     tokens: int,
     temperature: float,
     nodes: int,
@@ -88,7 +89,7 @@ async def record(
         target: The model.
         weights: Format of its weights.
         drafters: Specifications by name; of ``local`` it is the verifier's own sources.
-        prompts: Category and token ids of each.
+        prompts: Each with its category.
         tokens: Maximum number of tokens of a text.
         temperature: Of the sampling.
         nodes: Maximum number of nodes of a tree.
@@ -139,7 +140,8 @@ async def record(
                 for drafter in found:
                     recorder.texts.clear()
                     result = await client.generate(
-                        prompt,
+                        prompt.ids,
+                        json_schema=prompt.json_schema or None,
                         max_new_tokens=tokens if place else _WARM_UP,
                         temperature=temperature,
                         seed=place,
@@ -149,7 +151,7 @@ async def record(
                     texts.append(result.token_ids)
                     if place and recorder.texts:
                         [rounds] = recorder.texts.values()
-                        found[drafter].append(Text(category, len(prompt), rounds))
+                        found[drafter].append(Text(category, len(prompt.ids), rounds))
                 if any(text != texts[0] for text in texts):
                     raise RuntimeError(f"the texts of prompt {place} differ between the modes")
         finally:

@@ -36,9 +36,9 @@ def run(args: argparse.Namespace) -> int:
         paths = args.prompts or [PROMPTS / f"{name}.jsonl" for name in CATEGORIES]
         texts = read(paths, source, args.tokens)
         chosen = [
-            (category, ids)
-            for row in zip_longest(*([(c, i) for i in t[: args.count]] for c, t in texts.items()))
-            for category, ids in filter(None, row)
+            (category, prompt)
+            for row in zip_longest(*([(c, p) for p in t[: args.count]] for c, t in texts.items()))
+            for category, prompt in filter(None, row)
         ]
         wanted = {LOCAL.name: args.sources}
         given = args.drafter or drafters_for(models.target, "cpu", weights)

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -46,6 +46,8 @@ class AnswerRequest:
     tokens: int
     temperature: float
     seed: int
+    json_schema: str = ""
+    """JSON schema of the answer; empty: it is free."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,9 @@ class Contestant(Protocol):
     every: int
     """It answers every n-th prompt; slow engines answer fewer."""
 
+    constrained: bool
+    """Whether it can bind an answer by a JSON schema."""
+
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *error: object) -> None: ...
@@ -128,6 +133,7 @@ class PacelineServices:
     """
 
     concurrent = True
+    constrained = True
 
     def __init__(
         self,
@@ -182,6 +188,7 @@ class PacelineServices:
             max_new_tokens=request.tokens,
             temperature=request.temperature,
             seed=request.seed,
+            json_schema=request.json_schema or None,
             drafter=None if mode == DEFAULT else mode.removesuffix(self._end),
             isolated=mode
             in (LOCAL, DEFAULT),  # other modes have the same text: none may remember it
@@ -224,13 +231,22 @@ class Server:
         name: See :class:`Contestant`.
         modes: By mode what :func:`connect` takes.
         every: See :class:`Contestant`.
+        schema_fields: Makes the fields that bind an answer by a JSON schema, which are no part of
+            OpenAI's interface; None: the server has none.
     """
 
     concurrent = True
 
-    def __init__(self, name: str, modes: Mapping[str, str | Sequence[str]], every: int = 1) -> None:
+    def __init__(
+        self,
+        name: str,
+        modes: Mapping[str, str | Sequence[str]],
+        every: int = 1,
+        schema_fields: Callable[[object], dict[str, object]] | None = None,
+    ) -> None:
         self.name, self.modes, self.every = name, tuple(modes), every
-        self._given = modes
+        self.constrained = schema_fields is not None
+        self._given, self._schema_fields = modes, schema_fields
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -250,7 +266,9 @@ class Server:
             openai.OpenAIError: The server cannot be reached, or refuses.
             ValueError: The stream has no text, or no usage at its end.
         """
-        server = self._servers[mode]
+        server, more = self._servers[mode], None
+        if request.json_schema and self._schema_fields is not None:
+            more = self._schema_fields(json.loads(request.json_schema))
         began = time.perf_counter()
         stream = await server.api.completions.create(
             model=server.model,
@@ -260,6 +278,7 @@ class Server:
             seed=request.seed,
             stream=True,
             stream_options={"include_usage": True},
+            extra_body=more,
         )
         first, tokens, text = 0.0, 0, []
         async with aclosing(stream):
@@ -328,6 +347,7 @@ class LibraryProcess:
     """
 
     concurrent = False
+    constrained = False
     modes: tuple[str, ...] = (NONE, "prompt lookup")
 
     def __init__(
@@ -387,7 +407,9 @@ def llama_server(
     command += ["-np", str(users), "-c", str(8192 if users == 1 else 2048 * users)]
     command += ["--no-cache-prompt", "--top-k", "0", "--top-p", "1", "--min-p", "0"]
     kinds = {NONE: command, **{mode: [*command, "--spec-type", mode] for mode in modes}}
-    return Server(f"llama.cpp {_format(model)}", kinds, every)
+    return Server(
+        f"llama.cpp {_format(model)}", kinds, every, lambda schema: {"json_schema": schema}
+    )
 
 
 def threads() -> int:

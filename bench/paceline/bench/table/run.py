@@ -19,11 +19,10 @@ from pathlib import Path
 
 import uvloop
 from openai import OpenAIError
-from tokenizers import Tokenizer
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from paceline.bench.headline import headline
 from paceline.bench.models import Models
+from paceline.bench.prompts import Prompt, chat_encoder, chat_prompts
 from paceline.bench.record import Results, describe, make_console
 from paceline.bench.table.engines import (
     AHEAD,
@@ -40,19 +39,26 @@ from paceline.bench.table.figures import Sample, draw, markdown, sample, summari
 from paceline.bench.table.vllm import LOOKUP, NGRAM, Vllm
 from paceline.cli.shipped import drafters_for
 from paceline.decoder import ModelSource, open_model
-from paceline.harness import ProcessFailed, read_prompts
+from paceline.harness import ProcessFailed
 
 _WARM_UP_TOKENS = 64  # tokens in which verifier and client measure what rounds cost
-Prompts = Mapping[str, Sequence[list[int]]]
-"""Token ids of prompts by category."""
+Prompts = Mapping[str, Sequence[Prompt]]
+"""Prompts by category."""
 
-CATEGORIES = ("chat", "code", "mathematics", "edit", "long")
+FREE = ("chat", "code", "mathematics", "edit", "long")
+"""Categories whose answers are free."""
+
+BOUND = ("json", "tools")
+"""Categories whose answers are bound by a JSON schema: the prompt's own, or that of the calls of
+its tools."""
+
+CATEGORIES = (*FREE, *BOUND)
 
 MIXED = "chat, code, mathematics"
 """The category of several users: prompts of the three in turn."""
 
 PROMPTS = Path(__file__).parents[3] / "prompts"
-SHORT = CATEGORIES[:3]
+SHORT = FREE[:3]
 _WARM_UP = "Name the months of the year."
 
 
@@ -113,7 +119,7 @@ async def measure(
         phase: Sampling and users.
         engines: Those that do not start are left out.
         prompts: By category.
-        warm_up: A prompt for the first request in each mode.
+        warm_up: Token ids of a prompt for the first request in each mode.
         limits: What ends the measurement.
         record: Called after every group with its cell, its number, and samples by contestant.
         log: Called with a message.
@@ -138,26 +144,35 @@ async def measure(
             log(f"{engine.name} {mode} is ready")
         for turn, (category, group, texts) in enumerate(_groups(prompts, phase.users)):
             cell, first = phase.cell(category), turn % max(1, len(contestants))
+            bound = any(each.json_schema for each in texts)
             found: dict[str, Sample] = {}
             for engine, mode in contestants[first:] + contestants[:first]:
                 name = f"{engine.name} {mode}"
                 if int(group) % engine.every or limits.known(cell, name, group):
                     continue
+                if bound and not engine.constrained:
+                    continue
                 if time.monotonic() > limits.deadline:
                     record(cell, group, found)
                     return False
                 requests = [
-                    AnswerRequest(text, limits.tokens, phase.temperature, int(group) + 1)
-                    for text in texts
+                    AnswerRequest(
+                        each.ids,
+                        limits.tokens,
+                        phase.temperature,
+                        int(group) + 1,
+                        each.json_schema,
+                    )
+                    for each in texts
                 ]
                 answers = await asyncio.gather(*(engine.answer(mode, each) for each in requests))
-                found[name] = sample(answers, texts)
+                found[name] = sample(answers, [each.ids for each in texts])
             record(cell, group, found)
             log(f"{cell}: prompt {int(group) + 1} of {len(prompts[category]) // phase.users}")
     return True
 
 
-def _groups(prompts: Prompts, users: int) -> Iterator[tuple[str, str, list[list[int]]]]:
+def _groups(prompts: Prompts, users: int) -> Iterator[tuple[str, str, list[Prompt]]]:
     """Category, number, and prompts that are asked at a time; categories take turns."""
     columns = [
         [
@@ -205,6 +220,7 @@ def run(args: argparse.Namespace) -> int:
         summarize(cell)
         results.add(title, {"contestants": cell})
 
+    warm_up = chat_encoder(source)(_WARM_UP, ())
     end = time.monotonic() + 60 * args.minutes
     phases = [
         Phase(heat, users, 4.0 if (heat, users) == (0.0, 1) else 1.0)
@@ -222,7 +238,6 @@ def run(args: argparse.Namespace) -> int:
             known,
         )
         chosen = choose(prompts, phase, args.categories)
-        [warm_up] = encode(source, [_WARM_UP])
         engines = list(contestants(args, models, source, phase))
         whole = uvloop.run(measure(phase, engines, chosen, warm_up, limits, record, console.log))
         if not whole:
@@ -236,38 +251,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read(files: list[Path], source: ModelSource, tokens: int) -> dict[str, list[list[int]]]:
+def read(files: list[Path], source: ModelSource, tokens: int) -> dict[str, list[Prompt]]:
     """Prompts in the target's chat template, by category, which is the name of a file.
 
     Prompts that do not fit the target's context with their answers are left out.
     """
     room = source.config().max_position - tokens
-    texts = {file.stem: read_prompts(file) for file in files}
     return {
-        category: [ids for ids in encode(source, prompts) if len(ids) <= room]
-        for category, prompts in texts.items()
+        file.stem: [each for each in chat_prompts(file, source) if len(each.ids) <= room]
+        for file in files
     }
 
 
-def encode(source: ModelSource, prompts: list[str | list[int]]) -> list[list[int]]:
-    """Token ids of user turns; token ids stay as they are, and without a template so do texts."""
-    tokenizer = Tokenizer.from_str(source.tokenizer.decode())
-    template = source.chat_template
-
-    def ids(text: str) -> list[int]:
-        if not template:
-            return list(tokenizer.encode(text).ids)
-        turns = [{"role": "user", "content": text}]
-        rendered = render_jinja_template(
-            [turns], chat_template=template, add_generation_prompt=True
-        )[0][0]
-        return list(tokenizer.encode(rendered, add_special_tokens=False).ids)
-
-    return [ids(each) if isinstance(each, str) else each for each in prompts]
-
-
 def choose(prompts: Prompts, phase: Phase, wanted: list[str]) -> Prompts:
-    """Prompts of a phase: of several users a mixture, above temperature 0 the short categories."""
+    """Prompts of a phase: of several users a mixture of the short categories whose answers are
+    free, above temperature 0 all but edits and long documents."""
     if not set(SHORT) <= prompts.keys():
         return prompts
     if phase.users > 1:
@@ -275,8 +273,8 @@ def choose(prompts: Prompts, phase: Phase, wanted: list[str]) -> Prompts:
             each for row in zip(*(prompts[name] for name in SHORT), strict=False) for each in row
         ]
         return {MIXED: mixture}
-    names = SHORT if phase.temperature else tuple(prompts)
-    return {name: prompts[name] for name in names if name in (wanted or names)}
+    names = (*SHORT, *BOUND) if phase.temperature else tuple(prompts)
+    return {name: prompts[name] for name in names if name in (wanted or names) and name in prompts}
 
 
 def _wanted(args: argparse.Namespace, name: str) -> bool:

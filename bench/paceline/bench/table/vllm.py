@@ -61,7 +61,12 @@ class Vllm(Server):
         ]
 
         self._plain = plain
-        super().__init__("vllm bfloat16", {mode: self.command(mode) for mode in modes}, every)
+        super().__init__(
+            "vllm bfloat16",
+            {mode: self.command(mode) for mode in modes},
+            every,
+            lambda schema: {"structured_outputs": {"json": schema}},
+        )
 
     def command(self, mode: str) -> list[str]:
         """The command line of the server of a mode; its port is ``{port}``."""
