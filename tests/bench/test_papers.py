@@ -23,7 +23,7 @@ _DEMO = Path("models/demo")
 _CODE = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\n"
 _LIMITS = "--weights bfloat16 --texts 2 --tokens 16 --contexts 96"
 _DSPARK = f"--drafter dspark=dspark:{_DEMO}/dspark,target={_DEMO}/target"
-_TRAINED = "--minutes 1 --own-text own.jsonl"
+_TRAINED = "--steps 1 --own-text own.jsonl"
 _OPTIONS = {
     "context": f"{_DSPARK} --drafter n=ngram --speed",
     "offset": _TRAINED,

@@ -209,8 +209,8 @@ def _add_papers(parser: argparse.ArgumentParser) -> None:
     option("--rows", type=_numbers, default="8,33,64", help="`attention`: rows of a step")
     option("--users", type=_numbers, default="1,2,4,8,16", help="`load`: requests at a time")
     option(
-        "--minutes", type=float, default=0.0,
-        help="`offset`, `noise`, `budget`, `dspark`: of training, for each arm",
+        "--steps", type=int, default=0, metavar="N",
+        help="`offset`, `noise`, `budget`, `dspark`: training steps of each arm",
     )  # fmt: skip
     option(
         "--own-text", type=Path, nargs="+", default=[], metavar="FILE",

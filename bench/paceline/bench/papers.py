@@ -75,6 +75,7 @@ _BUCKET = 512  # tokens of output that `output` puts together
 _BUDGETS = (64, 128, 256, 512, 1024, 2048)
 _TRAINED_BUDGETS = (64, 128, 256, 512)  # a quarter of the paper's, as are texts and contexts
 _SHORT = 512  # tokens of the longest text that `offset` trains on
+_MINUTES = 10_000  # a limit that no training reaches: steps end it, on a slow machine too
 _LONGSPEC = Path("models/smollm2/longspec")
 _MIN_DISTINCT = 0.5  # share of different 4-grams in a block; below it, the text is a loop
 
@@ -235,8 +236,8 @@ class Bench:
             panel: Of the picture, beside the name of the measure; cells may share one.
             measure: Does so.
         """
-        if self.args.minutes:
-            title += f", trained for {self.args.minutes:g} minutes"
+        if self.args.steps:
+            title += f", trained for {self.args.steps} steps"
         if title in self.results.entries:
             self.console.log(f"{title}: already in {self.results.file}")
             return
@@ -277,12 +278,12 @@ class Bench:
     def trained(self, method: str, arms: Mapping[str, str]) -> dict[str, str]:
         """Train a drafter for each arm, by name and more arguments, unless it is there.
 
-        All arms have the same conversations, what the target computed for them, seed and minutes.
+        All arms have the same conversations, what the target computed for them, seed and steps.
         """
-        args, minutes = self.args, f"{self.args.minutes:g}"
-        if minutes == "0" or not args.own_text:
+        args = self.args
+        if not args.steps or not args.own_text:
             raise CommandError(
-                "give --minutes to train each drafter, and --own-text with conversations of "
+                "give --steps to train each drafter, and --own-text with conversations of "
                 "`paceline train own-text`"
             )
         shared = ["--preset", "smollm2", "--no-card", f"--target={self.models.target}"]
@@ -290,13 +291,14 @@ class Bench:
         shared += ["--own-text", *map(str, args.own_text), *shlex.split(args.train)]
         found = {}
         for name, more in arms.items():
-            title = f"{args.experiment} {name} {minutes}".replace(",", "").replace(" ", "-")
+            title = f"{args.experiment} {name} {args.steps}".replace(",", "").replace(" ", "-")
             folder = str(args.work / title)
             found[name] = f"{method}:{folder}"
             if Path(folder, "config.json").exists():
                 continue
             command = [sys.executable, "-m", "paceline.train", method, *shared]
-            command += ["--minutes", minutes, "--out", folder, "--work", f"{folder}-work"]
+            command += ["--steps", str(args.steps), "--minutes", str(_MINUTES)]
+            command += ["--out", folder, "--work", f"{folder}-work"]
             command += shlex.split(more)
             self.console.log(shlex.join(command[1:]))
             subprocess.run(command, check=True)
@@ -486,10 +488,10 @@ def _noise(bench: Bench) -> None:
 
 
 def _dspark(bench: Bench) -> None:
-    """Heads, layers and block of DSpark, EAGLE-3 and LongSpec at equal minutes; chains, cut at
+    """Heads, layers and block of DSpark, EAGLE-3 and LongSpec after equal steps; chains, cut at
     thresholds of the confidence."""
     shipped = {"shipped": f"dspark:models/smollm2/dspark,target={bench.models.target}"}
-    if bench.args.minutes:
+    if bench.args.steps:
         arms = {
             "DFlash": "--no-heads",
             "Markov": "",
@@ -547,7 +549,7 @@ def _selection(bench: Bench) -> None:
 def _budget(bench: Bench) -> None:
     """BudgetDraft: a LongSpec layer trained further with and without budgets, by its KV budget."""
     models = bench.given({"shipped": f"longspec:{_LONGSPEC}"})
-    if bench.args.minutes:
+    if bench.args.steps:
         several = ",".join(map(str, _TRAINED_BUDGETS))
         arms = {
             "full cache": "",
