@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
@@ -206,7 +207,7 @@ class TorchTables:
 class TreePlan:
     """All query blocks of one forward pass, packed row after row."""
 
-    blocks: tuple[QueryBlock, ...]
+    blocks: Sequence[QueryBlock]
     """The blocks; rows ``offsets[j] .. offsets[j + 1]`` of the packed query are block j."""
 
     offsets: tuple[int, ...]
@@ -279,9 +280,11 @@ def plan_trees(
     """
     if not blocks:
         raise ValueError("a plan needs at least one query block, got none")
-    blocks, offsets = tuple(blocks), [0]
-    for block in blocks:
-        offsets.append(offsets[-1] + block.length)
+    if isinstance(blocks, EqualBlocks):  # kept, since its tables are made of arrays
+        offsets = list(range(0, (len(blocks) + 1) * blocks.first.length, blocks.first.length))
+    else:
+        blocks = tuple(blocks)
+        offsets = list(accumulate((block.length for block in blocks), initial=0))
     if positions is None:
         positions = [block.start + depth for block in blocks for depth in block.depths]
     elif len(positions) != offsets[-1]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.kernels import EqualBlocks, LevelBlock, QueryBlock
+from paceline.kernels import EqualBlocks, LevelBlock, QueryBlock, plan_trees
 from paceline.kernels.trees import ContextBlock
 
 STARTS = (0, 1, 63, 255, 256, 700, 4096, 5000, 12288, 20_000)
@@ -35,6 +35,14 @@ def test_blocks_of_one_shape(
         assert mine.dtype == other.dtype
         assert mine.tolist() == other.tolist()
     assert _equal_work(blocks, tiling, found.part_rows // 2) is None, "it takes several launches"
+
+
+def test_a_plan_keeps_its_equal_blocks() -> None:
+    blocks = EqualBlocks(LevelBlock(0, 0, None, 20, levels=(4, 16)), np.array(STARTS))
+    plan, other = plan_trees(blocks), plan_trees(list(blocks))
+    assert plan.blocks is blocks
+    assert (plan.offsets, plan.longest) == (other.offsets, other.longest)
+    assert plan.positions.tolist() == other.positions.tolist()
 
 
 def test_other_blocks_are_planned_one_by_one() -> None:
