@@ -21,9 +21,13 @@ from paceline.bench.step.engines import (
     PacelineEngine,
     TransformersEngine,
 )
+from paceline.bench.step.profile import PARTS
 from paceline.bench.step.roofline import Roofline
 from paceline.bench.step.run import measure, run
+from paceline.cli.command import CommandError
 from paceline.decoder import load_config
+from paceline.kernels._compile import levels_here
+from paceline.kernels._native import VARIABLE
 
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
 
@@ -74,6 +78,49 @@ def test_a_run_records_and_draws(
     assert words == list(found["quartiles"]["20"]), "the legend has every engine"
     with pytest.raises(ValueError, match=r"no context of \[500\] fits 512 positions"):
         run(options("step", "--target", target, "--output", file, *shape, "--contexts", "500"))
+
+
+def test_synthetic_contexts_are_longer_than_the_model_and_cold_steps_are_figures(
+    target: Path,
+) -> None:
+    engine = PacelineEngine(target, "float32", synthetic=True, cold=True)
+    found = engine.measure(700, (1, 4))
+    cold = {"ms_1_paused", "ms_1_behind_prompt"}
+    assert set(found) == {"ms_1", "ms_4", "tokens_per_s", *cold}
+    assert min(found.values()) > 0
+
+
+def test_a_level_is_an_entry_and_a_resumed_run_keeps_it(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    level = levels_here()[0]
+    monkeypatch.setenv(VARIABLE, level)  # restored behind the test
+    file = tmp_path / "step.json"
+    shape = ("--rows", "1", "--contexts", "20", "--repeats", 2, "--weights", "float32")
+    given = ("step", "--target", target, "--output", file, *shape, "--synthetic")
+    assert run(options(*given, "--levels", level)) == 0
+    entries = json.loads(file.read_text())["results"]
+    assert {name: entry["level"] for name, entry in entries.items()} == {f"target, {level}": level}
+    before = file.stat().st_mtime_ns
+    assert run(options(*given, "--levels", level, "--resume")) == 0
+    assert file.stat().st_mtime_ns == before, "nothing is measured twice"
+    with pytest.raises(CommandError, match="--levels avx9: expected some of"):
+        run(options(*given, "--levels", "avx9"))
+
+
+@needs_compiler
+def test_the_parts_of_a_step_are_its_time(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "step.json"
+    shape = ("--rows", "1,16", "--contexts", "20", "--weights", "float32", "--profile")
+    assert run(options("step", "--target", target, "--output", file, *shape)) == 0
+    entry = json.loads(file.read_text())["results"]["target, parts"]
+    parts = entry["medians"]["20"]["paceline float32"]
+    assert set(parts) == {"ms_1", "ms_16"}
+    assert all(len(each) == len(PARTS) and min(each) > 0 for each in parts.values())
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in PARTS)
 
 
 @needs_compiler

@@ -68,6 +68,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_weights(step, "bfloat16")
     step.add_argument("--rows", type=_numbers, default="1,8,33,64,256", help="rows of a step")
     step.add_argument("--contexts", type=_numbers, default="128,2048,6144", help="tokens before it")
+    step.add_argument(
+        "--synthetic", action="store_true",
+        help="random KV in place of prompts: no prefill, and contexts beyond the model's",
+    )  # fmt: skip
+    step.add_argument(
+        "--cold", action="store_true",
+        help="one row after 10 ms without a step, and behind 200 rows of a prompt, too",
+    )  # fmt: skip
+    step.add_argument(
+        "--profile", action="store_true", help="the parts of a step instead, in five lines"
+    )
+    step.add_argument(
+        "--levels", type=lambda text: text.split(","), default=[], metavar="NAMES",
+        help="a process and an entry for each of these levels of PACELINE_CPU_LEVEL; by commas",
+    )  # fmt: skip
+    step.add_argument("--resume", action="store_true", help="keep the levels that the file has")
     step.add_argument("--rivals", action="store_true", help="other engines in the same run")
     step.add_argument("--llama-bench", metavar="PROGRAM", help="default: from PATH")
     step.add_argument("--openvino-python", metavar="PROGRAM", help="Python with openvino-genai")

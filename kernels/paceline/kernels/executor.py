@@ -144,7 +144,13 @@ class NativeProgram:
         self._all_gather_error: BaseException | None = None
         self.numerics = program.numerics
         """Numerics of the program."""
-        self._kept: list[Any] = [program]
+        self.program = program
+        """The program."""
+        self.nanoseconds: Tensor | None = None
+        """int64 ``[operations]``, to which each run adds the time of the stages that begin with an
+        operation: the row-wise ones behind it, and what prepares rows for a product, are of the
+        same stage. Unit: nanoseconds. None: runs are not measured."""
+        self._kept: list[Any] = []
         self.width = program.buffers[program.operations[0].out].width
         """Width of the first operation's rows."""
         self._vocabulary = program.buffers[0].width
@@ -230,6 +236,8 @@ class NativeProgram:
             probes=self._probe_table(call.probes, kept),
             queries=self._query_table(call.queries, queries, kept),
         )
+        if self.nanoseconds is not None:
+            run.nanoseconds = address(self.nanoseconds, "nanoseconds")
         if inputs is not None:
             run.inputs, run.inputs_bf16 = address(inputs, "inputs"), inputs.dtype == torch.bfloat16
         if call.contexts:

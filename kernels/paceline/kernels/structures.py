@@ -196,7 +196,7 @@ class CRun(ctypes.Structure):
         *(*_numbers("kv_type", "blocks"), *_pointers("block", "contexts", "context_block")),
         *(*_numbers("context_type"), *_pointers("inputs"), *_numbers("inputs_bf16")),
         *(*_numbers("tiles"), *_pointers("tile", "logits", "taps"), *_numbers("taps_bf16")),
-        *_pointers("probes", "queries", "states", "committed", "memory"),
+        *_pointers("probes", "queries", "states", "committed", "nanoseconds", "memory"),
     ]
 
 

@@ -32,6 +32,13 @@ CHUNK = 256
 _CHUNK = 2048  # tokens of a prefill that go through transformers at once
 _DECODED = 32  # tokens of plain decoding
 _STEPS = 5  # whose median counts
+
+PAUSE = 0.01
+"""Time without a step before a cold one. Unit: seconds."""
+
+PROMPT_ROWS = 200
+"""Rows of a prompt before a cold step."""
+
 Figures = dict[str, float]
 
 
@@ -48,36 +55,78 @@ class StepEngine(Protocol):
 class PacelineEngine:
     """The decoder as the verifier calls it: binary trees, and prompts in chunks of `CHUNK` rows."""
 
-    def __init__(self, target: Path, weights: str) -> None:
+    def __init__(
+        self, target: Path, weights: str, *, synthetic: bool = False, cold: bool = False
+    ) -> None:
+        """Load the target.
+
+        Args:
+            target: Folder or GGUF file.
+            weights: Their format.
+            synthetic: Contexts are random keys and values, and there is no prefill.
+            cold: Measure a row as other work leaves the caches, too: ``ms_1_paused`` after
+                `PAUSE` without a step, ``ms_1_behind_prompt`` after `PROMPT_ROWS` of another text.
+        """
         self.name = f"paceline {weights}"
+        self._synthetic, self._cold = synthetic, cold
         self.decoder = Decoder.load(target, weights, numerics="auto")  # as the verifier does
         gc.freeze()  # as the verifier does
 
     def measure(self, context: int, rows: Sequence[int]) -> Figures:
         """See :class:`StepEngine`; a step of at least `CHUNK` rows is a chunk of a prompt."""
-        cache = LocalCache(self.decoder.config)
-        began = time.perf_counter()
-        while len(cache) < context:
-            count = min(CHUNK, context - len(cache))
-            self._forward(cache, count, chunk=True)
-            cache.commit(range(count))
-        found = {"prefill_s": time.perf_counter() - began}
+        found: Figures = {}
+        if self._synthetic:
+            cache = self.synthetic_cache(context)
+        else:
+            cache = LocalCache(self.decoder.config)
+            began = time.perf_counter()
+            while len(cache) < context:
+                count = min(CHUNK, context - len(cache))
+                self.step(cache, count, chunk=True)
+                cache.commit(range(count))
+            found["prefill_s"] = time.perf_counter() - began
         for count in rows:
-            step = partial(self._forward, cache, count, chunk=count >= CHUNK)
+            step = partial(self.step, cache, count, chunk=count >= CHUNK)
             found[f"ms_{count}"] = _median_ms(step)
+        if self._cold:
+            other = LocalCache(self.decoder.config)
+            one, prompt = partial(self.step, cache, 1), partial(self.step, other, PROMPT_ROWS, True)
+            found["ms_1_paused"] = _median_ms(one, partial(time.sleep, PAUSE))
+            found["ms_1_behind_prompt"] = _median_ms(one, prompt)
         began = time.perf_counter()
         for _ in range(_DECODED):
-            self._forward(cache, 1)
+            self.step(cache, 1)
             cache.commit([0])
         return found | {"tokens_per_s": _DECODED / (time.perf_counter() - began)}
 
-    def _forward(self, cache: LocalCache, rows: int, chunk: bool = False) -> None:
+    def synthetic_cache(self, context: int) -> LocalCache:
+        """A cache of so many positions with random keys and values."""
+        cache = LocalCache(self.decoder.config)
+        cache.reserve(context)
+        first = cache.layer(0)[0].normal_()
+        for layer in range(self.decoder.config.kv_layers):
+            for plane in cache.layer(layer):
+                plane.copy_(first)
+        cache.commit(range(context))
+        if cache.states is not None:
+            cache.states.assume(context)
+        return cache
+
+    def step(self, cache: LocalCache, rows: int, chunk: bool = False) -> float:
+        """A step of so many rows, a binary tree, or a chunk of a prompt; nothing is committed.
+
+        Returns:
+            How long the choice of tokens took. Unit: seconds.
+        """
         cache.reserve(rows)
         parents = None if chunk else (-1, *((node - 1) // 2 for node in range(1, rows)))
         plan = plan_trees([QueryBlock(0, len(cache), parents, rows)])
         tokens = torch.randint(self.decoder.config.vocab_size, (rows,))
         last = torch.tensor([rows - 1]) if chunk else None
-        self.decoder.forward(tokens, plan, [cache], logit_rows=last).logits.argmax(dim=-1)
+        logits = self.decoder.forward(tokens, plan, [cache], logit_rows=last).logits
+        began = time.perf_counter()
+        logits.argmax(dim=-1)
+        return time.perf_counter() - began
 
 
 class TransformersEngine:
@@ -195,9 +244,11 @@ def _json(command: Sequence[str]) -> Any:
     return json.loads(subprocess.check_output(command))
 
 
-def _median_ms(step: Callable[[], object]) -> float:
+def _median_ms(step: Callable[[], object], before: Callable[[], object] | None = None) -> float:
     times = []
     for _ in range(_STEPS + 1):
+        if before is not None:
+            before()
         began = time.perf_counter()
         step()
         times.append((time.perf_counter() - began) * 1e3)

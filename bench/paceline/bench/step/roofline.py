@@ -55,6 +55,7 @@ class Roofline:
         own = weights == "bfloat16" or (level == "avx512bf16" and weights != "float32")
         attention = halves if own else floats
         self._probes = (f"read:{self._bytes:.0f}", linear, attention)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def measure(self, context: int, rows: Sequence[int]) -> Figures:
         """See :class:`StepEngine`. Raises OSError without a working C compiler."""
@@ -80,15 +81,22 @@ class Roofline:
 
     def _rates(self) -> list[float]:
         """10^9 bytes per second; 10^9 operations per second of linear layers and attention."""
-        source = str(Path(__file__).with_name("probe.c"))
-        with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-            command = [os.environ.get("CC", "gcc"), "-O3", "-fopenmp", source, "-o"]
-            made = subprocess.run(
-                [*command, f"{folder}/probe"], stderr=subprocess.PIPE, text=True, check=False
-            )
-            if made.returncode:
-                raise OSError(f"{' '.join(command)}: {made.stderr[-2000:]}")
-            environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads)}
-            probe = [f"{folder}/probe", *self._probes]
-            output = subprocess.check_output(probe, env=environment, text=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads)}
+        probe = [self._program(), *self._probes]
+        output = subprocess.check_output(probe, env=environment, text=True)
         return [float(line.split()[1]) for line in output.splitlines()]
+
+    def _program(self) -> str:
+        """Path of the probe, compiled at the first call."""
+        if self._folder is not None:
+            return f"{self._folder.name}/probe"
+        folder = tempfile.TemporaryDirectory(prefix="paceline-bench-")
+        source = str(Path(__file__).with_name("probe.c"))
+        command = [os.environ.get("CC", "gcc"), "-O3", "-fopenmp", source, "-o"]
+        made = subprocess.run(
+            [*command, f"{folder.name}/probe"], stderr=subprocess.PIPE, text=True, check=False
+        )
+        if made.returncode:
+            raise OSError(f"{' '.join(command)}: {made.stderr[-2000:]}")
+        self._folder = folder
+        return f"{folder.name}/probe"

@@ -7,12 +7,15 @@ of them. Figures are quartiles over turns.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from statistics import quantiles
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -29,8 +32,12 @@ from paceline.bench.step.engines import (
     StepEngine,
     TransformersEngine,
 )
+from paceline.bench.step.profile import PARTS, profile
 from paceline.bench.step.roofline import PEAKS, Roofline
+from paceline.cli.command import CommandError
 from paceline.kernels import cpu_kernels
+from paceline.kernels._compile import levels_here
+from paceline.kernels._native import VARIABLE
 
 Quartiles = dict[str, list[float]]  # by figure
 Cells = dict[str, dict[str, Quartiles]]  # by context and engine
@@ -99,6 +106,8 @@ def rivals(args: argparse.Namespace, models: Models, vocab: int) -> Iterator[Ste
 def show(cells: Cells, rows: Sequence[int], console: Console) -> None:
     """Print a table for every context; in brackets how much slower than its roofline it is."""
     columns = [*(f"ms_{count}" for count in rows), "tokens_per_s", "prefill_s"]
+    found = {key for cell in cells.values() for figures in cell.values() for key in figures}
+    columns += sorted(key for key in found if key.startswith("ms_1_"))  # cold steps
     for context, cell in cells.items():
         table = Table("", *columns, title=f"after {context} tokens (times the roofline)")
         for engine, figures in cell.items():
@@ -121,12 +130,50 @@ def _panels(cells: Cells) -> dict[str, dict[str, dict[float, list[float]]]]:
     """Milliseconds of a step by context, engine and rows."""
     return {
         f"ms by rows, after {context} tokens": {
-            engine: {float(key[3:]): ms for key, ms in figures.items() if key[:3] == "ms_"}
+            engine: {float(key[3:]): ms for key, ms in figures.items() if key[3:].isdecimal()}
             for engine, figures in cell.items()
             if any(key[:3] == "ms_" for key in figures)
         }
         for context, cell in cells.items()
     }
+
+
+def _each_level(args: argparse.Namespace) -> None:
+    """Run a process for each level; the fastest is last, so that the picture shows it.
+
+    Raises:
+        CommandError: This processor does not have a level, or the process of one failed.
+    """
+    here = levels_here()
+    if unknown := [each for each in args.levels if each not in here]:
+        raise CommandError(f"--levels {unknown[0]}: expected some of {', '.join(here)}")
+    found = Results("step", args.output).entries if args.resume else {}
+    context, label = multiprocessing.get_context("spawn"), args.label or Models.of(args).target.stem
+    for level in sorted(args.levels, key=here.index, reverse=True):
+        own = argparse.Namespace(**{**vars(args), "levels": [], "label": f"{label}, {level}"})
+        if own.label in found:
+            continue
+        os.environ[VARIABLE] = level  # kernels are chosen once a process
+        process = context.Process(target=run, args=(own,))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise CommandError(f"level {level} failed, see above; --resume keeps the others")
+
+
+def _profile(args: argparse.Namespace, models: Models, console: Console) -> dict[str, Any]:
+    """Print the parts of steps behind each context; returns them by context and format."""
+    found: dict[str, Any] = {}
+    for weights in args.weights:
+        engine = PacelineEngine(models.target, weights)
+        for context in args.contexts:
+            parts = profile(engine, context, args.rows)
+            table = Table("ms", *parts, title=f"{engine.name}, after {context} tokens")
+            for name, *values in zip(PARTS, *parts.values(), strict=True):
+                table.add_row(name, *(f"{value:.2f}" for value in values))
+            console.print(table)
+            found.setdefault(str(context), {})[engine.name] = parts
+    return {"parts": list(PARTS), "medians": found}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -135,16 +182,25 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: No context fits the target, or there is only one turn.
     """
+    if args.levels:
+        _each_level(args)
+        return 0
     console = make_console()
     models = Models.of(args)
     level, threads = cpu_kernels().level, torch.get_num_threads()
+    results, label = Results("step", args.output), args.label or models.target.stem
+    common = {"level": level, "threads": threads}
+    if args.profile:
+        results.add(f"{label}, parts", common | _profile(args, models, console))
+        return 0
     engines: list[StepEngine] = []
     for weights in args.weights:
-        paceline = PacelineEngine(models.target, weights)
+        paceline = PacelineEngine(models.target, weights, synthetic=args.synthetic, cold=args.cold)
         config = paceline.decoder.config
         engines.append(paceline)
         engines += [Roofline(config, weights, level, threads)] if level in PEAKS else []
-    contexts = [each for each in args.contexts if each + max(args.rows) <= config.max_position]
+    longest = max(args.contexts) if args.synthetic else config.max_position - max(args.rows)
+    contexts = [each for each in args.contexts if each <= longest]
     if args.repeats < 2:
         raise ValueError(f"--repeats is {args.repeats}: quartiles need at least 2")
     if not contexts:
@@ -153,9 +209,7 @@ def run(args: argparse.Namespace) -> int:
         engines += rivals(args, models, config.vocab_size)
     cells = measure(engines, args.rows, contexts, args.repeats, console.log)
     show(cells, args.rows, console)
-    results = Results("step", args.output)
-    entry = {"level": level, "threads": threads, "quartiles": cells}
-    results.add(args.label or models.target.stem, entry)
+    results.add(label, common | {"quartiles": cells})
     picture = results.file.with_suffix(".svg")
     picture.write_text(draw(_panels(cells)))
     console.print(f"written to {results.file} and {picture}")

@@ -138,6 +138,7 @@ static const Line lines[] = {
     FIELD(Run, queries),
     FIELD(Run, states),
     FIELD(Run, committed),
+    FIELD(Run, nanoseconds),
     FIELD(Run, memory),
     STRUCTURE(Model),
     FIELD(Model, context),

@@ -6,6 +6,8 @@
  * for the next ones. The bits of a row do not depend on it, and buffers stay small. */
 #include "program.h"
 
+#include <time.h>
+
 #include "team.h"
 
 #define SLICE 512   /* rows after which a slice ends, at the end of a block */
@@ -31,6 +33,7 @@ typedef struct {
   float **buffers;
   void *scratch;
   int64_t states; /* floats of a thread in scratch, for DELTA */
+  int64_t since;  /* when the stage began, if times are wanted */
   _Atomic int failed;
 } State;
 
@@ -425,11 +428,21 @@ static void work(void *state, int64_t item) {
   }
 }
 
+/* Adds the time of the stage that has ended to that of its first operation. */
+static void count_time(State *s) {
+  struct timespec now;
+  if (!s->run->nanoseconds) return;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  const int64_t at = now.tv_sec * 1000000000 + now.tv_nsec;
+  if (s->at >= 0) s->run->nanoseconds[s->at] += at - s->since;
+  s->since = at;
+}
+
 /* The next stage with items for several threads. Those of a single item run at once: giving them to
  * another thread would take longer. */
 static int64_t begin(void *state) {
   State *s = state;
-  while (next_stage(s)) {
+  while (count_time(s), next_stage(s)) {
     const int64_t items = begin_stage(s);
     if (items > 1) return items;
     if (items) work(s, 0);

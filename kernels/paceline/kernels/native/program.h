@@ -123,7 +123,9 @@ typedef struct {
   const Queries *queries;   /* by layer; null: none */
   const States *states;     /* of every sequence, for DELTA */
   const int64_t *committed; /* [blocks]: rows that DELTA stores the state of */
-  char *memory;             /* paceline_program_bytes() bytes, aligned to 64 */
+  int64_t *nanoseconds; /* by operation: the time of the stages that begin with it is added; null:
+                           nobody asks */
+  char *memory;         /* paceline_program_bytes() bytes, aligned to 64 */
 } Run;
 
 int64_t paceline_program_bytes(const Program *p, const Run *r);
