@@ -1,6 +1,7 @@
 """The command table, and what each command needs to be installed."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -116,20 +117,31 @@ print(os.environ["THP_MEM_ALLOC_ENABLE"])
     assert done.stdout.split() == ["1", "20000", "7", "1"]
 
 
-def test_bash_completes_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bash"]) == 0
+ASK = {
+    "bash": 'COMP_WORDS=(paceline gen); COMP_CWORD=1; _shtab_paceline; echo "${COMPREPLY[@]}"',
+    "fish": "complete -C 'paceline gen' | string split \\t | head -1",
+}
+"""Shell commands that print how the word `gen` is completed."""
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])
+def test_a_shell_completes_commands_and_options(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    words = 'COMP_WORDS=(paceline gen); COMP_CWORD=1; _shtab_paceline; echo "${COMPREPLY[@]}"'
+    assert all(command.name in script for command in COMMANDS)
+    assert "max-new-tokens" in script
+    if shell not in ASK or shutil.which(shell) is None:
+        return
     done = subprocess.run(
-        ["bash", "-c", f"{script}\n{words}"],
+        [shell, "-c", f"{script}\n{ASK[shell]}"],
         capture_output=True,
         text=True,
         timeout=300,
         check=True,
     )
     assert done.stdout.split() == ["generate"]
-    assert all(command.name in script for command in COMMANDS)
-    assert "--max-new-tokens" in script
 
 
 def test_without_its_package_bench_names_the_source() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shutil
 from pathlib import Path
 
+from paceline.cli.command import CommandError, refuse_options
 from paceline.formats import WEIGHTS
 from paceline.harness import PROMPT_FILE
 from paceline.harness.models import model_path
@@ -24,10 +26,34 @@ _MODULES = {
     "headline": "paceline.bench.headline",
     "recording": "paceline.bench.recording",
 }
-_EXPERIMENTS = (
-    "context", "offset", "noise", "attention", "dspark", "load", "selection", "budget", "output",
-)  # fmt: skip
 _WEIGHTS = WEIGHTS[1:]  # all but auto
+
+_TRAINING = ("minutes", "own_text", "signals", "train", "work")
+_TEXTS = ("tokens", "texts", "temperature", "prompts")
+_OF_ALL_EXPERIMENTS = ("models", "target", "output", "weights")
+_OF_EXPERIMENTS = {
+    "context": (*_TEXTS, "contexts", "drafter", "speed"),
+    "offset": (*_TEXTS, "contexts", *_TRAINING),
+    "noise": (*_TEXTS, *_TRAINING),
+    "attention": ("texts", "contexts", "rows"),
+    "dspark": (*_TEXTS, "drafter", *_TRAINING),
+    "load": (*_TEXTS, "drafter", "users"),
+    "selection": (*_TEXTS, "contexts", "policies", "ratios"),
+    "budget": (*_TEXTS, "contexts", "drafter", "policies", *_TRAINING),
+    "output": (*_TEXTS, "drafter"),
+}
+"""Options of `papers` that an experiment reads."""
+
+_LLAMA_PROGRAMS = ("llama_server", "llama_bench", "llama_perplexity", "ik_llama_python")
+_PARTS = {
+    "llama_model": (*_LLAMA_PROGRAMS, "llama_modes"),
+    "openvino_model": ("openvino_python",),
+    "vllm_python": ("vllm_drafter",),
+}
+"""Options that have no effect without another one."""
+
+_OF_RIVALS = ("llama_model", "openvino_model", "vllm_python", *_LLAMA_PROGRAMS, "openvino_python")
+"""Options of `step` about other engines."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -206,7 +232,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
 
 def _add_papers(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
-    option("experiment", choices=_EXPERIMENTS, help="which; see docs/evidence.md")
+    option("experiment", choices=list(_OF_EXPERIMENTS), help="which; see docs/evidence.md")
     _add_weights(parser, "int8")
     option("--texts", type=int, default=12, metavar="N", help="texts of a cell, or repeats")
     option("--contexts", type=_numbers, default="512,1024,2048,4096,7500", help="tokens before")
@@ -269,9 +295,42 @@ def _numbers(text: str) -> list[int]:
     return [int(each) for each in text.split(",")]
 
 
+def _check_options(args: argparse.Namespace) -> None:
+    """Raises CommandError: an option has no effect beside the other ones, or lacks another one."""
+    command = args.bench_command
+    if command not in ("round", "drills") and getattr(args, "target", None) is not None:
+        refuse_options(args, "with --target: this command reads no prompts of it", ("models",))
+    if command == "headline":
+        if args.chart is None:
+            refuse_options(args, "without --chart", ("step", "entry", "weights"))
+        elif args.step is None:
+            raise CommandError("--chart needs --step, a result file of `step --rivals`")
+    elif command == "replay" and args.traces:
+        refuse_options(args, "on files that are recorded already", but=("users", "output"))
+    elif command == "papers":
+        own = _OF_EXPERIMENTS[args.experiment]
+        refuse_options(args, f"on {args.experiment}", but=(*_OF_ALL_EXPERIMENTS, *own))
+    elif command == "table" and args.markdown:
+        refuse_options(args, "with --markdown", but=("markdown", "output"))
+    elif command == "step" and not args.rivals:
+        refuse_options(args, "without --rivals", _OF_RIVALS)
+    for needed, names in _PARTS.items():
+        if not getattr(args, needed, True):
+            refuse_options(args, f"without --{needed.replace('_', '-')}", names)
+    programs = [name for name in _LLAMA_PROGRAMS if hasattr(args, name)]
+    if getattr(args, "llama_model", None) and not any(
+        getattr(args, name) or shutil.which(name.replace("_", "-")) for name in programs
+    ):
+        flags = " or ".join(f"--{name.replace('_', '-')}" for name in programs)
+        raise CommandError(f"--llama-model needs a program of llama.cpp, and none is here: {flags}")
+    if getattr(args, "vllm_python", None) and not (args.target or args.models / "target").is_dir():
+        raise CommandError("--vllm-python needs a folder as --target: vLLM reads no GGUF here")
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the sub-command; returns its exit code."""
     # Models that run in this process get huge pages, as in the services.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    _check_options(args)
     module = importlib.import_module(_MODULES[args.bench_command])
     return int(module.run(args))

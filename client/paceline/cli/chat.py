@@ -13,7 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from paceline.cli.command import exit_with
+from paceline.cli.command import exit_with, refuse_options
+from paceline.cli.connection import CONNECTION
 from paceline.cli.generate import (
     add_client_arguments,
     add_generation_arguments,
@@ -63,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Converse until the end of the input; fails with code 1 if the services do not start."""
     console = Output()
+    if args.model is None:
+        refuse_options(args, "without MODEL, for which services are started", ("weights", "load"))
+    else:
+        addresses = ("verifier_address", "drafter_address")
+        refuse_options(args, "on services that are started for MODEL", (*addresses, *CONNECTION))
     with exit_with(2, OptionsError, OSError, ValueError):
         options = generation_arguments(args)
     with exit_with(1, ProcessFailed, PacelineError), _services(args, console):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ TABLES = {
     "gateway": ("gateway",),
 }
 """Tables that a command reads."""
+
+
+GIVEN = "_given"
+"""Name of the `given_options` in parsed arguments."""
 
 
 class CommandError(Exception):
@@ -42,6 +47,40 @@ def exit_with(code: int, *errors: type[Exception]) -> Iterator[None]:
         raise
     except errors as error:
         raise CommandError(error, code) from error
+
+
+def given_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, str]:
+    """The options of a parser in a command line, as they are written there, by the names of their
+    values in parsed arguments."""
+    known = parser._option_string_actions
+    words = (word.partition("=")[0] for word in takewhile("--".__ne__, argv))
+    return {known[word].dest: word for word in words if word in known}
+
+
+def refuse_options(
+    args: argparse.Namespace,
+    why: str,
+    names: Collection[str] | None = None,
+    but: Collection[str] = (),
+) -> None:
+    """Refuse options of the command line that a mode of the command does not use.
+
+    Args:
+        args: Parsed arguments, with the `given_options` of the command line.
+        why: When they have no effect, after "has no effect".
+        names: Names of their values; None: all `but` these.
+        but: Names of those that the mode uses.
+
+    Raises:
+        CommandError: The command line has one of them.
+    """
+    given: dict[str, str] = getattr(args, GIVEN, {})
+    unused = [
+        flag for name, flag in given.items() if (names is None or name in names) and name not in but
+    ]
+    if unused:
+        verb = "has" if len(unused) == 1 else "have"
+        raise CommandError(f"{', '.join(unused)} {verb} no effect {why}")
 
 
 def meant(word: str, known: Iterable[str]) -> str:

@@ -16,10 +16,13 @@ from typing import Any
 
 import grpc
 
-from paceline.cli.command import CommandError, exit_with
+from paceline.cli.command import CommandError, exit_with, refuse_options
 from paceline.client import Client, InvalidRequestError, RetryOptions, TlsOptions
 from paceline.client._transport import Connections
 from paceline.service.options import read_token
+
+CONNECTION = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_server_name", "token_file")
+"""Names of the arguments of `add_connection_arguments`."""
 
 
 def verifier_address() -> str:
@@ -83,8 +86,10 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tls_of(args: argparse.Namespace) -> TlsOptions | None:
-    """TLS options from the arguments; None for a plain connection."""
+    """TLS options from the arguments; None for a plain connection. Raises CommandError: an option
+    of TLS has no effect on it."""
     if not (args.tls or args.tls_ca or args.tls_cert or args.tls_key):
+        refuse_options(args, "without --tls or --tls-ca", ("tls_server_name",))
         return None
     return TlsOptions(
         ca=args.tls_ca, cert=args.tls_cert, key=args.tls_key, server_name=args.tls_server_name

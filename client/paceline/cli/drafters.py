@@ -15,7 +15,7 @@ from typing import Any
 from google.protobuf.message import Message
 from rich.table import Table
 
-from paceline.cli.command import CommandError, exit_with
+from paceline.cli.command import CommandError, exit_with, refuse_options
 from paceline.cli.connection import (
     add_connection_arguments,
     client_of,
@@ -120,6 +120,10 @@ def run(args: argparse.Namespace) -> int:
     """Call every registry; fails with code 1 if one refuses, 2 for bad arguments."""
     if args.action is None:
         return _inspect(args)
+    if getattr(args, "json", False):
+        refuse_options(args, "with --json, which prints all fields", ("wide",))
+    if getattr(args, "check", None) is None:
+        refuse_options(args, "without --check", ("verifier_address",))
     with exit_with(2, OptionsError, PacelineError):
         asyncio.run(_call_all(args))
     return 0

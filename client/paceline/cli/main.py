@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, NoReturn
 
-from paceline.cli.command import CommandError, expand_config, meant
+from paceline.cli.command import GIVEN, CommandError, expand_config, given_options, meant
 from paceline.cli.environment import drop_output, prepared, require_files
 
 ALIASES = {"run": ("chat",), "pull": ("fetch",), "ps": ("drafters", "list")}
@@ -159,6 +159,7 @@ def _main(argv: list[str]) -> int:
         args, unknown = parser.parse_known_args(argv)
         if unknown:
             getattr(args, _PARSER).refuse(unknown)
+        setattr(args, GIVEN, given_options(getattr(args, _PARSER), argv))
         return int(args.run(args))
     except CommandError as error:
         message, code = str(error), error.code
@@ -213,8 +214,10 @@ def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the shell's name."""
     parser.add_argument(
         "shell",
-        choices=["bash", "zsh", "tcsh"],
-        help='for bash, put `eval "$(paceline completion bash)"` into ~/.bashrc',
+        choices=["bash", "zsh", "fish", "tcsh"],
+        help='the shell that reads the script. bash: put `eval "$(paceline completion bash)"` '
+        "into ~/.bashrc. fish: write the script to ~/.config/fish/completions/paceline.fish. zsh: "
+        "write it to the file _paceline in a folder of $fpath. tcsh: source it in ~/.tcshrc",
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cli.command import refuse_options
 from paceline.cli.connection import add_service_arguments, client_of
 from paceline.cli.service_process import (
     DRAFTER_ADDRESS,
@@ -251,6 +252,14 @@ def run_drafter(args: argparse.Namespace) -> int:
     """Serve until a signal; returns the exit code."""
     # Imports no torch: torch must be imported after the thread settings.
     from paceline.drafter import LoadError
+
+    chosen_for = ("target", "target_weights", "target_lora")
+    if args.load:
+        refuse_options(args, "with --load, which says what is loaded", chosen_for)
+    elif args.target is None:
+        refuse_options(args, "without --target", chosen_for)
+    if args.record is None:
+        refuse_options(args, "without --record", ("record_bytes",))
 
     try:
         return run_service("drafter", args, lambda metrics: _build_drafter(args, metrics))

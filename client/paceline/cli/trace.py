@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from paceline.cli.command import CommandError
+from paceline.cli.command import CommandError, refuse_options
 from paceline.cli.generate import (
     add_client_arguments,
     add_generation_arguments,
@@ -55,10 +55,10 @@ class Round(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the prompt or the id of a trace, the parameters of the generation, and the services."""
     add_prompt_arguments(parser)
-    parser.add_argument("--id", metavar="TRACE", help="show a recorded trace instead of a new text")
+    parser.add_argument("--id", metavar="TRACE", help="show this recorded trace, not a new text")
     parser.add_argument(
         "--jaeger", metavar="URL", default=JAEGER,
-        help="Jaeger that has the trace. Default: %(default)s.",
+        help="with --id: the Jaeger that has the trace (default: %(default)s)",
     )  # fmt: skip
     add_generation_arguments(parser)
     add_client_arguments(parser)
@@ -67,8 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the timeline; fails with code 1 when a service failed, 2 for bad arguments."""
     if args.id is not None:
-        if args.prompt is not None or args.file is not None:
+        if args.prompt is not None:
             raise CommandError("give either a prompt or --id, not both")
+        refuse_options(args, "with --id, which shows a text that exists", but=("id", "jaeger"))
         rounds = rounds_of_spans(fetch(args.jaeger, args.id))
         if not rounds:
             raise CommandError(
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
             )
         print("\n".join(timeline(rounds)))
         return 0
+    refuse_options(args, "without --id, which names a trace that Jaeger has", ("jaeger",))
     result = generated(args, show=False)
     if not result.stats.rounds:
         print("the prefill emitted the whole text: there are no rounds")

@@ -151,7 +151,7 @@ def _run(args: argparse.Namespace, preset: Any) -> Run:
         compile=args.compile,
         accumulate=args.accumulate,
         force=args.force,
-        card=args.card,
+        card=getattr(args, "card", True),
         signals=getattr(args, "signals", None),
     )
 
@@ -167,10 +167,6 @@ def _add_common(
         "--out", type=Path, default=out, required=out is None, help="model folder to write"
     )
     parser.add_argument("--force", action="store_true", help="replace a model that is in --out")
-    parser.add_argument(
-        "--no-card", dest="card", action="store_false",
-        help="for the preset smollm2: no README.md, and none of its measurements",
-    )  # fmt: skip
     parser.add_argument(
         "--work", type=Path, help="folder of checkpoints; a run that it holds is resumed"
     )

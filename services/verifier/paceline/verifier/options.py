@@ -11,6 +11,9 @@ from paceline.service.options import byte_count, option
 from paceline.tree import MAX_NODES
 
 CUDA_GRAPHS = ("auto", "on", "off")
+GPU_MEMORY = 0.8
+"""Share of a GPU's memory by default."""
+
 SOURCES = ("ngram", "recycle", "grammar")
 SCHEDULES = ("off", "auto", "profile")
 NUMERICS = ("auto", "portable", "fast")
@@ -93,7 +96,7 @@ class VerifierOptions:
         metavar="N",
     )
     gpu_memory: float = option(
-        0.8,
+        GPU_MEMORY,
         "share of a GPU's memory for the verifier's weights and KV, where kv_bytes is not given; "
         "the rest is for graphs, activations and drafters on this GPU",
         metavar="SHARE",
@@ -190,6 +193,14 @@ class VerifierOptions:
         for name, known in choices.items():
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name} is {value!r}, expected {', '.join(known)}")
+        if self.cuda_graphs == "on" and self.device == "cpu":
+            raise ValueError("cuda_graphs is 'on', and device is cpu: expected auto or off")
+        if self.gpu_memory != GPU_MEMORY and (self.kv_bytes is not None or self.device == "cpu"):
+            instead = "device is cpu" if self.kv_bytes is None else "kv_bytes is given"
+            raise ValueError(
+                f"gpu_memory is {self.gpu_memory}, which has no effect where {instead}: give one "
+                "of them"
+            )
         for name in self.sources:
             if name not in SOURCES:
                 raise ValueError(f"sources has {name!r}, expected some of {', '.join(SOURCES)}")

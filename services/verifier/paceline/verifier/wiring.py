@@ -149,6 +149,8 @@ def kv_memory(model: LoadedModel, options: VerifierOptions) -> KvSpace:
         _log.warning("%d bytes of KV hold texts of %d tokens at most", kv_bytes, longest)
         message.max_context = longest
     max_sequences, max_prefixes = _cache_limits(options)
+    if options.cuda_graphs == "on" and device.type == "cpu":
+        raise ValueError("cuda_graphs is 'on', and there is no GPU here: expected auto or off")
     if not options.paged_kv and device.type == "cpu":
         memory = SegmentMemory(layout, kv_bytes, rank_caches)
         return KvSpace(memory, None, None, max_sequences, max_prefixes)

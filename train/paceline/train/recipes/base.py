@@ -110,6 +110,10 @@ class LayerRecipe(Recipe[P]):
             "default: --work",
         )  # fmt: skip
         parser.add_argument(
+            "--no-card", dest="card", action="store_false",
+            help="for the preset smollm2: no README.md, and none of its measurements",
+        )  # fmt: skip
+        parser.add_argument(
             "--rate", type=float, default=1.0, metavar="F", help="factor on the learning rates"
         )
         parser.add_argument(
@@ -118,6 +122,14 @@ class LayerRecipe(Recipe[P]):
         )  # fmt: skip
 
     def vary(self, preset: P, args: Namespace) -> P:
+        """The preset with the method's arguments. Raises ValueError: one of them is for presets
+        that train on conversations, and this one does not."""
+        unused = [] if preset.conversations else self._of_conversations(args)
+        if unused:
+            raise ValueError(
+                f"{', '.join(unused)}: no effect on the preset {args.preset}, which trains on "
+                "files; give --preset smollm2, which trains on conversations"
+            )
         muon, adamw = preset.muon_rate, preset.adamw_rate
         return replace(
             preset,
@@ -125,6 +137,14 @@ class LayerRecipe(Recipe[P]):
             adamw_rate=adamw * args.rate,
             **given(draft_vocab_size=args.vocabulary),
         )
+
+    def _of_conversations(self, args: Namespace) -> list[str]:
+        """The given arguments that only training on conversations reads."""
+        names = {"own_text": "own-text", "start": "from"}
+        names |= {name: name for name in ("signals", "vocabulary", "budgets")}
+        names |= {"max_length": "max-length"}
+        found = [f"--{flag}" for name, flag in names.items() if getattr(args, name, None)]
+        return [*found, *(["--no-card"] if not args.card else [])]
 
     def train(self, args: Namespace, preset: P, corpus: Corpus, run: Run) -> None:
         trainer = self.load_trainer(args.target, preset)
