@@ -25,6 +25,7 @@ from paceline.bench.step.profile import PARTS
 from paceline.bench.step.roofline import Roofline
 from paceline.bench.step.run import measure, run
 from paceline.cli.command import CommandError
+from paceline.cli.main import main
 from paceline.decoder import load_config
 from paceline.kernels._compile import levels_here
 from paceline.kernels._native import VARIABLE
@@ -98,7 +99,7 @@ def test_a_level_is_an_entry_and_a_resumed_run_keeps_it(
     file = tmp_path / "step.json"
     shape = ("--rows", "1", "--contexts", "20", "--repeats", 2, "--weights", "float32")
     given = ("step", "--target", target, "--output", file, *shape, "--synthetic")
-    assert run(options(*given, "--levels", level)) == 0
+    assert main(["bench", *map(str, given), "--levels", level]) == 0
     entries = json.loads(file.read_text())["results"]
     assert {name: entry["level"] for name, entry in entries.items()} == {f"target, {level}": level}
     before = file.stat().st_mtime_ns
@@ -180,7 +181,8 @@ if given["-n"] != "0":
     assert llama.measure(128, (1, 33)) == expected
     body = 'result = {"arguments": arguments[1:]}'
     vino = OpenVino(program(tmp_path, "python", body), Path("small.gguf"), 2, 96)
-    assert vino.measure(128, (1, 33)) == {"arguments": ["small.gguf", "2", "96", "128", "32"]}
+    given: object = vino.measure(128, (1, 33))
+    assert given == {"arguments": ["small.gguf", "2", "96", "128", "32"]}
 
 
 LIBRARY = """

@@ -14,6 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
@@ -148,17 +149,25 @@ def _each_level(args: argparse.Namespace) -> None:
     if unknown := [each for each in args.levels if each not in here]:
         raise CommandError(f"--levels {unknown[0]}: expected some of {', '.join(here)}")
     found = Results("step", args.output).entries if args.resume else {}
+    # The parser's own, such as the command's function, is of no use to a process.
+    types = (str, int, float, list, Path, type(None))
+    plain = {name: value for name, value in vars(args).items() if isinstance(value, types)}
+    plain["levels"] = []
     context, label = multiprocessing.get_context("spawn"), args.label or Models.of(args).target.stem
     for level in sorted(args.levels, key=here.index, reverse=True):
-        own = argparse.Namespace(**{**vars(args), "levels": [], "label": f"{label}, {level}"})
-        if own.label in found:
+        own = f"{label}, {level}"
+        if own in found:
             continue
         os.environ[VARIABLE] = level  # kernels are chosen once a process
-        process = context.Process(target=run, args=(own,))
+        process = context.Process(target=_run_one, args=({**plain, "label": own},))
         process.start()
         process.join()
         if process.exitcode:
             raise CommandError(f"level {level} failed, see above; --resume keeps the others")
+
+
+def _run_one(given: dict[str, Any]) -> None:
+    run(argparse.Namespace(**given))
 
 
 def _profile(args: argparse.Namespace, models: Models, console: Console) -> dict[str, Any]:
