@@ -29,8 +29,10 @@ LINES = [
     ("bench table --markdown", "--minutes=3 --weights=int4 --users=1 --always"),
     ("bench table", "--llama-server=x --openvino-python=x --vllm-drafter=a=ngram"),
     ("bench step", "--llama-model=x --vllm-python=x --openvino-model=x"),
+    ("bench step --profile", "--repeats=3 --synthetic --rivals --cold --llama-model=x"),
+    ("bench step", "--resume"),
     (f"bench step --target={TARGET}", "--models=x"),
-    ("bench papers attention", "--users=1 --speed --temperature=1 --minutes=3"),
+    ("bench papers attention", "--users=1 --speed --temperature=1 --steps=3"),
     ("bench papers load", "--contexts=5 --ratios=0.1 --rows=3 --policies=streaming"),
 ]
 

@@ -28,7 +28,7 @@ _MODULES = {
 }
 _WEIGHTS = WEIGHTS[1:]  # all but auto
 
-_TRAINING = ("minutes", "own_text", "signals", "train", "work")
+_TRAINING = ("steps", "own_text", "signals", "train", "work")
 _TEXTS = ("tokens", "texts", "temperature", "prompts")
 _OF_ALL_EXPERIMENTS = ("models", "target", "output", "weights")
 _OF_EXPERIMENTS = {
@@ -312,8 +312,8 @@ def _check_options(args: argparse.Namespace) -> None:
         refuse_options(args, f"on {args.experiment}", but=(*_OF_ALL_EXPERIMENTS, *own))
     elif command == "table" and args.markdown:
         refuse_options(args, "with --markdown", but=("markdown", "output"))
-    elif command == "step" and not args.rivals:
-        refuse_options(args, "without --rivals", _OF_RIVALS)
+    elif command == "step":
+        _check_step(args)
     for needed, names in _PARTS.items():
         if not getattr(args, needed, True):
             refuse_options(args, f"without --{needed.replace('_', '-')}", names)
@@ -325,6 +325,16 @@ def _check_options(args: argparse.Namespace) -> None:
         raise CommandError(f"--llama-model needs a program of llama.cpp, and none is here: {flags}")
     if getattr(args, "vllm_python", None) and not (args.target or args.models / "target").is_dir():
         raise CommandError("--vllm-python needs a folder as --target: vLLM reads no GGUF here")
+
+
+def _check_step(args: argparse.Namespace) -> None:
+    if not args.levels:
+        refuse_options(args, "without --levels", ("resume",))
+    if args.profile:
+        whole = ("repeats", "synthetic", "cold", "rivals")
+        refuse_options(args, "with --profile", (*whole, *_OF_RIVALS))
+    if not args.rivals:
+        refuse_options(args, "without --rivals", _OF_RIVALS)
 
 
 def run(args: argparse.Namespace) -> int:
