@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.decoder import Decoder, ModelSource, open_model, store_int8
+from paceline.decoder import Decoder, ModelSource, open_model, store_blocks
 from paceline.drafter.methods.checkpoint import load_weights
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, read_dspark, save_dspark
 from paceline.train.batches import PADDING, Answers, Batches, Rows
@@ -399,7 +399,7 @@ class DSparkDrafterModel(LayerDrafterModel):
     def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
         weights = self.model.state_dict()
         save_dspark(folder, self.config, weights, self.reference, notes=notes)
-        store_int8(folder)
+        store_blocks(folder)
 
 
 class DSparkTrainer(LayerTrainer[DSparkPreset, DSparkDrafterModel]):

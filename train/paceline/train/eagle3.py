@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from paceline.decoder import ModelSource, store_int8
+from paceline.decoder import ModelSource, store_blocks
 from paceline.drafter.methods.checkpoint import load_weights
 from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model, read_eagle3, save_eagle3
 from paceline.train.batches import Batches, Rows
@@ -50,7 +50,7 @@ class Eagle3DrafterModel(LayerDrafterModel):
     def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
         weights, levels = self.model.state_dict(), self.levels
         save_eagle3(folder, self.config, weights, self.reference, levels=levels, notes=notes)
-        store_int8(folder)
+        store_blocks(folder)
 
 
 class Eagle3Trainer(LayerTrainer[Eagle3Preset, Eagle3DrafterModel]):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.decoder import store_int8
+from paceline.decoder import store_blocks
 from paceline.drafter import Drafter, Resources
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.checkpoint import CONFIG_FILE
@@ -64,7 +64,7 @@ class LmDrafterModel(DrafterModel):
         folder.mkdir(parents=True, exist_ok=True)
         written: Any = copy.deepcopy(self.model).to(torch.bfloat16)
         written.save_pretrained(folder)
-        store_int8(folder)
+        store_blocks(folder)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             if (self.folder / name).is_file() and folder != self.folder:
                 shutil.copyfile(self.folder / name, folder / name)

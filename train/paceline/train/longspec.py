@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache
 
-from paceline.decoder import Decoder, ModelSource, store_int8
+from paceline.decoder import Decoder, ModelSource, store_blocks
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.methods.layers import apply_rope, split_heads
 from paceline.drafter.methods.longspec import (
@@ -387,7 +387,7 @@ class LongSpecDrafterModel(LayerDrafterModel):
     def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
         weights, levels = self.model.state_dict(), self.levels
         save_longspec(folder, self.config, weights, self.reference, levels=levels, notes=notes)
-        store_int8(folder)
+        store_blocks(folder)
 
 
 class LongSpecTrainer(LayerTrainer[LongSpecPreset, LongSpecDrafterModel]):

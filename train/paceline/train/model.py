@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from paceline.decoder import plain_folder, store_int8
+from paceline.decoder import plain_folder, store_blocks
 from paceline.train.corpus import Documents
 from paceline.train.presets import Preset
 from paceline.train.run import Progress, cleared
@@ -83,7 +83,7 @@ def save_model(
     model.to(torch.bfloat16)  # type: ignore[arg-type]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    store_int8(folder)
+    store_blocks(folder)
     shipped: LlamaForCausalLM = load_model(folder, torch.bfloat16).to(model.device)
     return shipped
 

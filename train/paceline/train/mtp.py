@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from paceline.decoder import ModelSource, open_model, store_int8
+from paceline.decoder import ModelSource, open_model, store_blocks
 from paceline.decoder.folder_files import read_object
 from paceline.decoder.layer import read_norm
 from paceline.drafter.methods.base import SECTION
@@ -64,7 +64,7 @@ class MtpDrafterModel(LayerDrafterModel):
             folder, self.config, self.model.state_dict(), self.reference,
             _final_norm(open_model(self.target)), levels=self.levels, notes=notes,
         )  # fmt: skip
-        store_int8(folder)
+        store_blocks(folder)
 
 
 class MtpTrainer(LayerTrainer[MtpPreset, MtpDrafterModel]):

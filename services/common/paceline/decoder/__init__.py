@@ -19,7 +19,7 @@ from paceline.decoder.packed import PackedWeights, publish
 from paceline.decoder.parallel import ParallelDecoder, RankCaches, run_rank
 from paceline.decoder.ranks import Ranks, RanksDiffer, RanksLost, check_split, end_all
 from paceline.decoder.sources import load_config, open_model, weights_fingerprint
-from paceline.decoder.weights import plain_folder, store_int8
+from paceline.decoder.weights import plain_folder, store_blocks
 from paceline.kernels import KVCacheView
 
 __all__ = [
@@ -53,7 +53,7 @@ __all__ = [
     "publish",
     "receive",
     "run_rank",
-    "store_int8",
+    "store_blocks",
     "use_device",
     "wait_for",
     "weights_fingerprint",

@@ -52,12 +52,13 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _READ_BYTES = 1 << 22
 _MAX_INDEX = 64 << 20
-_SCALE = ".scale"
+_SCALE, _MINIMUM = ".scale", ".minimum"
 _TEXT_PART = "language_model."
 """Part of the names in models of texts and images, which is left out."""
 
-_INT8 = {"format": "paceline-int8"}
-"""Metadata of a safetensors file with 8-bit blocks."""
+_PARTS = {"paceline-int8": (_SCALE,), "paceline-int4": (_SCALE, _MINIMUM)}
+"""What a matrix in blocks has beside its values, by the format in a safetensors file's metadata; in
+the second, matrices are in blocks of 8 or 4 bits."""
 
 
 class Tensors(Mapping[str, W]):
@@ -189,18 +190,19 @@ def weight_files(folder: str | Path) -> list[Path]:
 class Checkpoint(Tensors[Tensor]):
     """Tensors of a folder by name, which are not cached.
 
-    A matrix in 8-bit blocks (:func:`store_int8`) comes as bfloat16 values.
+    A matrix in blocks of 8 or 4 bits (:func:`store_blocks`) comes as bfloat16 values.
     """
 
     def __init__(
         self, folder: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
         """Open the weight files of a folder; tensors come as ``dtype`` on ``device``. Raises
-        ``UnsupportedModelError``: the folder has no safetensors weights, or a shard is missing."""
+        ``UnsupportedModelError``: the folder has no safetensors weights, a shard is missing, or
+        scales or minima of blocks are of no matrix."""
         from safetensors import safe_open
 
         self._names: dict[str, tuple[Any, str]] = {}  # file, and the name in it
-        self._scales: dict[str, Any] = {}
+        self._parts: set[tuple[Any, str]] = set()  # scales and minima: file, and the name in it
         self._folder = Path(folder)
         for path in weight_files(folder):
             try:
@@ -208,10 +210,13 @@ class Checkpoint(Tensors[Tensor]):
             except Exception as error:  # of the library, which checks sizes and offsets
                 raise UnsupportedModelError(f"cannot read {path}: {one_line(error)}") from error
             names = set(file.keys())
-            if file.metadata() == _INT8:
-                scales = {name for name in names if name.endswith(_SCALE)}
-                self._scales.update(dict.fromkeys(scales, file))
-                names -= scales
+            endings = _PARTS.get((file.metadata() or {}).get("format", ""), ())
+            parts = {name for name in names if name.endswith(endings)} if endings else set()
+            names -= parts
+            for part in sorted(parts):
+                if part.rpartition(".")[0] not in names:
+                    raise UnsupportedModelError(f"{path} has {part!r}, and no such matrix")
+            self._parts |= {(file, part) for part in parts}
             self._names |= {name.replace(_TEXT_PART, "", 1): (file, name) for name in names}
         self._dtype = dtype
         self._device = device
@@ -223,8 +228,7 @@ class Checkpoint(Tensors[Tensor]):
         """A tensor mapped from the file, whose page cache all processes share.
 
         It must not be changed, and the file must not be rewritten in place (replacing it is safe).
-        If type or device differ from the file's, or it is in 8-bit blocks, the tensor is a private
-        copy.
+        If type or device differ from the file's, or it is in blocks, the tensor is a private copy.
         """
         return self.stored(name).to(self._device, self._dtype)
 
@@ -233,51 +237,78 @@ class Checkpoint(Tensors[Tensor]):
         return tensor.to(self._device, self._dtype, copy=True)
 
     def stored(self, name: str) -> Tensor:
-        """A tensor in the type of the file; bfloat16 if it is in 8-bit blocks. Raises
+        """A tensor in the type of the file; bfloat16 if it is in blocks. Raises
         ``UnsupportedModelError``: blocks of other types or shapes, or it cannot be read."""
         file, stored = self._names[name]
-        scale = name + _SCALE
+        parts = [part for part in (_SCALE, _MINIMUM) if (file, stored + part) in self._parts]
         try:
             found: Tensor = file.get_tensor(stored)
-            scales = self._scales[scale].get_tensor(scale) if scale in self._scales else None
+            beside = {part: file.get_tensor(stored + part) for part in parts}
         except Exception as error:  # of the library: a type that it does not have, for example
             raise UnsupportedModelError(
                 f"cannot read the tensor {stored!r} of {self._folder}: {one_line(error)}"
             ) from error
-        return found if scales is None else _values(name, found, scales)
+        return _values(name, found, beside) if beside else found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the file's header."""
+        file, stored = self._names[name]
+        found = tuple(file.get_slice(stored).get_shape())
+        return (*found[:-1], 2 * found[-1]) if found and self._bits(name) == 4 else found
 
     @property
-    def int8(self) -> bool:
-        """Whether matrices are in 8-bit blocks."""
-        return bool(self._scales)
+    def bits(self) -> int:
+        """Most bits of matrices in blocks, 8 or 4; 0: none are."""
+        return max(map(self._bits, self), default=0)
+
+    def _bits(self, name: str) -> int:
+        file, stored = self._names[name]
+        if (file, stored + _MINIMUM) in self._parts:
+            return 4
+        return 8 if (file, stored + _SCALE) in self._parts else 0
 
 
-def _values(name: str, values: Tensor, scale: Tensor) -> Tensor:
-    """bfloat16 ``[outs, ins]`` of 8-bit blocks: int8 ``[outs, ins]``, float16 ``[outs, ins / 32]``.
-    Raises ``UnsupportedModelError``: they have other types or shapes, or a scale is not finite."""
-    types = (values.dtype, scale.dtype) == (torch.int8, torch.float16)
-    shapes = values.ndim == scale.ndim == 2 and values.shape == (
-        len(scale),
-        scale.shape[1] * QUANT_BLOCK,
-    )
-    if not (types and shapes and scale.isfinite().all()):
-        raise UnsupportedModelError(
-            f"tensor {name!r} is {values.dtype} {tuple(values.shape)} with scales {scale.dtype} "
-            f"{tuple(scale.shape)}; expected int8 [outs, ins] with finite float16 "
+def _values(name: str, values: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+    """bfloat16 ``[outs, ins]`` of blocks: int8 ``[outs, ins]`` with float16 scales ``[outs, ins /
+    32]``, or uint8 ``[outs, ins / 2]`` with such scales and minima. Raises
+    ``UnsupportedModelError``: they have other types or shapes, or are not finite."""
+    kind, halves, beside = torch.int8, 1, {_SCALE}
+    expected = f"int8 [outs, ins] with finite float16 scales [outs, ins / {QUANT_BLOCK}]"
+    if _MINIMUM in parts:
+        kind, halves, beside = torch.uint8, 2, {_SCALE, _MINIMUM}
+        expected = (
+            "uint8 [outs, ins / 2] with finite float16 scales and minima "
             f"[outs, ins / {QUANT_BLOCK}]"
         )
-    blocks = values.view(len(values), -1, QUANT_BLOCK).float() * scale.float()[:, :, None]
+    valid = parts.keys() == beside and values.dtype == kind and values.ndim == 2
+    for part in parts.values():
+        valid = valid and part.dtype == torch.float16 and part.ndim == 2
+        valid = valid and part.shape[1] * QUANT_BLOCK == values.shape[1] * halves
+        valid = valid and len(part) == len(values) and bool(part.isfinite().all())
+    if not valid:
+        each = {"values": values, **{part[1:]: tensor for part, tensor in parts.items()}}
+        found = ", ".join(f"{n} {t.dtype} {tuple(t.shape)}" for n, t in each.items())
+        raise UnsupportedModelError(f"tensor {name!r} has {found}; expected {expected}")
+    if halves == 2:
+        packed = values.view(len(values), -1, QUANT_BLOCK // 2)
+        values = torch.cat([packed & 15, packed >> 4], dim=-1)
+    blocks = values.reshape(len(values), -1, QUANT_BLOCK).float() * parts[_SCALE].float()[..., None]
+    if halves == 2:
+        blocks += parts[_MINIMUM].float()[..., None]
     return blocks.flatten(1).bfloat16()
 
 
-def store_int8(folder: Path) -> None:
-    """Rewrite the safetensors file of a folder with its matrices in 8 bits, in blocks of 32 inputs.
+def store_blocks(folder: Path, int4: Sequence[str] = ()) -> None:
+    """Rewrite the safetensors file of a folder with its matrices in blocks of 32 inputs.
 
     A matrix ``NAME`` becomes int8 ``NAME`` and float16 ``NAME.scale``: one scale for 32 inputs, by
-    the rule of llama.cpp's Q8_0. Other tensors of floats become bfloat16, and so do matrices whose
-    inputs are not a multiple of 32. :func:`plain_folder` writes a folder that other software reads.
-    Raises ``UnsupportedModelError``: the folder has no weight file or several, or a weight is too
-    large for a float16 scale.
+    the rule of llama.cpp's Q8_0. Matrices whose names contain a string of ``int4`` become 4 bits
+    with float16 ``NAME.scale`` and ``NAME.minimum`` (:func:`paceline.kernels.quantised.quantise`):
+    a block of ``NAME``, uint8 ``[outs, ins / 2]``, has its first 16 inputs in the low halves of its
+    bytes and the others in the high ones, as in llama.cpp's Q4_1. Other tensors of floats become
+    bfloat16, and so do matrices whose inputs are not a multiple of 32. :func:`plain_folder` writes
+    a folder that other software reads. Raises ``UnsupportedModelError``: the folder has no weight
+    file or several, or a weight is too large for a float16 scale.
     """
     from safetensors.torch import save_file
 
@@ -289,24 +320,32 @@ def store_int8(folder: Path) -> None:
         tensor = weights.stored(name)
         if not tensor.is_floating_point():
             stored[name] = tensor
-        elif tensor.ndim == 2 and tensor.shape[1] % QUANT_BLOCK == 0:
+        elif tensor.ndim != 2 or tensor.shape[1] % QUANT_BLOCK:
+            stored[name] = tensor.bfloat16()
+        elif any(part in name for part in int4):
+            blocks = _quantise(name, tensor, 4)
+            assert blocks.minimum is not None
+            low, high = blocks.values.view(len(tensor), -1, 2, QUANT_BLOCK // 2).unbind(2)
+            stored[name] = (low | high << 4).flatten(1)
+            stored[name + _SCALE] = blocks.scale.half()
+            stored[name + _MINIMUM] = blocks.minimum.half()
+        else:
             blocks = _quantise(name, tensor, 8)
             stored[name] = (blocks.values.to(torch.int16) - blocks.offset).to(torch.int8)
             stored[name + _SCALE] = blocks.scale.half()
-        else:
-            stored[name] = tensor.bfloat16()
     fresh = file.with_suffix(".partial")
-    save_file(stored, fresh, metadata=_INT8)
+    form = "paceline-int4" if any(name.endswith(_MINIMUM) for name in stored) else "paceline-int8"
+    save_file(stored, fresh, metadata={"format": form})
     fresh.replace(file)
 
 
 def plain_folder(folder: Path, copy: Path) -> Path:
     """A folder of the same model that transformers reads: ``folder`` itself, unless its weights are
-    8-bit blocks. Then ``copy``, which is written with plain bfloat16 tensors."""
+    in blocks. Then ``copy``, which is written with plain bfloat16 tensors."""
     from safetensors.torch import save_file
 
     weights = Checkpoint(folder, torch.bfloat16)
-    if not weights.int8:
+    if not weights.bits:
         return folder
     copy.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():

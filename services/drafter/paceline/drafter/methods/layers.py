@@ -56,11 +56,6 @@ class DrafterWeights(Checkpoint):
         super().__init__(folder, dtype, device)
         self._names = {_own_name(name): file for name, file in self._names.items()}
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, from the file's header."""
-        file, stored = self._names[name]
-        return tuple(file.get_slice(stored).get_shape())
-
 
 def _own_name(name: str) -> str:
     own = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)

@@ -109,13 +109,13 @@ class StateOptions:
 def weight_bits(weights: str, folder: Path, device: str) -> int:
     """Returns the bits of matrices, 8 or 4, see :func:`linear`; 0: as they come.
 
-    For ``auto`` they are 8 on a CPU where the folder stores them so. On a GPU products of 8-bit
-    integers are slower than those of bfloat16 from some hundred rows on, as drafts for many texts
-    have (docs/gpu.md).
+    For ``auto`` they are the most that blocks of the folder have, on a CPU. On a GPU products of
+    8-bit integers are slower than those of bfloat16 from some hundred rows on, as drafts for many
+    texts have (docs/gpu.md).
     """
     if weights == "auto":
         on_cpu = torch.device(device).type == "cpu"
-        return 8 if on_cpu and Checkpoint(folder, torch.float32).int8 else 0
+        return Checkpoint(folder, torch.float32).bits if on_cpu else 0
     return {"int8": 8, "int4": 4}.get(weights, 0)
 
 
