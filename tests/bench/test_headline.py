@@ -37,7 +37,7 @@ def test_five_lines() -> None:
         "Format: 4 bits",
         "Plain decoding: 200 tokens/s in chats of one user, 2.5 times the fastest other engine "
         "here (llama.cpp Q4_1)",
-        "Drafting, times plain: chat 1.10 (dspark)",
+        "With drafts, times as fast as plain decoding: chat 1.10 (dspark)",
         "Identical to plain decoding: yes (4 of 4 texts)",
     ]
 
@@ -67,3 +67,24 @@ def test_a_recording_is_a_picture_whose_lines_appear_at_their_times() -> None:
     assert "a &lt; b" in picture
     assert picture.count("animation-delay") == len(shown.lines) > 2
     ElementTree.fromstring(picture)
+
+
+@pytest.mark.parametrize("where", ["step", "table"])
+def test_vllm_is_drawn_from_either_file(where: str) -> None:
+    step, table = (
+        json.loads((RESULTS / f"{MACHINE}-{name}.json").read_text())
+        for name in ("step", "table-int8-int4")
+    )
+    before = chart(step, table, "smollm2 beside rivals", "int4")
+    assert "vLLM" not in before
+    if where == "step":
+        context = next(iter(step["results"]["smollm2 beside rivals"]["quartiles"].values()))
+        context["vllm bfloat16"] = {"tokens_per_s": [6.0, 7.0, 8.0]}
+    else:
+        cell = table["results"]["chat, T = 0, 1 user"]["contestants"]
+        cell["vllm bfloat16 none"] = contestant(7)
+        cell["vllm bfloat16 ngram"] = contestant(9, 1.3)
+    drawn = chart(step, table, "smollm2 beside rivals", "int4")
+    name = "vLLM bfloat16" if where == "step" else "vLLM bfloat16, chats"
+    assert f">{name}</text>" in drawn
+    assert drawn.count('class="other"') == before.count('class="other"') + 1

@@ -17,6 +17,7 @@ import pytest
 from gguf_files import write_gguf
 from tiny_models import write_model, write_tokenizer
 
+from paceline.cli import drafters
 from paceline.cli.fetch import FetchError, _write_tokenizer, fetch
 from paceline.cli.main import main
 from paceline.decoder import open_model
@@ -107,7 +108,20 @@ def test_names_in_drafters_become_paths(index: Path) -> None:
     path = MODELS["smollm2"].path
     assert drafter_spec("selfspec:smollm2,context=0") == f"selfspec:{path},context=0"
     assert drafter_spec("a=longspec:d,target=smollm2") == f"a=longspec:d,target={path}"
-    assert drafter_spec("smollm2=lm:smollm2/x") == "smollm2=lm:smollm2/x"
+    assert drafter_spec("smollm2=lm:smollm2/x.bin/y") == "smollm2=lm:smollm2/x.bin/y"
+
+
+def test_ids_of_a_hub_are_taken_where_folders_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own" / "drafter").mkdir(parents=True)
+    monkeypatch.setattr(models, "hub_model", lambda name: Path("/hub", name))
+    spec = "dspark:own/drafter,target=org/name,widths=4"
+    assert drafter_spec(spec) == "dspark:own/drafter,target=/hub/org/name,widths=4"
+    assert drafter_spec("a=lm:org/small") == "a=lm:/hub/org/small"
+    assert drafters._absolute("org/name", is_path=True) == "/hub/org/name"
+    assert drafters._absolute("own/drafter", is_path=True) == str(tmp_path / "own" / "drafter")
 
 
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "model.bin": b"a pickle"}

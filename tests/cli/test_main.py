@@ -1,6 +1,8 @@
 """The command table, and what each command needs to be installed."""
 
+import argparse
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -10,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.cli.main import COMMANDS, main
+from paceline.cli.main import COMMANDS, build_parser, main
 from paceline.harness.models import MODELS
 
 # Runs the command line as on a machine where only `pip install paceline` was done.
@@ -191,3 +193,24 @@ def test_an_address_in_use_ends_the_start_before_a_model_loads(
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert main(["serve", str(tmp_path), "--gateway-address", address]) == 2
     assert f"cannot listen on {address}" in capsys.readouterr().err
+
+
+FRAGMENT = re.compile(
+    r"(of|for|the same|defaults?|repeatable|which|from|with|without|by|gets|its|their|more)\b"
+)
+"""Begins of helps that need the option's name to make sense."""
+
+
+def test_each_help_says_what_an_option_is() -> None:
+    fragments = []
+
+    def look(parser: argparse.ArgumentParser, path: str) -> None:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for name, nested in action.choices.items():
+                    look(nested, f"{path} {name}")
+            elif not action.help or FRAGMENT.match(action.help):
+                fragments.append((path, action.dest, action.help))
+
+    look(build_parser(COMMANDS), "paceline")
+    assert fragments == []

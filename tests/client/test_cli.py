@@ -127,7 +127,9 @@ async def test_generate_prints_statistics(world: World, capsys: pytest.CaptureFi
     assert await generate(world, "hi", "--stats", "--drafter", "fake", *EAGERLY) == 0
     errors = capsys.readouterr().err
     assert errors.startswith("40 tokens in ")
-    assert "fake@1 drafted 8 of 8 rounds, 4.9 tokens a round. Too few plain steps" in errors
+    assert (
+        "fake@1 drafted 8 of 8 rounds, which emitted 4.9 tokens each. Too few plain steps" in errors
+    )
 
 
 def test_every_parameter_becomes_an_argument(tmp_path: Path) -> None:
@@ -219,7 +221,7 @@ async def test_drafters_are_compared_with_plain_decoding(
     assert world.verifier.starts[-1].always_draft
     shown = capsys.readouterr().out
     assert "fake@1: too few runs to tell, " in shown
-    assert "4.9 tokens a drafted round" in shown
+    assert "which emitted 4.9 tokens each" in shown
     assert "identical tokens: yes" in shown
 
 

@@ -8,6 +8,7 @@ import aiohttp
 import openai
 import pytest
 from calls import until
+from documented_metrics import described, documented
 from fakes.transport import MockTransport
 from openai.types.chat import ChatCompletionUserMessageParam
 from opentelemetry.sdk.trace import TracerProvider
@@ -62,6 +63,7 @@ async def test_requests_are_counted_as_they_end(serve: Serve, registry: Collecto
     assert value(f"{Metric.GATEWAY_GENERATION_TOKENS}_total") == 4 + 4 + 2 + 2 + 3
     assert value(f"{Metric.GATEWAY_FIRST_TOKEN_SECONDS}_count") == 5
     assert value(Metric.GATEWAY_IN_FLIGHT) == 0
+    assert described(registry.collect()) == documented("Gateway")
     serving = {"verifier": "", "state": "serving"}
     assert registry.get_sample_value(Metric.GATEWAY_VERIFIER_STATE, serving) == 1
     assert registry.get_sample_value(Metric.GATEWAY_VERIFIER_TEXTS, {"verifier": ""}) == 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 from calls import eventually, free_address
+from documented_metrics import described, documented
 from prometheus_client.parser import text_string_to_metric_families
 from system_support import EAGER, generate_all, make_prompts
 
@@ -19,6 +20,8 @@ from paceline.kernels import cpu_kernels
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
 TOKENS = 48
+SHARED = {("specdec_rpcs_total", "counter")}
+"""What all services report."""
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -40,6 +43,12 @@ class Endpoint:
             for sample in family.samples
         }
 
+    def families(self) -> set[tuple[str, str]]:
+        """Names and kinds of metrics, without those of the process."""
+        with urllib.request.urlopen(f"http://{self.address}/metrics", timeout=60) as response:
+            found = text_string_to_metric_families(response.read().decode())
+        return described(found)
+
     def value(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples that have these labels."""
         found = [v for (n, has), v in self.samples.items() if n == name and labels.items() <= has]
@@ -56,13 +65,14 @@ class Endpoint:
         await asyncio.to_thread(eventually, now, "the metrics have these values")
 
 
-async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:
+async def test_numbers_equal_the_clients(models: dict[str, Path], tmp_path: Path) -> None:
     verifier, drafter = Endpoint(), Endpoint()
     target = ["--target", str(models["llama"]), "--weights", "float32", "--kv-bytes", "64MiB"]
     target += ["--schedule", "auto"]
     # The target drafts for itself, so that much is accepted, at every depth.
     load = ["--load", f"lm=lm:{models['llama']}", "--load", "ngram=ngram"]
     load.append(f"--load=selfspec=selfspec:{models['llama']},kv=follow,context=24")
+    load.append(f"--record={tmp_path}")
     async with (
         ServiceProcess("verifier", [*target, *verifier.arguments]) as served,
         ServiceProcess("drafter", [*load, *drafter.arguments]) as drafting,
@@ -82,6 +92,8 @@ async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:
             await drafter.eventually(lambda: drafter.value("specdec_drafter_streams") == 0)
             expect_drafter(drafter, results)
             expect_dashboard(verifier, drafter)
+            assert verifier.families() - SHARED == documented("Verifier")
+            assert drafter.families() - SHARED == documented("Drafter")
         async with Client(
             served.address, drafter_address=drafting.address, drafting=EAGER, unread_chunks=2
         ) as client:

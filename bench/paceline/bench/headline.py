@@ -65,7 +65,7 @@ def headline(machine: str, cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
             fastest = max(over, key=lambda name: over[name])
             gains.append(f"{kind} {over[fastest]:.2f} ({fastest})")
     if gains:
-        lines.append(f"Drafting, times plain: {', '.join(gains)}")
+        lines.append(f"With drafts, times as fast as plain decoding: {', '.join(gains)}")
     compared, same = 0, 0
     for cell in cells.values():
         for name, each in cell.items():
@@ -80,6 +80,8 @@ def headline(machine: str, cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def chart(step: Mapping[str, Any], table: Mapping[str, Any], entry: str, form: str) -> str:
     """The bars of README: engines without drafts, and drafting on top by kind of prompt.
+
+    An engine that ``step`` lacks and ``table`` has is drawn with its plain speed in chats.
 
     Args:
         step: A result file of ``paceline bench step --rivals``.
@@ -99,8 +101,13 @@ def chart(step: Mapping[str, Any], table: Mapping[str, Any], entry: str, form: s
         if not name.startswith("roofline") and "tokens_per_s" in figures:
             value = figures["tokens_per_s"][1]
             kind = "plain" if name.startswith("paceline ") else "other"
-            name = name.replace("paceline", "Paceline").replace("SmolLM2-", "")
-            first.append((name, [(kind, value)], f"{value:.0f}"))
+            first.append((_shown(name), [(kind, value)], f"{value:.0f}"))
+    chat = table["results"].get(_CELL.format("chat"), {"contestants": {}})["contestants"]
+    measured = {name.split()[0].lower() for name in engines}
+    for name, each in chat.items():
+        if name.endswith(f" {_PLAIN}") and name.split()[0] not in measured:
+            label = f"{_shown(name.removesuffix(f' {_PLAIN}'))}, chats"
+            first.append((label, [("other", _rate(each))], f"{_rate(each):.0f}"))
     first.sort(key=lambda bar: -bar[1][0][1])
     second: list[Bar] = []
     for kind in ("chat", "code", "mathematics", "edit", "long"):
@@ -149,6 +156,14 @@ def _draw(parts: Mapping[str, Sequence[Bar]]) -> str:
 
 def _rate(contestant: Mapping[str, Any]) -> float:
     return float(contestant["figures"]["tokens_per_second"][1])
+
+
+def _shown(name: str) -> str:
+    """How a picture names an engine."""
+    name = name.replace("SmolLM2-", "")
+    names = {"paceline": "Paceline", "vllm": "vLLM", "openvino": "OpenVINO"}
+    first, _, rest = name.partition(" ")
+    return f"{names.get(first, first)} {rest}"
 
 
 def _is_plain(name: str) -> bool:

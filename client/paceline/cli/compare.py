@@ -86,11 +86,17 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="drafter to compare, NAME or NAME@VERSION; repeatable (default: all)",
     )
-    add("--runs", type=int, default=3, metavar="N", help="of each prompt (default: %(default)s)")
+    add(
+        "--runs",
+        type=int,
+        default=3,
+        metavar="N",
+        help="how often each prompt is answered (default: %(default)s)",
+    )
     add(
         "--draft-always",
         action="store_true",
-        help="draft in every round: to verify that drafting changes no token",
+        help="draft in every round, to verify that drafting changes no token",
     )
     add("--json", action="store_true", help="print one JSON object")
     _add_measured_arguments(parser)
@@ -153,7 +159,10 @@ async def _encode(
     if not fitting:
         raise PacelineError(f"no prompt fits a context of {model.facts.max_context} tokens")
     if len(fitting) < len(found):
-        print(f"left out: {len(found) - len(fitting)} prompts, too long", file=sys.stderr)
+        print(
+            f"{len(found) - len(fitting)} prompts are left out: they do not fit the context",
+            file=sys.stderr,
+        )
     return fitting
 
 
@@ -257,12 +266,12 @@ class Verdict:
             return f"{self.drafter}: {stats.explain()}"
         spread = "" if math.isinf(self.high) else f" ({self.low:.2f} to {self.high:.2f})"
         text = (
-            f"{self.drafter}: {self.word}, {self.speedup:.2f}x{spread} of plain decoding; "
-            f"{stats.mean_accepted_length:.1f} tokens a drafted round, "
-            f"{stats.drafted_rounds} of {stats.steps} rounds drafted"
+            f"{self.drafter}: {self.word}, {self.speedup:.2f} times as fast as plain decoding"
+            f"{spread}; it drafted {stats.drafted_rounds} of {stats.steps} rounds, which emitted "
+            f"{stats.mean_accepted_length:.1f} tokens each"
         )
         failures = (f"{count} {reason}" for reason, count in stats.fallbacks.most_common())
-        return text + (f"; failures: {', '.join(failures)}" if stats.fallbacks else "")
+        return text + (f"; drafting failed: {', '.join(failures)}" if stats.fallbacks else "")
 
 
 def _as_json(rows: Sequence[PromptComparison]) -> dict[str, object]:
@@ -291,7 +300,7 @@ def _report(console: Console, rows: Sequence[PromptComparison]) -> None:
     """Prints speeds by prompt, a verdict for each drafter, and whether all tokens are equal."""
     names = [name for name in rows[0].results if name != "none"]
     table = Table(
-        title="Tokens/s after the first token, of prompts that no drafter has seen",
+        title="Tokens/s after the first token, on prompts that no drafter has seen",
         title_justify="left",
     )
     table.add_column("prompt")
@@ -323,7 +332,7 @@ def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help=f"its first {_PROMPTS} prompts are compared; the first answer is streamed before",
+        help=f"file of prompts: the first is answered in colour, then {_PROMPTS} are compared",
     )
     _add_measured_arguments(parser)
 

@@ -44,13 +44,13 @@ def add_service_arguments(parser: argparse.ArgumentParser) -> argparse._Argument
         "--verifier-address",
         default=verifier_address(),
         metavar="A",
-        help=f"{form} (default: %(default)s)",
+        help=f"address of the verifier: {form} (default: %(default)s)",
     )
     add(
         "--drafter-address",
         default=drafter_address(),
         metavar="B",
-        help="the same (default: %(default)s)",
+        help="address of the drafter, in the same form (default: %(default)s)",
     )
     add(
         "--retry-seconds",
@@ -74,9 +74,9 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PEM",
         help="use TLS and trust these roots (or set PACELINE_TLS_CA)",
     )
-    add("--tls-cert", type=Path, metavar="PEM", help="client certificate, for mTLS")
+    add("--tls-cert", type=Path, metavar="PEM", help="certificate of the client, for mTLS")
     add("--tls-key", type=Path, metavar="PEM", help="private key of --tls-cert")
-    add("--tls-server-name", metavar="NAME", help="expected name in the server's certificate")
+    add("--tls-server-name", metavar="NAME", help="name that the server's certificate must have")
     add(
         "--token-file",
         type=Path,
@@ -122,7 +122,7 @@ def add_health_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[verifier_address()],
         metavar="ADDRESS",
-        help="of verifiers and drafters: host:port or unix:/path "
+        help="address of a verifier or drafter: host:port or unix:/path "
         f"(default: that of the verifier, {verifier_address()})",
     )
     parser.add_argument(

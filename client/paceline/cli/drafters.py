@@ -39,7 +39,7 @@ from paceline.client._transport import (
     parse_addresses,
 )
 from paceline.harness import read_prompts
-from paceline.harness.models import MODELS, model_path
+from paceline.harness.models import is_model_name, model_path
 from paceline.service.options import OptionsError, read_token
 from paceline.tokens import is_local
 from paceline.v1 import drafter_pb2
@@ -64,17 +64,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(commands, "list", "show all loaded versions, and the verifiers joined", _list)
 
     load = _add(commands, "load", "load a version next to those that are loaded", _load)
-    load.add_argument("name", help="name for clients")
-    load.add_argument("method", help="ngram, lm, ...")
+    load.add_argument("name", help="name that clients ask for")
+    load.add_argument("method", help="drafting method, such as ngram, lm or dspark")
     load.add_argument("folder", nargs="?", default="", help="model folder on the service's machine")
-    load.add_argument("--version", default="", help="default: the service numbers it")
+    load.add_argument(
+        "--version", default="", help="name of the version (default: the service numbers it)"
+    )
     load.add_argument(
         "--option",
         action="append",
         default=[],
         type=_option,
         metavar="KEY=VALUE",
-        help="setting of the method; may be repeated",
+        help="setting of the method; repeatable",
     )
     load.add_argument(
         "--check",
@@ -87,31 +89,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--verifier-address",
         default=verifier_address(),
         metavar="A",
-        help="for --check (default: %(default)s)",
+        help="address of the verifier for --check (default: %(default)s)",
     )
     load.add_argument("--activate", action="store_true", help="send all new generations to it")
 
     activate = _add(commands, "activate", "send new generations to a version", _activate)
-    activate.add_argument("name")
-    activate.add_argument("version")
+    activate.add_argument("name", help="name of the drafter")
+    activate.add_argument("version", help="version that gets new generations")
     activate.add_argument(
-        "--share", type=float, default=1.0, metavar="S", help="of new generations, in (0, 1]"
+        "--share",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="share of new generations that it gets, in (0, 1]",
     )
 
     help = "undo the last activation; a second call undoes the first"
     rollback = _add(commands, "rollback", help, _rollback)
-    rollback.add_argument("name")
+    rollback.add_argument("name", help="name of the drafter")
 
     help = "remove a version once its generations have ended"
     unload = _add(commands, "unload", help, _unload, prints=False)
-    unload.add_argument("name")
-    unload.add_argument("version", nargs="?", default="", help="default: all of them")
+    unload.add_argument("name", help="name of the drafter")
+    unload.add_argument("version", nargs="?", default="", help="version to remove (default: all)")
     unload.add_argument("--force", action="store_true", help="do not wait for its generations")
 
     help = "tell what a drafter's folder is, and whether it fits a target; needs no service"
     inspect = commands.add_parser("inspect", help=help, description=help)
-    inspect.add_argument("folder", type=Path, metavar="FOLDER")
-    inspect.add_argument("--target", metavar="MODEL", help="path or name of a target")
+    inspect.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the drafter")
+    inspect.add_argument("--target", metavar="MODEL", help="path or name of the target")
     inspect.add_argument("--json", action="store_true", help="print JSON instead of a table")
     inspect.set_defaults(action=None)
 
@@ -189,15 +195,15 @@ def _add(
     parser.add_argument(
         "--address",
         default=drafter_address(),
-        help="of the drafter, or of several: a list with commas, or dns:///name:port for all "
-        "addresses of a name (default: %(default)s)",
+        help="address of the drafter service, or of several: a list with commas, or "
+        "dns:///name:port for all addresses of a name (default: %(default)s)",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=300.0,
         metavar="S",
-        help="of the call (default: %(default)s)",
+        help="longest wait for an answer (default: %(default)s)",
     )
     add_connection_arguments(parser)
     if prints:
@@ -327,8 +333,9 @@ def _absolute(text: str, *, is_path: bool) -> str:
     """The path of a model's name, the absolute one of a path, or another text as it is. Raises
     CommandError: the named model has not been fetched."""
     with exit_with(2, argparse.ArgumentTypeError):
-        path = model_path(text) if text in MODELS else Path(text)
-    return os.path.abspath(path) if is_path or text in MODELS else text
+        named = is_model_name(text)
+        path = model_path(text) if named else Path(text)
+    return os.path.abspath(path) if is_path or named else text
 
 
 def _option(text: str) -> tuple[str, str]:
@@ -375,7 +382,10 @@ def show(
         table.add_row(*row[: len(table.columns)])
     _console(args).print(table)
     if check:
-        print(f"check: {check['accepted_length']:.2f} tokens a round, {check['draft_ms']:.2f} ms")
+        print(
+            f"The check passed: a round emitted {check['accepted_length']:.2f} tokens on average, "
+            f"and a draft took {check['draft_ms']:.2f} ms."
+        )
 
 
 def _console(args: argparse.Namespace) -> Output:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.command import CommandError, exit_with
-from paceline.harness.models import MODELS, NamedModel, hub_model, is_hub_id
+from paceline.harness.models import MODELS, NamedModel, hub_model, is_model_name
 
 if TYPE_CHECKING:
     from paceline.decoder import ModelSource
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fetch the model and print its path; fails with code 1 if that is not possible."""
-    if args.model not in MODELS and not is_hub_id(args.model):
+    if not is_model_name(args.model):
         raise CommandError(
             f"there is no model {args.model!r}; expected {', '.join(MODELS)}, ORG/NAME"
         )

@@ -62,8 +62,8 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "prompt",
         nargs="?",
-        help="a message to a model with a chat template, which it answers, or a text to continue; "
-        "-: read it from stdin, as without a prompt from a pipe",
+        help="a message, which a model with a chat template answers, or a text, which other models "
+        "continue; - reads it from stdin, as does a pipe without a prompt",
     )
     add("--file", type=Path, metavar="F", help="read the prompt from a file")
     add("--raw", action="store_true", help="continue the prompt as it is, without chat template")
@@ -75,13 +75,13 @@ def add_client_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--draft-always",
         action="store_true",
-        help="draft in every round, to measure drafting; default: where it increases the speed",
+        help="draft in every round, to measure drafting (default: where it increases the speed)",
     )
     add(
         "--draft-timeout",
         type=float,
         metavar="S",
-        help="longest wait for a draft (default: a multiple of the mean draft time)",
+        help="longest wait for a draft, in seconds (default: a multiple of the mean draft time)",
     )
 
 
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         unicode = codecs.lookup(sys.stdout.encoding or "ascii").name.startswith("utf")
         print(json.dumps(as_json(result), ensure_ascii=not unicode))
     elif not result.text:
-        print("the model ended the text with its first token", file=sys.stderr)
+        print("The model ended the text with its first token.", file=sys.stderr)
     if args.stats:
         print(summary(result), file=sys.stderr)
     return 0

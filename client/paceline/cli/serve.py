@@ -125,7 +125,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # What a config file gives as the verifier's target.
     add("--target", type=local_model, help=argparse.SUPPRESS)
     add("--open", action="store_true", help="open the gateway's page in a browser")
-    add("--verifier-address", default=VERIFIER_ADDRESS, metavar="A", help="default: %(default)s")
+    add(
+        "--verifier-address",
+        default=VERIFIER_ADDRESS,
+        metavar="A",
+        help="where the verifier listens (default: %(default)s)",
+    )
     add(
         "--ready-file",
         type=Path,
@@ -142,7 +147,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("drafter").add_argument
-    add("--drafter-address", default=DRAFTER_ADDRESS, metavar="A", help="default: %(default)s")
+    add(
+        "--drafter-address",
+        default=DRAFTER_ADDRESS,
+        metavar="A",
+        help="where the drafter listens, if one is started (default: %(default)s)",
+    )
     add(
         "--drafter",
         action="append",
@@ -181,7 +191,8 @@ def _add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
         "--gateway-address",
         default=GATEWAY_ADDRESS,
         metavar="A",
-        help="where to serve OpenAI's HTTP interface; none: do not (default: %(default)s)",
+        help="where the gateway serves OpenAI's HTTP interface; none: start no gateway (default: "
+        "%(default)s)",
     )
     if find_spec("aiohttp") is not None:
         add_gateway_options(group, _OF_ALL)
@@ -237,7 +248,7 @@ def _run(args: argparse.Namespace) -> int:
     drafts = len(processes) > 1
     if args.gateway_address != "none":
         if find_spec("aiohttp") is None:
-            logger.warning("no gateway: run pip install 'paceline[gateway]'")
+            logger.warning("the gateway is not installed: run pip install 'paceline[gateway]'")
         else:
             services = [f"--verifier-address={verifier}", f"--drafter-address={drafter}"]
             arguments = [*services, *_gateway_arguments(args)]

@@ -48,7 +48,9 @@ T = TypeVar("T")
 def add_process_arguments(parser: argparse.ArgumentParser, address: str) -> None:
     """Add all arguments of a service that do not depend on its models."""
     parser.add_argument(
-        "--address", default=address, help="host:port or unix:/path (default: %(default)s)"
+        "--address",
+        default=address,
+        help="where the service listens: host:port or unix:/path (default: %(default)s)",
     )
     add_readiness_arguments(parser)
     add_shared_arguments(parser)
@@ -75,7 +77,10 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("process")
     add_config_argument(group)
     group.add_argument(
-        "--threads", type=int, metavar="N", help="threads (default: the cores of one NUMA node)"
+        "--threads",
+        type=int,
+        metavar="N",
+        help="threads of a step (default: the cores of one NUMA node)",
     )
     add_log_arguments(group)
 

@@ -151,14 +151,15 @@ def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
         "--target",
         type=model_path,
         metavar="MODEL",
-        help="without --load: load the drafters that ship for this target and ngram; where there "
-        "are none, ngram and selfspec; on a CPU, selfspec first for bfloat16 and float32",
+        help="target to draft for where --load is not given: the drafters that ship for it and "
+        "ngram are loaded; where there are none, ngram and selfspec; on a CPU, selfspec first for "
+        "bfloat16 and float32",
     )
     add(
         "--target-weights",
         choices=WEIGHTS,
         default="auto",
-        help="--weights of the verifier, which the choice for --target depends on",
+        help="--weights of the verifier, on which the choice for --target depends",
     )
     add(
         "--target-lora",

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--id", metavar="TRACE", help="show this recorded trace, not a new text")
     parser.add_argument(
         "--jaeger", metavar="URL", default=JAEGER,
-        help="with --id: the Jaeger that has the trace (default: %(default)s)",
+        help="URL of the Jaeger that has the trace of --id (default: %(default)s)",
     )  # fmt: skip
     add_generation_arguments(parser)
     add_client_arguments(parser)
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     refuse_options(args, "without --id, which names a trace that Jaeger has", ("jaeger",))
     result = generated(args, show=False)
     if not result.stats.rounds:
-        print("the prefill emitted the whole text: there are no rounds")
+        print("The prefill emitted the whole text, so that there are no rounds.")
         return 0
     print("\n".join(timeline(rounds_of_stats(result.stats.rounds))))
     print(summary(result))

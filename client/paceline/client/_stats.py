@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Tracer
 
 _REASONS: dict[str, str] = {
-    "no_drafter": "without a drafter",
-    "node_budget": "not worth it",
-    "not_ready": "drafter not ready",
-    "late": "late",
-    "empty": "nothing to propose",
-    "last_token": "last token",
+    "no_drafter": "no drafter was there",
+    "node_budget": "drafting did not pay",
+    "not_ready": "the drafter was not ready",
+    "late": "the draft came too late",
+    "empty": "nothing was proposed",
+    "last_token": "one token was left",
 }
 
 
@@ -301,8 +301,9 @@ class Stats:
     def explain(self) -> str:
         """Says in words who drafted how much, why rounds have no draft, and what drafting gained.
 
-        For example: "dspark@2 drafted 31 of 40 rounds, 1.9 tokens a round; 9 without a draft: 6
-        not worth it, 3 late. About 1.2x of plain decoding."
+        For example: "dspark@2 drafted 31 of 40 rounds, which emitted 1.9 tokens each; 9 rounds had
+        no draft: drafting did not pay (6), the draft came too late (3). About 1.2 times as fast as
+        plain decoding."
         """
         undrafted = self.undrafted
         parts = []
@@ -310,15 +311,19 @@ class Stats:
             own = [e for e in self.rounds if e.drafted and f"{e.drafter}@{e.version}" == name]
             length = sum(entry.emitted for entry in own) / len(own)
             parts.append(
-                f"{name} drafted {len(own)} of {_count(self.steps, 'round')}, "
-                f"{length:.1f} tokens a round"
+                f"{name} drafted {len(own)} of {_count(self.steps, 'round')}, which emitted "
+                f"{length:.1f} tokens each"
             )
-        missing = (f"{count} {_REASONS.get(why, why)}" for why, count in undrafted.most_common())
+        missing = (f"{_REASONS.get(why, why)} ({count})" for why, count in undrafted.most_common())
         if undrafted and parts:
-            parts.append(f"{undrafted.total()} without a draft: {', '.join(missing)}")
+            parts.append(f"{_count(undrafted.total(), 'round')} had no draft: {', '.join(missing)}")
         elif not parts:
-            words = ", ".join(missing) or "the prefill emitted the whole text"
-            parts.append(f"no draft in {_count(self.steps, 'round')}: {words}")
+            words = ", ".join(missing)
+            parts.append(
+                f"none of {_count(self.steps, 'round')} had a draft: {words}"
+                if words
+                else "there were no rounds: the prefill emitted the whole text"
+            )
         text = "; ".join(parts) + "."
         if any(entry.shares for entry in self.rounds):
             shares = [
@@ -330,7 +335,7 @@ class Stats:
             text += f" {self._gain()}"
         if self.fallbacks:
             failures = (f"{count} {reason}" for reason, count in self.fallbacks.most_common())
-            text += f" Failures: {', '.join(failures)}."
+            text += f" Drafting failed: {', '.join(failures)}."
         for problem in dict.fromkeys(self.problems):
             text += f" {problem[0].upper()}{problem[1:]}."
         return text
@@ -341,9 +346,10 @@ class Stats:
             return "Too few plain steps were measured to compare with plain decoding."
         if self.speedup_is_estimate:
             return (
-                f"An estimate: {speedup:.1f}x of plain decoding, of which few steps were measured."
+                f"About {speedup:.1f} times as fast as plain decoding, which is an estimate: few "
+                "plain steps were measured."
             )
-        return f"About {speedup:.1f}x of plain decoding."
+        return f"About {speedup:.1f} times as fast as plain decoding."
 
     def summary(self) -> dict[str, object]:
         """The statistics as JSON-ready values, rounded to three decimals; times in milliseconds."""

@@ -35,11 +35,11 @@ class GatewayMetrics:
         )
         self._seconds = seconds(
             Metric.GATEWAY_REQUEST_SECONDS,
-            "From a request until the end of its response",
+            "Time from a request to the end of its response",
             ("path",),
         )
         self._first = seconds(
-            Metric.GATEWAY_FIRST_TOKEN_SECONDS, "From the start of a text until its first token"
+            Metric.GATEWAY_FIRST_TOKEN_SECONDS, "Time from the start of a text to its first token"
         )
         self._prompt = counter(
             Metric.GATEWAY_PROMPT_TOKENS, "Tokens of the prompts of finished texts"

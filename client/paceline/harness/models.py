@@ -54,6 +54,11 @@ def is_hub_id(text: str) -> bool:
     return _HUB_ID.fullmatch(text) is not None and text[0] != "." and not Path(text).exists()
 
 
+def is_model_name(text: str) -> bool:
+    """Whether a text names a model that is fetched, and is no path."""
+    return text in MODELS or is_hub_id(text)
+
+
 def hub_folder() -> Path:
     """Where models of a hub are, as ORG/NAME."""
     return user_cache_dir() / "models" / "hub"
@@ -124,5 +129,9 @@ def name_of(path: Path) -> str | None:
 def drafter_spec(text: str) -> str:
     """Type of an argument that takes a drafter: names of models in it become paths. Raises
     ArgumentTypeError: as `model_path`."""
-    names = "|".join(map(re.escape, MODELS))
-    return re.sub(rf"(?<=[:=])({names})(?=,|$)", lambda name: str(model_path(name[0])), text)
+
+    def path(found: re.Match[str]) -> str:
+        name = found[0]
+        return str(model_path(name)) if is_model_name(name) else name
+
+    return re.sub(r"(?<=[:=])[^,:=]+(?=,|$)", path, text)

@@ -159,7 +159,12 @@ def _run(args: argparse.Namespace, preset: Any) -> Run:
 def _add_common(
     parser: argparse.ArgumentParser, presets: list[str], preset: str, out: Path | None = None
 ) -> None:
-    parser.add_argument("--preset", choices=presets, default=preset)
+    parser.add_argument(
+        "--preset",
+        choices=presets,
+        default=preset,
+        help="shape, data and budgets; default: %(default)s",
+    )
     parser.add_argument("--data", default="stdlib", help="'stdlib' or a folder of text files")
     parser.add_argument("--minutes", type=float, help="time budget of stepping, in minutes")
     parser.add_argument("--steps", type=int, help="step budget")

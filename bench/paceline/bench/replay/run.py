@@ -54,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
                 each.save(files[-1])
                 console.log(f"recorded {files[-1]}")
     results = Results("replay", args.output)
-    table = Table(title="Speed over plain decoding, and over the better of plain and always")
+    table = Table(
+        title="Speed relative to plain decoding, and to the better of it and a draft every round"
+    )
     figures = ("always", "scheduled", "over better", "worst: over plain", "over better")
     for column in ("traces", "texts", "users", *figures):
         table.add_column(column, justify="left" if column in ("traces", "texts") else "right")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import log2
 from statistics import median
 from typing import Any
@@ -19,7 +19,7 @@ Cell = dict[str, dict[str, Any]]
 """By contestant, ``samples`` by number of the group, and ``figures``."""
 
 OURS = "paceline"
-RIVALS = ("llama.cpp", "openvino", "transformers")
+RIVALS = ("llama.cpp", "openvino", "vllm", "transformers")
 GREEDY, MANY = ", T = 0, 1 user", ", T = 0, 8 users"
 """Ends of names of cells."""
 
@@ -29,8 +29,8 @@ _A_STEP = {"checked_a_step": "checked", "draft_ms": "draft_ms", "step_ms": "veri
 """Figures that are means over steps, and the field of a sample that has their total."""
 
 _WIDTH, _HEIGHT, _MARGIN, _BAR = 560, 260, 50, 14  # of a panel, and of a bar, in pixels
-_COLORS = ("#1f5fa8", "#9fc0e6", "#c8571b", "#8a3fa0", "#5b6770")
-_NAMES = ("Paceline, best drafter", "Paceline, no drafter", *(f"{name}, best" for name in RIVALS))
+_COLORS = ("#1f5fa8", "#9fc0e6")
+_RIVALS_COLORS = dict(zip(RIVALS, ("#c8571b", "#8a3fa0", "#2e8b57", "#5b6770"), strict=True))
 
 
 def sample(answers: Sequence[Answer], prompts: Sequence[list[int]]) -> Sample:
@@ -132,15 +132,22 @@ def best(cell: Cell, engine: str, drafted: bool = False) -> str | None:
 def markdown(cells: Mapping[str, Cell]) -> str:
     """The summary: Paceline's fastest drafter in greedy decoding beside the others at their best.
 
-    Gains over no drafter are within a format of weights, by the fastest drafter of each.
+    The speed relative to plain decoding is within a format of weights, with the fastest drafter
+    of each.
 
     Raises:
         ValueError: No cell has a drafter.
     """
     all_ours = (name for cell in cells.values() for name in cell if name.startswith(OURS))
     formats = list(dict.fromkeys(name.split()[1] for name in all_ours))
-    heads = ["prompts", "fastest", "tokens/s", *(f"x no drafter, {name}" for name in formats)]
-    heads += [f"x {name}" for name in RIVALS]
+    heads = [
+        "prompts",
+        "fastest drafter",
+        "tokens/s",
+        *(f"times as fast as plain, {name}" for name in formats),
+    ]
+    rivals = _rivals(cells.values())
+    heads += [f"times as fast as {name}" for name in rivals]
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for title, cell in cells.items():
         ours = best(cell, OURS, drafted=True)
@@ -151,7 +158,7 @@ def markdown(cells: Mapping[str, Cell]) -> str:
         for name in formats:
             drafted = best(cell, f"{OURS} {name} ", drafted=True)
             row.append(_times(cell, drafted, _plain(drafted)) if drafted else "")
-        row += [_times(cell, ours, best(cell, name)) for name in RIVALS]
+        row += [_times(cell, ours, best(cell, name)) for name in rivals]
         lines.append(f"| {' | '.join(row)} |")
     if len(lines) == 2:
         raise ValueError("the result file has no cell of greedy decoding with a drafter")
@@ -163,11 +170,11 @@ def table(title: str, cell: Cell) -> Table:
     columns = (
         "runs",
         "tokens/s",
-        "95%",
-        "x none",
-        "x better",
-        "first token s",
-        "accepted",
+        "95% interval",
+        "times plain",
+        "times the better of plain and always",
+        "time to first token, s",
+        "accepted length",
         "same output",
     )
     found = Table("", *columns, title=title)
@@ -226,9 +233,13 @@ def draw(cells: Mapping[str, Cell]) -> str:
         for title, cell in cells.items()
         if title.endswith((GREEDY, MANY))
     }
-    panels = [("tokens/s by category", list(_bars(shown)))]
+    rivals = _rivals(shown.values())
+    colors = (*_COLORS, *(_RIVALS_COLORS[name] for name in rivals))
+    names = ("Paceline, best drafter", "Paceline, plain decoding", *(f"{n}, best" for n in rivals))
+    panels = [("tokens/s by category", list(_bars(shown, rivals, colors)))]
     if "long" in shown:
-        panels.append(("tokens/s by tokens of the prompt (long)", list(_curves(shown["long"]))))
+        curves = list(_curves(shown["long"], rivals, colors))
+        panels.append(("tokens/s by tokens of the prompt (long)", curves))
     width, height = len(panels) * (_WIDTH + _MARGIN) + _MARGIN, _HEIGHT + 2 * _MARGIN + 30
     size = f'viewBox="0 0 {width} {height}" font-size="12"'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">']
@@ -236,30 +247,39 @@ def draw(cells: Mapping[str, Cell]) -> str:
     for place, (title, lines) in enumerate(panels):
         parts.append(f'<g transform="translate({_MARGIN + place * (_WIDTH + _MARGIN)} {_MARGIN})">')
         parts += [f'<text y="-18">{title}</text>', *lines, "</g>"]
-    for place, (name, color) in enumerate(zip(_NAMES, _COLORS, strict=True)):
+    for place, (name, color) in enumerate(zip(names, colors, strict=True)):
         x, y = _MARGIN + 180 * place, height - 14
         parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{color}"/>')
         parts.append(f'<text x="{x + 18}" y="{y}">{name}</text>')
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _contestants(cell: Cell) -> list[str | None]:
+def _rivals(cells: Iterable[Cell]) -> list[str]:
+    """Other engines that any of the cells has."""
+    found = {name for cell in cells for name in cell}
+    return [each for each in RIVALS if any(name.startswith(each) for name in found)]
+
+
+def _contestants(cell: Cell, rivals: Sequence[str]) -> list[str | None]:
     """One contestant for each color."""
     drafted = best(cell, OURS, drafted=True)
     plain = " ".join([*drafted.split()[:2], NONE]) if drafted else best(cell, OURS)
-    return [drafted, plain if plain in cell else None, *(best(cell, name) for name in RIVALS)]
+    return [drafted, plain if plain in cell else None, *(best(cell, name) for name in rivals)]
 
 
-def _bars(cells: Mapping[str, Cell]) -> Iterator[str]:
+def _bars(cells: Mapping[str, Cell], rivals: Sequence[str], colors: Sequence[str]) -> Iterator[str]:
     found = {
-        title: [name and cell[name]["figures"]["tokens_per_second"] for name in _contestants(cell)]
+        title: [
+            name and cell[name]["figures"]["tokens_per_second"]
+            for name in _contestants(cell, rivals)
+        ]
         for title, cell in cells.items()
     }
     top = max((rate[2] for row in found.values() for rate in row if rate), default=1.0)
     yield from _grid(top)
     for place, (title, row) in enumerate(found.items()):
         left = _WIDTH / len(found) * place + 8
-        for number, (rate, color) in enumerate(zip(row, _COLORS, strict=True)):
+        for number, (rate, color) in enumerate(zip(row, colors, strict=True)):
             if rate:
                 low, middle, high = (_HEIGHT * (1 - each / top) for each in rate)
                 x = left + number * (_BAR + 1)
@@ -269,8 +289,8 @@ def _bars(cells: Mapping[str, Cell]) -> Iterator[str]:
         yield f'<text x="{left:.0f}" y="{_HEIGHT + 16}">{title}</text>'
 
 
-def _curves(cell: Cell) -> Iterator[str]:
-    lines = [_line(cell, name) if name else {} for name in _contestants(cell)]
+def _curves(cell: Cell, rivals: Sequence[str], colors: Sequence[str]) -> Iterator[str]:
+    lines = [_line(cell, name) if name else {} for name in _contestants(cell, rivals)]
     lengths = sorted({length for line in lines for length in line})
     top = max((rate for line in lines for rate in line.values()), default=1.0)
     yield from _grid(top)
@@ -278,7 +298,7 @@ def _curves(cell: Cell) -> Iterator[str]:
     for length in lengths:
         x = right * log2(length / lengths[0])
         yield f'<text x="{x:.0f}" y="{_HEIGHT + 16}" text-anchor="middle">{length}</text>'
-    for line, color in zip(lines, _COLORS, strict=True):
+    for line, color in zip(lines, colors, strict=True):
         points = " ".join(
             f"{right * log2(length / lengths[0]):.1f},{_HEIGHT * (1 - rate / top):.1f}"
             for length, rate in sorted(line.items())

@@ -243,7 +243,7 @@ class Stop:
                 await working
 
     def _signalled(self, number: int) -> None:
-        logger.info("signal", extra={"signal": signal.Signals(number).name})
+        logger.info("a signal came", extra={"signal": signal.Signals(number).name})
         if self.soft.is_set():
             self.hard.set()
             self._restore_signals()

@@ -93,7 +93,7 @@ _METRICS = {
     Metric.ENGINE_STEPS: _Described(_MODEL, "Forward passes of the target"),
     Metric.DRAFT_SECONDS: _Described(
         _DRAFTER,
-        "From the request of a tree until it came",
+        "Time from the request of a tree until it came",
         _STEP_SECONDS,
     ),
     Metric.EMITTED_PER_ROUND: _Described(
@@ -130,12 +130,12 @@ _METRICS = {
     ),
     Metric.REQUEST_DURATION: _Described(
         (*_TEXT, "error_type"),
-        "From the request of a text until its last token",
+        "Time from the request of a text to its last token",
         tuple(0.01 * 2**power for power in range(14)),
     ),
     Metric.TIME_TO_FIRST_TOKEN: _Described(
         _TEXT,
-        "From the request of a text until its first token",
+        "Time from the request of a text to its first token",
         (
             *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
             *(7.5, 10.0),

@@ -148,7 +148,10 @@ def run_other_rank(target: Path, options: VerifierOptions) -> None:
     assert ranks is not None
     decoder = load_target(open_model(target, options.lora), options, device, ranks)
     assert isinstance(decoder, ParallelDecoder)
-    _log.info("following", extra={"rank": ranks.rank, "ranks": ranks.size, "device": str(device)})
+    _log.info(
+        "this rank follows rank 0",
+        extra={"rank": ranks.rank, "ranks": ranks.size, "device": str(device)},
+    )
     run_rank(decoder, ranks)
 
 

@@ -111,7 +111,7 @@ class LayerRecipe(Recipe[P]):
         )  # fmt: skip
         parser.add_argument(
             "--no-card", dest="card", action="store_false",
-            help="for the preset smollm2: no README.md, and none of its measurements",
+            help="write no README.md, and measure nothing for it, with the preset smollm2",
         )  # fmt: skip
         parser.add_argument(
             "--rate", type=float, default=1.0, metavar="F", help="factor on the learning rates"

@@ -94,7 +94,7 @@ class DSparkRecipe(LayerRecipe[DSparkPreset]):
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         super().add_arguments(parser)
-        parser.add_argument("--layers", type=int, metavar="N", help="of the backbone")
+        parser.add_argument("--layers", type=int, metavar="N", help="layers of the backbone")
         parser.add_argument("--block", type=int, metavar="N", help="tokens of a block")
         parser.add_argument(
             "--no-heads", action="store_true",
