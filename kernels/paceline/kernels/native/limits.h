@@ -19,6 +19,7 @@
  * ahead into the second-level one. */
 #define KEYS_AHEAD 8192
 #define WEIGHTS_AHEAD 8192
+#define BLOCKS_AHEAD 12288 /* of weights in blocks */
 #define WEIGHTS_FAR_AHEAD 16384
 
 #endif

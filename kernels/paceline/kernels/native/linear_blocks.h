@@ -113,7 +113,7 @@ INLINE void fetch_blocks(const QuantisedFormat f, const char *block, int64_t byt
                          const char *next, Turn turn) {
   if (f.alone) {
 #pragma GCC unroll 32
-    for (int64_t p = 0; p < bytes; p += 64) __builtin_prefetch(block + WEIGHTS_AHEAD + p, 0, 3);
+    for (int64_t p = 0; p < bytes; p += 64) __builtin_prefetch(block + BLOCKS_AHEAD + p, 0, 3);
   } else {
 #pragma GCC unroll 1
     for (int64_t p = turn.number * 64; p < bytes; p += turn.count * 64)
