@@ -321,5 +321,5 @@ async def test_steps_are_those_of_the_verifier(chat_gateway, open_page: Open) ->
         await send(page, "one")
         await answered(page, 1)
         sums = page.locator("#chat .panel dl")
-        await expect(sums).to_contain_text("200, of which 0 drafted")
+        await expect(sums).to_contain_text("200, of which 0 had a draft")
         assert await page.locator("#chat .steps .plain").count() == 200

@@ -127,7 +127,10 @@ def _measure(drafter: Drafter, answer: TargetRecording, found: Acceptance) -> No
 
 
 def _table(title: str, entries: Mapping[str, dict[str, Any]]) -> Table:
-    table = Table("drafter", "rounds", "accepted length", "by position", "outside", title=title)
+    table = Table(
+        "drafter", "rounds", "accepted length", "acceptance by position", "outside vocabulary",
+        title=title,
+    )  # fmt: skip
     for name, entry in entries.items():
         table.add_row(
             name,

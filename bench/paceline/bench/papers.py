@@ -252,7 +252,9 @@ class Bench:
         facts = {"panel": panel, "weights": self.weights, "texts": max(lengths, default=0)}
         facts["minutes"] = round((time.monotonic() - began) / 60, 1)
         self.results.add(title, facts | measured)
-        table = Table("arm", "measure", "value (95%)", "over the first arm", title=title)
+        table = Table(
+            "arm", "measure", "value (95% interval)", "relative to the first arm", title=title
+        )
         for arm, measures in measured["arms"].items():
             for name, line in measures.items():
                 over = measured["over"].get(arm, {}).get(name, {})

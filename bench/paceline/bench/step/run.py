@@ -110,7 +110,9 @@ def show(cells: Cells, rows: Sequence[int], console: Console) -> None:
     found = {key for cell in cells.values() for figures in cell.values() for key in figures}
     columns += sorted(key for key in found if key.startswith("ms_1_"))  # cold steps
     for context, cell in cells.items():
-        table = Table("", *columns, title=f"after {context} tokens (times the roofline)")
+        table = Table(
+            "", *columns, title=f"Steps after {context} tokens; in brackets, times the roofline"
+        )
         for engine, figures in cell.items():
             limit = cell.get(f"roofline {engine.removeprefix('paceline ')}", {})
             table.add_row(engine, *(_text(key, figures, limit) for key in columns))

@@ -187,7 +187,7 @@ class AnswerView {
     const parts = [this.#figures.textContent];
     if (cached) parts.push(`${cached} of ${usage.prompt_tokens} prompt tokens cached`);
     if (!finish) parts.push("stopped");
-    if (finish === "length") parts.push(`cut at ${tokens.length} tokens`);
+    if (finish === "length") parts.push(`cut at Max tokens (${tokens.length})`);
     this.#figures.textContent = parts.join(" · ");
     if (followed) scrollToEnd();
   }

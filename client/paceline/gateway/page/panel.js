@@ -101,7 +101,7 @@ export class Panel {
   #sums(run, rounds, drafted, at) {
     const sum = (of, from = rounds) => from.reduce((total, round) => total + of(round), 0);
     const sums = [
-      ["Verifier steps", `${stepsOf(rounds)}, of which ${drafted.length} drafted`],
+      ["Verifier steps", `${stepsOf(rounds)}, of which ${drafted.length} had a draft`],
       ["Tokens per drafted step", drafted.length ? (sum((round) => round.tokens, drafted) / drafted.length).toFixed(2) : "–"],
       ["Accepted tokens", `${sum(accepted)} of ${sum((round) => round.tree?.tokens.length ?? 0)} drafted tokens`],
     ];

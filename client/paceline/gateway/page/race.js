@@ -176,9 +176,9 @@ export class Race {
       verdict.replaceChildren(
         element("p", compareTimes(plain.ended, drafted.ended, drafter), "headline"),
         element("p", `✓ All ${plain.tokens.length} tokens are the same.`, "same"),
-        element("p", `${plain.ended.toFixed(2)} s without, ${drafted.ended.toFixed(2)} s with: the median of ${RUNS} runs`
+        element("p", `It took ${plain.ended.toFixed(2)} s without and ${drafted.ended.toFixed(2)} s with a drafter in the median of ${RUNS} runs`
           + ` (${sorted.map((pair) => `${ratio(pair).toFixed(2)}×`).join(", ")}). ${how}`),
-        element("p", "That is one prompt, timed in this browser beside whatever else the machine does."
+        element("p", "This is one prompt, timed in this browser beside whatever else the machine does."
           + " `paceline compare` measures several.", "caveat"),
         ...(drafted.ended > plain.ended / (1 + ALIKE) ? [element("p", explain(plain, drafted))] : []),
       );
@@ -248,9 +248,9 @@ class Lane {
 /** Which was faster, and how much. */
 function compareTimes(plain, drafted, drafter) {
   const ratio = plain / drafted;
-  if (Math.abs(ratio - 1) < ALIKE) return `As fast with ${drafter} as without`;
-  if (ratio > 1) return `${ratio.toFixed(2)}× as fast with ${drafter}`;
-  return `Slower with ${drafter}: ${(1 / ratio).toFixed(2)}× the time`;
+  if (Math.abs(ratio - 1) < ALIKE) return `With ${drafter} it is as fast as plain decoding`;
+  if (ratio > 1) return `With ${drafter} it is ${ratio.toFixed(2)} times as fast as plain decoding`;
+  return `Slower: with ${drafter} it takes ${(1 / ratio).toFixed(2)} times as long as plain decoding`;
 }
 
 /** Why drafting brought nothing: what drafted steps gave and took, in plain steps. */
