@@ -5,7 +5,11 @@ bfloat16 products are silently wrong there, so these tests use float16 and float
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +22,38 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def interpreter() -> None:
-    """Skip where kernels cannot be interpreted."""
+def interpreter() -> Iterator[None]:
+    """Skip where kernels cannot be interpreted.
+
+    At each call of a function of a kernel, the interpreter looks through the whole language for
+    functions to replace. Where the launch replaced them, it is told that there are none. At each
+    sum of integers it computes whether that overflows, and without `debug` drops the answer. Both
+    took two thirds of its time.
+    """
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     assert triton.knobs.runtime.interpret
+    from triton import language
+    from triton.runtime import interpreter
+
+    @cache
+    def languages(function: Callable[..., Any]) -> list[Any]:
+        modules = [each for each in function.__globals__.values() if inspect.ismodule(each)]
+        return [each for each in (language, language.core) if each in modules]
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(language.core.is_builtin(each.load) for each in languages(self.fn)):
+            interpreter._patch_lang(self.fn)
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
+        options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+        assert not options.debug
+        patch.setattr(interpreter.interpreter_builder, "options", options)
+        yield
 
 
 @pytest.fixture
