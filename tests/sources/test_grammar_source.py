@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from paceline.sources.grammar import GrammarOwners, GrammarSource
+from paceline.sources.grammar import GrammarOwners, GrammarSource, Indent, TokenForms
 
 FREE = range(1000)  # more tokens than a place that is remembered has
 END = 999
@@ -18,6 +18,8 @@ END = 999
 
 class Places:
     """A grammar whose n-th token is any of the n-th set, whatever came before."""
+
+    forms = TokenForms([b"word"] * 1000)
 
     def __init__(self, *places: list[int] | range) -> None:
         self._places = places
@@ -92,6 +94,58 @@ def test_a_choice_depends_on_the_token_before_it_where_that_is_known() -> None:
     for number in range(10):
         emit(grammar, source, 1 + number % 2, 5 + number % 2)
     assert source.propose(4).tokens == (1, 5, 2, 6)
+
+
+class Written(Places):
+    """A grammar of tokens with these texts."""
+
+    texts = (b"a", b"b", b"c", b"{", b",", b"}", b" ", b"\n ", b"\n   ", b"\n     ", b" {")
+    forms = TokenForms(texts)
+
+    def __init__(self, *places: tuple[bytes, ...]) -> None:
+        super().__init__(*([self.texts.index(text) for text in place] for place in places))
+
+
+A, B, C, OPEN, COMMA, CLOSE, BLANK, ONE, THREE, FIVE, BLANK_OPEN = range(len(Written.texts))
+
+
+def test_what_has_the_form_of_a_known_place_is_written_alike() -> None:
+    """The words that may come there are others."""
+    first, second, line = (b"a", b","), (b"b", b","), (b" ", b"\n ", b"{")
+    grammar = Written(first, (*line, b"a"), second, (*line, b"b"), (b"c", b"}"))
+    source = GrammarSource(grammar)
+    emit(grammar, source, COMMA, BLANK)
+    assert source.propose(2).tokens == (), "a comma behind a blank was never seen"
+    emit(grammar, source, COMMA)
+    assert source.propose(1).tokens == (BLANK,)
+
+
+def test_line_breaks_are_indented_as_the_lines_before() -> None:
+    """Behind a bracket by more, and behind a comma by the same, at any depth."""
+    lines = b"\n ", b"\n   ", b"\n     "
+    opened, next_line = (*lines, b"{"), (*lines, b"a", b"}")
+    grammar = Written((b"{", b" {"), opened, (b"a", b","), next_line, (b"{", b" {"), opened)
+    source = GrammarSource(grammar)
+    emit(grammar, source, OPEN, ONE, COMMA, ONE, BLANK_OPEN)
+    assert source.propose(1).tokens == (THREE,)
+
+
+def test_a_form_that_the_grammar_forbids_is_not_proposed() -> None:
+    grammar = Written((b"{",), (b"\n ", b"\n   "), (b"{",), (b"\n ", b" "))
+    source = GrammarSource(grammar)
+    emit(grammar, source, OPEN, THREE, OPEN)
+    assert source.propose(1).tokens == ()
+
+
+def test_forms_of_tokens() -> None:
+    forms = Written.forms
+    assert forms.form(A, 1) is None
+    assert forms.form(BLANK_OPEN, 1) == BLANK_OPEN
+    assert forms.form(FIVE, 3) == Indent(2)
+    assert [forms.token(Indent(2), indent) for indent in (-1, 1, 3, 5)] == [ONE, THREE, FIVE, None]
+    assert [chr(forms.end(token)) for token in (A, COMMA, BLANK_OPEN, ONE)] == ["a", ",", "{", "\n"]
+    punctuation = np.unpackbits(forms.punctuation, bitorder="little")[: len(Written.texts)]
+    assert np.flatnonzero(punctuation).tolist() == [OPEN, COMMA, CLOSE]
 
 
 def test_texts_of_an_owner_know_what_earlier_ones_chose() -> None:

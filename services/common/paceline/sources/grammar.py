@@ -3,10 +3,15 @@
 Grammars allow the same tokens at many places: behind the name of a property, between two values,
 in objects of the same form, and in other texts of the same schema. What was chosen there before,
 behind the same token if that is known, is chosen again.
+
+White space and punctuation are chosen by the form of a text, whatever its words are: line breaks
+behind a comma, a blank behind a colon. They are known from the first place where the same
+punctuation is allowed behind the same character, and indentations relative to the line before.
 """
 
 from __future__ import annotations
 
+import string
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
@@ -39,12 +44,96 @@ _MEMORY = 0.9
 _ANY = -1
 """Stands for the token before a place where it does not count."""
 
-Place = tuple[int, int]
-"""Hash of the tokens allowed there, and the token before it or :data:`_ANY`."""
+Place = tuple[str, int, int]
+""""tokens", hash of the tokens allowed there, and the token before it or :data:`_ANY`; or "form",
+hash of the punctuation allowed there, and the last character before it."""
+
+_LINE = ord("\n")
+_BLANKS = b" \n\r\t"
+_PUNCTUATION = string.punctuation.encode()
+
+
+class Indent(NamedTuple):
+    """A line break, by how many blanks more are behind it than behind the one before."""
+
+    change: int
+
+
+class TokenForms:
+    """What the texts of a vocabulary's tokens say about the form of a text."""
+
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        """``texts`` are those of all token ids."""
+        rests = [text.strip(_BLANKS) for text in texts]
+        plain = [not rest.strip(_PUNCTUATION) for rest in rests]
+        bits = [
+            form and len(text) == len(rest) > 0
+            for form, text, rest in zip(plain, texts, rests, strict=True)
+        ]
+        self.punctuation = np.packbits(np.array(bits, bool), bitorder="little")
+        """Tokens of punctuation alone, 8 a byte, the lowest id in the lowest bit."""
+        self._plain = plain
+        self._ends = bytes(rest[-1] if rest else _LINE for rest in rests)
+        self._indents = {
+            token: len(text) - 1
+            for token, text in enumerate(texts)
+            if text.startswith(b"\n") and not text[1:].strip(b" ")
+        }
+        self._breaks = {indent: token for token, indent in self._indents.items()}
+
+    def end(self, token: int) -> int:
+        """The last character of a token that is not white space; of white space a line break."""
+        return 0 if token == _ANY else self._ends[token]
+
+    def indent(self, token: int, before: int) -> int:
+        """Blanks behind the last line break after a token, if there were ``before`` ones."""
+        return self._indents.get(token, before)
+
+    def form(self, token: int, indent: int) -> int | Indent | None:
+        """A token as a choice of form, in a line with an indentation; None: it has words."""
+        if (blanks := self._indents.get(token)) is not None:
+            return Indent(blanks - indent)
+        return token if self._plain[token] else None
+
+    def token(self, form: int | Indent, indent: int) -> int | None:
+        """The token of a choice of form, in a line with an indentation; None: there is none."""
+        return self._breaks.get(indent + form.change) if isinstance(form, Indent) else form
+
+
+class Spot(NamedTuple):
+    """Where a token is chosen."""
+
+    allowed: bytes
+    """Tokens that may come, 8 a byte, the lowest id in the lowest bit."""
+
+    before: int
+    """The token before it."""
+
+    indent: int
+    """Blanks behind the last line break; -1: there was none."""
+
+    def allows(self, token: int) -> bool:
+        """Whether a token may come."""
+        return bool(self.allowed[token >> 3] >> (token & 7) & 1)
+
+    def form(self, forms: TokenForms) -> Place:
+        """The place as one of the same form."""
+        mask = forms.punctuation
+        kind = np.frombuffer(self.allowed, np.uint8, len(mask)) & mask
+        return "form", hash(kind.tobytes()), forms.end(self.before)
+
+    def places(self) -> tuple[Place, Place]:
+        """The place behind the token before it, and behind any."""
+        tokens = hash(self.allowed)
+        return ("tokens", tokens, self.before), ("tokens", tokens, _ANY)
 
 
 class Constraint(Protocol):
     """The state of a grammar after the tokens of a text."""
+
+    @property
+    def forms(self) -> TokenForms:
+        """Of the vocabulary."""
 
     def allowed(self) -> NDArray[np.uint8]:
         """Tokens that may come next, 8 a byte, the lowest id in the lowest bit."""
@@ -62,8 +151,8 @@ class Constraint(Protocol):
 class Choice(NamedTuple):
     """What is known of a place."""
 
-    token: int
-    """The token chosen last."""
+    token: int | Indent
+    """The token chosen last, or a choice of form."""
 
     right: float
     """How often the one chosen before was chosen again."""
@@ -81,18 +170,36 @@ class GrammarPlaces:
     def __init__(self) -> None:
         self._chosen: OrderedDict[Place, Choice] = OrderedDict()
 
-    def note(self, tokens: int, before: int, token: int) -> None:
-        """A token was chosen where ``tokens``, a hash, are allowed behind another token."""
-        for place in ((tokens, before), (tokens, _ANY)):
-            last, right, seen = self._chosen.pop(place, _NEW)
-            again = last in (token, _ANY)
-            self._chosen[place] = Choice(token, _MEMORY * right + again, _MEMORY * seen + 1.0)
+    def note(self, spot: Spot, token: int, forms: TokenForms) -> None:
+        """A token was chosen."""
+        self._observe(spot.form(forms), forms.form(token, spot.indent))
+        for place in spot.places():
+            self._observe(place, token)
         while len(self._chosen) > _PLACES:
             self._chosen.popitem(last=False)
 
-    def find(self, tokens: int, before: int) -> Choice | None:
-        """What is known of a place; None: nothing."""
-        return self._chosen.get((tokens, before)) or self._chosen.get((tokens, _ANY))
+    def find(self, spot: Spot, forms: TokenForms) -> tuple[int, float] | None:
+        """The token that was chosen before at such a place, and how often it was again; None:
+        nothing is known that may come."""
+        known = self._chosen.get(spot.form(forms))
+        if known is not None:
+            token = forms.token(known.token, spot.indent)
+            if token is not None and spot.allows(token):
+                return token, known.right / known.seen
+        behind, anywhere = spot.places()
+        known = self._chosen.get(behind) or self._chosen.get(anywhere)
+        if known is None or isinstance(known.token, Indent):
+            return None
+        return known.token, known.right / known.seen
+
+    def _observe(self, place: Place, chosen: int | Indent | None) -> None:
+        """What was chosen at a place; None: something that is not remembered there."""
+        last, right, seen = self._chosen.pop(place, _NEW)
+        if chosen is None and last == _ANY:
+            return
+        again = last in (chosen, _ANY)
+        kept = last if chosen is None else chosen
+        self._chosen[place] = Choice(kept, _MEMORY * right + again, _MEMORY * seen + 1.0)
 
 
 class GrammarSource:
@@ -109,7 +216,9 @@ class GrammarSource:
         self._constraint = constraint
         self._stop_ids = stop_ids
         self._places = GrammarPlaces() if places is None else places
+        self._forms = constraint.forms
         self._last = _ANY
+        self._indent = -1
         self._probes: tuple[int, ...] = ()
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -118,37 +227,39 @@ class GrammarSource:
         for token in tokens:
             allowed, count = self._few()
             if count > 1:
-                self._places.note(hash(allowed), self._last, token)
+                spot = Spot(allowed, self._last, self._indent)
+                self._places.note(spot, token, self._forms)
             self._constraint.push(token)
-            self._last = token
+            self._last, self._indent = token, self._forms.indent(token, self._indent)
 
     def propose(self, depth: int) -> TokenTree:
         """A chain of at most so many tokens; empty where the grammar is open."""
         tokens: list[int] = []
         confidences: list[float] = []
-        survival, last = 1.0, self._last
+        survival, last, indent = 1.0, self._last, self._indent
         try:
-            while len(tokens) < depth and (found := self._next(last)) is not None:
+            while len(tokens) < depth and (found := self._next(last, indent)) is not None:
                 last, confidence = found
                 survival *= confidence
                 if survival < _LEAST or last in self._stop_ids:
                     break
                 self._constraint.push(last)
+                indent = self._forms.indent(last, indent)
                 tokens.append(last)
                 confidences.append(confidence)
         finally:
             self._constraint.pop(len(tokens))
         return TokenTree.chain(tokens, confidences, source="grammar")
 
-    def _next(self, before: int) -> tuple[int, float] | None:
-        """The likeliest token behind another one at the present place, and its confidence; None:
-        nothing is known."""
+    def _next(self, before: int, indent: int) -> tuple[int, float] | None:
+        """The likeliest token behind another one at the present place, in a line with an
+        indentation, and its confidence; None: nothing is known."""
         allowed, count = self._few()
         if count == 1:
             bits = int.from_bytes(allowed, "little")
             return bits.bit_length() - 1, _SURE
-        known = self._places.find(hash(allowed), before) if count else None
-        return None if known is None else (known.token, min(_SURE, known.right / known.seen))
+        known = self._places.find(Spot(allowed, before, indent), self._forms) if count else None
+        return None if known is None else (known[0], min(_SURE, known[1]))
 
     def _few(self) -> tuple[bytes, int]:
         """Tokens allowed at the present place, and how many they are; none: it is free text."""

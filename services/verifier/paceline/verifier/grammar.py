@@ -29,6 +29,7 @@ from torch import Tensor
 from paceline.sampling.json_schema import without_annotations
 from paceline.service import limits
 from paceline.service.tasks import in_thread
+from paceline.sources.grammar import TokenForms
 from paceline.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -123,9 +124,10 @@ class Grammars:
         if self._live_bytes + size > limits.CONSTRAINTS_LIVE_BYTES:
             raise GrammarsBusy(f"constraints in use take {self._live_bytes} bytes")
         matcher = await in_thread(lambda: self._matcher(prepared))
+        await in_thread(lambda: self._forms)  # of a large vocabulary it takes a tenth of a second
         if matcher.is_error():
             raise GrammarError(f"the {_NAMES[kind]} is not supported: {matcher.get_error()}")
-        grammar = Grammar(matcher)
+        grammar = Grammar(matcher, self._forms)
         self._live[kind, source] = grammar
         self._live_bytes += size
         weakref.finalize(grammar, self._freed, size).atexit = False
@@ -149,6 +151,11 @@ class Grammars:
         return LLTokenizer(
             self._tokenizer_json.decode(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
         )
+
+    @cached_property
+    def _forms(self) -> TokenForms:
+        tokenizer = self._tokenizer
+        return TokenForms([tokenizer.decode_bytes([id]) for id in range(tokenizer.vocab_size)])
 
 
 async def _check(kind: Kind, source: str) -> tuple[str, int]:
@@ -235,23 +242,26 @@ def masked(logits: Tensor, allowed: NDArray[np.uint8]) -> Tensor:
 class Grammar:
     """A compiled constraint, at its beginning or after some tokens. Immutable."""
 
-    def __init__(self, matcher: LLMatcher, origin: Grammar | None = None) -> None:
+    def __init__(
+        self, matcher: LLMatcher, forms: TokenForms, origin: Grammar | None = None
+    ) -> None:
         """``origin`` is the same constraint at its beginning, which is counted while it is used."""
         self._matcher = matcher
+        self._forms = forms
         self._origin = origin
 
     def begin(self) -> Guide:
         """Begin one text."""
-        return Guide(self._matcher.deep_copy())
+        return Guide(self._matcher.deep_copy(), self._forms)
 
     def after(self, output: Sequence[int]) -> Grammar:
         """The constraint of what follows ``output``. A long one takes a while: call it in a thread.
         Raises ``GrammarError``: ``output`` is not the beginning of a text of this grammar."""
         matcher = self._matcher.deep_copy()
-        guide = Guide(matcher)
+        guide = Guide(matcher, self._forms)
         for token in output:
             guide.push(token)
-        return Grammar(matcher, self)
+        return Grammar(matcher, self._forms, self)
 
 
 class Guide:
@@ -262,8 +272,10 @@ class Guide:
     the same tokens lead there.
     """
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, forms: TokenForms) -> None:
         self._matcher = matcher
+        self.forms = forms
+        """Of the vocabulary."""
         self._path: list[int] = []
         """Tokens that were appended, and behind them those that were removed last."""
         self._length = 0
