@@ -20,6 +20,7 @@ from paceline.cli.generate import (
     add_generation_arguments,
     generation_arguments,
     new_client,
+    refuse_without_sampling,
     speed,
     summary,
 )
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         refuse_options(args, "on services that are started for MODEL", (*addresses, *CONNECTION))
     with exit_with(2, OptionsError, OSError, ValueError):
         options = generation_arguments(args)
+    refuse_without_sampling(args)
     with exit_with(1, ProcessFailed, PacelineError), _services(args, console):
         with exit_with(2, OptionsError, ValueError):
             client = new_client(args)

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.command import exit_with
+from paceline.cli.command import exit_with, refuse_options
 from paceline.cli.connection import add_service_arguments, client_of
 from paceline.cli.service_process import run_async
 from paceline.client import (
@@ -107,7 +107,7 @@ def add_generation_arguments(
         flags = [f"--{flag}", *_ALIASES.get(flag, ())]
         group.add_argument(*flags, dest=entry.name, default=default, help=text, **settings)
     if not names:
-        help = "generate an instance of this JSON schema"
+        help = "File of a JSON schema, of which the text is an instance."
         group.add_argument("--json-schema", type=Path, metavar="FILE", help=help)
 
 
@@ -118,6 +118,14 @@ def generation_arguments(args: argparse.Namespace) -> dict[str, Any]:
     options = {name: value for name, value in vars(args).items() if name in names}
     schema = args.json_schema and read_text(args.json_schema)
     return {**options, "json_schema": schema}
+
+
+def refuse_without_sampling(args: argparse.Namespace) -> None:
+    """Raises CommandError: the arguments restrict samples, and nothing is sampled."""
+    if not args.temperature:
+        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        given = [name for name, value in off.items() if getattr(args, name) != value]
+        refuse_options(args, "at temperature 0: give --temperature", given)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -140,12 +148,16 @@ def generated(args: argparse.Namespace, *, show: bool) -> GenerationResult:
     Raises:
         CommandError: A service failed (1), or an argument is wrong (2).
     """
+    if args.drafter == "none":
+        of_drafts = ("draft_always", "draft_timeout", "max_nodes", "isolated")
+        refuse_options(args, "with --drafter none", of_drafts)
     with traced("paceline-client"):
         with exit_with(2, OptionsError, OSError, ValueError):
             prompt = _prompt(args)
             client = new_client(args)
             options = generation_arguments(args)
-            generation = client.generate(prompt, **options)
+            generation = client.generate(prompt, **options)  # checks the values
+            refuse_without_sampling(args)
             message = {"role": "user", "content": prompt}
             answer = None if args.raw else client.chat([message], **options)
         with exit_with(1, PacelineError, OSError):

@@ -146,9 +146,9 @@ class GenerationOptions(Sampling):
     max_new_tokens: int = 256
     """Maximum number of tokens to emit."""
     stop: str | Sequence[str] = ()
-    """Strings that end the text; it ends before the first that is complete."""
+    """Strings that end the text, before the first one that is complete."""
     stop_token_ids: Sequence[int] = ()
-    """Tokens that end the generation, besides end-of-sequence."""
+    """Ids of tokens that end the generation, besides end-of-sequence tokens."""
     special_tokens: Sequence[str] = ()
     """Special tokens that the text has where they were emitted, such as "[TOOL_CALLS]"; all others
     are left out of it."""
@@ -157,14 +157,14 @@ class GenerationOptions(Sampling):
     logprobs: bool | int = False
     """True returns each token's log-probability; n > 0 also the n likeliest tokens."""
     prompt_logprobs: int | None = None
-    """n >= 0 returns the log-probability of each prompt token but the first, and of the n likeliest
-    tokens at its position."""
+    """Return the log-probability of each prompt token but the first, and of the n likeliest tokens
+    at its position, n >= 0."""
     drafter: str | None = None
     """Name of the drafter, or `NAME@VERSION` for a version, active or not; "none" turns drafting
     off; "local" is what the verifier guesses by itself. None: the verifier's default drafter, and
     its own guesses."""
     isolated: bool = False
-    """Draft without any other text, and keep this one from later texts: to measure drafting."""
+    """Draft without other texts, and keep this one out of later drafts, to measure drafting."""
     user: str = ""
     """Whose text it is, if this client speaks for several users: KV and drafts of earlier texts are
     reused for the same user only. At most 256 characters; empty: the client's own."""

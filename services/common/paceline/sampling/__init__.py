@@ -86,7 +86,7 @@ class Sampling(Checked):
     """
 
     temperature: float = 0.0
-    """0 takes the likeliest token; otherwise logits are divided by it."""
+    """Divide the logits by this; 0 takes the likeliest token."""
     top_k: int = 0
     """Keep the k likeliest tokens; 0 keeps all."""
     top_p: float = 1.0
@@ -94,18 +94,18 @@ class Sampling(Checked):
     min_p: float = 0.0
     """Keep tokens with at least this share of the highest probability, in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Scales down logits of tokens seen in prompt or output; 1 is off."""
+    """Scale down the logits of tokens that prompt or output have; 1 is off."""
     presence_penalty: float = 0.0
-    """Subtracted once for a token seen in the output; 0 is off."""
+    """Subtract this from the logit of every token that the output has; 0 is off."""
     frequency_penalty: float = 0.0
-    """Subtracted for each time a token was seen in the output; 0 is off."""
+    """Subtract this from a token's logit for each time that the output has it; 0 is off."""
     logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of single tokens, by token id; -inf excludes a token."""
+    """Add these to the logits of single tokens, by token id; -inf excludes a token."""
     seed: int | None = None
-    """Key of the sampling noise, 64 bits. None: a random one."""
+    """Seed of the sampling noise, an integer of 64 bits. None: a random one."""
     acceptance: str = "invariant"
-    """"invariant", or "rejection": rejection sampling of chains, whose tokens depend on the
-    drafter, but not their distribution."""
+    """How drafts are accepted. "invariant": the tokens do not depend on the drafter; "rejection":
+    rejection sampling of chains, where only their distribution does not."""
     json_schema: Mapping[str, Any] | str | None = None
     """JSON schema of the text. The text may end early by max_new_tokens."""
     regex: str | None = None
