@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.cli.main import main
 from paceline.client import Client
+from paceline.decoder import store_blocks
 from paceline.harness import ServiceProcess
 
 TOKENS = 24
@@ -47,7 +48,10 @@ async def outputs(folders: dict[str, Path]) -> dict[str, list[tuple[object, ...]
         f"--load=lm=lm:{folders['lm']}",
         f"--load=layer=longspec:{folders['layer']},target={target}",
         f"--load=states=eagle3:{folders['states']},target={target}",
-        *(f"--load={n}=dspark:{folders[n]},target={target}" for n in ("block", "input")),
+        *(
+            f"--load={n}=dspark:{folders[n]},target={target},weights=bfloat16"
+            for n in ("block", "input")
+        ),
     ]
     found: dict[str, list[tuple[object, ...]]] = {}
     async with (
@@ -72,6 +76,7 @@ async def test_wide_models_have_the_same_tokens_and_drafts(
     folders["states"] = write_states(target, tmp_path / "states")
     for name in ("block", "input"):
         folders[name] = write_block(target, tmp_path / name, state_input=name == "input")
+    store_blocks(folders["input"], ["markov_head.", ".mlp."])
     drafters = {name: folder for name, folder in folders.items() if name != "target"}
     widen(target, tmp_path / "wide", *drafters.values())
     wide = {name: tmp_path / "wide" / folder.name for name, folder in drafters.items()}

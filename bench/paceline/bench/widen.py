@@ -30,7 +30,7 @@ from paceline.kernels.quantised import QUANT_BLOCK
 
 _COPIED = (".json", ".jinja", ".txt", ".model")
 _LAYER = "transformer_layer_config"
-_SCALE = ".scale"
+_SCALE, _MINIMUM = ".scale", ".minimum"
 _SHARD_BYTES = 256 << 20
 _INDEX = "model.safetensors.index.json"
 _KEPT = ("markov_w1", "markov_w2", "q_norm", "k_norm", "d2t", "t2d")
@@ -106,10 +106,12 @@ def _tensors(files: list[Any], hidden: int, factor: int) -> Iterator[tuple[str, 
     divided = {"q_proj", "k_proj"} if any(_part(name) == "q_norm" for name in known) else set()
     for name, file in names:
         tensor: Tensor = file.get_tensor(name)
-        part, blocks = _part(name), name.endswith(_SCALE)
-        wide = _placed(
-            tensor, _axes(name, tensor.shape, hidden // QUANT_BLOCK if blocks else hidden, factor)
-        )
+        part, inputs = _part(name), 1
+        if name.endswith((_SCALE, _MINIMUM)):
+            inputs = QUANT_BLOCK
+        elif name + _MINIMUM in known:
+            inputs = 2
+        wide = _placed(tensor, _axes(name, tensor.shape, hidden // inputs, factor))
         is_norm = part.endswith("norm") and part not in _KEPT
         if (is_norm or part in divided) and name + _SCALE not in known:
             wide = (wide.float() / math.sqrt(factor)).to(wide.dtype)
@@ -118,7 +120,12 @@ def _tensors(files: list[Any], hidden: int, factor: int) -> Iterator[tuple[str, 
 
 def _part(name: str) -> str:
     """The part of the model that a tensor is of: q_proj, norm, ..."""
-    stem = name.removesuffix(_SCALE).removesuffix(".weight").removesuffix(".bias")
+    stem = (
+        name.removesuffix(_SCALE)
+        .removesuffix(_MINIMUM)
+        .removesuffix(".weight")
+        .removesuffix(".bias")
+    )
     return stem.rpartition(".")[2]
 
 
@@ -184,7 +191,8 @@ def _write(
 
     for name, tensor in tensors:
         shard[name] = tensor
-        parameters += 0 if name.endswith(_SCALE) else tensor.numel()
+        if not name.endswith((_SCALE, _MINIMUM)):
+            parameters += tensor.numel() * (2 if tensor.dtype == torch.uint8 else 1)
         if sum(each.nbytes for each in shard.values()) > _SHARD_BYTES:
             save()
     save()
