@@ -69,8 +69,15 @@ def test_a_recording_is_a_picture_whose_lines_appear_at_their_times() -> None:
     ElementTree.fromstring(picture)
 
 
-@pytest.mark.parametrize("where", ["step", "table"])
-def test_vllm_is_drawn_from_either_file(where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "engine", "shown"),
+    [
+        ("step", "vllm bfloat16", "vLLM bfloat16"),
+        ("table", "vllm bfloat16", "vLLM bfloat16, chats"),
+        ("table", "vllm-0.32.0 bfloat16", "vLLM 0.32.0 bfloat16, chats"),
+    ],
+)
+def test_vllm_is_drawn_from_either_file(where: str, engine: str, shown: str) -> None:
     step, table = (
         json.loads((RESULTS / f"{MACHINE}-{name}.json").read_text())
         for name in ("step", "table-int8-int4")
@@ -79,12 +86,11 @@ def test_vllm_is_drawn_from_either_file(where: str) -> None:
     assert "vLLM" not in before
     if where == "step":
         context = next(iter(step["results"]["smollm2 beside rivals"]["quartiles"].values()))
-        context["vllm bfloat16"] = {"tokens_per_s": [6.0, 7.0, 8.0]}
+        context[engine] = {"tokens_per_s": [6.0, 7.0, 8.0]}
     else:
         cell = table["results"]["chat, T = 0, 1 user"]["contestants"]
-        cell["vllm bfloat16 none"] = contestant(7)
-        cell["vllm bfloat16 ngram"] = contestant(9, 1.3)
+        cell[f"{engine} none"] = contestant(7)
+        cell[f"{engine} n-gram"] = contestant(9, 1.3)
     drawn = chart(step, table, "smollm2 beside rivals", "int4")
-    name = "vLLM bfloat16" if where == "step" else "vLLM bfloat16, chats"
-    assert f">{name}</text>" in drawn
+    assert f">{shown}</text>" in drawn
     assert drawn.count('class="other"') == before.count('class="other"') + 1

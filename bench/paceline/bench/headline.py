@@ -103,9 +103,9 @@ def chart(step: Mapping[str, Any], table: Mapping[str, Any], entry: str, form: s
             kind = "plain" if name.startswith("paceline ") else "other"
             first.append((_shown(name), [(kind, value)], f"{value:.0f}"))
     chat = table["results"].get(_CELL.format("chat"), {"contestants": {}})["contestants"]
-    measured = {name.split()[0].lower() for name in engines}
+    measured = {_engine(name) for name in engines}
     for name, each in chat.items():
-        if name.endswith(f" {_PLAIN}") and name.split()[0] not in measured:
+        if name.endswith(f" {_PLAIN}") and _engine(name) not in measured:
             label = f"{_shown(name.removesuffix(f' {_PLAIN}'))}, chats"
             first.append((label, [("other", _rate(each))], f"{_rate(each):.0f}"))
     first.sort(key=lambda bar: -bar[1][0][1])
@@ -162,8 +162,16 @@ def _shown(name: str) -> str:
     """How a picture names an engine."""
     name = name.replace("SmolLM2-", "")
     names = {"paceline": "Paceline", "vllm": "vLLM", "openvino": "OpenVINO"}
-    first, _, rest = name.partition(" ")
-    return f"{names.get(first, first)} {rest}"
+    engine = _engine(name)
+    if engine not in names:
+        return name
+    version = name.split()[0][len(engine) :].replace("-", " ")
+    return f"{names[engine]}{version} {name.partition(' ')[2]}"
+
+
+def _engine(name: str) -> str:
+    """The engine of a contestant such as "vllm-0.32.0 bfloat16 none", without its version."""
+    return name.split()[0].partition("-")[0].lower()
 
 
 def _is_plain(name: str) -> bool:
