@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, GenerationInfo, Resources, Update
 from paceline.drafter.methods.ngram import NgramDrafter, NgramSequence
-from paceline.sources.ngram import NgramIndex, SharedTexts
+from paceline.sources.ngram import Continuation, MatchStatistics, NgramIndex, SharedTexts, _chain
+from paceline.tree import grow
 
 LARGE = Budget(nodes=64, depth=64)
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
@@ -181,3 +182,17 @@ def test_a_full_ring_holds_the_newest_tokens(others: list[list[int]], text: list
     found = shared.matches(text, limit=100, match_limit=100)
     places = {(shared.continuation(p, 100), n) for p, n in found}
     assert places == naive_shared(kept, text, 2)
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 40), st.integers(0, 14))
+def test_one_continuation_grows_as_many_do(tokens: list[int], match: int, depth: int) -> None:
+    statistics = MatchStatistics(32, MatchStatistics(32))
+    statistics.observe(match, [1, 2, 3], [1, 2, 4])
+    only, least = Continuation(tuple(tokens), match, match**2, statistics), 0.3
+
+    def expand(level: int, _: int) -> list[tuple[int, float, int]]:
+        chance = statistics.confidence(match + level)
+        return [(tokens[level], chance, level + 1)] if level < len(tokens) else []
+
+    grown = grow(0, expand, nodes=depth, depth=depth, min_survival=least, source="ngram")
+    assert _chain(only, depth, least) == grown
