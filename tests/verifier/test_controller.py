@@ -79,11 +79,12 @@ def ratio(cell: str, users: int) -> float:
     It is the steady state: an earlier part of the load is not counted.
     """
     accepted, costs, kinds = CELLS[cell]
+    warm = 500 if users == 1 else 250  # tokens of each user
     found = {}
     for mode in MODES:
         load = Drawn(accepted, users, mode, costs, kinds if users == 1 else 1)
-        load.speeds(500)
-        found[mode] = load.speeds(2000)
+        load.speeds(warm)
+        found[mode] = load.speeds(4 * warm)
     return min(
         speed / max(found["plain"][kind], found["always"][kind])
         for kind, speed in found["scheduled"].items()
