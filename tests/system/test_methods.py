@@ -1,7 +1,7 @@
 """Every drafting method, from its own process: it reads the verifier's KV and changes no token."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -62,11 +62,16 @@ SAMPLED = {
 REFUSALS = {"invalid_tree", "malformed_tree", "drafter_refused"}
 
 
+def methods_of(family: str) -> Collection[str]:
+    """Names of the methods that are tested with a family."""
+    return METHODS if family == "llama" else SHAPES
+
+
 @pytest.fixture(scope="module")
 def methods(
     models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServiceProcess]:
-    """A drafter service with every method for every family, and layers that follow the KV."""
+    """A drafter service with the methods of every family, and layers that follow the KV."""
     loads = []
     for family in FAMILIES:
         target, folder = models[family], tmp_path_factory.mktemp(family)
@@ -77,7 +82,7 @@ def methods(
             "states": write_states(target, folder / "states"),
             "head": write_head(target, folder / "head"),
         }
-        loads += [f"--load={family}-{n}={spec.format(**paths)}" for n, spec in METHODS.items()]
+        loads += [f"--load={family}-{n}={METHODS[n].format(**paths)}" for n in methods_of(family)]
         if family == "llama":
             follows = "longspec:{layer},target={target},kv=follow,context=40".format(**paths)
             loads.append(f"--load=following={follows}")
@@ -96,7 +101,7 @@ async def test_tokens_are_those_of_no_drafter(
     async with Client(served.address, drafter_address=methods.address, drafting=EAGER) as client:
         plain = await generate_all(client, prompts, "none", TOKENS, ignore_eos=True, **SAMPLED)
         kv_bytes = {}
-        for name in METHODS if family == "llama" else SHAPES:
+        for name in methods_of(family):
             results = [
                 await generate_all(
                     client, prompts, f"{family}-{name}", TOKENS, ignore_eos=True, **options
