@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -114,6 +115,35 @@ async def test_a_difference_is_shown_loudly(open_page: Open, services: Services)
         await expect(verdict).to_contain_text('it is "one ", with local "other "')
         await expect(page.locator("#race .lane .differs")).to_have_count(4)
         assert await page.locator("#race .same").count() == 0
+
+
+async def test_a_run_without_drafts_is_not_called_slower(
+    open_page: Open, services: Services
+) -> None:
+    """Whatever time it took."""
+
+    async def answer(route: playwright.Route) -> None:
+        if json.loads(route.request.post_data)["drafter"] != "none":
+            await asyncio.sleep(0.3)
+        step = {
+            "steps": 1,
+            "token_ids": [1],
+            "pieces": ["word "],
+            "proposed_by": ["verifier"],
+            "tree": None,
+            "undrafted": "node_budget",
+        }
+        event = json.dumps({"choices": [{"round": step}]})
+        stream = "".join(f"data: {each}\n\n" for each in [event, event, "[DONE]"])
+        await route.fulfill(content_type="text/event-stream", body=stream)
+
+    async with open_page(services.gateway, "race") as page:
+        await prepare(page)
+        await page.route("**/v1/completions", answer)
+        await start(page)
+        headline = page.locator("#race .headline")
+        await expect(headline).to_have_text("With local nothing was drafted")
+        await expect(page.locator("#race .verdict")).to_contain_text("expected no gain")
 
 
 async def test_without_a_drafter_there_is_no_race(chat_gateway, open_page: Open) -> None:

@@ -20,6 +20,7 @@ from paceline.cli import compare as comparison
 from paceline.cli.command import CommandError
 from paceline.cli.generate import add_generation_arguments, generation_arguments
 from paceline.cli.main import main
+from paceline.client import RoundStats, Stats
 from paceline.harness import read_prompts
 from paceline.harness.models import MODELS
 
@@ -333,3 +334,12 @@ def test_the_demo_takes_smollm2_or_says_why_not(
     there.touch()
     assert comparison.default_target(Console()) == there
     assert comparison.default_prompts(there).parts[-3:] == ("smollm2", "prompts", "demo.jsonl")
+
+
+def test_a_drafter_that_drafted_nothing_is_not_called_slower() -> None:
+    """Whatever time its runs took."""
+    plain = RoundStats(0, 0, 6, 60.0, 0, 0, 0, steps=6, undrafted="node_budget", plain_ms=60.0)
+    verdict = comparison.Verdict("dspark", 0.8, 0.7, 0.9, Stats([plain]))
+    assert verdict.word == "drafted nothing"
+    assert "slower" not in str(verdict)
+    assert "none of 6 rounds had a draft: drafting did not pay" in str(verdict)

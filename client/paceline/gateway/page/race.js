@@ -170,17 +170,19 @@ export class Race {
       const middle = sorted[Math.floor(sorted.length / 2)];
       this.#setLanes(middle);
       const [plain, drafted] = middle.map((lane) => lane.run);
+      // Then both are plain decoding, and what their times differ by is chance.
+      const idle = !pairs.some(([, with_]) => with_.run.rounds.some((round) => round.tree));
       const how = order === "together"
         ? "Both ran at the same time and shared the machine."
         : "They ran one after the other; the replay shows both by their recorded times.";
       verdict.replaceChildren(
-        element("p", compareTimes(plain.ended, drafted.ended, drafter), "headline"),
+        element("p", idle ? `With ${drafter} nothing was drafted` : compareTimes(plain.ended, drafted.ended, drafter), "headline"),
         element("p", `✓ All ${plain.tokens.length} tokens are the same.`, "same"),
         element("p", `It took ${plain.ended.toFixed(2)} s without and ${drafted.ended.toFixed(2)} s with a drafter in the median of ${RUNS} runs`
           + ` (${sorted.map((pair) => `${ratio(pair).toFixed(2)}×`).join(", ")}). ${how}`),
         element("p", "This is one prompt, timed in this browser beside whatever else the machine does."
           + " `paceline compare` measures several.", "caveat"),
-        ...(drafted.ended > plain.ended / (1 + ALIKE) ? [element("p", explain(plain, drafted))] : []),
+        ...(idle || drafted.ended > plain.ended / (1 + ALIKE) ? [element("p", explain(plain, drafted))] : []),
       );
       return;
     }
