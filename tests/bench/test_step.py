@@ -21,7 +21,7 @@ from paceline.bench.step.engines import (
     PacelineEngine,
     TransformersEngine,
 )
-from paceline.bench.step.profile import PARTS
+from paceline.bench.step.parts import PARTS
 from paceline.bench.step.roofline import Roofline
 from paceline.bench.step.run import measure, run
 from paceline.cli.command import CommandError

@@ -33,7 +33,7 @@ from paceline.bench.step.engines import (
     StepEngine,
     TransformersEngine,
 )
-from paceline.bench.step.profile import PARTS, profile
+from paceline.bench.step.parts import PARTS, profile
 from paceline.bench.step.roofline import PEAKS, Roofline
 from paceline.cli.command import CommandError
 from paceline.kernels import cpu_kernels
