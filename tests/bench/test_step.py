@@ -223,3 +223,10 @@ def test_unknown_weights_are_refused(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         options("step", "--weights", "int8,int3")
     assert "unknown weights int3" in capsys.readouterr().err
+
+
+def test_programs_that_are_started_by_their_path_find_pythons_own_modules() -> None:
+    programs = Path(sys.modules[Library.__module__].__file__ or "").parent.glob("run_*.py")
+    beside = {file.stem for program in programs for file in program.parent.glob("*.py")}
+    assert "run_library" in beside
+    assert not beside & sys.stdlib_module_names, "their folder is the first on the path"
