@@ -87,7 +87,8 @@ export class Race {
     await new Run().follow(gateway.stream(warm.path, warm.body, signal), () => {});
     const race = (lane) => {
       const { path, body } = request({ drafter: lane.drafter });
-      return lane.follow(gateway.stream(path, body, signal), () => this.#showPanel());
+      // The panel waits for the end: it shows drafts alone, and drawing it takes a core of the model.
+      return lane.follow(gateway.stream(path, body, signal), () => {});
     };
     const pairs = [];
     for (let number = 1; number <= RUNS; number++) {
