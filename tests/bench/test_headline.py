@@ -50,8 +50,7 @@ def test_a_text_that_differs_is_no_small_print() -> None:
 
 def test_the_chart_of_readme_is_that_of_its_results() -> None:
     step, table = (
-        json.loads((RESULTS / f"{MACHINE}-{name}.json").read_text())
-        for name in ("step", "table")
+        json.loads((RESULTS / f"{MACHINE}-{name}.json").read_text()) for name in ("step", "table")
     )
     drawn = chart(step, table, "smollm2 beside rivals", "int4")
     assert (ROOT / "docs" / "images" / "speed.svg").read_text() == drawn
