@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import shlex
 import subprocess
 import sys
@@ -40,6 +41,7 @@ from paceline.bench.table.run import PROMPTS, SHORT, read
 from paceline.cli.command import CommandError
 from paceline.decoder import Decoder, open_model
 from paceline.drafter import Drafter
+from paceline.drafter.methods.base import SECTION
 from paceline.kernels import (
     MAX_TREE_NODES,
     SELECTION_CHUNK,
@@ -303,7 +305,12 @@ class Bench:
             command += ["--out", folder, "--work", f"{folder}-work"]
             command += shlex.split(more)
             self.console.log(shlex.join(command[1:]))
-            subprocess.run(command, check=True)
+            try:
+                subprocess.run(command, check=True)
+            except subprocess.CalledProcessError as error:
+                raise CommandError(
+                    f"the training of {name} ended with code {error.returncode}"
+                ) from error
         return found
 
     def prompts(self, *categories: str) -> list[list[int]]:
@@ -559,7 +566,9 @@ def _budget(bench: Bench) -> None:
             "several budgets": f"--budgets 0,{several}",
             "sparse only": f"--budgets {several}",
         }
-        further = {name: f"--from {_LONGSPEC} {more}" for name, more in arms.items()}
+        described = json.loads((_LONGSPEC / "config.json").read_text())[SECTION]
+        start = f"--from {_LONGSPEC} --vocabulary {described['draft_vocab_size']}"
+        further = {name: f"{start} {more}" for name, more in arms.items()}
         models = {**bench.trained("longspec", further), **models}
     for length in bench.contexts():
         budgets = {each: each for each in _BUDGETS if each < length} | {length: 0}
