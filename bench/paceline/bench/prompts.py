@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 
 from paceline.client import Model, render_chat
 from paceline.decoder import ModelSource, open_model
-from paceline.gateway.requests import ChatRequest
 from paceline.harness import read_prompts
 from paceline.service.files import read_text
 from paceline.v1 import verifier_pb2
@@ -93,6 +92,8 @@ def _schema(fields: dict[str, Any]) -> str:
         return ""
     choice = {"tool_choice": "required"} if "tools" in fields else {}
     messages = [{"role": "user", "content": "Hello"}]
+    from paceline.gateway.requests import ChatRequest  # its libraries are not on a GPU machine
+
     request = ChatRequest.model_validate({"messages": messages, **fields, **choice})
     return json.dumps(request.constraint()["json_schema"])
 
