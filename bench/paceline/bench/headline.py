@@ -132,7 +132,7 @@ def chart(step: Mapping[str, Any], table: Mapping[str, Any], entry: str, form: s
 
 def _draw(parts: Mapping[str, Sequence[Bar]]) -> str:
     most = max(ends[-1][1] for bars in parts.values() for _, ends, _ in bars)
-    scale = (_WIDTH - _LABEL - 240) / most
+    scale = (_WIDTH - _LABEL - 260) / most
     lines, y = [_STYLE, '<rect class="card" width="100%" height="100%"/>'], 26
     for title, bars in parts.items():
         lines.append(f'<text class="title" x="12" y="{y}">{title}</text>')
