@@ -33,6 +33,13 @@ async def start(page: playwright.Page) -> None:
     await expect(page.locator("#race [name=start]")).to_be_enabled()
 
 
+async def stream(route: playwright.Route, rounds: list[dict[str, Any]]) -> None:
+    """Answers a request with rounds, as the gateway streams them."""
+    events = [json.dumps({"choices": [{"round": each}]}) for each in rounds]
+    body = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
+    await route.fulfill(content_type="text/event-stream", body=body)
+
+
 @pytest.mark.parametrize("order", ["turns", "together"])
 async def test_both_give_the_same_tokens(open_page: Open, services: Services, order: str) -> None:
     async with open_page(services.gateway, "race") as page:
@@ -102,9 +109,7 @@ async def test_a_difference_is_shown_loudly(open_page: Open, services: Services)
             }
             for word in words
         ]
-        events = [json.dumps({"choices": [{"round": each}]}) for each in rounds]
-        stream = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
-        await route.fulfill(content_type="text/event-stream", body=stream)
+        await stream(route, rounds)
 
     async with open_page(services.gateway, "race") as page:
         await prepare(page)
@@ -133,9 +138,7 @@ async def test_a_run_without_drafts_is_not_called_slower(
             "tree": None,
             "undrafted": "node_budget",
         }
-        event = json.dumps({"choices": [{"round": step}]})
-        stream = "".join(f"data: {each}\n\n" for each in [event, event, "[DONE]"])
-        await route.fulfill(content_type="text/event-stream", body=stream)
+        await stream(route, [step, step])
 
     async with open_page(services.gateway, "race") as page:
         await prepare(page)

@@ -84,11 +84,11 @@ export class Race {
     const seed = settings.request(turns).body.seed ?? Math.floor(Math.random() * 2 ** 31);
     const request = (changes) => settings.request(turns, { seed, isolated: true, ...changes });
     const warm = request({ drafter: "none", max_tokens: 1 });
-    await new Run().follow(gateway.stream(warm.path, warm.body, signal), () => {});
+    await new Run().follow(gateway.stream(warm.path, warm.body, signal));
     const race = (lane) => {
       const { path, body } = request({ drafter: lane.drafter });
       // The panel waits for the end: it shows drafts alone, and drawing it takes a core of the model.
-      return lane.follow(gateway.stream(path, body, signal), () => {});
+      return lane.follow(gateway.stream(path, body, signal));
     };
     const pairs = [];
     for (let number = 1; number <= RUNS; number++) {
@@ -217,13 +217,13 @@ class Lane {
   }
 
   /** Runs, with the clock going. */
-  async follow(events, onStep) {
+  async follow(events) {
     let frame = 0;
     const tick = () => {
       this.show(this.run.now);
       frame = requestAnimationFrame(tick);
     };
-    const following = this.run.follow(events, onStep);
+    const following = this.run.follow(events);
     tick();
     try {
       await following;

@@ -25,7 +25,7 @@ export class Run {
   }
 
   /** Reads events to their end; `onRound` is called after each round. */
-  async follow(events, onRound) {
+  async follow(events, onRound = () => {}) {
     this.began = performance.now();
     try {
       for await (const event of events) {
