@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shlex
 import subprocess
 import sys
@@ -41,7 +40,7 @@ from paceline.bench.table.run import PROMPTS, SHORT, read
 from paceline.cli.command import CommandError
 from paceline.decoder import Decoder, open_model
 from paceline.drafter import Drafter
-from paceline.drafter.methods.base import SECTION
+from paceline.drafter.methods.longspec.config import read_longspec
 from paceline.kernels import (
     MAX_TREE_NODES,
     SELECTION_CHUNK,
@@ -566,8 +565,8 @@ def _budget(bench: Bench) -> None:
             "several budgets": f"--budgets 0,{several}",
             "sparse only": f"--budgets {several}",
         }
-        described = json.loads((_LONGSPEC / "config.json").read_text())[SECTION]
-        start = f"--from {_LONGSPEC} --vocabulary {described['draft_vocab_size']}"
+        config, _ = read_longspec(_LONGSPEC)
+        start = f"--from {_LONGSPEC} --vocabulary {config.draft_vocab_size}"
         further = {name: f"{start} {more}" for name, more in arms.items()}
         models = {**bench.trained("longspec", further), **models}
     for length in bench.contexts():
