@@ -138,10 +138,12 @@ async def test_a_drafter_reads_the_kv_of_the_verifier_and_a_collector_hears_of_i
 def test_a_drafter_follows_kv_over_a_network(far_apart: Deployment) -> None:
     far_apart.until_joined("stream")
     length = ("--raw", "--max-new-tokens", "96", "--temperature", "0")
-    words = (*length, "--json", *DRAFTED, "--drafter")
     plain, drafted = (
-        json.loads(far_apart.cli("generate", PROMPT, *words, name).splitlines()[-1])
-        for name in ("none", load_longspec(far_apart))
+        json.loads(far_apart.cli("generate", PROMPT, *length, "--json", *words).splitlines()[-1])
+        for words in (
+            ("--drafter", "none"),
+            ("--drafter", load_longspec(far_apart), *DRAFTED),
+        )
     )
     assert drafted["token_ids"] == plain["token_ids"]
     assert drafted["stats"]["drafted_rounds"]
