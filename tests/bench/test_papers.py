@@ -14,9 +14,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.bench import papers
 from paceline.bench.cli import add_arguments
-from paceline.bench.papers import EXPERIMENTS, estimate, figures, run
+from paceline.bench.papers import bench
+from paceline.bench.papers import run as experiments
+from paceline.bench.papers.bench import estimate, figures
+from paceline.bench.papers.run import EXPERIMENTS, run
 from paceline.bench.table.engines import Answer, AnswerRequest
 
 _DEMO = Path("models/demo")
@@ -61,8 +63,8 @@ def _train(command: Sequence[str], **_: Any) -> None:
 def test_an_experiment_has_figures_of_every_arm_and_a_picture(
     experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(papers, "PacelineServices", Services)
-    monkeypatch.setattr(papers, "subprocess", SimpleNamespace(run=_train))
+    monkeypatch.setattr(experiments, "PacelineServices", Services)
+    monkeypatch.setattr(bench, "subprocess", SimpleNamespace(run=_train))
     monkeypatch.setattr(sys, "argv", ["paceline", "bench", "papers", experiment])
     texts = tmp_path / "mine.jsonl"
     texts.write_text(f"{json.dumps({'text': _CODE})}\n" * 3)
@@ -88,7 +90,7 @@ def test_an_experiment_has_figures_of_every_arm_and_a_picture(
         assert all(low <= value <= high for low, value, high in ends)
     ElementTree.fromstring(file.with_suffix(".svg").read_text())
     # The same command measures nothing again.
-    monkeypatch.setattr(papers, "figures", None)
+    monkeypatch.setattr(bench, "figures", None)
     assert run(parser.parse_args([str(word) for word in words])) == 0
 
 

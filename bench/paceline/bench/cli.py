@@ -15,7 +15,7 @@ from paceline.harness.models import model_path
 
 _MODULES = {
     "acceptance": "paceline.bench.acceptance",
-    "papers": "paceline.bench.papers",
+    "papers": "paceline.bench.papers.run",
     "table": "paceline.bench.table.run",
     "round": "paceline.bench.round",
     "replay": "paceline.bench.replay.run",

@@ -1,0 +1,1 @@
+"""What the papers measured, an experiment at a time."""
