@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from paceline.cli.command import exit_with, refuse_options
-from paceline.cli.connection import CONNECTION
+from paceline.cli.connection import connection_options
 from paceline.cli.generate import (
     add_client_arguments,
     add_generation_arguments,
@@ -68,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         refuse_options(args, "without MODEL, for which services are started", ("weights", "load"))
     else:
-        addresses = ("verifier_address", "drafter_address")
-        refuse_options(args, "on services that are started for MODEL", (*addresses, *CONNECTION))
+        unused = {"verifier_address", "drafter_address", *connection_options()}
+        refuse_options(args, "on services that are started for MODEL", unused)
     with exit_with(2, OptionsError, OSError, ValueError):
         options = generation_arguments(args)
     refuse_without_sampling(args)

@@ -21,9 +21,6 @@ from paceline.client import Client, InvalidRequestError, RetryOptions, TlsOption
 from paceline.client._transport import Connections
 from paceline.service.options import read_token
 
-CONNECTION = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_server_name", "token_file")
-"""Names of the arguments of `add_connection_arguments`."""
-
 
 def verifier_address() -> str:
     """Default address of the verifier."""
@@ -83,6 +80,13 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file with the bearer token (or set PACELINE_TOKEN or PACELINE_TOKEN_FILE)",
     )
+
+
+def connection_options() -> set[str]:
+    """Names of the values of `add_connection_arguments` in parsed arguments."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_connection_arguments(parser)
+    return set(vars(parser.parse_args([])))
 
 
 def tls_of(args: argparse.Namespace) -> TlsOptions | None:
