@@ -71,6 +71,7 @@ MTP = MtpPreset(
     levels=3, minutes=60, steps=40, rows=4, length=48, muon_rate=0.02, adamw_rate=1e-2, window=16,
     own_texts=4, own_from=0.5, files=4,
 )  # fmt: skip
+_NO_HEADS: dict[str, Any] = {"markov_rank": 0, "confidence": False}
 KINDS = (*METHODS, *(f"online-{method}" for method in METHODS))
 
 
@@ -217,7 +218,7 @@ def test_the_command_line_varies_a_preset(
             shipped, layers=2, block=5, ce=0.1, tv=0.9, certainty=1.0,
             draft_vocab_size=99, muon_rate=0.01, adamw_rate=shipped.adamw_rate / 2,
         ),
-        shipped.without_heads(),
+        replace(shipped, **_NO_HEADS),
         replace(
             LONGSPEC_PRESETS["smollm2"], levels=3, offset=False, budgets=(0, 64), max_length=99
         ),
@@ -226,10 +227,102 @@ def test_the_command_line_varies_a_preset(
     ]  # fmt: skip
 
 
+@pytest.fixture
+def further(
+    target: Path, drafters: dict[str, Path], tmp_path: Path
+) -> Callable[[str], tuple[Recipe[Any], argparse.Namespace]]:
+    """The recipe and the arguments of `METHOD OPTIONS`, begun with the drafter of that method."""
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+
+    def parse(line: str) -> tuple[Recipe[Any], argparse.Namespace]:
+        start = drafters[line.split()[0]]
+        common = ["--target", str(target), "--from", str(start), "--preset", "smollm2"]
+        args = parser.parse_args([*line.split(), *common, "--out", str(tmp_path / "out")])
+        return args.recipe, args
+
+    return parse
+
+
+# Presets that have another shape than the drafters: all of the fields that these fix.
+_OTHERS = {
+    "dspark": replace(
+        DSPARK, conversations=40, draft_vocab_size=99, taps=(1,), layers=3, block=7, markov_rank=2,
+        window=5, confidence=False, state_input=True, mask_token=9,
+    ),
+    "longspec": replace(
+        LONGSPEC, conversations=40, draft_vocab_size=99, window=5, intermediate=7, levels=7
+    ),
+    "eagle3": replace(
+        EAGLE3, conversations=40, draft_vocab_size=99, taps=(1,), window=5, levels=7, fc_norm=True,
+        norm_output=True,
+    ),
+    "mtp": replace(MTP, conversations=40, draft_vocab_size=99, window=5, levels=7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", _OTHERS)
+def test_a_drafter_that_is_trained_further_keeps_its_shape(
+    method: str, further: Callable[[str], Any], drafters: dict[str, Path], target: Path
+) -> None:
+    recipe, args = further(method)
+    trainer = recipe.load_trainer(target, recipe.vary(_OTHERS[method], args))
+    made, begun = trainer.new_drafter(end=1), trainer.read(drafters[method], "cpu")
+    assert (made.config, made.levels) == (begun.config, begun.levels)
+    made.model.load_state_dict(begun.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted", "found"),
+    [
+        *((f"{m} --vocabulary 99", "draft_vocab_size 99", "draft_vocab_size 0") for m in _OTHERS),
+        ("dspark --layers 2", "layers 2", "layers 1"),
+        ("dspark --no-heads", "markov_rank 0", "markov_rank 8"),
+        ("eagle3 --norms", "fc_norm True", "fc_norm False"),
+    ],
+)
+def test_an_option_that_contradicts_the_drafter_to_train_further_is_refused(
+    line: str, wanted: str, found: str, further: Callable[[str], Any], drafters: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Before a text is written or read."""
+    _, args = further(line)
+    assert cli.run(args) == 1
+    method, option = line.split()[:2]
+    error = capsys.readouterr().err
+    assert f"{option} asks for {wanted}, but {drafters[method]} has {found}, " in error
+    assert not args.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        *((f"{method} --vocabulary 0", "draft_vocab_size", 0) for method in _OTHERS),
+        ("dspark --layers 1", "layers", 1),
+        ("dspark --block 5", "block", 5),
+        ("dspark --losses 1,2,3", "tv", 2),
+        ("longspec --levels 5", "levels", 5),
+        ("longspec --no-noise", "noise", False),
+        ("longspec --budgets 0,64", "budgets", (0, 64)),
+        ("eagle3 --levels 5", "levels", 5),
+        ("mtp --levels 5", "levels", 5),
+    ],
+)
+def test_an_option_that_agrees_or_is_of_training_is_no_contradiction(
+    line: str, field: str, value: object, further: Callable[[str], Any]
+) -> None:
+    recipe, args = further(line)
+    varied = recipe.vary(_OTHERS[args.train_command], args)
+    assert getattr(varied, field) == value
+    assert varied.window in (16, 32)  # the drafter's
+
+
 def test_a_run_without_heads_is_dflash(
     target: Path, corpus: Corpus, make_run: MakeRun, tmp_path: Path
 ) -> None:
-    DSparkTrainer(target, DSPARK.without_heads()).train(corpus, make_run("work", 2), tmp_path / "o")
+    DSparkTrainer(target, replace(DSPARK, **_NO_HEADS)).train(
+        corpus, make_run("work", 2), tmp_path / "o"
+    )
     described = json.loads((tmp_path / "o" / "config.json").read_text())
     assert described["speculators_model_type"] == "dflash"
     assert (described["markov_rank"], described["enable_confidence_head"]) == (0, False)

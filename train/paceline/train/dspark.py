@@ -412,8 +412,8 @@ class DSparkTrainer(LayerTrainer[DSparkPreset, DSparkDrafterModel]):
     method = "dspark"
     trees: ClassVar[Mapping[str, str]] = {"widths": "4,4,2", "max_nodes": "8", "weights": "int8"}
 
-    def new_drafter(self, mask_token: int) -> DSparkDrafterModel:
-        config = self.preset.config(self.target, mask_token)
+    def new_drafter(self, end: int) -> DSparkDrafterModel:
+        config = self.preset.config(self.target, end)
         return DSparkDrafterModel(self.target, DSparkModel(config), config.levels)
 
     def read(self, folder: Path, device: str) -> DSparkDrafterModel:

@@ -59,7 +59,7 @@ class Eagle3Trainer(LayerTrainer[Eagle3Preset, Eagle3DrafterModel]):
     method = "eagle3"
     trees: ClassVar[Mapping[str, str]] = {"widths": "4,4,4", "max_nodes": "8", "weights": "int8"}
 
-    def new_drafter(self, mask_token: int) -> Eagle3DrafterModel:
+    def new_drafter(self, end: int) -> Eagle3DrafterModel:
         preset = self.preset
         config = Eagle3Config.for_target(
             self.target, taps=preset.taps, window=preset.window, fc_norm=preset.fc_norm,

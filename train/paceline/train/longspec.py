@@ -397,7 +397,7 @@ class LongSpecTrainer(LayerTrainer[LongSpecPreset, LongSpecDrafterModel]):
     prompts = (300, 1024, 2048, 3840)
     trees = _TREES
 
-    def new_drafter(self, mask_token: int) -> LongSpecDrafterModel:
+    def new_drafter(self, end: int) -> LongSpecDrafterModel:
         preset = self.preset
         config = LongSpecConfig.for_target(
             self.target,

@@ -73,7 +73,7 @@ class MtpTrainer(LayerTrainer[MtpPreset, MtpDrafterModel]):
     method = "mtp"
     trees: ClassVar[Mapping[str, str]] = {"widths": "4,4,4", "max_nodes": "8", "weights": "int8"}
 
-    def new_drafter(self, mask_token: int) -> MtpDrafterModel:
+    def new_drafter(self, end: int) -> MtpDrafterModel:
         preset = self.preset
         config = MtpConfig.for_target(
             self.target, window=preset.window, draft_vocab_size=preset.draft_vocab_size

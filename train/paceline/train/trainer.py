@@ -11,7 +11,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -43,8 +43,9 @@ from paceline.train.signals import Signals, signals_of
 
 _PROMPT = 300  # tokens of the prompts that are measured while training
 _MEASURED_FILES = 12
-_NEW_IN_RUN = ("block", "confidence_temperatures")
-"""Fields of a configuration that may differ from those of the drafter that a run begins with."""
+_FREE = ("block", "levels", "confidence_temperatures")
+"""Fields that a run may change in the drafter that it begins with: its weights have the same shapes
+for all values of them."""
 
 _LOGGED_TEXTS, _MEASURED_TEXTS = 2, 12  # conversations of each kind and temperature
 S = TypeVar("S")
@@ -85,8 +86,8 @@ class LayerTrainer(Trainer[P, D], Generic[P, D]):
     """Options of the drafter that is measured on conversations."""
 
     @abstractmethod
-    def new_drafter(self, mask_token: int) -> D:
-        """A drafter of random weights; `mask_token` is one that no text contains."""
+    def new_drafter(self, end: int) -> D:
+        """A drafter of random weights; `end` is the token that ends texts, which none contains."""
 
     @abstractmethod
     def plan(self, run: Run, focus: int = 0) -> Plan:
@@ -162,7 +163,7 @@ fingerprint.
         the drafter in `start`, if it is given.
 
         Raises ValueError if the preset does not read `written` or `start`, or `start` is a drafter
-        of another method or target, and what `begin_run` and `OwnTexts.load` raise.
+        of another method, target or shape, and what `begin_run` and `OwnTexts.load` raise.
         """
         if self.preset.conversations:
             self._train_on_conversations(corpus, run, out, written, start)
@@ -254,23 +255,50 @@ fingerprint.
             card += _before(start)
         (out / "README.md").write_text(card)
 
-    def _weights(self, folder: Path, config: LayerShape) -> Mapping[str, Tensor]:
-        """The weights of the drafter in a folder, to be trained further.
+    def of_start(self, start: Path, chosen: Mapping[str, Mapping[str, Any]]) -> P:
+        """The preset with the shape and the levels of a drafter that is trained further.
 
-        Raises ValueError if it has another shape than this run's, apart from the block's length
-        and what is fitted at the end.
+        Args:
+            start: Folder of the drafter.
+            chosen: Fields of the preset that the user chose, by the option that does so.
+
+        Raises ValueError: it is a drafter of another method or target, or an option asks for
+        another shape than it has.
         """
-        if (method := drafter_method(folder, self.target)) != self.method:
-            raise ValueError(f"{folder} is a {method} drafter, expected {self.method}")
-        drafter = self.read(folder, "cpu")
+        drafter = self._begun(start)
+        has = {**asdict(drafter.config), "levels": drafter.levels}
+        for option, values in chosen.items():
+            for name, value in values.items():
+                if name in has and name not in _FREE and value != has[name]:
+                    raise ValueError(
+                        f"{option} asks for {name} {value}, but {start} has {name} {has[name]}, "
+                        f"and a drafter that is trained further keeps its shape: leave {option} out"
+                    )
+        names = {each.name for each in fields(self.preset)} & has.keys()
+        return replace(self.preset, **{name: has[name] for name in names})
+
+    def _begun(self, start: Path) -> D:
+        """The drafter in a folder, to be trained further. Raises ValueError: it is of another
+        method or target."""
+        if (method := drafter_method(start, self.target)) != self.method:
+            raise ValueError(f"{start} is a {method} drafter, expected {self.method}")
+        return self.read(start, "cpu")
+
+    def _weights(self, start: Path, config: LayerShape) -> Mapping[str, Tensor]:
+        """The weights of the drafter in a folder, to be trained further. Raises ValueError: it has
+        another shape than this run's."""
+        drafter = self._begun(start)
         wanted, found = asdict(config), asdict(drafter.config)
         differing = [
             f"{name} {value}, this run {wanted[name]}"
             for name, value in found.items()
-            if name not in _NEW_IN_RUN and value != wanted[name]
+            if name not in _FREE and value != wanted[name]
         ]
         if differing:
-            raise ValueError(f"{folder} has {'; '.join(differing)}: give the same options")
+            raise ValueError(
+                f"{start} has {'; '.join(differing)}: only a drafter of the same shape can be "
+                "trained further"
+            )
         return drafter.model.state_dict()
 
 

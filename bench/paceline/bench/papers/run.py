@@ -19,7 +19,6 @@ from paceline.bench.papers.bench import LENGTH, Bench, Name, Samples, samples
 from paceline.bench.prompts import needle_prompts
 from paceline.bench.table.engines import NONE, AnswerRequest, PacelineServices
 from paceline.bench.table.run import SHORT
-from paceline.drafter.methods.longspec.config import read_longspec
 from paceline.kv.policies import kv_policies
 
 _BUCKET = 512  # tokens of output that `output` puts together
@@ -213,9 +212,7 @@ def _budget(bench: Bench) -> None:
             "several budgets": f"--budgets 0,{several}",
             "sparse only": f"--budgets {several}",
         }
-        config, _ = read_longspec(_LONGSPEC)
-        start = f"--from {_LONGSPEC} --vocabulary {config.draft_vocab_size}"
-        further = {name: f"{start} {more}" for name, more in arms.items()}
+        further = {name: f"--from {_LONGSPEC} {more}" for name, more in arms.items()}
         models = {**bench.trained("longspec", further), **models}
     for length in bench.contexts():
         budgets = {each: each for each in _BUDGETS if each < length} | {length: 0}

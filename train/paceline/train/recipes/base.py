@@ -102,7 +102,8 @@ class LayerRecipe(Recipe[P]):
         )  # fmt: skip
         parser.add_argument(
             "--from", dest="start", type=Path, metavar="DIR",
-            help="drafter to train further, for the preset smollm2; default: a new one",
+            help="drafter to train further in its own shape, for the preset smollm2; default: a "
+            "new one",
         )  # fmt: skip
         parser.add_argument(
             "--signals", type=Path, metavar="DIR",
@@ -121,21 +122,32 @@ class LayerRecipe(Recipe[P]):
             help="tokens that can be drafted, for the preset smollm2",
         )  # fmt: skip
 
+    def chosen(self, args: Namespace) -> dict[str, dict[str, Any]]:
+        """Fields of the preset that the command line chooses, by the name of the argument."""
+        return {"--vocabulary": given(draft_vocab_size=args.vocabulary)}
+
     def vary(self, preset: P, args: Namespace) -> P:
-        """The preset with the method's arguments. Raises ValueError: one of them is for presets
-        that train on conversations, and this one does not."""
+        """The preset with the shape of the drafter that is trained further, if there is one, and
+        with the method's arguments.
+
+        Raises ValueError: an argument is for presets that train on conversations, and this one does
+        not; or it asks for another shape than that drafter's.
+        """
         unused = [] if preset.conversations else self._of_conversations(args)
         if unused:
             raise ValueError(
                 f"{', '.join(unused)}: no effect on the preset {args.preset}, which trains on "
                 "files; give --preset smollm2, which trains on conversations"
             )
+        chosen = self.chosen(args)
+        if args.start is not None:
+            preset = self.load_trainer(args.target, preset).of_start(args.start, chosen)
         muon, adamw = preset.muon_rate, preset.adamw_rate
         return replace(
             preset,
             muon_rate=muon and muon * args.rate,
             adamw_rate=adamw * args.rate,
-            **given(draft_vocab_size=args.vocabulary),
+            **{name: value for fields in chosen.values() for name, value in fields.items()},
         )
 
     def _of_conversations(self, args: Namespace) -> list[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.train.presets import LayerPreset, Stage, mixed_stages
 from paceline.train.recipes.base import LayerRecipe, OnlineRates, given
@@ -29,6 +29,8 @@ class DSparkPreset(LayerPreset):
     anchors: int
     """Blocks of a row, at random positions."""
     window: int = 0
+    mask_token: int | None = None
+    """Fed for each token to be drafted; None: the one that ends a text."""
     state_input: bool = False
     confidence: bool = True
     own_from: float = 1.0
@@ -40,8 +42,9 @@ class DSparkPreset(LayerPreset):
     certainty: float = 1.0
     """Weight of the confidence head's loss."""
 
-    def config(self, target: Path, mask_token: int) -> DSparkConfig:
-        """The shape of a drafter for the model in the folder `target`."""
+    def config(self, target: Path, end: int) -> DSparkConfig:
+        """The shape of a drafter for the model in the folder `target`, whose texts end with the
+        token `end`."""
         from paceline.drafter.methods.dspark import DSparkConfig
 
         names = (
@@ -49,16 +52,13 @@ class DSparkPreset(LayerPreset):
             "draft_vocab_size", "state_input",
         )  # fmt: skip
         fields = {name: getattr(self, name) for name in names}
+        mask_token = end if self.mask_token is None else self.mask_token
         return DSparkConfig.for_target(target, mask_token=mask_token, **fields)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         """See :func:`mixed_stages`."""
         return mixed_stages(self.own_from, self.rows, self.length)
-
-    def without_heads(self) -> DSparkPreset:
-        """The same backbone with neither head: DFlash's shape."""
-        return replace(self, markov_rank=0, confidence=False)
 
 
 DSPARK_PRESETS: dict[str, DSparkPreset] = {
@@ -104,13 +104,15 @@ class DSparkRecipe(LayerRecipe[DSparkPreset]):
             "--losses", type=_losses, metavar="CE,DISTANCE,CONFIDENCE", help="weights of the losses"
         )
 
-    def vary(self, preset: DSparkPreset, args: Namespace) -> DSparkPreset:
+    def chosen(self, args: Namespace) -> dict[str, dict[str, Any]]:
         ce, tv, certainty = args.losses or (None, None, None)
-        varied = replace(
-            super().vary(preset, args),
-            **given(layers=args.layers, block=args.block, ce=ce, tv=tv, certainty=certainty),
-        )
-        return varied.without_heads() if args.no_heads else varied
+        return {
+            **super().chosen(args),
+            "--layers": given(layers=args.layers),
+            "--block": given(block=args.block),
+            "--no-heads": {"markov_rank": 0, "confidence": False} if args.no_heads else {},
+            "--losses": given(ce=ce, tv=tv, certainty=certainty),
+        }
 
 
 def _losses(text: str) -> tuple[float, float, float]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from paceline.train.presets import UnrolledPreset
 from paceline.train.recipes.base import LayerRecipe, OnlineRates, given
@@ -59,10 +60,9 @@ class Eagle3Recipe(LayerRecipe[Eagle3Preset]):
             help="EAGLE-3.1: norms of the target's states and outputs",
         )  # fmt: skip
 
-    def vary(self, preset: Eagle3Preset, args: Namespace) -> Eagle3Preset:
-        return replace(
-            super().vary(preset, args),
-            **given(levels=args.levels),
-            fc_norm=preset.fc_norm or args.norms,
-            norm_output=preset.norm_output or args.norms,
-        )
+    def chosen(self, args: Namespace) -> dict[str, dict[str, Any]]:
+        return {
+            **super().chosen(args),
+            "--levels": given(levels=args.levels),
+            "--norms": {"fc_norm": True, "norm_output": True} if args.norms else {},
+        }

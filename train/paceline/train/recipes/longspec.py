@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from paceline.train.presets import LayerPreset, Stage
 from paceline.train.recipes.base import LayerRecipe, OnlineRates, given
@@ -123,13 +124,15 @@ class LongSpecRecipe(LayerRecipe[LongSpecPreset]):
             help="leave out conversations of more tokens, for the preset smollm2",
         )  # fmt: skip
 
-    def vary(self, preset: LongSpecPreset, args: Namespace) -> LongSpecPreset:
-        return replace(
-            super().vary(preset, args),
-            **given(levels=args.levels, budgets=args.budgets, max_length=args.max_length),
-            offset=preset.offset and not args.no_offset,
-            noise=preset.noise and not args.no_noise,
-        )
+    def chosen(self, args: Namespace) -> dict[str, dict[str, Any]]:
+        return {
+            **super().chosen(args),
+            "--levels": given(levels=args.levels),
+            "--no-offset": {"offset": False} if args.no_offset else {},
+            "--no-noise": {"noise": False} if args.no_noise else {},
+            "--budgets": given(budgets=args.budgets),
+            "--max-length": given(max_length=args.max_length),
+        }
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from paceline.train.presets import UnrolledPreset
 from paceline.train.recipes.base import LayerRecipe, OnlineRates, given
@@ -47,5 +48,5 @@ class MtpRecipe(LayerRecipe[MtpPreset]):
             "--levels", type=int, metavar="N", help="depths of the training-time test"
         )
 
-    def vary(self, preset: MtpPreset, args: Namespace) -> MtpPreset:
-        return replace(super().vary(preset, args), **given(levels=args.levels))
+    def chosen(self, args: Namespace) -> dict[str, dict[str, Any]]:
+        return {**super().chosen(args), "--levels": given(levels=args.levels)}
