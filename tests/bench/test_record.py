@@ -71,18 +71,6 @@ def test_every_command_has_options_and_a_module(capsys: pytest.CaptureFixture[st
     assert "expected some of: swap" in capsys.readouterr().err
 
 
-def test_results_that_documents_cite_exist() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    cited = {
-        name
-        for page in pages
-        for name in re.findall(r"bench/results/([\w-]+\.json)", page.read_text(encoding="utf-8"))
-        if name.islower()  # not bench/results/MACHINE-table.json
-    }
-    assert cited
-    assert cited <= {file.name for file in (ROOT / "bench" / "results").iterdir()}
-
-
 @pytest.mark.parametrize(("weights", "kept"), [(["int4"], True), (["bfloat16", "int8"], False)])
 def test_4_bits_are_not_measured_as_8(weights: list[str], kept: bool, tmp_path: Path) -> None:
     folder = tmp_path / "model"

@@ -72,6 +72,17 @@ def test_the_words_of_the_table_are_in_the_code(name: str) -> None:
     assert found(name) is not None
 
 
+def test_docstrings_name_what_is_in_the_code() -> None:
+    named = {
+        name
+        for file in modules()
+        for name in re.findall(r":\w+:`~?(paceline\.[\w.]+)`", (ROOT / file).read_text())
+    }
+    assert len(named) > 50
+    for name in sorted(named):
+        assert found(name) is not None
+
+
 def test_words_that_were_given_up_do_not_come_back() -> None:
     back = [
         f"{file}: {name}"

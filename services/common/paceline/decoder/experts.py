@@ -130,7 +130,8 @@ class ExpertTensors(Tensors[Weight]):
 
 
 class Experts:
-    """The linear layers of the experts of a layer, see :class:`paceline.kernels.ExpertMatrices`."""
+    """The linear layers of the experts of a layer, see
+    :class:`~paceline.kernels.program.ExpertMatrices`."""
 
     def __init__(self, experts: Sequence[Linear]) -> None:
         """Take the layers, which have one shape."""
