@@ -105,6 +105,33 @@ def test_the_choice_is_the_best_filtered_noisy_logit(params: SamplingParams, pos
     assert choose_token(logits, params, position, history) == int(expected.argmax())
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    params=sampling_params(),
+    seed=st.integers(0, 10**6),
+    vocab=st.sampled_from((1, 2, 63, 511, 513, 1024, 20_001)),
+    spread=st.sampled_from((0.0, 0.3, 3.0, 30.0)),
+    kind=st.sampled_from(("any", "equal ones", "few allowed")),
+)
+def test_compiled_kernels_choose_as_torch_does(
+    params: SamplingParams, seed: int, vocab: int, spread: float, kind: str
+) -> None:
+    """Many equal scores, a mask of a grammar, a flat and a sharp distribution included."""
+    if sampling.library() is None:
+        pytest.skip("there are no compiled kernels at this level")
+    generator = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(vocab, generator=generator)
+    if kind == "equal ones":
+        logits = logits.round()
+    if kind == "few allowed":
+        logits[torch.rand(vocab, generator=generator) < 0.99] = -math.inf
+        logits[vocab // 2] = 0.0
+    found = choose_token(logits, params, seed, EMPTY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "_choose", lambda *_: None)
+        assert found == choose_token(logits, params, seed, EMPTY)
+
+
 def test_probabilities_are_the_same_integers_without_compiled_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -52,6 +52,17 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "paceline_draft": (_COUNT, _AT, _AT, _COUNT, _AT, _COUNT, _COUNT),
     "paceline_gumbel": (None, _KEY, _KEY, _AT, _COUNT, _AT),
     "paceline_weights": (_COUNT, _AT, _COUNT, _AT),
+    "paceline_choose": (
+        _COUNT,
+        _AT,
+        _COUNT,
+        ctypes.c_float,
+        ctypes.c_float,
+        _COUNT,
+        ctypes.c_double,
+        _KEY,
+        _KEY,
+    ),  # fmt: skip
     "paceline_logsumexp": (ctypes.c_double, _AT, _COUNT, _AT),
     "paceline_candidates": (None, _AT, *[_COUNT] * 4, ctypes.c_float, _AT, _AT, _AT),
 }

@@ -232,6 +232,8 @@ def choose_token(logits: Tensor, params: SamplingParams, position: int, history:
     changed = penalise(logits, params, history) if params.penalised else logits
     if params.greedy:
         return _largest(changed)
+    if (token := _choose(changed, params, position)) is not None:
+        return token
     scaled = _finite(changed.float() / params.temperature)
     ids = _survivors(scaled, params)
     if ids is None:
@@ -239,6 +241,22 @@ def choose_token(logits: Tensor, params: SamplingParams, position: int, history:
         return _largest(scaled)
     noisy = scaled[ids] + gumbel_noise_at(params.seed, position, ids)
     return int(ids[_largest(noisy)])
+
+
+def _choose(logits: Tensor, params: SamplingParams, position: int) -> int | None:
+    """The choice by the compiled kernels, in a fraction of the time; None: they do not decide it,
+    because there are none or because logits are not finite."""
+    native = library()
+    if native is None:
+        return None
+    check_range(params.seed, position)
+    dense = logits.float().contiguous()
+    token: int = native.paceline_choose(
+        address(dense, "logits"), dense.numel(), params.temperature,
+        math.log(params.min_p) if params.min_p > 0 else -math.inf,
+        min(params.top_k, dense.numel()), params.top_p, params.seed, position,
+    )  # fmt: skip
+    return None if token < 0 else token
 
 
 def choose_tokens(

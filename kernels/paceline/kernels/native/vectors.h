@@ -192,6 +192,20 @@ INLINE void store_normal_bf16(uint16_t *p, vec x) {
 #endif
 }
 
+/* Vectors of 64-bit words. */
+typedef uint64_t wvec __attribute__((vector_size(4 * LANES)));
+
+/* Products of the low halves of words. */
+INLINE wvec multiply_low(wvec a, wvec b) {
+#if LANES == 16
+  return (wvec)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif LANES == 8
+  return (wvec)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#else
+  return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu);
+#endif
+}
+
 /* x, or 0 where it is denormal. */
 INLINE vec flush_(vec x) { return zero_below(max_(x, splat(0.0f) - x), splat(0x1p-126f), x); }
 
