@@ -39,6 +39,7 @@ _OWN_NUMERICS = {"amx": "amx", "avx512bf16": "avx512_bf16"}
 """Numerics of their own, by level."""
 
 _AT, _COUNT, _KEY = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
+_FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "paceline_layout": (_COUNT, ctypes.c_char_p, _AT, _COUNT),
     "paceline_limit": (_COUNT, ctypes.c_char_p),
@@ -52,19 +53,9 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "paceline_draft": (_COUNT, _AT, _AT, _COUNT, _AT, _COUNT, _COUNT),
     "paceline_gumbel": (None, _KEY, _KEY, _AT, _COUNT, _AT),
     "paceline_weights": (_COUNT, _AT, _COUNT, _AT),
-    "paceline_choose": (
-        _COUNT,
-        _AT,
-        _COUNT,
-        ctypes.c_float,
-        ctypes.c_float,
-        _COUNT,
-        ctypes.c_double,
-        _KEY,
-        _KEY,
-    ),  # fmt: skip
-    "paceline_logsumexp": (ctypes.c_double, _AT, _COUNT, _AT),
-    "paceline_candidates": (None, _AT, *[_COUNT] * 4, ctypes.c_float, _AT, _AT, _AT),
+    "paceline_choose": (_COUNT, _AT, _COUNT, _FLOAT, _FLOAT, _COUNT, _DOUBLE, _KEY, _KEY),
+    "paceline_logsumexp": (_DOUBLE, _AT, _COUNT, _AT),
+    "paceline_candidates": (None, _AT, *[_COUNT] * 4, _FLOAT, _AT, _AT, _AT),
 }
 """Types of the result and the arguments of each function."""
 
