@@ -130,8 +130,11 @@ def test_signals_are_the_target_s_and_are_computed_once(target: Path, tmp_path: 
     assert torch.equal(signals_of(decoder, target, texts, tmp_path, kv_layer=1).kv, kept)
     with pytest.raises(ValueError, match="signals of other kv_layer"):
         signals_of(decoder, target, texts, tmp_path, kv_layer=0)
-    with pytest.raises(ValueError, match="signals of other texts"):
-        signals_of(decoder, target, texts[:2], tmp_path)
+    size = (tmp_path / "hidden.bin").stat().st_size
+    for others in (texts[:2], [*texts, [6]]):
+        with pytest.raises(ValueError, match="signals of other texts"):
+            signals_of(decoder, target, others, tmp_path)
+    assert (tmp_path / "hidden.bin").stat().st_size == size
 
 
 def test_signals_of_other_kinds_are_added_to_a_folder(target: Path, tmp_path: Path) -> None:

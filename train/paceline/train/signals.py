@@ -138,14 +138,13 @@ def signals_of(
         shapes["kv.bin"] = count, 2, config.kv_heads, config.head_dim
     if state.is_main_process:
         _check_disk(work, shapes)
+        digest = hashlib.sha256(json.dumps([*map(list, texts)]).encode()).hexdigest()
+        kept: dict[str, Any] = {} if kv_layer is None else {"kv_layer": kv_layer}
+        kept |= {"taps": list(taps)} if taps else {}
+        _claim(work, {"target": weights_fingerprint(target), "texts": digest, **kept})
     hidden = _mapped(work / "hidden.bin", shapes["hidden.bin"])
     tapped = _mapped(work / "taps.bin", shapes["taps.bin"]) if taps else torch.empty(count, 0)
     kv = None if kv_layer is None else _mapped(work / "kv.bin", shapes["kv.bin"])
-    if state.is_main_process:
-        digest = hashlib.sha256(json.dumps([*map(list, texts)]).encode()).hexdigest()
-        kept: dict[str, Any] = {} if kv is None else {"kv_layer": kv_layer}
-        kept |= {"taps": list(taps)} if taps else {}
-        _claim(work, {"target": weights_fingerprint(target), "texts": digest, **kept})
     kinds = [each for each in (kv, tapped, hidden) if each is not None and each.numel()]
     reader = TappedTarget(decoder, open_model(target), taps)
     own = range(state.process_index, len(texts), state.num_processes)
