@@ -36,6 +36,7 @@ LINES = [
     ("bench step", "--resume"),
     (f"bench step --target={TARGET}", "--models=x"),
     ("bench papers attention", "--users=1 --speed --temperature=1 --steps=3"),
+    ("bench papers dspark", "--own-text=x --signals=x --train=x --work=x"),
     ("bench papers load", "--contexts=5 --ratios=0.1 --rows=3 --policies=streaming"),
 ]
 

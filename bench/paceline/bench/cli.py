@@ -416,6 +416,8 @@ def _check_options(args: argparse.Namespace) -> None:
     elif command == "papers":
         own = _OF_EXPERIMENTS[args.experiment]
         refuse_options(args, f"on {args.experiment}", but=(*_OF_ALL_EXPERIMENTS, *own))
+        if not args.steps:
+            refuse_options(args, "without --steps", _TRAINING, but=("steps",))
     elif command == "table" and args.markdown:
         refuse_options(args, "with --markdown", but=("markdown", "output"))
     elif command == "step":

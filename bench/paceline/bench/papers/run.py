@@ -145,7 +145,7 @@ def _noise(bench: Bench) -> None:
 def _dspark(bench: Bench) -> None:
     """Heads, layers and block of DSpark, EAGLE-3 and LongSpec after equal steps; chains, cut at
     thresholds of the confidence."""
-    shipped = {"shipped": f"dspark:models/smollm2/dspark,target={bench.models.target}"}
+    specs = bench.given({"shipped": f"dspark:models/smollm2/dspark,target={bench.models.target}"})
     if bench.args.steps:
         arms = {
             "DFlash": "--no-heads",
@@ -153,11 +153,12 @@ def _dspark(bench: Bench) -> None:
             "Markov, 2 layers": "--layers 2",
             "Markov, block 6": "--block 6",
         }
-        shipped = bench.trained("dspark", arms)
+        trained = bench.trained("dspark", arms)
         beams = bench.trained("eagle3", {"EAGLE-3": "", "EAGLE-3.1": "--norms"})
         beams |= bench.trained("longspec", {"LongSpec": ""})
-        shipped |= {name: f"{spec},depth=3" for name, spec in beams.items()}
-    _by_level(bench, "position", bench.given(shipped))
+        trained |= {name: f"{spec},depth=3" for name, spec in beams.items()}
+        specs = trained | bench.given({})
+    _by_level(bench, "position", specs)
 
 
 def _by_level(bench: Bench, word: str, specs: Mapping[str, str]) -> None:
