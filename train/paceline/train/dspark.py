@@ -405,8 +405,8 @@ class DSparkDrafterModel(LayerDrafterModel):
 class DSparkTrainer(LayerTrainer[DSparkPreset, DSparkDrafterModel]):
     """Trains a DSpark drafter.
 
-    Its mask token is the tokenizer's end of text, which is in the target's embedding and never an
-    anchor.
+    The mask token of a new one is the tokenizer's end of text, which is in the target's embedding
+    and never an anchor.
     """
 
     method = "dspark"

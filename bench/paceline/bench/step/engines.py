@@ -29,7 +29,7 @@ from paceline.kernels import QueryBlock, plan_trees
 CHUNK = 256
 """Rows of a prefill chunk, as the engine cuts a prompt; only its last row has logits."""
 
-_CHUNK = 2048  # tokens of a prefill that go through transformers at once
+_TRANSFORMERS_CHUNK = 2048  # tokens of a prefill that go through transformers at once
 _DECODED = 32  # tokens of plain decoding
 _STEPS = 5  # whose median counts
 
@@ -147,8 +147,8 @@ class TransformersEngine:
         """See :class:`StepEngine`."""
         cache = DynamicCache()
         began = time.perf_counter()
-        for first in range(0, context, _CHUNK):
-            tokens = self._tokens(min(_CHUNK, context - first))
+        for first in range(0, context, _TRANSFORMERS_CHUNK):
+            tokens = self._tokens(min(_TRANSFORMERS_CHUNK, context - first))
             self._model.model(tokens, past_key_values=cache, use_cache=True)
         found = {"prefill_s": time.perf_counter() - began}
         for count in (*rows, 1):

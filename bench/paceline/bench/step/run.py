@@ -196,6 +196,8 @@ def run(args: argparse.Namespace) -> int:
     if args.levels:
         _each_level(args)
         return 0
+    if args.repeats < 2:
+        raise ValueError(f"--repeats is {args.repeats}: quartiles need at least 2")
     console = make_console()
     models = Models.of(args)
     level, threads = cpu_kernels().level, torch.get_num_threads()
@@ -212,8 +214,6 @@ def run(args: argparse.Namespace) -> int:
         engines += [Roofline(config, weights, level, threads)] if level in PEAKS else []
     longest = max(args.contexts) if args.synthetic else config.max_position - max(args.rows)
     contexts = [each for each in args.contexts if each <= longest]
-    if args.repeats < 2:
-        raise ValueError(f"--repeats is {args.repeats}: quartiles need at least 2")
     if not contexts:
         raise ValueError(f"no context of {args.contexts} fits {config.max_position} positions")
     if args.rivals:
