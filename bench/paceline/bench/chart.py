@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,13 @@ def draw(panels: Mapping[str, Mapping[str, Line]]) -> str:
     for place, (title, lines) in enumerate(panels.items()):
         x = _MARGIN + place % _COLUMNS * across
         y = _MARGIN + place // _COLUMNS * down
-        parts.append(f'<g transform="translate({x} {y})"><text y="-14">{title}</text>')
+        parts.append(f'<g transform="translate({x} {y})"><text y="-14">{escape(title)}</text>')
         parts += [*_panel(lines, names), "</g>"]
     for place, name in enumerate(names):
         y, color = rows * down + _LINE * place, _COLORS[place % len(_COLORS)]
         dashes = _dashes(place)
         parts.append(f'<path d="M{_MARGIN} {y - 4}h30" stroke="{color}" stroke-width="2"{dashes}/>')
-        parts.append(f'<text x="{_MARGIN + 40}" y="{y}">{name}</text>')
+        parts.append(f'<text x="{_MARGIN + 40}" y="{y}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>\n"])
 
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 from paceline.bench.record import Results
+
+FREE = ("chat", "code", "mathematics", "edit", "long")
+"""Categories of prompts whose answers are free."""
 
 _FORMATS = {"int4": "4 bits", "int8": "8 bits", "bfloat16": "bfloat16", "float32": "float32"}
 _PLAIN = "none"
@@ -54,7 +58,7 @@ def headline(machine: str, cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
         )
     lines.append(plain)
     gains = []
-    for kind in ("chat", "code", "mathematics", "edit", "long"):
+    for kind in FREE:
         cell = cells.get(_CELL.format(kind), {})
         over = {
             name.split()[2]: each["figures"]["over_none"][1]
@@ -110,7 +114,7 @@ def chart(step: Mapping[str, Any], table: Mapping[str, Any], entry: str, form: s
             first.append((label, [("other", _rate(each))], f"{_rate(each):.0f}"))
     first.sort(key=lambda bar: -bar[1][0][1])
     second: list[Bar] = []
-    for kind in ("chat", "code", "mathematics", "edit", "long"):
+    for kind in FREE:
         cell = table["results"][_CELL.format(kind)]["contestants"]
         plain = _rate(cell[f"paceline {form} {_PLAIN}"])
         over = {
@@ -138,7 +142,9 @@ def _draw(parts: Mapping[str, Sequence[Bar]]) -> str:
         lines.append(f'<text class="title" x="12" y="{y}">{title}</text>')
         y += 12
         for name, ends, text in bars:
-            lines.append(f'<text x="{_LABEL - 8}" y="{y + 14}" text-anchor="end">{name}</text>')
+            lines.append(
+                f'<text x="{_LABEL - 8}" y="{y + 14}" text-anchor="end">{escape(name)}</text>'
+            )
             low = 0.0
             for kind, value in ends:
                 x, width = _LABEL + low * scale, max(0.0, value - low) * scale
@@ -147,7 +153,9 @@ def _draw(parts: Mapping[str, Sequence[Bar]]) -> str:
                     f'height="{_BAR}"/>'
                 )
                 low = max(low, value)
-            lines.append(f'<text x="{_LABEL + low * scale + 8:.1f}" y="{y + 14}">{text}</text>')
+            lines.append(
+                f'<text x="{_LABEL + low * scale + 8:.1f}" y="{y + 14}">{escape(text)}</text>'
+            )
             y += _BAR + _GAP
         y += 26
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y - 20}">'

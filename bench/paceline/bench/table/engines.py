@@ -190,8 +190,8 @@ class PacelineServices:
             seed=request.seed,
             json_schema=request.json_schema or None,
             drafter=None if mode == DEFAULT else mode.removesuffix(self._end),
-            isolated=mode
-            in (LOCAL, DEFAULT),  # other modes have the same text: none may remember it
+            # Other modes have the same text, and none may remember it.
+            isolated=mode in (LOCAL, DEFAULT),
             parent=parent,
         )
         async for _ in generation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
 from math import log2
 from statistics import median
 from typing import Any
@@ -286,7 +287,7 @@ def _bars(cells: Mapping[str, Cell], rivals: Sequence[str], colors: Sequence[str
                 box = f'x="{x:.0f}" y="{middle:.1f}" width="{_BAR}" height="{_HEIGHT - middle:.1f}"'
                 yield f'<rect {box} fill="{color}"/>'
                 yield f'<path d="M{x + _BAR / 2:.1f} {low:.1f}V{high:.1f}" stroke="#000"/>'
-        yield f'<text x="{left:.0f}" y="{_HEIGHT + 16}">{title}</text>'
+        yield f'<text x="{left:.0f}" y="{_HEIGHT + 16}">{escape(title)}</text>'
 
 
 def _curves(cell: Cell, rivals: Sequence[str], colors: Sequence[str]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import uvloop
 from openai import OpenAIError
 
-from paceline.bench.headline import headline
+from paceline.bench.headline import FREE, headline
 from paceline.bench.models import Models
 from paceline.bench.prompts import Prompt, chat_encoder, chat_prompts
 from paceline.bench.record import Results, describe, make_console
@@ -44,9 +44,6 @@ from paceline.harness import ProcessFailed
 _WARM_UP_TOKENS = 64  # tokens in which verifier and client measure what rounds cost
 Prompts = Mapping[str, Sequence[Prompt]]
 """Prompts by category."""
-
-FREE = ("chat", "code", "mathematics", "edit", "long")
-"""Categories whose answers are free."""
 
 BOUND = ("json", "tools")
 """Categories whose answers are bound by a JSON schema: the prompt's own, or that of the calls of
