@@ -18,9 +18,10 @@ import torch
 from rich.progress import track
 from rich.table import Table
 
+from paceline.bench.headline import FREE
 from paceline.bench.models import Models
 from paceline.bench.record import Results, make_console
-from paceline.bench.table.run import FREE, PROMPTS, read
+from paceline.bench.table.run import PROMPTS, read
 from paceline.decoder import Decoder, ModelSource, open_model
 from paceline.drafter import Drafter, DrafterSpec, Resources
 from paceline.drafter.methods import method_class
