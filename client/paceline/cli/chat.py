@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from paceline.cli.command import exit_with, refuse_options
-from paceline.cli.connection import connection_options
+from paceline.cli.command import added_by, exit_with, refuse_options
+from paceline.cli.connection import add_connection_arguments
 from paceline.cli.generate import (
     add_client_arguments,
     add_generation_arguments,
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         refuse_options(args, "without MODEL, for which services are started", ("weights", "load"))
     else:
-        unused = {"verifier_address", "drafter_address", *connection_options()}
+        unused = {"verifier_address", "drafter_address", *added_by(add_connection_arguments)}
         refuse_options(args, "on services that are started for MODEL", unused)
     with exit_with(2, OptionsError, OSError, ValueError):
         options = generation_arguments(args)

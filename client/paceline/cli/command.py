@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import takewhile
@@ -55,6 +55,13 @@ def given_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[
     known = parser._option_string_actions
     words = (word.partition("=")[0] for word in takewhile("--".__ne__, argv))
     return {known[word].dest: word for word in words if word in known}
+
+
+def added_by(add: Callable[[argparse.ArgumentParser], object]) -> set[str]:
+    """The names of the values in parsed arguments that a function adds options for."""
+    parser = argparse.ArgumentParser()
+    add(parser)
+    return set(vars(parser.parse_args([])))
 
 
 def refuse_options(

@@ -82,13 +82,6 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def connection_options() -> set[str]:
-    """Names of the values of `add_connection_arguments` in parsed arguments."""
-    parser = argparse.ArgumentParser(add_help=False)
-    add_connection_arguments(parser)
-    return set(vars(parser.parse_args([])))
-
-
 def tls_of(args: argparse.Namespace) -> TlsOptions | None:
     """TLS options from the arguments; None for a plain connection. Raises CommandError: an option
     of TLS has no effect on it."""

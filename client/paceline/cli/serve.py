@@ -23,7 +23,7 @@ from typing import Any
 
 import grpc
 
-from paceline.cli.command import CommandError, exit_with, refuse_options
+from paceline.cli.command import CommandError, added_by, exit_with, refuse_options
 from paceline.cli.main import main
 from paceline.cli.service_process import (
     DRAFTER_ADDRESS,
@@ -198,14 +198,6 @@ def _add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
         add_gateway_options(group, _OF_ALL)
 
 
-def _options_of_gateway() -> list[str]:
-    """Names of the arguments that no other service has."""
-    parser = argparse.ArgumentParser()
-    _add_gateway_arguments(parser)
-    names = [action.dest for action in parser._actions]
-    return ["open", *(name for name in names if name not in ("help", "gateway_address"))]
-
-
 def run(args: argparse.Namespace) -> int:
     """Run all as of `_run`. Without a token they get one that only commands of this user find."""
     with exit_with(2, OptionsError, TokenError), ExitStack() as stack:
@@ -229,7 +221,8 @@ def _run(args: argparse.Namespace) -> int:
     if model is None:
         raise CommandError(f"which model? Give a {MODEL}")
     if args.gateway_address == "none":
-        refuse_options(args, "with --gateway-address none", _options_of_gateway())
+        unused = {"open", *added_by(_add_gateway_arguments)}
+        refuse_options(args, "with --gateway-address none", unused, but=("gateway_address",))
     if args.log_level is None:
         on_terminal = sys.stderr.isatty() and args.log_format != "json"
         args.log_level = "warning" if on_terminal else "info"
