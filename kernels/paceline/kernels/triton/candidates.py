@@ -57,8 +57,8 @@ def best_of_rows(
     reduced = tokens if ids is None else ids
     best_of_chunks[(rows, chunks)](
         logits, reduced, given, given.view(torch.float64), borders, keys, sums, vocab, stride,
-        NOISE=record is not None, FILTERED=filtered, REDUCED=ids is not None, BESTS=width,
-        CHUNK=chunk, num_warps=chunk // 256,
+        width, NOISE=record is not None, FILTERED=filtered, REDUCED=ids is not None, CHUNK=chunk,
+        num_warps=chunk // 256,
     )  # fmt: skip
     size = triton.next_power_of_2(chunks * width)
     merge_chunks[(rows,)](
@@ -109,9 +109,14 @@ def grow_trees(
     grow_level[(trees,)](
         ids, logs, above, above if confidences is None else confidences.contiguous(), last, tokens,
         parents, scores, tokens if paths is None else paths.view(torch.uint8), chosen, trees,
-        FIRST=first, PARENTS=count, WIDTH=width, SIZE=size, NODES=nodes, MIN_SCORE=min_score,
-        CHAIN=chain, CONFIDENT=confidences is not None, PATHS=paths is not None,
-        CANDIDATES=triton.next_power_of_2(count * width), ROOM=triton.next_power_of_2(size),
-        BEFORE=triton.next_power_of_2(max(1, first)),
+        first, count, width, size, nodes, MIN_SCORE=min_score, CHAIN=chain,
+        CONFIDENT=confidences is not None, PATHS=paths is not None,
+        CANDIDATES=_room(count * width, 64), ROOM=_room(size, 16), BEFORE=_room(first, 64),
     )  # fmt: skip
     return chosen
+
+
+def _room(count: int, least: int) -> int:
+    """A power of two of which ``count`` are at most as many. Small ones are all equal: one kernel
+    for most levels, and a block takes as long as one of a few elements."""
+    return max(least, triton.next_power_of_2(count))

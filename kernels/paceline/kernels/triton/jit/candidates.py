@@ -28,13 +28,12 @@ LOWEST: tl.constexpr = tl.constexpr(-(1 << 31))
 """Lower than the upper half of the key of any float."""
 
 
-@triton.jit(do_not_specialize=["vocab"])
+@triton.jit(do_not_specialize=["vocab", "width"])
 def best_of_chunks(
-    logits, ids, integers, floats, borders, bests, sums, vocab, stride,
-    NOISE: tl.constexpr, FILTERED: tl.constexpr, REDUCED: tl.constexpr, BESTS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    logits, ids, integers, floats, borders, bests, sums, vocab, stride, width,
+    NOISE: tl.constexpr, FILTERED: tl.constexpr, REDUCED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The best keys of each chunk of a row, best first, int64 ``[R, chunks, BESTS]``, and the sum
+    """The best keys of each chunk of a row, best first, int64 ``[R, chunks, width]``, and the sum
     of the exponentials of its scores over the largest one, float32 ``[R, chunks]``.
 
     Without ``NOISE`` scores are the logits, else those of
@@ -66,11 +65,11 @@ def best_of_chunks(
     tl.store(sums + place, tl.sum(tl.exp(score - finite), 0))
     # The upper half of keys, which one instruction compares.
     order = tl.where(at < vocab, (_key(score) >> ID_BITS).to(tl.int32), LOWEST)
-    for index in range(BESTS):
+    for index in range(width):
         best = tl.max(order, 0)
         found = tl.min(tl.where(order == best, at, LAST_ID), 0)
         whole = (best.to(tl.int64) << ID_BITS) | (LAST_ID - found)
-        tl.store(bests + place * BESTS + index, tl.where(best == LOWEST, NONE, whole))
+        tl.store(bests + place * width + index, tl.where(best == LOWEST, NONE, whole))
         order = tl.where(at == found, LOWEST, order)
 
 
@@ -109,70 +108,69 @@ def merge_chunks(
         )
 
 
-@triton.jit(do_not_specialize=["trees"])
+@triton.jit(do_not_specialize=["trees", "first", "parent_count", "width", "size", "nodes"])
 def grow_level(
     ids, logs, above, confidences, last, tokens, parents, scores, paths, chosen, trees,
-    FIRST: tl.constexpr, PARENTS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
-    NODES: tl.constexpr, MIN_SCORE: tl.constexpr, CHAIN: tl.constexpr, CONFIDENT: tl.constexpr,
-    PATHS: tl.constexpr, CANDIDATES: tl.constexpr, ROOM: tl.constexpr, BEFORE: tl.constexpr,
+    first, parent_count, width, size, nodes,
+    MIN_SCORE: tl.constexpr, CHAIN: tl.constexpr, CONFIDENT: tl.constexpr, PATHS: tl.constexpr,
+    CANDIDATES: tl.constexpr, ROOM: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
-    """Adds ``SIZE`` nodes from number ``FIRST`` on to each tree, the best by score; see
+    """Adds ``size`` nodes from number ``first`` on to each tree, the best by score; see
     :meth:`paceline.drafter.growth.device.DeviceTrees.add_level`.
 
-    ``ids`` and ``logs`` ``[S PARENTS, WIDTH]`` are the candidates, ``above`` float64
-    ``[S, PARENTS]`` the scores of their parents, ``confidences`` float64 ``[S, PARENTS]`` where
-    ``CONFIDENT``, ``last`` int64 ``[S]``. Written are the tree's tables ``[S, NODES]``, ``scores``
-    ``[2, S, NODES]``, ``paths`` uint8 ``[S, NODES, NODES]`` where ``PATHS``, and ``chosen``
-    ``[S, SIZE]``: scores of new nodes, -inf for those that are not expanded. ``CANDIDATES``,
-    ``ROOM`` and ``BEFORE`` are powers of two, at least ``PARENTS WIDTH``, ``SIZE`` and ``FIRST``.
+    ``ids`` and ``logs`` ``[S P, width]`` are the candidates, ``above`` float64 ``[S, P]`` the
+    scores of their ``parent_count`` P parents, ``confidences`` float64 ``[S, P]`` where
+    ``CONFIDENT``, ``last`` int64 ``[S]``. Written are the tree's tables ``[S, nodes]``, ``scores``
+    ``[2, S, nodes]``, ``paths`` uint8 ``[S, nodes, nodes]`` where ``PATHS``, and ``chosen``
+    ``[S, size]``: scores of new nodes, -inf for those that are not expanded. ``CANDIDATES``,
+    ``ROOM`` and ``BEFORE`` are powers of two, at least ``P width``, ``size`` and ``first``.
     """
     tree = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, CANDIDATES)
-    valid = at < PARENTS * WIDTH
-    begin = tree * PARENTS * WIDTH
+    valid = at < parent_count * width
+    begin = tree * parent_count * width
     log = tl.load(logs + begin + at, mask=valid, other=float("-inf")).to(tl.float64)
-    parent = at // WIDTH
+    # Divisions without a sign take fewer registers.
+    parent = (at.to(tl.uint32) // width.to(tl.uint32)).to(tl.int32)
     if CONFIDENT:
-        likeliest = tl.load(logs + begin + parent * WIDTH, mask=valid, other=0.0).to(tl.float64)
-        change = tl.load(confidences + tree * PARENTS + parent, mask=valid, other=0.0) - likeliest
+        likeliest = tl.load(logs + begin + parent * width, mask=valid, other=0.0).to(tl.float64)
+        at_best = tl.load(confidences + tree * parent_count + parent, mask=valid, other=0.0)
+        change = at_best - likeliest
         if not CHAIN:
             change = tl.minimum(change, 0.0)
         log += tl.where(tl.abs(change) < float("inf"), change, 0.0)
     log = tl.minimum(log, 0.0)
-    score = tl.load(above + tree * PARENTS + parent, mask=valid, other=float("-inf")) + log
+    score = tl.load(above + tree * parent_count + parent, mask=valid, other=float("-inf")) + log
     free = valid
-    new = tl.arange(0, ROOM)
+    new, old = tl.arange(0, ROOM), tl.arange(0, BEFORE)
     found = tl.full([ROOM], float("-inf"), tl.float64)
     origin = tl.full([ROOM], 0, tl.int32)
-    row = tree * NODES + FIRST
-    for index in range(SIZE):
+    row = tree * nodes + first
+    for index in range(size):
         best = tl.max(tl.where(free, score, float("-inf")), 0)
         place = tl.min(tl.where(free & (score == best), at, CANDIDATES), 0)
         free = free & (at != place)
-        of = place // WIDTH
         tl.store(tokens + row + index, tl.load(ids + begin + place))
         tl.store(scores + row + index, best)
         own = tl.sum(tl.where(at == place, log, 0.0), 0)
-        tl.store(scores + trees.to(tl.int64) * NODES + row + index, own)
-        if FIRST > 0:
-            tl.store(parents + row + index, (FIRST - PARENTS + of).to(tl.int64))
+        tl.store(scores + trees.to(tl.int64) * nodes + row + index, own)
         found = tl.where(new == index, best, found)
-        origin = tl.where(new == index, of, origin)
+        origin = tl.where(new == index, place, origin)
     # A node that fits the budget has at most ``last`` nodes with its score or a higher one.
-    own = tl.sum((found[None, :] >= found[:, None]).to(tl.int32) * (new < SIZE)[None, :], 1)
-    if FIRST > 0:
-        old = tl.arange(0, BEFORE)
-        other = tl.load(scores + tree * NODES + old, mask=old < FIRST, other=float("-inf"))
-        higher = (other[None, :] >= found[:, None]) & (old < FIRST)[None, :]
-        own += tl.sum(higher.to(tl.int32), 1)
-        if PATHS:
-            rows = (tree * NODES + FIRST - PARENTS + origin)[:, None] * NODES
-            within = (new < SIZE)[:, None] & (old < FIRST)[None, :]
-            path = tl.load(paths + rows + old[None, :], mask=within, other=0)
-            goals = (tree * NODES + FIRST + new)[:, None] * NODES
-            tl.store(paths + goals + old[None, :], path, mask=within)
-    expanded = (found >= tl.full([ROOM], MIN_SCORE, tl.float64)) & (own <= tl.load(last + tree))
-    tl.store(chosen + tree * SIZE + new, tl.where(expanded, found, float("-inf")), mask=new < SIZE)
+    rank = tl.sum((found[None, :] >= found[:, None]).to(tl.int32) * (new < size)[None, :], 1)
+    other = tl.load(scores + tree * nodes + old, mask=old < first, other=float("-inf"))
+    higher = (other[None, :] >= found[:, None]) & (old < first)[None, :]
+    rank += tl.sum(higher.to(tl.int32), 1)
+    expanded = (found >= tl.full([ROOM], MIN_SCORE, tl.float64)) & (rank <= tl.load(last + tree))
+    tl.store(chosen + tree * size + new, tl.where(expanded, found, float("-inf")), mask=new < size)
+    of = first - parent_count + (origin.to(tl.uint32) // width.to(tl.uint32)).to(tl.int32)
+    tl.store(parents + row + new, of.to(tl.int64), mask=(new < size) & (first > 0))
+    if PATHS:
+        rows = (tree * nodes + of)[:, None] * nodes
+        within = (new < size)[:, None] & (old < first)[None, :]
+        path = tl.load(paths + rows + old[None, :], mask=within, other=0)
+        goals = (tree * nodes + first + new)[:, None] * nodes
+        tl.store(paths + goals + old[None, :], path, mask=within)
 
 
 @triton.jit
