@@ -119,4 +119,4 @@ def grow_trees(
 def _room(count: int, least: int) -> int:
     """A power of two of which ``count`` are at most as many. Small ones are all equal: one kernel
     for most levels, and a block takes as long as one of a few elements."""
-    return max(least, triton.next_power_of_2(count))
+    return max(least, int(triton.next_power_of_2(count)))

@@ -8,7 +8,7 @@ attention, hidden states, logits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -84,6 +84,18 @@ class Capturing:
             return result
 
         return replay
+
+    def compile(
+        self,
+        passes: Iterable[Callable[[], object]],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Compile the kernels that functions launch before they are captured; see
+        :func:`~paceline.kernels.triton.ahead.compile_ahead`. On the CPU nothing is compiled."""
+        if self._device.type != "cpu":
+            from paceline.kernels.triton.ahead import compile_ahead
+
+            compile_ahead(passes, progress)
 
     def release(self) -> None:
         """Give back the memory of the runs before captures, which no other stream can use; once,
@@ -196,12 +208,30 @@ class GraphRunner:
         made = [each for each in sets if (rows, tilings, each, probed, again) in self._graphs]
         return next(iter([*made, *sets]), taps)
 
+    def compile(
+        self,
+        others: Sequence[Callable[[], object]] = (),
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Compile the kernels of the graphs that :meth:`warm_up` captures, side by side: the
+        largest one has all of them.
+
+        Args:
+            others: Further functions whose kernels are compiled too.
+            progress: Called with the number of kernels compiled so far, and of all.
+        """
+
+        def largest() -> None:
+            self._pass(self._plan(self.shapes[-1], self._tilings()), (), ())()
+
+        self._capturing.compile([largest, *others], progress)
+
     def warm_up(self, taps: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
         """Capture the graphs of all steps without scores, the largest first. Yields how many are
         captured so far, and their number.
 
-        Their kernels are those of larger steps too. Each graph takes seconds if its kernels have to
-        be compiled. Steps with some of the ``taps`` then use the graphs of all of them.
+        Each graph takes seconds if its kernels have to be compiled. Steps with some of the ``taps``
+        then use the graphs of all of them.
         """
         layers = tuple(taps)
         if layers and layers not in self._tapped:
@@ -231,15 +261,10 @@ class GraphRunner:
     ) -> tuple[GraphPlan, Pass] | None:
         """Plan and graph of a shape, captured if there is none; ``again``: see ``ProbedBlock``.
         None: it could not be captured."""
-        from paceline.kernels.triton.plan import GraphPlan
-
         key = (rows, tilings, taps, probed, again)
         if key not in self._graphs:
-            longest = self._decoder.config.max_position - 1
             try:
-                plan = GraphPlan(
-                    rows, self._keys, tilings, longest, probes=bool(probed), weights=again
-                )  # fmt: skip
+                plan = self._plan(rows, tilings, probes=bool(probed), weights=again)
                 self._graphs[key] = plan, self.capture(plan, taps, probed)
             except Exception as error:  # of kernels, their compiler, the driver: any that there is
                 if self._required:
@@ -254,8 +279,18 @@ class GraphRunner:
                 )  # fmt: skip
         return self._graphs[key]
 
+    def _plan(self, rows: int, tilings: tuple[Tiling, ...], **recorded: bool) -> GraphPlan:
+        """The tables of a graph."""
+        from paceline.kernels.triton.plan import GraphPlan
+
+        longest = self._decoder.config.max_position - 1
+        return GraphPlan(rows, self._keys, tilings, longest, **recorded)
+
     def capture(self, plan: GraphPlan, taps: Sequence[int], layers: Sequence[int]) -> Pass:
         """Capture a pass over an empty batch: rows of padding write nothing."""
+        return self._capturing.capture(self._pass(plan, taps, layers))
+
+    def _pass(self, plan: GraphPlan, taps: Sequence[int], layers: Sequence[int]) -> Pass:
         observer = _GraphObserver(layers) if layers else None
 
         def run() -> ForwardResult:
@@ -268,7 +303,7 @@ class GraphRunner:
                 self._logits = result.logits.new_empty(self.shapes[-1], vocab)
             return ForwardResult(self._logits[: plan.rows].copy_(result.logits), result.taps)
 
-        return self._capturing.capture(run)
+        return run
 
 
 class _GraphObserver:

@@ -177,14 +177,19 @@ class VerifierService:
     async def _warm_up(self, graphs: GraphRunner) -> None:
         """Compile kernels and capture graphs on the engine thread, with a progress bar."""
         steps = graphs.warm_up()
-        console = Console(stderr=True)
-        with Progress(console=console, disable=not console.is_terminal) as bar:
-            task = bar.add_task("CUDA graphs")
-            while (found := await self.engine.between_steps(lambda: next(steps, None))) is not None:
-                bar.update(task, completed=found[0], total=found[1])
         row = torch.zeros(1, self._decoder.config.vocab_size, dtype=self._decoder.config.dtype)
         params = SamplingParams(top_k=1)  # all kernels
         choose = partial(choose_tokens, row.to(self._decoder.device), [params], [0])
+        console = Console(stderr=True)
+        with Progress(console=console, disable=not console.is_terminal) as bar:
+            kernels, task = bar.add_task("kernels"), bar.add_task("CUDA graphs")
+
+            def compiled(count: int, total: int) -> None:
+                bar.update(kernels, completed=count, total=total)
+
+            await self.engine.between_steps(partial(graphs.compile, [choose], compiled))
+            while (found := await self.engine.between_steps(lambda: next(steps, None))) is not None:
+                bar.update(task, completed=found[0], total=found[1])
         await self.engine.between_steps(choose)
         failed = f"; {graphs.failed} could not be captured" if graphs.failed else ""
         _log.info("CUDA graphs: %d%s", len(graphs), failed)

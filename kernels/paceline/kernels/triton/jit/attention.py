@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paceline.kernels.triton.ahead import Kernel
+
 LOG2E = 1.4426950408889634
 NONE: tl.constexpr = tl.constexpr(-(1 << 62))
 """In the place of a row that is not recorded."""
@@ -158,6 +160,7 @@ def _tile(
     return highest, total, out
 
 
+@Kernel
 @triton.jit(do_not_specialize=["scale", "layer", "kv_heads", "part_rows"])
 def attend_items(
     q, keys, values, part, part_lse, spans, items, tiles, places, steps, blocks, rows, masks,
@@ -262,6 +265,7 @@ def attend_items(
         )
 
 
+@Kernel
 @triton.jit(do_not_specialize=["scale", "layer", "kv_heads"])
 def record_items(
     q, keys, lse, spans, items, tiles, places, blocks, rows, tables, origins, wanted, noted,
@@ -338,6 +342,7 @@ def record_items(
             )
 
 
+@Kernel
 @triton.jit(do_not_specialize=["part_rows"])
 def merge_items(
     part, part_lse, out, lse, spans, tiles, places, rows, sinks, part_rows,

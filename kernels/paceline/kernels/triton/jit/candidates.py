@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paceline.kernels.triton.ahead import Kernel
 from paceline.kernels.triton.jit.sampling import (
     ID_BITS,
     LAST_ID,
@@ -28,6 +29,7 @@ LOWEST: tl.constexpr = tl.constexpr(-(1 << 31))
 """Lower than the upper half of the key of any float."""
 
 
+@Kernel
 @triton.jit(do_not_specialize=["vocab", "width"])
 def best_of_chunks(
     logits, ids, integers, floats, borders, bests, sums, vocab, stride, width,
@@ -73,6 +75,7 @@ def best_of_chunks(
         order = tl.where(at == found, LOWEST, order)
 
 
+@Kernel
 @triton.jit
 def merge_chunks(
     bests, sums, ids, tokens, logs, chunks,
@@ -108,6 +111,7 @@ def merge_chunks(
         )
 
 
+@Kernel
 @triton.jit(do_not_specialize=["trees", "first", "parent_count", "width", "size", "nodes"])
 def grow_level(
     ids, logs, above, confidences, last, tokens, parents, scores, paths, chosen, trees,
@@ -173,6 +177,7 @@ def grow_level(
         tl.store(paths + goals + old[None, :], path, mask=within)
 
 
+@Kernel
 @triton.jit
 def pack_paths(
     paths, starts, words, tree_stride, row_stride, start_stride,

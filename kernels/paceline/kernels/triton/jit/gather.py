@@ -5,9 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paceline.kernels.triton.ahead import Kernel
 from paceline.kernels.triton.jit.attention import NONE
 
 
+@Kernel
 @triton.jit
 def gather_rows(
     source, places, out, WIDTH: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr
@@ -23,6 +25,7 @@ def gather_rows(
     tl.store(out + row * WIDTH + at, tl.load(source + place + at, mask=inside), mask=inside)
 
 
+@Kernel
 @triton.jit
 def gather_pages(
     source, records, pages, out, slots, count,

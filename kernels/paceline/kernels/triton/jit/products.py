@@ -5,7 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paceline.kernels.triton.ahead import Kernel
 
+
+@Kernel
 @triton.jit
 def multiply_tiles(
     x, weights, bias, out, ends,
@@ -73,6 +76,7 @@ def _store_rounded(values, at, inside, value, inverse, finite):
     tl.store(values + at, tl.where(finite, rounded, 0.0).to(tl.int8), mask=inside)
 
 
+@Kernel
 @triton.jit
 def quantise_rotated_rows(
     x, values, scales,
@@ -138,6 +142,7 @@ def quantise_rotated_rows(
         _store_rounded(values, at + 7 * SIZE, inside, h, inverse, finite)
 
 
+@Kernel
 @triton.jit
 def scale_int_sums(
     sums, rows, outs, bias, out, stride,

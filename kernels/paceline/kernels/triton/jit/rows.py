@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paceline.kernels.triton.ahead import Kernel
+
 
 @triton.jit
 def _product(
@@ -24,6 +26,7 @@ def _product(
     return value.to(tl.float32)
 
 
+@Kernel
 @triton.jit
 def add_norm_rows(
     x, delta, weight, out, eps, rows, outs, bias,
@@ -46,6 +49,7 @@ def add_norm_rows(
     tl.store(out + row + at, value.to(out.dtype.element_ty), mask=inside)
 
 
+@Kernel
 @triton.jit
 def gate_rows(
     gate_up, out, rows, outs, bias,
@@ -63,6 +67,7 @@ def gate_rows(
     tl.store(out + row * WIDTH + at, gated.to(out.dtype.element_ty), mask=inside)
 
 
+@Kernel
 @triton.jit
 def rotate_rows(
     heads, table, positions, q_norm, k_norm, q_out, keys, values, rows, blocks, tables, places,

@@ -19,6 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paceline.kernels.triton.ahead import Kernel
+
 RUN: tl.constexpr = tl.constexpr(64)
 """Neighbouring ids of a chunk."""
 ID_BITS: tl.constexpr = tl.constexpr(20)
@@ -92,6 +94,7 @@ def _ids_of(chunk, chunks, CHUNK: tl.constexpr):
     return ((index // RUN) * chunks + chunk) * RUN + index % RUN
 
 
+@Kernel
 @triton.jit(do_not_specialize=["vocab"])
 def find_best(logits, floats, best, vocab, stride, CHUNK: tl.constexpr):
     """The best key of each chunk, int64 ``[R, chunks]``; arguments as for :func:`perturb`."""
@@ -103,6 +106,7 @@ def find_best(logits, floats, best, vocab, stride, CHUNK: tl.constexpr):
     tl.store(best + row * chunks + chunk, tl.max(key, 0))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["vocab"])
 def find_candidates(
     logits, integers, floats, best, candidates, sums, vocab, stride,
@@ -177,6 +181,7 @@ def _source(
 
 
 # With wide loads of rows, which it seldom reads, its registers spill; so with finish_border.
+@Kernel
 @triton.jit(do_not_specialize=["vocab", "stride"])
 def find_border(
     logits, integers, floats, best, candidates, sums, borders, pending, vocab, stride, chunks,
@@ -239,6 +244,7 @@ def find_border(
     tl.store(borders + row, border)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["vocab"])
 def weigh_spans(
     logits, integers, floats, best, pending, spans, vocab, stride,
@@ -269,6 +275,7 @@ def _span(pending, spans, chunks, CHUNKS: tl.constexpr, SPANS: tl.constexpr):
     return mine, tl.sum(tl.where(number == mine, over, 0), 0)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["vocab"])
 def collect_span(
     logits, floats, pending, spans, filled, near, vocab, stride,
@@ -293,6 +300,7 @@ def collect_span(
         tl.store(near + row * ROOM + place, key, mask=(kept > 0) & (place < ROOM))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["vocab", "stride", "chunks"])
 def finish_border(
     logits, integers, floats, best, pending, spans, filled, near, borders, vocab, stride, chunks,
@@ -332,6 +340,7 @@ def _gumbel(seed, position, at):
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["vocab"])
 def perturb(
     logits, out, ids, integers, floats, borders, vocab, stride,
@@ -388,6 +397,7 @@ def _residuals(scores, q, at, vocab, highest, total, certainty):
     return tl.maximum(p - drafted, 0.0)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["vocab"])
 def sum_chances(scores, drafts, highest, sums, vocab, BLOCK: tl.constexpr):
     """Sums of the probabilities of chunks, float64 ``[D, chunks]``.
@@ -402,6 +412,7 @@ def sum_chances(scores, drafts, highest, sums, vocab, BLOCK: tl.constexpr):
     tl.store(sums + draft * tl.num_programs(1) + chunk, tl.sum(found, 0))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["vocab"])
 def sum_residuals(
     scores, drafts, floats, q, highest, sums, rests, vocab,
@@ -424,6 +435,7 @@ def sum_residuals(
     tl.store(rests + draft * chunks + chunk, tl.sum(found, 0))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["vocab", "chunks"])
 def accept_or_resample(
     scores, drafts, floats, q, highest, sums, rests, tokens, vocab, chunks,

@@ -160,7 +160,11 @@ class DraftGraphs:
             )  # fmt: skip
 
     def warm_up(self) -> None:
-        """Captures all graphs, the largest first. Their kernels are those of smaller ones too."""
+        """Captures all graphs, the largest first. The kernels of these, which are those of smaller
+        ones too, are compiled before."""
+        largest = (self._make(SEQUENCES[-1], FED[-1], noise).draft for noise in NOISES)
+        with torch.inference_mode():
+            self._capturing.compile(largest)
         for noise in NOISES:
             for sequences in reversed(SEQUENCES):
                 for fed in reversed(FED):
@@ -213,15 +217,18 @@ class DraftGraphs:
         """Returns the graph for one of :data:`SEQUENCES`, :data:`FED` and :data:`NOISES`."""
         key = (sequences, fed, noise)
         if key not in self._graphs:
-            passes = self._passes[fed]
-            memory = self._bases, self._gathered[:sequences]
-            graph = _Graph(
-                self._model, self._settings, self._shape, memory, sequences, passes, noise
-            )
+            graph = self._make(sequences, fed, noise)
             with torch.inference_mode():
                 graph.run = self._capturing.capture(graph.draft)
             self._graphs[key] = graph
         return self._graphs[key]
+
+    def _make(self, sequences: int, fed: int, noise: str) -> _Graph:
+        """The draft of a graph that is not captured."""
+        memory = self._bases, self._gathered[:sequences]
+        return _Graph(
+            self._model, self._settings, self._shape, memory, sequences, self._passes[fed], noise
+        )
 
 
 def _noise(params: SamplingParams) -> int:
