@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import platform
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +76,24 @@ def test_without_a_compiler_torch_does_it(
     assert "install gcc" in caplog.text
     assert backend_for("cpu").name == "dense"
     assert isinstance(row_kernels("cpu"), TorchRows)
+
+
+def test_sources_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The compilers of the first two sources wait for each other."""
+    together, numbers = threading.Barrier(2, timeout=60), itertools.count()
+    linked: list[str] = []
+
+    def run(command: list[str]) -> None:
+        if "-c" in command and next(numbers) < 2:
+            together.wait()
+        if "-shared" in command:
+            linked.extend(Path(word).stem for word in command if word.endswith(".o"))
+        Path(command[-1]).touch()
+
+    monkeypatch.setattr(_compile, "_run", run)
+    monkeypatch.setattr(_compile, "_compiler", lambda: "cc")
+    assert _compile.build("generic", tmp_path).is_file()
+    assert linked == sorted(path.stem for path in _compile._SOURCES.glob("*.c"))
 
 
 @pytest.mark.slow

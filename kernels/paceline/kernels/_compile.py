@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _SOURCES = Path(__file__).parent / "native"
@@ -147,13 +148,16 @@ def _sources() -> list[Path]:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    """Write the library to ``path`` atomically: several processes may compile it."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as work:
-        objects = []
-        for source in _sources():
-            if source.suffix == ".c":
-                objects.append(str(Path(work, f"{source.stem}.o")))
-                _run([compiler, *flags, "-c", str(source), "-o", objects[-1]])
+    """Write the library to ``path`` atomically: several processes may compile it. Sources are
+    compiled side by side, since two of them take most of the time."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as work, ThreadPoolExecutor() as pool:
+
+        def compiled(source: Path) -> str:
+            result = str(Path(work, f"{source.stem}.o"))
+            _run([compiler, *flags, "-c", str(source), "-o", result])
+            return result
+
+        objects = list(pool.map(compiled, (each for each in _sources() if each.suffix == ".c")))
         made = Path(work, path.name)
         # Not linked with -fopenmp: the kernels use the OpenMP runtime that torch has loaded.
         linked = [flag for flag in flags if flag.startswith("-fsanitize=")]
