@@ -176,12 +176,13 @@ GPU_PYTHON ?= 3.12
 GPU_PLATFORMS ?= manylinux2014_x86_64 manylinux_2_28_x86_64
 
 GPU_FIRST := bits texts step rounds
+GPU_SPEED := start drafts bandwidth sampling
 GPU_TESTS := $(PYTHON) -m pytest -m gpu --confcutdir tests/gpu
 
 # Four parts of at most ten minutes each: tests of kernels, which mostly compile and so run side by
 # side; tests of services, which measure free memory and so run alone; what to ask a GPU first, into
-# OUT (equal bits, equal texts, steps, and rounds with profiles); drafts, bandwidth and sampling, into OUT. A
-# failure does not stop the other parts.
+# OUT (equal bits, equal texts, steps, and rounds with profiles); a cold start, drafts, bandwidth and
+# sampling, into OUT. A failure does not stop the other parts.
 GPU_PARTS := gpu-kernels gpu-services gpu-first gpu-speed
 gpu-check:
 	$(MAKE) --keep-going $(GPU_PARTS)
@@ -196,7 +197,7 @@ gpu-first: gpu-wheels
 	PACELINE_BENCH_PROFILES=$(OUT)/profiles.txt timeout 600 $(PYTHON) -m paceline.bench.gpu \
 	    --output $(OUT)/first $(GPU_FIRST:%=--only %)
 gpu-speed: gpu-wheels
-	timeout 600 $(PYTHON) -m paceline.bench.gpu --output $(OUT) --only drafts --only bandwidth --only sampling
+	timeout 600 $(PYTHON) -m paceline.bench.gpu --output $(OUT) $(GPU_SPEED:%=--only %)
 
 # Wheels that travelled with the repository.
 gpu-wheels:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.gpu import profiles, rounds, texts
+from paceline.bench.gpu import profiles, rounds, start, texts
 from paceline.bench.gpu.__main__ import MEASUREMENTS, main, run
 
 TESTS = Path(__file__).parents[1] / "gpu"
@@ -124,6 +124,20 @@ def test_texts_of_the_demo_are_compared_in_all_ways() -> None:
     formats, ways = len(texts.FORMATS), len(texts.AT_ONCE) * (1 + len(texts.DRAFTERS)) - 1
     assert len(cases) == formats * ways
     assert all(found[name]["different"] == 0 for name in cases)
+
+
+@pytest.mark.slow
+def test_a_start_is_measured_cold_and_warm() -> None:
+    found = run("start", "cpu", 0, 150.0)
+    assert "error" not in found, found
+    for name in ("seconds_to_start_cold", "seconds_to_start_warm"):
+        parts = found[name]
+        assert parts["both"] == pytest.approx(parts["verifier"] + parts["drafter"], abs=0.2)
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(20.0, 0), (20.1, 1)])
+def test_a_cold_start_has_a_target(seconds: float, count: int) -> None:
+    assert len(start.missed({"both": seconds})) == count
 
 
 def test_a_service_writes_a_profile_for_each_trigger(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ MEASUREMENTS = {
     "bits": 70.0,
     "texts": 150.0,
     "step": 40.0,
+    "start": 150.0,
     "drafts": 90.0,
     "rounds": 330.0,
     "bandwidth": 90.0,
