@@ -7,10 +7,12 @@ enough to compile all of them in the time of the longest.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -63,6 +65,7 @@ def compile_ahead(
     submitted: dict[FutureKernel, Any] = {}
     threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)
     with (
+        _no_collections(),
         ThreadPoolExecutor(threads, "compile") as pool,
         AsyncCompileMode(pool, ignore_errors=True),
     ):
@@ -83,6 +86,19 @@ def compile_ahead(
         if (error := kernel.future.exception()) is not None:
             _log.warning("%s could not be compiled ahead: %s", function.__name__, error)
             _forget(kernel, function)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Collect no garbage. A collection amid ``ast.parse`` may let another thread parse, and CPython
+    3.11, which counts the depth of both together, then raises ``SystemError``."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _forget(kernel: FutureKernel, function: Any) -> None:
