@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import re
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import Self
+from typing import Any, Self, cast
 
 import pytest
 from tokenizers import Tokenizer
@@ -41,6 +42,7 @@ from paceline.bench.table.run import (
     SHORT,
     Limits,
     Phase,
+    _answer,
     choose,
     contestants,
     measure,
@@ -422,3 +424,23 @@ def test_prompts_of_the_repository() -> None:
     assert set(choose(prompts, Phase(0.7, 1, 1.0), [])) == {*SHORT, *BOUND}
     assert set(choose(prompts, Phase(0.0, 1, 1.0), ["edit"])) == {"edit"}
     assert len(choose(prompts, Phase(0.0, 8, 1.0), [])[MIXED]) == 48
+    assert set(choose(prompts, Phase(0.0, 8, 1.0), ["chat"])) == {"chat"}
+
+
+async def test_several_users_begin_at_different_times_and_end_together() -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Engine:
+        async def answer(self, mode: str, request: AnswerRequest) -> Answer:
+            asked.append((request.prompt[0], request.tokens))
+            await asyncio.sleep(0)
+            return Answer(request.tokens, 0.0, 0.0, 0.0, "")
+
+    phase = Phase(0.0, 4, 1.0)
+    texts = [Prompt([number]) for number in range(phase.prompts)]
+    answers = [
+        await _answer(cast(Any, Engine()), NONE, texts[at::4], 100, phase, at, 1) for at in range(4)
+    ]
+    assert sorted(prompt for prompt, _ in asked) == list(range(8))
+    assert len({found[0].tokens for found in answers}) == 4
+    assert {sum(each.tokens for each in found) for found in answers} == {125}

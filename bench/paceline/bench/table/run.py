@@ -28,6 +28,7 @@ from paceline.bench.table.engines import (
     AHEAD,
     ALWAYS_END,
     NONE,
+    Answer,
     AnswerRequest,
     Contestant,
     LibraryProcess,
@@ -57,6 +58,7 @@ MIXED = "chat, code, mathematics"
 PROMPTS = Path(__file__).parents[3] / "prompts"
 SHORT = FREE[:3]
 _WARM_UP = "Name the months of the year."
+_TURNS = 2  # prompts of each of several users, one after the other
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,11 @@ class Phase:
 
     share: float
     """Of the time, beside the shares of other phases."""
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of a sample: one, or several of each of several users."""
+        return 1 if self.users == 1 else _TURNS * self.users
 
     def cell(self, category: str) -> str:
         """Name of a cell."""
@@ -139,7 +146,7 @@ async def measure(
         for engine, mode in contestants:
             await engine.answer(mode, AnswerRequest(warm_up, _WARM_UP_TOKENS, phase.temperature, 0))
             log(f"{engine.name} {mode} is ready")
-        for turn, (category, group, texts) in enumerate(_groups(prompts, phase.users)):
+        for turn, (category, group, texts) in enumerate(_groups(prompts, phase.prompts)):
             cell, first = phase.cell(category), turn % max(1, len(contestants))
             bound = any(each.json_schema for each in texts)
             found: dict[str, Sample] = {}
@@ -152,29 +159,52 @@ async def measure(
                 if time.monotonic() > limits.deadline:
                     record(cell, group, found)
                     return False
-                requests = [
-                    AnswerRequest(
-                        each.ids,
-                        limits.tokens,
-                        phase.temperature,
-                        int(group) + 1,
-                        each.json_schema,
+                each_user = [texts[at :: phase.users] for at in range(phase.users)]
+                answered = await asyncio.gather(
+                    *(
+                        _answer(engine, mode, mine, limits.tokens, phase, place, int(group) + 1)
+                        for place, mine in enumerate(each_user)
                     )
-                    for each in texts
-                ]
-                answers = await asyncio.gather(*(engine.answer(mode, each) for each in requests))
+                )
+                answers = [answer for each in answered for answer in each]
                 found[name] = sample(answers, [each.ids for each in texts])
             record(cell, group, found)
-            log(f"{cell}: prompt {int(group) + 1} of {len(prompts[category]) // phase.users}")
+            log(f"{cell}: group {int(group) + 1} of {len(prompts[category]) // phase.prompts}")
     return True
 
 
-def _groups(prompts: Prompts, users: int) -> Iterator[tuple[str, str, list[Prompt]]]:
-    """Category, number, and prompts that are asked at a time; categories take turns."""
+async def _answer(
+    engine: Contestant,
+    mode: str,
+    texts: Sequence[Prompt],
+    tokens: int,
+    phase: Phase,
+    place: int,
+    seed: int,
+) -> list[Answer]:
+    """The answers for one user, each after the one before.
+
+    Of several users the first answers differ in length, or all texts would begin and end at the
+    same times, and prompts would be read together; the last ones differ as much the other way, so
+    that the users end together.
+    """
+    lengths = [tokens] * len(texts)
+    if phase.users > 1:
+        lengths[0] = -(-tokens * (place + 1) // phase.users)
+        lengths[-1] = -(-tokens * (phase.users - place) // phase.users)
+    requests = (
+        AnswerRequest(text.ids, length, phase.temperature, seed, text.json_schema)
+        for text, length in zip(texts, lengths, strict=True)
+    )
+    return [await engine.answer(mode, each) for each in requests]
+
+
+def _groups(prompts: Prompts, size: int) -> Iterator[tuple[str, str, list[Prompt]]]:
+    """Category, number, and prompts that are asked together; categories take turns."""
     columns = [
         [
-            (category, str(number), list(texts[number * users : (number + 1) * users]))
-            for number in range(len(texts) // users)
+            (category, str(number), list(texts[number * size : (number + 1) * size]))
+            for number in range(len(texts) // size)
         ]
         for category, texts in prompts.items()
     ]
@@ -261,10 +291,12 @@ def read(files: list[Path], source: ModelSource, tokens: int) -> dict[str, list[
 
 
 def choose(prompts: Prompts, phase: Phase, wanted: list[str]) -> Prompts:
-    """Prompts of a phase: of several users a mixture of the short categories whose answers are
-    free, above temperature 0 all but edits and long documents."""
+    """Prompts of a phase: of several users those of the wanted categories, or a mixture of the
+    short ones whose answers are free; above temperature 0 all but edits and long documents."""
     if not set(SHORT) <= prompts.keys():
         return prompts
+    if phase.users > 1 and wanted:
+        return {name: prompts[name] for name in wanted if name in prompts}
     if phase.users > 1:
         mixture = [
             each for row in zip(*(prompts[name] for name in SHORT), strict=False) for each in row
