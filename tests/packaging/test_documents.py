@@ -18,8 +18,8 @@ FOREIGN = ("multiprocessing/connection.py",)
 """Files of other projects that documents name."""
 
 FOREIGN_OPTIONS = {
-    *("--rm", "--model", "--reasoning-format", "--reasoning-parser", "--tool-call-parser"),
-}
+    "--rm", "--model", "--reasoning-format", "--reasoning-parser", "--tool-call-parser",
+}  # fmt: skip
 """Options of docker, vLLM and llama.cpp in backticks."""
 
 NO_COMMANDS = ("paceline drafts for vLLM",)

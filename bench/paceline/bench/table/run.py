@@ -295,9 +295,7 @@ def choose(prompts: Prompts, phase: Phase, wanted: list[str]) -> Prompts:
     short ones whose answers are free; above temperature 0 all but edits and long documents."""
     if not set(SHORT) <= prompts.keys():
         return prompts
-    if phase.users > 1 and wanted:
-        return {name: prompts[name] for name in wanted if name in prompts}
-    if phase.users > 1:
+    if phase.users > 1 and not wanted:
         mixture = [
             each for row in zip(*(prompts[name] for name in SHORT), strict=False) for each in row
         ]

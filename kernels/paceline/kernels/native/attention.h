@@ -11,8 +11,6 @@
 #define DEPTH 64                         /* values of a panel */
 #define DOT 32 /* products summed by one tile instruction; rows of bfloat16 are padded to it */
 
-INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 typedef struct {

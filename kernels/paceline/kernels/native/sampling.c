@@ -35,7 +35,7 @@ INLINE void philox(uint64_t seed, uint64_t position, wvec pair, wvec out[4]) {
 }
 
 /* The 52-bit integers behind the noise of WORDS ids at one position. */
-INLINE wvec mantissas(uint64_t seed, uint64_t position, wvec id) {
+INLINE wvec mantissas_of(uint64_t seed, uint64_t position, wvec id) {
   wvec drawn[4];
   philox(seed, position, id >> 1, drawn);
   const wvec odd = -(id & 1);
@@ -51,12 +51,12 @@ static void draw(uint64_t seed, uint64_t position, const int64_t *ids, int64_t c
   wvec id = {0};
   for (int64_t i = 0; i < whole; i += WORDS) {
     memcpy(&id, ids + i, sizeof id);
-    const wvec drawn = mantissas(seed, position, id);
+    const wvec drawn = mantissas_of(seed, position, id);
     memcpy(out + i, &drawn, sizeof drawn);
   }
   if (whole == count) return;
   memcpy(&id, ids + whole, (size_t)(count - whole) * sizeof *ids);
-  const wvec drawn = mantissas(seed, position, id);
+  const wvec drawn = mantissas_of(seed, position, id);
   memcpy(out + whole, &drawn, sizeof drawn);
 }
 
@@ -66,7 +66,7 @@ void paceline_gumbel(uint64_t seed, uint64_t position, const int64_t *ids, int64
   CHECK(count >= 0 && (!count || (ids && out)));
   uint64_t mantissas[CHUNK_IDS];
   for (int64_t at = 0; at < count; at += CHUNK_IDS) {
-    const int64_t n = count - at < CHUNK_IDS ? count - at : CHUNK_IDS;
+    const int64_t n = min(CHUNK_IDS, count - at);
     draw(seed, position, ids + at, n, mantissas);
     for (int64_t i = 0; i < n; i++)
       out[at + i] = (float)-log_(-log_(((double)mantissas[i] + 0.5) * 0x1p-52));
@@ -175,7 +175,7 @@ void paceline_candidates(const float *logits, int64_t stride, int64_t rows, int6
       logs[w] = -INFINITY;
     }
     for (int64_t from = 0; from < count; from += PIECE) {
-      const int64_t to = from + PIECE < count ? from + PIECE : count;
+      const int64_t to = min(from + PIECE, count);
       if (!(largest(scores + from, to - from) > logs[width - 1])) continue;
       for (int64_t i = from; i < to; i++)
         if (scores[i] > logs[width - 1]) insert(scores, i, width, ids, logs);
@@ -202,8 +202,6 @@ static void consider(Best *best, float score, int64_t id) {
   if (score > best->score || (score == best->score && id < best->id)) *best = (Best){score, id};
 }
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* The best of all tokens, whose largest score without noise is `peak`.
  *
  * The noise of u is at most -ln(1 - u), as -ln u is at least 1 - u. From r 2^-24 <= 1 - u, r the
@@ -217,7 +215,7 @@ static int64_t best_of_all(const float *logits, int64_t count, float temperature
   float x[CHUNK_IDS];
   uint32_t first[CHUNK_IDS]; /* bits of u */
   for (int64_t from = 0; from < count; from += CHUNK_IDS) {
-    const int64_t n = least(CHUNK_IDS, count - from);
+    const int64_t n = min(CHUNK_IDS, count - from);
     for (int64_t i = 0; i < n; i++) x[i] = logits[from + i] / temperature;
     for (int64_t i = n; i < CHUNK_IDS; i++) x[i] = -INFINITY;
     if (largest(x, CHUNK_IDS) + most < best.score) continue;
@@ -254,7 +252,7 @@ static int64_t best_of(const Token *tokens, int64_t count, uint64_t seed, uint64
   int64_t ids[CHUNK_IDS];
   float noise[CHUNK_IDS];
   for (int64_t from = 0; from < count; from += CHUNK_IDS) {
-    const int64_t n = least(CHUNK_IDS, count - from);
+    const int64_t n = min(CHUNK_IDS, count - from);
     for (int64_t i = 0; i < n; i++) ids[i] = tokens[from + i].id;
     paceline_gumbel(seed, position, ids, n, noise);
     for (int64_t i = 0; i < n; i++) consider(&best, tokens[from + i].x + noise[i], ids[i]);
@@ -268,7 +266,7 @@ static int64_t gather(const float *logits, int64_t count, float temperature, flo
   float x[PIECE];
   int64_t size = 0;
   for (int64_t from = 0; from < count; from += PIECE) {
-    const int64_t n = least(PIECE, count - from);
+    const int64_t n = min(PIECE, count - from);
     for (int64_t i = 0; i < n; i++) x[i] = logits[from + i] / temperature;
     if (largest(x, n) < bound) continue;
     for (int64_t i = 0; i < n; i++)
@@ -283,7 +281,7 @@ static int64_t weigh_all(const float *logits, int64_t count, float temperature, 
   float x[CHUNK_IDS];
   int64_t weights[CHUNK_IDS], total = 0;
   for (int64_t from = 0; from < count; from += CHUNK_IDS) {
-    const int64_t n = least(CHUNK_IDS, count - from);
+    const int64_t n = min(CHUNK_IDS, count - from);
     for (int64_t i = 0; i < n; i++) {
       const float score = logits[from + i] / temperature;
       x[i] = score >= cut ? score : -INFINITY;
@@ -298,7 +296,7 @@ static int64_t weigh_tokens(Token *tokens, int64_t count, float peak) {
   float x[CHUNK_IDS];
   int64_t weights[CHUNK_IDS], total = 0;
   for (int64_t from = 0; from < count; from += CHUNK_IDS) {
-    const int64_t n = least(CHUNK_IDS, count - from);
+    const int64_t n = min(CHUNK_IDS, count - from);
     for (int64_t i = 0; i < n; i++) x[i] = tokens[from + i].x;
     total += weigh(x, n, peak, weights);
     for (int64_t i = 0; i < n; i++) tokens[from + i].weight = weights[i];
@@ -340,7 +338,7 @@ static int64_t select_best(Token *tokens, int64_t count, int64_t needed) {
 /* How much of the weight of all a nucleus needs. */
 static int64_t share(int64_t total, double top_p) {
   const int64_t needed = (int64_t)ceil(top_p * (double)total);
-  return needed < 1 ? 1 : least(total, needed);
+  return needed < 1 ? 1 : min(total, needed);
 }
 
 /* The token that the sampling contract (kernels/sampling.py) names above temperature 0, after
