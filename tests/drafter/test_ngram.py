@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, GenerationInfo, Resources, Update
 from paceline.drafter.methods.ngram import NgramDrafter, NgramSequence
-from paceline.sources.ngram import Continuation, MatchStatistics, NgramIndex, SharedTexts, _chain
+from paceline.sources.ngram import (
+    Continuation,
+    MatchStatistics,
+    NgramIndex,
+    NgramOptions,
+    NgramOwners,
+    SharedTexts,
+    _chain,
+)
 from paceline.tree import grow
 
 LARGE = Budget(nodes=64, depth=64)
@@ -63,6 +71,24 @@ def test_trees_are_valid_and_continue_as_the_text_did(
     for path in paths:
         assert any(continues_with(text, place, path) for place in range(1, len(text)))
     assert bool(tree) == bool(nodes and depth and naive_matches(text, 1, 5, 1, 32))
+
+
+@given(texts, st.floats(0, 1))
+def test_nodes_less_likely_than_asked_for_are_left_out(text: list[int], least: float) -> None:
+    known = NgramOwners(NgramOptions(min_survival=0.0)).start(text, "")
+    asked = NgramOwners(NgramOptions(min_survival=0.0)).start(text, "")
+    every, tree = known.propose(255, 255), asked.propose(255, 255, least=least)
+    assert all(survival >= least for survival in tree.survivals)
+    likely = {every.path(n) for n, survival in enumerate(every.survivals) if survival >= least}
+    assert {tree.path(n) for n in range(len(tree))} == likely
+
+
+def test_a_text_learns_from_matches_that_were_not_likely_enough() -> None:
+    source = NgramOwners(NgramOptions()).start([1, 2, 3], "")
+    for _ in range(20):
+        assert not len(source.propose(8, 8, least=1.0))
+        source.extend([4, 1, 2, 3])
+    assert source.propose(8, 8, least=0.9).tokens[:1] == (4,)
 
 
 def continues_with(text: list[int], place: int, path: tuple[int, ...]) -> bool:

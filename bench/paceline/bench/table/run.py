@@ -253,7 +253,6 @@ def run(args: argparse.Namespace) -> int:
         Phase(heat, users, 4.0 if (heat, users) == (0.0, 1) else 1.0)
         for users in args.users
         for heat in args.temperature
-        if heat == 0 or users == 1
     ]
     for place, phase in enumerate(phases):
         began = time.monotonic()

@@ -159,8 +159,9 @@ class RecycleSource:
         self._context = context
         self._length += len(tokens)
 
-    def propose(self, nodes: int, depth: int) -> TokenTree:
-        """A tree of at most so many nodes, none deeper than ``depth``; empty: nothing is known."""
+    def propose(self, nodes: int, depth: int, least: float = 0.0) -> TokenTree:
+        """A tree of at most so many nodes, none deeper than ``depth`` or less likely than ``least``
+        to be accepted; empty: nothing is known."""
         options = self._options
         nodes = min(nodes, options.max_nodes)
         if not self._known.find(self._context)[0]:
@@ -170,7 +171,7 @@ class RecycleSource:
             self._expand,
             nodes=nodes,
             depth=depth,
-            min_survival=options.min_survival,
+            min_survival=max(least, options.min_survival),
             source="recycle",
         )
 

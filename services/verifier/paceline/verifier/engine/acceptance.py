@@ -9,7 +9,7 @@ the tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -40,13 +40,13 @@ from paceline.verifier.engine.job import (
     ConstraintFailed,
     Decode,
     FinishReason,
-    HiddenStates,
     Prefill,
     Sequence,
     StepFailed,
     StepOutput,
 )
 from paceline.verifier.grammar import GrammarError, is_allowed, masked
+from paceline.verifier.kv.base import HiddenStates, host_bytes
 from paceline.verifier.kv.pool import PagedKv, TapPages
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class _Read:
 def accept_batch(
     entries: Items[BatchEntry],
     logits: Tensor,
-    states: HiddenStates,
+    states: Mapping[int, Tensor],
     meanwhile: Callable[[], None] = lambda: None,
 ) -> list[StepOutput | None]:
     """Accept the tokens of every entry of a batch, by its logits ``[rows, V]`` and outputs of
@@ -213,11 +213,10 @@ def accept_batch(
     """
     if logits.device.type == "cpu":
         reads = [_Read(logits[entry.logits], logits[entry.scored]) for entry in entries]
+        kept: HiddenStates = {layer: host_bytes(rows) for layer, rows in states.items()}
     else:
-        reads, states = _read(entries, logits, states, meanwhile), {}
-    return [
-        _accept_or_fail(entry, read, states) for entry, read in zip(entries, reads, strict=True)
-    ]
+        reads, kept = _read(entries, logits, states, meanwhile), {}
+    return [_accept_or_fail(entry, read, kept) for entry, read in zip(entries, reads, strict=True)]
 
 
 def _accept_or_fail(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput | None:
@@ -272,7 +271,7 @@ def _recycling(entry: BatchEntry) -> LocalGuesses | None:
 def _read(
     entries: Items[BatchEntry],
     logits: Tensor,
-    states: HiddenStates,
+    states: Mapping[int, Tensor],
     meanwhile: Callable[[], None],
 ) -> list[_Read]:
     """Choose tokens, move KV and keep states on the device; then wait for what the host needs.
@@ -330,7 +329,7 @@ def _keep(
     entries: Items[BatchEntry],
     chosen: Items[slice | None],
     tokens: Tensor | None,
-    states: HiddenStates,
+    states: Mapping[int, Tensor],
 ) -> None:
     """Move the KV of the accepted paths of all trees behind their anchors', and keep states."""
     trees: list[tuple[PagedKv, int, TokenTree, int]] = []

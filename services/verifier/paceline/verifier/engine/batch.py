@@ -25,7 +25,6 @@ from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.job import (
     Decode,
     EngineJob,
-    HiddenStates,
     Prefill,
 )
 from paceline.verifier.kv.base import SequenceKv
@@ -225,7 +224,7 @@ class Batch:
 
     def forward(
         self, decoder: Decoder, graphs: GraphRunner | None = None
-    ) -> tuple[Tensor, HiddenStates]:
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run the model, or a CUDA graph of it that can run the batch, which writes the KV of all
         blocks.
 

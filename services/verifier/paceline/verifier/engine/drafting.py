@@ -206,6 +206,7 @@ class Drafting:
         self._waiter = waiter
         self._read_tree = read_tree
         self._strict = strict
+        self._defaults: list[tuple[str, tuple[str, ...]]] = []
         self._by_descriptor: dict[int, Link] = {}
         self._unread: set[int] = set()
 
@@ -213,6 +214,7 @@ class Drafting:
         """Use a service from now on."""
         link.joined = True
         self.links.append(link)
+        self._note_defaults()
         if link.socket is not None:
             self._by_descriptor[link.socket.fileno()] = link
             self._waiter.add(link.socket.fileno())
@@ -223,6 +225,7 @@ class Drafting:
             return
         link.joined = False
         self.links.remove(link)
+        self._note_defaults()
         if link.socket is not None:
             self._by_descriptor.pop(link.socket.fileno(), None)
             self._waiter.remove(link.socket.fileno())
@@ -234,6 +237,7 @@ class Drafting:
     def update(self, link: Link, drafters: exchange_pb2.DrafterList) -> None:
         """The drafters of a service changed; sequences of those that are gone are closed."""
         link.drafters = drafters
+        self._note_defaults()
         names = {each.name for each in drafters.drafters}
         for sequence in list(link.sequences.values()):
             if sequence.name not in names:
@@ -246,8 +250,21 @@ class Drafting:
             return None
         if job.drafter:
             return job.drafter.partition("@")[0]
-        names = (each.drafters.default_drafter for each in self.links if not _is_local(each, job))
-        return next(filter(None, names), None)
+        for name, methods in self._defaults:
+            # The verifier itself guesses what a drafter of a method that it covers would.
+            covered = job.local is not None and all(map(job.local.covers, methods))
+            if not (covered and methods):
+                return name
+        return None
+
+    def _note_defaults(self) -> None:
+        """Note the default drafter of each service and its methods: to read the messages for each
+        step of each generation would take longer than a look-up."""
+        self._defaults = [
+            (name, tuple(each.method for each in link.drafters.drafters if each.name == name))
+            for link in self.links
+            if (name := link.drafters.default_drafter)
+        ]
 
     def ask(self, job: Decode, nodes: int, now: float) -> bool:
         """Request a tree of at most so many nodes for the next step of a generation, which waits
@@ -530,14 +547,6 @@ class Drafting:
         _log.warning("a drafter service was disconnected", extra={"fault": error.message})
         self.leave(link, error.message)
         link.end(error)
-
-
-def _is_local(link: Link, job: Decode) -> bool:
-    """Whether the verifier guesses for a generation what a service's default drafter would."""
-    if job.local is None:
-        return False
-    default = [e for e in link.drafters.drafters if e.name == link.drafters.default_drafter]
-    return bool(default) and all(job.local.covers(each.method) for each in default)
 
 
 def _preference(link: Link) -> tuple[int, bool, int]:

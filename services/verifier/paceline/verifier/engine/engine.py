@@ -393,12 +393,17 @@ class Engine:
 
     def _guess(self, job: Decode) -> None:
         """Make the local tree of a generation's next step, once plain steps were measured."""
-        job.guess = EMPTY
-        if self._scheduler is None or self._scheduler.measured or job.always_draft:
-            nodes = min(self._node_budget, job.max_nodes or self._node_budget)
-            depth = job.sequence.room - 1
-            tree = self._with_sources(job, lambda local: local.propose(nodes, depth)) or EMPTY
-            job.guess = tree.best_chain() if job.sequence.generation.sampling.rejection else tree
+        job.guess, least = EMPTY, 0.0
+        if job.local is None:
+            return
+        if self._scheduler is not None and not job.always_draft:
+            if not self._scheduler.measured:
+                return
+            least = self._scheduler.least_survival()
+        nodes = min(self._node_budget, job.max_nodes or self._node_budget)
+        depth = job.sequence.room - 1
+        tree = self._with_sources(job, lambda local: local.propose(nodes, depth, least)) or EMPTY
+        job.guess = tree.best_chain() if job.sequence.generation.sampling.rejection else tree
 
     def _teach(self, job: Decode, tokens: Items[int]) -> None:
         """Give the local sources of a generation the tokens of a step."""

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
-
 from paceline.kernels import History, SamplingParams
 from paceline.tree import EMPTY, TokenTree
 from paceline.tree import merge as merge_trees
 from paceline.v1 import sampling_pb2
-from paceline.verifier.kv.base import SequenceKv, Taps
+from paceline.verifier.kv.base import HiddenStates, SequenceKv, Taps
 
 if TYPE_CHECKING:
     from paceline.kv.selection import ScoreObserver
@@ -34,9 +32,6 @@ _MEMORY = 0.9
 
 _MAX_CONFIDENCE = 0.98
 """Largest confidence that is used. Calibration raises survivals to a power, which keeps 1 at 1."""
-
-HiddenStates = Mapping[int, Tensor]
-"""Outputs of tapped layers for the rows of a batch, ``[M, hidden]`` each, by layer."""
 
 
 class StepFailed(Exception):
@@ -684,7 +679,9 @@ class Sequence:
         if rows and rows[-1] != len(rows):
             self.kv.compact([anchor + each for each in rows], anchor + 1, moved=moved)
         if anchor >= self.committed:  # not after a prefill, which committed the whole text
-            self.record(anchor, states, [row, *(row + each for each in rows)])
+            in_order = not rows or rows[-1] == len(rows)
+            path = [row, *(row + each for each in rows)]
+            self.record(anchor, states, slice(row, row + len(path)) if in_order else path)
         output.position = self.output_tokens
         self.tokens += output.tokens
         self.logprobs += output.logprobs

@@ -94,14 +94,15 @@ class LocalGuesses:
         if target < self._nodes or admitted == drafted:
             self._nodes += 0.25 * (target - self._nodes)
 
-    def propose(self, nodes: int, depth: int) -> TokenTree:
-        """A tree of at most so many nodes, none deeper than ``depth``; empty: nothing is known."""
+    def propose(self, nodes: int, depth: int, least: float) -> TokenTree:
+        """A tree of at most so many nodes, none deeper than ``depth`` or less likely than ``least``
+        to be accepted; empty: nothing is known."""
         nodes = min(nodes, round(self._nodes))
         tree = EMPTY
         if self.text is not None:
-            tree = self.text.propose(nodes, depth, _WARM)
+            tree = self.text.propose(nodes, depth, _WARM, least)
         if self.recycled is not None:
-            tree = merge(tree, self.recycled.propose(nodes, depth), nodes=nodes, depth=depth)
+            tree = merge(tree, self.recycled.propose(nodes, depth, least), nodes=nodes, depth=depth)
         if self.grammar is not None:
             forced = self.grammar.propose(min(nodes, depth))
             tree = merge(forced, tree, nodes=nodes, depth=depth)

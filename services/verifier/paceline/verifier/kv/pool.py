@@ -19,6 +19,7 @@ from paceline.v1 import kv_pb2
 from paceline.verifier.kv.base import (
     RESERVED_TOKENS,
     TREE_TOKENS,
+    HiddenStates,
     KvLayout,
     OutOfMemory,
     SequenceKv,
@@ -335,11 +336,10 @@ class TapPages(TapRows):
         size = self.pool.states.shape[1]
         return self._table[rows // size].long(), rows % size
 
-    def record(self, first: int, states: Mapping[int, Tensor], rows: slice | list[int]) -> None:
-        kept = self.layout.taps.layers
-        new = torch.stack([states[layer][rows] for layer in kept], dim=1)
-        new = new[-self.layout.slots :]
-        end = first + len(states[kept[0]][rows])
+    def record(self, first: int, states: HiddenStates, rows: slice | list[int]) -> None:
+        outputs = [torch.as_tensor(states[layer])[rows] for layer in self.layout.taps.layers]
+        new = torch.stack(outputs, dim=1)[-self.layout.slots :].view(self.pool.states.dtype)
+        end = first + len(outputs[0])
         self.first = min(self.first, first)
         self._write(torch.arange(end - len(new), end), new.flatten(0, 1))
 

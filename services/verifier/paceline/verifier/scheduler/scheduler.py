@@ -39,6 +39,7 @@ _SETTLING = 4
 by up to a half: caches are cold, and a drafter may be opening the sequence. Of several generations
 fewer: their steps are longer, and others come and go."""
 
+_AHEAD = 32  # nodes up to which the cheapest ones are sought before trees are made
 _FORMAT = 8  # of the file, and of what is measured
 _TOO_SLOW = 0.75  # learnt scale of a table below which it was measured beside other processes
 
@@ -109,6 +110,7 @@ class Scheduler:
         self._idle = 0.0
         self._context = 1.0  # KV tokens that a batch token attended to lately
         self._ended = self._now()
+        self._least: float | None = None  # of the next step, once it was asked for
         self._load = 1  # sequences that the newest step would serve in plain decoding
 
     def admit(
@@ -204,7 +206,7 @@ class Scheduler:
                 names of their drafters, which pay for that; for engines where a tree that is late
                 stops the others too.
         """
-        plan, self._plan = self._plan, None
+        plan, self._plan, self._least = self._plan, None, None
         passed, self._ended = ended - self._ended, ended
         plain = plan is not None and plan.plain and not waited
         if plan is None or not outputs:  # in plain decoding, each sequence gets a token in it
@@ -253,6 +255,14 @@ class Scheduler:
     def measured(self) -> bool:
         """Whether plain decoding was measured under the present load, which comes first."""
         return self._clock.known(self._load)
+
+    def least_survival(self) -> float:
+        """See :func:`least_survival`, for the next step under the present load."""
+        if self._least is None:
+            load = self._load
+            times = self.costs.seconds(load, load, self._context, _AHEAD)
+            self._least = least_survival(load, [self._idle + each for each in times])
+        return self._least
 
     def budget(self, sequence: Sequence) -> int:
         """Maximum number of nodes to draft next for a sequence; 0: decode plainly for now."""
@@ -361,6 +371,20 @@ def admit(
     for _, owner in nodes[:cut]:
         counts[owner] += 1
     return counts
+
+
+def least_survival(emitted: int, seconds: Items[float]) -> float:
+    """Survival below which no node is worth its time, whatever others are drafted like it.
+
+    Nodes as likely as this gain what they cost where a node costs least. So :func:`admit` takes
+    none of trees whose nodes are all less likely, and sources need not make them.
+
+    Args:
+        emitted: Tokens that the step emits without any node.
+        seconds: Time of the step with 0, 1, 2, ... nodes, at least one.
+    """
+    plain, *others = seconds
+    return emitted * min((each / plain - 1) / nodes for nodes, each in enumerate(others, 1))
 
 
 def _survivals(job: Decode, tree: TokenTree, state: SequenceState) -> list[float]:
