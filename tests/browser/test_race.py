@@ -35,7 +35,7 @@ async def start(page: playwright.Page) -> None:
 
 async def stream(route: playwright.Route, rounds: list[dict[str, Any]]) -> None:
     """Answers a request with rounds, as the gateway streams them."""
-    events = [json.dumps({"choices": [{"round": each}]}) for each in rounds]
+    events = [json.dumps({"choices": [{"rounds": [each]}]}) for each in rounds]
     body = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
     await route.fulfill(content_type="text/event-stream", body=body)
 

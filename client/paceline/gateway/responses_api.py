@@ -246,8 +246,8 @@ class ResponsesWriter(Writer):
             for state in ("created", "in_progress")
         ]
 
-    def chunk(self, index: int, chunk: Chunk) -> list[Json]:
-        return self._write(self._parser.push(chunk.text))
+    def chunks(self, index: int, chunks: Sequence[Chunk]) -> list[Json]:
+        return self._write(self._parser.push("".join(chunk.text for chunk in chunks)))
 
     def ending(self, index: int, result: GenerationResult) -> list[Json]:
         """The end of the last item, and the whole response."""

@@ -34,6 +34,8 @@ DISCONNECTED = 499
 STALLED_SECONDS = 60.0
 # Size of the pieces in which a whole response is sent. Unit: bytes.
 _PIECE = 1 << 16
+# Parts of texts that wait to be sent as events, beyond which generations wait too.
+_WAITING = 64
 
 # Cached tokens are counted in chunks of this many, as they are kept.
 _CACHED = 64
@@ -65,8 +67,8 @@ class Writer(ABC):
         """The first events of a text."""
 
     @abstractmethod
-    def chunk(self, index: int, chunk: Chunk) -> list[Json]:
-        """Events of a chunk."""
+    def chunks(self, index: int, chunks: Sequence[Chunk]) -> list[Json]:
+        """Events of chunks that arrived together, at least one."""
 
     @abstractmethod
     def ending(self, index: int, result: GenerationResult) -> list[Json]:
@@ -131,9 +133,9 @@ class ChoicesWriter(Writer):
         event["choices"][0] |= {"finish_reason": reason, "seed": seed}
         return event
 
-    def _with_round(self, event: Json, chunk: Chunk) -> Json:
+    def _with_rounds(self, event: Json, chunks: Sequence[Chunk]) -> Json:
         if self._job.stream_options.include_rounds:
-            event["choices"][0]["round"] = self._round(chunk)
+            event["choices"][0]["rounds"] = [self._round(chunk) for chunk in chunks]
         return event
 
     def _round(self, chunk: Chunk) -> Json:
@@ -187,13 +189,11 @@ class CompletionWriter(ChoicesWriter):
         self._offsets: dict[int, int] = {}
 
     def _choice(self, index: int, text: GeneratedText, result: GenerationResult) -> Json:
-        parts = [self._prompt(index, text.prompt_logprobs)]
-        parts += [self._logprobs(index, chunk) for chunk in text.chunks]
-        parts = [part for part in parts if part]
-        joined = {key: [each for part in parts for each in part[key]] for key in (parts or [{}])[0]}
+        prompt = self._prompt(index, text.prompt_logprobs)
+        found = _joined([prompt, self._joined_logprobs(index, text.chunks)])
         return {
             "text": self._echo(index) + result.text,
-            "logprobs": joined or None,
+            "logprobs": found or None,
             "finish_reason": result.finish_reason,
         }
 
@@ -201,9 +201,9 @@ class CompletionWriter(ChoicesWriter):
         logprobs = self._prompt(index, prompt_logprobs)
         return [self._event(index, {"text": self._echo(index)}, logprobs)]
 
-    def chunk(self, index: int, chunk: Chunk) -> list[Json]:
-        event = self._event(index, {"text": chunk.text}, self._logprobs(index, chunk))
-        return [self._with_round(event, chunk)]
+    def chunks(self, index: int, chunks: Sequence[Chunk]) -> list[Json]:
+        text, found = "".join(chunk.text for chunk in chunks), self._joined_logprobs(index, chunks)
+        return [self._with_rounds(self._event(index, {"text": text}, found), chunks)]
 
     def ending(self, index: int, result: GenerationResult) -> list[Json]:
         return [self._last_event(index, {"text": ""}, result.finish_reason, result.seed)]
@@ -227,6 +227,9 @@ class CompletionWriter(ChoicesWriter):
         )
         pieces = [detokenizer.push(token) for token in tokens]
         return of_completion(tokens, [None, *entries], pieces, self._codec, 0)
+
+    def _joined_logprobs(self, index: int, chunks: Sequence[Chunk]) -> Json:
+        return _joined([self._logprobs(index, chunk) for chunk in chunks])
 
     def _logprobs(self, index: int, chunk: Chunk) -> Json:
         offset = self._offsets[index]
@@ -268,17 +271,18 @@ class ChatWriter(ChoicesWriter):
         self._parsers[index] = parser_of(self._use, self._job.marks)
         return [self._event(index, {"delta": {"role": "assistant", "content": ""}})]
 
-    def chunk(self, index: int, chunk: Chunk) -> list[Json]:
+    def chunks(self, index: int, chunks: Sequence[Chunk]) -> list[Json]:
         """An event for each part of the text; the first has the log-probabilities. There is none
         for a text that is held back, such as a call that is not complete."""
-        deltas = self._deltas(index, self._parsers[index].push(chunk.text))
-        logprobs = self._logprobs(chunk.logprobs)
+        text = "".join(chunk.text for chunk in chunks)
+        deltas = self._deltas(index, self._parsers[index].push(text))
+        logprobs = self._logprobs([each for chunk in chunks for each in chunk.logprobs])
         if not (deltas or logprobs or self._job.stream_options.include_rounds):
             return []
         first, *others = deltas or [{}]
         event = self._event(index, {"delta": first}, logprobs)
         rest = [self._event(index, {"delta": delta}) for delta in others]
-        return [self._with_round(event, chunk), *rest]
+        return [self._with_rounds(event, chunks), *rest]
 
     def ending(self, index: int, result: GenerationResult) -> list[Json]:
         """The rest of the text, and the finish reason."""
@@ -304,6 +308,12 @@ class ChatWriter(ChoicesWriter):
 
     def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> Json:
         return of_chat(entries, self._codec) if entries and self._codec is not None else {}
+
+
+def _joined(parts: Sequence[Json]) -> Json:
+    """The lists of all parts that have some, one after the other."""
+    parts = [part for part in parts if part]
+    return {key: [each for part in parts for each in part[key]] for key in (parts or [{}])[0]}
 
 
 def _call(call: Call) -> Json:
@@ -393,6 +403,9 @@ class WholeResponse:
 class EventStream:
     """Sends `count` texts as server-sent events. An error after the first of them is an event too.
 
+    What arrives in one turn of the event loop is sent together, because each write wakes the
+    caller: the rounds of some time travel in one message of the verifier.
+
     After each `keep_alive_seconds` without an event a comment is sent, so that proxies keep the
     connection during a long prefill, or a long call of a function.
     """
@@ -409,6 +422,8 @@ class EventStream:
         self._keep_alive_seconds = keep_alive_seconds
         self._results: list[GenerationResult | None] = [None] * count
         self._opened = set[int]()
+        self._arrived: list[TextEvent] = []
+        self._flushing: asyncio.Task[None] | None = None
         self._sent = asyncio.Event()
         self._sending = asyncio.Lock()
         self._response = web.StreamResponse(
@@ -416,20 +431,12 @@ class EventStream:
         )
 
     async def receive(self, event: TextEvent) -> None:
-        """Sends a part of a text. Raises ConnectionResetError if the caller is gone."""
-        events = []
-        if event.index not in self._opened:
-            self._opened.add(event.index)
-            opening = partial(self._writer.opening, event.index, event.prompt_logprobs)
-            # An echoed prompt may have thousands of log-probabilities.
-            events += await self._place.work(opening) if event.prompt_logprobs else opening()
-        if event.chunk is not None:
-            events += self._writer.chunk(event.index, event.chunk)
-        if event.result is not None:
-            self._results[event.index] = event.result
-            events += self._writer.ending(event.index, event.result)
-        if events:
-            await self._send(_as_sse(events))
+        """Sends a part of a text soon. Raises ConnectionResetError if the caller is gone."""
+        self._arrived.append(event)
+        if self._flushing is None:
+            self._flushing = asyncio.create_task(self._flush())
+        if self._flushing.done() or len(self._arrived) > _WAITING:
+            await self._flushing  # raises its error
 
     async def send(self, texts: Coroutine[Any, Any, None]) -> web.StreamResponse:
         """Runs `texts`, which calls `receive`, and ends the stream."""
@@ -438,8 +445,11 @@ class EventStream:
             await texts
             results = [result for result in self._results if result is not None]
             total = await self._place.work(self._writer.total, results)  # of a million rounds maybe
+            await self._flushed()
             await self._send(_as_sse(total) + self._writer.last)
         except Exception as error:
+            with suppress(Exception):
+                await self._flushed()  # what arrived before the error
             async with self._sending:
                 quiet.cancel()
             if not self._response.prepared:
@@ -450,6 +460,8 @@ class EventStream:
                 await self._send(_as_sse([failure.body]))
         finally:
             quiet.cancel()
+            if self._flushing is not None:
+                self._flushing.cancel()
         return self._response
 
     async def _keep_alive(self) -> None:
@@ -461,6 +473,38 @@ class EventStream:
                         await self._sent.wait()
                 except TimeoutError:
                     await self._send(b": keep-alive\n\n")
+
+    async def _flushed(self) -> None:
+        """Waits until what arrived is sent. Raises what `receive` raises."""
+        if self._flushing is not None:
+            await self._flushing
+
+    async def _flush(self) -> None:
+        while self._arrived:
+            by_text: dict[int, list[TextEvent]] = {}
+            for event in self._arrived:
+                by_text.setdefault(event.index, []).append(event)
+            self._arrived.clear()
+            events = [each for texts in by_text.values() for each in await self._events(texts)]
+            if events:
+                await self._send(_as_sse(events))
+        self._flushing = None  # unless it failed
+
+    async def _events(self, arrived: Sequence[TextEvent]) -> list[Json]:
+        """Events of what arrived of one text."""
+        index, events = arrived[0].index, list[Json]()
+        if index not in self._opened:
+            self._opened.add(index)
+            opening = partial(self._writer.opening, index, arrived[0].prompt_logprobs)
+            # An echoed prompt may have thousands of log-probabilities.
+            events += await self._place.work(opening) if arrived[0].prompt_logprobs else opening()
+        chunks = [event.chunk for event in arrived if event.chunk is not None]
+        if chunks:
+            events += self._writer.chunks(index, chunks)
+        if (result := arrived[-1].result) is not None:
+            self._results[index] = result
+            events += self._writer.ending(index, result)
+        return events
 
     async def _send(self, content: bytes) -> None:
         async with self._sending:  # of several texts, the first one prepares the response

@@ -24,16 +24,15 @@ export class Run {
     return run;
   }
 
-  /** Reads events to their end; `onRound` is called after each round. */
+  /** Reads events to their end; `onRound` is called after those of an event. */
   async follow(events, onRound = () => {}) {
     this.began = performance.now();
     try {
       for await (const event of events) {
         const choice = event.choices[0];
-        if (choice?.round) {
-          this.#add(choice.round);
-          onRound();
-        }
+        const rounds = choice?.rounds ?? [];
+        for (const round of rounds) this.#add(round);
+        if (rounds.length) onRound();
         this.finish = choice?.finish_reason ?? this.finish;
         this.usage = event.usage ?? this.usage;
       }

@@ -29,6 +29,10 @@ _LAST = (1 << 32) - 1  # positions are stored in 32 bits
 _PRIOR_WEIGHT = 8.0
 """Weight of the prior, as a number of observations."""
 
+_PRIORS = (0.0, 0.2, 0.45, 0.57, 0.66)
+"""How often matches of so many tokens continue, where nothing is known: between what answers of a
+model and Python sources gave. Longer ones of n tokens do with n / (n + 2)."""
+
 _SHARED_SIZES = (2, 4)
 """n-grams in the index of an owner's texts."""
 
@@ -225,8 +229,7 @@ class MatchStatistics:
     """How often matches of each length continued, in one text or in all texts of an owner.
 
     Texts differ in repetitiveness more than match lengths show, and so do owners. The prior of a
-    text are its owner's texts. That of an owner is that a match of n tokens continues for one more
-    with probability n / (n + 1) (rule of succession), and so for k more with n / (n + k).
+    text are its owner's texts, that of an owner is what is usual.
     """
 
     def __init__(self, longest: int, prior: MatchStatistics | None = None) -> None:
@@ -246,7 +249,7 @@ class MatchStatistics:
 
     def confidence(self, match: int) -> float:
         """Returns the probability that a match of ``match`` tokens continues for one more."""
-        prior = match / (match + 1) if self._prior is None else self._prior.confidence(match)
+        prior = _usual(match) if self._prior is None else self._prior.confidence(match)
         group = self._groups[match if match <= self._longest else self._longest]
         return (self._correct[group] + _PRIOR_WEIGHT * prior) / (self._total[group] + _PRIOR_WEIGHT)
 
@@ -256,6 +259,10 @@ class MatchStatistics:
         self._total[group] += 1
         if self._prior is not None:
             self._prior._count(match, correct=correct)
+
+
+def _usual(match: int) -> float:
+    return _PRIORS[match] if match < len(_PRIORS) else match / (match + 2)
 
 
 def _group(length: int) -> int:
