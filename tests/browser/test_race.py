@@ -169,7 +169,8 @@ async def test_stop(chat_gateway, open_page: Open) -> None:
             await page.reload()
             await expect(page.locator("#model")).to_contain_text("mock")
             await page.click("#race [name=start]")
-            await expect(page.locator("#race .lane .text").first).to_contain_text("A")
+            figures = page.locator("#race .lane .figures").first
+            await expect(figures).to_contain_text(re.compile(r"[1-9]\d* tokens"))
             await page.keyboard.press("Escape")
             await expect(page.locator("#race .verdict")).to_contain_text("Stopped")
             await expect(page.locator("#race [name=start]")).to_be_enabled()
