@@ -59,6 +59,10 @@ def test_matches_are_the_most_recent_of_the_longest(
     for limit in (len(text), places):
         found = index.matches(text, limit=limit, match_limit=10)
         assert found == naive_matches(text, min_n, min_n + more, limit, 10)
+    for shortest in range(1, min_n + more + 1):
+        found = index.matches(text, limit=len(text), match_limit=10, shortest=shortest)
+        every = naive_matches(text, min_n, min_n + more, len(text), 10)
+        assert found == [each for each in every if each[1] >= shortest]
 
 
 @given(texts, st.integers(0, 20), st.integers(0, 10))

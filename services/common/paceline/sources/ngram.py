@@ -65,21 +65,22 @@ class NgramIndex:
             self._keys = self._hashes()
 
     def matches(
-        self, text: Sequence[int], *, limit: int, match_limit: int
+        self, text: Sequence[int], *, limit: int, match_limit: int, shortest: int = 1
     ) -> list[tuple[int, int]]:
-        """Finds positions preceded by the same tokens as the end of the text.
+        """Finds positions preceded by the same tokens as the end of a text.
 
         Args:
             text: The text of the index.
             limit: Maximum number of matches, and of positions compared for each n.
             match_limit: Longest match that is measured. Unit: tokens.
+            shortest: Shortest n-gram that is looked up. Unit: tokens.
 
         Returns:
             (position of the continuation, length of the match) of each match, longer n-grams first,
             more recent positions first among equals.
         """
         found: dict[int, int] = {}
-        for index in range(len(self._keys) - 1, -1, -1):
+        for index in range(len(self._keys) - 1, max(0, shortest - self._min) - 1, -1):
             position = self._latest.get(self._keys[index])
             for _ in range(limit):
                 if position is None:
@@ -175,7 +176,7 @@ class SharedTexts:
             latest[keys[newest]] = after[newest]
 
     def matches(
-        self, text: Sequence[int], *, limit: int, match_limit: int
+        self, text: Sequence[int], *, limit: int, match_limit: int, shortest: int = 1
     ) -> list[tuple[int, int]]:
         """Finds positions preceded by the same tokens as the end of a text.
 
@@ -186,7 +187,7 @@ class SharedTexts:
         found: dict[int, int] = {}
         oldest = max(1, self._end - self._mask - 1)
         for n, (latest, earlier) in zip(reversed(self._sizes), reversed(self._views), strict=True):
-            if len(text) < n:
+            if not shortest <= n <= len(text):
                 continue
             position = latest[_hash(text[-n:], self._bits)]
             for _ in range(limit):
@@ -412,10 +413,16 @@ class NgramSource:
         least: float,
     ) -> list[Continuation]:
         """What followed the matches in a source; where none of it is likely enough, one token of
-        the best match, which the statistics learn from."""
-        options = self._options
+        the best match, which the statistics learn from. n-grams whose matches would not be likely
+        enough are not looked up: most steps have a match of one token."""
+        options, shortest = self._options, 1
+        while shortest < options.max_n and statistics.confidence(shortest) < least:
+            shortest += 1
         found = source.matches(
-            self._text, limit=options.continuations, match_limit=options.match_limit
+            self._text,
+            limit=options.continuations,
+            match_limit=options.match_limit,
+            shortest=shortest,
         )
         if found and all(statistics.confidence(match) < least for _, match in found):
             depth, found = 1, found[:1]
