@@ -1,0 +1,91 @@
+"""What arrives together travels together: the events of a stream, from rounds to bytes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import aiohttp
+from fakes.transport import MockStream, MockTransport
+
+from paceline.client import ServerError
+from paceline.v1 import verifier_pb2
+
+from .conftest import Serve
+
+ROUNDS = 3  # of a message
+
+
+class SeveralRounds(MockTransport):
+    """Sends rounds of one token each, some in a message, and fails after `messages` of them."""
+
+    def __init__(self, reply: str, messages: int | None = None) -> None:
+        super().__init__(reply)
+        self.messages = messages
+
+    def generate(self) -> Any:
+        return _Stream(self)
+
+
+class _Stream(MockStream):
+    def __init__(self, transport: SeveralRounds) -> None:
+        super().__init__(transport.caches)
+        self.left = transport.messages
+
+    async def read(self) -> verifier_pb2.GenerateResponse:
+        if self.left == 0:
+            raise ServerError("the mock fails")
+        if self.left is not None:
+            self.left -= 1
+        credits, rounds = 0, list[verifier_pb2.Round]()
+        while len(rounds) < ROUNDS and not (rounds and rounds[-1].result.finish_reason):
+            if not self.credits:
+                if rounds:
+                    break
+                return await super().read()
+            credits, self.credits = self.credits - 1, 1
+            (found,) = (await super().read()).rounds
+            rounds.append(found)
+            self.credits = credits
+        return verifier_pb2.GenerateResponse(rounds=rounds)
+
+
+async def test_rounds_of_a_message_are_one_event(serve: Serve) -> None:
+    async with serve(SeveralRounds("abcdefghij"), chat_template="{{ messages[0].content }}") as to:
+        stream = await to.openai.chat.completions.create(
+            model="mock",
+            messages=[{"role": "user", "content": "x"}],
+            stream=True,
+            stream_options={"include_rounds": True},  # type: ignore[typeddict-unknown-key]
+        )
+        events = [event.choices[0].model_dump() async for event in stream]
+    rounds = [event["rounds"] for event in events if event.get("rounds")]
+    assert max(map(len, rounds)) > 1
+    told = [each for group in rounds for each in group]
+    assert "".join(piece for each in told for piece in each["pieces"]) == "abcdefghij"
+    assert [each["index"] for each in told] == [*range(len(told))]
+    assert "".join(event["delta"].get("content") or "" for event in events) == "abcdefghij"
+
+
+async def test_log_probabilities_of_rounds_are_joined(serve: Serve) -> None:
+    async with serve(SeveralRounds("abcdefghij")) as to:
+        stream = await to.openai.completions.create(
+            model="mock", prompt="x", stream=True, logprobs=1
+        )
+        events = [event.choices[0] async for event in stream]
+    found = [event.logprobs for event in events if event.logprobs and event.logprobs.tokens]
+    assert max(len(each.tokens or []) for each in found) > 1
+    offsets = [offset for each in found for offset in each.text_offset or []]
+    assert offsets[:10] == [*range(10)]
+    assert "".join(event.text for event in events) == "abcdefghij"
+
+
+async def test_what_arrived_before_an_error_is_sent(serve: Serve) -> None:
+    async with serve(SeveralRounds("abcdefghij", messages=1)) as to:
+        async with aiohttp.ClientSession(to.url) as session:
+            body = {"model": "mock", "prompt": "x", "stream": True}
+            async with session.post("/v1/completions", json=body) as response:
+                lines = (await response.text()).splitlines()
+    *events, last = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert "".join(each["choices"][0]["text"] for each in events) == "abcd"  # a: the prompt's
+    assert "the mock fails" in last["error"]["message"]
