@@ -435,8 +435,10 @@ class EventStream:
         self._arrived.append(event)
         if self._flushing is None:
             self._flushing = asyncio.create_task(self._flush())
+            # Nobody asks for the error of a request that was cancelled.
+            self._flushing.add_done_callback(lambda done: done.cancelled() or done.exception())
         if self._flushing.done() or len(self._arrived) > _WAITING:
-            await self._flushing  # raises its error
+            await self._flushed()
 
     async def send(self, texts: Coroutine[Any, Any, None]) -> web.StreamResponse:
         """Runs `texts`, which calls `receive`, and ends the stream."""
@@ -477,7 +479,7 @@ class EventStream:
     async def _flushed(self) -> None:
         """Waits until what arrived is sent. Raises what `receive` raises."""
         if self._flushing is not None:
-            await self._flushing
+            await asyncio.shield(self._flushing)  # a text that is cancelled keeps nothing back
 
     async def _flush(self) -> None:
         while self._arrived:
