@@ -169,7 +169,7 @@ export class Race {
     setAccent(verdict, this.#context.settings.accent(drafter));
     if (differs === null) {
       const ratio = ([without, with_]) => without.run.ended / with_.run.ended;
-      const sorted = [...pairs].sort((a, b) => ratio(a) - ratio(b));
+      const sorted = [...pairs].sort((a, b) => ratio(a) - ratio(b)), ratios = sorted.map(ratio);
       const middle = sorted[Math.floor(sorted.length / 2)];
       this.#setLanes(middle);
       const [plain, drafted] = middle.map((lane) => lane.run);
@@ -179,10 +179,10 @@ export class Race {
         ? "Both ran at the same time and shared the machine."
         : "They ran one after the other; the replay shows both by their recorded times.";
       verdict.replaceChildren(
-        element("p", idle ? `With ${drafter} nothing was drafted` : compareTimes(sorted.map(ratio), drafter), "headline"),
+        element("p", idle ? `With ${drafter} nothing was drafted` : compareTimes(ratios, drafter), "headline"),
         element("p", `✓ All ${plain.tokens.length} tokens are the same.`, "same"),
         element("p", `It took ${plain.ended.toFixed(2)} s without and ${drafted.ended.toFixed(2)} s with a drafter in the median of ${RUNS} runs`
-          + ` (${sorted.map((pair) => `${ratio(pair).toFixed(2)}×`).join(", ")}). ${how}`),
+          + ` (${ratios.map((each) => `${each.toFixed(2)}×`).join(", ")}). ${how}`),
         element("p", "This is one prompt, timed in this browser beside whatever else the machine does."
           + " `paceline compare` measures several.", "caveat"),
         ...(idle || drafted.ended > plain.ended / (1 + ALIKE) ? [element("p", explain(plain, drafted))] : []),

@@ -38,12 +38,8 @@ class TapPlanes(TapRows):
         for plane, layer in zip(self._bytes, self.layout.taps.layers, strict=True):
             output = states[layer]
             new = (host_bytes(output) if isinstance(output, Tensor) else output)[rows]
-            at, count = first % slots, len(new)
-            if at + count <= slots:
-                plane[at : at + count] = new
-                continue
-            done = max(0, count - slots)  # earlier rows would be overwritten at once
-            while done < count:
+            done = max(0, len(new) - slots)  # earlier rows would be overwritten at once
+            while done < len(new):
                 at = (first + done) % slots
                 part = new[done : done + slots - at]
                 plane[at : at + len(part)] = part
