@@ -100,12 +100,20 @@ def vllm(
 
 
 def answers(url: str, process: subprocess.Popen[bytes], log: Path) -> bool:
-    assert process.poll() is None, log.read_text()[-3000:]
+    assert process.poll() is None, first_errors(log)
     try:
         with urllib.request.urlopen(url, timeout=2):
             return True
     except OSError:
         return False
+
+
+def first_errors(log: Path) -> str:
+    """What a log says from its first error on. vLLM's last lines only say that a process ended,
+    the first ones say why."""
+    text = log.read_text(errors="replace")
+    first = re.search(r"^.*(ERROR|Traceback|Fatal)", text, re.MULTILINE)
+    return text[first.start() :][:6000] if first else text[-6000:]
 
 
 def until(condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -157,10 +165,16 @@ def texts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 class Running:
     """vLLM with the proposer, and how drafter services join it."""
 
-    def __init__(self, url: str, model: Path, ports: tuple[int, int], log: Path) -> None:
+    def __init__(self, url: str, model: Path, log: Path) -> None:
         self.url, self.model, self.log = url, model, log
-        self.address = f"127.0.0.1:{ports[0]}"
-        self.metrics = f"http://127.0.0.1:{ports[1]}/metrics"
+        self.address = self._served("serving address")
+        self.metrics = f"http://{self._served('serving metrics address')}/metrics"
+
+    def _served(self, what: str) -> str:
+        """The address that the proposer says it serves at."""
+        found = re.search(rf"{what}=(\S+)", self.log.read_text(errors="replace"))
+        assert found is not None, first_errors(self.log)
+        return found[1]
 
     def drafter(self, name: str) -> ServiceProcess:
         """A service with the drafter ``lm``: the same model in 4 bits, as chains."""
@@ -180,7 +194,7 @@ class Running:
 def running(
     model: Path, texts: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Running]:
-    ports, log = (free_port(), free_port()), tmp_path_factory.mktemp("vllm") / "paceline.log"
+    log = tmp_path_factory.mktemp("vllm") / "paceline.log"
     proposer = {
         "method": "custom_class",
         "model": "paceline.vllm.PacelineProposer",
@@ -190,12 +204,12 @@ def running(
         model,
         log,
         proposer,
-        address=f"127.0.0.1:{ports[0]}",
-        metrics_address=f"127.0.0.1:{ports[1]}",
+        address="127.0.0.1:0",
+        metrics_address="127.0.0.1:0",
         draft="always",
         timeout="5",
     ) as url:
-        yield Running(url, model, ports, log)
+        yield Running(url, model, log)
     print("\n".join(line for line in log.read_text().splitlines() if "paceline." in line))
 
 
