@@ -51,6 +51,7 @@ from paceline.kernels.triton.gather import gather_kv, gather_states
 from paceline.kernels.triton.plan import path_words
 from paceline.kernels.triton.products import (
     multiply_by_experts,
+    multiply_weight_only,
     quantise_rotated,
     scaled_sums,
 )
@@ -193,6 +194,14 @@ def compile_int8(kind: torch.dtype) -> None:
     scaled_sums(sums, empty(8), empty(6144), None, kind)
 
 
+def compile_weight_only(kind: torch.dtype) -> None:
+    """Products of 8-bit weights: a head, and a narrow matrix in splits."""
+    for rows in (8, 64, 256):
+        for outs in (32_000, 1024):
+            values, scale = empty(outs, 4096, dtype=torch.int8), empty(outs)
+            multiply_weight_only(empty(rows, 4096, dtype=kind), values, scale, None)
+
+
 def compile_experts(kind: torch.dtype, experts: int = 128, width: int = 2048) -> None:
     """The product of routed experts."""
     weights, bias = empty(experts, 768, width, dtype=kind), empty(experts, 768, dtype=kind)
@@ -258,6 +267,7 @@ def compile_all() -> None:
     compile_rows(bf16, 128, 256, norms=True)
     compile_rows(fp16, 80, 0, norms=False)
     compile_int8(bf16)
+    compile_weight_only(bf16)
     compile_experts(bf16)
     compile_experts(torch.float32)
     compile_sampling(bf16)
