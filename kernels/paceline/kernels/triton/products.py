@@ -1,5 +1,5 @@
-"""Products on NVIDIA GPUs: of routed experts, of 8-bit weights with inputs in 16 bits, and the steps
-around those of 8-bit integers."""
+"""Products on NVIDIA GPUs: of routed experts, of 8-bit weights with inputs in their own type, and
+the steps around those of 8-bit integers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SCALED = 1024
 
 _WEIGHT_TILES = ((16, 64, 4), (64, 128, 4), (128, 128, 8))
 """Rows and outputs of a tile of 8-bit weights, and its warps: the first with room for all rows. A
-product of few rows waits for weights alone, one of many reads its inputs once more for each tile."""
+product of few rows waits for weights alone; one of many reads its inputs again for each tile."""
 
 _DEFAULT_PROGRAMS = 132
 """Programs that a GPU runs side by side, where there is none to ask."""
