@@ -118,11 +118,13 @@ def change_config(folder: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def write_longspec(folder: Path, target: Path, seed: int = 0, **shape: Any) -> Path:
-    """Save a random LongSpec drafter for a target, in fp32."""
+def write_longspec(
+    folder: Path, target: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **shape: Any
+) -> Path:
+    """Save a random LongSpec drafter for a target."""
     config = LongSpecConfig.for_target(target, **shape)
     weights = random_weights(LongSpecModel(config), seed)
-    save_longspec(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
+    save_longspec(folder, config, weights, TargetRef.of(target), dtype=dtype)
     return folder
 
 

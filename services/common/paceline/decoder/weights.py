@@ -27,6 +27,7 @@ from paceline.kernels.linear import (
 )
 from paceline.kernels.quantised import QUANT_BLOCK, QuantisedMatrix, concatenate, quantise
 from paceline.kernels.rotated import DOWN_SIZE, SIZE, IntSums, RotatedMatrix
+from paceline.kernels.weight_only import WeightOnlyMatrix
 
 if TYPE_CHECKING:
     from paceline.decoder.config import DecoderConfig
@@ -387,13 +388,16 @@ class Linear:
     None: as many as the input."""
 
     def __init__(
-        self, weight: Weight | PackedMatrix | RotatedMatrix, bias: Tensor | None = None
+        self,
+        weight: Weight | PackedMatrix | RotatedMatrix | WeightOnlyMatrix,
+        bias: Tensor | None = None,
     ) -> None:
         """Make a layer of a weight ``[out, in]`` in float32, bfloat16, blocks, or 8 bits over
-        rotated inputs, and a bias ``[out]`` or None. A packed weight contains its bias."""
+        rotated inputs or plain ones, and a bias ``[out]`` or None. A packed weight contains its
+        bias."""
         self.packed: PackedMatrix | None = None
         """The packed weight of the compiled kernels; None: torch multiplies."""
-        self._rotated: RotatedMatrix | None = None
+        self._int8: RotatedMatrix | WeightOnlyMatrix | None = None
         if isinstance(weight, PackedMatrix):
             self.packed = weight
             self.out_features, self.in_features = weight.outs, weight.ins
@@ -401,8 +405,8 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         if isinstance(weight, QuantisedMatrix):
             self.packed = pack_quantised(weight, bias)
-        elif isinstance(weight, RotatedMatrix):
-            self._rotated = weight
+        elif isinstance(weight, RotatedMatrix | WeightOnlyMatrix):
+            self._int8 = weight
             self._bias = None if bias is None else bias.float().to(weight.scale.device)
         elif weight.device.type == "cpu" and cpu_kernels().library is not None:
             self.packed = pack(weight, bias, str(weight.dtype).removeprefix("torch."))
@@ -423,30 +427,30 @@ class Linear:
     @property
     def dtype(self) -> torch.dtype:
         """Type of its inputs off the CPU."""
-        return torch.bfloat16 if self._rotated is not None else self._weight.dtype
+        return torch.bfloat16 if self._int8 is not None else self._weight.dtype
 
     @property
     def device(self) -> torch.device:
         """Where its weight is."""
         if self.packed is not None:
             return self.packed.values.device
-        return self._weight.device if self._rotated is None else self._rotated.values.device
+        return self._weight.device if self._int8 is None else self._int8.values.device
 
     @property
     def exact(self) -> bool:
         """Whether its sums are integers, so that no order changes them."""
-        return self._rotated is not None
+        return isinstance(self._int8, RotatedMatrix)
 
     @property
     def shape_key(self) -> tuple[object, ...]:
         """Equal for layers whose products libraries compute alike."""
-        quantised = self.packed is not None or self._rotated is not None
+        quantised = self.packed is not None or self._int8 is not None
         kind = "quantised" if quantised else self._weight.dtype
         return self.out_features, self.in_features, kind, self.bias is None
 
     def sums(self, x: Tensor) -> IntSums | None:
         """The product before its scales, if the layer's sums are integers."""
-        return None if self._rotated is None else self._rotated.sums(x, self._bias)
+        return self._int8.sums(x, self._bias) if isinstance(self._int8, RotatedMatrix) else None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``[rows, in]`` to ``[rows, out]`` in the type of ``x``; a ``bias`` ``[out]`` of this type
@@ -455,8 +459,8 @@ class Linear:
             wide = None if bias is None else bias.float()
             return multiply(x.float().contiguous(), self.packed, wide).to(x.dtype)
         bias = self._bias if bias is None else bias
-        if self._rotated is not None:
-            return self._rotated.multiply(x, None if bias is None else bias.float())
+        if self._int8 is not None:
+            return self._int8.multiply(x, None if bias is None else bias.float())
         if x.device.type == "cpu":
             return multiply_floats(x, self._weight, bias)
         if self.fixed_rows is not None:
