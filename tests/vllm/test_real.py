@@ -64,6 +64,36 @@ def vllm(
     model: Path, log: Path, speculative: dict[str, Any] | None, **variables: str
 ) -> Iterator[str]:
     """vLLM's server; yields its URL."""
+    process, url = begin(model, log, speculative, variables)
+    try:
+        try:
+            until(lambda: answers(f"{url}/health", process, log), START_SECONDS)
+        except AssertionError:
+            if process.poll() is None or "paceline/vllm/" in first_errors(log):
+                raise
+            # vLLM failed before anything that is tested here, which says nothing of the proposer.
+            print(first_errors(log))
+            end(process)
+            process, url = begin(model, log, speculative, variables)
+            until(lambda: answers(f"{url}/health", process, log), START_SECONDS)
+        yield url
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End vLLM's process, and its workers if they are left."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def begin(
+    model: Path, log: Path, speculative: dict[str, Any] | None, variables: dict[str, str]
+) -> tuple[subprocess.Popen[bytes], str]:
+    """Start vLLM's process; returns it and its URL."""
     port = free_port()
     command = [
         *(os.environ["VLLM_PYTHON"], "-m", "vllm.entrypoints.openai.api_server"),
@@ -88,15 +118,7 @@ def vllm(
             stderr=output,
             start_new_session=True,
         )
-    try:
-        until(lambda: answers(f"http://127.0.0.1:{port}/health", process, log), START_SECONDS)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        with suppress(ProcessLookupError):  # its workers, if they are left
-            os.killpg(process.pid, signal.SIGKILL)
+    return process, f"http://127.0.0.1:{port}"
 
 
 def answers(url: str, process: subprocess.Popen[bytes], log: Path) -> bool:
