@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,6 +183,8 @@ def chosen_gpu(monkeypatch: pytest.MonkeyPatch, service: str, settings: dict[str
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr("paceline.drafter.wiring.has_driver", lambda: True)
+    driver = SimpleNamespace(reach=lambda gpu, other: True)
+    monkeypatch.setattr("paceline.kv.cuda.cuda_driver", lambda: driver)
     words = filled(found["command"], settings).split()
     name = words[words.index("--device") + 1]
     choose = {"verifier": find_device, "drafter": drafting_device}[service]

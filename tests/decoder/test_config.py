@@ -21,6 +21,7 @@ from paceline.decoder import (
     weights_fingerprint,
 )
 from paceline.drafter.wiring import drafting_device
+from paceline.kv.cuda import DriverError
 
 
 def changed(source: Path, target: Path, **change: Any) -> Path:
@@ -112,7 +113,13 @@ def test_fingerprints_tell_models_apart(models: dict[str, Path], tmp_path: Path)
     assert weights_fingerprint(copy) != prints["llama"]
 
 
-def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def with_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    reach: Callable[[int, int], bool] = lambda gpu, other: True,
+) -> None:
+    """So many GPUs, each of which reads the memory of others as ``reach`` says."""
+    monkeypatch.setattr("paceline.kv.cuda.cuda_driver", lambda: SimpleNamespace(reach=reach))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr("paceline.drafter.wiring.has_driver", lambda: count > 0)
@@ -141,21 +148,34 @@ def test_auto_takes_gpus_apart_where_there_are_two(
         assert drafting_device("auto") == "cpu"
 
 
-@pytest.mark.parametrize(("reads", "expected"), [(True, "cuda:1"), (False, "cuda:0")])
+@pytest.mark.parametrize(
+    ("answer", "expected", "why"),
+    [
+        (True, "cuda:1", ""),
+        (False, "cuda:0", "cuda:1 has no peer access"),
+        (DriverError("cuInit: unknown error (999)"), "cuda:0", "cuInit: unknown error"),
+    ],
+)
 def test_auto_takes_a_second_gpu_that_can_read_the_first_one(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reads: bool, expected: str
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    answer: bool | DriverError,
+    expected: str,
+    why: str,
 ) -> None:
     """Else KV and hidden states would be copied over gRPC; a GPU that is named is taken."""
-    with_gpus(monkeypatch, 2)
     asked = []
 
     def reach(gpu: int, other: int) -> bool:
         asked.append((gpu, other))
-        return reads
+        if isinstance(answer, DriverError):
+            raise answer
+        return answer
 
-    monkeypatch.setattr("paceline.kv.cuda.cuda_driver", lambda: SimpleNamespace(reach=reach))
+    with_gpus(monkeypatch, 2, reach)
     assert (drafting_device("auto"), asked) == (expected, [(1, 0)])
-    assert ("cuda:1 has no peer access" in caplog.text) is not reads
+    assert why in caplog.text
+    assert bool(caplog.text) is bool(why)
     assert drafting_device("cuda:1") == "cuda:1"
 
 

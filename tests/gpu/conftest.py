@@ -7,6 +7,7 @@ out (``--confcutdir``).
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ def cuda() -> torch.device:
 
 
 @pytest.fixture
-def device(cuda: torch.device) -> torch.device:
-    """The device, with everything random seeded."""
+def device(cuda: torch.device) -> Iterator[torch.device]:
+    """The device, with everything random seeded. Tests run side by side in several processes, so
+    the memory of each is given back at its end."""
     torch.manual_seed(0)
-    return cuda
+    yield cuda
+    torch.cuda.empty_cache()

@@ -24,7 +24,7 @@ from paceline.verifier.engine.acceptance import walk
 from paceline.verifier.kv.base import OutOfMemory, TapLayout, Taps
 from paceline.verifier.kv.pool import PAGE_TOKENS, PagedKv, PagePool
 from paceline.verifier.kv.segment import Segment, SegmentMemory
-from paceline.verifier.wiring import default_kv_bytes
+from paceline.verifier.wiring import default_kv_bytes, warn_of_little_room
 
 CPU = torch.device("cpu")
 
@@ -260,3 +260,28 @@ def test_kv_on_a_gpu_leaves_its_share_to_drafters(
 ) -> None:
     """Of 80 GiB, in GiB."""
     assert found_kv_bytes(monkeypatch, Clock(), 0.8, lambda: free, own) == expected * GIB
+
+
+@pytest.mark.parametrize(
+    ("kv", "longest", "warning"),
+    [
+        (5, 131072, ""),
+        (3, 24576, "KV 3.2, for texts of 24576 tokens at most (of the model: 131072)"),
+        (8, 131072, "which leaves 1.1 for CUDA graphs and drafters"),
+    ],
+)
+def test_a_gpu_with_little_room_beside_weights_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kv: int,
+    longest: int,
+    warning: str,
+) -> None:
+    """Of 24 GiB, where weights take 15: too little for a whole text, or for drafters."""
+    gpu = SimpleNamespace(
+        mem_get_info=lambda device: (9 * GIB, 24 * GIB), memory_reserved=lambda device: 15 * GIB
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
+    warn_of_little_room(torch.device("cuda", 0), kv * GIB, longest, 131072)
+    assert warning in caplog.text
+    assert bool(caplog.text) is bool(warning)

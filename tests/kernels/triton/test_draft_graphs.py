@@ -31,7 +31,7 @@ from drafter.models import (
 from drafter.segments import passed
 from stub_driver import StubDriver
 
-from paceline.decoder import Decoder
+from paceline.decoder import Decoder, DeviceLost
 from paceline.drafter.growth import graphs
 from paceline.drafter.growth.device import DeviceGrowth
 from paceline.drafter.growth.graphs import DraftGraphs
@@ -332,20 +332,79 @@ def test_a_text_whose_cache_was_released_during_a_draft_is_dropped(
     assert [found[0].tokens, found[2].tokens] == [expected[0].tokens, expected[2].tokens]
 
 
-def test_a_drafter_whose_drafts_cannot_be_captured_has_no_graphs(
+def test_a_start_captures_a_graph_for_each_size_and_choice(folders: dict[str, Path]) -> None:
+    """Each takes time of a start: few enough."""
+    drafter = drafter_of("dspark, causal", folders)
+    settings = replace(drafter.settings, drafted_on_device=drafter.settings.drafted)
+    captured = DraftGraphs(drafter, settings)
+    captured.warm_up()
+    assert len(captured) == 36
+
+
+def refuse_captures(drafter: Any, monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
+    """Makes graphs of some numbers of sequences fail."""
+    capturing = graphs_of(drafter)._capturing
+    capture = capturing.capture
+
+    def refuse(draft: Any) -> Any:
+        if draft.__self__._sequences in sizes:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return capture(draft)
+
+    monkeypatch.setattr(capturing, "capture", refuse)
+
+
+def test_texts_whose_graph_cannot_be_captured_are_drafted_for_without_it(
+    folders: dict[str, Path],
+    target: Decoder,
+    on_triton: Callable[[Any], list[bool]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Others keep theirs. The log has the first error, and how many failed."""
+    name = "dspark, causal"
+    expected = trees_of(drafter_of(name, folders), target, "greedy", 3)
+    drafter = drafter_of(name, folders)
+    replayed = on_triton(drafter)
+    refuse_captures(drafter, monkeypatch, 4, 16)
+    drafter.growth.ways[0].warm_up()
+    first, count = caplog.messages
+    assert first.startswith("no CUDA graph of 16 texts with 4 new positions (noise: none)")
+    assert "not permitted when stream is capturing" in first
+    assert count == "CUDA graphs of drafts of dspark: 12; 6 could not be captured"
+    assert caplog.text.count("Traceback") == 1
+    for texts, has_graph in ((3, False), (2, True)):
+        replayed.clear()
+        found = trees_of(drafter, target, "greedy", texts)
+        assert replayed == [has_graph] * 2
+        wanted = expected[:texts] + expected[3 : 3 + texts]
+        assert [tree.tokens for tree in found] == [tree.tokens for tree in wanted]
+
+
+def test_a_drafter_none_of_whose_graphs_can_be_captured_has_none(
     folders: dict[str, Path],
     on_triton: Callable[[Any], list[bool]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(run: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
     drafter = drafter_of("dspark, causal", folders)
     on_triton(drafter)
-    monkeypatch.setattr(graphs_of(drafter)._capturing, "capture", refuse)
+    refuse_captures(drafter, monkeypatch, *graphs.SEQUENCES)
     growth = drafter.growth.ways[0]
     growth.warm_up()
     assert growth.graphs is None
+
+
+def test_a_capture_that_loses_the_device_ends_the_load_of_a_drafter(
+    folders: dict[str, Path],
+    on_triton: Callable[[Any], list[bool]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafter = drafter_of("dspark, causal", folders)
+    on_triton(drafter)
+    refuse_captures(drafter, monkeypatch, 8)
+    monkeypatch.setattr("paceline.decoder.graphs.device_lost", lambda device: DeviceLost("gone"))
+    with pytest.raises(DeviceLost):
+        drafter.growth.ways[0].warm_up()
 
 
 VIEWS = ("select", "slice", "detach", "detach_", "lift_fresh", "to", "resolve_conj", "resolve_neg")

@@ -42,7 +42,12 @@ class Capturing:
     All are captured on one stream, since libraries keep a workspace for each stream.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, required: bool = False) -> None:
+        """Prepare captures on a device; if graphs are ``required``, one that cannot be captured is
+        an error."""
+        self.captured = self.failed = 0
+        """Graphs that :meth:`attempt` has captured, and those that could not be captured."""
+        self._required = required
         self._device = device
         self._memory: Any = None
         self._stream: Any = None
@@ -85,6 +90,45 @@ class Capturing:
 
         return replay
 
+    def attempt(self, name: str, make: Callable[[], T]) -> T | None:
+        """Make a graph by :meth:`capture`, and count it.
+
+        Args:
+            name: What tells it from other graphs, for the log.
+            make: Makes the graph, and what it reads and writes.
+
+        Returns:
+            What ``make`` returns; None if it fails, for whatever reason: then others have to run
+            what the graph would replay. The first failure is logged, further ones are counted.
+
+        Raises:
+            DeviceLost: The device fails every call since.
+            Exception: That of ``make``, if graphs are required.
+        """
+        try:
+            made = make()
+        except Exception as error:  # of kernels, their compiler, the driver: any that there is
+            if self._required:
+                raise
+            if (lost := device_lost(self._device)) is not None:
+                raise lost from error
+            if not self.failed:
+                _log.warning(
+                    "no CUDA graph of %s, whose work runs kernel by kernel: %s", name, error,
+                    exc_info=True,
+                )  # fmt: skip
+            self.failed += 1
+            return None
+        self.captured += 1
+        return made
+
+    def report(self, name: str) -> None:
+        """Log how many graphs there are so far, and how many could not be captured; ``name`` says
+        what they are graphs of."""
+        failed = f"; {self.failed} could not be captured" if self.failed else ""
+        level = logging.WARNING if self.failed else logging.INFO
+        _log.log(level, "CUDA graphs of %s: %d%s", name, self.captured, failed)
+
     def compile(
         self,
         passes: Iterable[Callable[[], object]],
@@ -120,9 +164,6 @@ class GraphRunner:
             planes: Cache of any sequence in the pool.
             required: Whether a graph that cannot be captured is an error.
         """
-        self.failed = 0
-        """Graphs that could not be captured."""
-        self._required = required
         self.shapes = SHAPES if decoder.products is None else FIXED_SHAPES
         self._decoder = decoder
         self._planes = planes
@@ -130,14 +171,19 @@ class GraphRunner:
         assert isinstance(key, PagedPlane), "graphs need KV in pages"
         self._keys = key.pool
         self._graphs: dict[tuple[object, ...], tuple[GraphPlan, Pass] | None] = {}
-        self._capturing = Capturing(self._keys.device)
+        self._capturing = Capturing(self._keys.device, required=required)
         self._tapped: list[tuple[int, ...]] = []  # layers that graphs return, the newest set first
         # One for all graphs, whose own would take gigabytes.
         self._logits: Tensor | None = None
 
     def __len__(self) -> int:
         """Graphs captured so far."""
-        return len(self._graphs) - self.failed
+        return self._capturing.captured
+
+    @property
+    def failed(self) -> int:
+        """Graphs that could not be captured."""
+        return self._capturing.failed
 
     def forward(
         self,
@@ -242,6 +288,10 @@ class GraphRunner:
                 self._capturing.release()
             yield count, len(self.shapes)
 
+    def report(self) -> None:
+        """Log how many graphs there are so far, and how many could not be captured."""
+        self._capturing.report("steps")
+
     def _tilings(self) -> tuple[Tiling, ...]:
         """Tilings of all kinds of layers."""
         # Imported here: only graphs need Triton.
@@ -262,21 +312,13 @@ class GraphRunner:
         """Plan and graph of a shape, captured if there is none; ``again``: see ``ProbedBlock``.
         None: it could not be captured."""
         key = (rows, tilings, taps, probed, again)
+
+        def make() -> tuple[GraphPlan, Pass]:
+            plan = self._plan(rows, tilings, probes=bool(probed), weights=again)
+            return plan, self.capture(plan, taps, probed)
+
         if key not in self._graphs:
-            try:
-                plan = self._plan(rows, tilings, probes=bool(probed), weights=again)
-                self._graphs[key] = plan, self.capture(plan, taps, probed)
-            except Exception as error:  # of kernels, their compiler, the driver: any that there is
-                if self._required:
-                    raise
-                if (lost := device_lost(self._keys.device)) is not None:
-                    raise lost from error
-                self._graphs[key] = None
-                self.failed += 1
-                _log.warning(
-                    "no CUDA graph of %d rows: its steps run kernel by kernel: %s", rows, error,
-                    exc_info=self.failed == 1,
-                )  # fmt: skip
+            self._graphs[key] = self._capturing.attempt(f"{rows} rows", make)
         return self._graphs[key]
 
     def _plan(self, rows: int, tilings: tuple[Tiling, ...], **recorded: bool) -> GraphPlan:

@@ -74,26 +74,27 @@ def drafting_device(name: str) -> str:
     from paceline.decoder import find_device
 
     device = find_device(name, preferred=1)
-    if name == "auto" and device.index and not _reads_first(device.index):
+    if name == "auto" and device.index and (why := _why_unread(device.index)):
         _device_log.warning(
-            "device auto: using cuda:0 after all, since %s has no peer access to its memory: KV "
-            "and hidden states of a verifier there would be copied over gRPC; --device %s takes it "
-            "anyway (of `paceline serve`: --drafter-device)",
+            "device auto: using cuda:0 after all, since %s %s: KV and hidden states of a verifier "
+            "on cuda:0 would be copied over gRPC; --device %s takes it anyway (of `paceline serve`:"
+            " --drafter-device)",
             device,
+            why,
             device,
         )
         return str(find_device("cuda:0"))
     return str(device)
 
 
-def _reads_first(gpu: int) -> bool:
-    """Whether a GPU can read the memory of the first one; True if the driver cannot be asked."""
+def _why_unread(gpu: int) -> str:
+    """Says why a GPU is not known to read the memory of the first one; empty if it can."""
     from paceline.kv.cuda import DriverError, cuda_driver
 
     try:
-        return cuda_driver().reach(gpu, 0)
-    except DriverError:
-        return True
+        return "" if cuda_driver().reach(gpu, 0) else "has no peer access to its memory"
+    except DriverError as error:
+        return f"may have no peer access to its memory, which the driver does not tell: {error}"
 
 
 def _device_calls(

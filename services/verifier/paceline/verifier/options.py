@@ -195,6 +195,11 @@ class VerifierOptions:
                 raise ValueError(f"{name} is {value!r}, expected {', '.join(known)}")
         if self.cuda_graphs == "on" and self.device == "cpu":
             raise ValueError("cuda_graphs is 'on', and device is cpu: expected auto or off")
+        if self.cuda_graphs == "on" and self.tensor_parallel > 1:
+            raise ValueError(
+                f"cuda_graphs is 'on', and steps of {self.tensor_parallel} ranks (tensor_parallel) "
+                "are not captured: expected auto or off"
+            )
         if self.gpu_memory != GPU_MEMORY and (self.kv_bytes is not None or self.device == "cpu"):
             instead = "device is cpu" if self.kv_bytes is None else "kv_bytes is given"
             raise ValueError(

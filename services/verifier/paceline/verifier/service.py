@@ -191,8 +191,7 @@ class VerifierService:
             while (found := await self.engine.between_steps(lambda: next(steps, None))) is not None:
                 bar.update(task, completed=found[0], total=found[1])
         await self.engine.between_steps(choose)
-        failed = f"; {graphs.failed} could not be captured" if graphs.failed else ""
-        _log.info("CUDA graphs: %d%s", len(graphs), failed)
+        graphs.report()
 
     def _capture_taps(self, layers: tuple[int, ...]) -> None:
         """Capture the graphs that return hidden states, before a step of a generation needs one."""

@@ -8,7 +8,6 @@ import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -24,6 +23,7 @@ from paceline.decoder import (
     publish,
     use_device,
 )
+from paceline.kernels import backend_for
 from paceline.service.runtime import available_memory, trim
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.local import LocalSources
@@ -44,6 +44,9 @@ _FREE_SECONDS, _FREE_POLL_SECONDS = 10.0, 0.25
 
 _CONTEXTS = 0.05
 """Share of a GPU's memory that processes without tensors there may have."""
+
+_REST = 2 << 30
+"""Memory of a GPU beside weights and KV of which a start warns if there is less. Unit: bytes."""
 
 _OTHER_FILES = 64
 """Open files that are left for connections."""
@@ -145,12 +148,12 @@ def kv_memory(model: LoadedModel, options: VerifierOptions) -> KvSpace:
     if kv_bytes is None:
         kv_bytes = default_kv_bytes(device, options.gpu_memory)
     longest = _longest_text(layout, kv_bytes)
-    if longest < message.max_context:
-        _log.warning("%d bytes of KV hold texts of %d tokens at most", kv_bytes, longest)
-        message.max_context = longest
+    warn_of_little_room(device, kv_bytes, longest, message.max_context)
+    message.max_context = min(longest, message.max_context)
     max_sequences, max_prefixes = _cache_limits(options)
-    if options.cuda_graphs == "on" and device.type == "cpu":
-        raise ValueError("cuda_graphs is 'on', and there is no GPU here: expected auto or off")
+    why = why_no_graphs(decoder)
+    if options.cuda_graphs == "on" and why:
+        raise ValueError(f"cuda_graphs is 'on', and {why}: expected auto or off")
     if not options.paged_kv and device.type == "cpu":
         memory = SegmentMemory(layout, kv_bytes, rank_caches)
         return KvSpace(memory, None, None, max_sequences, max_prefixes)
@@ -163,10 +166,20 @@ def kv_memory(model: LoadedModel, options: VerifierOptions) -> KvSpace:
         rank_caches=rank_caches,
     )
     graphs = None
-    able = device.type == "cuda" and find_spec("triton") is not None
-    if able and rank_caches is None and options.cuda_graphs != "off":
+    if options.cuda_graphs != "off" and not why:
         graphs = GraphRunner(decoder, pool, required=options.cuda_graphs == "on")
     return KvSpace(pool, pool, graphs, max_sequences, max_prefixes)
+
+
+def why_no_graphs(decoder: Decoder) -> str:
+    """Why steps of a model cannot be captured as CUDA graphs; empty if they can."""
+    if decoder.device.type != "cuda":
+        return "there is no GPU here"
+    if isinstance(decoder, ParallelDecoder):
+        return "steps of several ranks are not captured"
+    if backend_for(decoder.device).name == "dense":
+        return "attention has no Triton kernels: Triton is missing, or PACELINE_ATTENTION is dense"
+    return ""
 
 
 def engine(model: LoadedModel, kv: KvSpace, options: VerifierOptions) -> Engine:
@@ -221,6 +234,33 @@ def _longest_text(layout: KvLayout, kv_bytes: int) -> int:
         min_bytes = layout.capacity(1) * layout.token_bytes + layout.state_bytes
         raise ValueError(f"kv_bytes is {kv_bytes}, expected at least {min_bytes} for this model")
     return tokens
+
+
+def warn_of_little_room(
+    device: torch.device, kv_bytes: int, longest: int, max_context: int
+) -> None:
+    """Warn if KV has no room for the model's longest text, or a GPU for little else than KV.
+
+    Args:
+        device: That of the model, whose weights are loaded.
+        kv_bytes: Memory for KV, which is not taken yet. Unit: bytes.
+        longest: Longest text that fits. Unit: tokens.
+        max_context: That of the model. Unit: tokens.
+    """
+    if device.type != "cuda":
+        if longest < max_context:
+            _log.warning("%d bytes of KV hold texts of %d tokens at most", kv_bytes, longest)
+        return
+    module = torch.get_device_module(device)
+    weights, (_, total) = module.memory_reserved(device), module.mem_get_info(device)
+    rest = total - weights - kv_bytes
+    if longest < max_context or rest < _REST:
+        _log.warning(
+            "of the %.1f GB of %s weights take %.1f and KV %.1f, for texts of %d tokens at most "
+            "(of the model: %d), which leaves %.1f for CUDA graphs and drafters: --gpu-memory and "
+            "--kv-bytes change KV's share, --weights int8 takes less for weights",
+            total / 1e9, device, weights / 1e9, kv_bytes / 1e9, longest, max_context, rest / 1e9,
+        )  # fmt: skip
 
 
 def default_kv_bytes(

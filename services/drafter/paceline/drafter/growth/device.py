@@ -9,7 +9,6 @@ all trees once, when they are complete.
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -38,8 +37,6 @@ from paceline.kernels import (
     send,
 )
 from paceline.tree import TokenTree
-
-logger = logging.getLogger("paceline.drafter")
 
 Rank = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """Maps logits ``[S F, V]`` and the number of their level to candidates, as :func:`rank_rows`."""
@@ -368,8 +365,12 @@ class DeviceModel(Protocol):
 class Graphs(Protocol):
     """Captured drafts, :class:`~paceline.drafter.growth.graphs.DraftGraphs`."""
 
+    def __len__(self) -> int:
+        """Graphs captured so far."""
+
     def warm_up(self) -> None:
-        """Captures the graphs of all batches."""
+        """Captures the graphs of all batches. Raises ``DeviceLost``: the device fails every call
+        since."""
 
     def run(
         self,
@@ -378,7 +379,7 @@ class Graphs(Protocol):
         lengths: Sequence[int],
         last: Sequence[int],
     ) -> Tensor | None:
-        """Drafts for a batch; None if no graph is large enough."""
+        """Drafts for a batch; None if no graph can."""
 
 
 class DeviceGrowth(Growth):
@@ -407,14 +408,14 @@ class DeviceGrowth(Growth):
         self.graphs = graphs
 
     def warm_up(self) -> None:
-        """Captures the CUDA graphs of all batches. If that fails, there are none."""
-        try:
-            if self.graphs is not None:
-                self.graphs.warm_up()
-        except Exception:  # of kernels, their compiler, the driver: any that there is
-            method = self._model.method
-            logger.warning("%s drafts without CUDA graphs", method, exc_info=True)
-            self.graphs = None
+        """Captures the CUDA graphs of all batches. One that cannot be captured is left out: its
+        batches are drafted for kernel by kernel. Raises ``DeviceLost``: the device fails every call
+        since."""
+        if self.graphs is None:
+            return
+        self.graphs.warm_up()
+        if not len(self.graphs):
+            self.graphs = None  # trees then have no more levels than a batch asks for
 
     def start(self, passes: TextPasses) -> bool:
         text = passes.text

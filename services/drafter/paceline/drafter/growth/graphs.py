@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -125,7 +126,8 @@ class GraphModel(DeviceModel, Protocol):
 class DraftGraphs:
     """Runs drafts by the graph of the next larger shape, captured at its first use or before.
 
-    On the CPU, without graphs, it runs the same kernels with the same tables. Not thread-safe.
+    A graph that cannot be captured is left out: its batches are for others to draft for. On the
+    CPU, without graphs, it runs the same kernels with the same tables. Not thread-safe.
     """
 
     def __init__(self, model: GraphModel, settings: TreeSettings) -> None:
@@ -136,7 +138,7 @@ class DraftGraphs:
         self._model: GraphModel = weakref.proxy(model)
         self._settings, self._shape = settings, shape
         self._passes = {fed: model.pass_shapes(fed, shape) for fed in FED}
-        self._graphs: dict[tuple[int, int, str], _Graph] = {}
+        self._graphs: dict[tuple[int, int, str], _Graph | None] = {}
         self._capturing = Capturing(device)
         layers, heads = model.layers, model.layers.config
         with torch.inference_mode(False):
@@ -159,10 +161,22 @@ class DraftGraphs:
                 pin_memory=device.type == "cuda",
             )  # fmt: skip
 
+    def __len__(self) -> int:
+        """Graphs captured so far."""
+        return self._capturing.captured
+
     def warm_up(self) -> None:
-        """Captures all graphs, the largest first. The kernels of these, which are those of smaller
-        ones too, are compiled before."""
-        largest = (self._make(SEQUENCES[-1], FED[-1], noise).draft for noise in NOISES)
+        """Captures all graphs, the largest first, and logs how many there are. The kernels of the
+        largest, which are those of smaller ones too, are compiled before.
+
+        Raises:
+            DeviceLost: The device fails every call since a graph was captured.
+        """
+
+        def draft(noise: str) -> None:
+            self._make(SEQUENCES[-1], FED[-1], noise).draft()
+
+        largest = [partial(draft, noise) for noise in NOISES]
         with torch.inference_mode():
             self._capturing.compile(largest)
         for noise in NOISES:
@@ -170,6 +184,7 @@ class DraftGraphs:
                 for fed in reversed(FED):
                     self.graph(sequences, fed, noise)
         self._capturing.release()
+        self._capturing.report(f"drafts of {self._model.method}")
 
     def run(
         self,
@@ -188,7 +203,8 @@ class DraftGraphs:
 
         Returns:
             See :meth:`DeviceTrees.packed`, on the CPU, valid until the next call; None if no graph
-            is large enough, the trees have another shape, or a cache cannot be read by wide loads.
+            is large enough or it could not be captured, the trees have another shape, or a cache
+            cannot be read by wide loads.
         """
         sequences = next((n for n in SEQUENCES if n >= len(rankers)), 0)
         fed = next((n for n in FED if self._fits(draft, sequences, n)), None)
@@ -197,7 +213,7 @@ class DraftGraphs:
         params = [ranker.params for ranker in rankers]
         noise = NOISES[max(map(_noise, params))]
         graph = self.graph(sequences, fed, noise)
-        if not graph.fill(draft, params, lengths, last):
+        if graph is None or not graph.fill(draft, params, lengths, last):
             return None
         found = self._results[: len(rankers)]
         found.copy_(graph.run()[: len(rankers)], non_blocking=True)
@@ -213,14 +229,20 @@ class DraftGraphs:
                 return False
         return True
 
-    def graph(self, sequences: int, fed: int, noise: str) -> _Graph:
-        """Returns the graph for one of :data:`SEQUENCES`, :data:`FED` and :data:`NOISES`."""
+    def graph(self, sequences: int, fed: int, noise: str) -> _Graph | None:
+        """Returns the graph for one of :data:`SEQUENCES`, :data:`FED` and :data:`NOISES`; None: it
+        could not be captured."""
         key = (sequences, fed, noise)
-        if key not in self._graphs:
+
+        def make() -> _Graph:
             graph = self._make(sequences, fed, noise)
             with torch.inference_mode():
                 graph.run = self._capturing.capture(graph.draft)
-            self._graphs[key] = graph
+            return graph
+
+        if key not in self._graphs:
+            name = f"{sequences} texts with {fed} new positions (noise: {noise})"
+            self._graphs[key] = self._capturing.attempt(name, make)
         return self._graphs[key]
 
     def _make(self, sequences: int, fed: int, noise: str) -> _Graph:
