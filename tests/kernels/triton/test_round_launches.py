@@ -1,0 +1,107 @@
+"""What a step copies, launches and waits for beside its CUDA graph, in order, on a GPU that is not
+there: its tensors have no memory, and the host gets made-up tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from launches import Launches
+
+from paceline.bench.gpu.host import META, TARGET, TOKEN, TREE, NoGraphs, model
+from paceline.decoder import device as device_module
+from paceline.kernels import SamplingParams
+from paceline.kernels import sampling as sampling_module
+from paceline.kernels.triton.backend import perturbed
+from paceline.tree import EMPTY, TokenTree
+from paceline.verifier.engine.engine import Engine
+from paceline.verifier.engine.job import (
+    LOCAL,
+    Decode,
+    Draft,
+    GenerationParams,
+    Prefill,
+    Sequence,
+)
+from paceline.verifier.kv import pool as pool_module
+from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
+from paceline.verifier.kv.pool import PagePool
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "top-p": {"sampling": SamplingParams(temperature=0.8, top_p=0.9)},
+    "states": {"taps": Taps((0,))},
+}
+"""What is different in the generations of a case."""
+
+FILTERS = [
+    "to device", "find_best", "find_candidates", "find_border", "zeros", "weigh_spans",
+    "collect_span", "finish_border", "perturb",
+]  # fmt: skip
+"""Parameters of all rows, then what puts filters and noise into their logits."""
+
+ACCEPTED = [
+    "to device", "eq", "index", "eq", "__or__",
+    *["index", "__and__", "index"] * TREE.depth.bit_length(),
+    "arange", "clone", "where", "index_put_",
+    "index", "index", "index", "index_put_", "arange", "sub",
+]  # fmt: skip
+"""All trees, whose nodes are compared with the chosen tokens; paths; the KV, which moves."""
+
+
+@pytest.mark.parametrize("tree", [EMPTY, TREE], ids=["plain", "trees"])
+@pytest.mark.parametrize("kind", FIELDS)
+def test_a_step_launches_the_same_for_any_number_of_texts(
+    kind: str, tree: TokenTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling_module, "perturbed_logits", perturbed)
+    states: list[str] = []
+    if kind == "states":
+        moved = ["index", "add"] if len(tree) else []  # where accepted nodes have gone
+        states = ["stack", "to device", *moved, "index", "index_put_"]
+    expected = [
+        "to device", "replay", *(FILTERS if kind == "top-p" else []), "argmax",
+        *(ACCEPTED if len(tree) else []), *states, "to host", "wait",
+    ]  # fmt: skip
+    for texts in (1, 3, 8):
+        launched = Launches("meta", received=TOKEN)
+        for module in (device_module, pool_module):
+            monkeypatch.setattr(module, "wait_for", lambda _, to=launched.names: to.append("wait"))
+        emitted = step(texts, tree, FIELDS[kind], launched)
+        assert emitted == [[TOKEN] * (4 if len(tree) else 1)] * texts
+        assert launched.names == expected
+
+
+def step(
+    texts: int, tree: TokenTree, fields: dict[str, Any], launched: Launches
+) -> list[list[int]]:
+    """Runs a step, whose launches alone are noted; returns what each text emits."""
+    layout = KvLayout.of(TARGET)
+    pool = PagePool(
+        layout, META, kv_bytes=texts * 1024 * layout.token_bytes, max_sequences=texts,
+        max_context=512,
+    )  # fmt: skip
+    params = GenerationParams((3, 1, 4), length_limit=50, **fields)
+    taps = None if params.taps is None else TapLayout.of(params.taps, layout, 512)
+    graphs = NoGraphs(pool, lambda: launched.names.append("replay"))
+    assert list(graphs.warm_up(() if params.taps is None else params.taps.layers))
+    engine = Engine(model(), graphs=graphs)
+    sequences = [Sequence(params, pool.allocate(512, taps)) for _ in range(texts)]
+    with torch.inference_mode(), launched:
+        for sequence in sequences:
+            engine.prefill(Prefill(sequence))
+        engine._thread.run_commands(0.0)
+        engine._step()
+        jobs = [Decode(sequence, credits=1) for sequence in sequences]
+        for job in jobs:
+            if len(tree):
+                job.set_draft(Draft(tree, LOCAL))
+            engine.decode(job)
+        engine._thread.run_commands(0.0)
+        launched.names.clear()
+        engine._step()
+    for sequence in sequences:
+        sequence.kv.close()
+    pool.check_integrity()
+    return [output.tokens for job in jobs for output in job.outputs]
