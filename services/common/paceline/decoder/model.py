@@ -56,7 +56,7 @@ from paceline.kernels import (
 )
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.linear import PackedMatrix
-from paceline.kernels.rotated import RotatedMatrix
+from paceline.kernels.rotated import RotatedMatrix, why_no_integers
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -214,6 +214,11 @@ class Decoder:
             raise UnsupportedModelError(
                 f"{found.path}: weights are 'int8', and routed experts have no products in 8 bits "
                 "on a GPU: use bfloat16"
+            )
+        if is_rotated(config.weights, torch.device(device)) and (why := why_no_integers(device)):
+            raise UnsupportedModelError(
+                f"{found.path}: weights are 'int8', and {device} refuses a product of 8-bit "
+                f"integers, expected one that multiplies them: {why}; use bfloat16, or the CPU"
             )
         if config.delta_layers and torch.device(device).type != "cpu":
             raise UnsupportedModelError(
