@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig, Rope, UnsupportedModelError
 from paceline.decoder.device import DeviceLost
+from paceline.decoder.experts import Experts
 from paceline.decoder.families import DELTA_TENSORS
 from paceline.decoder.layer import (
     DecoderLayer,
@@ -300,13 +301,14 @@ class Decoder:
         """Have all linear layers keep a row's bits, whatever rows are beside it; see
         :mod:`paceline.decoder.products`. Returns which rules they have. Experts have products of
         their own."""
-        layers = [
+        matrices = [
             each
             for layer in self._layers
             for each in (layer.qkv, layer.out, layer.router, layer.gate_up, layer.down)
-            if isinstance(each, Linear)
         ]
-        self.products = fix_products([*layers, self._head])
+        layers = [each for each in matrices if isinstance(each, Linear)]
+        experts = [each for each in matrices if isinstance(each, Experts)]
+        self.products = fix_products([*layers, self._head], experts)
         return self.products
 
     def linears(self) -> list[Linear]:
