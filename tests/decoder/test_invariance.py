@@ -13,10 +13,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.decoder import Decoder, LocalCache, check_batch_invariance, check_served
-from paceline.decoder.invariance import SERVED_SLOTS, ServedForward
+from paceline.decoder import (
+    Decoder,
+    LocalCache,
+    check_batch_invariance,
+    check_served,
+    open_model,
+)
+from paceline.decoder.graphs import FIXED_SHAPES
+from paceline.decoder.invariance import ServedForward, served_slots, window_to_pass
 from paceline.decoder.weights import Linear
-from paceline.kernels import Executor, Pass, QueryBlock, plan_trees
+from paceline.kernels import Executor, Pass, QueryBlock, attention, plan_trees
 from paceline.kernels._native import CpuKernels
 from paceline.kernels.program import PassResult
 
@@ -68,52 +75,74 @@ def test_the_self_check_notices_a_single_row_summed_another_way(
 def test_without_compiled_kernels_the_self_check_says_so(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import paceline.decoder.invariance as invariance
-
     none = CpuKernels("none", None, "there is no C compiler")
-    monkeypatch.setattr(invariance, "cpu_kernels", lambda: none)
+    monkeypatch.setattr(attention, "cpu_kernels", lambda: none)
     found = check_batch_invariance(load(models, "llama", torch.float32))
     assert not found.holds
     assert "there is no C compiler; install gcc" in found.reason
 
 
-def served(decoder: Decoder) -> ServedForward:
-    """As a verifier on a GPU runs its passes, over caches in the memory of the process."""
-    caches = [LocalCache(decoder.config) for _ in SERVED_SLOTS]
-    for cache, slots in zip(caches, SERVED_SLOTS, strict=True):
+WINDOW = 300
+
+
+def windowed(folder: Path, dtype: torch.dtype, window: int | None) -> Decoder:
+    """A model with a window in its first layer."""
+    source = open_model(folder)
+    config = replace(source.config(dtype), windows=(window, None))
+    return Decoder(config, source.weights(config), "cpu")
+
+
+def served(decoder: Decoder, of_trees: Decoder | None = None) -> ServedForward:
+    """As a verifier on a GPU runs its passes, over caches in the memory of the process; trees may
+    have another decoder."""
+    caches = [LocalCache(decoder.config) for _ in range(2)]
+    for cache, slots in zip(caches, served_slots(WINDOW), strict=True):
         cache.reserve(slots)
 
     def forward(
         tokens: Sequence[int], blocks: Sequence[QueryBlock], *, prompt: bool = False
     ) -> Tensor:
-        packed = torch.tensor(tokens)
-        return decoder.forward(packed, plan_trees(blocks), caches, logit_rows=None).logits
+        packed, own = torch.tensor(tokens), of_trees is None or blocks[0].parents is None
+        used = decoder if own else of_trees
+        assert used is not None
+        return used.forward(packed, plan_trees(blocks), caches, logit_rows=None).logits
 
     return forward
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_check_of_what_is_served_holds(models: dict[str, Path], dtype: torch.dtype) -> None:
-    decoder = load(models, "qwen3", dtype)
-    found = check_served(served(decoder), decoder.config.vocab_size)
+    decoder = windowed(models["qwen3"], dtype, WINDOW)
+    found = check_served(served(decoder), decoder.config.vocab_size, WINDOW)
     assert (found.holds, found.reason) == (True, "")
+
+
+def total(blocks: Sequence[QueryBlock]) -> int:
+    return sum(block.length for block in blocks)
 
 
 @pytest.mark.parametrize(
     ("other", "named"),
     [
         # As where attention walks the slots of a tree and not its paths.
-        (lambda blocks, prompt: blocks[0].parents is not None, {"position 192", "position 256"}),
+        (lambda blocks, prompt: blocks[0].parents is not None,
+         {"position 192", "position 256", "tree where a window of 300 ends"}),
         # As where more rows than a tile has are split between other chunks.
-        (lambda blocks, prompt: sum(b.length for b in blocks) > 64 and not prompt,
-         {"step of 88 rows", "step of 288 rows"}),
+        (lambda blocks, prompt: total(blocks) > 64 and not prompt,
+         {f"step of {rows} rows" for rows in FIXED_SHAPES[1:]}),
         # As where a product of few rows is split.
-        (lambda blocks, prompt: 1 < sum(b.length for b in blocks) < 16 and not prompt,
-         {"step of 9 rows"}),
+        (lambda blocks, prompt: 1 < total(blocks) < 16 and not prompt,
+         {"step of 9 rows", "step where a window of 300 ends"}),
+        # As where the graph of a number of rows has a table that is too short.
+        *(((lambda blocks, prompt, rows=rows: total(blocks) == rows and not prompt),
+           {f"step of {rows} rows"}) for rows in FIXED_SHAPES),
         # As where prompts take another way.
         (lambda blocks, prompt: prompt and blocks[0].length > 200, {"behind a resume,"}),
-        (lambda blocks, prompt: prompt and blocks[0].start > 0, {"prompt in two parts"}),
-        (lambda blocks, prompt: blocks[0].start == 0 and len(blocks) > 1, {"288 rows of two"}),
+        (lambda blocks, prompt: prompt and 0 < blocks[0].start < 200, {"prompt in two parts"}),
+        (lambda blocks, prompt: prompt and blocks[0].start > 268,
+         {"prompt where a window of 300 ends"}),
+        (lambda blocks, prompt: blocks[0].start == 0 and len(blocks) > 2,
+         {"512 rows", "384 rows"}),
     ],
 )  # fmt: skip
 def test_the_check_of_what_is_served_names_what_differs(
@@ -132,11 +161,33 @@ def test_the_check_of_what_is_served_names_what_differs(
             logits[-1] *= 1 + 2**-20
         return logits
 
-    found = check_served(careless, decoder.config.vocab_size)
+    found = check_served(careless, decoder.config.vocab_size, WINDOW)
     assert not found.holds
     _, _, reasons = found.reason.partition(": ")
     assert len(reasons.split("; ")) == len(named)
     assert all(each in reasons for each in named)
+
+
+@pytest.mark.parametrize("passed", [0, WINDOW])
+def test_a_tree_that_does_not_see_a_window_end_is_found_behind_it(
+    models: dict[str, Path], passed: int
+) -> None:
+    folder = models["llama"]
+    decoder, careless = (windowed(folder, torch.float32, window) for window in (WINDOW, None))
+    found = check_served(served(decoder, careless), decoder.config.vocab_size, passed)
+    assert found.holds == (not passed)
+    assert passed == 0 or found.reason.endswith(": a tree where a window of 300 ends")
+
+
+def test_a_window_is_passed_where_a_text_is_long_enough() -> None:
+    assert window_to_pass((None, 40, 512, 4096), 8192) == 512
+    assert window_to_pass((1024, None), 8192) == 1024
+    assert window_to_pass((1024, 300), 1024) == 300
+    assert window_to_pass((None, 4096), 8192) == 0
+    for window in (0, 300, 490, 1024):
+        slots, _ = served_slots(window)
+        assert slots % 256 == 0
+        assert window + 17 <= slots <= window + 17 + 512
 
 
 @settings(max_examples=12, suppress_health_check=list(HealthCheck))

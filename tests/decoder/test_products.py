@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from paceline.decoder import products
-from paceline.decoder.products import FIXED_ROWS, SLICES, fix_products
+import paceline.kernels
+from paceline.decoder import Decoder, products
+from paceline.decoder.experts import Experts
+from paceline.decoder.products import (
+    FIXED_ROWS,
+    SLICES,
+    Products,
+    digest_of_sources,
+    fix_products,
+    use_library_without_splits,
+)
 from paceline.decoder.weights import Linear
 from paceline.kernels import linear as linear_module
 from paceline.kernels._native import CpuKernels
@@ -118,6 +132,139 @@ def test_equal_products_have_equal_digests(
     assert fix_products(layers).digest != digest
 
 
+@pytest.mark.parametrize("experts", [3, 40])
+def test_products_of_experts_are_in_the_digest(
+    monkeypatch: pytest.MonkeyPatch, layers: list[Linear], experts: int
+) -> None:
+    """Of each shape, whether there are fewer experts than test rows or more."""
+    off_the_cpu(monkeypatch, exact)
+    weights = [torch.randn(experts, outs, 32) for outs in (24, 8)]
+
+    def found(*scales: float) -> str:
+        routed = [
+            Experts([Linear(scale * each) for each in weight])
+            for scale, weight in zip(scales, weights, strict=False)
+        ]
+        return fix_products(layers, routed).digest
+
+    assert found(1, 1) == found(1, 1)
+    assert len({found(), found(1), found(1, 1), found(2, 1), found(1, 2)}) == 5
+
+
+def test_a_mixture_has_rules_for_its_layers_and_its_experts_in_the_digest(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    def record(*layers: Any) -> Products:
+        given.extend(layers)
+        return Products({}, "", "")
+
+    monkeypatch.setattr("paceline.decoder.model.fix_products", record)
+    decoder = Decoder.load(models["qwen3-moe"])
+    decoder.fix_products()
+    dense, routed = given
+    assert len(dense) == 3 * decoder.config.layers + 1, "and the head"
+    assert all(isinstance(each, Linear) for each in dense)
+    assert len(routed) == 2 * decoder.config.layers
+    assert all(isinstance(each, Experts) for each in routed)
+
+
 def test_a_device_without_a_gpu_has_a_name() -> None:
     assert products.describe_device(torch.device("cpu")) == "cpu"
     assert isinstance(products._cublas_version(), str)
+
+
+def test_a_gpu_is_described_by_what_its_products_depend_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two whose bits may differ have two descriptions."""
+    card = {"major": 9, "minor": 0, "multi_processor_count": 132}
+    facts: dict[str, str] = {"torch": "2.11.0", "cuda": "13.0", "cublas": "130100", "triton": "3.6"}
+
+    def described(**changes: Any) -> str:
+        found = SimpleNamespace(**{each: changes.get(each, card[each]) for each in card})
+        known = facts | changes
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+        monkeypatch.setattr(torch, "__version__", known["torch"])
+        monkeypatch.setattr(torch.version, "cuda", known["cuda"])
+        monkeypatch.setattr(products, "_cublas_version", lambda: known["cublas"])
+        monkeypatch.setattr(products, "version", lambda name: known[name])
+        return products.describe_device(torch.device("cuda", 0))
+
+    assert described() == (
+        "sm_90, 132 multiprocessors, torch 2.11.0, CUDA 13.0, cuBLAS 130100, Triton 3.6"
+    )
+    changes: list[dict[str, Any]] = [{each: 8} for each in card] + [{each: "x"} for each in facts]
+    assert len({described(), *(described(**each) for each in changes)}) == len(changes) + 1
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(products, "version", missing)
+    assert "Triton" not in products.describe_device(torch.device("cuda", 0))
+    assert products.describe_kernels().startswith("kernels ")
+
+
+def test_another_border_of_attention_is_another_description(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so is another tile of experts, and another version of Paceline."""
+    folder = Path(paceline.kernels.__file__).parent
+    digest = digest_of_sources(folder)
+    assert products.describe_kernels() == f"kernels {digest[:16]}, Paceline {version('paceline')}"
+    monkeypatch.setattr(products, "version", lambda name: "9.9")
+    assert products.describe_kernels() == f"kernels {digest[:16]}, Paceline 9.9"
+    found = {digest}
+    for file, old, new in (
+        ("tiles.py", "MIDDLE, FAR = (0, 256), (4096, 512)", "MIDDLE, FAR = (0, 256), (8192, 512)"),
+        ("products.py", "TILE_ROWS = 32", "TILE_ROWS = 16"),
+    ):
+        copied = tmp_path / file.removesuffix(".py")
+        shutil.copytree(folder, copied)
+        assert digest_of_sources(copied) == digest
+        changed = copied / "triton" / file
+        text = changed.read_text()
+        assert text.count(old) == 1
+        changed.write_text(text.replace(old, new))
+        found.add(digest_of_sources(copied))
+    assert len(found) == 3
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The libraries that were chosen; what PyTorch may do is as before afterwards."""
+    chosen: list[str] = []
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", chosen.append)
+    before = reductions()
+    yield chosen
+    for name, kept in before.items():
+        setattr(torch.backends.cuda.matmul, f"allow_{name}_reduced_precision_reduction", kept)
+
+
+def reductions() -> dict[str, tuple[bool, bool]]:
+    """Whether products add up in 16 bits between splits, and whether they are split at all."""
+    matmul = torch.backends.cuda.matmul
+    names = [(each, f"allow_{each}_reduced_precision_reduction") for each in ("bf16", "fp16")]
+    return {
+        each: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for each, name in names
+    }
+
+
+def test_the_library_splits_no_product_unless_numerics_are_fast(library: list[str]) -> None:
+    before = reductions()
+    use_library_without_splits(fixed=True)
+    assert (library, reductions()) == (["cublaslt"], dict.fromkeys(before, (False, False)))
+    use_library_without_splits(fixed=False)
+    assert (library[1:], reductions()) == (["default"], before), "as PyTorch begins"
+
+
+def test_a_library_that_cannot_be_chosen_is_told(
+    library: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(name: str) -> None:
+        raise RuntimeError("compiled without cuBLASLt")
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", refuse)
+    use_library_without_splits(fixed=True)
+    assert "may be split by the number of their rows: compiled without cuBLASLt" in caplog.text

@@ -121,6 +121,21 @@ def test_scales_are_multiplied_one_after_the_other() -> None:
     assert torch.equal(scale_sums(sums, rows, outs, bias, torch.float32), expected + bias)
 
 
+@pytest.mark.usefixtures("rotated")
+def test_a_device_that_multiplies_no_integers_is_told(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what to do instead."""
+
+    def refuse(*_: Tensor) -> Tensor:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+    monkeypatch.setattr(torch, "_int_mm", refuse)
+    refusal = "weights are 'int8', and cpu refuses .*: CUBLAS_STATUS_NOT_SUPPORTED; use bfloat16"
+    with pytest.raises(UnsupportedModelError, match=refusal):
+        Decoder.load(models["llama"], "int8")
+
+
 def test_sums_fit_32_bits() -> None:
     assert MAX_INS * 255 * 127 < 2**31
     for ins in (MAX_INS + 8 - MAX_INS % 8, 20):

@@ -202,11 +202,17 @@ def why_bits_vary(device: torch.device | str) -> str:
     backend = backend_for(device).name
     if backend == "flash_attn":
         return f"flash-attn, chosen by {VARIABLE}, adds up prompts in an order of its own"
-    if backend == "dense" and torch.device(device).type != "cpu":
-        return "attention runs on operations of PyTorch: install Triton"
-    if backend == "dense" and cpu_kernels().library is None:
-        return "attention runs on operations of PyTorch: the compiled kernels are missing"
-    return ""
+    if backend != "dense":
+        return ""
+    if torch.device(device).type != "cpu":
+        return f"attention runs on operations of PyTorch: install Triton, or unset {VARIABLE}"
+    kernels = cpu_kernels()
+    if kernels.library is not None:
+        return ""
+    return (
+        f"attention runs on operations of PyTorch: {kernels.origin}; install gcc, or a wheel for "
+        "x86-64 Linux, which brings the compiled kernels"
+    )
 
 
 register_backend("cpu", DenseBackend)

@@ -13,7 +13,7 @@ from paceline.decoder.products import describe_device, use_library_without_split
 from paceline.kernels.weight_only import WeightOnlyMatrix
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
-from paceline.verifier.model import check_steps
+from paceline.verifier.model import check_states, check_steps
 
 pytestmark = pytest.mark.gpu
 
@@ -52,15 +52,22 @@ def test_products_keep_the_bits_of_rows(device: torch.device, name: str) -> None
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_steps_keep_the_bits_of_rows(device: torch.device, name: str) -> None:
-    """In trees and chains, beside other texts, behind prompts in any parts and behind a resume."""
+    """In trees and chains, beside other texts, behind prompts in any parts and behind a resume, and
+    where hidden states are recorded."""
     config = CONFIGS[name]
     decoder = fixed(config, device)
     layout = KvLayout(config.layers, config.kv_heads, config.head_dim, config.kv_dtype)
     pool = PagePool(layout, device, kv_bytes=1 << 28, max_sequences=4, max_context=2048)
+    graphs = GraphRunner(decoder, pool, required=True)
     with torch.inference_mode():
-        found = check_steps(decoder, GraphRunner(decoder, pool, required=True), pool)
+        found = check_steps(decoder, graphs, pool)
+        cache = pool.allocate(graphs.shapes[-1], None)
+        cache.reserve(cache.capacity)
+        taps = (0, config.layers - 1)
+        differs = [check_states(decoder, graphs, cache, taps, rows) for rows in graphs.shapes]
+    cache.close()
     pool.close()
-    assert not found.reason
+    assert (found.reason, "".join(differs)) == ("", "")
 
 
 @pytest.mark.parametrize("shape", [(32_000, 4096), (4096, 14_336), (1000, 576)])

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from launches import Launches
+from torch import Tensor
+from triton_cases import Waits
 
 from paceline.bench.gpu.cases import RandomWeights
 from paceline.decoder import (
@@ -19,15 +21,19 @@ from paceline.decoder import (
     GraphRunner,
     LocalCache,
 )
+from paceline.decoder.experts import Experts
 from paceline.decoder.graphs import FIXED_SHAPES, SHAPES
+from paceline.decoder.layer import layer_shapes
 from paceline.decoder.products import FIXED_ROWS, Products
 from paceline.kernels import PagedPlane, QueryBlock, attention, plan_trees, rotated
+from paceline.kernels._native import CpuKernels
 from paceline.kv.selection import AttentionScores, PageScores, Rows
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.batch import Batch, BatchObserver
 from paceline.verifier.engine.job import Decode, GenerationParams, Prefill, Sequence
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
+from paceline.verifier.model import check_states
 
 CONFIG = DecoderConfig(
     model_type="llama", layers=2, hidden=64, intermediate=96, q_heads=4, kv_heads=2, head_dim=32,
@@ -85,6 +91,15 @@ def test_padded_batches_give_what_the_plain_decoder_gives(
     written = pool.kv.isfinite().all(-1).flatten(1).all(1)
     assert not written.any(), "no page is whole, and none but the two was touched"
     assert pool.kv[[0, 2]].isnan().all()
+
+
+@pytest.mark.usefixtures("triton_on_cpu", "products_of_a_gpu")
+def test_hidden_states_of_a_captured_pass_have_the_bits_of_a_plain_one(pool: PagePool) -> None:
+    """As a verifier checks it when a drafter joins."""
+    decoder, cache = make_decoder(), pool.allocate(256, None)
+    cache.reserve(3)
+    assert check_states(decoder, GraphRunner(decoder, pool), cache, (0, 1), 3) == ""
+    cache.close()
 
 
 @pytest.mark.parametrize(
@@ -450,4 +465,63 @@ def test_products_of_integers_give_what_torch_gives(
     monkeypatch.setattr(rotated, "scale_sums", products.scaled_sums)
     found = GraphRunner(decoder, pool).forward(tokens, blocks, [1])
     assert found is not None
+    torch.testing.assert_close(found.logits, wanted.logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.bits
+@pytest.mark.usefixtures("triton_on_cpu", "products_of_a_gpu")
+def test_a_row_whose_heads_share_a_norm_has_the_same_bits_alone_and_beside_others(
+    pool: PagePool,
+) -> None:
+    """As in OLMo 2: queries and keys are normalised with all heads of their row together."""
+    config = replace(CONFIG, model_type="olmo2", layers=1, windows=(None,))
+    shapes = {f"model.layers.0.{name}": of for name, of in layer_shapes(config).items()}
+    shapes |= {"model.embed_tokens.weight": (50, config.hidden), "model.norm.weight": (64,)}
+    assert shapes["model.layers.0.self_attn.q_norm.weight"] == (config.q_heads * config.head_dim,)
+    torch.manual_seed(0)
+    decoder = Decoder(config, {name: torch.randn(of) for name, of in shapes.items()}, "cpu")
+    runner, text = GraphRunner(decoder, pool), [5, 6, 7]
+
+    def forward(tokens: list[int], *blocks: QueryBlock) -> Tensor:
+        found = runner.forward(tokens, blocks, [1, 2])
+        assert found is not None
+        return found.logits.clone()
+
+    alone = [forward([token], QueryBlock(0, at, None, 1)) for at, token in enumerate(text)]
+    beside = forward([*text, *range(9)], QueryBlock(1, 0, None, 3), QueryBlock(0, 0, None, 9))
+    assert torch.equal(beside[:3], torch.cat(alone))
+    assert beside[:3].isfinite().all()
+
+
+MIXTURE = replace(CONFIG, model_type="qwen3_moe", experts=5, experts_per_token=2)
+
+
+def test_a_mixture_of_experts_can_be_captured(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, pool: PagePool
+) -> None:
+    """The whole pass: which experts a row has is known on the device alone."""
+    from paceline.kernels.triton.products import multiply_by_experts
+
+    def multiply(experts: Experts, x: Tensor, chosen: Tensor) -> Tensor:
+        assert experts._stacked is not None
+        return multiply_by_experts(x, experts._stacked, experts._bias, chosen)
+
+    tokens, blocks = [3, 1, 4, 2], [QueryBlock(0, 0, None, 4)]
+    wanted = make_decoder(MIXTURE).forward(
+        torch.tensor(tokens), plan_trees(blocks), [LocalCache(MIXTURE)], logit_rows=None
+    )
+    request.getfixturevalue("triton_on_cpu")
+    none = CpuKernels("none", None, "")
+    monkeypatch.setattr("paceline.decoder.weights.cpu_kernels", lambda: none)
+    decoder = make_decoder(MIXTURE)
+    for layer in decoder._layers:
+        for experts in (layer.gate_up, layer.down):
+            assert isinstance(experts, Experts)
+            experts.stack()
+    monkeypatch.setattr(Experts, "__call__", multiply)
+    runner = GraphRunner(decoder, pool)
+    assert runner.forward(tokens, blocks, [1]) is not None
+    ((_, run),) = runner._graphs.values()
+    with torch.inference_mode(), Waits():
+        found = run()
     torch.testing.assert_close(found.logits, wanted.logits, atol=1e-4, rtol=1e-4)

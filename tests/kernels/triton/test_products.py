@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from triton_cases import Waits
 
 from paceline.decoder.experts import Experts
 from paceline.decoder.weights import Linear
@@ -86,15 +86,6 @@ def test_integer_sums_are_scaled_as_defined(has_bias: bool, dtype: torch.dtype) 
     rows, outs, bias = 1e-7 * torch.randn(5), torch.randn(1300), torch.randn(1300)
     given = (sums, rows, outs, bias if has_bias else None, dtype)
     assert torch.equal(scaled_sums(*given), scale_sums(*given))
-
-
-class Waits(TorchDispatchMode):
-    """Refuses what a capture on a GPU refuses: to read the device's numbers on the host."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func._schema.name
-        assert name not in ("aten::_local_scalar_dense", "aten::nonzero"), f"{name} waits"
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_layer_of_experts_can_be_captured(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Self
 
+import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.kernels import (
     AttentionBackend,
@@ -108,3 +111,34 @@ def check(
     tolerance = 1e-5 if dtype == torch.float32 else 5e-3
     torch.testing.assert_close(found[0].double(), expected[0], atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(found[1].double(), expected[1], atol=tolerance, rtol=tolerance)
+
+
+_WAITING = {
+    f"aten::{name}"
+    for name in ("item", "is_nonzero", "_local_scalar_dense", "nonzero", "masked_select")
+}
+
+
+class Waits(TorchDispatchMode):
+    """Refuses what a capture on a GPU refuses: to read the device's numbers on the host."""
+
+    def __enter__(self) -> Self:
+        def tolist(_: Tensor) -> None:  # which dispatches nothing on a CPU
+            raise AssertionError("aten::tolist waits")
+
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(Tensor, "tolist", tolist)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._patch.undo()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        masks = args[1] if name.startswith("aten::index") and isinstance(args[1], list) else []
+        masked = any(isinstance(each, Tensor) and each.dtype == torch.bool for each in masks)
+        if name in _WAITING or masked:
+            raise AssertionError(f"{name} waits")
+        return func(*args, **(kwargs or {}))

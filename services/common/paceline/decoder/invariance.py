@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.cache import LocalCache
+from paceline.decoder.graphs import FIXED_SHAPES
 from paceline.decoder.model import Decoder
-from paceline.kernels import CHUNK, QueryBlock, cpu_kernels, plan_trees
+from paceline.kernels import CHUNK, MAX_TREE_NODES, QueryBlock, plan_trees, why_bits_vary
 
 _PREFIX = CHUNK - 3  # so that the tree crosses a chunk border
 # Row counts of a linear layer that are compared: libraries choose kernels by the number of rows.
@@ -19,11 +20,19 @@ _ROWS = (*range(1, 18), 33, 49, 65, 129, 257)
 _MAX_ROWS = 513
 _PARENTS = (-1, 0, 0, 1, 1, 3, 2, 5, 7, 4, 8, 9)
 
-SERVED_SLOTS = (512, 256)
-"""Slots that :func:`check_served` needs of the two texts: whole pages."""
+SERVED_TOKENS = 512
+"""Length that a text must be able to have for :func:`check_served`. Unit: tokens."""
+
+LONGEST_WINDOW = 1024
+"""Longest sliding window that :func:`check_served` passes. Unit: tokens."""
 
 _FIRST, _LAST, _BORDERS = 180, 268, (188, 250)
 """Positions that are decoded, and where trees begin: their paths cross 192 and 256."""
+
+_PATH, _TREE = 12, 23
+"""Nodes of the path that is compared, and of its tree."""
+
+_PAGE = 256
 
 
 @dataclass(frozen=True)
@@ -43,32 +52,19 @@ def check_batch_invariance(decoder: Decoder) -> BatchInvariance:
     First, every shape of linear layer is run with several numbers of rows: if a product is split
     differently, few values change, and few of those reach a logit. Then a short prompt and one tree
     run through one layer of each kind, packed with another sequence, and every node is
-    compared with its path decoded alone. On the CPU without compiled attention kernels, equal bits
-    are not promised and nothing is checked.
+    compared with its path decoded alone. Where attention promises no equal bits
+    (:func:`~paceline.kernels.why_bits_vary`), nothing is checked.
     """
-    differs = _plain_attention(decoder) if decoder.device.type == "cpu" else ""
-    differs = differs or _rows_that_differ(decoder) or _tree_that_differs(decoder)
-    if differs and decoder.device.type != "cpu":
-        differs += (
-            f"; products on {decoder.device.type} add up in an order that depends on their rows: "
-            "serve on the CPU if texts must be equal bit for bit"
-        )
-    return BatchInvariance(not differs, differs)
-
-
-def _plain_attention(decoder: Decoder) -> str:
-    kernels = cpu_kernels()
-    if kernels.library is None:
-        return (
-            f"attention runs on torch operations: {kernels.origin}; install gcc, or a wheel for "
-            "x86-64 Linux, which brings the compiled kernels"
-        )
-    if decoder.native is None:
-        return (
+    differs = why_bits_vary(decoder.device)
+    if not differs and decoder.device.type == "cpu" and decoder.native is None:
+        differs = (
             "layers run on torch operations: the compiled kernels need widths that are multiples "
             "of 16, and heads of at most 512"
         )
-    return ""
+    differs = differs or _rows_that_differ(decoder) or _tree_that_differs(decoder)
+    if differs and decoder.device.type != "cpu":
+        differs += "; serve on the CPU if texts must be equal bit for bit"
+    return BatchInvariance(not differs, differs)
 
 
 class ServedForward(Protocol):
@@ -82,18 +78,36 @@ class ServedForward(Protocol):
         ...
 
 
+def window_to_pass(windows: Iterable[int | None], longest: int) -> int:
+    """The longest window that :func:`check_served` can pass in a text of ``longest`` tokens; 0:
+    there is none. ``windows``: of each layer, or None."""
+    return max((w for w in windows if w and w <= min(LONGEST_WINDOW, longest - _TREE)), default=0)
+
+
+def served_slots(window: int) -> tuple[int, int]:
+    """Slots that :func:`check_served` needs of its two texts: whole pages."""
+    slots = max(SERVED_TOKENS, window + _TREE)
+    return -(-slots // _PAGE) * _PAGE, SERVED_TOKENS
+
+
 @torch.inference_mode()
-def check_served(forward: ServedForward, vocab_size: int) -> BatchInvariance:
+def check_served(forward: ServedForward, vocab_size: int, window: int = 0) -> BatchInvariance:
     """Check on the served model, by the passes that serve, that what is beside a row and how its
     text came to be change no bit of its logits.
 
-    A text is decoded token by token across borders of 64 and of 256 positions. Its rows are
-    compared with those of trees and chains, with other texts beside them, with more rows than a
-    tile has, and with those of prompts: cut in two, and of the text so far, as behind a resume.
+    A text is decoded token by token across borders of 64 and of 256 positions, and where a window
+    ends. Its rows are compared with those of trees and chains, with those of each number of rows
+    that CUDA graphs have, with other texts beside them, and with those of prompts: cut in two, and
+    of the text so far, as behind a resume.
+
+    Args:
+        forward: Runs a pass.
+        vocab_size: Tokens of the model.
+        window: The sliding window to pass; 0: none.
     """
     generator = torch.Generator().manual_seed(1)
-    text = torch.randint(vocab_size, (_LAST,), generator=generator).tolist()
-    other = torch.randint(vocab_size, (SERVED_SLOTS[1],), generator=generator).tolist()
+    text = torch.randint(vocab_size, (served_slots(window)[0],), generator=generator).tolist()
+    other = torch.randint(vocab_size, (FIXED_SHAPES[-1],), generator=generator).tolist()
 
     def chain(start: int, stop: int, sequence: int = 0) -> QueryBlock:
         return QueryBlock(sequence, start, None, stop - start, final=start == 0)
@@ -102,23 +116,29 @@ def check_served(forward: ServedForward, vocab_size: int) -> BatchInvariance:
         at = chain(position, position + 1, sequence)
         return forward(text[position : position + 1], [at])[0].clone()
 
+    def in_tree(start: int) -> Tensor:
+        tokens, parents, path = _comb(text[start : start + _PATH], vocab_size)
+        return forward(tokens, [QueryBlock(0, start, parents, len(tokens))])[path]
+
     prompt = forward(text[:_FIRST], [chain(0, _FIRST)], prompt=True).clone()
     plain = torch.stack([decoded(position) for position in range(_FIRST, _LAST)])
 
     def compare() -> Iterator[tuple[str, Tensor, Tensor]]:
         # From the last position on: what is before it is then as plain decoding has written it.
+        if window > _BORDERS[-1]:  # else a tree is behind it
+            yield from compare_behind(max(_LAST, window - _PATH // 2))
         for start in reversed(_BORDERS):
-            tokens, parents, path = _comb(text[start : start + 12], vocab_size)
-            tree = QueryBlock(0, start, parents, len(tokens))
-            rows = forward(tokens, [tree])[path]
             border = (start // 64 + 1) * 64
-            yield f"a tree across position {border}", rows, plain[start - _FIRST :][:12]
-        for count in (9, 64, _LAST - _FIRST):
-            rows = forward(text[_FIRST : _FIRST + count], [chain(_FIRST, _FIRST + count)])
-            yield f"a step of {count} rows", rows, plain[:count]
-        both = [chain(0, 224, 1), chain(_FIRST, _FIRST + 64)]
-        rows = forward(other[:224] + text[_FIRST : _FIRST + 64], both)[224:]
-        yield "a step of 288 rows of two texts", rows, plain[:64]
+            expected = plain[start - _FIRST :][:_PATH]
+            yield f"a tree across position {border}", in_tree(start), expected
+        for count in (9, *FIXED_SHAPES):
+            own = min(count, _LAST - _FIRST)
+            beside = count - own
+            starts = range(0, beside, MAX_TREE_NODES)
+            blocks = [chain(at, min(at + MAX_TREE_NODES, beside), 1) for at in starts]
+            tokens = other[:beside] + text[_FIRST : _FIRST + own]
+            rows = forward(tokens, [*blocks, chain(_FIRST, _FIRST + own)])[beside:]
+            yield f"a step of {count} rows", rows, plain[:own]
         forward(text[:100], [chain(0, 100, 1)], prompt=True)
         rows = forward(text[100:_FIRST], [chain(100, _FIRST, 1)], prompt=True)
         yield "a prompt in two parts", rows, prompt[100:]
@@ -126,6 +146,18 @@ def check_served(forward: ServedForward, vocab_size: int) -> BatchInvariance:
         rows = forward(text[:220], [chain(0, 220, 1)], prompt=True)[_FIRST:]
         yield "a prompt of the text so far, as behind a resume,", rows, plain[: 220 - _FIRST]
         yield "the token behind a resume", decoded(220, 1)[None], plain[220 - _FIRST :][:1]
+
+    def compare_behind(start: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+        for at in range(_LAST, start, MAX_TREE_NODES):
+            stop = min(at + MAX_TREE_NODES, start)
+            forward(text[at:stop], [chain(at, stop)])
+        stop = start + _PATH
+        expected = torch.stack([decoded(position) for position in range(start, stop)])
+        where = f"where a window of {window} ends"
+        yield f"a tree {where}", in_tree(start), expected
+        yield f"a step {where}", forward(text[start:stop], [chain(start, stop)]), expected
+        rows = forward(text[start:stop], [chain(start, stop)], prompt=True)
+        yield f"a prompt {where}", rows, expected
 
     differs = [name for name, rows, expected in compare() if not torch.equal(rows, expected)]
     if not differs:

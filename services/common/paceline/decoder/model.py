@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig, Rope, UnsupportedModelError
 from paceline.decoder.device import DeviceLost
+from paceline.decoder.experts import Experts
 from paceline.decoder.families import DELTA_TENSORS
 from paceline.decoder.layer import (
     DecoderLayer,
@@ -56,7 +57,7 @@ from paceline.kernels import (
 )
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.linear import PackedMatrix
-from paceline.kernels.rotated import RotatedMatrix
+from paceline.kernels.rotated import RotatedMatrix, why_no_integers
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -215,6 +216,11 @@ class Decoder:
                 f"{found.path}: weights are 'int8', and routed experts have no products in 8 bits "
                 "on a GPU: use bfloat16"
             )
+        if is_rotated(config.weights, torch.device(device)) and (why := why_no_integers(device)):
+            raise UnsupportedModelError(
+                f"{found.path}: weights are 'int8', and {device} refuses a product of 8-bit "
+                f"integers, expected one that multiplies them: {why}; use bfloat16, or the CPU"
+            )
         if config.delta_layers and torch.device(device).type != "cpu":
             raise UnsupportedModelError(
                 f"{found.path}: layers of the gated delta rule are supported on the CPU; the "
@@ -295,13 +301,14 @@ class Decoder:
         """Have all linear layers keep a row's bits, whatever rows are beside it; see
         :mod:`paceline.decoder.products`. Returns which rules they have. Experts have products of
         their own."""
-        layers = [
+        matrices = [
             each
             for layer in self._layers
             for each in (layer.qkv, layer.out, layer.router, layer.gate_up, layer.down)
-            if isinstance(each, Linear)
         ]
-        self.products = fix_products([*layers, self._head])
+        layers = [each for each in matrices if isinstance(each, Linear)]
+        experts = [each for each in matrices if isinstance(each, Experts)]
+        self.products = fix_products([*layers, self._head], experts)
         return self.products
 
     def linears(self) -> list[Linear]:

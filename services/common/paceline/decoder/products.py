@@ -15,10 +15,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+import paceline.kernels
+from paceline.decoder.experts import Experts
 from paceline.decoder.weights import Linear
 
 _log = logging.getLogger(__name__)
@@ -67,9 +70,13 @@ def use_library_without_splits(*, fixed: bool) -> None:
 
 
 @torch.inference_mode()
-def fix_products(layers: Iterable[Linear]) -> Products:
+def fix_products(layers: Iterable[Linear], experts: Iterable[Experts] = ()) -> Products:
     """Give layers products whose bits do not depend on the number of rows, as far as they can have
-    them, and check it: one layer of each shape, at every number of rows that products have."""
+    them, and check it: one layer of each shape, at every number of rows that products have.
+
+    Products of routed ``experts`` have a kernel whose tiles are fixed. One of each shape is in the
+    digest.
+    """
     by_shape: dict[tuple[object, ...], list[Linear]] = {}
     for layer in layers:
         by_shape.setdefault(layer.shape_key, []).append(layer)
@@ -88,11 +95,18 @@ def fix_products(layers: Iterable[Linear]) -> Products:
             each.fixed_rows = first.fixed_rows
         rule = f"{rows[0]} to {rows[-1]} rows" if len(rows) > 1 else f"{rows[0]} rows"
         rules[name] = "integers" if first.exact else rule
-        x = _inputs(first, SLICES[0])
-        digest.update(
-            first(x)[:_DIGEST_ROWS].contiguous().view(torch.uint8).cpu().numpy().tobytes()
-        )
+        digest.update(_bytes_of(first(_inputs(first, SLICES[0]))))
+    for routed in {each.experts[0].shape_key: each for each in experts}.values():
+        x = _inputs(routed.experts[0], _DIGEST_ROWS)
+        chosen = torch.arange(_DIGEST_ROWS, device=x.device) % len(routed.experts)
+        digest.update(_bytes_of(routed(x, chosen.sort().values)))
     return Products(rules, "; ".join(differs), digest.hexdigest())
+
+
+def _bytes_of(product: Tensor) -> bytes:
+    """The first rows of a test product."""
+    rows = product[:_DIGEST_ROWS].contiguous().view(torch.uint8)
+    return rows.cpu().numpy().tobytes()
 
 
 def _inputs(layer: Linear, rows: int) -> Tensor:
@@ -137,6 +151,29 @@ def describe_device(device: torch.device) -> str:
     with suppress(PackageNotFoundError):
         parts.append(f"Triton {version('triton')}")
     return ", ".join(parts)
+
+
+def describe_kernels() -> str:
+    """What the bits of a GPU's steps depend on in Paceline: a digest of the sources of its kernels,
+    and its version, if it is installed."""
+    parts = [f"kernels {digest_of_sources(Path(paceline.kernels.__file__).parent)[:16]}"]
+    with suppress(PackageNotFoundError):
+        parts.append(f"Paceline {version('paceline')}")
+    return ", ".join(parts)
+
+
+def digest_of_sources(folder: Path) -> str:
+    """SHA-256 (hex) of the Python files in a folder and those below it.
+
+    Those of kernels contain all that fixes the order in which these add: borders of attention's
+    chunks, tiles of routed experts, launch options. A list of such constants would lack the next
+    one. A changed comment changes the digest too; then two verifiers do not promise equal texts,
+    although their bits are equal.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _cublas_version() -> str:

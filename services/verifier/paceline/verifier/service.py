@@ -18,16 +18,14 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from paceline.decoder import (
-    GraphRunner,
-)
+from paceline.decoder import BatchInvariance, GraphRunner
 from paceline.kernels import SamplingParams, choose_tokens
 from paceline.service import Gate, limits
 from paceline.service.runtime import trim
 from paceline.service.tasks import keep_running
 from paceline.telemetry.tracing import tracer
 from paceline.v1 import exchange_pb2_grpc, kv_pb2_grpc, verifier_pb2, verifier_pb2_grpc
-from paceline.verifier.model import ModelInfo, check_steps
+from paceline.verifier.model import ModelInfo, check_states, check_steps
 from paceline.verifier.options import VerifierOptions
 from paceline.verifier.rpc.exchange import DraftExchangeServicer
 from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
@@ -201,12 +199,31 @@ class VerifierService:
             task.add_done_callback(self._captures.discard)
 
     async def _capture_between_steps(self, graphs: GraphRunner, layers: tuple[int, ...]) -> None:
-        steps = graphs.warm_up(layers)
+        before, steps = len(graphs), graphs.warm_up(layers)
         try:
             while await self.engine.between_steps(lambda: next(steps, None)) is not None:
                 pass
+            if len(graphs) > before and self._model.batch_invariant:
+                await self._check_states(graphs, layers)
         except Exception:
-            _log.exception("graphs with hidden states of layers %s are missing", layers)
+            _log.exception(
+                "graphs with hidden states of layers %s are missing, or not checked", layers
+            )
+
+    async def _check_states(self, graphs: GraphRunner, layers: tuple[int, ...]) -> None:
+        """Check new graphs one by one, so that no text waits for all of them. Raises
+        ``OutOfMemory``: other texts have all memory."""
+        assert self._pool is not None
+        cache, run = self._pool.allocate(graphs.shapes[-1], None), self.engine.between_steps
+        try:
+            await run(partial(cache.reserve, cache.capacity))
+            for rows in graphs.shapes:
+                check = partial(check_states, self._decoder, graphs, cache, layers, rows)
+                if differs := await run(check):
+                    self._info.set_invariance(BatchInvariance(False, differs), self._decoder)
+                    break
+        finally:
+            await run(cache.close)
 
     async def fault(self) -> None:
         """Wait until the device is lost. Raises ``DeviceLost``: it is."""
