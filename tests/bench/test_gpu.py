@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from paceline.bench.gpu import profiles, rounds, start, texts
+from paceline.bench.gpu import bits, profiles, rounds, start, step, texts
 from paceline.bench.gpu.__main__ import MEASUREMENTS, main, run
+from paceline.bench.gpu.cases import EIGHT_BILLION, missed_targets
+from paceline.decoder import DecoderConfig
 
 TESTS = Path(__file__).parents[1] / "gpu"
 
@@ -88,10 +94,34 @@ def test_results_are_written_and_failures_do_not_stop_the_others(
 
 
 @pytest.mark.slow
+def test_products_bits_and_steps_end_well_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only = [word for name in ("products", "bits", "step") for word in ("--only", name)]
+    monkeypatch.setattr(sys, "argv", ["gpu", "--device=cpu", *only, "--output", str(tmp_path)])
+    for name in ("products", "bits", "step"):
+        monkeypatch.setitem(MEASUREMENTS, name, 300.0)
+    assert main() == 0
+    found = json.loads((tmp_path / "cpu.json").read_text())["results"]
+    products = {name: facts for name, facts in found["products"].items() if name != "seconds"}
+    assert len(products) == 6 * 4
+    for name, facts in products.items():
+        assert list(facts["us"]) == ["1", "8", "16", "64", "128", "288", "512"], name
+    integers = [facts for name, facts in products.items() if "rotated" in name]
+    assert [facts["rows_with_other_bits"] for facts in integers] == [[]] * 6
+    for weights in ("float32", "int8"):
+        figures = found["step"][f"{weights}, context 300"]
+        assert figures["step_ms"] == figures["ms_by_nodes"]["1"] > 0
+    assert found["step"]["float32, weight_bytes"] == 4 * found["step"]["int8, weight_bytes"]
+
+
+@pytest.mark.slow
 def test_rounds_are_measured_by_their_parts() -> None:
     """With a small target on the CPU: its process fails if a text depends on the drafter."""
     found = run("rounds", "cpu", 0, 400.0)
     assert "error" not in found, found
+    assert found["left_out"] == []
+    assert found[rounds.WARM]["verifier"] > 0
     for sampling in ("T = 0", "top-p"):
         plain, counted = (found[f"2 x {name}, {sampling}"] for name in ("none", "count"))
         assert plain["tokens_a_round"] == 1
@@ -100,20 +130,166 @@ def test_rounds_are_measured_by_their_parts() -> None:
             times = found[f"1 x {drafter}, {sampling}"]
             assert times["rounds"] > 0
             assert times["draft_us"] > 0
+            ratio = times["round_us"] / found[f"1 x none, {sampling}"]["round_us"]
+            assert times["round_over_plain"] == pytest.approx(ratio, abs=0.001)
+        for name in ("none", "count"):
+            assert found[f"32 x {name}, {sampling}"]["rounds"] > 0
     assert found["transformers"]["ms_a_token"] > 0
 
 
-def test_a_case_without_a_figure_misses_its_targets(capsys: pytest.CaptureFixture[str]) -> None:
-    """With no time left, every target is missed, and the process must fail."""
-    missed = asyncio.run(
+def test_what_no_time_is_left_for_is_left_out(tmp_path: Path) -> None:
+    """Cases that have targets and those that have none, and profiles."""
+    found, left_out = asyncio.run(
         rounds.measure_all(
             "127.0.0.1:1", "127.0.0.1:1", ["count", "longspec", "dspark"],
-            rounds.EIGHT_BILLION, 0.0, None,
+            EIGHT_BILLION, 0.0, tmp_path,
         )
     )  # fmt: skip
-    assert len(missed) == len(rounds.TARGETS)
-    assert all(each.endswith("has no figure") for each in missed)
-    assert "left out" in capsys.readouterr().out
+    assert not found
+    cases = len(rounds.SEQUENCES) * 4
+    assert len(left_out) == cases * len(rounds.SAMPLING) + cases
+    assert {"8 x none, T = 0: no time is left", "8 x count, top-p: no time is left"} < {*left_out}
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_large_figure_and_none_miss_a_target() -> None:
+    targets = {("one", "ms"): 2.0, ("one", "us"): 5.0, ("two", "ms"): 1.0}
+    assert not missed_targets({"one": {"ms": 2.0, "us": 4.9}, "two": {"ms": 0.0}}, targets)
+    assert missed_targets({"one": {"ms": 2.1, "us": float("nan")}}, targets) == [
+        "one: ms is 2.1, above 2",
+        "one: us is nan, above 5",
+        "two: ms has no figure",
+    ]
+
+
+def test_goals_of_usual_rounds_are_targets() -> None:
+    """370 tokens a second for one user, and 1.8 and 1.5 times plain decoding for 8 and 32."""
+    for name in ("longspec", "dspark"):
+        one = rounds.TARGETS[f"1 x {name}, T = 0", "round_us"]
+        assert rounds.USUAL_ROUND / one * 1e6 == pytest.approx(370)
+        for users, speedup in ((8, 1.8), (32, 1.5)):
+            ratio = rounds.TARGETS[f"{users} x {name}, T = 0", "round_over_plain"]
+            assert rounds.USUAL_ROUND / ratio == pytest.approx(speedup)
+
+
+class IdleService:
+    """What starts a service, without one."""
+
+    address = "127.0.0.1:1"
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """Take any arguments."""
+
+    def __enter__(self) -> IdleService:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to stop."""
+
+
+@pytest.fixture
+def rounds_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, float]]:
+    """Rounds without models and services, which reach all targets; returns their figures."""
+    found: dict[str, dict[str, float]] = {}
+    for (case, part), limit in rounds.TARGETS.items():
+        found.setdefault(case, {})[part] = limit
+
+    async def measure_all(*_: object) -> tuple[dict[str, dict[str, float]], list[str]]:
+        return found, []
+
+    monkeypatch.setattr(sys, "argv", ["rounds", "cuda", "0"])
+    monkeypatch.setattr(rounds, "arguments", lambda: torch.device("cuda"))
+    monkeypatch.setattr(rounds, "write_target", lambda *_: None)
+    monkeypatch.setattr(rounds, "write_drafters", lambda *_: {})
+    monkeypatch.setattr(rounds, "ServiceProcess", IdleService)
+    monkeypatch.setattr(rounds, "measure_all", measure_all)
+    monkeypatch.setattr(rounds, "transformers_rate", lambda *_: 20.0)
+    return found
+
+
+def test_rounds_on_a_gpu_end_well_with_every_figure(
+    rounds_on_a_gpu: dict[str, dict[str, float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds.main()
+    assert rounds.WARM in capsys.readouterr().out
+
+
+def test_rounds_on_a_gpu_fail_without_a_figure(
+    rounds_on_a_gpu: dict[str, dict[str, float]],
+) -> None:
+    rounds_on_a_gpu["8 x longspec, T = 0"].pop("round_over_plain")
+    with pytest.raises(SystemExit, match="8 x longspec, T = 0: round_over_plain has no figure"):
+        rounds.main()
+
+
+@pytest.mark.usefixtures("rounds_on_a_gpu")
+def test_rounds_on_a_gpu_fail_after_a_slow_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that compiles no kernels; no start takes less than no time."""
+    start = rounds.WARM, "verifier"
+    monkeypatch.setitem(rounds.TARGETS, start, rounds.TARGETS[start] - 26)
+    with pytest.raises(SystemExit, match=f"{rounds.WARM}: verifier is .*, above -1"):
+        rounds.main()
+
+
+@pytest.mark.usefixtures("rounds_on_a_gpu")
+def test_rounds_on_a_gpu_fail_without_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="transformers: it is not installed"):
+        rounds.main()
+
+
+def test_rounds_on_a_gpu_fail_where_a_case_was_left_out(
+    rounds_on_a_gpu: dict[str, dict[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def measure_all(*_: object) -> tuple[dict[str, dict[str, float]], list[str]]:
+        return rounds_on_a_gpu, ["8 x none: no time is left"]
+
+    monkeypatch.setattr(rounds, "measure_all", measure_all)
+    with pytest.raises(SystemExit, match="8 x none: no time is left"):
+        rounds.main()
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_steps_on_a_gpu_have_targets_in_both_formats(
+    slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind contexts where a chunk of keys begins, and behind others."""
+
+    def measure(
+        config: DecoderConfig, contexts: Sequence[int], *_: object
+    ) -> dict[str, dict[str, Any]]:
+        figures = {"step_ms": 4.3 if slow else 4.1, "step_over_fast": 1.0, "64_nodes_over_step": 1}
+        assert {n % 256 for n in contexts} > {0}
+        return {f"{config.weights}, context {n}": figures for n in contexts}
+
+    monkeypatch.setattr(step, "arguments", lambda: torch.device("cuda"))
+    monkeypatch.setattr(step, "copy_bandwidth", lambda device: 3000.0)
+    monkeypatch.setattr(step, "measure", measure)
+    if slow:
+        with pytest.raises(SystemExit, match="int8, context 2048: step_ms is"):
+            step.main()
+    else:
+        step.main()
+
+
+@pytest.mark.parametrize("differing", bits.CONTEXTS)
+def test_other_bits_in_any_format_of_weights_are_an_error(
+    differing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bits, "arguments", lambda: torch.device("cuda"))
+    monkeypatch.setattr(bits, "check", lambda config, *_: 3 * (config.weights == differing))
+    assert list(bits.CONTEXTS) == ["bfloat16", "int8"]
+    with pytest.raises(SystemExit, match="3 rows differ"):
+        bits.main()
+
+
+@pytest.mark.slow
+def test_drafts_are_measured_in_both_formats_of_weights() -> None:
+    found = run("drafts", "cpu", 0, 300.0)
+    assert "error" not in found, found
+    for drafter in ("longspec", "dspark"):
+        for weights in ("bfloat16", "int8"):
+            assert found[f"2 x {drafter}, {weights}"]["draft_ms"] > 0
 
 
 @pytest.mark.slow
@@ -135,9 +311,27 @@ def test_a_start_is_measured_cold_and_warm() -> None:
         assert parts["both"] == pytest.approx(parts["verifier"] + parts["drafter"], abs=0.2)
 
 
-@pytest.mark.parametrize(("seconds", "count"), [(20.0, 0), (20.1, 1)])
-def test_a_cold_start_has_a_target(seconds: float, count: int) -> None:
-    assert len(start.missed({"both": seconds})) == count
+@pytest.mark.parametrize("seconds", [20.0, 20.1])
+def test_a_cold_start_has_a_target(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "arguments", lambda: torch.device("cuda"))
+    monkeypatch.setattr(start, "start", lambda *_: {"both": seconds})
+    if seconds > 20:
+        with pytest.raises(SystemExit, match="seconds_to_start_cold: both is"):
+            start.main()
+    else:
+        start.main()
+
+
+def test_services_on_a_gpu_fail_without_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = TESTS / "processes" / "gpu_services.py"
+    services = runpy.run_path(str(file))
+    require_services = services["require_services"]
+    require_services()
+    monkeypatch.setitem(require_services.__globals__, "_PACKAGES", ("grpc", "no_such_package"))
+    outcomes = (pytest.fail.Exception, pytest.skip.Exception)
+    with pytest.raises(outcomes, match="not installed: no_such_package") as caught:
+        require_services()
+    assert caught.type is pytest.fail.Exception
 
 
 def test_a_service_writes_a_profile_for_each_trigger(tmp_path: Path) -> None:

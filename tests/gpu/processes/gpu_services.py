@@ -26,9 +26,9 @@ _PACKAGES = (
 
 
 def require_services() -> None:
-    """Skip where services cannot run."""
+    """Fail where services cannot run: without a GPU, tests were skipped before."""
     if missing := [name for name in _PACKAGES if not _installed(name)]:
-        pytest.skip(
+        pytest.fail(
             f"not installed: {', '.join(missing)}; `make gpu-packages` on a machine with a package "
             "index fetches what `make gpu-check` then installs"
         )

@@ -37,6 +37,12 @@ EIGHT_BILLION = replace(
     kv_dtype=torch.bfloat16, weights="bfloat16",
 )  # fmt: skip
 
+DRAFTED = 32_000
+"""Tokens that the head of a trained LongSpec drafter has."""
+
+Targets = Mapping[tuple[str, str], float]
+"""Largest figures, by the name of a report and the name of a figure in it."""
+
 
 @dataclass
 class Case:
@@ -247,10 +253,22 @@ def report(name: str, value: Any) -> None:
     print(json.dumps({name: value}), flush=True)
 
 
+def missed_targets(found: Mapping[str, Mapping[str, Any]], targets: Targets) -> list[str]:
+    """What figures miss, in words: a figure is larger than its target, or there is none."""
+    missed = []
+    for (name, part), limit in targets.items():
+        figure = found.get(name, {}).get(part)
+        if figure is None:
+            missed.append(f"{name}: {part} has no figure")
+        elif not figure <= limit:  # NaN misses too
+            missed.append(f"{name}: {part} is {figure:.4g}, above {limit:.4g}")
+    return missed
+
+
 def fail_if_missed(missed: Sequence[str], device: torch.device) -> None:
-    """End the process with an error if targets were missed; a CPU has none."""
+    """End the process with an error if targets were missed or parts left out; a CPU has none."""
     if device.type == "cuda" and missed:
-        sys.exit(f"targets that were missed: {'; '.join(missed)}")
+        sys.exit(f"missed or left out: {'; '.join(missed)}")
 
 
 def median_ms(action: Callable[[], object], device: torch.device, repeats: int = 20) -> float:

@@ -12,6 +12,7 @@ import json
 import tempfile
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +31,9 @@ from paceline.drafter.kv.reader import KvPages, KvReader, StateReader, StateSlic
 from paceline.drafter.methods import method_class
 from paceline.kernels import SINKS, streaming
 from paceline.v1 import sampling_pb2
+
+FORMATS = ("bfloat16", "int8")
+"""Of the matrices of drafters."""
 
 PAGE = 64
 """Positions of a page."""
@@ -220,12 +224,12 @@ def main() -> None:
         folder = Path(temporary)
         write_ends(folder / "target", config, device)
         write_drafters(folder, folder / "target", config)
-        for method in ("longspec", "dspark"):
-            options = {"target": str(folder / "target")}
+        for method, weights in product(("longspec", "dspark"), FORMATS):
+            options = {"target": str(folder / "target"), "weights": weights}
             resources = Resources(device=str(device))
             drafter: Any = method_class(method).load(folder / method, options, resources)
             for count in SEQUENCES if large else (1, 2):
-                report(f"{count} x {method}", measure(drafter, count, config))
+                report(f"{count} x {method}, {weights}", measure(drafter, count, config))
             del drafter
 
 

@@ -8,8 +8,8 @@ are random: their drafts take the time of trained ones.
     python -m paceline.bench.gpu.rounds cuda 0      # reports lines of JSON; cpu: a small target
 
 With the variable PACELINE_BENCH_PROFILES, a file, profiles of both services are written to it.
-Fails if a text depends on the drafter, or if an 8B target on a GPU misses one of :data:`TARGETS` or
-has no figure for it.
+Fails if a text depends on the drafter, or, with an 8B target on a GPU, if one of :data:`TARGETS` is
+missed or has no figure, or anything was left out.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
@@ -35,11 +36,14 @@ from torch import Tensor
 
 from paceline.bench.gpu import profiles
 from paceline.bench.gpu.cases import (
+    DRAFTED,
     EIGHT_BILLION,
     SMALL,
     RandomWeights,
+    Targets,
     arguments,
     fail_if_missed,
+    missed_targets,
     report,
 )
 from paceline.bench.services import ALWAYS
@@ -69,31 +73,39 @@ PROMPT, TOKENS, FIRST_TOKENS = 128, 256, 48
 """Tokens of a prompt, of a text, and of the text that is written before, whose time does not count.
 Texts are long beside their prompts, so that rounds do not wait for prompts of other texts."""
 
-DRAFTED = 32_000
-"""Tokens that the LongSpec folder drafts: the head of a trained one has as many."""
-
 START_SECONDS = 100.0
 SECONDS = 170.0
 """No case begins later after both services are ready."""
 
-TARGETS: dict[tuple[int, str, str], float] = {
-    (1, "none", "round_us"): 6600,
-    (32, "none", "round_us"): 32 / 3000 * 1e6,
-    (1, "count", "rest_us"): 300,
-    (32, "count", "rest_us"): 1000,
-    (1, "longspec", "draft_us"): 1800,
-    (8, "longspec", "draft_us"): 2500,
-    (32, "longspec", "draft_us"): 4000,
-    (1, "dspark", "draft_us"): 1400,
-    (8, "dspark", "draft_us"): 2000,
-    (32, "dspark", "draft_us"): 3500,
-}
-"""Largest medians at T = 0 on an H100, by number of sequences and drafter. Unit: microseconds."""
-
-TRANSFORMERS_TOKENS = 32
-
 USUAL_ROUND = 3.5
 """Tokens a round of a trained drafter; the folders here are random and accept almost none."""
+
+WARM = "seconds_to_start_warm"
+
+TARGETS: Targets = {
+    ("1 x none, T = 0", "round_us"): 6600,
+    ("32 x none, T = 0", "round_us"): 32 / 3000 * 1e6,
+    ("1 x count, T = 0", "rest_us"): 300,
+    ("32 x count, T = 0", "rest_us"): 1000,
+    ("1 x longspec, T = 0", "draft_us"): 1800,
+    ("8 x longspec, T = 0", "draft_us"): 2500,
+    ("32 x longspec, T = 0", "draft_us"): 4000,
+    ("1 x dspark, T = 0", "draft_us"): 1400,
+    ("8 x dspark, T = 0", "draft_us"): 2000,
+    ("32 x dspark, T = 0", "draft_us"): 3500,
+    # With usual rounds: 370 tokens a second for one user, and 1.8 and 1.5 times plain decoding.
+    ("1 x longspec, T = 0", "round_us"): USUAL_ROUND / 370 * 1e6,
+    ("8 x longspec, T = 0", "round_over_plain"): USUAL_ROUND / 1.8,
+    ("32 x longspec, T = 0", "round_over_plain"): USUAL_ROUND / 1.5,
+    ("1 x dspark, T = 0", "round_us"): USUAL_ROUND / 370 * 1e6,
+    ("8 x dspark, T = 0", "round_over_plain"): USUAL_ROUND / 1.8,
+    ("32 x dspark, T = 0", "round_over_plain"): USUAL_ROUND / 1.5,
+    (WARM, "verifier"): 25.0,
+}
+"""Largest medians on an H100, in microseconds, and over plain rounds; and the longest start of a
+verifier whose kernels were compiled before, in seconds."""
+
+TRANSFORMERS_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -281,15 +293,23 @@ async def measure(
     }
 
 
+def drafters_by_sequences(config: DecoderConfig, names: Sequence[str]) -> dict[int, list[str]]:
+    """Drafters, and ``none``, by the number of sequences. A small target has 32 sequences for
+    ``none`` and ``count`` alone."""
+    if config is EIGHT_BILLION:
+        return {sequences: ["none", *names] for sequences in SEQUENCES}
+    return {1: ["none", *names], 2: ["none", *names], SEQUENCES[-1]: ["none", "count"]}
+
+
 async def measure_all(
     address: str,
     drafter: str,
-    names: list[str],
+    names: Sequence[str],
     config: DecoderConfig,
     ends: float,
     trigger: Path | None,
-) -> list[str]:
-    """Report every case; returns the targets that were missed or have no figure.
+) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Report every case.
 
     Args:
         address: Of the verifier.
@@ -298,45 +318,48 @@ async def measure_all(
         config: Of the target.
         ends: Time after which no case begins.
         trigger: Folder of triggers for profiles of the greedy cases; None: no profiles.
+
+    Returns:
+        Figures by case, and what was left out.
     """
-    missed: list[str] = []
+    cases = [
+        (sequences, name)
+        for sequences, drafters in drafters_by_sequences(config, names).items()
+        for name in drafters
+    ]
+    found: dict[str, dict[str, float]] = {}
+    left_out: list[str] = []
+    texts: dict[tuple[str, int], list[list[int]]] = {}
     async with Client(address, drafter_address=drafter, drafting=ALWAYS) as client:
-        for label, sampling in SAMPLING.items():
-            for sequences in SEQUENCES if config is EIGHT_BILLION else (1, 2):
-                right: list[list[int]] = []
-                for name in ("none", *names):
-                    case = f"{sequences} x {name}, {label}"
-                    found: dict[str, float] = {}
-                    if time.monotonic() > ends:
-                        report(case, "left out: no time is left")
-                    else:
-                        common = (client, name, sequences, config.vocab_size, sampling)
-                        await measure(*common, FIRST_TOKENS)
-                        texts, found = await measure(*common)
-                        right = right or texts
-                        if texts != right:
-                            raise AssertionError(f"{case}: the texts are not those without drafts")
-                        report(case, found)
-                    for (count, of, part), limit in TARGETS.items():
-                        if (count, of) != (sequences, name) or label != "T = 0":
-                            continue
-                        if part not in found:
-                            missed.append(f"{case}: {part} has no figure")
-                        elif found[part] > limit:
-                            missed.append(f"{case}: {part} above {limit:.0f}")
-        # Last, because a profiler slows down what follows it.
-        for sequences in SEQUENCES if trigger is not None else ():
-            for name in ("none", *names):
-                if trigger is not None and time.monotonic() < ends:
-                    (trigger / f"{sequences} x {name}").touch()
-                    await measure(client, name, sequences, config.vocab_size, SAMPLING["T = 0"])
-    return missed
+        for (label, sampling), (sequences, name) in product(SAMPLING.items(), cases):
+            case = f"{sequences} x {name}, {label}"
+            if time.monotonic() > ends:
+                left_out.append(f"{case}: no time is left")
+                continue
+            common = (client, name, sequences, config.vocab_size, sampling)
+            await measure(*common, FIRST_TOKENS)
+            written, figures = await measure(*common)
+            if written != texts.setdefault((label, sequences), written):
+                raise AssertionError(f"{case}: the texts are not those without drafts")
+            if not figures["rounds"]:
+                left_out.append(f"{case}: no round had a draft")
+            elif plain := found.get(f"{sequences} x none, {label}"):
+                figures["round_over_plain"] = round(figures["round_us"] / plain["round_us"], 3)
+            found[case] = figures
+            report(case, figures)
+        if trigger is not None:  # last, because a profiler slows down what follows it
+            for sequences, name in cases:
+                case = f"{sequences} x {name}"
+                if time.monotonic() > ends:
+                    left_out.append(f"profile of {case}: no time is left")
+                    continue
+                (trigger / case).touch()
+                await measure(client, name, sequences, config.vocab_size, SAMPLING["T = 0"])
+    return found, left_out
 
 
-def transformers_rate(target: Path, device: torch.device, config: DecoderConfig) -> Any:
+def transformers_rate(target: Path, device: torch.device, config: DecoderConfig) -> float:
     """Milliseconds a token of `transformers` for one text, whose tokens count too."""
-    if find_spec("transformers") is None:
-        return "skipped: transformers is not installed"
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=config.dtype)
@@ -352,7 +375,7 @@ def transformers_rate(target: Path, device: torch.device, config: DecoderConfig)
             )  # fmt: skip
         times.append(time.perf_counter() - began)
         assert out[0].tolist() == list(range(100, 100 + PROMPT + tokens)), "the text does not count"
-    return {"ms_a_token": (times[2] - times[1]) * 1e3 / (TRANSFORMERS_TOKENS - 1)}
+    return (times[2] - times[1]) * 1e3 / (TRANSFORMERS_TOKENS - 1)
 
 
 def main() -> None:
@@ -389,23 +412,31 @@ def main() -> None:
         ]  # fmt: skip
         load = [argument for name in specs for argument in ("--load", f"{name}={specs[name]}")]
         began = time.monotonic()
-        with (
-            ServiceProcess(
-                "verifier", given, environment=environment("verifier"), ready_seconds=START_SECONDS
-            ) as verifier,
-            ServiceProcess(
+        with ServiceProcess(
+            "verifier", given, environment=environment("verifier"), ready_seconds=START_SECONDS
+        ) as verifier:
+            ready = time.monotonic()
+            with ServiceProcess(
                 "drafter", [on, f"--verifier={verifier.address}", *load],
                 environment=environment("drafter"), ready_seconds=START_SECONDS,
-            ) as drafter,
-        ):  # fmt: skip
-            report("seconds_to_start", round(time.monotonic() - began, 1))
-            ends = time.monotonic() + SECONDS
-            names = list(specs)
-            missed = asyncio.run(
-                measure_all(verifier.address, drafter.address, names, config, ends, trigger)
-            )
-        report("transformers", transformers_rate(target, device, config))
-    fail_if_missed(missed, device)
+            ) as drafter:  # fmt: skip
+                joined = time.monotonic()
+                report("seconds_to_start", {"verifier": ready - began, "drafter": joined - ready})
+                ends = joined + SECONDS
+                names = list(specs)
+                found, left_out = asyncio.run(
+                    measure_all(verifier.address, drafter.address, names, config, ends, trigger)
+                )
+        began = time.monotonic()
+        with ServiceProcess("verifier", given, ready_seconds=START_SECONDS):
+            found[WARM] = {"verifier": time.monotonic() - began}
+        report(WARM, found[WARM])
+        if find_spec("transformers") is None:
+            left_out.append("transformers: it is not installed")
+        else:
+            report("transformers", {"ms_a_token": transformers_rate(target, device, config)})
+    report("left_out", left_out)
+    fail_if_missed([*left_out, *missed_targets(found, TARGETS)], device)
 
 
 if __name__ == "__main__":

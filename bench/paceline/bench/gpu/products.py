@@ -1,0 +1,121 @@
+"""Times of products by matrix, way and number of rows, and whether rows keep their bits.
+
+The matrices are those of an 8B model, and the head of a drafter. A product is timed inside a CUDA
+graph that goes through several copies of the weights, so that they come from memory. Times of
+integers include the rotation and the scaling of their inputs, which a step partly does in other
+kernels.
+
+    python -m paceline.bench.gpu.products cuda 0     # reports lines of JSON; cpu: small matrices
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from paceline.bench.gpu.cases import (
+    DRAFTED,
+    EIGHT_BILLION,
+    SMALL,
+    arguments,
+    graphed,
+    median_ms,
+    report,
+)
+from paceline.decoder import DecoderConfig
+from paceline.decoder.products import FIXED_ROWS, use_library_without_splits
+from paceline.kernels.linear import multiply_floats
+from paceline.kernels.rotated import DOWN_SIZE, SIZE, RotatedMatrix
+from paceline.kernels.weight_only import WeightOnlyMatrix
+
+ROWS = (1, 8, 16, 64, 128, 288, 512)
+
+COPIED = 200_000_000
+"""Weights that the copies of a matrix have at least: more bytes than a GPU's cache."""
+
+LIBRARY, SERVED = "bfloat16 as the library chooses", "bfloat16 as served"
+ROTATED, WEIGHT_ONLY = "int8 over rotated inputs", "int8 weights, bfloat16 inputs"
+
+Product = Callable[[Tensor], Tensor]
+"""Multiplies bfloat16 ``[rows, ins]`` to ``[rows, outs]``."""
+
+
+def matrices(config: DecoderConfig, drafted: int) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of a model's matrices, and of the head of a drafter of some tokens."""
+    hidden, q = config.hidden, config.q_heads * config.head_dim
+    return {
+        "qkv": (q + 2 * config.kv_heads * config.head_dim, hidden),
+        "out": (hidden, q),
+        "gate_up": (2 * config.intermediate, hidden),
+        "down": (hidden, config.intermediate),
+        "head": (config.vocab_size, hidden),
+        "head of a drafter": (drafted, hidden),
+    }
+
+
+def ways(weight: Tensor, size: int) -> dict[str, Callable[[], Product]]:
+    """What makes the product by a weight ``[outs, ins]`` in each way, over memory of its own.
+
+    Args:
+        weight: Weight in bfloat16.
+        size: Most inputs that are rotated together.
+    """
+    return {
+        LIBRARY: lambda: partial(linear, weight=weight.clone()),
+        SERVED: lambda: partial(
+            multiply_floats, weight=weight.clone(), bias=None, sizes=FIXED_ROWS
+        ),
+        ROTATED: lambda: partial(RotatedMatrix.of(weight, size).multiply, bias=None),
+        WEIGHT_ONLY: lambda: partial(WeightOnlyMatrix.of(weight).multiply, bias=None),
+    }
+
+
+def measure(products: Sequence[Product], x: Tensor) -> dict[str, Any]:
+    """Microseconds of a product by its number of rows, and the numbers with which a row has other
+    bits than in the product of all rows.
+
+    Args:
+        products: Copies of one product.
+        x: Inputs, bfloat16 ``[rows, ins]``.
+    """
+    together = products[0](x)
+    other_bits, us = [], {}
+    for rows in ROWS:
+        part = x[:rows].clone()
+        if not torch.equal(products[0](part), together[:rows]):
+            other_bits.append(rows)
+
+        def run(part: Tensor = part) -> None:
+            for product in products:
+                product(part)
+
+        ms = median_ms(graphed(run, x.device), x.device)
+        us[str(rows)] = round(ms * 1e3 / len(products), 1)
+    return {"rows_with_other_bits": other_bits, "us": us}
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Report every matrix in every way."""
+    device = arguments()
+    large = device.type == "cuda"
+    small = replace(SMALL, hidden=64, intermediate=160, q_heads=2, head_dim=32, vocab_size=512)
+    config = EIGHT_BILLION if large else small
+    for name, (outs, ins) in matrices(config, min(DRAFTED, config.vocab_size // 2)).items():
+        x = torch.randn(ROWS[-1], ins, device=device).bfloat16()
+        weight = torch.randn(outs, ins, device=device).bfloat16()
+        copies = -(-COPIED // weight.numel()) if large else 1
+        for way, make in ways(weight, DOWN_SIZE if name == "down" else SIZE).items():
+            if large:
+                use_library_without_splits(fixed=way == SERVED)
+            report(f"{name}, {way}", measure([make() for _ in range(copies)], x))
+
+
+if __name__ == "__main__":
+    main()
