@@ -180,10 +180,11 @@ GPU_SPEED := start drafts bandwidth sampling
 GPU_TESTS := $(PYTHON) -m pytest -m gpu --confcutdir tests/gpu
 
 # cuda, or cpu: `make gpu-first GPU_DEVICE=cpu` tries the measurements of gpu-first without a GPU, with
-# small models and the packages of .venv, if there is one.
+# small models and the packages of .venv, if there is one, and measures the host's part of a GPU's rounds.
 GPU_DEVICE ?= cuda
 ifeq ($(GPU_DEVICE),cpu)
 gpu-first: PYTHON := $(firstword $(wildcard $(BIN)/python) $(PYTHON))
+GPU_FIRST += host
 GPU_PACKAGES :=
 else
 gpu-first: gpu-wheels

@@ -28,6 +28,7 @@ MEASUREMENTS = {
     "rounds": 350.0,
     "bandwidth": 90.0,
     "sampling": 40.0,
+    "host": 120.0,
 }
 """Modules of this package, and how long each may take. Unit: seconds."""
 

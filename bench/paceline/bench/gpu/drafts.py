@@ -54,6 +54,7 @@ class PoolKv(KvReader):
         self._pool, self._pages = pool, pages  # [pages, 2, Hkv, PAGE, D]
         self.length = self._selection = 0
         self._budget = 0
+        self.paged = pool.device.type == "cuda"
 
     @property
     def committed(self) -> int:
@@ -78,7 +79,7 @@ class PoolKv(KvReader):
         ]
 
     def pages(self, layer: int) -> KvPages | None:
-        if self._pool.device.type != "cuda":
+        if not self.paged:
             return None
         ranges = streaming(self._selection, self._budget)
         first = ranges[1].start if len(ranges) > 1 else SINKS

@@ -44,9 +44,7 @@ from paceline.drafter.growth.graphs import SEQUENCES as LARGEST
 from paceline.drafter.growth.graphs import DraftGraphs, GraphModel
 from paceline.drafter.growth.sequence import TreeGrowth
 from paceline.drafter.growth.text import TreeSettings
-from paceline.drafter.kv.reader import KvPages
 from paceline.drafter.methods import method_class
-from paceline.kernels import SINKS, streaming
 from paceline.kernels.triton.plan import GraphPlan
 from paceline.service import limits
 from paceline.service.messages import parse
@@ -265,22 +263,9 @@ class NoDrafts(DraftGraphs):
 
     def graph(self, sequences: int, fed: int, noise: str) -> Any:
         graph = super().graph(sequences, fed, noise)
+        assert graph is not None
         graph.run = lambda: self._drafted
         return graph
-
-
-class PagesOfKv(PoolKv):
-    """Says where KV lies, as on a GPU."""
-
-    def pages(self, layer: int) -> KvPages:
-        ranges = streaming(self._selection, self._budget)
-        first = ranges[1].start if len(ranges) > 1 else SINKS
-        newest = self._pages[first // PAGE : -(-self._selection // PAGE)]
-        return KvPages(
-            self._pool.dtype, (self._pool.shape[2], PAGE, self._pool.shape[4]),
-            self._pool.data_ptr(), self._pool[0].nbytes, sum(map(len, ranges)), first,
-            np.concatenate([self._pages[:1], newest]).astype(np.int32),
-        )  # fmt: skip
 
 
 def load(method: str, folder: Path) -> Any:
@@ -305,10 +290,10 @@ def drafts(drafter: Any, texts: int, config: DecoderConfig) -> dict[str, float]:
         data: dict[str, Any]
         if layers := drafter.needs.hidden_state_layers:
             data = {"states": PoolStates(torch.zeros(room, len(layers), config.hidden))}
-            data["states"].paged = True
         else:
-            data = {"kv": PagesOfKv(pool, own)}
+            data = {"kv": PoolKv(pool, own)}
         (reader,) = data.values()
+        reader.paged = True  # as on a GPU
         reader.length = CONTEXT - 1
         greedy = sampling_pb2.SamplingParams()
         text = draws.integers(0, config.vocab_size // 2, CONTEXT).tolist()
