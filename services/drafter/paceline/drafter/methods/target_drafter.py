@@ -74,6 +74,12 @@ logger = logging.getLogger("paceline.drafter")
 FORMATS = (*TreeOptions.formats, "int8", "int4")
 """Known values of the option ``weights`` where matrices can be quantised."""
 
+_DRAFTED_ROWS = (8, 64, 256)
+"""Rows of a level of the trees of 1, 8 and 32 texts."""
+
+_TRIES = 7
+"""Times that a product is tried; the shortest counts."""
+
 _GROWTH = 512
 Options = TypeVar("Options", bound=TreeOptions)
 Made = TypeVar("Made")
@@ -122,12 +128,6 @@ def weight_bits(weights: str, folder: Path, device: str) -> int:
         on_cpu = torch.device(device).type == "cpu"
         return Checkpoint(folder, torch.float32).bits if on_cpu else 0
     return {"int8": 8, "int4": 4}.get(weights, 0)
-
-
-_DRAFTED_ROWS = (8, 64, 256)
-"""Rows of a level of the trees of 1, 8 and 32 texts."""
-
-_TRIES = 7
 
 
 def faster_in_8_bits(outs: int, ins: int, device: torch.device) -> bool:
