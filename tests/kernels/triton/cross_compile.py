@@ -1,11 +1,11 @@
 """Compiles kernels for a GPU on a machine without one; prints what they use.
 
 One JSON line a kernel: its name, registers, spilled bytes, shared memory, programs that run side by
-side on a multiprocessor, asynchronous copies, instructions of tensor cores, and fused products and
-sums in its inner loops. Not interpreted, hence a process of its own.
+side on a multiprocessor, asynchronous copies, instructions of tensor cores, and, where products and
+sums must not be contracted, what is fused. Not interpreted, hence a process of its own.
 
-    python cross_compile.py 90              # sm_80: A100; sm_90: H100, H200; sm_100: B200
-    python cross_compile.py 89 attention    # these kernels alone; sm_86, sm_89, sm_120: GeForce
+    python cross_compile.py 90    # sm_80: A100; sm_90: H100, H200; sm_100: B200
+    python cross_compile.py 89    # sm_86, sm_89, sm_120: GeForce
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +38,7 @@ from paceline.kernels import (
     plan_trees,
 )
 from paceline.kernels.caches import Plane
+from paceline.kernels.rotated import IntSums
 from paceline.kernels.triton import backend, tiles
 from paceline.kernels.triton.backend import (
     TritonBackend,
@@ -68,16 +68,17 @@ def report(
     *, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], **_: object
 ) -> None:
     """Print the facts of a kernel that was compiled."""
-    (ptx,) = (Path(path).read_text() for name, path in metadata_group.items() if ".ptx" in name)
-    (cubin,) = (path for name, path in metadata_group.items() if ".cubin" in name)
+    files = {Path(name).suffix: Path(path) for name, path in metadata_group.items()}
+    ptx = files[".ptx"].read_text()
+    of = {src.fn.arg_names[at]: value for (at,), value in src.constants.items()}
+    types = (src.signature[name] for name in ("keys", "weights", "x") if name in src.signature)
     facts = {
         "kernel": src.fn.__name__,
-        "of": {src.fn.arg_names[at]: value for (at,), value in src.constants.items()}
-        | {"type": src.signature.get("keys", "")},
-        **resources(ptx, metadata["shared"], metadata["num_warps"]),
+        "of": of | {"type": next(types, "")},
+        **resources(files[".cubin"], metadata["shared"], metadata["num_warps"]),
         "async_copies": len(re.findall(r"cp\.async\.cg|cp\.async\.bulk", ptx)),
         "tensor_products": sorted(set(re.findall(_PRODUCTS, ptx))),
-        "fused": fused(cubin) if src.fn.__name__ == "attend_items" else 0,
+        "fused": None if metadata["enable_fp_fusion"] else fused(files),
     }
     print(json.dumps(facts), flush=True)
 
@@ -86,47 +87,52 @@ _PRODUCTS = r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def fused(cubin: str) -> int:
-    """Fused products and sums in the loops over keys, which are those without a loop inside."""
-    said = subprocess.run(
-        [TOOLS / "cuobjdump", "-sass", cubin],
-        env=os.environ | {"PATH": f"{TOOLS}:{os.environ['PATH']}"},
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    code = {int(at, 16): text for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/ +([^/;]+);", said)}
-    loops = [
-        (int(goal[1], 16), at)
-        for at, text in code.items()
-        if (goal := re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)) and int(goal[1], 16) < at
-    ]
-    assert loops
-    inner = [
-        (begin, end) for begin, end in loops
-        if not any(begin <= a and b <= end and (a, b) != (begin, end) for a, b in loops)
-    ]  # fmt: skip
-    return sum(
-        "FFMA" in text and any(begin <= at <= end for begin, end in inner)
-        for at, text in code.items()
-    )
+def fused(files: dict[str, Path]) -> dict[str, int]:
+    """Fused products and sums of float32 and float64: how many numbers they compute.
+
+    ``asked``: those of library functions, such as logarithms, and of ``tl.dot`` without tensor
+    cores; ``ptx``: those that the PTX has. With more than asked, the compiler has contracted some.
+    ``open``: products and sums that ptxas may contract, which are those of no named rounding.
+    ``code``: fused ones of the machine code. ``divisions``: those with IEEE rounding, in which
+    ptxas fuses.
+    """
+    ttgir, llir, ptx = (files[name].read_text() for name in (".ttgir", ".llir", ".ptx"))
+    # Of the two variants of float32 in a library function, Triton takes the one with ftz.
+    asked = count(r"call .*@llvm\.nvvm\.fma\.rn\.(?:ftz\.f|d)()\(", llir)
+    if "tt.dot" in ttgir:
+        asked += count(r"call .*@llvm\.fmuladd\.(?:v(\d+))?f32\(", llir)
+    return {
+        "asked": asked,
+        "ptx": count(r"\bfma\.rn\.(?:ftz\.)?f(?:32|64)(?:x(2))?\b", ptx),
+        "open": count(r"\b(?:add|sub|mul)\.(?:ftz\.)?f(?:32|64)(?:x(2))?\b", ptx),
+        "code": count(r"\b[FD]FMA(2)?\b", dump("-sass", files[".cubin"])),
+        "divisions": count(r"\bdiv\.rn\.f32()\b", ptx),
+    }
 
 
-def resources(ptx: str, shared: int, warps: int) -> dict[str, int]:
-    """What ptxas says of a kernel, and how many programs of it a multiprocessor holds."""
-    name = "ptxas-blackwell" if CAPABILITY >= 100 else "ptxas"
-    compiler = TOOLS / name
-    (target,) = re.findall(r"\.target (sm_\w+)", ptx)
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        said = subprocess.run(
-            [compiler, "-v", f"--gpu-name={target}", file.name, "--output-file=/dev/null"],
-            capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
-    (registers,) = map(int, re.findall(r"Used (\d+) registers", said))
-    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+def count(instruction: str, text: str) -> int:
+    """How many numbers an instruction computes in a text; its group has the numbers of a vector."""
+    return sum(int(lanes or 1) for lanes in re.findall(instruction, text))
+
+
+def resources(cubin: Path, shared: int, warps: int) -> dict[str, int]:
+    """Registers of a thread and its bytes of spilled ones, shared memory, and how many programs a
+    multiprocessor holds."""
+    used = re.search(r"REG:(\d+) STACK:(\d+)", dump("-res-usage", cubin))
+    assert used
+    registers, spilled = map(int, used.groups())
     by_registers = 65536 // (-(-registers // 8) * 8 * 32 * warps)
     programs = min(by_registers, SHARED // (shared + 1024))
     return {"registers": registers, "spilled": spilled, "shared": shared, "programs": programs}
+
+
+def dump(what: str, cubin: Path) -> str:
+    """What NVIDIA's tool says of machine code."""
+    return subprocess.run(
+        [TOOLS / "cuobjdump", what, cubin],
+        env=os.environ | {"PATH": f"{TOOLS}:{os.environ['PATH']}"},
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -174,14 +180,22 @@ def compile_attention(
     TritonBackend().attend(call)
 
 
-def compile_rows(kv: torch.dtype, dim: int, page: int, *, norms: bool) -> None:
+def product(width: int, kind: torch.dtype, scaled: int) -> Tensor | IntSums:
+    """A product of 8 rows. Scaled, as in the kernels: 0: in its type; 1: in integer sums; 2: with a
+    bias too."""
+    if not scaled:
+        return empty(8, width, dtype=kind)
+    sums, outs = empty(24, width, dtype=torch.int32), empty(width)
+    return IntSums(sums, empty(8), outs, outs if scaled == 2 else None, kind)
+
+
+def compile_rows(kv: torch.dtype, dim: int, page: int, *, norms: bool, scaled: int = 0) -> None:
     """The steps between products, for a model of a type."""
     rows, plan = TritonRows(), plan_trees([QueryBlock(0, 0, None, 8)], device=META)
-    rows.add_norm(
-        empty(8, 4096), empty(8, 4096, dtype=kv) if norms else None, Norm(empty(4096), 1e-5), kv
-    )
-    rows.gate(empty(8, 2 * 14336, dtype=kv))
-    heads, norm = empty(8, (32 + 2 * KV_HEADS) * dim, dtype=kv), Norm(empty(dim), 1e-5)
+    delta = product(4096, kv, scaled) if norms or scaled else None
+    rows.add_norm(empty(8, 4096), delta, Norm(empty(4096), 1e-5), kv)
+    rows.gate(product(2 * 14336, kv, scaled))
+    heads, norm = product((32 + 2 * KV_HEADS) * dim, kv, scaled), Norm(empty(dim), 1e-5)
     both = (norm, norm) if norms else None
     rows.rotate(heads, both, empty(SLOTS, dim), plan, *planes(kv, dim, page))
 
@@ -190,30 +204,38 @@ def compile_int8(kind: torch.dtype) -> None:
     """The steps around products of 8-bit integers."""
     quantise_rotated(empty(8, 4096, dtype=kind), 64)
     quantise_rotated(empty(8, 14336, dtype=kind), 512)
-    sums = empty(8, 6144, dtype=torch.int32)
-    scaled_sums(sums, empty(8), empty(6144), None, kind)
+    sums, outs = empty(8, 6144, dtype=torch.int32), empty(6144)
+    for bias in (None, outs):
+        scaled_sums(sums, empty(8), outs, bias, kind)
 
 
-def compile_weight_only(kind: torch.dtype) -> None:
-    """Products of 8-bit weights: a head, and a narrow matrix in splits."""
+def compile_weight_only() -> None:
+    """Products of 8-bit weights: a head, and a narrow matrix in splits; and the largest tile."""
     for rows in (8, 64, 256):
-        for outs in (32_000, 1024):
-            values, scale = empty(outs, 4096, dtype=torch.int8), empty(outs)
-            multiply_weight_only(empty(rows, 4096, dtype=kind), values, scale, None)
+        multiply_8_bits(torch.bfloat16, rows, 32_000, bias=False)
+        multiply_8_bits(torch.bfloat16, rows, 1024, bias=True)
+    multiply_8_bits(torch.float32, 256, 32_000, bias=False)
 
 
-def compile_experts(kind: torch.dtype, experts: int = 128, width: int = 2048) -> None:
+def multiply_8_bits(kind: torch.dtype, rows: int, outs: int, *, bias: bool) -> None:
+    values, scale = empty(outs, 4096, dtype=torch.int8), empty(outs)
+    multiply_weight_only(empty(rows, 4096, dtype=kind), values, scale, scale if bias else None)
+
+
+def compile_experts(kind: torch.dtype, experts: int, width: int, *, bias: bool) -> None:
     """The product of routed experts."""
-    weights, bias = empty(experts, 768, width, dtype=kind), empty(experts, 768, dtype=kind)
+    weights, biases = empty(experts, 768, width, dtype=kind), empty(experts, 768, dtype=kind)
     chosen = empty(512, dtype=torch.int64)
-    multiply_by_experts(empty(512, width, dtype=kind), weights, bias, chosen)
+    x = empty(512, width, dtype=kind)
+    multiply_by_experts(x, weights, biases if bias else None, chosen)
 
 
 def compile_sampling(kind: torch.dtype, vocab: int = 151_936) -> None:
     """The sampling contract over logits of a type, and rejection sampling."""
-    logits, params = empty(2, vocab, dtype=kind), [SamplingParams(top_k=1)] * 2
-    perturbed(logits, params, [0, 1])
-    perturbed(logits, params, [0, 1], empty(vocab, dtype=torch.int64))
+    logits, ids = empty(2, vocab, dtype=kind), empty(vocab, dtype=torch.int64)
+    for params in ([SamplingParams()] * 2, [SamplingParams(top_k=1)] * 2):
+        perturbed(logits, params, [0, 1])
+        perturbed(logits, params, [0, 1], ids)
     drafts, chances = np.zeros((1, 5), np.int64), np.zeros((2, 40), np.int64)
     accept_drafts(empty(2, vocab), empty(2, dtype=torch.int64), drafts, chances)
 
@@ -257,19 +279,22 @@ def compile_all() -> None:
     compile_attention(bf16, 128, 256, window=512)
     compile_attention(bf16, 128, 0, window=512, tree=True)
     compile_attention(bf16, 256, 256)
+    compile_attention(bf16, 256, 256, probes=2)
+    compile_attention(bf16, 256, 0)
     compile_attention(bf16, 64, 256)
     compile_attention(bf16, 96, 1, group=7)
     compile_attention(fp16, 80, 0, group=5, probes=1)
     compile_attention(torch.float32, 64, 0, window=100)
     compile_attention(torch.float32, 64, 256)
-    if sys.argv[2:] == ["attention"]:
-        return
     compile_rows(bf16, 128, 256, norms=True)
     compile_rows(fp16, 80, 0, norms=False)
+    compile_rows(bf16, 128, 256, norms=True, scaled=1)
+    compile_rows(fp16, 80, 0, norms=False, scaled=2)
     compile_int8(bf16)
-    compile_weight_only(bf16)
-    compile_experts(bf16)
-    compile_experts(torch.float32)
+    compile_weight_only()
+    compile_experts(bf16, 128, 2048, bias=True)
+    compile_experts(bf16, 32, 2880, bias=False)
+    compile_experts(torch.float32, 128, 2048, bias=True)
     compile_sampling(bf16)
     compile_candidates(bf16)
     compile_gathers(bf16)

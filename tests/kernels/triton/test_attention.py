@@ -206,6 +206,17 @@ def test_caches_of_several_pools_are_refused() -> None:
         run(blocks, torch.zeros(2, 1, 64), planes, planes, None)
 
 
+def test_heads_wider_than_shared_memory_are_refused() -> None:
+    """For each type; the widest ones that fit every GPU are compiled in test_cross_compile.py."""
+    blocks = [QueryBlock(0, 3, None, 1)]
+    for dtype in (torch.float16, torch.float32):
+        q, keys, values = draw_caches(blocks, (2, 1, 256), dtype)
+        assert run(blocks, q, keys, values, None)[0].isfinite().all()
+        q, keys, values = draw_caches(blocks, (2, 1, 264), dtype)
+        with pytest.raises(ValueError, match="heads have 264 elements, expected at most 256"):
+            run(blocks, q, keys, values, None)
+
+
 @pytest.mark.parametrize("window", [None, 40])
 def test_blocks_of_all_lengths_over_a_context_share_a_kernel(
     window: int | None, monkeypatch: pytest.MonkeyPatch

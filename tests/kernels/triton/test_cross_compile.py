@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 MAX_SHARED = {capability: size << 10 for capability, size in KIB.items()}
@@ -19,8 +21,15 @@ MAX_SHARED = {capability: size << 10 for capability, size in KIB.items()}
 BUDGETS = Path(__file__).with_name("budgets.csv")
 """What a program of each kernel may use, and how many of them a multiprocessor holds at least."""
 
-SHAPE = ("DIM", "BLOCK_M", "NODES", "HEADS", "PAGE", "WINDOW", "TREE", "PROBES")
-SHAPE += ("HAS_LSE", "HAS_NORM", "HAS_DELTA", "FILTERED", "REDUCED", "NOISE", "BLOCK_K", "PARTS")
+SHAPE: tuple[str, ...] = (
+    *("DIM", "BLOCK_M", "NODES", "HEADS", "PAGE", "WINDOW", "TREE", "PROBES"),
+    *("HAS_LSE", "HAS_NORM", "HAS_DELTA", "SCALED", "FILTERED", "REDUCED", "NOISE"),
+    *("BLOCK_R", "PARTS", "SPLIT", "HAS_BIAS"),
+)
+
+EXACT = {"attend_items", "merge_items", "quantise_rotated_rows", "scale_int_sums", "perturb"}
+"""Kernels whose products and sums decide bits that are promised, beside those that scale integer
+sums."""
 
 
 def shape_of(each: dict[str, Any]) -> str:
@@ -32,70 +41,100 @@ def shape_of(each: dict[str, Any]) -> str:
 
 
 def over_budget(capability: int, facts: list[dict[str, Any]]) -> list[str]:
-    """Kernels that use more than the table says, and those that it does not have."""
+    """Kernels that use more than the table says, those that it does not have, and rows of none."""
     with BUDGETS.open() as file:
         rows = {(row["kernel"], row["shape"]): row for row in csv.DictReader(file)}
-    over = []
-    for each in facts:
-        row = rows.get(key := (each["kernel"], shape_of(each)))
+    keys = [(each["kernel"], shape_of(each)) for each in facts]
+    over = [f"no kernel is compiled for the row {key}" for key in rows.keys() - set(keys)]
+    for key, each in zip(keys, facts, strict=True):
         used = {
             "registers": each["registers"],
             "spilled": each["spilled"],
             "KiB": each["shared"] / 1024,
             "programs": -each["programs"],
         }
-        if row is None:
+        if key not in rows:
             over.append(f"{key} has no row in {BUDGETS.name}; it uses {used}")
             continue
         for name, value in used.items():
-            limit = int(row[f"sm_{capability} {name}"])
+            limit = int(rows[key][f"sm_{capability} {name}"])
             if value > (-limit if name == "programs" else limit):
                 over.append(f"{key}: {name} {abs(value):g}, the budget is {limit}")
     return over
 
 
-def compile_for(capability: int, *words: str) -> list[dict[str, Any]]:
+def compile_for(capability: int) -> list[dict[str, Any]]:
     """Facts of the kernels."""
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("cross_compile.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(capability), *words],
+        [sys.executable, str(script), str(capability)],
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     facts = [json.loads(line) for line in done.stdout.splitlines()]
     for each in facts:
         assert each["shared"] <= MAX_SHARED[capability], each
-    assert not over_budget(capability, facts)
     return facts
 
 
 def check_attention(facts: list[dict[str, Any]]) -> None:
-    """What equal bits in every batch rest on, and speed."""
+    """Every type and width is compiled, and keys and values are fetched ahead."""
     attention = [each for each in facts if each["kernel"] == "attend_items"]
     assert {each["of"]["DIM"] for each in attention} == {64, 80, 96, 128, 256}
     assert {each["of"]["type"] for each in attention} == {"*bf16", "*fp16", "*fp32"}
-    instructions: dict[tuple[str, int], set[tuple[str, ...]]] = {}
     for each in attention:
-        of = each["of"]
         assert each["async_copies"], f"keys and values are not fetched ahead: {each}"
-        products = tuple(each["tensor_products"])
-        instructions.setdefault((of["type"], of["WIDE"]), set()).add(products)
-        assert bool(products) == (of["type"] != "*fp32")
-        if products:
-            assert not each["fused"], f"loops with and without masks round differently: {each}"
-    for kind, found in instructions.items():
-        assert len(found) == 1, f"{kind} is multiplied by several kinds of instructions: {found}"
+
+
+def check_products(facts: list[dict[str, Any]]) -> None:
+    """Attention, of heads of one width, and experts are multiplied by one kind of instruction for
+    each type, on tensor cores but for float32."""
+    instructions: dict[tuple[str, str, int], set[tuple[str, ...]]] = {}
+    for each in facts:
+        kernel, of = each["kernel"], each["of"]
+        if kernel in ("attend_items", "multiply_tiles"):
+            width = of["WIDE"] if kernel == "attend_items" else 0
+            key = (kernel, of["type"], width)
+            instructions.setdefault(key, set()).add(tuple(each["tensor_products"]))
+    assert {kind for kernel, kind, _ in instructions if kernel == "multiply_tiles"} == {
+        "*bf16", "*fp32"
+    }  # fmt: skip
+    for key, found in instructions.items():
+        assert len(found) == 1, f"{key} is multiplied by several kinds of instructions: {found}"
+        assert found == {()} if "*fp32" in key else found != {()}
+
+
+def check_rounding(facts: list[dict[str, Any]]) -> None:
+    """Products and sums that decide bits are not contracted, neither by Triton nor by ptxas: the
+    PTX has no fused ones but those of library functions and of ``tl.dot``, and names the rounding
+    of all others, which forbids ptxas to contract them. Nor has the machine code, but for those
+    that a division takes."""
+    names, in_divisions = set(), {0: {0}}
+    for each in facts:
+        fused, kernel = each["fused"], each["kernel"]
+        exact = kernel in EXACT or bool(each["of"].get("SCALED"))
+        assert (fused is not None) == exact, f"launched with a wrong enable_fp_fusion: {each}"
+        if exact:
+            names.add(kernel)
+            assert fused["ptx"] == fused["asked"], f"Triton contracts: {each}"
+            assert not fused["open"], f"ptxas may contract: {each}"
+            more = in_divisions.setdefault(fused["divisions"], set())
+            more.add(fused["code"] - fused["ptx"])
+    assert names == EXACT | {"add_norm_rows", "gate_rows", "rotate_rows"}
+    for divisions, more in in_divisions.items():
+        assert len(more) == 1, f"with {divisions} divisions, the machine code fuses {more} more"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_kernels_keep_to_the_registers_and_memory_of_a_gpu(capability: int) -> None:
+@pytest.mark.parametrize("capability", MAX_SHARED)
+def test_kernels_compile_as_promised_for_a_gpu(capability: int) -> None:
+    """They keep to its registers and shared memory, and to what equal bits rest on."""
     facts = compile_for(capability)
     assert {each["kernel"] for each in facts} == {
         *("attend_items", "record_items", "merge_items"),
         *("rotate_rows", "add_norm_rows", "gate_rows", "multiply_tiles"),
-        *("quantise_rotated_rows", "scale_int_sums"),
+        *("quantise_rotated_rows", "scale_int_sums", "multiply_int8_weights", "add_splits"),
         *("find_best", "find_candidates", "find_border", "perturb"),
         *("weigh_spans", "collect_span", "finish_border"),
         *("sum_chances", "sum_residuals", "accept_or_resample"),
@@ -103,9 +142,35 @@ def test_kernels_keep_to_the_registers_and_memory_of_a_gpu(capability: int) -> N
         *("gather_pages", "gather_rows"),
     }
     check_attention(facts)
+    check_products(facts)
+    check_rounding(facts)
+    assert not over_budget(capability, facts)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [86, 89, 120])
-def test_attention_fits_gpus_with_less_shared_memory(capability: int) -> None:
-    check_attention(compile_for(capability, "attention"))
+@pytest.mark.parametrize("capability", MAX_SHARED)
+def test_tiles_follow_the_shared_memory_of_the_device(
+    monkeypatch: pytest.MonkeyPatch, capability: int
+) -> None:
+    """The device's own figure, of which a program may have 1 KiB less. Stages are those of pages,
+    without and with probes."""
+    from paceline.kernels.triton.backend import attend_shape
+    from paceline.kernels.triton.tiles import Tiling
+
+    memory = MAX_SHARED[capability] + (1 << 10)
+    asked = []
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        asked.append(device)
+        return SimpleNamespace(shared_memory_per_multiprocessor=memory)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    device = torch.device("cuda", 1)
+    wide: Any = SimpleNamespace(shape=(8, 2048, 256), dtype=torch.bfloat16, device=device)
+    tiling = Tiling.of(4, wide, None)
+    stages = [
+        attend_shape(tiling, 256, 256, probes, tree=False, device=device)[0]["STAGES"]
+        for probes in (0, 1)
+    ]
+    little = capability in (86, 89, 120)
+    assert (tiling.keys, stages) == ((16, [4, 4]) if little else (32, [5, 4]))
+    assert set(asked) == {device}

@@ -51,8 +51,9 @@ MERGE_CHUNKS = 16
 """Chunks of a row that are merged at a time."""
 
 EXACT = {"enable_fp_fusion": False}
-"""Option of kernels whose results have the same bits in every batch: products and sums are not
-contracted, or loops with and without a mask would round differently."""
+"""Option of kernels whose results have the same bits in every batch and by every variant: products
+and sums are not contracted, or loops with and without a mask, and noise with and without a filter,
+could round differently."""
 
 _GATE_BLOCK = 1024
 
@@ -399,7 +400,7 @@ def _read(given: Tensor | IntSums) -> tuple[Tensor, tuple[Tensor, ...], dict[str
     if isinstance(given, Tensor):
         return given, (given,) * 3, {"STRIDE": given.shape[1], "SCALED": 0}
     bias, scaled = (given.outs, 1) if given.bias is None else (given.bias, 2)
-    options = {"STRIDE": given.sums.stride(0), "SCALED": scaled, "enable_fp_fusion": False}
+    options = {"STRIDE": given.sums.stride(0), "SCALED": scaled, **EXACT}
     return given.sums, (given.rows, given.outs, bias), options
 
 
@@ -427,6 +428,7 @@ def perturbed_by(logits: Tensor, record: Tensor, ids: Tensor | None, *, filtered
     perturb[(rows, triton.cdiv(vocab, NOISE_BLOCK))](
         logits, out, record if ids is None else ids, record, record.view(torch.float64), borders,
         vocab, logits.stride(0), FILTERED=filtered, REDUCED=ids is not None, BLOCK=NOISE_BLOCK,
+        **EXACT,
     )  # fmt: skip
     return out
 

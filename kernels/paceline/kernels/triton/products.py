@@ -110,10 +110,12 @@ def multiply_weight_only(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor 
     out = torch.empty(rows, outs, dtype=x.dtype, device=x.device)
     sums = out if splits == 1 else out.new_empty(splits, rows, outs, dtype=torch.float32)
     added = scale if bias is None else bias
+    # Four stages of 32-bit inputs would not fit the shared memory of sm_86, sm_89 and sm_120.
+    stages = 4 if x.element_size() == 2 else 2
     multiply_int8_weights[(*tiles, splits)](
         x, values, scale, added, sums, rows, outs, ins, part,
         BLOCK_R=block_r, BLOCK_O=block_o, BLOCK_K=block_k, SPLIT=splits > 1,
-        HAS_BIAS=bias is not None, STAGES=4, num_warps=warps,
+        HAS_BIAS=bias is not None, STAGES=stages, num_warps=warps,
     )  # fmt: skip
     if splits > 1:
         add_splits[(rows, triton.cdiv(outs, _SCALED))](
