@@ -90,6 +90,9 @@ def test_tensors_that_would_be_left_out_and_devices_without_a_soft_cap_are_refus
         Decoder.load(folder)
     with pytest.raises(UnsupportedModelError, match="soft cap, which is supported on the CPU"):
         Decoder.load(models["gemma2"], device="cuda")
+    wide = changed(models["llama"], tmp_path / "wide", head_dim=512)
+    with pytest.raises(UnsupportedModelError, match="heads have 512 elements, expected at most"):
+        Decoder.load(wide, device="cuda")
 
 
 def test_a_folder_without_a_model_is_refused(models: dict[str, Path], tmp_path: Path) -> None:

@@ -17,6 +17,12 @@ from torch import Tensor
 
 from paceline.kernels._native import address
 
+MAX_GPU_WIDTH = 256
+"""Elements of a head at most for the Triton kernels: a tile of it fits every GPU. Tiles are as wide
+as a power of two, and those of 512 elements fit none in 16 bits: they take 256 KiB of shared
+memory, of which a program on an H100 has 227. In float32 they take 161 KiB, which few GPUs have.
+"""
+
 SCALE_BYTES = 4
 _LARGEST = 127
 _MIN_LARGEST = 2.0**-100

@@ -29,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.kernels.caches import MAX_GPU_WIDTH
 from paceline.kernels.trees import (
     MAX_TREE_NODES,
     ContextBlock,
@@ -50,11 +51,6 @@ MAX_ITEMS = 16384
 
 PART_BYTES = 256 << 20
 """Partial results of a launch at most; calls that need more are launched in several parts."""
-
-MAX_WIDTH = 256
-"""Elements of a head at most: a tile of it fits every GPU. Tiles are as wide as a power of two, and
-those of 512 elements fit none in 16 bits: they take 256 KiB of shared memory, of which a program on
-an H100 has 227. In float32 they fit some GPUs, where they take 161 KiB."""
 
 Ints = NDArray[np.int32]
 
@@ -103,11 +99,11 @@ class Tiling:
             window: Sliding window in tokens, or None.
 
         Raises:
-            ValueError: Heads are wider than ``MAX_WIDTH``.
+            ValueError: Heads are wider than ``MAX_GPU_WIDTH``.
         """
-        if keys.shape[-1] > MAX_WIDTH:
+        if keys.shape[-1] > MAX_GPU_WIDTH:
             raise ValueError(
-                f"heads have {keys.shape[-1]} elements, expected at most {MAX_WIDTH} on a GPU: "
+                f"heads have {keys.shape[-1]} elements, expected at most {MAX_GPU_WIDTH} on a GPU: "
                 "tiles of wider ones do not fit the shared memory of GPUs; use --device cpu"
             )
         if keys.dtype == torch.float32:  # multiplied from registers, without tensor cores

@@ -55,6 +55,8 @@ from paceline.kernels import (
     TreePlan,
     choose_numerics,
 )
+from paceline.kernels.attention import preferred_backend
+from paceline.kernels.caches import MAX_GPU_WIDTH
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.linear import PackedMatrix
 from paceline.kernels.rotated import RotatedMatrix, why_no_integers
@@ -230,6 +232,13 @@ class Decoder:
             raise UnsupportedModelError(
                 f"{found.path}: its attention scores have a soft cap, which is supported on the "
                 f"CPU; the device is {str(device)!r}"
+            )
+        wide = config.head_dim > MAX_GPU_WIDTH and preferred_backend() != "dense"
+        if wide and torch.device(device).type == "cuda":
+            raise UnsupportedModelError(
+                f"{found.path}: its heads have {config.head_dim} elements, expected at most "
+                f"{MAX_GPU_WIDTH} on a GPU, whose shared memory holds no more; the device is "
+                f"{str(device)!r}: use the CPU"
             )
         try:
             with torch.inference_mode():
