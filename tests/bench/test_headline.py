@@ -80,7 +80,7 @@ def test_a_recording_is_a_picture_whose_lines_appear_at_their_times() -> None:
 def test_vllm_is_drawn_from_either_file(where: str, engine: str, shown: str) -> None:
     step, table = (
         json.loads((RESULTS / f"{WITHOUT_VLLM}-{name}.json").read_text())
-        for name in ("step", "table-int8-int4")
+        for name in ("step", "table")
     )
     before = chart(step, table, "smollm2 beside rivals", "int4")
     assert "vLLM" not in before
