@@ -36,6 +36,7 @@ from paceline.drafter.methods.target_drafter import faster_in_8_bits, weight_bit
 from paceline.kernels import attention, send
 from paceline.kernels.dense import DenseBackend
 from paceline.kernels.quantised import quantise
+from paceline.kernels.weight_only import WeightOnlyMatrix
 from paceline.tree import TokenTree
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -316,8 +317,14 @@ def test_products_are_tried_in_both_formats(
         monkeypatch.setattr(target_drafter, "graphs_work_on", lambda device: True)
         monkeypatch.setattr(Capturing, "compile", lambda *_: None)
         found = faster_in_8_bits(70, 64, torch.device("other:0"))
-    assert found == (quantised < plain)
-    assert next(clock, None) is None
+        assert found == (quantised < plain)
+        assert next(clock, None) is None
+        monkeypatch.setattr(WeightOnlyMatrix, "of", no_memory)
+        assert not faster_in_8_bits(70, 64, torch.device("other:0")), "it is left as it is"
+
+
+def no_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("no memory for a second matrix")
 
 
 @pytest.mark.parametrize("sampling", ["T=1", "filtered"])

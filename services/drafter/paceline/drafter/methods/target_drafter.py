@@ -135,12 +135,18 @@ def faster_in_8_bits(outs: int, ins: int, device: torch.device) -> bool:
     with bfloat16 weights on a GPU: in all, at the rows of a level for 1, 8 and 32 texts."""
     if not graphs_work_on(device):
         return False
-    weight = torch.zeros(outs, ins, dtype=torch.bfloat16, device=device)
-    inputs = [weight.new_zeros(rows, ins) for rows in _DRAFTED_ROWS]
-    ways = [Linear(weight), Linear(WeightOnlyMatrix.of(weight))]
     capturing = Capturing(device)
-    capturing.compile([partial(way, x) for way in ways for x in inputs])
-    runs = [capturing.capture(partial(lambda way: [way(x) for x in inputs], way)) for way in ways]
+
+    def make() -> list[Callable[[], object]]:
+        weight = torch.zeros(outs, ins, dtype=torch.bfloat16, device=device)
+        inputs = [weight.new_zeros(rows, ins) for rows in _DRAFTED_ROWS]
+        ways = [Linear(weight), Linear(WeightOnlyMatrix.of(weight))]
+        capturing.compile([partial(way, x) for way in ways for x in inputs])
+        return [capturing.capture(partial(_products, way, inputs)) for way in ways]
+
+    runs = capturing.attempt("products in 8 bits", make)
+    if runs is None:  # as without memory for both
+        return False
     wait_for(device)
     times: list[list[float]] = [[], []]
     for _ in range(_TRIES):  # in turns, for the device may be drafting for others meanwhile
@@ -149,6 +155,7 @@ def faster_in_8_bits(outs: int, ins: int, device: torch.device) -> bool:
             run()
             wait_for(device)
             found.append(perf_counter() - began)
+    capturing.release()
     plain, quantised = map(min, times)
     logger.info(
         "products of the LM head take %.0f us in bfloat16 and %.0f us with weights in 8 bits",
@@ -156,6 +163,10 @@ def faster_in_8_bits(outs: int, ins: int, device: torch.device) -> bool:
         1e6 * quantised,
     )
     return quantised < plain
+
+
+def _products(layer: Linear, inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [layer(x) for x in inputs]
 
 
 class DraftLayers(ABC):
