@@ -406,6 +406,20 @@ def test_a_start_captures_a_graph_for_each_size_and_choice(folders: dict[str, Pa
     assert len(captured) == 36
 
 
+@pytest.mark.parametrize(("bits", "count"), [(0, 3), (8, 15)])
+def test_products_of_quantised_weights_are_compiled_for_each_size(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, bits: int, count: int
+) -> None:
+    """Their tiles depend on the number of rows. Others need the largest size of each choice."""
+    drafter = drafter_of("dspark, causal", folders)
+    settings = replace(drafter.settings, drafted_on_device=drafter.settings.drafted)
+    captured, compiled = DraftGraphs(drafter, settings), list[Any]()
+    monkeypatch.setattr(captured._capturing, "compile", compiled.extend)
+    monkeypatch.setattr(drafter.layers, "bits", bits)
+    captured.warm_up()
+    assert len(compiled) == count
+
+
 def refuse_captures(drafter: Any, monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
     """Makes graphs of some numbers of sequences fail."""
     capturing = graphs_of(drafter)._capturing

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -166,19 +167,23 @@ class DraftGraphs:
         return self._capturing.captured
 
     def warm_up(self) -> None:
-        """Captures all graphs, the largest first, and logs how many there are. The kernels of the
-        largest, which are those of smaller ones too, are compiled before.
+        """Captures all graphs, the largest first, and logs how many there are. Their kernels are
+        compiled before: those of the largest, which are those of smaller ones too, except that
+        products of quantised weights have tiles by their numbers of rows.
 
         Raises:
             DeviceLost: The device fails every call since a graph was captured.
         """
 
-        def draft(noise: str) -> None:
-            self._make(SEQUENCES[-1], FED[-1], noise).draft()
+        def draft(sequences: int, fed: int, noise: str) -> None:
+            self._make(sequences, fed, noise).draft()
 
-        largest = [partial(draft, noise) for noise in NOISES]
+        passes = [partial(draft, SEQUENCES[-1], FED[-1], noise) for noise in NOISES]
+        if self._model.layers.bits:
+            sizes = product(SEQUENCES, FED)
+            passes += [partial(draft, *each, NOISES[0]) for each in sizes]
         with torch.inference_mode():
-            self._capturing.compile(largest)
+            self._capturing.compile(passes)
         for noise in NOISES:
             for sequences in reversed(SEQUENCES):
                 for fed in reversed(FED):

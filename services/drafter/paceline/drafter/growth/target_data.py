@@ -28,6 +28,9 @@ class KvLayers(Protocol):
     device: torch.device
     """Device of the layers."""
 
+    bits: int
+    """Of their matrices, 8 or 4; 0: as they came."""
+
     cached_layers: int
     """Layers with keys and values of a text."""
 
