@@ -225,8 +225,10 @@ static Scores complete_scores(const Tile *t, const Buffers *m, int64_t r, int64_
     for (int64_t c = max(base, b->start); c < min(base + CHUNK, at + 1); c++)
       row[c - base] = m->tree[r * t->tree_columns + path[c - b->start]];
   }
-  const int64_t from = p->window ? max(0, at - p->window + 1 - base) : 0;
-  const int64_t to = min(CHUNK, at + 1 - base);
+  /* Both stay within the row: the window of a deep node can begin behind the chunk, and a shallow
+   * node can end before it. */
+  const int64_t from = p->window ? min(CHUNK, max(0, at - p->window + 1 - base)) : 0;
+  const int64_t to = min(CHUNK, max(0, at + 1 - base));
   if (p->cap != 0.0f)
     for (int64_t c = from / LANES * LANES; c < to; c += LANES)
       store_f32(row + c, cap_(load_f32(row + c), p->cap));
