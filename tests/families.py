@@ -2,13 +2,11 @@
 
 Random small models. Float32 logits are compared with transformers' class; greedy texts with
 `ngram` and `selfspec` have its tokens; formats of weights are compared by the median error of their
-logits, as a share of the logits' spread; a GGUF file by its float32 logits; two ranks by the tokens
-and log-probabilities of one device.
+logits, as a share of the logits' spread; a GGUF file by its float32 logits.
 """
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import tempfile
 import time
@@ -24,11 +22,9 @@ from gguf_files import write_gguf
 from rich.table import Table
 from test_gguf import NAMES as GGUF_NAMES
 from test_gguf import UNKNOWN
-from verifier_support import serving
 
 from paceline.bench.record import make_console
 from paceline.decoder import Decoder, LocalCache
-from paceline.v1 import sampling_pb2
 
 MAX_FLOAT_ERROR = 2e-4
 
@@ -46,22 +42,6 @@ def milliseconds(decoder: Decoder, tokens: list[int]) -> float:
         extend(decoder, cache, torch.tensor([tokens[0]]))
         found.append((time.perf_counter() - began) * 1e3)
     return min(found)
-
-
-async def answer(folder: Path, ranks: int) -> list[Any]:
-    """Tokens and log-probabilities of a generation at a verifier of so many ranks."""
-    options = {"kv_bytes": 1 << 26, "threads": 1, "tensor_parallel": ranks}
-    with tempfile.TemporaryDirectory() as sockets:
-        async with serving(folder, Path(sockets, "v.sock"), **options) as client:
-            sampling = sampling_pb2.SamplingParams(temperature=0.7, seed=3)
-            created = await client.create(
-                models.text_of(70), sampling=sampling, max_new_tokens=12, ignore_eos=True,
-                top_logprobs=1,
-            )  # fmt: skip
-            rest = [each.result for each in await client.responses(created.handle)]
-            results = [created.first, *rest]
-            logprobs = [each for result in results for each in result.logprobs]
-            return [token for each in results for token in each.tokens] + logprobs
 
 
 def gguf_error(name: str, folder: Path, tokens: list[int]) -> str:
@@ -100,19 +80,13 @@ def row(name: str, folder: Path) -> list[str]:
         assert errors.median() < max_error, f"{name}: {weights} differs by {errors.median()}"
         cells.append(f"{errors.median():.3f}, {milliseconds(loaded, expected):.2f} ms")
     cells.append(gguf_error(name, folder, expected))
-    try:
-        same = asyncio.run(answer(folder, 1)) == asyncio.run(answer(folder, 2))
-        assert same, f"{name}: two ranks differ from one device"
-        cells.append("same")
-    except (ValueError, NotImplementedError) as why:
-        cells.append(f"refused: {str(why)[:60]}")
     return cells
 
 
 def main() -> int:
     console, failed = make_console(), []
     columns = ["family", "class", "float32", "accepted ngram / selfspec", *MAX_ERRORS, "GGUF"]
-    table = Table(*columns, "two ranks", title=f"all families, {TOKENS} greedy tokens")
+    table = Table(*columns, title=f"all families, {TOKENS} greedy tokens")
     for name in sys.argv[1:] or FAMILIES:
         console.log(name)
         with tempfile.TemporaryDirectory() as folder:

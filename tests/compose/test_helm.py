@@ -36,8 +36,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "scaled verifiers": {"coLocated": True, "verifier": {"count": 2, **SCALED}},
     "scaled drafters": {"drafters": [{**DRAFTERS[0], **SCALED}]},
     "own secret, no GPU": {"existingSecret": "mine", "verifier": {"gpu": ""}},
-    "ranks of a machine": {"verifier": {"tensorParallel": 2}},
-    "ranks of machines": {"verifier": {"tensorParallel": 8, "machines": 2}},
     "guarded": {
         "gateway": {"ingress": {"enabled": True, "host": "llm.example", "tlsSecret": "llm"}},
         "networkPolicy": {"enabled": True, "metricsFrom": [{"namespaceSelector": {}}]},
@@ -178,22 +176,6 @@ def test_each_gpu_has_a_deployment_of_its_own() -> None:
         assert "--device=cuda" in containers(deployment)["verifier"]["args"]
 
 
-def test_ranks_of_several_machines_are_one_stateful_set() -> None:
-    objects = render(SETTINGS["ranks of machines"])
-    (found,) = of_kind(objects, "StatefulSet").values()
-    container = containers(found)["verifier"]
-    assert found["spec"]["replicas"] == 2
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
-    assert "--tensor-parallel=8" in container["args"]
-    assert "--nnodes=2 --nproc-per-node=4" in container["command"][2]
-    (ranks,) = of_kind(objects, "Service", "-ranks").values()
-    assert found["spec"]["serviceName"] == ranks["metadata"]["name"]
-    serving = of_kind(objects, "Service", "-verifier")
-    for name, service in serving.items():
-        first = service["spec"]["selector"].get("apps.kubernetes.io/pod-index")
-        assert first == (None if name.endswith("-ranks") else "0")
-
-
 def test_calls_of_a_client_stay_together() -> None:
     objects = render({"verifier": {"count": 2}})
     assert routes(objects)[7431]["hash_policy"] == [{"header": {"header_name": CLIENT_HEADER}}]
@@ -328,8 +310,6 @@ def test_the_monitor_reads_every_service_with_metrics() -> None:
     "values",
     [
         {"verifier": {"count": 0}},
-        {"verifier": {"tensorParallel": 3, "machines": 2}},
-        {"coLocated": True, "verifier": {"tensorParallel": 2, "machines": 2}},
         {"gateway": {"ingress": {"enabled": True}}},
         {"nonsense": 1},
         {"drafters": []},

@@ -1,7 +1,6 @@
 """Several real verifiers: one dies, one drains, and no text changes."""
 
 import asyncio
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -79,47 +78,6 @@ async def test_a_text_survives_the_death_of_its_verifier(
         moved_at = len(stats.rounds) // 2
         assert any(entry.drafted for entry in stats.rounds[moved_at:])
     await asyncio.to_thread(dead[0].start)  # which removes the segments that it left
-
-
-async def test_a_text_survives_the_death_of_a_rank(
-    verifiers: list[ServiceProcess], models: dict[str, Path]
-) -> None:
-    """Two ranks, started as torchrun does it, share a model; then another verifier goes on."""
-    arguments = [f"--target={models['llama']}", "--weights=float32", "--schedule=off"]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    ranks = [
-        ServiceProcess(
-            "verifier",
-            [*arguments, "--tensor-parallel=2"],
-            environment={**THREADS, **where, "RANK": str(rank), "WORLD_SIZE": "2"},
-        )
-        for rank in range(2)
-    ]
-    (prompt,) = make_prompts(1, seed=13)
-    spare = next(each for each in verifiers if each.returncode is None)
-    ranks[1].spawn()
-    try:
-        with ranks[0]:
-            first = Client(ranks[0].address, unread_chunks=2)
-            async with Client(spare.address) as one, first as client:
-                expected = await generate_and(one, prompt, "none", TOKENS)
-                generation = client.generate(
-                    prompt, max_new_tokens=TOKENS, temperature=1.0, seed=3, ignore_eos=True
-                )
-                async for _ in generation:
-                    client.set_verifiers(f"{ranks[0].address},{spare.address}")
-                    await asyncio.to_thread(ranks[1].kill)
-                result = await generation
-            assert result.token_ids == expected.token_ids
-            assert result.stats.verifiers == [ranks[0].address, spare.address]
-            async with asyncio.timeout(60):
-                while ranks[0].returncode is None:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-            assert ranks[0].returncode == 1
-            assert "RanksLost" in ranks[0].log_tail()
-    finally:
-        ranks[1].kill()
 
 
 async def test_a_gateway_with_several_verifiers(verifiers: list[ServiceProcess]) -> None:

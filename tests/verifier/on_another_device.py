@@ -52,9 +52,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(attention.LOADED, kind, DenseBackend())
     wiring, engine = "paceline.verifier.wiring", "paceline.verifier.engine.engine"
     real = torch.device("cpu")
-    monkeypatch.setattr(
-        f"{wiring}.rank_device", lambda options: DEVICE if options.device == "cuda" else real
-    )
+    monkeypatch.setattr(f"{wiring}.find_device", lambda name: DEVICE if name == "cuda" else real)
     for module in (wiring, engine):
         monkeypatch.setattr(
             f"{module}.use_device", lambda device: device == DEVICE and enter_thread()

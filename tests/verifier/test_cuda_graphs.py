@@ -12,7 +12,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from verifier_support import make_model, serving, text
 
-from paceline.decoder import Capturing, Decoder, ParallelDecoder
+from paceline.decoder import Capturing, Decoder
 from paceline.decoder.graphs import SHAPES
 from paceline.telemetry.names import Metric
 from paceline.verifier import build_service
@@ -81,7 +81,6 @@ async def test_a_start_captures_all_graphs_or_none(
     [
         ({"device": "cpu"}, "device is cpu"),
         ({"device": "auto"}, "there is no GPU here"),
-        ({"device": "cuda", "tensor_parallel": 2}, "2 ranks"),
     ],
 )
 def test_graphs_are_not_required_where_there_are_none(
@@ -121,12 +120,11 @@ async def test_a_verifier_serves_without_graphs_that_cannot_be_captured(
     ("kind", "device", "backend", "why"),
     [
         (Decoder, "cpu", "triton", "no GPU"),
-        (ParallelDecoder, "cuda", "triton", "several ranks"),
         (Decoder, "cuda", "dense", "Triton is missing"),
         (Decoder, "cuda", "triton", ""),
     ],
 )
-def test_graphs_need_a_gpu_its_kernels_and_one_rank(
+def test_graphs_need_a_gpu_and_its_kernels(
     monkeypatch: pytest.MonkeyPatch, kind: type[Decoder], device: str, backend: str, why: str
 ) -> None:
     named = SimpleNamespace(name=backend)

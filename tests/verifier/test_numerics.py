@@ -24,7 +24,7 @@ from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
 from paceline.verifier.model import check_steps
 from paceline.verifier.options import VerifierOptions
-from paceline.verifier.ranks import load_target
+from paceline.verifier.wiring import load_target
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -24,7 +24,6 @@ from paceline.cli.service_process import (
     refuse,
     run_async,
     run_service,
-    set_torch_environment,
     stop_with_stdin,
 )
 from paceline.client import PacelineError
@@ -71,23 +70,8 @@ def add_verifier_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verifier(args: argparse.Namespace) -> int:
-    """Serve until a signal; returns the exit code. Another rank than 0 follows rank 0's steps."""
-    if args.tensor_parallel and args.tensor_parallel > 1 and os.environ.get("RANK", "0") != "0":
-        return _follow(args)
+    """Serve until a signal; returns the exit code."""
     return run_service("verifier", args, lambda metrics: _build_verifier(args, metrics))
-
-
-def _follow(args: argparse.Namespace) -> int:
-    configure_logging(args.log_format, args.log_level)
-    try:
-        set_torch_environment(args.threads)
-        from paceline.verifier.ranks import run_other_rank
-
-        options = VerifierOptions(**given_options(args, VerifierOptions), threads=args.threads)
-        run_other_rank(args.target, options)
-    except Exception as error:
-        return refuse(error)
-    return 0
 
 
 def _build_verifier(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Service:

@@ -82,10 +82,6 @@ ports:
   - {name: {{ .name }}, containerPort: {{ .port }}}
   - {name: metrics-{{ .metrics }}, containerPort: {{ .metrics }}}
 {{- $health := list "paceline" "health" (printf "localhost:%d" (int .port)) }}
-{{- $several := gt (int .machines) 1 }}
-{{- if $several }}{{/* the first pod serves */}}
-{{- $health = list "sh" "-c" (printf "[ ${HOSTNAME##*-} != 0 ] || %s" (join " " $health)) }}
-{{- end }}
 startupProbe:
   exec: {command: {{ toJson $health }}}
   periodSeconds: 5
@@ -96,18 +92,13 @@ readinessProbe:
   periodSeconds: 10
   timeoutSeconds: 10
 livenessProbe:
-  {{- if $several }}
-  exec: {command: {{ toJson $health }}}
-  timeoutSeconds: 10
-  {{- else }}
   tcpSocket: {port: {{ .name }}}
-  {{- end }}
   periodSeconds: 10
   failureThreshold: 6
 {{- $resources := deepCopy (.resources | default dict) }}
 {{- if .gpu }}
 {{- $limits := get $resources "limits" | default dict }}
-{{- $resources = set $resources "limits" (set $limits .gpu (int (.gpus | default 1))) }}
+{{- $resources = set $resources "limits" (set $limits .gpu 1) }}
 {{- end }}
 resources: {{ toJson $resources }}
 volumeMounts:
@@ -115,9 +106,6 @@ volumeMounts:
   - {name: secrets, mountPath: /run/paceline, readOnly: true}
   - {name: tmp, mountPath: /tmp}
   - {name: home, mountPath: /home/paceline}
-  {{- if .shm }}
-  - {name: shm, mountPath: /dev/shm}
-  {{- end }}
 {{- end }}
 
 {{- define "paceline.arguments" -}}
@@ -156,12 +144,6 @@ namespace. Else it joins every verifier. */ -}}
 {{- end }}
 
 {{- define "paceline.check" -}}
-{{- if mod (int .Values.verifier.tensorParallel) (int .Values.verifier.machines) }}
-  {{- fail "verifier.machines must divide verifier.tensorParallel: each machine has as many ranks" }}
-{{- end }}
-{{- if and (gt (int .Values.verifier.machines) 1) (or .Values.coLocated .Values.verifier.autoscaling.enabled) }}
-  {{- fail "verifier.machines and coLocated or autoscaling exclude each other: the pods of a StatefulSet are one verifier" }}
-{{- end }}
 {{- if .Values.coLocated }}
   {{- if ne (len .Values.drafters) 1 }}
     {{- fail "coLocated takes one entry of drafters: load further versions with `paceline drafters load`" }}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -117,13 +117,6 @@ Plane = Tensor | PagedPlane
 def head_width(plane: Plane) -> int:
     """Width of a head."""
     return plane.shape[2] - row_width(0, plane.dtype)
-
-
-def first_heads(plane: Plane, count: int) -> Plane:
-    """A view of its first heads."""
-    if isinstance(plane, PagedPlane):
-        return replace(plane, pool=plane.pool[:, :count])
-    return plane[:count]
 
 
 def span(plane: Plane, start: int, stop: int) -> Tensor:

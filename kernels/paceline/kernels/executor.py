@@ -19,7 +19,6 @@ from paceline.kernels.dense import Probe
 from paceline.kernels.operations import OPERATIONS, run_one_by_one, whole_norms
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program
 from paceline.kernels.structures import (
-    ALL_GATHER,
     LANES,
     MAX_HEAD_DIM,
     PRODUCTS,
@@ -47,7 +46,6 @@ CACHE_TYPES = (torch.float32, torch.bfloat16, torch.int8)
 """Types of caches, in the order of ``native/cache_rows.h``."""
 
 _OUT_OF_MEMORY = 1
-_NOT_GATHERED = 3
 _ZEROS = (ctypes.c_int32 * MAX_TREE_NODES)()
 _RISING = (ctypes.c_int32 * (MAX_TREE_NODES + 1))(*range(MAX_TREE_NODES + 1))
 _NODES = tuple(map(ctypes.addressof, (_ZEROS, _ZEROS, _RISING)))
@@ -124,8 +122,6 @@ def supported(program: Program) -> bool:
                 each % LANES or each > MAX_HEAD_DIM for each in (shape.key_dim, shape.value_dim)
             ):
                 return False
-    gathered = {op.source for op in program.operations if op.kind == Kind.ALL_GATHER}
-    any_width |= gathered - {op.out for op in program.operations if op.kind == Kind.GATE}
     widths = [b.width for index, b in enumerate(program.buffers) if index not in any_width]
     return (
         all(matrix.packed is not None for matrix in matrices)
@@ -140,8 +136,6 @@ class NativeProgram:
     def __init__(self, library: ctypes.CDLL, program: Program) -> None:
         """Translate a program that is :func:`supported`."""
         self._heads, self._layers, self._dtype = program.heads, program.layers, program.dtype
-        self._ranks, self._all_gather_rows = program.ranks, program.all_gather
-        self._all_gather_error: BaseException | None = None
         self.numerics = program.numerics
         """Numerics of the program."""
         self.program = program
@@ -180,7 +174,6 @@ class NativeProgram:
             products=PRODUCTS[program.numerics],
             scale=program.heads.factor,
             cap=program.heads.cap,
-            all_gather=ALL_GATHER() if program.all_gather is None else ALL_GATHER(self._all_gather),
         )
         self._kept += [operations, buffers]
         self.address = ctypes.addressof(self._program)
@@ -250,9 +243,6 @@ class NativeProgram:
         memory = self._reserve(self._library.paceline_program_bytes(self.address, at))
         run.memory = memory.data_ptr()
         failed = self._library.paceline_run_program(self.address, at)
-        if failed == _NOT_GATHERED:
-            assert self._all_gather_error is not None
-            raise self._all_gather_error
         if failed == _OUT_OF_MEMORY:
             raise MemoryError(f"no memory for the scores of {plan.rows} rows: send smaller batches")
         if failed:
@@ -263,17 +253,6 @@ class NativeProgram:
         if states is not None:
             states.finish()
         return PassResult(logits, taps, queries)
-
-    def _all_gather(self, rows: int, width: int, source: int, out: int) -> int:
-        """Run ALL_GATHER for the compiled code on one of its threads. Errors wait for the end."""
-        try:
-            assert self._all_gather_rows is not None
-            found = self._all_gather_rows(_floats(source, rows, width))
-            _floats(out, rows, found.shape[1]).copy_(found)
-        except BaseException as error:
-            self._all_gather_error = error
-            return 1
-        return 0
 
     def _translate(self, op: Operation) -> COperation:
         weights: list[int | None] = [None, None]
@@ -343,9 +322,7 @@ class NativeProgram:
         kv_heads, dim = self._heads.kv_heads, self._heads.dim
         found = [table for table in tables if table is not None]
         for index, table in enumerate(found):
-            every = kv_heads * self._ranks  # or of all ranks, those of rank 0 first
-            heads = kv_heads if table.heads == every else table.heads
-            if (heads, table.dim, table.dtype) != (kv_heads, dim, found[0].dtype) or (
+            if (table.heads, table.dim, table.dtype) != (kv_heads, dim, found[0].dtype) or (
                 table.layers < layers or table.dtype not in CACHE_TYPES
             ):
                 raise ValueError(
@@ -406,12 +383,6 @@ class NativeProgram:
         if memory is None or memory.numel() < size:
             memory = self._memory.bytes = torch.empty(size, dtype=torch.uint8)
         return memory
-
-
-def _floats(at: int, rows: int, width: int) -> Tensor:
-    """float32 ``[rows, width]`` at an address."""
-    memory = (ctypes.c_float * (rows * width)).from_address(at)
-    return torch.frombuffer(memory, dtype=torch.float32).view(rows, width)
 
 
 def _vocabulary(op: Operation) -> int:

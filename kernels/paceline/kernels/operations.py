@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paceline.kernels.attention import tree_attention
-from paceline.kernels.caches import Plane, first_heads
+from paceline.kernels.caches import Plane
 from paceline.kernels.delta import DeltaPass
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program, Routing
 from paceline.kernels.rotated import IntSums
@@ -142,11 +142,6 @@ def _convolve(run: OneByOne, op: Operation) -> Tensor:
     return convolve_blocks(source, op.table, weights, op.layer).flatten(0, 1)
 
 
-def _all_gather(run: OneByOne, op: Operation) -> Tensor:
-    assert run.program.all_gather is not None
-    return run.program.all_gather(run.scaled(op.source))
-
-
 def _cap(run: OneByOne, op: Operation) -> Tensor:
     return op.factor * (run.scaled(op.out) / op.factor).tanh()
 
@@ -225,11 +220,8 @@ def _rotated(run: OneByOne, op: Operation, x: Rows) -> Tensor:
 
 
 def _planes(run: OneByOne, op: Operation) -> tuple[list[Plane], list[Plane]]:
-    """Keys and values of each sequence in a layer, of this rank's heads."""
+    """Keys and values of each sequence in a layer."""
     planes = [each.layer(op.layer) for each in run.call.caches]
-    if run.program.ranks > 1:
-        count = run.program.heads.kv_heads
-        planes = [(first_heads(k, count), first_heads(v, count)) for k, v in planes]
     return [k for k, _ in planes], [v for _, v in planes]
 
 
@@ -292,7 +284,6 @@ OPERATIONS: Mapping[Kind, Implementation] = {
     Kind.SPREAD: Implementation(_spread, Code.SPREAD),
     Kind.COMBINE: Implementation(_combine, Code.COMBINE),
     Kind.CONVOLVE: Implementation(_convolve, None),
-    Kind.ALL_GATHER: Implementation(_all_gather, Code.ALL_GATHER),
     Kind.DELTA: Implementation(_delta, Code.DELTA),
     Kind.SIGMOID_GATE: Implementation(_sigmoid_gate, Code.SIGMOID_GATE),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, auto
 from typing import TYPE_CHECKING, Protocol
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from paceline.kernels.rotated import IntSums
 
 MAX_EXPERTS = 1024
-AllGather = Callable[[Tensor], Tensor]
-"""Columns of all ranks of a tensor-parallel model: ``[rows, width]`` of each to ``[rows, ranks *
-width]`` in all, by rank. Every rank calls it at the same operations, with as many rows."""
 
 
 class Matrix(Protocol):
@@ -90,7 +87,6 @@ class Kind(Enum):
     SPREAD = auto()
     COMBINE = auto()
     CONVOLVE = auto()
-    ALL_GATHER = auto()
     DELTA = auto()
     SIGMOID_GATE = auto()
 
@@ -293,13 +289,6 @@ class Program:
     top: int = 0
     """Experts of a row, which are its slots; 0 without experts."""
 
-    ranks: int = 1
-    """Processes that share the model. A cache may have the heads of all, those of this rank
-    first."""
-
-    all_gather: AllGather | None = None
-    """Runs ALL_GATHER; None: there is none."""
-
     numerics: str = "portable"
     """How compiled kernels multiply bfloat16 weights and caches, as
     :func:`paceline.kernels.choose_numerics` returns it."""
@@ -320,22 +309,18 @@ class Recorder:
         self,
         heads: Heads,
         dtype: torch.dtype,
-        ranks: int = 1,
-        all_gather: AllGather | None = None,
         numerics: str = "portable",
     ) -> None:
         """Begin a program of a model with these heads and this type.
 
         Args:
-            heads: Heads of this rank.
+            heads: Its heads.
             dtype: The model's type.
-            ranks: Processes that share the model.
-            all_gather: Gathers the columns of several ranks.
             numerics: As in :class:`Program`.
         """
         self._heads = heads
         self._dtype = dtype
-        self._ranks, self._all_gather, self._numerics = ranks, all_gather, numerics
+        self._numerics = numerics
         self._operations: list[Operation] = []
         self._buffers = [Buffer(0, Extent.SELECTED)]
         self._layers = 0
@@ -430,13 +415,6 @@ class Recorder:
             table=base, layer=which,
         )  # fmt: skip
 
-    def all_gather(self, x: int) -> int:
-        """The columns of all ranks; those of a single rank are all."""
-        if self._ranks == 1:
-            return x
-        buffer = self._buffers[x]
-        return self._add(Kind.ALL_GATHER, self._ranks * buffer.width, buffer.extent, source=x)
-
     def add(self, x: int, delta: int, factor: float = 1.0) -> None:
         """``x += delta * factor``."""
         self._operations.append(Operation(Kind.ADD, source=x, delta=delta, factor=factor))
@@ -471,8 +449,6 @@ class Recorder:
             layers=self._layers,
             dtype=self._dtype,
             top=self._top,
-            ranks=self._ranks,
-            all_gather=self._all_gather,
             numerics=self._numerics,
         )
 

@@ -38,11 +38,6 @@ QUERY_TILE_ROWS = 128
 """Query rows of a tile: its scores of a chunk fit a core's cache, and keys are converted once for
 many rows."""
 
-ALL_GATHER = ctypes.CFUNCTYPE(
-    ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
-)
-"""``all_gather(rows, width, in, out) -> 0, or 1 if it failed``, of a :class:`CProgram`."""
-
 
 class Code(IntEnum):
     """Kinds of operations of compiled programs, as ``native/program.h`` numbers them."""
@@ -62,9 +57,8 @@ class Code(IntEnum):
     ROUTE = 12
     SPREAD = 13
     COMBINE = 14
-    ALL_GATHER = 15
-    DELTA = 16
-    SIGMOID_GATE = 17
+    DELTA = 15
+    SIGMOID_GATE = 16
 
 
 class Products(IntEnum):
@@ -176,7 +170,7 @@ class CProgram(ctypes.Structure):
         *(*_numbers("operations", "selecting"), *_pointers("operation")),
         *(*_numbers("buffers"), *_pointers("buffer")),
         *_numbers("vocabulary", "q_heads", "kv_heads", "dim", "top", "products"),
-        *(*_floats("scale", "cap"), ("all_gather", ALL_GATHER)),
+        *_floats("scale", "cap"),
     ]
 
 

@@ -44,6 +44,7 @@ from paceline.drafter.kv.mapped import CacheFile
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import Budget, GenerationInfo, Resources, Update
 from paceline.kernels import attention
+from paceline.kernels.caches import write
 from paceline.kv.cuda import close_unused
 from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
 from paceline.verifier.kv.pool import PagedKv, PagePool
@@ -107,7 +108,9 @@ class Pool:
     def kv(self, recorded: Any, layer: int) -> CudaKv:
         """A reader of a layer whose KV is recorded."""
         cache, planes = self.cache(), torch.stack(recorded.layer(layer))
-        cache.put(0, 0, planes.expand(3, *planes.shape))
+        for index in range(3):
+            for plane, rows in zip(cache.layer(index), planes, strict=True):
+                write(plane, 0, rows)
         cache.publish(recorded.committed)
         reader = CudaKv(CacheFile(*passed(cache)), (layer,), self.driver, 0)
         self.readers.append(reader)

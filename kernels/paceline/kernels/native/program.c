@@ -166,7 +166,7 @@ static void show_caches(State *s, const Cache *const *caches, int64_t layer) {
 
 static int row_wise(const State *s) {
   const int64_t kind = s->program->operation[s->at].kind;
-  return kind != ATTEND && kind != ATTEND_CONTEXT && kind != ALL_GATHER && kind != DELTA &&
+  return kind != ATTEND && kind != ATTEND_CONTEXT && kind != DELTA &&
          (kind != MULTIPLY || s->part == 0);
 }
 
@@ -200,8 +200,7 @@ static void chain_rows(State *s) {
       s->prepares = 1;
       return;
     }
-    if (o->kind == ATTEND || o->kind == ATTEND_CONTEXT || o->kind == ALL_GATHER || o->kind == DELTA)
-      return;
+    if (o->kind == ATTEND || o->kind == ATTEND_CONTEXT || o->kind == DELTA) return;
     if (o->kind == ROTATE) {
       if (layer >= 0) return; /* the state shows the caches of one layer */
       show_caches(s, s->run->caches, layer = o->layer);
@@ -276,7 +275,6 @@ static int64_t begin_stage(State *s) {
   }
   if (o->kind == MULTIPLY)
     return o->experts ? divide_product(&s->slots, o->weight) : linear_items(o->weight, s->rows);
-  if (o->kind == ALL_GATHER) return 1;
   if (o->kind == DELTA) return s->run->sequences * ((const Delta *)o->weight)->key_heads;
   return s->part == 0 ? begin_attention(s, o) : attention_merge_items(&s->attention);
 }
@@ -415,10 +413,6 @@ static void work(void *state, int64_t item) {
     }
   } else if (o->kind == MULTIPLY) {
     multiply_item(s, o, item);
-  } else if (o->kind == ALL_GATHER) {
-    if (s->program->all_gather(s->rows, s->program->buffer[o->in].width, rows_of(s, o->in),
-                               rows_of(s, o->out)))
-      s->failed = 3;
   } else if (o->kind == DELTA) {
     delta_item(s, o, item);
   } else if (s->part) {

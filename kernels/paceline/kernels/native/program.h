@@ -25,7 +25,6 @@ enum {
   ROUTE,
   SPREAD,
   COMBINE,
-  ALL_GATHER,
   DELTA,
   SIGMOID_GATE
 };
@@ -52,7 +51,6 @@ enum {
  * - ROUTE: out = the experts of a row and their shares by the scores in `in`; see experts.h.
  * - SPREAD: out = the rows of `in` in slots by the routes `delta`.
  * - COMBINE: out = the sum of a row's slots in `in` by the routes `delta`.
- * - ALL_GATHER: out = the columns of `in` of all ranks, by the caller's function.
  * - DELTA: out = the outputs of the Delta `weight` over the states of `layer`; see delta.h.
  * - SIGMOID_GATE: in *= sigmoid of the last columns of `delta`. */
 typedef struct {
@@ -85,8 +83,6 @@ typedef struct {
   int64_t top;       /* experts of a row */
   int64_t products;  /* of attention with bfloat16 caches; see attention.h */
   double scale, cap; /* of attention scores; cap 0: none */
-  /* Gathers `in` [rows, width] of all ranks to `out`, on any thread. Returns 0, or 1: it failed. */
-  int64_t (*all_gather)(int64_t rows, int64_t width, const float *in, float *out);
 } Program;
 
 /* Request to copy queries of a layer: out [count, Hq, D]. */

@@ -16,8 +16,6 @@ from paceline.decoder.invariance import BatchInvariance, check_batch_invariance,
 from paceline.decoder.model import Decoder, ForwardResult
 from paceline.decoder.model_source import ModelSource
 from paceline.decoder.packed import PackedWeights, publish
-from paceline.decoder.parallel import ParallelDecoder, RankCaches, run_rank
-from paceline.decoder.ranks import Ranks, RanksDiffer, RanksLost, check_split, end_all
 from paceline.decoder.sources import load_config, open_model, weights_fingerprint
 from paceline.decoder.weights import plain_folder, store_blocks
 from paceline.kernels import KVCacheView
@@ -35,24 +33,16 @@ __all__ = [
     "LocalCache",
     "ModelSource",
     "PackedWeights",
-    "ParallelDecoder",
-    "RankCaches",
-    "Ranks",
-    "RanksDiffer",
-    "RanksLost",
     "UnsupportedModelError",
     "check_batch_invariance",
     "check_served",
-    "check_split",
     "device_lost",
-    "end_all",
     "find_device",
     "load_config",
     "open_model",
     "plain_folder",
     "publish",
     "receive",
-    "run_rank",
     "store_blocks",
     "use_device",
     "wait_for",

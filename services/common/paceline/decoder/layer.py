@@ -18,7 +18,6 @@ from paceline.decoder.config import DecoderConfig, head_order
 from paceline.decoder.experts import Experts
 from paceline.decoder.families import DELTA_INPUTS, FAMILIES, delta_outs, expert_name
 from paceline.decoder.packed import PackedWeights
-from paceline.decoder.ranks import Ranks
 from paceline.decoder.weights import Linear, Weight, fuse, in_int8, in_order, plain, take
 from paceline.kernels import Delta, Heads, Norm, Recorder, Routing
 from paceline.kernels.linear import PackedMatrix
@@ -50,10 +49,10 @@ def linears_of(layer: DecoderLayer) -> Iterator[tuple[str, Linear]]:
             yield name, found
 
 
-def heads_of(config: DecoderConfig, ranks: int = 1) -> Heads:
-    """The attention heads of a model, of which each of its ``ranks`` has a part."""
+def heads_of(config: DecoderConfig) -> Heads:
+    """The attention heads of a model."""
     return Heads(
-        config.q_heads // ranks, config.kv_heads // ranks, config.head_dim,
+        config.q_heads, config.kv_heads, config.head_dim,
         config.attention_scale, config.attention_cap,
     )  # fmt: skip
 
@@ -131,8 +130,7 @@ def record_layer(
     _, after, before_mlp, after_mlp = layer.norms
 
     def leave(columns: int, norm: Norm | None) -> int:
-        outputs = program.all_gather(columns)
-        return outputs if norm is None else program.add_norm(outputs, 0, norm)
+        return columns if norm is None else program.add_norm(columns, 0, norm)
 
     if layer.delta is not None:
         mixed = program.multiply(inputs, layer.qkv)
@@ -142,7 +140,7 @@ def record_layer(
         attended = program.attend(q, cache, window, layer.sinks)
         if FAMILIES[config.model_type].gated:
             program.sigmoid_gate(attended, mixed)
-    delta = leave(program.multiply(program.all_gather(attended), layer.out), after)
+    delta = leave(program.multiply(attended, layer.out), after)
     between = record_entry(config, program, before_mlp, x, delta)
     return leave(_feed_forward(config, program, layer, between), after_mlp)
 
@@ -152,7 +150,7 @@ def _feed_forward(config: DecoderConfig, program: Recorder, layer: DecoderLayer,
     if layer.router is None:
         assert isinstance(layer.gate_up, Linear)
         assert isinstance(layer.down, Linear)
-        gated = program.all_gather(gate(program.multiply(x, layer.gate_up)))
+        gated = gate(program.multiply(x, layer.gate_up))
         return program.multiply(gated, layer.down)
     assert isinstance(layer.gate_up, Experts)
     assert isinstance(layer.down, Experts)
@@ -171,7 +169,6 @@ def load_layer(
     config: DecoderConfig,
     weights: Mapping[str, Weight],
     shared: PackedWeights | None,
-    ranks: Ranks | None,
     device: torch.device,
     index: int,
 ) -> DecoderLayer:
@@ -185,9 +182,6 @@ def load_layer(
         matrix: str, names: Sequence[str], outs: Sequence[int], ins: int, bias: bool,
         order: Tensor | None = None,
     ) -> Linear:  # fmt: skip
-        if ranks is not None:
-            own = ranks.rows(*outs)
-            order = own if order is None else order[own]
         if len(names) == 1:
             outs = [sum(outs)]
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig, Rope, UnsupportedModelError
-from paceline.decoder.device import DeviceLost
 from paceline.decoder.experts import Experts
 from paceline.decoder.families import DELTA_TENSORS
 from paceline.decoder.layer import (
@@ -34,13 +33,11 @@ from paceline.decoder.layer import (
 from paceline.decoder.model_source import ModelSource
 from paceline.decoder.packed import PackedWeights
 from paceline.decoder.products import Products, fix_products
-from paceline.decoder.ranks import Ranks
 from paceline.decoder.sources import open_model
 from paceline.decoder.weights import (
     Linear,
     Weight,
     in_int8,
-    in_order,
     is_rotated,
     plain,
     take,
@@ -111,7 +108,6 @@ class Decoder:
         weights: Mapping[str, Weight],
         device: torch.device | str,
         shared: PackedWeights | None = None,
-        ranks: Ranks | None = None,
         numerics: str = "portable",
     ) -> None:
         """Build from tensors by their Hugging Face names; see :meth:`load`."""
@@ -121,7 +117,6 @@ class Decoder:
         """How its compiled kernels multiply bfloat16, as :func:`numerics_for` returns it."""
         self.device = torch.device(device)
         """Device on which the model runs."""
-        self._ranks = ranks
 
         def large(name: str, key: str) -> Weight | PackedMatrix:
             if shared is not None:
@@ -132,16 +127,12 @@ class Decoder:
         self.final_norm = replace(norm, weight=norm.weight * config.logit_scale)
         """The norm before the LM head, with the model's factor on logits."""
         head = large("head", _EMBEDDING if config.tied else "lm_head.weight")
-        own: Weight | PackedMatrix = head
-        if ranks is not None:
-            assert not isinstance(head, PackedMatrix)
-            own = in_order(head, ranks.rows(config.vocab_size))
 
         def quantised(matrix: Weight | PackedMatrix) -> Weight | PackedMatrix | RotatedMatrix:
             int8 = config.weights == "int8"
             return in_int8("head", matrix, None, self.device) if int8 else matrix
 
-        self._head = Linear(quantised(own))
+        self._head = Linear(quantised(head))
         self._embedding: Tensor | PackedMatrix
         if not config.tied:
             embedding = large("embedding", _EMBEDDING)
@@ -150,10 +141,8 @@ class Decoder:
         elif is_rotated(config.weights, self.device):
             self._embedding = Linear(head).weight
         else:
-            self._embedding = self._head.weight if own is head else Linear(quantised(head)).weight
-        self._layers = self._load_layers(
-            partial(load_layer, config, weights, shared, ranks, self.device)
-        )
+            self._embedding = self._head.weight
+        self._layers = self._load_layers(partial(load_layer, config, weights, shared, self.device))
         _check_names(config, weights)
         self.rope = Rope(config, device)
         """Cosines and sines of positions."""
@@ -178,7 +167,6 @@ class Decoder:
         device: torch.device | str = "cpu",
         shared: PackedWeights | None = None,
         kv_cache_dtype: str = "auto",
-        ranks: Ranks | None = None,
         max_context: int | None = None,
         numerics: str = "portable",
     ) -> Self:
@@ -194,7 +182,6 @@ class Decoder:
                 mapped instead of loaded. None: all tensors are loaded.
             kv_cache_dtype: Type of its caches: float32, bfloat16, int8, or "auto" for that of
                 hidden states. Others than "auto" are supported on the CPU.
-            ranks: The processes that share the model, of which each loads its part; None: one.
             max_context: Maximum length of texts; None: that of the model.
             numerics: How the CPU multiplies bfloat16 weights and caches; see
                 :func:`numerics_for`.
@@ -242,7 +229,7 @@ class Decoder:
             )
         try:
             with torch.inference_mode():
-                return cls(config, found.weights(config, device), device, shared, ranks, numerics)
+                return cls(config, found.weights(config, device), device, shared, numerics)
         except UnsupportedModelError as error:
             if str(found.path) in str(error):
                 raise
@@ -343,25 +330,14 @@ class Decoder:
         return part
 
     @property
-    def ranks(self) -> int:
-        """Processes that share the model."""
-        return 1 if self._ranks is None else self._ranks.size
-
-    def lost(self) -> DeviceLost | None:
-        """Why no step can run any more, if it is known without a call of the device."""
-        return None
-
-    @property
     def native(self) -> NativeProgram | None:
         """The program of :meth:`forward` for compiled kernels, on a CPU that has them."""
         return self._executor.native if self.device.type == "cpu" else None
 
     def _record(self) -> Program:
         """The operations of a forward pass."""
-        config, ranks = self.config, self._ranks
-        all_gather = None if ranks is None else ranks.all_gather
-        heads = heads_of(config, self.ranks)
-        program = Recorder(heads, config.dtype, self.ranks, all_gather, self.numerics)
+        config = self.config
+        program = Recorder(heads_of(config), config.dtype, self.numerics)
         x, delta, recurrent = program.embed(self._embedding, config.embedding_scale), 0, 0
         for index, layer in enumerate(self._layers):
             inputs = record_entry(config, program, layer.norms[0], x, delta)
@@ -375,8 +351,8 @@ class Decoder:
             recurrent += layer.delta is not None
         program.add(x, delta, config.residual_scale)
         program.tap(x, len(self._layers) - 1)
-        logits = program.all_gather(
-            program.multiply(program.add_norm(program.select(x), 0, self.final_norm), self._head)
+        logits = program.multiply(
+            program.add_norm(program.select(x), 0, self.final_norm), self._head
         )
         if config.logit_cap:
             program.cap_logits(logits, config.logit_cap)

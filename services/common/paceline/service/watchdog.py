@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import Callable
 from concurrent.futures import Future
 from time import perf_counter
 
@@ -42,20 +41,16 @@ class Watchdog:
         """It has ended, or failed."""
         self._began = None
 
-    async def watch(
-        self, fault: Future[None], find_fault: Callable[[], Exception | None] | None = None
-    ) -> None:
+    async def watch(self, fault: Future[None]) -> None:
         """Wait until the service cannot go on, and raise why: ``fault``, which another thread has
-        set, or what ``find_fault`` returns, which is asked every second.
+        set.
 
         If work hangs, nothing can be freed any more: the process ends at once.
         """
         waiting = asyncio.wrap_future(fault)
-        idle = find_fault is None and self.limit == math.inf
+        idle = self.limit == math.inf
         while not waiting.done():
             await asyncio.wait([waiting], timeout=None if idle else WATCH_SECONDS)
-            if find_fault is not None and (found := find_fault()) is not None:
-                raise found
             began = self._began
             if began is not None and perf_counter() - began > self.limit:
                 _log.critical(

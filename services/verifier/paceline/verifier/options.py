@@ -124,12 +124,6 @@ class VerifierOptions:
         "maximum tokens of prompts in one forward pass, so that long ones do not delay rounds",
         metavar="N",
     )
-    tensor_parallel: int = option(
-        1,
-        "processes (ranks) that share the model, each on its own GPU or with its own threads; the "
-        "tokens are those of one. They are started on this machine, or on several by torchrun",
-        metavar="N",
-    )
     share_weights: bool = option(
         False, "share the packed weights with selfspec drafters on this host"
     )
@@ -177,7 +171,7 @@ class VerifierOptions:
 
     def __post_init__(self) -> None:
         positive = ("lease_seconds", "max_sequences", "step_token_limit", "prefill_token_limit")
-        for name in (*positive, "kv_bytes", "threads", "tensor_parallel"):
+        for name in (*positive, "kv_bytes", "threads"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} is {value}, expected a finite number above 0")
@@ -195,11 +189,6 @@ class VerifierOptions:
                 raise ValueError(f"{name} is {value!r}, expected {', '.join(known)}")
         if self.cuda_graphs == "on" and self.device == "cpu":
             raise ValueError("cuda_graphs is 'on', and device is cpu: expected auto or off")
-        if self.cuda_graphs == "on" and self.tensor_parallel > 1:
-            raise ValueError(
-                f"cuda_graphs is 'on', and steps of {self.tensor_parallel} ranks (tensor_parallel) "
-                "are not captured: expected auto or off"
-            )
         if self.gpu_memory != GPU_MEMORY and (self.kv_bytes is not None or self.device == "cpu"):
             instead = "device is cpu" if self.kv_bytes is None else "kv_bytes is given"
             raise ValueError(
@@ -213,10 +202,6 @@ class VerifierOptions:
             raise ValueError(
                 f"kv_cache_dtype is {self.kv_cache_dtype!r}, expected auto: KV in pages has the "
                 "type of hidden states"
-            )
-        if self.share_weights and self.tensor_parallel > 1:
-            raise ValueError(
-                f"tensor_parallel is {self.tensor_parallel}, and no rank has whole weights to share"
             )
         if self.share_weights and self.device not in ("auto", "cpu"):
             raise ValueError(

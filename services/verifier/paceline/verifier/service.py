@@ -254,8 +254,6 @@ class VerifierService:
         await asyncio.gather(*self._captures, return_exceptions=True)
         await self.engine.stop()
         loaded = self._loaded
-        if loaded.ranks is not None:
-            await asyncio.to_thread(loaded.ranks.stop)
         if loaded.scheduler is not None:
             save_scheduler(loaded.scheduler, loaded.decoder)
         if loaded.weights is not None:

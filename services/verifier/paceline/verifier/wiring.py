@@ -16,13 +16,15 @@ import torch
 from paceline.decoder import (
     Decoder,
     GraphRunner,
+    ModelSource,
     PackedWeights,
-    ParallelDecoder,
-    Ranks,
+    find_device,
     open_model,
     publish,
     use_device,
 )
+from paceline.decoder.model import numerics_for
+from paceline.decoder.products import use_library_without_splits
 from paceline.kernels import backend_for
 from paceline.service.runtime import available_memory, trim
 from paceline.verifier.engine.engine import Engine
@@ -32,7 +34,6 @@ from paceline.verifier.kv.pool import PagePool
 from paceline.verifier.kv.segment import SegmentMemory
 from paceline.verifier.model import ModelInfo, read_model_info
 from paceline.verifier.options import VerifierOptions
-from paceline.verifier.ranks import load_target, meet_ranks, rank_device
 from paceline.verifier.rpc.messages import read_tree
 from paceline.verifier.scheduler.scheduler import Scheduler, load_scheduler
 from paceline.verifier.store import KvMemory
@@ -61,8 +62,6 @@ class LoadedModel:
     """Its description for clients."""
     threads: int
     """Threads of the math library that run it."""
-    ranks: Ranks | None
-    """The processes that share it; None: there is one."""
     weights: int | None
     """Descriptor of its packed weights, if drafters share them; the service closes it."""
     scheduler: Scheduler | None
@@ -85,21 +84,18 @@ class KvSpace:
 
 
 def load_model(target: Path, options: VerifierOptions) -> LoadedModel:
-    """Load the target with the other ranks, publish its weights if they are shared, and profile its
-    steps. Raises as :func:`paceline.verifier.build_service`."""
+    """Load the target, publish its weights if they are shared, and profile its steps. Raises as
+    :func:`paceline.verifier.build_service`."""
     threads = options.threads or torch.get_num_threads()
-    if not options.threads and "RANK" not in os.environ:
-        threads = max(1, threads // options.tensor_parallel)
     # OpenMP keeps a team of workers for each thread that computes. A second team would
     # outnumber the cores, and its workers then sleep and wake at every operation, which doubles
     # the time of a step. So this thread gets none, and the loading thread ends with its own.
     torch.set_num_threads(1)
-    device = rank_device(options)
-    ranks = meet_ranks(target, options, device, threads)
+    device = find_device("cpu" if options.share_weights else options.device)
 
     def load() -> LoadedModel:
         source = open_model(target, options.lora)
-        decoder = load_target(source, options, device, ranks)
+        decoder = load_target(source, options, device)
         info = read_model_info(
             source,
             decoder,
@@ -118,15 +114,56 @@ def load_model(target: Path, options: VerifierOptions) -> LoadedModel:
             scheduler = load_scheduler(
                 decoder, info.message.max_context, options.node_budget, again=again
             )
-        return LoadedModel(decoder, info, threads, ranks, weights, scheduler)
+        return LoadedModel(decoder, info, threads, weights, scheduler)
 
-    try:
-        with ThreadPoolExecutor(1, initializer=_use, initargs=(threads, device)) as pool:
-            return pool.submit(load).result()
-    except BaseException:
-        if ranks is not None:
-            ranks.kill()
-        raise
+    with ThreadPoolExecutor(1, initializer=_use, initargs=(threads, device)) as pool:
+        return pool.submit(load).result()
+
+
+def load_target(
+    source: ModelSource,
+    options: VerifierOptions,
+    device: torch.device,
+    shared: PackedWeights | None = None,
+) -> Decoder:
+    """Load the model. Raises ``ValueError``: the model or an option is not supported."""
+    _check_numerics(options.numerics, device)
+    decoder = Decoder.load(
+        source,
+        options.weights,
+        device,
+        shared,
+        options.kv_cache_dtype,
+        options.max_context,
+        _choose_numerics(source, options),
+    )
+    if device.type == "cuda":
+        fixed = options.numerics == "auto"
+        use_library_without_splits(fixed=fixed)
+        if fixed:
+            decoder.fix_products()
+        torch.cuda.empty_cache()  # KV gets what is left
+    return decoder
+
+
+def _choose_numerics(source: ModelSource, options: VerifierOptions) -> str:
+    """Numerics of the CPU for the model."""
+    config = source.config(options.weights).with_kv(options.kv_cache_dtype)
+    return numerics_for(config, "auto" if options.numerics == "auto" else "portable")
+
+
+def _check_numerics(numerics: str, device: torch.device) -> None:
+    """Raise ``ValueError`` for numerics that a device does not have."""
+    if device.type == "cpu":
+        if numerics == "fast":
+            raise ValueError(
+                "numerics is 'fast', which is for GPUs; on a CPU auto is the fastest way"
+            )
+    elif numerics == "portable":
+        raise ValueError(
+            f"numerics is 'portable', and {device} has the bits of its kind of GPU and of its "
+            "libraries: use auto, which gives the same text with any drafts, or --device cpu"
+        )
 
 
 def kv_memory(model: LoadedModel, options: VerifierOptions) -> KvSpace:
@@ -142,7 +179,6 @@ def kv_memory(model: LoadedModel, options: VerifierOptions) -> KvSpace:
             f"paged_kv is not supported for {config.model_type!r}, whose recurrent states lie "
             "beside segments"
         )
-    rank_caches = decoder.rank_caches if isinstance(decoder, ParallelDecoder) else None
     layout = KvLayout.of(config)
     kv_bytes = options.kv_bytes
     if kv_bytes is None:
@@ -155,7 +191,7 @@ def kv_memory(model: LoadedModel, options: VerifierOptions) -> KvSpace:
     if options.cuda_graphs == "on" and why:
         raise ValueError(f"cuda_graphs is 'on', and {why}: expected auto or off")
     if not options.paged_kv and device.type == "cpu":
-        memory = SegmentMemory(layout, kv_bytes, rank_caches)
+        memory = SegmentMemory(layout, kv_bytes)
         return KvSpace(memory, None, None, max_sequences, max_prefixes)
     pool = PagePool(
         layout,
@@ -163,7 +199,6 @@ def kv_memory(model: LoadedModel, options: VerifierOptions) -> KvSpace:
         kv_bytes=kv_bytes,
         max_sequences=max_sequences + max_prefixes,
         max_context=message.max_context,
-        rank_caches=rank_caches,
     )
     graphs = None
     if options.cuda_graphs != "off" and not why:
@@ -175,8 +210,6 @@ def why_no_graphs(decoder: Decoder) -> str:
     """Why steps of a model cannot be captured as CUDA graphs; empty if they can."""
     if decoder.device.type != "cuda":
         return "there is no GPU here"
-    if isinstance(decoder, ParallelDecoder):
-        return "steps of several ranks are not captured"
     if backend_for(decoder.device).name == "dense":
         return "attention has no Triton kernels: Triton is missing, or PACELINE_ATTENTION is dense"
     return ""

@@ -139,7 +139,7 @@ class Engine:
         If a step hangs on a GPU, nothing can be freed any more: the process ends at once. Raises
         ``DeviceLost``: it is.
         """
-        await self._watchdog.watch(self._lost, self._decoder.lost)
+        await self._watchdog.watch(self._lost)
 
     def prefill(self, job: Prefill, parent: Sequence | None = None) -> None:
         """Queue a prefill; KV of the longest common prefix with ``parent`` is copied.
@@ -546,7 +546,7 @@ class Engine:
             self._thread.call_loop(partial(_notify_all, jobs))
 
     def _check_device(self) -> None:
-        lost = self._decoder.lost() or device_lost(self.device)
+        lost = device_lost(self.device)
         if lost is not None and not self._lost.done():
             _log.critical("%s: the verifier ends", lost)
             self._lost.set_exception(lost)

@@ -15,11 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.decoder import DecoderConfig, RankCaches
+from paceline.decoder import DecoderConfig
 from paceline.kernels import DeltaShape, LayerTable, Plane, RecurrentStates
-from paceline.kernels.caches import first_heads, row_width
+from paceline.kernels.caches import row_width
 from paceline.kv.segment import HEADER_BYTES, TAP_MARGIN, SegmentHeader, new_segment
-from paceline.kv.selection import ObservedCache
 from paceline.kv.wire import cache_dtype
 from paceline.v1 import kv_pb2
 
@@ -261,10 +260,6 @@ class SequenceKv(ABC):
     taps: TapRows | None = None
     """Hidden states that are kept; None: none."""
 
-    rank_caches: RankCaches | None = None
-    """Caches of the other ranks of a tensor-parallel model, which hold heads of this cache; None:
-    there are none."""
-
     def __init__(
         self,
         layout: KvLayout,
@@ -342,8 +337,6 @@ class SequenceKv(ABC):
         Raises ``OutOfMemory``: there is not enough memory for them."""
         self.reserve(tokens)
         self._copy_kv(source, tokens)
-        if self.rank_caches is not None:
-            self.rank_caches.copy_prefix(self, source, tokens)
         if self.states is not None and source.states is not None:
             self.states.copy_prefix(source.states, tokens)
         if tokens and self.taps is not None and source.taps is not None:
@@ -356,23 +349,12 @@ class SequenceKv(ABC):
     def compact(self, slots: list[int], start: int, *, moved: bool = False) -> None:
         """Move the KV at ``slots`` to ``start``, ``start + 1``, ...; none moves to a later slot.
         ``moved``: in this process it has moved."""
-        if self.rank_caches is not None:
-            self.rank_caches.compact(self, slots, start)
         if not moved:
             self._keep(slots, start)
 
     @abstractmethod
     def _keep(self, slots: list[int], start: int) -> None:
         """Move keys and values."""
-
-    @abstractmethod
-    def put(self, head: int, start: int, rows: Tensor) -> None:
-        """See :class:`paceline.decoder.parallel.WholeCache`."""
-
-    @property
-    def observed(self) -> ObservedCache:
-        """The heads that scores of positions are computed from: those of this process."""
-        return self if self.rank_caches is None else _OwnHeads(self, self.rank_caches.ranks)
 
     @property
     def files(self) -> list[int]:
@@ -396,8 +378,6 @@ class SequenceKv(ABC):
         """
         if self.closed:
             return
-        if self.rank_caches is not None:
-            self.rank_caches.drop(self)
         self.header.close()
         self.header.release()
         _open_files.remove(self.file)
@@ -419,18 +399,6 @@ class SequenceKv(ABC):
                 f"there is no memory for {tokens} more tokens of KV: {error.strerror}; wait for "
                 "other sequences to end"
             ) from error
-
-
-class _OwnHeads:
-    """The heads of rank 0 of a cache; an ``ObservedCache``."""
-
-    def __init__(self, cache: SequenceKv, ranks: int) -> None:
-        self.capacity, self.device = cache.capacity, cache.device
-        self._layer, self._count = cache.layer, cache.layout.kv_heads // ranks
-
-    def layer(self, index: int) -> tuple[Plane, Plane]:
-        keys, values = self._layer(index)
-        return first_heads(keys, self._count), first_heads(values, self._count)
 
 
 def open_segments() -> set[int]:

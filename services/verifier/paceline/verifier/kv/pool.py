@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from paceline.decoder import ACCELERATORS, RankCaches, wait_for
+from paceline.decoder import ACCELERATORS, wait_for
 from paceline.kernels import PagedPlane, send
 from paceline.kv.cuda import CudaDriver, DriverError, ExportedMemory, cuda_driver
 from paceline.kv.segment import HEADER_BYTES, TAP_AHEAD
@@ -53,7 +53,6 @@ class PagePool:
         max_sequences: int,
         max_context: int,
         driver: CudaDriver | None = None,
-        rank_caches: RankCaches | None = None,
     ) -> None:
         """Allocate whole pages of at most ``kv_bytes``.
 
@@ -64,7 +63,6 @@ class PagePool:
         """Shape of the model's KV."""
         self.device = device
         """Device of the memory."""
-        self.rank_caches = rank_caches
         self.page_bytes = PAGE_TOKENS * layout.token_bytes
         count = kv_bytes // self.page_bytes
         if count < 1:
@@ -403,7 +401,7 @@ class PagedKv(SequenceKv):
         except BaseException:
             pool.free(self._row, [])
             raise
-        self.device, self.rank_caches = pool.device, pool.rank_caches
+        self.device = pool.device
         self.pool = pool
         self._table = self._body.view(torch.int32)
         if taps is not None:
@@ -454,14 +452,6 @@ class PagedKv(SequenceKv):
             last = tokens // PAGE_TOKENS
             self.pool.kv[self._pages[last]].copy_(self.pool.kv[source._pages[last]])
             wait_for(self.device)
-
-    def put(self, head: int, start: int, rows: Tensor) -> None:
-        pages, slots = send(
-            torch.tensor([self.page_of(start + n) for n in range(rows.shape[3])]).T.contiguous(),
-            self.device,
-        )
-        # Tensor indices apart from each other put their dimension first.
-        self.pool.kv[pages, :, :, head : head + rows.shape[2], slots] = rows.movedim(3, 0)
 
     def _keep(self, slots: list[int], start: int) -> None:
         if self.taps is not None:

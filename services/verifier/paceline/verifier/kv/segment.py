@@ -8,7 +8,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from paceline.decoder import RankCaches
 from paceline.kernels import LayerTable
 from paceline.kv.segment import HEADER_BYTES
 from paceline.verifier.kv.base import (
@@ -58,13 +57,9 @@ class SegmentMemory:
     the counts.
     """
 
-    def __init__(
-        self, layout: KvLayout, limit_bytes: int, rank_caches: RankCaches | None = None
-    ) -> None:
+    def __init__(self, layout: KvLayout, limit_bytes: int) -> None:
         self.layout = layout
         """Shape of the model's KV."""
-        self.rank_caches = rank_caches
-        """See :class:`SequenceKv`."""
         self.limit_bytes = limit_bytes
         """Maximum memory of all segments together. Unit: bytes."""
         self.used_bytes = 0
@@ -122,7 +117,7 @@ class Segment(SequenceKv):
             kv_bytes + (0 if taps is None else taps.byte_size),
             taps=None if taps is None else taps.describe(offset=self._taps_offset),
         )
-        self._memory, self.rank_caches = memory, memory.rank_caches
+        self._memory = memory
         shape = (layout.layers, 2, layout.kv_heads, capacity, layout.row_width)
         self.kv: Tensor = self._body[:kv_bytes].view(layout.dtype).view(shape)
         """``[layers, 2, kv_heads, capacity, row_width]`` over the mapping; 0 is keys, 1 values."""
@@ -165,9 +160,6 @@ class Segment(SequenceKv):
 
     def _copy_kv(self, source: Self, tokens: int) -> None:
         self.kv[..., :tokens, :].copy_(source.kv[..., :tokens, :])
-
-    def put(self, head: int, start: int, rows: Tensor) -> None:
-        self.kv[:, :, head : head + rows.shape[2], start : start + rows.shape[3]] = rows
 
     def _keep(self, slots: list[int], start: int) -> None:
         moved = self.kv.index_select(3, torch.tensor(slots))

@@ -355,7 +355,7 @@ def _policy(name: str, kv: SequenceKv, layers: Sequence[int]) -> SelectionPolicy
         factory = load_policy(name)
     except ValueError as error:
         raise ServiceError.invalid_argument("BAD_POLICY", str(error)) from error
-    return factory(kv.observed, layers)
+    return factory(kv, layers)
 
 
 def _state_feed(cache: Cache, request: kv_pb2.FollowSubscribe) -> StateFeed | None:

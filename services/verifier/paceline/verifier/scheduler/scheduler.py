@@ -449,7 +449,6 @@ def _file(decoder: Decoder) -> Path:
     facts = (
         _FORMAT,
         decoder.config,
-        decoder.ranks,
         str(decoder.device),
         torch.get_num_threads(),
         torch.__version__,

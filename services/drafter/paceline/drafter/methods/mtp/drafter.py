@@ -279,9 +279,7 @@ def _layers(
         return MtpHead(
             norm(ENORM), norm(HNORM), linear([embedded.contiguous()], bits),
             linear([hidden.contiguous()], bits),
-            load_layer(
-                block, weights, None, None, torch.device(device), config.target_layers + index
-            ),
+            load_layer(block, weights, None, torch.device(device), config.target_layers + index),
             norm(NORM), head,
         )  # fmt: skip
 
