@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +16,15 @@ from paceline.kernels import (
     attention,
     backend_for,
     plan_trees,
+    triton,
     why_bits_vary,
 )
 from paceline.kernels.attention import cuda_backend, preferred_backend
 from paceline.kernels.dense import DenseBackend
+from paceline.kernels.rotated import quantise_rows
+from paceline.kernels.rows import row_kernels
+from paceline.kernels.sampling import best_candidates
+from paceline.kernels.weight_only import WeightOnlyMatrix
 
 PARENTS = (-1, 0, 0, 1, 3, 3, 2)
 
@@ -59,10 +65,39 @@ def test_triton_is_used_unless_the_environment_says(monkeypatch: pytest.MonkeyPa
         preferred_backend()
 
 
-def test_a_missing_package_gives_way() -> None:
-    pytest.importorskip("triton")
-    assert cuda_backend("flash_attn").name in ("flash_attn", "triton")
+def test_a_missing_package_gives_way_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     assert cuda_backend("dense").name == "dense"
+    monkeypatch.setitem(sys.modules, "triton", None)
+    triton.is_installed.cache_clear()
+    try:
+        assert [triton.runs_on(device) for device in ("meta", "cuda:0", "cpu")] == [False] * 3
+        assert cuda_backend("triton").name == "dense"
+    finally:
+        monkeypatch.undo()
+        triton.is_installed.cache_clear()
+    (record,) = (each for each in caplog.records if "Triton cannot be imported" in each.message)
+    assert record.levelname == "WARNING"
+
+
+def test_an_import_error_in_a_kernel_of_ours_is_no_missing_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A renamed symbol would otherwise turn a GPU into operations of PyTorch without a word."""
+    pytest.importorskip("triton")
+    assert triton.runs_on("meta")
+    x, matrix = torch.zeros(1, 32, device="meta"), WeightOnlyMatrix.of(torch.ones(4, 32))
+    for module, run in (
+        ("products", lambda: quantise_rows(x, 32)),
+        ("products", lambda: matrix.multiply(x, None)),
+        ("backend", lambda: row_kernels("meta")),
+        ("backend", lambda: cuda_backend("triton")),
+        ("candidates", lambda: best_candidates(x, 2, 1.0, None)),
+    ):
+        monkeypatch.setitem(sys.modules, f"paceline.kernels.triton.{module}", None)
+        with pytest.raises(ImportError):
+            run()
 
 
 def test_what_may_have_other_bits_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

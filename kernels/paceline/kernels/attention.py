@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from paceline.kernels import triton
 from paceline.kernels._native import cpu_kernels
 from paceline.kernels.caches import Plane, head_width
 from paceline.kernels.dense import AttentionCall, DenseBackend, Probe
@@ -160,22 +161,24 @@ def _cuda() -> AttentionBackend:
 
 
 def cuda_backend(name: str) -> AttentionBackend:
-    """A backend for NVIDIA GPUs by its name, or the next one if its package is missing.
+    """A backend for NVIDIA GPUs by its name, or the next one if its package is missing, which is
+    logged.
 
     Args:
         name: One of ``BACKENDS``.
     """
-    if name == "flash_attn":
-        with suppress(ImportError):
-            from paceline.kernels.triton.flash import FlashAttention2
+    if name == "dense" or not triton.is_installed():
+        return DenseBackend()
+    from paceline.kernels.triton.backend import TritonBackend
 
-            return FlashAttention2()
-    if name != "dense":
-        with suppress(ImportError):
-            from paceline.kernels.triton.backend import TritonBackend
+    if name != "flash_attn":
+        return TritonBackend()
+    if find_spec("flash_attn") is None:
+        logger.warning("%s is flash_attn, which is not installed: Triton attends", VARIABLE)
+        return TritonBackend()
+    from paceline.kernels.triton.flash import FlashAttention2
 
-            return TritonBackend()
-    return DenseBackend()
+    return FlashAttention2()
 
 
 def preferred_backend() -> str:

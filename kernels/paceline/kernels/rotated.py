@@ -19,7 +19,6 @@ two, so that the product is that of the weights and inputs that were given.
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from paceline.kernels import triton
 from paceline.kernels._native import address, library
 from paceline.kernels.structures import MAX_ROTATED_INS, MAX_ROTATION
 
@@ -77,11 +77,10 @@ def quantise_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
         int8 ``[rows, ins]`` and the factors to multiply it with, float32 ``[rows]``: NaN, with
         zeros, for a row with values that are not finite. A row depends on nothing else.
     """
-    if x.device.type in ("cuda", "meta"):
-        with suppress(ImportError):
-            from paceline.kernels.triton.products import quantise_rotated
+    if triton.runs_on(x.device):
+        from paceline.kernels.triton.products import quantise_rotated
 
-            return quantise_rotated(x, size, LARGEST, SMALLEST)
+        return quantise_rotated(x, size, LARGEST, SMALLEST)
     if x.device.type == "cpu" and (native := library()) is not None and len(x):
         parts = x.split(max(1, _CHUNK // x.shape[1]))
         found = [quantise_rows_natively(native, part, size) for part in parts]
@@ -226,10 +225,9 @@ def scale_sums(
     Returns:
         ``[M, N]``.
     """
-    if sums.device.type in ("cuda", "meta"):
-        with suppress(ImportError):
-            from paceline.kernels.triton.products import scaled_sums
+    if triton.runs_on(sums.device):
+        from paceline.kernels.triton.products import scaled_sums
 
-            return scaled_sums(sums, rows, outs, bias, dtype)
+        return scaled_sums(sums, rows, outs, bias, dtype)
     wide = sums[: len(rows), : len(outs)].float() * rows[:, None] * outs
     return (wide if bias is None else wide + bias).to(dtype)

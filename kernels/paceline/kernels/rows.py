@@ -6,7 +6,6 @@ Each is one call. All arithmetic is float32, for all types in memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, pad, silu
 
+from paceline.kernels import triton
 from paceline.kernels.caches import Plane, write
 from paceline.kernels.rotated import IntSums
 from paceline.kernels.trees import TreePlan
@@ -141,11 +141,10 @@ class TorchRows:
 
 def row_kernels(device: torch.device | str) -> RowKernels:
     """The row kernels of a device; "meta" stands for a GPU that is not there."""
-    if torch.device(device).type in ("cuda", "meta"):
-        with suppress(ImportError):
-            from paceline.kernels.triton.backend import TritonRows
+    if triton.runs_on(device):
+        from paceline.kernels.triton.backend import TritonRows
 
-            return TritonRows()
+        return TritonRows()
     return TorchRows()
 
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -37,6 +36,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.kernels import triton
 from paceline.kernels._native import address, library
 from paceline.kernels.noise import check_range, gumbel_noise_at, philox
 from paceline.kernels.trees import send
@@ -296,13 +296,12 @@ def _accept_drafts(
     positions: Sequence[int],
 ) -> None:
     """Replace the tokens of rows by those of rejection sampling from their filtered scores."""
-    if scores.device.type == "cuda":
-        with suppress(ImportError):
-            from paceline.kernels.triton.backend import accept_drafts
+    if triton.runs_on(scores.device):
+        from paceline.kernels.triton.backend import accept_drafts
 
-            records = _draft_records(drafted, seeds, positions, scores.shape[1])
-            accept_drafts(scores, tokens, *records)
-            return
+        records = _draft_records(drafted, seeds, positions, scores.shape[1])
+        accept_drafts(scores, tokens, *records)
+        return
     found = [
         _accept_or_resample(scores[row].cpu(), seed, position, *drafted[row])
         for row, seed, position in zip(drafted, seeds, positions, strict=True)
@@ -350,11 +349,10 @@ def perturbed_logits(
     Returns:
         float32 ``[R, V]`` on the device of the logits; -inf for tokens that a filter removes.
     """
-    if logits.device.type == "cuda":
-        with suppress(ImportError):
-            from paceline.kernels.triton.backend import perturbed
+    if triton.runs_on(logits.device):
+        from paceline.kernels.triton.backend import perturbed
 
-            return perturbed(logits, params, positions, ids)
+        return perturbed(logits, params, positions, ids)
     tokens = torch.arange(logits.shape[1]) if ids is None else ids
     scores = torch.stack([_filtered(*each) for each in zip(logits.cpu(), params, strict=True)])
     for row, each, position in zip(scores, params, positions, strict=True):
@@ -546,11 +544,10 @@ def best_candidates(
         Ids, int64 ``[R, width]``, best first, and the logs of their softmax, ``[R, width]``; on the
         device of ``logits``. Ids with log -inf are arbitrary.
     """
-    if logits.device.type == "cuda":
-        with suppress(ImportError):
-            from paceline.kernels.triton.candidates import best_of_rows
+    if triton.runs_on(logits.device):
+        from paceline.kernels.triton.candidates import best_of_rows
 
-            return best_of_rows(logits, width)
+        return best_of_rows(logits, width)
     native = library() if logits.device.type == "cpu" else None
     if native is None or logits.dtype is not torch.float32 or logits.stride(1) != 1:
         scores = logits if noise is None else logits / temperature + noise

@@ -7,13 +7,14 @@ the number of rows, so these layers are for drafters, whose drafts need no exact
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+
+from paceline.kernels import triton
 
 _LARGEST = 127.0
 _SMALLEST = 2.0**-100
@@ -49,10 +50,9 @@ class WeightOnlyMatrix:
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x W^T + bias``: ``[rows, ins]`` of a float type, dense, to ``[rows, outs]`` of it;
         ``bias`` is float32 ``[outs]``."""
-        if x.device.type in ("cuda", "meta"):
-            with suppress(ImportError):
-                from paceline.kernels.triton.products import multiply_weight_only
+        if triton.runs_on(x.device):
+            from paceline.kernels.triton.products import multiply_weight_only
 
-                return multiply_weight_only(x, self.values, self.scale, bias)
+            return multiply_weight_only(x, self.values, self.scale, bias)
         wide = linear(x.float(), self.values.float()) * self.scale
         return (wide if bias is None else wide + bias).to(x.dtype)
