@@ -38,18 +38,10 @@ def chat(page: Page, questions: list[str]) -> None:
     page.locator("#chat textarea").hover()
 
 
-def race(page: Page) -> None:
-    """Runs the race of the page's example and goes to the middle of its replay."""
-    page.click("#race [name=start]")
-    expect(page.locator("#race .replay")).to_be_visible(timeout=TIMEOUT)
-    time = page.locator("#race [name=time]")
-    time.fill(str(float(time.get_attribute("max") or 0) / 2))
-
-
 def take(browser: Browser, address: str, folder: Path) -> None:
-    def opened(view: str, tokens: int, **options: object) -> Page:
+    def opened(tokens: int, **options: object) -> Page:
         page = browser.new_page(reduced_motion="reduce", **options)  # type: ignore[arg-type]
-        page.goto(f"{address}/#/{view}")
+        page.goto(address)
         expect(page.locator("#settings option")).not_to_have_count(0)
         page.click("#settings summary")
         page.fill("#settings [name=max_tokens]", str(tokens))
@@ -62,7 +54,7 @@ def take(browser: Browser, address: str, folder: Path) -> None:
         assert size < MOST_BYTES, f"{path} has {size} bytes; below {MOST_BYTES} were expected"
         print(path, size)
 
-    page = opened("chat", 96, viewport=DESKTOP)
+    page = opened(96, viewport=DESKTOP)
     chat(page, QUESTIONS)
     picture(page, "chat")
     page.locator("#chat .steps").focus()
@@ -70,19 +62,14 @@ def take(browser: Browser, address: str, folder: Path) -> None:
     picture(page, "chat-keyboard")
     page.close()
 
-    page = opened("chat", 96, viewport=DESKTOP, color_scheme="dark")
+    page = opened(96, viewport=DESKTOP, color_scheme="dark")
     chat(page, DARK_QUESTIONS)
     picture(page, "chat-dark")
     page.close()
 
-    page = opened("chat", 96, viewport=PHONE)
+    page = opened(96, viewport=PHONE)
     chat(page, PHONE_QUESTIONS)
     picture(page, "chat-mobile")
-    page.close()
-
-    page = opened("race", 160, viewport={**DESKTOP, "height": 1040})
-    race(page)
-    picture(page, "race")
     page.close()
 
 

@@ -1,8 +1,7 @@
-/** Starts the page: the two views, their settings, and keys that hold everywhere. */
+/** Starts the page: the chat, its settings, and keys that hold everywhere. */
 
 import { Chat } from "./chat.js";
 import { Gateway } from "./gateway.js";
-import { Race } from "./race.js";
 import { Settings } from "./settings.js";
 
 const gateway = new Gateway();
@@ -10,20 +9,7 @@ const settings = new Settings(document.getElementById("settings"));
 const failed = (error) => {
   if (error.status === 401) settings.askForKey();
 };
-const views = {
-  chat: new Chat(document.getElementById("chat"), { gateway, settings, failed }),
-  race: new Race(document.getElementById("race"), { gateway, settings, failed }),
-};
-
-/** Shows the view that the address names. The name has a slash, or the browser would focus the view. */
-function show() {
-  const shown = location.hash === "#/race" ? "race" : "chat";
-  for (const view of document.querySelectorAll(".view")) view.hidden = view.id !== shown;
-  for (const link of document.querySelectorAll("nav a")) {
-    link.ariaCurrent = link.hash === `#/${shown}` ? "page" : "false";
-  }
-  document.querySelector(`#${shown} textarea`).focus({ preventScroll: true });
-}
+const chat = new Chat(document.getElementById("chat"), { gateway, settings, failed });
 
 /** Loads what the gateway serves, and says what is missing. */
 async function load() {
@@ -45,9 +31,8 @@ async function load() {
 }
 
 settings.onKey(load);
-addEventListener("hashchange", show);
 addEventListener("keydown", (event) => {
-  if (event.key === "Escape") Object.values(views).forEach((view) => view.stop());
+  if (event.key === "Escape") chat.stop();
 });
-show();
+document.querySelector("#chat textarea").focus({ preventScroll: true });
 load();

@@ -78,34 +78,33 @@ export class Panel {
   }
 
   /**
-   * Shows the steps of a run up to now or to a time.
+   * Shows the steps of a run up to now.
    *
    * @param {Run} run The run.
-   * @param {{drafter: string, drafters: string[], accent: string, at?: number}} about
+   * @param {{drafter: string, drafters: string[], accent: string}} about
    */
-  show(run, { drafter, drafters, accent, at = Infinity }) {
+  show(run, { drafter, drafters, accent }) {
     const find = (selector) => this.#root.querySelector(selector);
-    const rounds = run.roundsAt(at);
-    const drafted = rounds.filter((round) => round.tree);
+    const { rounds } = run, drafted = rounds.filter((round) => round.tree);
     setAccent(this.#root, accent);
     find(".why").textContent = explain(rounds, run.usage, drafter, drafters);
     if (run !== this.#run) this.#picked = this.#previewed = null;
     this.#run = run;
-    this.#steps = run.stepsAt(at);
+    this.#steps = run.steps;
     this.#draw();
-    find("dl").replaceChildren(...this.#sums(run, rounds, drafted, at).flatMap(([name, value]) => [
+    find("dl").replaceChildren(...this.#sums(run, rounds, drafted).flatMap(([name, value]) => [
       element("dt", name), element("dd", value),
     ]));
   }
 
-  #sums(run, rounds, drafted, at) {
+  #sums(run, rounds, drafted) {
     const sum = (of, from = rounds) => from.reduce((total, round) => total + of(round), 0);
     const sums = [
       ["Verifier steps", `${stepsOf(rounds)}, of which ${drafted.length} had a draft`],
       ["Tokens per drafted step", drafted.length ? (sum((round) => round.tokens, drafted) / drafted.length).toFixed(2) : "–"],
       ["Accepted tokens", `${sum(accepted)} of ${sum((round) => round.tree?.tokens.length ?? 0)} drafted tokens`],
     ];
-    const spent = at === Infinity && run.usage?.speculation;
+    const spent = run.usage?.speculation;
     if (spent) {
       sums.push(
         ["Time to first token", `${spent.first_token_ms.toFixed(0)} ms`],

@@ -49,30 +49,9 @@ export class Run {
     return this.tokens.map((token) => token.text).join("");
   }
 
-  /** Number of tokens that had arrived at a time. */
-  countAt(at) {
-    const later = this.tokens.findIndex((token) => token.at > at);
-    return later < 0 ? this.tokens.length : later;
-  }
-
-  /** The rounds that had arrived at a time. */
-  roundsAt(at) {
-    return this.rounds.filter((round) => round.at <= at);
-  }
-
-  /** The steps that had arrived at a time. */
-  stepsAt(at) {
-    return this.steps.filter((step) => step.at <= at);
-  }
-
   /** Text of the tokens that a step brought. */
   textOf(index) {
     return this.tokens.filter(({ step }) => step === index).map(({ text }) => text).join("");
-  }
-
-  /** Seconds after the first token, which is the prompt's. */
-  get generating() {
-    return this.ended - (this.tokens[0]?.at ?? this.ended);
   }
 
   #add(round) {

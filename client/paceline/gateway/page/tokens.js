@@ -10,15 +10,14 @@ export class TokenText {
     this.#root = root;
   }
 
-  /** Shows the first tokens, as many as `count`. */
-  show(tokens, count = tokens.length) {
-    for (; this.#shown > count; this.#shown--) this.#root.lastChild.remove();
-    for (; this.#shown < count; this.#shown++) {
+  /** Shows the tokens; those of an earlier call stay. */
+  show(tokens) {
+    for (; this.#shown < tokens.length; this.#shown++) {
       const { text, by } = tokens[this.#shown];
       this.#root.append(tokenSpan(text, by, this.#shown));
     }
     // The end of a text may have come later than its last token.
-    if (count) this.#root.lastChild.textContent = tokens[count - 1].text;
+    if (tokens.length) this.#root.lastChild.textContent = tokens.at(-1).text;
   }
 }
 
