@@ -25,7 +25,7 @@ LINES = [
     (f"drafters load a ngram {HERE}", "--verifier-address=a:1"),
     (f"serve {TARGET} --gateway-address none", "--open --strict --http-tls-cert=x --max-body=1MiB"),
     (f"drafter --load=a=ngram --target={TARGET}", ""),
-    ("drafter --load=a=ngram", "--target-weights=int4 --record-bytes=1GiB"),
+    ("drafter --load=a=ngram", "--target-weights=int4"),
     ("drafter", "--target-weights=int4"),
     ("bench headline", "--step=x --entry=x --weights=int8"),
     ("bench replay x.json.gz", "--count=2 --weights=int8 --label=x --nodes=3"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from paceline.drafter import (
     Update,
 )
 from paceline.drafter.methods.base import parse_options
-from paceline.drafter.recordings import read_recordings
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ReplaySequence(DraftSequence):
 
 
 class ReplayDrafter(Drafter):
-    """Needs the file of a recording."""
+    """Needs a file with a line of JSON for each text: its prompt and its tokens."""
 
     method: ClassVar[str] = "replay"
 
@@ -66,7 +66,10 @@ class ReplayDrafter(Drafter):
         cls, folder: Path | None, options: Mapping[str, str], resources: Resources
     ) -> ReplayDrafter:
         assert folder is not None
-        records = {each.prompt: each.tokens for each in read_recordings(folder)}
+        records = {}
+        for line in folder.read_text().splitlines():
+            text = json.loads(line)
+            records[tuple(text["prompt"])] = tuple(text["tokens"])
         return cls(parse_options(ReplayOptions, options), records)
 
     def start(self, generation: GenerationInfo) -> ReplaySequence:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,6 @@ from paceline.drafter import (
     TokenTree,
     Update,
 )
-from paceline.drafter.recordings import Recording
 
 TARGET = "f" * 64
 TOKENIZER = "a" * 64
@@ -143,7 +143,7 @@ class SlowLoad(FakeDrafter):
 
 def write_records(path: Path, *texts: tuple[list[int], list[int]]) -> Path:
     """Write prompts and their continuations."""
-    lines = [Recording(tuple(prompt), tuple(tokens)).to_json() for prompt, tokens in texts]
+    lines = [json.dumps({"prompt": prompt, "tokens": tokens}) for prompt, tokens in texts]
     path.write_text("\n".join(lines) + "\n")
     return path
 

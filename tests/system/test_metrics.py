@@ -65,14 +65,13 @@ class Endpoint:
         await asyncio.to_thread(eventually, now, "the metrics have these values")
 
 
-async def test_numbers_equal_the_clients(models: dict[str, Path], tmp_path: Path) -> None:
+async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:
     verifier, drafter = Endpoint(), Endpoint()
     target = ["--target", str(models["llama"]), "--weights", "float32", "--kv-bytes", "64MiB"]
     target += ["--schedule", "auto"]
     # The target drafts for itself, so that much is accepted, at every depth.
     load = ["--load", f"lm=lm:{models['llama']}", "--load", "ngram=ngram"]
     load.append(f"--load=selfspec=selfspec:{models['llama']},kv=follow,context=24")
-    load.append(f"--record={tmp_path}")
     async with (
         ServiceProcess("verifier", [*target, *verifier.arguments]) as served,
         ServiceProcess("drafter", [*load, *drafter.arguments]) as drafting,

@@ -20,7 +20,6 @@ from torch import Tensor
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter import Resources
 from paceline.drafter.methods import method_class
-from paceline.drafter.recordings import Recording
 from paceline.train import cli
 from paceline.train import drafters as training
 from paceline.train import target as target_training
@@ -30,14 +29,12 @@ from paceline.train.eagle3 import Eagle3Trainer
 from paceline.train.lm import train_lm
 from paceline.train.longspec import LongSpecTrainer
 from paceline.train.mtp import MtpTrainer
-from paceline.train.online import first_tokens, train_online
-from paceline.train.presets import OnlinePreset, Preset, Stage
-from paceline.train.recipes.base import OnlineRates, Recipe
-from paceline.train.recipes.dspark import DSPARK_PRESETS, DSparkPreset, DSparkRecipe
-from paceline.train.recipes.eagle3 import EAGLE3_PRESETS, Eagle3Preset, Eagle3Recipe
-from paceline.train.recipes.lm import LmRecipe
-from paceline.train.recipes.longspec import LONGSPEC_PRESETS, LongSpecPreset, LongSpecRecipe
-from paceline.train.recipes.mtp import MTP_PRESETS, MtpPreset, MtpRecipe
+from paceline.train.presets import Preset, Stage
+from paceline.train.recipes.base import Recipe
+from paceline.train.recipes.dspark import DSPARK_PRESETS, DSparkPreset
+from paceline.train.recipes.eagle3 import EAGLE3_PRESETS, Eagle3Preset
+from paceline.train.recipes.longspec import LONGSPEC_PRESETS, LongSpecPreset
+from paceline.train.recipes.mtp import MTP_PRESETS, MtpPreset
 from paceline.train.run import Run
 from paceline.train.target import train_target
 
@@ -58,11 +55,6 @@ DSPARK = DSparkPreset(
     anchors=12, muon_rate=0.02, adamw_rate=1e-2, window=16, own_texts=4, own_from=0.5, files=4,
 )  # fmt: skip
 METHODS = ("dspark", "eagle3", "longspec", "mtp", "lm")
-ONLINE = OnlinePreset(minutes=60, steps=20, length=48, old_texts=2, warm_up=2)
-RATES = OnlineRates(rows=2, muon_rate=0.02, adamw_rate=6e-3)
-RECIPES: tuple[type[Recipe[Any]], ...] = (
-    DSparkRecipe, Eagle3Recipe, LongSpecRecipe, MtpRecipe, LmRecipe,
-)  # fmt: skip
 EAGLE3 = Eagle3Preset(
     taps=(0, -1), levels=3, minutes=60, steps=40, rows=4, length=48, muon_rate=0.02,
     adamw_rate=1e-2, window=16, own_texts=4, own_from=0.5, files=4,
@@ -72,32 +64,13 @@ MTP = MtpPreset(
     own_texts=4, own_from=0.5, files=4,
 )  # fmt: skip
 _NO_HEADS: dict[str, Any] = {"markov_rank": 0, "confidence": False}
-KINDS = (*METHODS, *(f"online-{method}" for method in METHODS))
 
 
 @pytest.fixture
-def recordings(tmp_path: Path) -> Path:
-    """Texts of one kind, that are easily learnt."""
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    texts = [
-        Recording((40, 41, 42, 43, 40 + n), tuple([50, 60, 70, 80 + n % 4] * 16), seed=n)
-        for n in range(24)
-    ]
-    (folder / "texts-1.jsonl").write_text("".join(text.to_json() + "\n" for text in texts))
-    return folder
-
-
-@pytest.fixture
-def trainers(
-    target: Path, drafters: dict[str, Path], recordings: Path, corpus: Corpus, preset: Preset,
-    monkeypatch: pytest.MonkeyPatch,
-) -> dict[str, Train]:  # fmt: skip
-    """Train a target, or a drafter of each of KINDS."""
-    for recipe in RECIPES:
-        monkeypatch.setattr(recipe, "online", RATES)
+def trainers(target: Path, corpus: Corpus, preset: Preset) -> dict[str, Train]:
+    """Train a target, or a drafter of each method."""
     lm = replace(preset, layers=1, focus_files=4, own_texts=2)
-    made: dict[str, Train] = {
+    return {
         "target": lambda run, out: train_target(corpus, preset, run, out),
         "longspec": lambda run, out: LongSpecTrainer(target, LONGSPEC).train(corpus, run, out),
         "dspark": lambda run, out: DSparkTrainer(target, DSPARK).train(corpus, run, out),
@@ -105,27 +78,20 @@ def trainers(
         "mtp": lambda run, out: MtpTrainer(target, MTP).train(corpus, run, out),
         "lm": lambda run, out: train_lm(target, corpus, lm, run, out),
     }
-    for method in METHODS:
-        made[f"online-{method}"] = lambda run, out, start=drafters[method]: train_online(  # type: ignore[misc]
-            target, start, recordings, corpus, ONLINE, run, out
-        )
-    return made
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", METHODS)
 def test_the_loss_falls_and_the_folder_is_a_drafter(
-    kind: str, trainers: dict[str, Train], drafters: dict[str, Path], target: Path,
-    make_run: MakeRun, tmp_path: Path,
-) -> None:  # fmt: skip
+    method: str, trainers: dict[str, Train], target: Path, make_run: MakeRun, tmp_path: Path
+) -> None:
     out, run = tmp_path / "out", make_run("work", 24)
-    trainers[kind](run, out)
+    trainers[method](run, out)
     log = torch.load(run.work / "run.pt", weights_only=True)["progress"]["log"]
     losses = [row["loss"] for row in log if "loss" in row]
     assert losses[-1] < 0.95 * losses[0]
     assert [row for row in log if "heldout" in row][-1]["heldout"] >= 1
     section = json.loads((out / "config.json").read_text())["paceline"]
     assert section["training"]["steps"] == 24
-    method = kind.rpartition("-")[2]
     temperatures = section.get("confidence_temperatures", [])
     assert len(temperatures) == (DSPARK.block if method == "dspark" else 0)
     assert all(each > 0 for each in temperatures)
@@ -138,18 +104,14 @@ def test_the_loss_falls_and_the_folder_is_a_drafter(
         "dspark": "| texts | rounds | accepted length | position 1 |",
         "eagle3": "at 3 depths, each weighted",
         "mtp": "at 3 depths, each weighted",
-        "online": "| recorded |",
         "lm": "| held out, prompts of 300, temperature 1 |",
     }
-    assert expected[kind.partition("-")[0]] in card
+    assert expected[method] in card
     if method == "lm":
         assert (out / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
-    if "-" in kind:  # as the drafter that it began with
-        before, after = (Checkpoint(f, torch.bfloat16) for f in (drafters[method], out))
-        assert {n: t.shape for n, t in before.items()} == {n: t.shape for n, t in after.items()}
 
 
-@pytest.mark.parametrize("kind", ["target", "longspec", "dspark", "lm", "online-lm"])
+@pytest.mark.parametrize("kind", ["target", "longspec", "dspark", "lm"])
 def test_an_interrupted_run_goes_on_bit_for_bit(
     kind: str, trainers: dict[str, Train], make_run: MakeRun, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -347,26 +309,14 @@ def test_two_processes_train_as_one(target: Path, folder: Path, tmp_path: Path) 
     _assert_equal_weights(tmp_path / "1", tmp_path / "2", exact=False)
 
 
-def test_a_drafter_of_another_target_is_refused(
-    target: Path, drafters: dict[str, Path], recordings: Path, corpus: Corpus, make_run: MakeRun,
-    tmp_path: Path,
-) -> None:  # fmt: skip
+def test_a_drafter_of_another_target_is_refused(target: Path, drafters: dict[str, Path]) -> None:
     path = drafters["longspec"] / "config.json"
     config = json.loads(path.read_text())
     config["paceline"]["target_fingerprint"] = "0" * 64
     config["paceline"].pop("target_origin", None)
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match="made for a target"):
-        train_online(
-            target, drafters["longspec"], recordings, corpus, ONLINE, make_run("x", 1),
-            tmp_path / "out",
-        )  # fmt: skip
-
-
-def test_the_first_tokens_of_documents() -> None:
-    assert first_tokens([[1, 2, 3], [4, 5], [6]], 4) == [[1, 2, 3], [4]]
-    assert first_tokens([[1, 2]], 0) == []
-    assert first_tokens([[1, 2]], 9) == [[1, 2]]
+        training.drafter_method(drafters["longspec"], target)
 
 
 _PROGRAM = """

@@ -414,7 +414,6 @@ def show_list(response: drafter_pb2.ListDraftersResponse, args: argparse.Namespa
         found = {
             "drafters": [_as_dict(info) for info in response.drafters],
             "default_drafter": response.default_drafter,
-            "records_texts": response.records_texts,
             "verifiers": [_as_dict(link) for link in response.verifiers],
         }
         print(json.dumps(found, indent=2))
@@ -427,8 +426,6 @@ def show_list(response: drafter_pb2.ListDraftersResponse, args: argparse.Namespa
             state = f"not joined: {link.error}" if link.error else "joined"
             table.add_row(link.address, link.carrier or "-", str(link.sequences), state)
         _console(args).print(table)
-    if response.records_texts:
-        print("This service records the texts of generations.")
 
 
 def _as_dict(message: Message) -> dict[str, object]:

@@ -170,12 +170,6 @@ def _add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: cpu with --device cpu or --share-weights, else auto)",
     )
     add(
-        "--record",
-        type=Path,
-        metavar="DIR",
-        help="record the texts of drafted generations in this folder, to train drafters with",
-    )
-    add(
         "--root",
         action="append",
         type=Path,
@@ -296,7 +290,7 @@ def _needs_drafter(args: argparse.Namespace, model: Path) -> bool:
     """Whether a drafter service has something to do: it was asked for, or there is something better
     than what the verifier guesses by itself. Raises CommandError: a drafter that ships is damaged.
     """
-    if any((args.drafter, args.drafter_device, args.record, args.root)):
+    if any((args.drafter, args.drafter_device, args.root)):
         return True
     if "ngram" not in VerifierOptions(**given_options(args, VerifierOptions)).sources:
         return True
@@ -406,7 +400,7 @@ def _drafter_arguments(args: argparse.Namespace, model: Path) -> list[str]:
     roots = args.root or _roots(args, model)
     arguments = [
         *(*loads, f"--device={device}", *(f"--root={root}" for root in roots)),
-        *(*words_of(args, ["record"]), *_common(args, 1)),
+        *_common(args, 1),
     ]
     if args.tls_cert is not None:
         # Both serve with this certificate: the drafter trusts it when it joins the verifier.

@@ -35,7 +35,6 @@ from paceline.service.files import read_text
 from paceline.service.options import (
     OptionsError,
     add_options,
-    byte_count,
     given_options,
     option,
     read_secret,
@@ -104,18 +103,6 @@ class DrafterOptions:
     max_context: int | None = option(None, "longest text, in tokens", metavar="N")
     max_streams: int | None = option(
         None, "maximum number of generations drafted for at a time", metavar="N"
-    )
-    record: Path | None = option(
-        None,
-        "record the texts of generations in this folder, to train drafters with (default: no "
-        "recording)",
-        metavar="DIR",
-    )
-    record_bytes: int | None = option(
-        None,
-        "limit of these records, such as 1GiB; the oldest are deleted first (default: 64MiB)",
-        type=byte_count,
-        metavar="SIZE",
     )
 
 
@@ -243,8 +230,6 @@ def run_drafter(args: argparse.Namespace) -> int:
         refuse_options(args, "with --load, which says what is loaded", chosen_for)
     elif args.target is None:
         refuse_options(args, "without --target", chosen_for)
-    if args.record is None:
-        refuse_options(args, "without --record", ("record_bytes",))
 
     try:
         return run_service("drafter", args, lambda metrics: _build_drafter(args, metrics))

@@ -69,6 +69,23 @@ class RecordedKv(StreamingReader):
 
 
 @dataclass(frozen=True)
+class Recording:
+    """A text as token ids of the target's tokenizer."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """The generated tokens."""
+
+    temperature: float = 0.0
+    seed: int = 0
+
+    @property
+    def sampling(self) -> sampling_pb2.SamplingParams:
+        """Sampling parameters of the tokens."""
+        return sampling_pb2.SamplingParams(temperature=self.temperature, seed=self.seed)
+
+
+@dataclass(frozen=True)
 class TargetRecording:
     """A text that a target generated, with its KV and hidden states."""
 

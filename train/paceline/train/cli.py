@@ -1,15 +1,14 @@
-"""`paceline train target`, `online`, `own-text`, and each method that names its recipe."""
+"""`paceline train target`, `own-text`, and each method that names its recipe."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.train.presets import LM_PRESETS, ONLINE_PRESETS, Preset
+from paceline.train.presets import LM_PRESETS, Preset
 from paceline.train.recipes import recipes
 
 if TYPE_CHECKING:
@@ -32,21 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _add_target(parser)
         recipe.add_arguments(parser)
         parser.set_defaults(recipe=recipe)
-    online = commands.add_parser("online", help="train a drafter further on recorded texts")
-    _add_common(online, sorted(ONLINE_PRESETS), preset="cpu")
-    _add_target(online)
-    online.add_argument(
-        "--from", dest="start", type=Path, required=True, metavar="DIR",
-        help="trained drafter to begin with",
-    )  # fmt: skip
-    online.add_argument(
-        "--from-recordings", dest="recordings", type=Path, required=True, metavar="DIR",
-        help="folder of `paceline drafter --record`, or one of its files",
-    )  # fmt: skip
-    online.add_argument(
-        "--old-share", type=float, metavar="S",
-        help="share of tokens from other texts than the recorded ones, against forgetting",
-    )  # fmt: skip
     own = commands.add_parser("own-text", help="let an instruct model write conversations")
     _add_target(own)
     own.add_argument("--data", default="stdlib", help="'stdlib' or a folder of text files")
@@ -98,18 +82,6 @@ def _drafter(args: argparse.Namespace) -> None:
     recipe.train(args, preset, corpus, _run(args, preset))
 
 
-def _online(args: argparse.Namespace) -> None:
-    from paceline.train.online import train_online
-
-    preset = ONLINE_PRESETS[args.preset]
-    if args.old_share is not None:
-        preset = replace(preset, old_share=args.old_share)
-    # Each version is a run of its own.
-    args.work = args.work or _default_work() / f"online-{args.out.resolve().name}"
-    corpus, run = _corpus(args), _run(args, preset)
-    train_online(args.target, args.start, args.recordings, corpus, preset, run, args.out)
-
-
 def _own_text(args: argparse.Namespace) -> None:
     from paceline.decoder import Decoder
     from paceline.train.conversations import KINDS, write_conversations
@@ -122,7 +94,7 @@ def _own_text(args: argparse.Namespace) -> None:
     write_conversations(decoder, tokenizer, documents, args.count, args.out, args.seed, kinds)
 
 
-_COMMANDS = {"target": _target, "online": _online, "own-text": _own_text}
+_COMMANDS = {"target": _target, "own-text": _own_text}
 
 
 def _corpus(args: argparse.Namespace, preset: Preset | None = None) -> Corpus:

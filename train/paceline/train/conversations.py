@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from paceline.decoder import Decoder
-from paceline.drafter.recordings import Recording
 from paceline.kernels.sampling import SamplingParams
+from paceline.train.acceptance import Recording
 from paceline.train.corpus import Corpus, encode_all, load_tokenizer
 from paceline.train.own_text import Task, write_texts
 from paceline.train.run import Run

@@ -25,10 +25,9 @@ from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import LoadError
 from paceline.drafter.methods.checkpoint import CONFIG_FILE, TargetRef, check_target, read_fit
 from paceline.drafter.methods.layers import DraftModel, LayerShape
-from paceline.drafter.recordings import Recording
 from paceline.kernels import processor_name
 from paceline.kernels.sampling import SamplingParams
-from paceline.train.acceptance import accepted_per_round, replay, rounds
+from paceline.train.acceptance import Recording, accepted_per_round, replay, rounds
 from paceline.train.batches import Batches, Rows
 from paceline.train.calibration import Chain
 from paceline.train.corpus import Corpus, encode_all, load_tokenizer

@@ -231,31 +231,3 @@ class UnrolledPreset(LayerPreset):
     def stages(self) -> tuple[Stage, ...]:
         """See :func:`mixed_stages`."""
         return mixed_stages(self.own_from, self.rows, self.length)
-
-
-@dataclass(frozen=True)
-class OnlinePreset:
-    """How a trained drafter is trained further, besides the rates of its recipe. Lengths are in
-    tokens."""
-
-    minutes: float
-    steps: int
-    length: int
-    """Of a row."""
-    old_share: float = 0.5
-    """Share of tokens from texts of the kind that the drafter was made with, against forgetting.
-    0: recorded texts alone."""
-    old_texts: int = 96
-    """Number of such texts that the target writes; the rest of the share is files."""
-    warm_up: int = 10
-    """Steps in which the rates rise."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.old_share < 1:
-            raise ValueError(f"the old share is {self.old_share}, expected 0 to below 1")
-
-
-ONLINE_PRESETS: dict[str, OnlinePreset] = {
-    # For the demo drafters on one CPU core.
-    "cpu": OnlinePreset(minutes=5, steps=5000, length=512),
-}

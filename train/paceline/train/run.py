@@ -56,14 +56,13 @@ def begin_run(
     *,
     target: Path | None = None,
     start: Path | None = None,
-    recordings: Path | None = None,
     written: Sequence[Path] = (),
 ) -> None:
     """Claim `run.work` for this run, and check that the model may be written to `out`.
 
     A trainer calls it before it reads anything from `run.work`. The identity of the run is
     everything that determines its weights: method, settings, digests of the corpus and of the
-    models that it reads, and the path of its recordings. The first call writes it to `run.json`,
+    models that it reads. The first call writes it to `run.json`,
     later ones compare. Device, processes and parts of a batch may differ.
 
     Args:
@@ -74,7 +73,6 @@ def begin_run(
         corpus: Its text.
         target: Folder of the model to learn from.
         start: Folder of the model to train further.
-        recordings: Recorded texts to learn from.
         written: Files of conversations to learn from.
 
     Raises:
@@ -91,7 +89,6 @@ def begin_run(
         "data": _described(corpus),
         "target": target and weights_fingerprint(target),
         "start": start and weights_fingerprint(start),
-        "recordings": recordings and str(recordings.resolve()),
         "written": [str(file.resolve()) for file in written] or None,
     }
     for name in ("minutes", "steps"):

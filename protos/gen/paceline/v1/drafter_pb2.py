@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/drafter.proto\x12\x0bpaceline.v1\"\x15\n\x13ListDraftersRequest\"\xb0\x01\n\x14ListDraftersResponse\x12*\n\x08\x64rafters\x18\x01 \x03(\x0b\x32\x18.paceline.v1.DrafterInfo\x12\x17\n\x0f\x64\x65\x66\x61ult_drafter\x18\x02 \x01(\t\x12\x15\n\rrecords_texts\x18\x04 \x01(\x08\x12,\n\tverifiers\x18\x05 \x03(\x0b\x32\x19.paceline.v1.VerifierLinkJ\x04\x08\x03\x10\x04R\x08\x63\x61naries\"R\n\x0cVerifierLink\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61rrier\x18\x02 \x01(\t\x12\x11\n\tsequences\x18\x03 \x01(\r\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"\xa8\x04\n\x0b\x44rafterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x0e\n\x06\x66older\x18\x04 \x01(\t\x12\x15\n\rtraffic_share\x18\x05 \x01(\x01\x12\x16\n\x0e\x61\x63tive_streams\x18\x06 \x01(\r\x12\x1a\n\x12target_fingerprint\x18\x07 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x08 \x01(\t\x12\x14\n\x0cweight_bytes\x18\t \x01(\x04\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12\x1b\n\x13hidden_state_layers\x18\x0c \x03(\r\x12\x1b\n\x13hidden_state_window\x18\r \x01(\r\x12\x0e\n\x06rounds\x18\x0e \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_length\x18\x0f \x01(\x02\x12\x10\n\x08\x64raft_us\x18\x10 \x01(\x04\x12\x0f\n\x07\x66\x61iling\x18\x11 \x01(\t\x12\x36\n\x07options\x18\x12 \x03(\x0b\x32%.paceline.v1.DrafterInfo.OptionsEntry\x12\x16\n\x0eprevious_share\x18\x13 \x01(\x01\x12\x15\n\rscored_layers\x18\x14 \x03(\x05\x12\x11\n\tkv_policy\x18\x15 \x01(\t\x12\x10\n\x08reads_kv\x18\x16 \x01(\x08\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\x0b\x10\x0cR\x05\x63heck\"\xd4\x01\n\x12LoadDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x0e\n\x06\x66older\x18\x04 \x01(\t\x12=\n\x07options\x18\x05 \x03(\x0b\x32,.paceline.v1.LoadDrafterRequest.OptionsEntry\x12\x10\n\x08\x61\x63tivate\x18\x06 \x01(\x08\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"@\n\x13LoadDrafterResponse\x12)\n\x07\x64rafter\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DrafterInfo\"\\\n\x16\x41\x63tivateDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x15\n\rtraffic_share\x18\x03 \x01(\x01J\x04\x08\x04\x10\x05R\x06\x63\x61nary\"D\n\x17\x41\x63tivateDrafterResponse\x12)\n\x07\x64rafter\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DrafterInfo\"&\n\x16RollbackDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"E\n\x17RollbackDrafterResponse\x12*\n\x08\x64rafters\x18\x01 \x03(\x0b\x32\x18.paceline.v1.DrafterInfo\"R\n\x14UnloadDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05\x66orce\x18\x03 \x01(\x08J\x04\x08\x04\x10\x05R\x06\x66\x61iled\")\n\x15UnloadDrafterResponse\x12\x10\n\x08unloaded\x18\x01 \x01(\x08\"&\n\x13JoinVerifierRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"C\n\x14JoinVerifierResponse\x12+\n\x08verifier\x18\x01 \x01(\x0b\x32\x19.paceline.v1.VerifierLink2\xa8\x04\n\x16\x44rafterRegistryService\x12S\n\x0cListDrafters\x12 .paceline.v1.ListDraftersRequest\x1a!.paceline.v1.ListDraftersResponse\x12P\n\x0bLoadDrafter\x12\x1f.paceline.v1.LoadDrafterRequest\x1a .paceline.v1.LoadDrafterResponse\x12\\\n\x0f\x41\x63tivateDrafter\x12#.paceline.v1.ActivateDrafterRequest\x1a$.paceline.v1.ActivateDrafterResponse\x12\\\n\x0fRollbackDrafter\x12#.paceline.v1.RollbackDrafterRequest\x1a$.paceline.v1.RollbackDrafterResponse\x12V\n\rUnloadDrafter\x12!.paceline.v1.UnloadDrafterRequest\x1a\".paceline.v1.UnloadDrafterResponse\x12S\n\x0cJoinVerifier\x12 .paceline.v1.JoinVerifierRequest\x1a!.paceline.v1.JoinVerifierResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/drafter.proto\x12\x0bpaceline.v1\"\x15\n\x13ListDraftersRequest\"\xae\x01\n\x14ListDraftersResponse\x12*\n\x08\x64rafters\x18\x01 \x03(\x0b\x32\x18.paceline.v1.DrafterInfo\x12\x17\n\x0f\x64\x65\x66\x61ult_drafter\x18\x02 \x01(\t\x12,\n\tverifiers\x18\x05 \x03(\x0b\x32\x19.paceline.v1.VerifierLinkJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05R\x08\x63\x61nariesR\rrecords_texts\"R\n\x0cVerifierLink\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61rrier\x18\x02 \x01(\t\x12\x11\n\tsequences\x18\x03 \x01(\r\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"\xa8\x04\n\x0b\x44rafterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x0e\n\x06\x66older\x18\x04 \x01(\t\x12\x15\n\rtraffic_share\x18\x05 \x01(\x01\x12\x16\n\x0e\x61\x63tive_streams\x18\x06 \x01(\r\x12\x1a\n\x12target_fingerprint\x18\x07 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x08 \x01(\t\x12\x14\n\x0cweight_bytes\x18\t \x01(\x04\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12\x1b\n\x13hidden_state_layers\x18\x0c \x03(\r\x12\x1b\n\x13hidden_state_window\x18\r \x01(\r\x12\x0e\n\x06rounds\x18\x0e \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_length\x18\x0f \x01(\x02\x12\x10\n\x08\x64raft_us\x18\x10 \x01(\x04\x12\x0f\n\x07\x66\x61iling\x18\x11 \x01(\t\x12\x36\n\x07options\x18\x12 \x03(\x0b\x32%.paceline.v1.DrafterInfo.OptionsEntry\x12\x16\n\x0eprevious_share\x18\x13 \x01(\x01\x12\x15\n\rscored_layers\x18\x14 \x03(\x05\x12\x11\n\tkv_policy\x18\x15 \x01(\t\x12\x10\n\x08reads_kv\x18\x16 \x01(\x08\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\x0b\x10\x0cR\x05\x63heck\"\xd4\x01\n\x12LoadDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x0e\n\x06\x66older\x18\x04 \x01(\t\x12=\n\x07options\x18\x05 \x03(\x0b\x32,.paceline.v1.LoadDrafterRequest.OptionsEntry\x12\x10\n\x08\x61\x63tivate\x18\x06 \x01(\x08\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"@\n\x13LoadDrafterResponse\x12)\n\x07\x64rafter\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DrafterInfo\"\\\n\x16\x41\x63tivateDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x15\n\rtraffic_share\x18\x03 \x01(\x01J\x04\x08\x04\x10\x05R\x06\x63\x61nary\"D\n\x17\x41\x63tivateDrafterResponse\x12)\n\x07\x64rafter\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DrafterInfo\"&\n\x16RollbackDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"E\n\x17RollbackDrafterResponse\x12*\n\x08\x64rafters\x18\x01 \x03(\x0b\x32\x18.paceline.v1.DrafterInfo\"R\n\x14UnloadDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05\x66orce\x18\x03 \x01(\x08J\x04\x08\x04\x10\x05R\x06\x66\x61iled\")\n\x15UnloadDrafterResponse\x12\x10\n\x08unloaded\x18\x01 \x01(\x08\"&\n\x13JoinVerifierRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"C\n\x14JoinVerifierResponse\x12+\n\x08verifier\x18\x01 \x01(\x0b\x32\x19.paceline.v1.VerifierLink2\xa8\x04\n\x16\x44rafterRegistryService\x12S\n\x0cListDrafters\x12 .paceline.v1.ListDraftersRequest\x1a!.paceline.v1.ListDraftersResponse\x12P\n\x0bLoadDrafter\x12\x1f.paceline.v1.LoadDrafterRequest\x1a .paceline.v1.LoadDrafterResponse\x12\\\n\x0f\x41\x63tivateDrafter\x12#.paceline.v1.ActivateDrafterRequest\x1a$.paceline.v1.ActivateDrafterResponse\x12\\\n\x0fRollbackDrafter\x12#.paceline.v1.RollbackDrafterRequest\x1a$.paceline.v1.RollbackDrafterResponse\x12V\n\rUnloadDrafter\x12!.paceline.v1.UnloadDrafterRequest\x1a\".paceline.v1.UnloadDrafterResponse\x12S\n\x0cJoinVerifier\x12 .paceline.v1.JoinVerifierRequest\x1a!.paceline.v1.JoinVerifierResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,35 +38,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTDRAFTERSREQUEST']._serialized_start=42
   _globals['_LISTDRAFTERSREQUEST']._serialized_end=63
   _globals['_LISTDRAFTERSRESPONSE']._serialized_start=66
-  _globals['_LISTDRAFTERSRESPONSE']._serialized_end=242
-  _globals['_VERIFIERLINK']._serialized_start=244
-  _globals['_VERIFIERLINK']._serialized_end=326
-  _globals['_DRAFTERINFO']._serialized_start=329
-  _globals['_DRAFTERINFO']._serialized_end=881
-  _globals['_DRAFTERINFO_OPTIONSENTRY']._serialized_start=822
-  _globals['_DRAFTERINFO_OPTIONSENTRY']._serialized_end=868
-  _globals['_LOADDRAFTERREQUEST']._serialized_start=884
-  _globals['_LOADDRAFTERREQUEST']._serialized_end=1096
-  _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._serialized_start=822
-  _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._serialized_end=868
-  _globals['_LOADDRAFTERRESPONSE']._serialized_start=1098
-  _globals['_LOADDRAFTERRESPONSE']._serialized_end=1162
-  _globals['_ACTIVATEDRAFTERREQUEST']._serialized_start=1164
-  _globals['_ACTIVATEDRAFTERREQUEST']._serialized_end=1256
-  _globals['_ACTIVATEDRAFTERRESPONSE']._serialized_start=1258
-  _globals['_ACTIVATEDRAFTERRESPONSE']._serialized_end=1326
-  _globals['_ROLLBACKDRAFTERREQUEST']._serialized_start=1328
-  _globals['_ROLLBACKDRAFTERREQUEST']._serialized_end=1366
-  _globals['_ROLLBACKDRAFTERRESPONSE']._serialized_start=1368
-  _globals['_ROLLBACKDRAFTERRESPONSE']._serialized_end=1437
-  _globals['_UNLOADDRAFTERREQUEST']._serialized_start=1439
-  _globals['_UNLOADDRAFTERREQUEST']._serialized_end=1521
-  _globals['_UNLOADDRAFTERRESPONSE']._serialized_start=1523
-  _globals['_UNLOADDRAFTERRESPONSE']._serialized_end=1564
-  _globals['_JOINVERIFIERREQUEST']._serialized_start=1566
-  _globals['_JOINVERIFIERREQUEST']._serialized_end=1604
-  _globals['_JOINVERIFIERRESPONSE']._serialized_start=1606
-  _globals['_JOINVERIFIERRESPONSE']._serialized_end=1673
-  _globals['_DRAFTERREGISTRYSERVICE']._serialized_start=1676
-  _globals['_DRAFTERREGISTRYSERVICE']._serialized_end=2228
+  _globals['_LISTDRAFTERSRESPONSE']._serialized_end=240
+  _globals['_VERIFIERLINK']._serialized_start=242
+  _globals['_VERIFIERLINK']._serialized_end=324
+  _globals['_DRAFTERINFO']._serialized_start=327
+  _globals['_DRAFTERINFO']._serialized_end=879
+  _globals['_DRAFTERINFO_OPTIONSENTRY']._serialized_start=820
+  _globals['_DRAFTERINFO_OPTIONSENTRY']._serialized_end=866
+  _globals['_LOADDRAFTERREQUEST']._serialized_start=882
+  _globals['_LOADDRAFTERREQUEST']._serialized_end=1094
+  _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._serialized_start=820
+  _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._serialized_end=866
+  _globals['_LOADDRAFTERRESPONSE']._serialized_start=1096
+  _globals['_LOADDRAFTERRESPONSE']._serialized_end=1160
+  _globals['_ACTIVATEDRAFTERREQUEST']._serialized_start=1162
+  _globals['_ACTIVATEDRAFTERREQUEST']._serialized_end=1254
+  _globals['_ACTIVATEDRAFTERRESPONSE']._serialized_start=1256
+  _globals['_ACTIVATEDRAFTERRESPONSE']._serialized_end=1324
+  _globals['_ROLLBACKDRAFTERREQUEST']._serialized_start=1326
+  _globals['_ROLLBACKDRAFTERREQUEST']._serialized_end=1364
+  _globals['_ROLLBACKDRAFTERRESPONSE']._serialized_start=1366
+  _globals['_ROLLBACKDRAFTERRESPONSE']._serialized_end=1435
+  _globals['_UNLOADDRAFTERREQUEST']._serialized_start=1437
+  _globals['_UNLOADDRAFTERREQUEST']._serialized_end=1519
+  _globals['_UNLOADDRAFTERRESPONSE']._serialized_start=1521
+  _globals['_UNLOADDRAFTERRESPONSE']._serialized_end=1562
+  _globals['_JOINVERIFIERREQUEST']._serialized_start=1564
+  _globals['_JOINVERIFIERREQUEST']._serialized_end=1602
+  _globals['_JOINVERIFIERRESPONSE']._serialized_start=1604
+  _globals['_JOINVERIFIERRESPONSE']._serialized_end=1671
+  _globals['_DRAFTERREGISTRYSERVICE']._serialized_start=1674
+  _globals['_DRAFTERREGISTRYSERVICE']._serialized_end=2226
 # @@protoc_insertion_point(module_scope)

@@ -11,16 +11,14 @@ class ListDraftersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListDraftersResponse(_message.Message):
-    __slots__ = ("drafters", "default_drafter", "records_texts", "verifiers")
+    __slots__ = ("drafters", "default_drafter", "verifiers")
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_DRAFTER_FIELD_NUMBER: _ClassVar[int]
-    RECORDS_TEXTS_FIELD_NUMBER: _ClassVar[int]
     VERIFIERS_FIELD_NUMBER: _ClassVar[int]
     drafters: _containers.RepeatedCompositeFieldContainer[DrafterInfo]
     default_drafter: str
-    records_texts: bool
     verifiers: _containers.RepeatedCompositeFieldContainer[VerifierLink]
-    def __init__(self, drafters: _Optional[_Iterable[_Union[DrafterInfo, _Mapping]]] = ..., default_drafter: _Optional[str] = ..., records_texts: _Optional[bool] = ..., verifiers: _Optional[_Iterable[_Union[VerifierLink, _Mapping]]] = ...) -> None: ...
+    def __init__(self, drafters: _Optional[_Iterable[_Union[DrafterInfo, _Mapping]]] = ..., default_drafter: _Optional[str] = ..., verifiers: _Optional[_Iterable[_Union[VerifierLink, _Mapping]]] = ...) -> None: ...
 
 class VerifierLink(_message.Message):
     __slots__ = ("address", "carrier", "sequences", "error")

@@ -150,9 +150,6 @@ class Metric:
     DRAFTER_FOLLOWED_POSITIONS: Final = "specdec_drafter_followed_positions"
     DRAFTER_LINKS: Final = "specdec_drafter_links"
     DRAFTER_QUEUE: Final = "specdec_drafter_queue_length"
-    DRAFTER_RECORDING: Final = "specdec_drafter_recording"
-    DRAFTER_RECORDED_TEXTS: Final = "specdec_drafter_recorded_texts"
-    DRAFTER_LOST_TEXTS: Final = "specdec_drafter_lost_texts"
 
     GATEWAY_REQUESTS: Final = "specdec_gateway_requests"
     GATEWAY_REQUEST_SECONDS: Final = "specdec_gateway_request_seconds"

@@ -17,7 +17,6 @@ from google.protobuf.message import DecodeError
 from paceline.drafter.kv import KvGone
 from paceline.drafter.kv.exchange import KvExchange
 from paceline.drafter.methods.base import Budget, GenerationInfo, Update
-from paceline.drafter.recordings import Recording, TextRecorder
 from paceline.drafter.registry import Registry, Version
 from paceline.drafter.session import (
     Drafted,
@@ -58,9 +57,6 @@ class Parts:
 
     kv: KvExchange
     """Opens the target's KV and hidden states. Event loop."""
-
-    recorder: TextRecorder | None
-    """Records the token ids of generations; None: nothing is recorded. Event loop."""
 
     metrics: DrafterMetrics | None
     """Counts rounds and sessions; None: no metrics. Drafting thread."""
@@ -257,7 +253,7 @@ class Connection:
             attachment, sequence.attachment = sequence.attachment, None
             if attachment is not None:
                 self._detach(attachment)
-            self._call_soon(self._closed, sequence, attachment is not None)
+            self._call_soon(self._closed)
 
     def _refuse(self, sequence: _Sequence, error: ServiceError) -> None:
         """Give a sequence up, if it is still open."""
@@ -513,25 +509,10 @@ class Connection:
         else:
             self._worker.post(partial(self._attach, sequence, attachment))
 
-    def _closed(self, sequence: _Sequence, opened: bool) -> None:
-        """Count a sequence out, and record its text if something follows the prompt."""
+    def _closed(self) -> None:
+        """Count a sequence out."""
         self._parts.sequences -= 1
         self._parts.closed.set()
-        recorder, start = self._parts.recorder, sequence.message.prompt_length
-        if recorder is None or not opened or not 0 < start < len(sequence.text):
-            return
-        text, sampling = sequence.text, sequence.message.sampling
-
-        def recording() -> Recording:
-            return Recording(
-                tuple(text[:start]),
-                tuple(text[start:]),
-                sampling.temperature,
-                sampling.seed,
-                self._target.target_fingerprint,
-            )
-
-        recorder.add(recording)
 
     async def _wait_for_states(
         self, sequence: _Sequence, message: exchange_pb2.DraftRound, attachment: _Attachment

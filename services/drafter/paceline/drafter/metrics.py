@@ -9,7 +9,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from paceline.drafter.recordings import TextRecorder
 from paceline.drafter.registry import Registry, Version
 from paceline.drafter.session import Drafted, Session
 from paceline.drafter.worker import DraftWorker
@@ -37,12 +36,10 @@ class DrafterMetrics(Collector):
         metrics: CollectorRegistry,
         drafters: Registry,
         worker: DraftWorker,
-        recorder: TextRecorder | None,
         links: Callable[[], Sequence[drafter_pb2.VerifierLink]],
     ) -> None:
         self._drafters = drafters
         self._worker = worker
-        self._recorder = recorder
         self._links = links
         metrics.register(self)  # first: series removed by `collect` must not be shown again
 
@@ -91,7 +88,7 @@ class DrafterMetrics(Collector):
             self._bytes += session.kv.received
 
     def collect(self) -> Iterator[Family]:
-        """Gauges of all versions, the queue, the KV and the recorder."""
+        """Gauges of all versions, the queue and the KV."""
         versions = {_labels(version): version for version in self._drafters.versions()}
         for removed in self._series - set(versions):
             self._series.discard(removed)
@@ -133,7 +130,6 @@ class DrafterMetrics(Collector):
             ("carrier",),
         )
         yield from self._collect_kv()
-        yield from self._collect_recorder()
 
     def _collect_kv(self) -> Iterator[Family]:
         sessions = tuple(self._sessions)
@@ -161,25 +157,6 @@ class DrafterMetrics(Collector):
             "Bytes of KV and hidden states received over gRPC",
             self._bytes + sum(kv.received for kv in remote),
         )
-
-    def _collect_recorder(self) -> Iterator[Family]:
-        recorder = self._recorder
-        yield GaugeMetricFamily(
-            Metric.DRAFTER_RECORDING,
-            "1 while texts of generations are recorded on disk",
-            recorder is not None and recorder.recording,
-        )
-        if recorder is not None:
-            yield CounterMetricFamily(
-                Metric.DRAFTER_RECORDED_TEXTS,
-                "Texts written to the folder of recordings",
-                recorder.recorded,
-            )
-            yield CounterMetricFamily(
-                Metric.DRAFTER_LOST_TEXTS,
-                "Texts that were not written, since the disk was full or slow",
-                recorder.lost,
-            )
 
 
 def _labels(version: Version) -> Labels:

@@ -14,7 +14,6 @@ from paceline.drafter.connection import Parts
 from paceline.drafter.exchange import Exchange
 from paceline.drafter.kv.exchange import VerifierAccess
 from paceline.drafter.methods.base import LoadError, Resources
-from paceline.drafter.recordings import TextRecorder
 from paceline.drafter.spec import DrafterSpec
 from paceline.drafter.wiring import (
     drafter_registry,
@@ -33,9 +32,6 @@ logger = logging.getLogger("paceline.drafter")
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-RECORD_BYTES = 64 << 20
-"""Default limit of recorded texts. Unit: bytes."""
-
 
 class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
     """Lists, loads, activates, rolls back and unloads versions while generations run.
@@ -44,7 +40,7 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
     """
 
     def __init__(self, parts: Parts, exchange: Exchange) -> None:
-        self._registry, self._recorder, self._exchange = parts.registry, parts.recorder, exchange
+        self._registry, self._exchange = parts.registry, exchange
 
     async def ListDrafters(
         self, request: drafter_pb2.ListDraftersRequest, context: Context
@@ -53,7 +49,6 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
         return drafter_pb2.ListDraftersResponse(
             drafters=[version.info() for version in self._registry.versions()],
             default_drafter=self._registry.default_name,
-            records_texts=self._recorder is not None and self._recorder.recording,
             verifiers=self._exchange.links(),
         )
 
@@ -177,8 +172,6 @@ class DrafterService:
         await parts.kv.close()
         parts.registry.close()
         parts.worker.stop()
-        if parts.recorder is not None:
-            await parts.recorder.close()
 
 
 def build_service(
@@ -193,8 +186,6 @@ def build_service(
     max_streams: int = 1024,
     access: VerifierAccess | None = None,
     metrics: CollectorRegistry | None = None,
-    record: Path | None = None,
-    record_bytes: int = RECORD_BYTES,
 ) -> Service:
     """Create a drafter service, for :func:`paceline.service.run_server`.
 
@@ -216,17 +207,13 @@ def build_service(
         max_streams: Maximum number of open sequences; further ones are refused.
         access: Credentials for the verifiers; None: no token and no TLS.
         metrics: Registry of metrics to add its metrics to; None: no metrics.
-        record: Folder of this service's own for the texts of its generations, for training
-            (:class:`paceline.drafter.recordings.TextRecorder`). None: no text is recorded.
-        record_bytes: Limit of ``record``. Unit: bytes.
 
     Raises:
         LoadError: A method is unknown or cannot be imported.
         OptionsError: The TLS authorities of ``access`` cannot be read, or an address of
             ``verifiers`` is malformed.
-        OSError: Another TLS file of it cannot be read, or the folder of the texts cannot be created
-            or used.
-        ValueError: ``record_bytes`` is too small, or there is no such device.
+        OSError: Another TLS file of it cannot be read.
+        ValueError: There is no such device.
     """
     drafted_on = drafting_device(device)
     kv = kv_readers(verifiers, access or VerifierAccess(), drafted_on)
@@ -234,12 +221,10 @@ def build_service(
     resources = Resources(drafted_on, threads, "auto", kv.find_weights)
     worker = drafting_worker(drafted_on, overlap)
     registry = drafter_registry(load, roots, resources, worker)
-    recorder = TextRecorder(record, record_bytes) if record is not None else None
     parts = Parts(
         registry=registry,
         worker=worker,
         kv=kv,
-        recorder=recorder,
         metrics=None,
         tracer=tracer(),
         max_context=max_context,
@@ -250,5 +235,5 @@ def build_service(
         # Imported here, because prometheus_client is only needed for metrics.
         from paceline.drafter.metrics import DrafterMetrics
 
-        parts.metrics = DrafterMetrics(metrics, registry, worker, recorder, exchange.links)
+        parts.metrics = DrafterMetrics(metrics, registry, worker, exchange.links)
     return DrafterService(load, parts, exchange, drafted_on)

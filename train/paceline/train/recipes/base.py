@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
@@ -37,18 +37,6 @@ class AnyPreset(Protocol):
         """Number of steps."""
 
 
-@dataclass(frozen=True)
-class OnlineRates:
-    """How drafters of a method are trained further on recorded texts."""
-
-    rows: int
-    """Of a step."""
-    muon_rate: float
-    """Learning rate of the matrices."""
-    adamw_rate: float
-    """Learning rate of the rest."""
-
-
 class Recipe(ABC, Generic[S]):
     """How drafters of one method are trained.
 
@@ -68,9 +56,6 @@ class Recipe(ABC, Generic[S]):
     trainer: ClassVar[str]
     """The class that trains, as ``module:Class``: a
     :class:`~paceline.train.trainer.Trainer`."""
-
-    online: ClassVar[OnlineRates | None] = None
-    """For `paceline train online`; None: the method is not trained on recorded texts."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add what the method has besides the arguments of every method."""

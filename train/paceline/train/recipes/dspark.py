@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.train.presets import LayerPreset, Stage, mixed_stages
-from paceline.train.recipes.base import LayerRecipe, OnlineRates, given
+from paceline.train.recipes.base import LayerRecipe, given
 
 if TYPE_CHECKING:
     from paceline.drafter.methods.dspark import DSparkConfig
@@ -90,7 +90,6 @@ class DSparkRecipe(LayerRecipe[DSparkPreset]):
     help = "train a DSpark drafter for a target"
     presets = DSPARK_PRESETS
     trainer = "paceline.train.dspark:DSparkTrainer"
-    online = OnlineRates(rows=2, muon_rate=0.01, adamw_rate=1.5e-3)
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         super().add_arguments(parser)

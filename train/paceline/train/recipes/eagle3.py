@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.train.presets import UnrolledPreset
-from paceline.train.recipes.base import LayerRecipe, OnlineRates, given
+from paceline.train.recipes.base import LayerRecipe, given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,6 @@ class Eagle3Recipe(LayerRecipe[Eagle3Preset]):
     help = "train an EAGLE-3 layer for a target"
     presets = EAGLE3_PRESETS
     trainer = "paceline.train.eagle3:Eagle3Trainer"
-    online = OnlineRates(rows=2, muon_rate=0.01, adamw_rate=1.5e-3)
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         super().add_arguments(parser)

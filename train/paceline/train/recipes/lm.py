@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.train.presets import LM_PRESETS, Preset
-from paceline.train.recipes.base import OnlineRates, Recipe
+from paceline.train.recipes.base import Recipe
 
 
 class LmRecipe(Recipe[Preset]):
@@ -14,4 +14,3 @@ class LmRecipe(Recipe[Preset]):
     presets = LM_PRESETS
     preset = "lm"
     trainer = "paceline.train.lm:LmTrainer"
-    online = OnlineRates(rows=4, muon_rate=0.015, adamw_rate=2.5e-3)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.train.presets import LayerPreset, Stage
-from paceline.train.recipes.base import LayerRecipe, OnlineRates, given
+from paceline.train.recipes.base import LayerRecipe, given
 
 _MIN_BUDGET = 8  # a chunk; the first four positions are always read
 
@@ -104,7 +104,6 @@ class LongSpecRecipe(LayerRecipe[LongSpecPreset]):
     help = "train a LongSpec layer for a target"
     presets = LONGSPEC_PRESETS
     trainer = "paceline.train.longspec:LongSpecTrainer"
-    online = OnlineRates(rows=4, muon_rate=0.008, adamw_rate=1.2e-3)
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         super().add_arguments(parser)

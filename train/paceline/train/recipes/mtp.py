@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.train.presets import UnrolledPreset
-from paceline.train.recipes.base import LayerRecipe, OnlineRates, given
+from paceline.train.recipes.base import LayerRecipe, given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,6 @@ class MtpRecipe(LayerRecipe[MtpPreset]):
     help = "train a head for multi-token prediction for a target"
     presets = MTP_PRESETS
     trainer = "paceline.train.mtp:MtpTrainer"
-    online = OnlineRates(rows=2, muon_rate=0.01, adamw_rate=1.5e-3)
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         super().add_arguments(parser)
