@@ -31,6 +31,11 @@ async def served(serve: Serve) -> AsyncIterator[Served]:
         yield served
 
 
+VALID: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": [USER]},
+    "completions": {"prompt": "a"},
+    "responses": {"input": "a"},
+}
 ACCEPTED: dict[str, list[dict[str, Any]]] = {
     "chat/completions": [
         {"messages": [USER]},
@@ -45,6 +50,7 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
         {"messages": [USER], "max_tokens": 3, "max_completion_tokens": 4},
         {"messages": [USER], "tools": [], "tool_choice": None},
         {"messages": [USER], "response_format": {"type": "text"}},
+        {"messages": [USER], "functions": [], "function_call": ""},
     ],
     "completions": [
         {"prompt": [97, 98]},
@@ -52,6 +58,7 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
         {"prompt": ["a", "b"], "echo": True, "logprobs": 0},
         {"prompt": "a", "logprobs": 20},
         {"prompt": "a", "logit_bias": {"97": -100}},
+        {"prompt": "a", "suffix": ""},
     ],
     "responses": [
         {"input": "a"},
@@ -59,6 +66,8 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
         {"input": [{"type": "reasoning", "id": "r", "summary": []}, USER]},
         {"input": "a", "text": {"format": {"type": "json_object"}}},
         {"input": [{**USER, "type": None}]},
+        {"input": "a", "truncation": "auto", "previous_response_id": "", "background": False},
+        {"input": "a", "reasoning": {"effort": "high"}},
     ],
 }
 
@@ -125,10 +134,16 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "valid string, or"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "messages.0", "valid object"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function", "required"),
-        ({"tool_choice": {"type": "custom", "custom": {}}}, "tool_choice.type", "'function'"),
+        ({"tool_choice": {"type": "custom", "custom": {}}}, "tool_choice", "'custom'"),
         ({"tool_choice": "must"}, "tool_choice", "'required'"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
         ({"response_format": "json"}, "response_format", "valid object"),
+        ({"functions": [CLOCK["function"]]}, "functions", "send tools"),
+        ({"function_call": "auto"}, "function_call", "send tool_choice"),
+        *(
+            ({"messages": [{**ASSISTANT, name: {"a": "b"}}, USER]}, f"messages.0.{name}", why)
+            for name, why in (("function_call", "send tool_calls"), ("audio", "transcript"))
+        ),
     ],
     "completions": [
         ({}, "prompt", "required"),
@@ -155,11 +170,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"prompt": "a", "guided_regex": "a", "guided_json": {}}, "response_format", "one"),
         ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options", "boolean"),
         ({"prompt": "a", "stop": ""}, "stop", "at least 1 character"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
     ],
     "responses": [
         ({"input": []}, "input", "at least 1 item"),
-        ({"input": [{**USER, "type": {}}]}, "input", "unknown"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "unknown"),
+        ({"input": [{**USER, "type": {}}]}, "input.0", "not supported"),
+        ({"input": [{"id": "x"}]}, "input.0", "'item_reference'"),
         ({"input": [{**USER, "content": 1}]}, "input.0.content", "input.0.content: Input"),
         (
             {"input": [{**USER, "content": [{"type": "input_image", "image_url": "x"}]}]},
@@ -169,8 +185,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "needs a schema"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "stored"),
         ({"background": True}, "background", "stored"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
-        ({"truncation": "auto"}, "truncation", "'disabled'"),
+        ({"conversation": "conv_1"}, "conversation", "stored"),
+        ({"conversation": {"id": "conv_1"}}, "conversation", "stored"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt", "stored"),
+        ({"truncation": "some"}, "truncation", "'disabled'"),
         ({"temperature": -1}, "temperature", ">= 0"),
     ],
 }
@@ -178,9 +196,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
 
 @pytest.mark.parametrize("path", REFUSED)
 async def test_requests_that_are_refused_name_the_parameter(served: Served, path: str) -> None:
-    valid: dict[str, Any] = {"chat/completions": {"messages": [USER]}, "responses": {"input": "a"}}
     for body, param, message in REFUSED[path]:
-        asked = {**valid.get(path, {}), **body} if body else {}
+        asked = {**VALID[path], **body} if body else {}
         status, _, answer = await served.post(f"/v1/{path}", **asked)
         assert status == 400, body
         error = answer["error"]
@@ -374,7 +391,6 @@ LISTS: list[tuple[str, str, Any, int]] = [
     ("responses", "input", USER, 4096),
     ("responses", "input.0.content", {"type": "input_text", "text": ""}, 4096),
     ("responses", "tools", {"type": "function", "name": "f"}, 4096),
-    ("responses", "include", "a", 4096),
 ]
 
 
@@ -386,7 +402,7 @@ async def test_lists_have_a_limit(
     outer, _, inner = field.partition(".0.")
     for items in ([item] * (limit + 1), [{"a": []}] * (20 * limit)):
         body = {"max_tokens": 1} if path != "responses" else {}
-        body |= {"messages": [USER], "prompt": "a", "input": "a"}
+        body |= VALID[path]
         body[outer] = [{"role": "assistant", inner: items}] if inner else items
         status, _, answer = await served.post(f"/v1/{path}", **body)
         error = answer["error"]
