@@ -344,8 +344,8 @@ class OtherTool(Body):
         yield f"{path}{self.type}.{name}" if isinstance(name, str) else f"{path}{self.type}"
 
 
-def _kind_of_tool(fields: Any) -> str:
-    kind = fields.get("type") if isinstance(fields, dict) else None
+def _kind_of_tool(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     return "Other" if isinstance(kind, str) and kind != "function" else "Function"
 
 

@@ -332,6 +332,7 @@ class ResponsesWriter(Writer):
     def __init__(self, job: GenerationJob, use: ToolUse, body: ResponsesRequest) -> None:
         self._job = job
         self._body = body
+        self._has_tools = bool(use.tools)
         self._parser = parser_of(use, job.marks)
         self._id = _new_id("resp")
         self._created = int(time.time())
@@ -491,6 +492,8 @@ class ResponsesWriter(Writer):
             },
             by_alias=True,
         )
+        if not self._has_tools and body.tool_choice != "none":
+            repeated["tool_choice"] = "auto"
         tools = [tool.model_dump() for tool in body.tools if not isinstance(tool, OtherTool)]
         return {
             "id": self._id,
