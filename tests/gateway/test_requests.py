@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -11,7 +12,9 @@ import openai
 import pytest
 from fakes.transport import MockTransport
 
+from paceline.client import TokenLogprob
 from paceline.gateway.requests import Message, Tool
+from paceline.gateway.writers import of_chat, of_completion
 
 from .conftest import Serve, Served
 
@@ -350,22 +353,68 @@ async def test_constraints_of_other_servers(
     )
 
 
-async def test_an_echoed_prompt_has_logprobs(served: Served) -> None:
-    answer = await served.openai.completions.create(
-        model="mock", prompt=["abc", "de"], max_tokens=1, logprobs=0, echo=True
-    )
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
-    assert answer.choices[0].text == "abcA"
-    assert logprobs.tokens == ["a", "b", "c", "A"]
-    assert logprobs.token_logprobs == [None, 0.0, 0.0, 0.0]
-    assert logprobs.text_offset == [0, 1, 2, 3]
-    stream = await served.openai.completions.create(
-        model="mock", prompt="abc", max_tokens=1, logprobs=0, echo=True, stream=True
-    )
-    events = [event.choices[0] async for event in stream]
-    tokens = [token for event in events if event.logprobs for token in event.logprobs.tokens or ()]
-    assert tokens == logprobs.tokens
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("limit", [0, 1])
+async def test_an_echoed_prompt_has_logprobs(served: Served, n: int, limit: int) -> None:
+    """Also one of a single token, whose log-probability is the null of each first token."""
+    asked: dict[str, Any] = {"prompt": ["abc", "d"], "max_tokens": limit, "n": n}
+    asked |= {"model": "mock", "logprobs": 0, "echo": True}
+    create = served.openai.completions.create
+    answer = await create(**asked)
+    events = [event async for event in await create(**asked, stream=True)]
+    for choice in answer.choices:
+        text = ["abcA", "dD"][choice.index // n][: None if limit else -1]
+        streamed = [e.choices[0].logprobs for e in events if e.choices[0].index == choice.index]
+        logprobs = choice.logprobs
+        assert logprobs is not None
+        assert (choice.text, "".join(logprobs.tokens or ())) == (text, text)
+        assert logprobs.token_logprobs == [None, *[0.0] * (len(text) - 1)]
+        assert logprobs.top_logprobs == [None, *({token: 0.0} for token in text[1:])]
+        assert logprobs.text_offset == [*range(len(text))]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            parts = [getattr(each, name) for each in streamed if each is not None]
+            assert [each for part in parts for each in part] == getattr(logprobs, name)
+
+
+def test_the_likeliest_token_comes_first() -> None:
+    """In both forms. A completion's has the token itself, and each text once."""
+    codec: Any = SimpleNamespace(token_text=lambda t: "abcd"[t % 4], token_bytes=lambda t: b"x")
+    top = ((1, -0.5), (2, -1.0), (5, -1.5), (3, -2.0))
+    for token, own, wanted in (
+        (0, -3.0, [("b", -0.5), ("c", -1.0), ("d", -2.0), ("a", -3.0)]),
+        (2, -1.0, [("b", -0.5), ("c", -1.0), ("d", -2.0)]),
+        (9, -4.0, [("b", -0.5), ("c", -1.0), ("d", -2.0)]),
+    ):
+        entry = TokenLogprob(token, own, top)
+        (found,) = of_completion([token], [entry], ["x"], codec, 0)["top_logprobs"]
+        assert list(found.items()) == wanted
+        (content,) = of_chat([entry], codec)["content"]
+        assert [each["logprob"] for each in content["top_logprobs"]] == [-0.5, -1.0, -1.5, -2.0]
+
+
+async def test_integers_in_the_form_of_floats(served: Served) -> None:
+    """In each field, at any depth. Numbers with a fraction, and what is no number, are refused."""
+    given: dict[str, Any] = {"seed": 7.0, "top_k": 3.0, "n": 2.0, "stop_token_ids": [66.0, 67]}
+    for path, more in (
+        ("completions", {"prompt": [97.0, 98], "max_tokens": 4.0, "logprobs": 1.0, **given}),
+        ("completions", {"prompt": [[97.0], [98]], "max_tokens": 1e0, "temperature": -0.0}),
+        ("chat/completions", {"max_completion_tokens": 4.0, "max_tokens": 2.0, **given}),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 2.0}),
+        ("responses", {"max_output_tokens": 4.0, "seed": 7.0}),
+    ):
+        status, headers, answer = await served.post(f"/v1/{path}", **{**VALID[path], **more})
+        assert (status, headers.get("x-paceline-warning")) == (200, None), answer
+    for value in (4.5, "4", True, [4.0], 1e300):
+        for path, name in (
+            ("completions", "n"),
+            ("chat/completions", "seed"),
+            ("responses", "seed"),
+        ):
+            status, _, answer = await served.post(f"/v1/{path}", **VALID[path], **{name: value})
+            assert (status, answer["error"]["param"]) == (400, name)
+    schema = {"const": 1.0, "enum": [2.0]}  # a schema stays as it is
+    await served.post("/v1/completions", prompt="a", json_schema=schema)
+    assert served.transport.requests[-1].sampling.json_schema == '{"const": 1.0, "enum": [2.0]}'
 
 
 async def test_many_prompts_in_one_request(served: Served) -> None:

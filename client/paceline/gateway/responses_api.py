@@ -372,18 +372,19 @@ class ResponsesWriter(Writer):
 
     def failed(self, error: ApiError) -> list[Json]:
         """Two events, as of OpenAI: some clients read the error, others the response."""
+        told = error.body["error"]
         code = "invalid_prompt" if error.status < 500 else "server_error"
         code = "rate_limit_exceeded" if error.status == 429 else code
         if self._open:
             self._output[-1]["status"] = "incomplete"
-        response = self._response(None) | {
-            "status": "failed",
-            "error": {"code": code, "message": error.message},
-        }
-        told = {"message": error.message, "code": error.code or code}
+        failure = {"code": code, "message": told["message"]}
+        param = _PARAMS.get(told["param"], told["param"])
         return [
-            self._event("error", **told, param=_PARAMS.get(error.param or "", error.param)),
-            self._event("response.failed", response=response),
+            self._event("error", message=told["message"], code=told["code"] or code, param=param),
+            self._event(
+                "response.failed",
+                response=self._response(None) | {"status": "failed", "error": failure},
+            ),
         ]
 
     def _write(self, parts: Sequence[Part]) -> list[Json]:
