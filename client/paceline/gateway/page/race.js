@@ -9,6 +9,8 @@ const ALIKE = 0.03;
 const TICK = 100;
 // Runs of each; the median is shown.
 const RUNS = 3;
+// Tokens of each run where the settings have no limit: some models never end.
+const LIMIT = 384;
 
 /**
  * The same request without and with a drafter, some times, and a replay of the pair with the median
@@ -84,7 +86,8 @@ export class Race {
     }
     const turns = [{ role: "user", content: prompt }];
     const seed = settings.request(turns).body.seed ?? Math.floor(Math.random() * 2 ** 31);
-    const request = (changes) => settings.request(turns, { seed, isolated: true, ...changes });
+    const common = { seed, isolated: true, max_tokens: settings.limit ?? LIMIT };
+    const request = (changes) => settings.request(turns, { ...common, ...changes });
     const warm = request({ drafter: "none", max_tokens: 1 });
     await new Run().follow(gateway.stream(warm.path, warm.body, signal));
     const race = (lane) => {
@@ -94,8 +97,9 @@ export class Race {
     };
     const pairs = [];
     for (let number = 1; number <= RUNS; number++) {
-      const plain = new Lane("Without a drafter", "none", "plain");
-      const drafted = new Lane(`With ${drafter}`, drafter, settings.accent(drafter));
+      const context = settings.model.max_model_len;
+      const plain = new Lane("Without a drafter", "none", "plain", context);
+      const drafted = new Lane(`With ${drafter}`, drafter, settings.accent(drafter), context);
       linkTokens(drafted.root, drafted.run, this.#panel, () => {});
       this.#setLanes([plain, drafted]);
       const say = (what) => this.#say(`Run ${number} of ${RUNS}: ${what} …`);
@@ -210,8 +214,9 @@ class Lane {
   differsFrom = Infinity;
   #text;
 
-  constructor(title, drafter, accent) {
+  constructor(title, drafter, accent, context) {
     this.drafter = drafter;
+    this.context = context;
     this.root.querySelector("h2").textContent = title;
     this.root.querySelector(".text").ariaLabel = title;
     this.#text = new TokenText(this.root.querySelector(".text"));
@@ -243,8 +248,11 @@ class Lane {
     const ended = this.run.ended !== null && at >= this.run.ended;
     this.root.classList.toggle("ended", ended);
     this.root.querySelector(".seconds").textContent = seconds.toFixed(2);
-    this.root.querySelector(".figures").textContent =
-      `${count} tokens · ${rate(count, seconds)} tokens/s`;
+    this.root.querySelector(".figures").textContent = [
+      `${count} tokens`,
+      `${rate(count, seconds)} tokens/s`,
+      ended ? this.run.cut(this.context) : "",
+    ].filter(Boolean).join(" · ");
     return count;
   }
 }
