@@ -303,6 +303,9 @@ async def test_unknown_fields_are_named_in_a_header(served: Served) -> None:
     assert raw.headers["x-paceline-warning"] == (
         "ignored unknown fields: best_of, b??d, stream_options.odd"
     )
+    many = {f"odd{index}": 1 for index in range(100)}
+    _, headers, _ = await served.post("/v1/completions", prompt="a", **many)
+    assert headers["x-paceline-warning"].endswith(", odd31 and 68 more")
 
 
 async def test_unknown_fields_are_refused_if_strict(serve: Serve) -> None:

@@ -253,8 +253,8 @@ class ResponsesRequest(CommonRequest, CallingRequest):
                 else:
                     messages += _broken_off(thoughts)
                 thoughts = ""
-                last = messages[-1] if messages else message
-                if last["role"] != "assistant" or "tool_calls" not in message or last is message:
+                last = messages[-1] if messages else {"role": ""}
+                if "tool_calls" not in message or last["role"] != "assistant":
                     messages.append(message)
                     continue
                 # Calls of one answer are one message.
