@@ -253,7 +253,7 @@ class ResponsesRequest(CommonRequest, CallingRequest):
                 else:
                     messages += _broken_off(thoughts)
                 thoughts = ""
-                last = messages[-1] if messages else {"role": ""}
+                last: dict[str, Any] = messages[-1] if messages else {"role": ""}
                 if "tool_calls" not in message or last["role"] != "assistant":
                     messages.append(message)
                     continue
