@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
+from fakes.transport import MockTransport
 
 from paceline.client import Client
 
@@ -16,6 +18,7 @@ expect = playwright.expect
 expect.set_options(timeout=60_000)
 
 PROMPT = "import os\nimport sys\nimport os\nimport sys\nimport os\n"
+FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 MARKDOWN = """# A title
 
 **Bold**, `code` and 1 < 2.
@@ -97,6 +100,7 @@ async def test_tokens_are_marked_by_who_wrote_them(open_page: Open, services: Se
     async with open_page(services.gateway) as page:
         await give_key(page)
         await expect(page.locator("#notice")).to_contain_text("no chat template")
+        await page.fill("#settings [name=max_tokens]", "384")
         drafted = page.locator(".turn .answer .drafter")
         for _ in range(20):
             # The drafter may not be ready before the text ends: once more.
@@ -122,6 +126,7 @@ async def test_tokens_are_marked_by_who_wrote_them(open_page: Open, services: Se
         figures = await page.locator(".turn .figures").text_content()
         assert "tokens/s" in figures
         assert f"{len(result.token_ids)} tokens" in figures
+        assert "cut at 384 tokens" in figures
         assert await page.locator("#chat .tree .node").count() > 0
         assert await page.locator("#chat .steps .drafted").count() > 0
         assert "ngram" in await page.locator("#chat .panel dl").text_content()
@@ -263,7 +268,7 @@ async def test_an_error_is_shown_and_the_message_given_back(
         error, message = page.locator("#chat .error"), page.locator("#chat textarea")
         await give_key(page)
         await send(page, "word " * 5000)
-        await expect(error).to_contain_text("context")
+        await expect(error).to_contain_text("The context is full")
         assert (await message.input_value()).startswith("word word")
         assert await page.locator(".turn").count() == 0
         await page.fill("#settings [name=key]", "wrong")
@@ -274,6 +279,35 @@ async def test_an_error_is_shown_and_the_message_given_back(
         await send(page, "x")
         await expect(error).to_contain_text("cannot be reached")
         await page.context.set_offline(False)
+
+
+async def test_an_answer_has_no_limit_but_the_context(chat_gateway, open_page: Open) -> None:
+    """The page says in words what cut an answer, also after the last frame was drawn."""
+    context, prompt = 600, "<user>Hi<assistant>"
+    for reply, limit, cut in (
+        ("x" * 500, "", ""),
+        ("x" * 500, "450", "cut at 450 tokens"),
+        ("x" * context, "", "cut: the context is full"),
+        ("x" * context, "32000", "cut: the context is full"),
+    ):
+        length = min(len(reply), int(limit or context), context - len(prompt))
+        kind = partial(MockTransport, context=context)
+        async with chat_gateway(lambda _, reply=reply: reply, kind) as address:
+            async with open_page(address) as page:
+                await page.click("#settings summary")
+                await page.fill("#settings [name=max_tokens]", limit)
+                await send(page, "Hi")
+                await answered(page, 1)
+                await page.evaluate(FRAMES)
+                await expect(page.locator(".turn .answer")).to_have_text("x" * length)
+                figures = await page.locator(".turn .figures").text_content()
+                assert figures.endswith(cut or "0% drafted"), figures
+                await page.reload()
+                await answered(page, 1)
+                assert await page.locator(".turn .figures").text_content() == figures
+                await send(page, "x" * context)
+                error = page.locator("#chat .error")
+                await expect(error).to_contain_text("The context is full")
 
 
 async def test_why_nothing_is_drafted(chat_gateway, open_page: Open, services: Services) -> None:

@@ -32,6 +32,7 @@ class MockTransport:
     Args:
         reply: Continuation of every prompt: text, token ids, or a function from the prompt's text
             to that of the continuation.
+        context: Maximum length of prompt and continuation.
 
     A token is a byte (0 to 255); `END` ends each continuation. `requests` lists the requests, and
     `open_caches` counts the caches that were not released.
@@ -39,11 +40,12 @@ class MockTransport:
 
     END = 256
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: Reply, context: int = 1 << 20) -> None:
         if not (callable(reply) or isinstance(reply, str)):
             with invalid_requests():
                 reply = token_ids("reply", reply, "text, token ids or a function")
         self.reply: Reply = reply
+        self.context = context
         self.tokenizer = _byte_tokenizer()
         self.json = self.tokenizer.to_str().encode()
         self.caches: dict[bytes, MockCache] = {}
@@ -69,7 +71,7 @@ class MockTransport:
             name="mock",
             protocol_version=verifier_pb2.PROTOCOL_VERSION_1,
             vocab_size=self.END + 1,
-            max_context=1 << 20,
+            max_context=self.context,
             eos_token_ids=[self.END],
             target_fingerprint="mock",
             tokenizer_digest=digest,
@@ -87,7 +89,10 @@ class MockTransport:
         self.made += 1
         handle = self.made.to_bytes(16, "big")
         cache = self.caches[handle] = MockCache(
-            self.continuation(request), request, len(request.output_tokens)
+            self.continuation(request),
+            request,
+            len(request.output_tokens),
+            self.context - len(request.prompt_tokens),
         )
         total = len(request.prompt_tokens) + len(request.output_tokens)
         yield verifier_pb2.CreateCacheResponse(
@@ -126,12 +131,13 @@ class MockCache:
     left: list[int]
     request: verifier_pb2.CreateCacheRequest
     emitted: int
+    room: int
 
     def emit(self, steps: int) -> verifier_pb2.RoundResult:
         """The next tokens, at most `steps`, with log-probability 0."""
         result = verifier_pb2.RoundResult()
         stops = {MockTransport.END, *self.request.stop_token_ids}
-        limit = self.request.max_new_tokens or 1 << 62
+        limit = min(self.request.max_new_tokens or self.room, self.room)
         while len(result.tokens) < steps and not result.finish_reason:
             token = self.left.pop(0) if self.left else MockTransport.END
             result.tokens.append(token)

@@ -21,6 +21,7 @@ from paceline.service.options import OptionsError
 from paceline.v1 import verifier_pb2
 
 from .conftest import Serve, Served
+from .test_tools import PLAIN
 
 SCRIPTS = ("text/javascript", "application/javascript")
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
@@ -288,37 +289,108 @@ def test_options_that_cannot_be_served(options: dict[str, Any], message: str) ->
         GatewayOptions(**options)
 
 
-@pytest.mark.parametrize(
-    ("path", "param", "body"),
-    [
-        ("completions", "max_tokens", {"prompt": "abc"}),
-        ("chat/completions", "max_tokens", {"messages": [{"role": "user", "content": "a"}]}),
-        (
-            "chat/completions",
-            "max_completion_tokens",
-            {"messages": [{"role": "user", "content": "a"}]},
-        ),
-        ("responses", "max_output_tokens", {"input": "a"}),
-    ],
-)
-async def test_more_tokens_than_the_context_has_room_for(
-    served: Served, path: str, param: str, body: dict[str, Any]
+CONTEXT = 100
+LIMITS = [
+    ("completions", "max_tokens"),
+    ("chat/completions", "max_tokens"),
+    ("chat/completions", "max_completion_tokens"),
+    ("responses", "max_output_tokens"),
+]
+
+
+def asked(path: str, length: int) -> dict[str, Any]:
+    """A request whose prompt has this many tokens."""
+    if path == "completions":
+        return {"prompt": [97] * length}
+    text = "a" * (length - len("<user><assistant>"))
+    if path == "responses":
+        return {"input": text}
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def end(answer: Any) -> tuple[int, str]:
+    """Number of tokens of an answer, and why it ended."""
+    used = answer["usage"]
+    reason = (answer.get("incomplete_details") or {}).get("reason")
+    tokens = used["output_tokens" if "output_tokens" in used else "completion_tokens"]
+    return tokens, reason or answer["choices"][0]["finish_reason"]
+
+
+@pytest.mark.parametrize(("path", "param"), LIMITS)
+async def test_a_limit_is_cut_to_the_room_in_the_context(
+    serve: Serve, path: str, param: str
 ) -> None:
-    context = (await served.openai.models.retrieve("mock")).model_extra["max_model_len"]  # type: ignore[index]
-    status, _, answer = await served.post(f"/v1/{path}", **body, **{param: context})
-    error = answer["error"]
-    assert (status, error["param"], error["code"]) == (400, param, "context_length_exceeded")
-    room = int(re.search(r"room for (\d+)", error["message"])[1])  # type: ignore[index]
-    assert (await served.post(f"/v1/{path}", **body, **{param: room}))[0] == 200
-    assert (await served.post(f"/v1/{path}", **body, **{param: room + 1}))[0] == 400
-    # Without a limit, the text may fill the context.
-    assert (await served.post(f"/v1/{path}", **body))[0] == 200
+    """Also where it is larger than any context, and in a stream; a text then ends by its length."""
+    reason = "max_output_tokens" if path == "responses" else "length"
+    async with serve(MockTransport("x" * CONTEXT, CONTEXT), chat_template=PLAIN) as served:
+        for room in (1, 2, 3, 40):
+            body = asked(path, CONTEXT - room)
+            for limit in (room, room + 1, CONTEXT, 32_000, 2**31 - 1, 2**53, 1e6):
+                status, _, answer = await served.post(f"/v1/{path}", **body, **{param: limit})
+                assert (status, end(answer)) == (200, (room, reason)), limit
+            default = min(room, 16) if path == "completions" else room
+            assert end((await served.post(f"/v1/{path}", **body))[2]) == (default, reason)
+            if room > 1:
+                less = {param: room - 1}
+                assert end((await served.post(f"/v1/{path}", **body, **less))[2])[0] == room - 1
+            async with aiohttp.ClientSession(served.url) as session:
+                sent = {**body, param: 32_000, "stream": True}
+                async with session.post(f"/v1/{path}", json=sent) as response:
+                    text = await response.text()
+            assert f'"{reason}"' in text
+            assert "error" not in text.replace('"error": null', "")
+        for length in (CONTEXT, CONTEXT + 1, 10 * CONTEXT):
+            body = asked(path, length)
+            for limit in (None, 1, 32_000):
+                status, _, answer = await served.post(f"/v1/{path}", **body, **{param: limit})
+                assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+                assert answer["error"]["param"] == next(iter(body))
+                assert f"maximum context length is {CONTEXT} tokens" in answer["error"]["message"]
 
 
-async def test_a_default_limit_is_cut_to_the_room(served: Served) -> None:
-    context = (await served.openai.models.retrieve("mock")).model_extra["max_model_len"]  # type: ignore[index]
-    status, _, answer = await served.post("/v1/completions", prompt=[97] * (context - 3))
-    assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
+@pytest.mark.parametrize(("path", "param"), LIMITS)
+async def test_a_strict_gateway_refuses_a_limit_beyond_the_context(
+    serve: Serve, path: str, param: str
+) -> None:
+    transport = MockTransport("x" * CONTEXT, CONTEXT)
+    async with serve(transport, chat_template=PLAIN, strict=True) as served:
+        body = asked(path, CONTEXT - 3)
+        for limit, wanted in ((3, 200), (4, 400), (32_000, 400), (None, 200)):
+            status, _, answer = await served.post(f"/v1/{path}", **body, **{param: limit})
+            assert status == wanted
+            if status == 400:
+                error = answer["error"]
+                assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+                assert "room for 3 " in error["message"]
+
+
+async def test_each_prompt_and_choice_has_the_room_that_is_left_for_it(serve: Serve) -> None:
+    async with serve(MockTransport("x" * CONTEXT, CONTEXT)) as served:
+        lengths = (CONTEXT - 1, 10, 1)
+        answer = await served.openai.completions.create(
+            model="mock",
+            prompt=["a" * length for length in lengths],
+            n=3,
+            max_tokens=95,
+            echo=True,
+            logprobs=0,
+        )
+    texts = [choice.text.strip("a") for choice in answer.choices]
+    assert [len(text) for text in texts] == [1] * 3 + [90] * 3 + [95] * 3
+    assert {choice.finish_reason for choice in answer.choices} == {"length"}
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert len(choice.logprobs.token_logprobs or ()) == len(choice.text)
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+async def test_an_echo_of_a_prompt_that_nearly_fills_the_context(serve: Serve, limit: int) -> None:
+    body: dict[str, Any] = {"echo": True, "logprobs": 0, "max_tokens": limit}
+    prompt = [97] * (CONTEXT - 1)
+    async with serve(MockTransport("x" * CONTEXT, CONTEXT)) as served:
+        status, _, answer = await served.post("/v1/completions", prompt=prompt, **body)
+        assert (status, answer["choices"][0]["text"]) == (200, "a" * len(prompt) + "x" * limit)
+        assert (await served.post("/v1/completions", prompt=[97] * CONTEXT, **body))[0] == 400
 
 
 class Reusing(MockTransport):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -11,7 +12,9 @@ import openai
 import pytest
 from fakes.transport import MockTransport
 
+from paceline.client import TokenLogprob
 from paceline.gateway.requests import Message, Tool
+from paceline.gateway.writers import of_chat, of_completion
 
 from .conftest import Serve, Served
 
@@ -31,6 +34,11 @@ async def served(serve: Serve) -> AsyncIterator[Served]:
         yield served
 
 
+VALID: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": [USER]},
+    "completions": {"prompt": "a"},
+    "responses": {"input": "a"},
+}
 ACCEPTED: dict[str, list[dict[str, Any]]] = {
     "chat/completions": [
         {"messages": [USER]},
@@ -45,6 +53,7 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
         {"messages": [USER], "max_tokens": 3, "max_completion_tokens": 4},
         {"messages": [USER], "tools": [], "tool_choice": None},
         {"messages": [USER], "response_format": {"type": "text"}},
+        {"messages": [USER], "functions": [], "function_call": ""},
     ],
     "completions": [
         {"prompt": [97, 98]},
@@ -52,6 +61,7 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
         {"prompt": ["a", "b"], "echo": True, "logprobs": 0},
         {"prompt": "a", "logprobs": 20},
         {"prompt": "a", "logit_bias": {"97": -100}},
+        {"prompt": "a", "suffix": ""},
     ],
     "responses": [
         {"input": "a"},
@@ -59,6 +69,8 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
         {"input": [{"type": "reasoning", "id": "r", "summary": []}, USER]},
         {"input": "a", "text": {"format": {"type": "json_object"}}},
         {"input": [{**USER, "type": None}]},
+        {"input": "a", "truncation": "auto", "previous_response_id": "", "background": False},
+        {"input": "a", "reasoning": {"effort": "high"}},
     ],
 }
 
@@ -125,10 +137,16 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "valid string, or"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "messages.0", "valid object"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function", "required"),
-        ({"tool_choice": {"type": "custom", "custom": {}}}, "tool_choice.type", "'function'"),
+        ({"tool_choice": {"type": "custom", "custom": {}}}, "tool_choice", "'custom'"),
         ({"tool_choice": "must"}, "tool_choice", "'required'"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
         ({"response_format": "json"}, "response_format", "valid object"),
+        ({"functions": [CLOCK["function"]]}, "functions", "send tools"),
+        ({"function_call": "auto"}, "function_call", "send tool_choice"),
+        *(
+            ({"messages": [{**ASSISTANT, name: {"a": "b"}}, USER]}, f"messages.0.{name}", why)
+            for name, why in (("function_call", "send tool_calls"), ("audio", "transcript"))
+        ),
     ],
     "completions": [
         ({}, "prompt", "required"),
@@ -155,11 +173,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"prompt": "a", "guided_regex": "a", "guided_json": {}}, "response_format", "one"),
         ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options", "boolean"),
         ({"prompt": "a", "stop": ""}, "stop", "at least 1 character"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
     ],
     "responses": [
         ({"input": []}, "input", "at least 1 item"),
-        ({"input": [{**USER, "type": {}}]}, "input", "unknown"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "unknown"),
+        ({"input": [{**USER, "type": {}}]}, "input.0", "not supported"),
+        ({"input": [{"id": "x"}]}, "input.0", "'item_reference'"),
         ({"input": [{**USER, "content": 1}]}, "input.0.content", "input.0.content: Input"),
         (
             {"input": [{**USER, "content": [{"type": "input_image", "image_url": "x"}]}]},
@@ -169,8 +188,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "needs a schema"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "stored"),
         ({"background": True}, "background", "stored"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
-        ({"truncation": "auto"}, "truncation", "'disabled'"),
+        ({"conversation": "conv_1"}, "conversation", "stored"),
+        ({"conversation": {"id": "conv_1"}}, "conversation", "stored"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt", "stored"),
+        ({"truncation": "some"}, "truncation", "'disabled'"),
         ({"temperature": -1}, "temperature", ">= 0"),
     ],
 }
@@ -178,9 +199,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
 
 @pytest.mark.parametrize("path", REFUSED)
 async def test_requests_that_are_refused_name_the_parameter(served: Served, path: str) -> None:
-    valid: dict[str, Any] = {"chat/completions": {"messages": [USER]}, "responses": {"input": "a"}}
     for body, param, message in REFUSED[path]:
-        asked = {**valid.get(path, {}), **body} if body else {}
+        asked = {**VALID[path], **body} if body else {}
         status, _, answer = await served.post(f"/v1/{path}", **asked)
         assert status == 400, body
         error = answer["error"]
@@ -283,6 +303,9 @@ async def test_unknown_fields_are_named_in_a_header(served: Served) -> None:
     assert raw.headers["x-paceline-warning"] == (
         "ignored unknown fields: best_of, b??d, stream_options.odd"
     )
+    many = {f"odd{index}": 1 for index in range(100)}
+    _, headers, _ = await served.post("/v1/completions", prompt="a", **many)
+    assert headers["x-paceline-warning"].endswith(", odd31 and 68 more")
 
 
 async def test_unknown_fields_are_refused_if_strict(serve: Serve) -> None:
@@ -333,22 +356,68 @@ async def test_constraints_of_other_servers(
     )
 
 
-async def test_an_echoed_prompt_has_logprobs(served: Served) -> None:
-    answer = await served.openai.completions.create(
-        model="mock", prompt=["abc", "de"], max_tokens=1, logprobs=0, echo=True
-    )
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
-    assert answer.choices[0].text == "abcA"
-    assert logprobs.tokens == ["a", "b", "c", "A"]
-    assert logprobs.token_logprobs == [None, 0.0, 0.0, 0.0]
-    assert logprobs.text_offset == [0, 1, 2, 3]
-    stream = await served.openai.completions.create(
-        model="mock", prompt="abc", max_tokens=1, logprobs=0, echo=True, stream=True
-    )
-    events = [event.choices[0] async for event in stream]
-    tokens = [token for event in events if event.logprobs for token in event.logprobs.tokens or ()]
-    assert tokens == logprobs.tokens
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("limit", [0, 1])
+async def test_an_echoed_prompt_has_logprobs(served: Served, n: int, limit: int) -> None:
+    """Also one of a single token, whose log-probability is the null of each first token."""
+    asked: dict[str, Any] = {"prompt": ["abc", "d"], "max_tokens": limit, "n": n}
+    asked |= {"model": "mock", "logprobs": 0, "echo": True}
+    create = served.openai.completions.create
+    answer = await create(**asked)
+    events = [event async for event in await create(**asked, stream=True)]
+    for choice in answer.choices:
+        text = ["abcA", "dD"][choice.index // n][: None if limit else -1]
+        streamed = [e.choices[0].logprobs for e in events if e.choices[0].index == choice.index]
+        logprobs = choice.logprobs
+        assert logprobs is not None
+        assert (choice.text, "".join(logprobs.tokens or ())) == (text, text)
+        assert logprobs.token_logprobs == [None, *[0.0] * (len(text) - 1)]
+        assert logprobs.top_logprobs == [None, *({token: 0.0} for token in text[1:])]
+        assert logprobs.text_offset == [*range(len(text))]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            parts = [getattr(each, name) for each in streamed if each is not None]
+            assert [each for part in parts for each in part] == getattr(logprobs, name)
+
+
+def test_the_likeliest_token_comes_first() -> None:
+    """In both forms. A completion's has the token itself, and each text once."""
+    codec: Any = SimpleNamespace(token_text=lambda t: "abcd"[t % 4], token_bytes=lambda t: b"x")
+    top = ((1, -0.5), (2, -1.0), (5, -1.5), (3, -2.0))
+    for token, own, wanted in (
+        (0, -3.0, [("b", -0.5), ("c", -1.0), ("d", -2.0), ("a", -3.0)]),
+        (2, -1.0, [("b", -0.5), ("c", -1.0), ("d", -2.0)]),
+        (9, -4.0, [("b", -0.5), ("c", -1.0), ("d", -2.0)]),
+    ):
+        entry = TokenLogprob(token, own, top)
+        (found,) = of_completion([token], [entry], ["x"], codec, 0)["top_logprobs"]
+        assert list(found.items()) == wanted
+        (content,) = of_chat([entry], codec)["content"]
+        assert [each["logprob"] for each in content["top_logprobs"]] == [-0.5, -1.0, -1.5, -2.0]
+
+
+async def test_integers_in_the_form_of_floats(served: Served) -> None:
+    """In each field, at any depth. Numbers with a fraction, and what is no number, are refused."""
+    given: dict[str, Any] = {"seed": 7.0, "top_k": 3.0, "n": 2.0, "stop_token_ids": [66.0, 67]}
+    for path, more in (
+        ("completions", {"prompt": [97.0, 98], "max_tokens": 4.0, "logprobs": 1.0, **given}),
+        ("completions", {"prompt": [[97.0], [98]], "max_tokens": 1e0, "temperature": -0.0}),
+        ("chat/completions", {"max_completion_tokens": 4.0, "max_tokens": 2.0, **given}),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 2.0}),
+        ("responses", {"max_output_tokens": 4.0, "seed": 7.0}),
+    ):
+        status, headers, answer = await served.post(f"/v1/{path}", **{**VALID[path], **more})
+        assert (status, headers.get("x-paceline-warning")) == (200, None), answer
+    for value in (4.5, "4", True, [4.0], 1e300):
+        for path, name in (
+            ("completions", "n"),
+            ("chat/completions", "seed"),
+            ("responses", "seed"),
+        ):
+            status, _, answer = await served.post(f"/v1/{path}", **VALID[path], **{name: value})
+            assert (status, answer["error"]["param"]) == (400, name)
+    schema = {"const": 1.0, "enum": [2.0]}  # a schema stays as it is
+    await served.post("/v1/completions", prompt="a", json_schema=schema)
+    assert served.transport.requests[-1].sampling.json_schema == '{"const": 1.0, "enum": [2.0]}'
 
 
 async def test_many_prompts_in_one_request(served: Served) -> None:
@@ -374,7 +443,6 @@ LISTS: list[tuple[str, str, Any, int]] = [
     ("responses", "input", USER, 4096),
     ("responses", "input.0.content", {"type": "input_text", "text": ""}, 4096),
     ("responses", "tools", {"type": "function", "name": "f"}, 4096),
-    ("responses", "include", "a", 4096),
 ]
 
 
@@ -386,7 +454,7 @@ async def test_lists_have_a_limit(
     outer, _, inner = field.partition(".0.")
     for items in ([item] * (limit + 1), [{"a": []}] * (20 * limit)):
         body = {"max_tokens": 1} if path != "responses" else {}
-        body |= {"messages": [USER], "prompt": "a", "input": "a"}
+        body |= VALID[path]
         body[outer] = [{"role": "assistant", inner: items}] if inner else items
         status, _, answer = await served.post(f"/v1/{path}", **body)
         error = answer["error"]

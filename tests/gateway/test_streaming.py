@@ -6,9 +6,12 @@ import json
 from typing import Any
 
 import aiohttp
+import pytest
 from fakes.transport import MockStream, MockTransport
+from openai import APIError
+from openai.types.responses import ResponseErrorEvent, ResponseFailedEvent
 
-from paceline.client import ServerError
+from paceline.client import CapacityError, InvalidRequestError, ServerError, UnavailableError
 from paceline.v1 import verifier_pb2
 
 from .conftest import Serve
@@ -19,9 +22,12 @@ ROUNDS = 3  # of a message
 class SeveralRounds(MockTransport):
     """Sends rounds of one token each, some in a message, and fails after `messages` of them."""
 
-    def __init__(self, reply: str, messages: int | None = None) -> None:
+    def __init__(
+        self, reply: str, messages: int | None = None, error: Exception | None = None
+    ) -> None:
         super().__init__(reply)
         self.messages = messages
+        self.error = error or ServerError("the mock fails")
 
     def generate(self) -> Any:
         return _Stream(self)
@@ -31,10 +37,11 @@ class _Stream(MockStream):
     def __init__(self, transport: SeveralRounds) -> None:
         super().__init__(transport.caches)
         self.left = transport.messages
+        self.error = transport.error
 
     async def read(self) -> verifier_pb2.GenerateResponse:
         if self.left == 0:
-            raise ServerError("the mock fails")
+            raise self.error
         if self.left is not None:
             self.left -= 1
         credits, rounds = 0, list[verifier_pb2.Round]()
@@ -89,3 +96,69 @@ async def test_what_arrived_before_an_error_is_sent(serve: Serve) -> None:
     *events, last = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert "".join(each["choices"][0]["text"] for each in events) == "abcd"  # a: the prompt's
     assert "the mock fails" in last["error"]["message"]
+
+
+async def test_clients_raise_an_error_in_mid_stream(serve: Serve) -> None:
+    failing = SeveralRounds("abcdefghij", messages=1)
+    async with serve(failing, chat_template="{{ messages[0].content }}") as to:
+        chat: Any = [{"role": "user", "content": "x"}]
+        for stream in (
+            await to.openai.completions.create(model="mock", prompt="x", n=2, stream=True),
+            await to.openai.chat.completions.create(model="mock", messages=chat, stream=True),
+        ):
+            with pytest.raises(APIError, match="the mock fails") as raised:
+                async for _ in stream:
+                    pass
+            assert raised.value.type == "server_error"
+
+
+@pytest.mark.parametrize("helper", [False, True])
+async def test_an_error_of_a_response_is_an_event_with_a_type(serve: Serve, helper: bool) -> None:
+    failing = SeveralRounds("abcdefghij", messages=1)
+    async with serve(failing, chat_template="{{ messages[0].content }}") as to:
+        if helper:
+            async with to.openai.responses.stream(model="mock", input="x") as stream:
+                events: list[Any] = [event async for event in stream]
+        else:
+            plain = await to.openai.responses.create(model="mock", input="x", stream=True)
+            events = [event async for event in plain]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = "".join(each.delta for each in events if each.type == "response.output_text.delta")
+    assert text == "abcd"
+    error, failed = events[-2:]
+    assert (error.type, failed.type) == ("error", "response.failed")
+    assert isinstance(error, ResponseErrorEvent)
+    assert isinstance(failed, ResponseFailedEvent)
+    assert "the mock fails" in error.message
+    assert failed.response.status == "failed"
+    assert failed.response.error is not None
+    assert (failed.response.error.code, failed.response.error.message) == (
+        "server_error",
+        error.message,
+    )
+    assert [item.status for item in failed.response.output] == ["incomplete"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (CapacityError("full"), "rate_limit_exceeded", "capacity"),
+        (UnavailableError("gone"), "server_error", "service_unavailable"),
+        (InvalidRequestError("bad", metadata={"param": "messages"}), "invalid_prompt", None),
+        (ValueError("a bug"), "server_error", None),
+    ],
+)
+async def test_codes_of_the_errors_of_a_response(
+    serve: Serve, error: Exception, code: str, told: str | None
+) -> None:
+    failing = SeveralRounds("abcdefghij", messages=1, error=error)
+    async with serve(failing, chat_template="{{ messages[0].content }}") as to:
+        stream = await to.openai.responses.create(model="mock", input="x", stream=True)
+        *_, event, failed = [event async for event in stream]
+    assert event.type == "error"
+    assert failed.type == "response.failed"
+    assert failed.response.error is not None
+    assert failed.response.error.code == code
+    assert event.code == (told or code)
+    assert event.param == ("input" if isinstance(error, InvalidRequestError) else None)
+    assert "a bug" not in event.message

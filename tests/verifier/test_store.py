@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -12,7 +13,7 @@ from verifier_support import LAYOUT, Clock
 from paceline.service import limits
 from paceline.verifier import store as store_module
 from paceline.verifier.engine.job import FinishReason, GenerationParams, Sequence
-from paceline.verifier.kv.base import open_segments
+from paceline.verifier.kv.base import Taps, open_segments
 from paceline.verifier.kv.segment import Segment, SegmentMemory
 from paceline.verifier.store import CacheNotFound, CacheStore, StoreFull
 
@@ -123,6 +124,22 @@ async def test_admission_counts_texts_at_their_expected_length() -> None:
     for cache in caches:
         await store.release(cache)
         await store.release(cache)
+    store.check_integrity()
+
+
+@pytest.mark.parametrize(("length", "kept"), [(512, True), (5000, False)])
+async def test_a_text_without_room_for_hidden_states_is_admitted_without(
+    length: int, kept: bool
+) -> None:
+    """No drafter makes a text fail that would fit without it."""
+    layout = replace(LAYOUT, hidden=16)
+    memory = SegmentMemory(layout, layout.capacity(5000) * layout.token_bytes)
+    store = CacheStore(memory, free, max_sequences=4, lease_seconds=10.0, clock=Clock())
+    asked = GenerationParams((1,) * 10, length_limit=length, taps=Taps((0,)))
+    cache = await store.admit(asked, "me")
+    assert (cache.sequence.kv.taps is not None) == kept
+    assert (cache.sequence.generation.taps is not None) == kept
+    await store.release(cache)
     store.check_integrity()
 
 

@@ -184,10 +184,10 @@ class JobBuilder:
     ) -> GenerationJob:
         """The job of a request.
 
-        `param` is its field with the prompts, `limit` the maximum number of new tokens (None: the
-        room in the context) and `limit_param` the field that has it (None: a default, which is cut
-        to the room), `logprobs` the number of likeliest tokens to report (None: not even
-        the log-probabilities of the emitted ones).
+        `param` is its field with the prompts, `limit` the maximum number of new tokens (None: a
+        text may fill the context) and `limit_param` the field that has it (None: it is a default),
+        `logprobs` the number of likeliest tokens to report (None: not even the log-probabilities of
+        the emitted ones). A limit beyond the context is cut by the verifier, for each prompt.
         """
         count = len(prompts) * body.n
         if count > MAX_PROMPTS:
@@ -201,20 +201,21 @@ class JobBuilder:
         room = context - longest
         if room < 1:
             raise bad_request(
-                f"a prompt of {longest} tokens leaves no room in the context of {context} tokens: "
-                "shorten the prompt",
+                f"This model's maximum context length is {context} tokens. However, the prompt has "
+                f"{longest} tokens, which leaves no room for an answer: shorten the prompt",
                 param,
                 "context_length_exceeded",
             )
-        if limit is not None and limit > room and limit_param is not None:
+        if self._options.strict and limit_param is not None and limit is not None and limit > room:
             raise bad_request(
-                f"the context of {context} tokens has room for {room} new ones after a prompt of "
-                f"{longest}, not for {limit}: ask for fewer, or leave the limit out",
+                f"This model's maximum context length is {context} tokens. However, there is room "
+                f"for {room} new ones after a prompt of {longest}, not for {limit}: ask for fewer, "
+                "or leave the limit out",
                 limit_param,
                 "context_length_exceeded",
             )
         common = {
-            "max_new_tokens": min(limit or room, room),
+            "max_new_tokens": min(limit or context, context),
             "logprobs": logprobs or logprobs is not None,
             "user": self._user(body.user or ""),
         }

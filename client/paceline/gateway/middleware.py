@@ -36,6 +36,8 @@ SPENT = web.RequestKey("spent", list)
 _OPEN_PATHS = ("/", "/health", "/version")
 _LOCAL = frozenset(("localhost", "127.0.0.1", "[::1]"))
 _HOST = re.compile(r"(?P<name>[^\[\]:/@\s]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
+# Maximum number of names in a warning.
+_NAMED = 32
 _EXPOSED = "x-request-id, x-paceline-warning, retry-after"
 
 _access = logging.getLogger("paceline.gateway.access")
@@ -201,8 +203,9 @@ class Sites:
         response.headers["x-request-id"] = request.get(REQUEST_ID, "")
         unknown = request.get(UNKNOWN_FIELDS)
         if unknown:
-            names = ", ".join(re.sub(r"[^\x21-\x7e]", "?", name)[:64] for name in unknown[:16])
-            response.headers["x-paceline-warning"] = f"ignored unknown fields: {names}"
+            names = ", ".join(re.sub(r"[^\x21-\x7e]", "?", name)[:64] for name in unknown[:_NAMED])
+            more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
+            response.headers["x-paceline-warning"] = f"ignored unknown fields: {names}{more}"
         origin = request.headers.get("Origin")
         if origin is not None and self._allows(origin):
             response.headers["Access-Control-Allow-Origin"] = origin

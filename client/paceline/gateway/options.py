@@ -52,7 +52,9 @@ class GatewayOptions:
     )
     max_requests: int = option(256, "requests in flight; more get HTTP 429", metavar="N")
     strict: bool = option(
-        False, "refuse unknown fields of requests instead of a warning in a header"
+        False,
+        "refuse what is else ignored with a warning in a header, and limits of new tokens that the "
+        "context has no room for",
     )
     cors_origins: Sequence[str] = option(
         (),

@@ -8,19 +8,22 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, NoReturn, Self, TypeVar, get_args
 
 from aiohttp import web
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     PrivateAttr,
+    Tag,
     ValidationError,
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import no_info_plain_validator_function
 
 from paceline.sampling import MAX_LOGIT_BIAS
 from paceline.sampling.json_schema import embedded
@@ -63,6 +66,8 @@ _Choices = Annotated[Items[str], Field(min_length=1)]
 # An empty one would be no constraint, without a word.
 _Source = Annotated[str, Field(min_length=1)]
 
+Limit = Annotated[int, Field(ge=1)]
+"""Maximum number of new tokens. A text ends earlier where its context is full."""
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Token = Annotated[int, Field(ge=0, lt=2**32)]
 _Tokens = Annotated[list[_Token], Field(min_length=1, fail_fast=True)]
@@ -71,18 +76,36 @@ _StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Name = Annotated[str, Field(max_length=MAX_NAME)]
 
 
+@dataclass(frozen=True)
+class Refused:
+    """Marks a field that would change what an answer means, and that is not supported: with a value
+    the request is a 400 with this reason. An empty or false value asks for nothing."""
+
+    reason: str
+
+    def _check(self, value: Any) -> None:
+        if value:
+            raise PydanticCustomError("refused", "{reason}", {"reason": self.reason})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return no_info_plain_validator_function(self._check)
+
+
 class Body(BaseModel):
-    """An object of a request. A null field is an absent one; unknown fields are kept apart."""
+    """An object of a request. A null field is an absent one, and an integer may have the form of a
+    float, such as 4.0. Unknown fields are kept apart: they change no text's meaning."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, fields: Any) -> Any:
-        return _present(fields) if isinstance(fields, dict) else fields
+    def _normal(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: _with_integers(value) for name, value in _present(fields).items()}
 
     def unknown(self, path: str = "") -> Iterator[str]:
-        """Paths of fields that the schema does not have."""
+        """Paths of fields that are ignored: the schema does not have them."""
         yield from (f"{path}{name}" for name in self.model_extra or ())
         for name in type(self).model_fields:
             value = getattr(self, name)
@@ -93,6 +116,15 @@ class Body(BaseModel):
 
 def _present(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _with_integers(value: Any) -> Any:
+    """A value, or a list of them, where floats without a fraction are integers."""
+    if type(value) is float and value.is_integer():
+        return int(value)
+    if isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
+        return [_with_integers(each) for each in value]
+    return value
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -209,11 +241,21 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
-    """A call that the model made earlier."""
+    """A call that the model made earlier. One of a custom tool is one of a function here, whose
+    argument is the input."""
 
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
+
+    @model_validator(mode="before")
+    @classmethod
+    def _custom(cls, fields: Any) -> Any:
+        custom = fields.get("custom") if isinstance(fields, dict) else None
+        if not isinstance(custom, dict) or fields.get("type") != "custom":
+            return fields
+        function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+        return {"id": fields.get("id"), "function": function}
 
 
 class Message(Body):
@@ -234,6 +276,8 @@ class Message(Body):
     # Of OpenAI's answers, and without a place in a template.
     refusal: str | None = None
     annotations: Items[Any] = Field(default=[])
+    function_call: Annotated[None, Refused("is not supported: send tool_calls")] = None
+    audio: Annotated[None, Refused("is not supported: send its transcript as content")] = None
 
     def for_template(self) -> dict[str, Any]:
         """The message for `render_chat`: the fields that templates know, without absent ones."""
@@ -266,7 +310,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool; functions are the only kind."""
+    """A function that may be called."""
 
     type: Literal["function"] = "function"
     function: Function
@@ -285,6 +329,73 @@ class Tool(Body):
         Null fields are absent ones, but what a schema has as null is a part of the schema."""
         function = _present(self._sent["function"]) | {"parameters": self.function.parameters}
         return {"type": self.type, **_present(self._sent), "function": function}
+
+
+class OtherTool(Body):
+    """A tool that is no function, such as web_search or custom: it is left out, with a warning."""
+
+    type: str
+
+    def unknown(self, path: str = "") -> Iterator[str]:
+        """Its type, and its name if it has one."""
+        fields = self.model_extra or {}
+        inner = fields.get(self.type)
+        name = (inner if isinstance(inner, dict) else fields).get("name")
+        yield f"{path}{self.type}.{name}" if isinstance(name, str) else f"{path}{self.type}"
+
+
+def _kind_of_tool(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "Other" if isinstance(kind, str) and kind != "function" else "Function"
+
+
+AnyFunction = TypeVar("AnyFunction", bound=Body)
+OrOtherTool = Annotated[
+    Annotated[AnyFunction, Tag("Function")] | Annotated[OtherTool, Tag("Other")],
+    Discriminator(_kind_of_tool),
+]
+"""A function in the form of an endpoint, or another tool."""
+
+
+class AllowedTools(Body, Generic[AnyFunction]):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[OrOtherTool[AnyFunction]], Field(min_length=1)]
+
+
+class CallingRequest(Body):
+    """Fields of a request whose answer may call functions."""
+
+    tools: Items[Any] = Field(default=[])
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _of_functions(cls, choice: Any) -> Any:
+        kind = choice.get("type") if isinstance(choice, dict) else None
+        if kind == "allowed_tools" and isinstance(choice.get(kind), dict):
+            return {**choice[kind], "type": kind}  # a chat's form
+        if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
+            raise PydanticCustomError(
+                "tool_choice",
+                "a tool of type {kind} cannot be called here, expected one of type 'function', or "
+                "'allowed_tools'",
+                {"kind": repr(kind)},
+            )
+        return choice
+
+    def unknown(self, path: str = "") -> Iterator[str]:
+        """Paths of fields that are ignored. A required call is, if no tool is left for it."""
+        yield from super().unknown(path)
+        choice = self.tool_choice
+        mode, tools = choice, self.tools
+        if isinstance(choice, AllowedTools):
+            mode, tools = choice.mode, choice.tools
+        if mode == "required" and tools and all(isinstance(tool, OtherTool) for tool in tools):
+            yield f"{path}tool_choice"
 
 
 @dataclass(frozen=True)
@@ -532,10 +643,13 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
         | Annotated[list[_Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
-    max_tokens: int = Field(default=16, ge=0, lt=2**31)
+    max_tokens: int = Field(default=16, ge=0)
     """0 with `echo` returns the prompt, and with `logprobs` its log-probabilities."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool = False
+    suffix: Annotated[
+        None, Refused("is not supported: send the text before it, as a prompt alone")
+    ] = None
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -558,17 +672,18 @@ class CompletionRequest(GenerationRequest):
         return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, CallingRequest):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[Items[Message], Field(min_length=1)]
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    tools: Items[Tool] = Field(default=[])
-    tool_choice: Literal["none", "auto", "required"] | Tool = "auto"
-    parallel_tool_calls: bool = True
+    tools: Items[OrOtherTool[Tool]] = Field(default=[])
+    tool_choice: Literal["none", "auto", "required"] | Tool | AllowedTools[Tool] = "auto"
+    functions: Annotated[None, Refused("is not supported: send tools")] = None
+    function_call: Annotated[None, Refused("is not supported: send tool_choice")] = None
     modalities: Items[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """More variables of the chat template."""
@@ -590,17 +705,26 @@ class ChatRequest(GenerationRequest):
     def tool_use(self) -> ToolUse:
         """Its tools and how they may be called. Raises ApiError: a tool that must be called does
         not exist."""
+        tools = [tool for tool in self.tools if isinstance(tool, Tool)]
         choice = self.tool_choice
+        named: Sequence[Tool | OtherTool] = ()
         if isinstance(choice, Tool):
-            name = choice.function.name
-            if name not in (tool.function.name for tool in self.tools):
-                raise bad_request(f"tools has no function {name!r}", "tool_choice")
-            return ToolUse(self.tools, "named", self.parallel_tool_calls, name)
-        if choice == "required" and not self.tools:
+            named = [choice]
+        elif isinstance(choice, AllowedTools):
+            named = choice.tools
+        names = {tool.function.name for tool in named if isinstance(tool, Tool)}
+        if missing := sorted(names - {tool.function.name for tool in tools}):
+            raise bad_request(f"tools has no function {missing[0]!r}", "tool_choice")
+        if isinstance(choice, Tool):
+            return ToolUse(tools, "named", self.parallel_tool_calls, choice.function.name)
+        if isinstance(choice, AllowedTools):
+            tools = [tool for tool in tools if tool.function.name in names]
+            choice = choice.mode
+        elif choice == "required" and not self.tools:
             raise bad_request("tool_choice 'required' needs tools", "tool_choice")
-        if choice == "none" or not self.tools:
+        if choice == "none" or not tools:
             return ToolUse([], "none")
-        return ToolUse(self.tools, choice, self.parallel_tool_calls)
+        return ToolUse(tools, choice, self.parallel_tool_calls)
 
     def constraint(self) -> dict[str, Any]:
         """The constraint of the text, that of the tools included."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -15,11 +16,29 @@ from paceline.client import Chunk, GenerationResult, InvalidRequestError, TokenL
 from .channels import parser_of
 from .errors import ApiError, bad_request, from_validation
 from .generation import GenerationJob
-from .requests import Body, ChatRequest, CommonRequest, Items, TextPart, ToolUse, text_of
+from .requests import (
+    AllowedTools,
+    Body,
+    CallingRequest,
+    ChatRequest,
+    CommonRequest,
+    Items,
+    Limit,
+    OrOtherTool,
+    OtherTool,
+    Refused,
+    TextPart,
+    ToolUse,
+    text_of,
+)
 from .tool_calls import Call, Part, Reasoning
 from .writers import GeneratedText, Json, Writer, usage
 
-_PARAMS = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
+_PARAMS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
 """Fields of a response by those of a chat."""
 
 
@@ -36,8 +55,8 @@ class InputMessage(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Items[InputPart]
 
-    def as_message(self) -> dict[str, Any]:
-        return {"role": self.role, "content": text_of(self.content)}
+    def as_messages(self) -> list[dict[str, Any]]:
+        return [{"role": self.role, "content": text_of(self.content)}]
 
 
 class InputCall(Body):
@@ -48,30 +67,74 @@ class InputCall(Body):
     name: str
     arguments: str
 
-    def as_message(self) -> dict[str, Any]:
-        function = {"name": self.name, "arguments": self.arguments}
-        call = {"id": self.call_id, "type": "function", "function": function}
-        return {"role": "assistant", "tool_calls": [call]}
+    def as_messages(self) -> list[dict[str, Any]]:
+        return [_call(self.call_id, self.name, self.arguments)]
 
 
 class InputResult(Body):
     """The result of a call."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | Items[InputPart]
 
-    def as_message(self) -> dict[str, Any]:
-        return {"role": "tool", "tool_call_id": self.call_id, "content": text_of(self.output)}
+    def as_messages(self) -> list[dict[str, Any]]:
+        return [_result(self.call_id, text_of(self.output))]
 
 
-_KINDS: dict[str, type[InputMessage | InputCall | InputResult]] = {
+class OtherItem(Body):
+    """A call of a tool that is no function, its result, or both. For the model it is one of a
+    function: the arguments are all fields that are not listed here."""
+
+    type: str
+    id: str = ""
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    output: Any = None
+    outputs: Any = None
+    results: Any = None
+    error: Any = None
+    status: Any = None
+    # What the model needs not know.
+    caller: Any = None
+    environment: Any = None
+    max_output_length: Any = None
+
+    def as_messages(self) -> list[dict[str, Any]]:
+        call_id, name = self.call_id or self.id, self.name or self.type.removesuffix("_call")
+        found = (self.output, self.outputs, self.results, self.error, self.status)
+        result = next((each for each in found if each is not None), "")
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        if self.type.endswith("_output"):
+            return [_result(call_id, text)]
+        call = _call(call_id, name, self.arguments or json.dumps(self.model_extra))
+        return [call, _result(call_id, text)] if self.type in _WITH_RESULT else [call]
+
+
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    call = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+def _result(call_id: str, text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+_WITH_RESULT = ("web_search_call", "file_search_call", "code_interpreter_call", "mcp_call")
+"""Calls that OpenAI's own service answers: an item has both."""
+_CALLS = ("custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call")
+_OUTPUTS = ("local_shell_call_output", "shell_call_output", "apply_patch_call_output")
+_KINDS: dict[str, type[InputMessage | InputCall | InputResult | OtherItem]] = {
     "message": InputMessage,
     "function_call": InputCall,
     "function_call_output": InputResult,
+    "custom_tool_call_output": InputResult,
+    **dict.fromkeys((*_CALLS, *_OUTPUTS, *_WITH_RESULT), OtherItem),
 }
 """Items of a conversation that become messages. Reasoning of an earlier answer is a field of the
-next message. Other fields of items, such as their status, are left out."""
+next message. Other items are refused."""
 
 
 class TextFormat(Body):
@@ -88,7 +151,12 @@ class TextOptions(Body):
     """Options of the text."""
 
     format: TextFormat = TextFormat()
-    verbosity: str | None = None
+
+
+class ReasoningOptions(Body):
+    """How the model thinks."""
+
+    effort: str | None = None
 
 
 class FunctionTool(Body):
@@ -108,36 +176,44 @@ class NamedFunction(Body):
     name: str
 
 
-class ResponsesRequest(CommonRequest):
+_STORED = Refused("needs stored responses: send the whole conversation")
+
+
+class ResponsesRequest(CommonRequest, CallingRequest):
     """`POST /v1/responses`. Nothing is stored: a conversation is sent whole."""
 
     input: str | Annotated[Items[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    max_output_tokens: Limit | None = None
     text: TextOptions = TextOptions()
-    tools: Items[FunctionTool] = Field(default=[])
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
-    parallel_tool_calls: bool = True
-    previous_response_id: str | None = None
-    background: bool = False
+    reasoning: ReasoningOptions = ReasoningOptions()
+    tools: Items[OrOtherTool[FunctionTool]] = Field(default=[])
+    tool_choice: (
+        Literal["none", "auto", "required"] | NamedFunction | AllowedTools[NamedFunction]
+    ) = "auto"
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """As in a chat."""
 
-    # Accepted and unused.
-    truncation: Literal["disabled"] | None = None
-    include: Items[str] = Field(default=[])
+    previous_response_id: Annotated[None, _STORED] = None
+    conversation: Annotated[None, _STORED] = None
+    background: Annotated[None, _STORED] = None
+    prompt: Annotated[None, Refused("needs stored prompts: send its text as instructions")] = None
+
+    # Accepted and unused. A conversation that is too long is an error, whatever it says.
+    truncation: Literal["auto", "disabled"] | None = None
     stream_options: dict[str, Any] | None = None
 
+    def unknown(self, path: str = "") -> Iterator[str]:
+        """Paths of fields that are ignored, with thoughts that only OpenAI's service can read."""
+        yield from super().unknown(path)
+        for index, fields in enumerate(self.input if isinstance(self.input, list) else ()):
+            if fields.get("encrypted_content") and not _thoughts(fields):
+                yield f"input.{index}.encrypted_content"
+
     def chat(self) -> ChatRequest:
-        """The same request as a chat. Raises ApiError: it needs stored responses, or is invalid as
-        a chat."""
-        if self.previous_response_id is not None or self.background:
-            name = "background" if self.background else "previous_response_id"
-            raise bad_request(f"{name} needs stored responses: send the whole conversation", name)
+        """The same request as a chat. Raises ApiError: it is invalid as a chat."""
         same = ResponsesRequest.model_fields.keys() & ChatRequest.model_fields.keys()
         fields = {name: getattr(self, name) for name in same - {"stream_options"}}
-        if isinstance(self.tool_choice, NamedFunction):
-            fields["tool_choice"] = {"function": {"name": self.tool_choice.name}}
         form = self.text.format
         if form.type == "json_schema":
             if form.schema_ is None:
@@ -146,12 +222,15 @@ class ResponsesRequest(CommonRequest):
             fields["response_format"] = {"type": "json_schema", "json_schema": named}
         elif form.type == "json_object":
             fields["response_format"] = {"type": "json_object"}
-        fields["tools"] = [
-            {"function": tool.model_dump(include={"name", "description", "parameters", "strict"})}
-            for tool in self.tools
-        ]
+        fields["tools"] = list(map(_nested, self.tools))
+        if isinstance(self.tool_choice, NamedFunction):
+            fields["tool_choice"] = _nested(self.tool_choice)
+        elif isinstance(self.tool_choice, AllowedTools):
+            allowed = list(map(_nested, self.tool_choice.tools))
+            fields["tool_choice"] = {**self.tool_choice.model_dump(), "tools": allowed}
         fields["messages"] = self._messages()
         fields["max_completion_tokens"] = self.max_output_tokens
+        fields["reasoning_effort"] = self.reasoning.effort
         try:
             return ChatRequest.model_validate(fields)
         except ValidationError as error:
@@ -165,37 +244,66 @@ class ResponsesRequest(CommonRequest):
             return [*messages, {"role": "user", "content": self.input}]
         thoughts = ""
         for index, fields in enumerate(self.input):
-            kind = "message" if fields.get("type") is None else fields["type"]
-            if kind == "reasoning":
+            if fields.get("type") == "reasoning":
                 thoughts += _thoughts(fields)
                 continue
-            message = _message(index, kind, fields)
-            if thoughts and message["role"] == "assistant":
-                message["reasoning_content"], thoughts = thoughts, ""
-            if message["role"] == "assistant" and messages and "tool_calls" in message:
-                last = messages[-1]
-                if last["role"] == "assistant":  # calls of one answer are one message
-                    last.setdefault("tool_calls", []).extend(message["tool_calls"])
+            for message in _messages_of(index, fields):
+                if thoughts and message["role"] == "assistant":
+                    message["reasoning_content"] = thoughts
+                else:
+                    messages += _broken_off(thoughts)
+                thoughts = ""
+                last: dict[str, Any] = messages[-1] if messages else {"role": ""}
+                if "tool_calls" not in message or last["role"] != "assistant":
+                    messages.append(message)
                     continue
-            messages.append(message)
-        return messages
+                # Calls of one answer are one message.
+                last.setdefault("tool_calls", []).extend(message["tool_calls"])
+                if "reasoning_content" in message:
+                    before = last.get("reasoning_content", "")
+                    last["reasoning_content"] = before + message["reasoning_content"]
+        return messages + _broken_off(thoughts)
+
+
+def _broken_off(thoughts: str) -> list[dict[str, Any]]:
+    """An answer that ended with its thoughts; nothing without any."""
+    message = {"role": "assistant", "content": "", "reasoning_content": thoughts}
+    return [message] if thoughts else []
+
+
+def _nested(tool: FunctionTool | NamedFunction | OtherTool) -> dict[str, Any]:
+    """A tool, or the name of one, in the form of a chat."""
+    if isinstance(tool, OtherTool):
+        return {"type": tool.type}
+    names = {"name", "description", "parameters", "strict"}
+    return {"type": "function", "function": tool.model_dump(include=names)}
 
 
 def _thoughts(fields: dict[str, Any]) -> str:
-    """The text of a reasoning item; empty where it has a summary or encrypted content alone."""
-    parts = fields.get("content")
-    listed = parts if isinstance(parts, list) else []
-    texts = [part.get("text") for part in listed if isinstance(part, dict)]
-    return "".join(text for text in texts if isinstance(text, str))
+    """The text of a reasoning item, or else its summary; empty if it is encrypted."""
+    for name in ("content", "summary"):
+        parts = fields.get(name)
+        listed = parts if isinstance(parts, list) else []
+        texts = [part.get("text") for part in listed if isinstance(part, dict)]
+        if found := "".join(text for text in texts if isinstance(text, str)):
+            return found
+    return ""
 
 
-def _message(index: int, kind: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """The message of an item in a chat."""
+def _messages_of(index: int, fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages of an item in a chat."""
+    kind = fields.get("type")
+    if kind is None:  # OpenAI's clients leave out the type of these two
+        kind = "item_reference" if fields.keys() == {"id"} else "message"
     if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join((*_KINDS, "reasoning"))
-        raise bad_request(f"an item of type {kind!r} is unknown; known are {known}", "input")
+        raise bad_request(
+            f"an item of type {kind!r} is not supported: send what it stands for as a message, or "
+            f"one of {known}",
+            f"input.{index}",
+        )
     try:
-        return _KINDS[kind].model_validate(fields).as_message()
+        return _KINDS[kind].model_validate(fields).as_messages()
     except ValidationError as error:
         failure = from_validation(error)
         place = f"input.{index}"
@@ -224,6 +332,7 @@ class ResponsesWriter(Writer):
     def __init__(self, job: GenerationJob, use: ToolUse, body: ResponsesRequest) -> None:
         self._job = job
         self._body = body
+        self._has_tools = bool(use.tools)
         self._parser = parser_of(use, job.marks)
         self._id = _new_id("resp")
         self._created = int(time.time())
@@ -260,6 +369,23 @@ class ResponsesWriter(Writer):
 
     def total(self, results: Sequence[GenerationResult]) -> list[Json]:
         return []  # the last event has the usage
+
+    def failed(self, error: ApiError) -> list[Json]:
+        """Two events, as of OpenAI: some clients read the error, others the response."""
+        told = error.body["error"]
+        code = "invalid_prompt" if error.status < 500 else "server_error"
+        code = "rate_limit_exceeded" if error.status == 429 else code
+        if self._open:
+            self._output[-1]["status"] = "incomplete"
+        failure = {"code": code, "message": told["message"]}
+        param = _PARAMS.get(told["param"], told["param"])
+        return [
+            self._event("error", message=told["message"], code=told["code"] or code, param=param),
+            self._event(
+                "response.failed",
+                response=self._response(None) | {"status": "failed", "error": failure},
+            ),
+        ]
 
     def _write(self, parts: Sequence[Part]) -> list[Json]:
         events: list[Json] = []
@@ -362,11 +488,14 @@ class ResponsesWriter(Writer):
             reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
         repeated = body.model_dump(
             include={
-                *("instructions", "max_output_tokens", "temperature", "top_p", "tools"),
+                *("instructions", "max_output_tokens", "temperature", "top_p"),
                 *("tool_choice", "parallel_tool_calls", "metadata", "text"),
             },
             by_alias=True,
         )
+        if not self._has_tools and body.tool_choice != "none":
+            repeated["tool_choice"] = "auto"
+        tools = [tool.model_dump() for tool in body.tools if not isinstance(tool, OtherTool)]
         return {
             "id": self._id,
             "object": "response",
@@ -377,6 +506,7 @@ class ResponsesWriter(Writer):
             "model": self._job.model_name,
             "output": [dict(item) for item in self._output],
             **repeated,
+            "tools": tools,
             "metadata": body.metadata or {},
             "previous_response_id": None,
             "store": False,

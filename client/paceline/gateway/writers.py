@@ -19,7 +19,7 @@ from paceline.client import Chunk, Detokenizer, GenerationResult, Stats, TextCod
 
 from .admission import Place
 from .channels import AnswerParser, parser_of
-from .errors import from_error
+from .errors import ApiError, from_error
 from .generation import GenerationJob, TextEvent
 from .requests import CompletionRequest, ToolUse
 from .tool_calls import Call, Part, Reasoning
@@ -77,6 +77,10 @@ class Writer(ABC):
     @abstractmethod
     def total(self, results: Sequence[GenerationResult]) -> list[Json]:
         """Events after all texts."""
+
+    def failed(self, error: ApiError) -> list[Json]:
+        """Events of an error after the first event, the last ones of a stream."""
+        return [error.body]
 
 
 class ChoicesWriter(Writer):
@@ -219,7 +223,8 @@ class CompletionWriter(ChoicesWriter):
     def _prompt(self, index: int, entries: Sequence[TokenLogprob]) -> Json:
         """Log-probabilities of an echoed prompt, whose first token has none."""
         self._offsets[index] = len(self._echo(index))
-        if self._echoes is None or not entries or self._codec is None:
+        asked = self._job.choices[0].get("prompt_logprobs") is not None
+        if not asked or self._codec is None:
             return {}
         tokens, detokenizer = (
             self._job.prompts[self._job.prompt_of(index)],
@@ -353,10 +358,13 @@ def of_completion(
     first token of a prompt is None. `offset` is the number of characters before the tokens."""
 
     def likeliest(each: TokenLogprob) -> dict[str, float]:
-        # As in OpenAI's API, the token itself is always included. Among tokens with equal text, the
-        # likeliest one is kept.
-        own = {codec.token_text(each.token_id): each.logprob}
-        return own | {codec.token_text(token): logprob for token, logprob in reversed(each.top)}
+        # As in OpenAI's API, the likeliest comes first, and the token itself is always included.
+        # Among tokens with equal text, the likeliest one is kept.
+        found: dict[str, float] = {}
+        candidates = [*each.top, (each.token_id, each.logprob)]
+        for token, logprob in sorted(candidates, key=lambda pair: -pair[1]):
+            found.setdefault(codec.token_text(token), logprob)
+        return found
 
     offsets = []
     for piece in pieces:
@@ -459,7 +467,7 @@ class EventStream:
             if not isinstance(error, ConnectionResetError):
                 failure = from_error(error)
                 self._request[FAILED] = failure.status
-                await self._send(_as_sse([failure.body]))
+                await self._send(_as_sse(self._writer.failed(failure)))
         finally:
             quiet.cancel()
             if self._flushing is not None:

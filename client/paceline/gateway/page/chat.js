@@ -102,6 +102,7 @@ export class Chat {
         drafters: settings.model.drafters,
         accent: settings.accent(body.drafter),
         markdown: settings.model.chat_template,
+        context: settings.model.max_model_len,
       };
       answered = () => [...turns, { role: "assistant", content: run.text, run, about }];
       view = new AnswerView(this.#panel, run, about);
@@ -150,12 +151,13 @@ class AnswerView {
   #figures = element("span", "", "figures");
   #copy = element("button", "Copy");
   #text;
+  #ended = false;
   changed = oncePerFrame(() => this.#draw());
 
   /**
    * @param {Panel} panel Shows the steps.
    * @param {Run} run The request.
-   * @param {{drafter: string, drafters: string[], accent: string, markdown: boolean}} about
+   * @param {{drafter: string, drafters: string[], accent: string, markdown: boolean, context: number}} about
    */
   constructor(panel, run, about) {
     this.#panel = panel;
@@ -178,18 +180,10 @@ class AnswerView {
   }
 
   end() {
-    const followed = nearTheEnd();
-    this.#draw();
+    this.#ended = true;
     this.root.ariaBusy = "false";
     this.#copy.hidden = false;
-    const { finish, tokens, usage } = this.#run;
-    const cached = usage?.prompt_tokens_details.cached_tokens;
-    const parts = [this.#figures.textContent];
-    if (cached) parts.push(`${cached} of ${usage.prompt_tokens} prompt tokens cached`);
-    if (!finish) parts.push("stopped");
-    if (finish === "length") parts.push(`cut at Max tokens (${tokens.length})`);
-    this.#figures.textContent = parts.join(" · ");
-    if (followed) scrollToEnd();
+    this.#draw();
   }
 
   #draw() {
@@ -197,11 +191,14 @@ class AnswerView {
     const followed = nearTheEnd();
     this.#text.show(run.tokens);
     const drafted = run.tokens.filter((token) => token.by === "drafter").length;
+    const cached = run.usage?.prompt_tokens_details.cached_tokens;
     this.#figures.textContent = [
       `${rate(count, seconds)} tokens/s`,
       `${count} tokens in ${seconds.toFixed(2)} s`,
       `${((100 * drafted) / Math.max(1, count)).toFixed(0)}% drafted`,
-    ].join(" · ");
+      cached ? `${cached} of ${run.usage.prompt_tokens} prompt tokens cached` : "",
+      this.#ended ? run.cut(this.#about.context) : "",
+    ].filter(Boolean).join(" · ");
     this.#panel.show(run, this.#about);
     if (followed) scrollToEnd();
   }

@@ -46,7 +46,10 @@ export class Gateway {
     const response = await fetch(path, { ...options, headers }).catch(lost);
     if (response.ok) return response;
     const body = await response.json().catch(() => ({}));
-    const message = body.error?.message ?? `The gateway answered ${response.status}.`;
+    const { code, param, message = `The gateway answered ${response.status}.` } = body.error ?? {};
+    if (code === "context_length_exceeded" && param !== "max_tokens") {
+      throw new GatewayError("The context is full: there is no room for an answer. Shorten the message, or begin a new chat.", response.status);
+    }
     throw new GatewayError(message, response.status);
   }
 }

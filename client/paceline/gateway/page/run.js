@@ -49,6 +49,18 @@ export class Run {
     return this.tokens.map((token) => token.text).join("");
   }
 
+  /**
+   * Why the text was cut, in words; empty if it has its own end.
+   *
+   * @param {number} context Number of tokens that prompt and text may have.
+   */
+  cut(context) {
+    if (!this.finish) return "stopped";
+    if (this.finish !== "length") return "";
+    if (this.usage?.total_tokens >= context) return "cut: the context is full";
+    return `cut at ${this.tokens.length} tokens`;
+  }
+
   /** Text of the tokens that a step brought. */
   textOf(index) {
     return this.tokens.filter(({ step }) => step === index).map(({ text }) => text).join("");

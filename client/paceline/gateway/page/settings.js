@@ -40,6 +40,12 @@ export class Settings {
     return this.#form.elements.drafter.value || "none";
   }
 
+  /** Maximum number of tokens of an answer; null: none. */
+  get limit() {
+    const { value } = this.#form.elements.max_tokens;
+    return value === "" ? null : Number(value);
+  }
+
   get key() {
     return this.#form.elements.key.value;
   }
@@ -82,11 +88,12 @@ export class Settings {
       drafter: this.drafter,
       temperature: Number(value("temperature")),
       seed: value("seed") === "" ? null : Number(value("seed")),
-      max_tokens: value("max_tokens") === "" ? null : Number(value("max_tokens")),
+      max_tokens: this.limit,
       ...changes,
     };
     if (!this.#model.chat_template) {
       const prompt = turns.map((turn) => turn.content).join("");
+      body.max_tokens ??= this.#model.max_model_len; // the default of a completion is small
       return { path: "v1/completions", body: { ...body, prompt } };
     }
     const messages = turns.map(({ role, content }) => ({ role, content }));

@@ -9,7 +9,7 @@ import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from paceline.kv.selection import SelectionPolicy
@@ -245,13 +245,16 @@ class CacheStore:
         self, generation: GenerationParams, owner: str, user: str | None = None
     ) -> Cache:
         """Create a cache as soon as the generation is expected to fit beside the others. ``owner``
-        may use its handle; the text is that of ``user`` (None: of the owner). Raises
-        ``StoreFull``: there is not enough memory, or there are too many caches; ``OutOfMemory``:
-        the machine cannot map it."""
+        may use its handle; the text is that of ``user`` (None: of the owner). Hidden states that
+        have no room beside the longest text are not kept: its drafter is told so, and the text goes
+        on without drafts. Raises ``StoreFull``: there is not enough memory, or there are too many
+        caches; ``OutOfMemory``: the machine cannot map it."""
         capacity = self.memory.layout.capacity(generation.length_limit)
         taps = None
         if generation.taps is not None:
             taps = TapLayout.of(generation.taps, self.memory.layout, capacity)
+            if self.memory.bytes_of(capacity, taps) > self.memory.limit_bytes:
+                taps, generation = None, replace(generation, taps=None)
         needed = self.memory.bytes_of(capacity, taps)
         if needed > self.memory.limit_bytes:
             raise StoreFull(

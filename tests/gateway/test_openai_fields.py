@@ -1,0 +1,373 @@
+"""Every field, tool and item of OpenAI's request types is honoured, refused by name, or ignored
+with its name in a warning. What carries a part of the conversation is never ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from fakes.transport import MockTransport
+from openai.types.chat.chat_completion_custom_tool_param import ChatCompletionCustomToolParam
+from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as Chat
+from openai.types.completion_create_params import CompletionCreateParamsStreaming as Completion
+from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as Responses
+
+from paceline.gateway.requests import Body, ChatRequest, CompletionRequest, Refused
+from paceline.gateway.responses_api import ResponsesRequest
+
+from .conftest import Serve, Served
+
+TEMPLATE = (
+    "{{ reasoning_effort }}{% for t in tools or () %}[{{ t.function.name }}]{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}"
+    "{% for c in m.tool_calls or () %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}{{ m.content }}{% endfor %}<assistant>"
+)
+KINDS: dict[str, tuple[Any, type[Body]]] = {
+    "chat/completions": (Chat, ChatRequest),
+    "completions": (Completion, CompletionRequest),
+    "responses": (Responses, ResponsesRequest),
+}
+VALID: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "completions": {"prompt": "a"},
+    "responses": {"input": "a"},
+}
+IGNORED = {
+    "chat/completions": {
+        *("audio", "moderation", "prediction", "prompt_cache_options", "prompt_cache_retention"),
+        *("verbosity", "web_search_options"),
+    },
+    "completions": {"best_of"},
+    "responses": {
+        *("access_programs", "background_options", "context_management", "image", "include"),
+        *("max_tool_calls", "moderation", "prompt_cache_options", "prompt_cache_retention"),
+        "top_logprobs",
+    },
+}
+"""Fields that no text's meaning depends on. A new one of OpenAI's belongs here or to the schema."""
+
+
+def refused(kind: type[Body]) -> set[str]:
+    fields = kind.model_fields.items()
+    return {name for name, field in fields if any(isinstance(m, Refused) for m in field.metadata)}
+
+
+def literals(hint: Any) -> set[str]:
+    """Types of the objects that an annotation of OpenAI's allows."""
+    found = set[str]()
+    for each in [hint, *get_args(hint)]:
+        if isinstance(each, type) and hasattr(each, "__required_keys__"):
+            kinds = get_type_hints(each).get("type")
+            found |= {kind for kind in _flat(kinds) if isinstance(kind, str)}
+        elif each is not hint:
+            found |= literals(each)
+    return found
+
+
+def _flat(hint: Any) -> list[Any]:
+    arguments = get_args(hint)
+    return [each for inner in arguments for each in _flat(inner)] if arguments else [hint]
+
+
+@pytest.fixture
+async def served(serve: Serve) -> AsyncIterator[Served]:
+    async with serve(MockTransport("ok"), chat_template=TEMPLATE) as served:
+        yield served
+
+
+def sent(served: Served) -> str:
+    """The prompt of the last request."""
+    return bytes(served.transport.requests[-1].prompt_tokens).decode()
+
+
+@pytest.mark.parametrize("path", KINDS)
+async def test_every_field(served: Served, path: str) -> None:
+    theirs, kind = KINDS[path]
+    names = set(get_type_hints(theirs))
+    assert names - kind.model_fields.keys() == IGNORED[path]
+    for name in sorted(IGNORED[path]):
+        status, headers, _ = await served.post(f"/v1/{path}", **VALID[path], **{name: {"a": 1}})
+        assert status == 200
+        assert headers["x-paceline-warning"] == f"ignored unknown fields: {name}"
+    for name in sorted(refused(kind)):
+        for value in ("x", {"id": "x"}, [{"name": "x"}], True):
+            status, _, answer = await served.post(f"/v1/{path}", **VALID[path], **{name: value})
+            assert (status, answer["error"]["param"]) == (400, name)
+        for value in ("", [], {}, False, None):
+            status, headers, _ = await served.post(f"/v1/{path}", **VALID[path], **{name: value})
+            assert (status, headers.get("x-paceline-warning")) == (200, None)
+
+
+def function(path: str, name: str = "shell") -> dict[str, Any]:
+    facts = {"name": name, "parameters": {"type": "object", "properties": {}}}
+    if path == "responses":
+        return {"type": "function", "strict": False, **facts}
+    return {"type": "function", "function": facts}
+
+
+def named(path: str, name: str) -> dict[str, Any]:
+    return {
+        "type": "function",
+        **({"name": name} if path == "responses" else {"function": {"name": name}}),
+    }
+
+
+OTHER_TOOLS = [
+    *(("responses", kind) for kind in sorted(literals(get_type_hints(Responses)["tools"]))),
+    *(("chat/completions", kind) for kind in sorted(literals(ChatCompletionCustomToolParam))),
+    *((path, kind) for path in ("responses", "chat/completions") for kind in ("new", "mcp", "")),
+]
+
+
+@pytest.mark.parametrize(("path", "kind"), [each for each in OTHER_TOOLS if each[1] != "function"])
+async def test_other_tools_are_left_out(serve: Serve, path: str, kind: str) -> None:
+    """Whatever else they have; the functions beside them stay. A strict gateway refuses them."""
+    tool = {"type": kind, "name": "x", "format": {"type": "text"}, "tools": [function(path, "y")]}
+    if path == "chat/completions":
+        tool = {"type": kind, kind: {"name": "x"}}
+    body = {**VALID[path], "tools": [tool, function(path), tool]}
+    async with serve(MockTransport("ok"), chat_template=TEMPLATE) as served:
+        for choice in (None, "auto", "none", "required", named(path, "shell")):
+            status, headers, answer = await served.post(f"/v1/{path}", **body, tool_choice=choice)
+            assert status == 200, answer
+            warning = headers["x-paceline-warning"]
+            assert warning == f"ignored unknown fields: tools.{kind}.x"
+            if choice != "none":
+                assert sent(served).startswith("[shell]<user>a")
+            if path == "responses":
+                assert [each["type"] for each in answer["tools"]] == ["function"]
+        # With no tool left, none can be required.
+        status, headers, answer = await served.post(
+            f"/v1/{path}", **VALID[path], tools=[tool], tool_choice="required"
+        )
+        assert (status, sent(served)) == (200, "<user>a<assistant>")
+        warning = headers["x-paceline-warning"]
+        assert warning == f"ignored unknown fields: tools.{kind}.x, tool_choice"
+        assert answer.get("tool_choice", "auto") == "auto"
+        # The choice of one that is not there is an error.
+        for choice in (named(path, "x"), {**tool, "tools": []}):
+            if choice["type"] == "":
+                continue
+            status, _, answer = await served.post(f"/v1/{path}", **body, tool_choice=choice)
+            assert (status, answer["error"]["param"]) == (400, "tool_choice")
+    async with serve(MockTransport("ok"), chat_template=TEMPLATE, strict=True) as served:
+        status, _, answer = await served.post(f"/v1/{path}", **body)
+        assert (status, answer["error"]["param"]) == (400, f"tools.{kind}.x")
+
+
+@pytest.mark.parametrize("path", ["responses", "chat/completions"])
+async def test_allowed_tools(served: Served, path: str) -> None:
+    tools = [*(function(path, name) for name in "abc"), {"type": "web_search"}]
+    body = {**VALID[path], "tools": tools}
+
+    async def ask(mode: str, *allowed: Any) -> tuple[int, Any, Any]:
+        choice: Any = {"mode": mode, "tools": list(allowed)}
+        choice = choice if path == "responses" else {"allowed_tools": choice}
+        choice = {"type": "allowed_tools", **choice}
+        return await served.post(f"/v1/{path}", **body, tool_choice=choice)
+
+    for mode in ("auto", "required"):
+        status, _, answer = await ask(mode, named(path, "b"), {"type": "web_search"})
+        assert (status, sent(served)) == (200, "[b]<user>a<assistant>"), answer
+        schema = served.transport.requests[-1].sampling.json_schema
+        assert bool(schema) == (mode == "required")
+        assert '"const": "a"' not in schema
+        status, headers, _ = await ask(mode, {"type": "web_search"})
+        assert (status, sent(served)) == (200, "<user>a<assistant>")
+        assert ("tool_choice," in headers["x-paceline-warning"] + ",") == (mode == "required")
+        for wrong in ([named(path, "z")], []):
+            status, _, answer = await ask(mode, *wrong)
+            assert status == 400
+            assert answer["error"]["param"].startswith("tool_choice")
+    assert (await ask("never", named(path, "b")))[0] == 400
+
+
+@pytest.mark.parametrize("kind", sorted(literals(get_type_hints(Responses)["tool_choice"])))
+async def test_choices_of_tools(served: Served, kind: str) -> None:
+    shell = function("responses")
+    choice = {"type": kind, "name": "shell", "mode": "auto", "tools": [shell]}
+    body = {"input": "a", "tools": [shell, {**shell, "type": kind}], "tool_choice": choice}
+    status, _, answer = await served.post("/v1/responses", **body)
+    if kind in ("function", "allowed_tools"):
+        assert status == 200
+        return
+    assert (status, answer["error"]["param"]) == (400, "tool_choice")
+    assert repr(kind) in answer["error"]["message"]
+
+
+SHOWN: dict[str, dict[str, Any]] = {
+    "message": {"role": "user", "content": [{"type": "input_text", "text": "zebra"}]},
+    "function_call": {"call_id": "1", "name": "f", "arguments": '{"a": "zebra"}'},
+    "function_call_output": {"call_id": "1", "output": [{"type": "input_text", "text": "zebra"}]},
+    "custom_tool_call": {"call_id": "1", "name": "apply_patch", "input": "zebra"},
+    "custom_tool_call_output": {"call_id": "1", "output": "zebra"},
+    "local_shell_call": {"call_id": "1", "action": {"type": "exec", "command": ["ls", "zebra"]}},
+    "local_shell_call_output": {"id": "1", "output": "zebra"},
+    "shell_call": {"call_id": "1", "action": {"commands": ["ls zebra"]}},
+    "shell_call_output": {"call_id": "1", "output": [{"stdout": "zebra", "stderr": ""}]},
+    "apply_patch_call": {"call_id": "1", "operation": {"type": "create_file", "path": "zebra"}},
+    "apply_patch_call_output": {"call_id": "1", "status": "failed", "output": "zebra"},
+    "web_search_call": {"id": "1", "status": "completed", "action": {"query": "zebra"}},
+    "file_search_call": {"id": "1", "queries": ["q"], "results": [{"text": "zebra"}]},
+    "code_interpreter_call": {"id": "1", "code": "1", "outputs": [{"logs": "zebra"}]},
+    "mcp_call": {"id": "1", "name": "n", "server_label": "s", "arguments": "{}", "output": "zebra"},
+    "reasoning": {"id": "1", "content": [{"type": "reasoning_text", "text": "zebra"}]},
+}
+"""An item of each type that is shown to the model, with a word in what it carries."""
+
+
+@pytest.mark.parametrize("kind", sorted(literals(get_type_hints(Responses)["input"]) | {"new"}))
+async def test_items_are_shown_or_refused_by_name(served: Served, kind: str) -> None:
+    facts = SHOWN.get(kind, {"id": "1", "call_id": "1", "encrypted_content": "zebra"})
+    user = {"role": "user", "content": "go on"}
+    for after in ([], [user], [{"role": "assistant", "content": "done"}, user]):
+        items = [user, {"type": kind, "status": "completed", **facts}, *after]
+        status, headers, answer = await served.post("/v1/responses", input=items)
+        if kind in SHOWN:
+            assert (status, headers.get("x-paceline-warning")) == (200, None), answer
+            assert sent(served).count("zebra") == 1
+        else:
+            assert (status, answer["error"]["param"]) == (400, "input.1")
+            assert f"an item of type '{kind}' is not supported" in answer["error"]["message"]
+
+
+async def test_roles_and_names_of_items(served: Served) -> None:
+    items = [{"type": kind, **facts} for kind, facts in SHOWN.items()]
+    await served.post("/v1/responses", input=items)
+    arguments = '{"action": {"type": "exec", "command": ["ls", "zebra"]}}'
+    assert f"local_shell{json.dumps(json.loads(arguments))}" in sent(served)
+    assert 'apply_patch{"input": "zebra"}' in sent(served)
+    assert "<tool>zebra" in sent(served)
+    assert '<tool>[{"stdout": "zebra", "stderr": ""}]' in sent(served)
+    assert sent(served).endswith("<assistant>zebra<assistant>")
+
+
+async def test_thoughts_of_items(served: Served) -> None:
+    """They stay with their answer, and each is kept; those that cannot be read are named."""
+
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+    def call(name: str) -> dict[str, Any]:
+        return {"type": "function_call", "call_id": name, "name": name, "arguments": "{}"}
+
+    user = {"role": "user", "content": "u"}
+    said = {"role": "assistant", "content": "s"}
+    for items, prompt in (
+        ([user, thought("1"), said, thought("2"), call("f")], "<user>u<assistant>12f{}s"),
+        ([user, thought("1"), call("f"), thought("2"), call("g")], "<user>u<assistant>12f{}g{}"),
+        ([user, thought("1"), user, said], "<user>u<assistant>1<user>u<assistant>s"),
+        ([user, thought("1")], "<user>u<assistant>1"),
+    ):
+        await served.post("/v1/responses", input=items)
+        assert sent(served) == f"{prompt}<assistant>"
+    summary = [{"type": "summary_text", "text": "short"}]
+    for fields, warned in (({}, True), ({"summary": summary}, False), ({"summary": []}, True)):
+        item = {"type": "reasoning", "encrypted_content": "gAAA", **fields}
+        _, headers, _ = await served.post("/v1/responses", input=[user, item, said])
+        assert ("input.1.encrypted_content" in headers.get("x-paceline-warning", "")) == warned
+        assert ("short" in sent(served)) == (not warned)
+
+
+async def test_calls_of_custom_tools_in_a_chat(served: Served) -> None:
+    call = {"type": "custom", "id": "1", "custom": {"name": "patch", "input": "zebra"}}
+    result = {"role": "tool", "tool_call_id": "1", "content": "done"}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": [call]},
+        result,
+    ]
+    status, _, _ = await served.post("/v1/chat/completions", messages=messages)
+    assert (status, sent(served)) == (
+        200,
+        '<user>a<assistant>patch{"input": "zebra"}<tool>done<assistant>',
+    )
+
+
+CODEX: dict[str, Any] = {
+    "model": "mock",
+    "instructions": "You are a coding agent.",
+    "input": [
+        {
+            "type": "message",
+            "role": "developer",
+            "content": [{"type": "input_text", "text": "<permissions>read-only</permissions>"}],
+        },
+        {
+            "type": "message",
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "<environment_context>zsh</environment_context>"},
+                {"type": "input_text", "text": "Say hi"},
+            ],
+        },
+    ],
+    "tools": [
+        function("responses"),
+        {"type": "local_shell"},
+        {"type": "web_search", "external_web_access": False},
+        {
+            "type": "custom",
+            "name": "apply_patch",
+            "description": "Edits files",
+            "format": {"type": "grammar", "syntax": "lark", "definition": "start: begin"},
+        },
+        {
+            "type": "namespace",
+            "name": "github",
+            "description": "",
+            "tools": [function("", "issue")],
+        },
+        {"type": "image_generation", "output_format": "png"},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "019a",
+    "text": {"verbosity": "low"},
+    "extra_body": {"client_metadata": {"x-codex-installation-id": "1"}},
+}
+"""A request as Codex sends its first."""
+
+
+async def test_requests_of_codex(served: Served) -> None:
+    raw = await served.openai.responses.with_raw_response.create(**CODEX)
+    assert raw.headers["x-paceline-warning"] == (
+        "ignored unknown fields: include, client_metadata, tools.local_shell, tools.web_search, "
+        "tools.custom.apply_patch, tools.namespace.github, tools.image_generation, text.verbosity, "
+        "reasoning.summary"
+    )
+    last = [event async for event in raw.parse()][-1]
+    assert last.type == "response.completed"
+    assert [tool.type for tool in last.response.tools] == ["function"]
+    first = (
+        "medium[shell]<system>You are a coding agent."
+        "<system><permissions>read-only</permissions><user>"
+        "<environment_context>zsh</environment_context>\nSay hi<assistant>"
+    )
+    assert sent(served) == first
+    call = {"name": "shell", "arguments": '{"command": ["ls"]}', "call_id": "1"}
+    patch = {"name": "apply_patch", "input": "*** Begin", "call_id": "2"}
+    listed = [{"type": "input_text", "text": "a.py"}]
+    items = [
+        *CODEX["input"],
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "gAAA"},
+        *last.response.output,
+        {"type": "function_call", **call},
+        {"type": "custom_tool_call", "status": "completed", **patch},
+        {"type": "function_call_output", "call_id": "1", "output": listed},
+        {"type": "custom_tool_call_output", "call_id": "2", "output": "Success"},
+    ]
+    later = await served.openai.responses.with_raw_response.create(**{**CODEX, "input": items})
+    assert "input.2.encrypted_content" in later.headers["x-paceline-warning"]
+    assert sent(served) == first + (
+        'shell{"command": ["ls"]}apply_patch{"input": "*** Begin"}ok'
+        "<tool>a.py<tool>Success<assistant>"
+    )
+    [event async for event in later.parse()]
