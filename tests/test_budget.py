@@ -1,7 +1,7 @@
 """Lines by folder, which only fall: who raises a number says why in the commit.
 
-`python tests/test_budget.py` prints the table. Docstrings, comments and blank lines count; generated code
-and what others wrote do not.
+`python tests/test_budget.py` prints the table. Docstrings, comments and blank lines count;
+generated code and what others wrote do not.
 """
 
 from __future__ import annotations
