@@ -234,6 +234,7 @@ def test_the_command_line_varies_a_preset(
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     common = ["--target", str(target), "--out", str(tmp_path), "--preset", "smollm2"]
+    common += ["--own-text", "own.jsonl"]
     for options in (
         "dspark --layers 2 --block 5 --losses 0.1,0.9,1 --vocabulary 99 --rate 0.5",
         "dspark --no-heads",

@@ -106,8 +106,9 @@ def _target(args: argparse.Namespace) -> None:
 
 def _drafter(args: argparse.Namespace) -> None:
     recipe = args.recipe
-    _check_target(args.target, getattr(recipe.presets[args.preset], "conversations", 0) > 0)
     preset = recipe.vary(recipe.presets[args.preset], args)
+    writes = getattr(preset, "conversations", 0) and not args.own_text
+    _check_target(args.target, conversations=bool(writes))
     # A preset of a language model says which files it reads; other drafters choose from all.
     corpus = _corpus(args, preset if isinstance(preset, Preset) else None)
     recipe.train(args, preset, corpus, _run(args, preset))
