@@ -16,6 +16,8 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 from torch import Tensor
 
+from paceline.decoder import plain_folder
+
 ARCHITECTURES = {
     "mistral": "llama",
     "mixtral": "llama",
@@ -69,6 +71,12 @@ def write_gguf(
             writer.add_tensor(f"rope_factors_{kind_of}.weight", factors)
     _write(writer)
     return path
+
+
+def as_file(folder: Path) -> Path:
+    """A file, beside it, of a folder whose weights may be in 8-bit blocks."""
+    plain = plain_folder(folder, folder.with_name(f"{folder.name}-plain"))
+    return write_gguf(folder.with_suffix(".gguf"), plain)
 
 
 def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,6 +6,8 @@ import argparse
 import importlib
 import json
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,8 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from paceline.bench.cli import _MODULES, add_arguments
 from paceline.bench.models import Models
 from paceline.bench.prompts import long_prompts, needle_prompts, tokenizer
-from paceline.bench.record import Results
+from paceline.bench.record import Results, commit, digest
 from paceline.cli.command import CommandError
+from paceline.decoder import open_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,6 +44,28 @@ def test_a_run_keeps_other_entries_of_the_same_machine_and_models(tmp_path: Path
     assert json.loads(file.read_text().replace("\n", "")) == written
     assert '"one": {"command": ' in file.read_text(), "an entry without lists is on one line"
     assert Results("load").file.name.endswith("-load.json")
+
+
+def test_an_entry_names_commit_model_and_drafters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demo = ROOT / "models" / "demo"
+    file, drafter = tmp_path / "found.json", tmp_path / "drafter"
+    shutil.copytree(demo / "longspec", drafter)
+    results = Results("load", file, demo / "target")
+    results.uses({"one": f"longspec:{drafter},target={demo / 'target'}", "two": "ngram"})
+    results.add("before", {})
+    (drafter / "model.safetensors").write_bytes(b"other weights")
+    results.uses({"one": f"longspec:{drafter}"})
+    results.add("after", {})
+    written = json.loads(file.read_text())
+    before, after = written["results"].values()
+    assert written["target"] == open_model(demo / "target").fingerprint()
+    assert before["digests"] == {"one": digest(demo / "longspec")} != after["digests"]
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, check=False)
+    assert (before["commit"] or "").removesuffix("-dirty") == found.stdout.decode().strip()
+    monkeypatch.setenv("PATH", "")
+    assert commit() is None
 
 
 def test_a_command_has_no_folders_of_its_machine(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_files import as_file
 
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
 from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model, save_eagle3
@@ -18,7 +19,13 @@ from paceline.drafter.methods.longspec import (
 from paceline.drafter.methods.mtp import MtpConfig, MtpModel, save_mtp
 from paceline.train import drafters as training
 from paceline.train import target as target_training
-from paceline.train.corpus import Corpus, load_corpus, load_tokenizer, train_tokenizer
+from paceline.train.corpus import (
+    Corpus,
+    load_corpus,
+    load_tokenizer,
+    save_tokenizer,
+    train_tokenizer,
+)
 from paceline.train.model import build_model, save_model
 from paceline.train.presets import LM_PRESETS, Preset, Stage
 from paceline.train.run import Run
@@ -81,12 +88,15 @@ def make_run(tmp_path: Path) -> Callable[..., Run]:
 
 
 @pytest.fixture
-def target(corpus: Corpus, preset: Preset, tmp_path: Path) -> Path:
-    """A target of random weights that can tell its few tokens apart."""
+def target(corpus: Corpus, preset: Preset, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A target of random weights that can tell its few tokens apart: a folder, or with the
+    parameter "file" a GGUF file."""
     texts = (document.text for document in corpus.train)
     tokenizer = train_tokenizer(texts, preset.vocabulary, 512)
     model = build_model(replace(preset, context=512), tokenizer.eos_token_id)
     save_model(tmp_path / "target", model, tokenizer)
+    if getattr(request, "param", "folder") == "file":
+        return as_file(tmp_path / "target")
     return tmp_path / "target"
 
 
@@ -112,4 +122,5 @@ def drafters(target: Path, preset: Preset, tmp_path: Path) -> dict[str, Path]:
     tokenizer = load_tokenizer(target)
     small = replace(preset, context=512, width=32, ff=48)
     save_model(folders["lm"], build_model(small, tokenizer.eos_token_id, seed=1), tokenizer)
+    save_tokenizer(target, folders["lm"])
     return folders

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -82,6 +84,21 @@ def test_answers_are_the_target_s_and_a_stopped_file_goes_on(
     assert write_conversations(decoder, tokenizer, _DOCUMENTS, 24, path) == whole
 
 
+def test_writing_ends_with_its_time_and_keeps_what_is_finished(
+    instruct: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decoder, tokenizer = Decoder.load(instruct), load_tokenizer(instruct)
+    given = (decoder, tokenizer, _DOCUMENTS, 24)
+    found = write_conversations(*given, tmp_path / "late.jsonl", until=time.monotonic() - 1)
+    assert 0 < len(found) < 24
+    assert found == read_conversations(tmp_path / "late.jsonl")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "writing conversations: 0 of 24"
+    assert lines[-1].endswith("of 24, where its share of --minutes is over")
+    write_conversations(*given, tmp_path / "whole.jsonl")
+    assert re.search(r"writing conversations: (\d+) of 24\n$", capsys.readouterr().out)
+
+
 def test_prompts_are_those_of_the_chat_template(instruct: Path) -> None:
     tokenizer = load_tokenizer(instruct)
     template = own.Template(tokenizer)
@@ -135,6 +152,20 @@ def test_signals_are_the_target_s_and_are_computed_once(target: Path, tmp_path: 
         with pytest.raises(ValueError, match="signals of other texts"):
             signals_of(decoder, target, others, tmp_path)
     assert (tmp_path / "hidden.bin").stat().st_size == size
+
+
+def test_signals_end_with_the_text_at_the_end_of_the_time(target: Path, tmp_path: Path) -> None:
+    decoder = Decoder.load(target)
+    texts = [list(range(30)), list(range(40, 100)), [5]]
+    past = time.monotonic() - 1
+    whole = signals_of(decoder, target, texts, tmp_path / "whole")
+    for number in range(1, 4):  # each call goes on where the one before ended
+        found = signals_of(decoder, target, texts, tmp_path / "late", until=past)
+        assert found.starts == whole.starts[: number + 1]
+        assert torch.equal(found.hidden, whole.hidden[: found.starts[-1]])
+        assert torch.equal(found.tokens, whole.tokens[: found.starts[-1]])
+    begun = signals_of(decoder, target, texts, tmp_path / "late", count=1)
+    assert begun.starts == whole.starts[:2]
 
 
 def test_signals_of_other_kinds_are_added_to_a_folder(target: Path, tmp_path: Path) -> None:
@@ -212,6 +243,27 @@ def test_a_run_from_nothing_to_a_drafter(
     log = torch.load(run.work / "run.pt", weights_only=True)["progress"]["log"]
     losses = [row["loss"] for row in log if "loss" in row]
     assert losses[-1] < losses[0]
+
+
+def test_a_run_on_conversations_keeps_to_its_minutes_and_goes_on_with_its_texts(
+    instruct: Path, corpus: Corpus, make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    preset = MtpPreset(
+        levels=2, window=16, minutes=60, steps=9, rows=2, length=12, adamw_rate=3e-3,
+        conversations=40, draft_vocab_size=100,
+    )  # fmt: skip
+    trainer, out = MtpTrainer(instruct, preset), tmp_path / "out"
+    with pytest.raises(ValueError, match=r"1 conversations .* give more --minutes"):
+        trainer.train(corpus, make_run("none", 9, minutes=1e-9, card=False), out)
+    decoder, tokenizer = Decoder.load(instruct), load_tokenizer(instruct)
+    own = tmp_path / "own.jsonl"
+    write_conversations(decoder, tokenizer, _DOCUMENTS, 8, own)
+    run = make_run("work", 9, minutes=1e-9, card=False, every=0)
+    for _ in range(2):
+        trainer.train(corpus, run, out, [own])
+        assert (run.work / "texts").read_text() == "1"
+        run = replace(run, force=True)
+    assert torch.load(run.work / "run.pt", weights_only=True)["progress"]["step"] == 1
 
 
 def test_dspark_from_given_conversations(

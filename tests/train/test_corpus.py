@@ -73,13 +73,13 @@ TEXTS = ["def f(x):\n\treturn  x\n", "naïve — 東京 🚴\r\n", " \n\n  leadi
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_every_text_round_trips(text: str, corpus: Corpus, tmp_path: Path) -> None:
-    trained = train_tokenizer((d.text for d in corpus.train), vocabulary=320, context=128)
-    trained.save_pretrained(tmp_path / "model")
-    tokenizer = load_tokenizer(tmp_path / "model")
+def test_every_text_round_trips(text: str, corpus: Corpus, target: Path) -> None:
+    trained = train_tokenizer((d.text for d in corpus.train), vocabulary=320, context=512)
+    tokenizer = load_tokenizer(target)
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert ids == trained.encode(text)
+    assert tokenizer.eos_token_id == trained.eos_token_id
 
 
 def test_the_end_of_text_is_one_token_and_never_added(corpus: Corpus) -> None:
@@ -90,9 +90,11 @@ def test_the_end_of_text_is_one_token_and_never_added(corpus: Corpus) -> None:
     assert len(tokenizer) == 320
 
 
-def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
-        load_tokenizer(tmp_path)
+def test_a_folder_without_tokenizer_is_refused(target: Path) -> None:
+    for file in target.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"has no tokenizer.*give a folder"):
+        load_tokenizer(target)
 
 
 DOCUMENTS = [list(range(100 * n + 1, 100 * n + 40)) for n in range(5)]

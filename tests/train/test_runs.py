@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.decoder import open_model
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter import Resources
 from paceline.drafter.methods import method_class
@@ -80,7 +82,11 @@ def trainers(target: Path, corpus: Corpus, preset: Preset) -> dict[str, Train]:
     }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "target"),
+    [*((method, "file") for method in METHODS), ("longspec", "folder")],
+    indirect=["target"],
+)
 def test_the_loss_falls_and_the_folder_is_a_drafter(
     method: str, trainers: dict[str, Train], target: Path, make_run: MakeRun, tmp_path: Path
 ) -> None:
@@ -108,7 +114,26 @@ def test_the_loss_falls_and_the_folder_is_a_drafter(
     }
     assert expected[method] in card
     if method == "lm":
-        assert (out / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
+        ours, theirs = open_model(out), open_model(target)
+        assert ours.tokenizer_digest == theirs.tokenizer_digest
+        assert ours.config().eos_token_ids == theirs.config().eos_token_ids
+
+
+@pytest.mark.parametrize("kind", ["target", *METHODS])
+def test_a_run_whose_time_is_over_prepares_and_steps_as_little_as_it_can(
+    kind: str, trainers: dict[str, Train], make_run: MakeRun, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    out, run = tmp_path / "out", make_run("work", 1000, minutes=1e-9)
+    trainers[kind](run, out)
+    assert torch.load(run.work / "run.pt", weights_only=True)["progress"]["step"] == 1
+    assert (out / "config.json").is_file()
+    said = capsys.readouterr().out
+    if kind != "target":
+        assert re.search(r"own texts: \d of \d, where its share of --minutes is over", said)
+        assert "reading held-out texts: 0 of " in said
+    if kind == "lm":
+        assert re.search(r"running the target, tokens: [\d,]+ of .* is over", said)
 
 
 @pytest.mark.parametrize("kind", ["target", "longspec", "dspark", "lm"])
@@ -166,6 +191,7 @@ def test_the_command_line_varies_a_preset(
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     common = ["--target", str(target), "--out", str(tmp_path), "--preset", "smollm2"]
+    common += ["--own-text", "own.jsonl"]
     for options in (
         "dspark --layers 2 --block 5 --losses 0.1,0.9,1 --vocabulary 99 --rate 0.5",
         "dspark --no-heads",

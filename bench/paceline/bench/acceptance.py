@@ -71,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
     target = Decoder.load(source, weights)
     drafters = dict(load_drafters(args.drafter, models.target))
     layers = {n for each in drafters.values() for n in each.needs.hidden_state_layers}
-    results = Results("acceptance", args.output, target=source.fingerprint(), tokens=args.tokens)
+    results = Results("acceptance", args.output, models.target, tokens=args.tokens)
+    specs = map(DrafterSpec.parse, args.drafter)
+    results.uses({each.name: f"{each.method}:{each.folder or ''}" for each in specs})
     for category, heat in ((c, t) for c in prompts for t in args.temperature):
         found = {name: Acceptance() for name in drafters}
         texts = prompts[category][: args.count]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from paceline.bench.models import Models
 from paceline.bench.prompts import tokenizer
-from paceline.bench.record import Results, digest, make_console
+from paceline.bench.record import Results, make_console
 from paceline.bench.step.engines import CHUNK
 from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import QueryBlock, plan_trees
@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
     for name, figures in found.items():
         table.add_row(name, *(f"{figures[key]:.4f}" for key in _FIGURES))
     console.print(table)
-    results = Results("quality", args.output, target=digest(target), windows=args.windows)
+    results = Results("quality", args.output, target, windows=args.windows)
     results.add(args.label or target.name, {"against": "bfloat16", "rows": found})
     console.print(f"written to {results.file}")
     return 0

@@ -1,14 +1,19 @@
-"""Result files: the kind of machine, what was measured on it, and entries by name."""
+"""Result files: the kind of machine, what was measured on it, and entries by name.
+
+Every entry names the command that measured it, the commit of the code, and the weights of model and
+drafters by digest.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
 import re
 import shlex
+import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,11 +21,16 @@ from typing import Any
 from rich.console import Console
 
 from paceline.cli.output import Output
+from paceline.decoder import open_model
+from paceline.decoder.weights import fingerprint_files
+from paceline.drafter import DrafterSpec
 from paceline.kernels import processor
 
 PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "uvloop", "triton")
 
 RESULTS = Path("bench/results")
+
+_CODE = ("bench/paceline", "client", "kernels", "models", "protos", "services", "train")
 
 _FOLDERS = re.compile(r"(^|[=:,])/(?!/)(?:[^/=,]+/)*")
 """Of an absolute path, or of one behind `key=` or `method:`; not of a URL."""
@@ -62,25 +72,46 @@ class Results:
     Args:
         topic: The command; the default file is ``bench/results/MACHINE-TOPIC.json``.
         output: Another file.
+        target: Model folder or file that is measured; None only to find or replay a file.
         head: What all entries have in common besides the machine, such as the data type. Entries of
             the file are kept if its head is the same.
     """
 
-    def __init__(self, topic: str, output: Path | None = None, **head: Any) -> None:
+    def __init__(
+        self, topic: str, output: Path | None = None, target: Path | None = None, **head: Any
+    ) -> None:
+        if target is not None:
+            head = {"target": open_model(target).fingerprint(), **head}
         described = describe()
         self.file = output or RESULTS / f"{described['kind']}-{topic}.json"
         self.entries: dict[str, Any] = {}
+        self._digests: dict[str, str] = {}
+        self._commit = commit()
         self._head = json.loads(json.dumps({"machine": described, **head}))
         if self.file.exists():
             earlier = json.loads(self.file.read_text())
             if all(earlier.get(key) == value for key, value in self._head.items()):
                 self.entries = earlier.get("results", {})
 
+    def uses(self, drafters: Mapping[str, str]) -> None:
+        """Name the weights of drafters in the entries that follow.
+
+        Args:
+            drafters: METHOD[:DIR][,KEY=VALUE...] by name; those without weights have no digest.
+        """
+        folders = {
+            name: DrafterSpec.parse(f"drafter={spec}").folder for name, spec in drafters.items()
+        }
+        found = {name: digest(folder) for name, folder in folders.items() if folder is not None}
+        self._digests = {**self._digests, **found}
+
     def add(self, name: str, entry: dict[str, Any]) -> None:
-        """Add or replace an entry, with the command that measured it, and write the file."""
+        """Add or replace an entry, with what measured it, and write the file."""
         # Of absolute paths only the name: the rest is about one machine.
         words = [_FOLDERS.sub(r"\1", word) for word in sys.argv[1:]]
-        self.entries[name] = {"command": shlex.join(["paceline", *words]), **entry}
+        made = {"command": shlex.join(["paceline", *words]), "commit": self._commit}
+        weights = {"digests": self._digests} if self._digests else {}
+        self.entries[name] = {**made, **weights, **entry}
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.write_text(_lines({**self._head, "results": self.entries}) + "\n")
 
@@ -93,12 +124,21 @@ def make_console() -> Console:
     return console
 
 
-def digest(folder: Path) -> str:
-    """SHA-256 over the safetensors files of a model folder."""
-    found = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        found.update(file.read_bytes())
-    return found.hexdigest()
+def digest(weights: Path) -> str:
+    """SHA-256 over a file, or over the safetensors files of a folder."""
+    files = sorted(weights.glob("*.safetensors")) if weights.is_dir() else [weights]
+    return fingerprint_files(b"", files)
+
+
+def commit() -> str | None:
+    """The commit of the code, with `-dirty` where code differs from it; None outside of git."""
+    git = ["git", "-C", str(Path(__file__).parents[3])]
+    try:
+        found = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    same = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *_CODE], check=False)
+    return found.stdout.decode().strip() + ("-dirty" if same.returncode else "")
 
 
 def _lines(value: Any, indent: int = 1) -> str:

@@ -313,7 +313,8 @@ def run(args: argparse.Namespace) -> int:
         name, _, spec = text.partition("=")
         if name == "dspark":
             specs[name] = spec
-    results = Results("round", args.output, target=models.target.name, weights=args.weights)
+    results = Results("round", args.output, models.target, weights=args.weights)
+    results.uses(specs)
     for name, spec in specs.items():
         for carrier in CARRIERS:
             found = uvloop.run(

@@ -1,9 +1,9 @@
 """Tree attention, and the choice of its backend.
 
-Hybrid tree attention (LongSpec, section 3.3): unmasked attention over the committed prefix, masked
-attention over the block of new nodes, merged by log-sum-exp. Chunks of keys begin at fixed
-positions, so the operations of a row depend on its own path alone, and its bits do not depend on
-the rest of the batch.
+Tree attention after LongSpec (section 3.3): unmasked attention over the committed prefix, masked
+attention over the block of new nodes, merged by log-sum-exp; on the CPU one kernel does both, chunk
+by chunk. Chunks of keys begin at fixed positions, so the operations of a row depend on its own path
+alone, and its bits do not depend on the rest of the batch.
 """
 
 from __future__ import annotations

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +49,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSON lines; an old file is extended",
     )
+    own.add_argument("--minutes", type=float, default=math.inf, help="time budget; default: none")
+    for command in commands.choices.values():
+        _name_defaults(command)
+
+
+def _name_defaults(parser: argparse.ArgumentParser) -> None:
+    """Say in the help of each option what holds without it."""
+    for action in parser._actions:
+        if action.required or action.nargs == 0 or "default" in str(action.help):
+            continue
+        given = "the preset's" if action.default in (None, ()) else "%(default)s"
+        action.help = f"{action.help}; default: {given}"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,6 +91,8 @@ def _target(args: argparse.Namespace) -> None:
 def _drafter(args: argparse.Namespace) -> None:
     recipe = args.recipe
     preset = recipe.vary(recipe.presets[args.preset], args)
+    writes = getattr(preset, "conversations", 0) and not args.own_text
+    _check_target(args.target, conversations=bool(writes))
     # A preset of a language model says which files it reads; other drafters choose from all.
     corpus = _corpus(args, preset if isinstance(preset, Preset) else None)
     recipe.train(args, preset, corpus, _run(args, preset))
@@ -87,14 +103,36 @@ def _own_text(args: argparse.Namespace) -> None:
     from paceline.train.conversations import KINDS, write_conversations
     from paceline.train.corpus import encode_all, load_tokenizer
 
+    began = time.monotonic()
+    _check_target(args.target, conversations=True)
     tokenizer = load_tokenizer(args.target)
     documents = encode_all(tokenizer, _corpus(args).train)
     decoder = Decoder.load(args.target, args.weights)
-    kinds = args.kinds or KINDS
-    write_conversations(decoder, tokenizer, documents, args.count, args.out, args.seed, kinds)
+    kinds, until = args.kinds or KINDS, began + 60 * args.minutes
+    write_conversations(
+        decoder, tokenizer, documents, args.count, args.out, args.seed, kinds, until
+    )
 
 
 _COMMANDS = {"target": _target, "own-text": _own_text}
+
+
+def _check_target(target: Path, conversations: bool = False) -> None:
+    """Check that training can read a target, before anything is loaded.
+
+    Raises:
+        FileNotFoundError: There is no such model.
+        ValueError: Its architecture or tokenizer is not supported, or a run on `conversations`
+            finds no chat template.
+    """
+    from paceline.decoder import open_model
+    from paceline.train.conversations import Template
+    from paceline.train.corpus import load_tokenizer
+
+    open_model(target).config()
+    tokenizer = load_tokenizer(target)
+    if conversations:
+        Template(tokenizer)
 
 
 def _corpus(args: argparse.Namespace, preset: Preset | None = None) -> Corpus:
@@ -138,14 +176,21 @@ def _add_common(
         help="shape, data and budgets; default: %(default)s",
     )
     parser.add_argument("--data", default="stdlib", help="'stdlib' or a folder of text files")
-    parser.add_argument("--minutes", type=float, help="time budget of stepping, in minutes")
-    parser.add_argument("--steps", type=int, help="step budget")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="time budget; preparing texts takes half at most, measuring for the card is on top",
+    )
+    parser.add_argument("--steps", type=int, help="largest number of steps")
     parser.add_argument(
         "--out", type=Path, default=out, required=out is None, help="model folder to write"
     )
     parser.add_argument("--force", action="store_true", help="replace a model that is in --out")
     parser.add_argument(
-        "--work", type=Path, help="folder of checkpoints; a run that it holds is resumed"
+        "--work",
+        type=Path,
+        help="folder of checkpoints; a run that it holds is resumed; default: one "
+        "in the user's cache",
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda if available")
     parser.add_argument("--compile", action="store_true", help="run the model by torch.compile")

@@ -7,6 +7,7 @@ Nothing": given the head of a user's turn, the model writes the question, then a
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections import Counter, defaultdict
@@ -17,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import PartialState
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -26,7 +26,8 @@ from paceline.kernels.sampling import SamplingParams
 from paceline.train.acceptance import Recording
 from paceline.train.corpus import Corpus, encode_all, load_tokenizer
 from paceline.train.own_text import Task, write_texts
-from paceline.train.run import Run
+from paceline.train.phases import Phase
+from paceline.train.run import WRITING, Run
 
 _FREE_OPENINGS = ("",)
 """Half of the chats begin with nothing: the target chooses the subject."""
@@ -292,6 +293,7 @@ def write_conversations(
     path: Path,
     seed: int = 0,
     kinds: Sequence[str] = KINDS,
+    until: float = math.inf,
 ) -> list[TokenizedConversation]:
     """Conversations that the target writes, appended to `path` until it holds `count` or more.
 
@@ -307,6 +309,7 @@ def write_conversations(
         path: File to write, or to go on with.
         seed: Of all random choices. Files of different seeds have different conversations.
         kinds: Those of :data:`KINDS` that are written, at their shares of a mixture of all.
+        until: Time after which no more is written, on the clock `time.monotonic`.
 
     Raises:
         ValueError: There is no chat template, a kind is unknown, or the file is damaged.
@@ -317,19 +320,17 @@ def write_conversations(
     template = Template(tokenizer)
     written = read_conversations(path) if path.is_file() else []
     path.parent.mkdir(parents=True, exist_ok=True)
-    columns = ("own text", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
-        bar = progress.add_task("", total=count, completed=len(written))
-        while len(written) < count:
-            draw = np.random.default_rng((seed, len(written)))
-            questions = [
-                _question(kind, template, documents, written, draw)
-                for kind in draw.choice(list(kinds), _TOGETHER, p=shares / shares.sum())
-            ]
-            new = _answer(decoder, template, _complete(decoder, template, questions, draw), draw)
-            _append(path, new)
-            written += new
-            progress.update(bar, completed=len(written))
+    phase = Phase("writing conversations", count, len(written), until)
+    while len(written) < count and not phase.over:
+        draw = np.random.default_rng((seed, len(written)))
+        questions = [
+            _question(kind, template, documents, written, draw)
+            for kind in draw.choice(list(kinds), _TOGETHER, p=shares / shares.sum())
+        ]
+        complete = _complete(decoder, template, questions, draw, phase)
+        new = _answer(decoder, template, complete, draw, phase)
+        _append(path, new)
+        written += new
     return written
 
 
@@ -407,9 +408,13 @@ def _tools_prompt(draw: np.random.Generator) -> str:
 
 
 def _complete(
-    decoder: Decoder, template: Template, questions: list[Question], draw: np.random.Generator
+    decoder: Decoder,
+    template: Template,
+    questions: list[Question],
+    draw: np.random.Generator,
+    phase: Phase,
 ) -> list[Question]:
-    """The questions, with the open ones written to their end."""
+    """The questions, with the open ones written to their end before the phase's time is over."""
     numbers = [number for number, question in enumerate(questions) if question.open]
     tasks = [
         Task(
@@ -423,19 +428,26 @@ def _complete(
         number = numbers[index]
         text = questions[number].text + template.text(tokens)
         questions[number] = replace(questions[number], text=text.strip(), open=False)
-    return questions
+        if phase.late:
+            break
+    return [question for question in questions if not question.open]
 
 
 def _answer(
-    decoder: Decoder, template: Template, questions: Sequence[Question], draw: np.random.Generator
+    decoder: Decoder,
+    template: Template,
+    questions: Sequence[Question],
+    draw: np.random.Generator,
+    phase: Phase,
 ) -> list[TokenizedConversation]:
+    """Conversations of the answers that are finished before the time of the phase is over."""
     seeds = _seeds(draw, len(questions))
     tasks = []
     for number, (question, seed) in enumerate(zip(questions, seeds, strict=True)):
         params = SamplingParams(temperature=_HEATS[number % 2], seed=seed)
         length = _DOCUMENT_ANSWER if question.kind == "document" else _ANSWER
         tasks.append(Task(template.whole(question), params, length))
-    found = sorted(write_texts(decoder, tasks, template.stop))
+    found = sorted(phase.take(write_texts(decoder, tasks, template.stop)))
     return [
         TokenizedConversation(
             questions[number].kind,
@@ -490,14 +502,22 @@ class OwnTexts:
         else:
             share = -(-count // state.num_processes)
             path = run.work / f"own-{state.process_index}.jsonl"
-            if not path.is_file() or len(read_conversations(path)) < share:
+            whole = path.with_suffix(".whole")
+            if not whole.is_file():
                 tokenizer = load_tokenizer(target)
                 documents = encode_all(tokenizer, corpus.train)
                 seed = state.process_index
-                write_conversations(decoder, tokenizer, documents, share, path, seed)
+                until = run.until(WRITING)
+                write_conversations(decoder, tokenizer, documents, share, path, seed, until=until)
+                whole.touch()  # a run that goes on reads the texts that it began with
         state.wait_for_everyone()
         found = [each for path in _files(run.work) for each in read_conversations(path)]
         trained = [each for number, each in enumerate(found) if number % _HELD_OUT]
+        if not trained:
+            raise ValueError(
+                f"there are {len(found)} conversations to train on and hold out: give more "
+                "--minutes to write them in, or files of `paceline train own-text` as --own-text"
+            )
         return cls(trained, found[::_HELD_OUT])
 
     def frequent(self, count: int) -> Tensor:

@@ -14,6 +14,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from paceline.decoder import open_model
+
 STDLIB = "stdlib"
 
 # Installed packages have other licences; `_sysconfigdata*` describes one machine.
@@ -155,15 +157,37 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, context: int) -> PreT
     )
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Read the tokenizer of a model folder.
+def load_tokenizer(target: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model folder or GGUF file, as a service reads it, with its chat template.
 
-    Raises FileNotFoundError if the folder holds no tokenizer.json.
+    Raises:
+        FileNotFoundError: There is no such model.
+        ValueError: It cannot be read, or has no tokenizer.
     """
-    if not (folder / "tokenizer.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no tokenizer.json: give a model folder")
-    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
+    source = open_model(target)
+    if not source.tokenizer:
+        raise ValueError(
+            f"{target} has no tokenizer, and training needs one to read texts: give a folder with "
+            "a tokenizer.json, or a GGUF file"
+        )
+    inner = Tokenizer.from_str(source.tokenizer.decode())
+    special = {name: source.special_tokens.get(name) for name in ("bos_token", "eos_token")}
+    special["eos_token"] = special["eos_token"] or inner.id_to_token(
+        source.config().eos_token_ids[0]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, clean_up_tokenization_spaces=False, **special
+    )
+    tokenizer.chat_template = source.chat_template or None
     return tokenizer
+
+
+def save_tokenizer(target: Path, folder: Path) -> None:
+    """Write the tokenizer of a model folder or GGUF file to a folder, its tokenizer.json byte for
+    byte, by which drafters and targets recognise each other. Raises what `load_tokenizer` raises.
+    """
+    load_tokenizer(target).save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes(open_model(target).tokenizer)
 
 
 def encode_all(

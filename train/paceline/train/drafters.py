@@ -33,8 +33,9 @@ from paceline.train.calibration import Chain
 from paceline.train.corpus import Corpus, encode_all, load_tokenizer
 from paceline.train.loop import Loss, Optimizer, train
 from paceline.train.own_text import Task, own_texts, write_texts
+from paceline.train.phases import Phase
 from paceline.train.presets import Plan
-from paceline.train.run import Progress, Run, cleared
+from paceline.train.run import WRITING, Progress, Run, cleared
 from paceline.tree import accepted_tokens
 
 TEXTS = 24
@@ -143,8 +144,12 @@ class Heldout:
         """
         self._drafter, self._options = drafter, options or {"": {}}
         layers = drafter.hidden_state_layers
+        phase = Phase("reading held-out texts", sum(len(part[:TEXTS]) for part in texts.values()))
         self._texts = {
-            group: [replay(decoder, t.prompt, t.tokens, t.sampling, layers) for t in part[:TEXTS]]
+            group: [
+                replay(decoder, t.prompt, t.tokens, t.sampling, layers)
+                for t in phase.take(part[:TEXTS])
+            ]
             for group, part in texts.items()
         }
 
@@ -236,9 +241,10 @@ def write_after(
         Task(prompt, SamplingParams(temperature=temperature, seed=seed), TOKENS)
         for seed, prompt in enumerate(prompts)
     ]
+    phase = Phase("writing held-out texts", len(tasks))
     return [
         Recording(prompts[number], tuple(tokens), temperature, number)
-        for number, tokens in sorted(write_texts(decoder, tasks, None))
+        for number, tokens in sorted(phase.take(write_texts(decoder, tasks, None)))
     ]
 
 
@@ -268,14 +274,14 @@ class Texts:
     def load(cls, target: Path, corpus: Corpus, own: int, run: Run) -> Texts:
         """Encode a corpus, and let the target in the folder `target` write `own` texts.
 
-        These are kept in `run.work`; writing them is not part of `run.minutes`. In a run of several
-        processes, the first one writes them.
+        These are kept in `run.work`. In a run of several processes, the first one writes them.
         """
         tokenizer = load_tokenizer(target)
         trained, heldout = (encode_all(tokenizer, part) for part in (corpus.train, corpus.heldout))
         eos, decoder = tokenizer.eos_token_id, Decoder.load(target)
         with PartialState(cpu=torch.device(run.device).type == "cpu").main_process_first():
-            written = own_texts(decoder, trained, own, eos, run.work / "own.safetensors")
+            file = run.work / "own.safetensors"
+            written = own_texts(decoder, trained, own, eos, file, run.until(WRITING))
         return cls(corpus, trained, heldout, written, eos, decoder)
 
     def batches(self, files: int) -> Batches:

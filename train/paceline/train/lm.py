@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from rich.progress import track
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,7 +23,7 @@ from paceline.drafter import Drafter, Resources
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.checkpoint import CONFIG_FILE
 from paceline.train.batches import Batches
-from paceline.train.corpus import Corpus
+from paceline.train.corpus import Corpus, save_tokenizer
 from paceline.train.drafters import (
     DrafterModel,
     Heldout,
@@ -43,8 +43,9 @@ from paceline.train.model import (
     schedule_text,
     shape_text,
 )
+from paceline.train.phases import Phase
 from paceline.train.presets import Plan, Preset
-from paceline.train.run import Run, begin_run
+from paceline.train.run import PREPARING, Run, begin_run
 from paceline.train.trainer import Trainer
 
 _KEPT = 16  # most likely tokens of the target: they have nearly all of its probability
@@ -55,7 +56,7 @@ _WINDOW, _OVERLAP = 1024, 256
 
 @dataclass
 class LmDrafterModel(DrafterModel):
-    """A small language model with the target's tokenizer, read from `folder`."""
+    """A small language model with the tokenizer of the model in `folder`."""
 
     method = "lm"
     folder: Path
@@ -65,9 +66,8 @@ class LmDrafterModel(DrafterModel):
         written: Any = copy.deepcopy(self.model).to(torch.bfloat16)
         written.save_pretrained(folder)
         store_blocks(folder)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            if (self.folder / name).is_file() and folder != self.folder:
-                shutil.copyfile(self.folder / name, folder / name)
+        if folder != self.folder:
+            save_tokenizer(self.folder, folder)
         if notes:
             config = json.loads((folder / CONFIG_FILE).read_text())
             config["paceline"] = {"method": self.method, "training": dict(notes)}
@@ -101,7 +101,7 @@ def train_lm(target_folder: Path, corpus: Corpus, preset: Preset, run: Run, out:
 
     Text: the first `preset.focus_files` files of `corpus`, and `preset.own_texts` texts that the
     target writes. These and the target's most likely tokens are computed once and kept in
-    `run.work`; that is not part of `run.minutes`.
+    `run.work`.
 
     Raises ValueError if the preset's vocabulary is not the target's, and what `begin_run` raises.
     """
@@ -114,8 +114,11 @@ def train_lm(target_folder: Path, corpus: Corpus, preset: Preset, run: Run, out:
         )
     texts = Texts.load(target_folder, corpus, preset.own_texts, run)
     known = texts.trained[: preset.focus_files]
-    batches = Batches([*known, *texts.own], texts.eos)
-    teacher = teacher_of(target, batches.stream, texts.eos, _KEPT, run.work / "teacher.safetensors")
+    documents = [*known, *texts.own]
+    stream, file = Batches(documents, texts.eos).stream, run.work / "teacher.safetensors"
+    teacher = teacher_of(target, stream, texts.eos, _KEPT, file, run.until(PREPARING))
+    ends = np.cumsum([1 + len(ids) for ids in documents])  # each behind a separator
+    batches = Batches(documents[: np.searchsorted(ends, len(teacher.ids), "right")], texts.eos)
     model = build_model(preset, texts.eos)
     model.to(torch.device(run.device))  # type: ignore[arg-type]
     drafter = LmDrafterModel(target_folder, model, target_folder)
@@ -190,15 +193,23 @@ class Teacher:
 
 
 @torch.no_grad()
-def teacher_of(target: nn.Module, stream: Tensor, separator: int, kept: int, path: Path) -> Teacher:
+def teacher_of(
+    target: nn.Module,
+    stream: Tensor,
+    separator: int,
+    kept: int,
+    path: Path,
+    until: float = math.inf,
+) -> Teacher:
     """Compute the `kept` most likely next tokens of `stream` (int64 [tokens]), or read `path`.
 
     Each document, from its `separator` on, is a text of its own. The result is written to `path`.
-    Raises ValueError if `path` is about a stream of another length.
+    It ends with the document that is read at `until`, on the clock `time.monotonic`.
+    Raises ValueError if `path` is about a longer stream.
     """
     if path.is_file():
         tensors = load_file(path)
-        if len(tensors["ids"]) != len(stream):
+        if len(tensors["ids"]) > len(stream):
             raise ValueError(
                 f"{path} is about {len(tensors['ids'])} tokens, the corpus has {len(stream)}: "
                 "remove the file or give another --work"
@@ -208,13 +219,19 @@ def teacher_of(target: nn.Module, stream: Tensor, separator: int, kept: int, pat
     weights = torch.zeros(len(stream), kept, dtype=torch.float16)
     device = next(target.parameters()).device
     target.eval()
-    for start, keep, end in track(_windows(stream, separator), "running the target"):
+    phase, done = Phase("running the target, tokens", len(stream), until=until), 0
+    for start, keep, end in _windows(stream, separator):
+        if start == keep and phase.over:
+            break
         tokens = stream[None, start:end].to(device)
         logits = target(input_ids=tokens, use_cache=False).logits[0]
         best = logits.float().softmax(-1).topk(kept)
         ids[keep:end] = best.indices[keep - start :].to("cpu", torch.int16)
         shares = best.values / best.values.sum(-1, keepdim=True)
         weights[keep:end] = shares[keep - start :].to("cpu", torch.float16)
+        phase.add(end - keep)
+        done = end
+    ids, weights = ids[:done].clone(), weights[:done].clone()
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     save_file({"ids": ids, "weights": weights}, partial)

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -20,7 +20,7 @@ from torch import Tensor, nn, optim
 
 from paceline.train.batches import Position, Rows
 from paceline.train.presets import Plan
-from paceline.train.run import Progress, Run
+from paceline.train.run import PREPARING, Progress, Run
 
 # A step this many times the usual one was paused (SIGSTOP, suspend), not slow.
 _PAUSE_FACTOR = 20.0
@@ -176,7 +176,8 @@ def train(
     run: Run,
     heldout: Callable[[nn.Module], Mapping[str, float]] | None = None,
 ) -> Progress:
-    """Train `model` in place until the run's minutes or steps are used up.
+    """Train `model` in place until the run's minutes or steps are used up: the minutes that are
+    left of the plan's after what was prepared, at least half of them.
 
     Resumes from the checkpoint in `run.work`, if there is one; a finished run returns at once.
     `heldout` returns figures that are logged before each checkpoint, one of them named `heldout`.
@@ -186,7 +187,11 @@ def train(
     part of the rows, and of the `run.accumulate` parts that a batch is cut into. The first process
     keeps the time, writes the checkpoints and measures; the others do what it broadcasts.
     """
-    progress = load_run(run.work, model, optimizer, batches) or Progress()
+    progress = load_run(run.work, model, optimizer, batches)
+    if progress is None:
+        progress = Progress(prepared=time.monotonic() - run.began)
+    left = max(plan.minutes - progress.prepared / 60, plan.minutes * (1 - PREPARING))
+    plan = replace(plan, minutes=left)
     clock = Clock(progress.elapsed)
     forward = cast(nn.Module, torch.compile(model, dynamic=False)) if run.compile else model
     accelerator = Accelerator(cpu=torch.device(run.device).type == "cpu")

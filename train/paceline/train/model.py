@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from paceline.decoder import plain_folder, store_blocks
+from paceline.decoder import open_model, plain_folder, store_blocks
 from paceline.train.corpus import Documents
 from paceline.train.presets import Preset
 from paceline.train.run import Progress, cleared
@@ -64,10 +64,21 @@ def build_model(preset: Preset, eos: int, seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def load_model(folder: Path, dtype: torch.dtype) -> Any:
-    """The model of a Hugging Face folder, whose weights may be in 8-bit blocks."""
+def load_model(target: Path, dtype: torch.dtype) -> Any:
+    """The transformers model of a GGUF file, or of a folder whose weights may be in 8-bit blocks.
+
+    Raises ``UnsupportedModelError``: a file's tensors are not those of the model, as of experts.
+    """
+    if target.is_file():
+        source = open_model(target)
+        model = AutoModelForCausalLM.from_config(source.hf_config, dtype=dtype)
+        tied = {"lm_head.weight"} if source.config().tied else set()
+        names = model.state_dict().keys() - tied
+        stored = {name: source.tensor(name, dtype, "cpu") for name in names}
+        model.load_state_dict(stored, strict=not tied)
+        return model
     with tempfile.TemporaryDirectory() as copy:
-        plain = plain_folder(folder, Path(copy))
+        plain = plain_folder(target, Path(copy))
         return AutoModelForCausalLM.from_pretrained(plain, dtype=dtype)
 
 

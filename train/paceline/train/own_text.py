@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.progress import track
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from paceline.kernels import QueryBlock, plan_trees
 from paceline.kernels.sampling import History, SamplingParams, choose_token
 from paceline.kernels.trees import MAX_TREE_NODES
 from paceline.train.corpus import Documents
+from paceline.train.phases import Phase
 
 _TOGETHER = 48  # sequences a step: linear layers read their weights once for all
 
@@ -114,13 +115,19 @@ def _step(decoder: Decoder, active: Sequence[_Writing]) -> None:
 
 
 def own_texts(
-    decoder: Decoder, documents: Documents, count: int, separator: int, path: Path
+    decoder: Decoder,
+    documents: Documents,
+    count: int,
+    separator: int,
+    path: Path,
+    end: float = math.inf,
 ) -> list[list[int]]:
     """Token ids of `count` texts: 128 tokens from `documents`, and what the target writes after.
 
     Every other text is greedy, the rest is sampled at temperature 1, each with a seed of its own:
     the tokens are those that a verifier would emit. A text ends at 512 tokens or where the target
-    ends it with `separator`. The texts are written to `path` and read from there next time.
+    ends it with `separator`. The texts are written to `path` and read from there next time; after
+    `end`, on the clock `time.monotonic`, those that are not finished are left out.
 
     Raises ValueError if no document is as long as a prompt.
     """
@@ -132,11 +139,12 @@ def own_texts(
             Task(ids, SamplingParams(temperature=number % 2, seed=number), _LENGTH - PROMPT)
             for number, ids in enumerate(random_prompts(documents, count, draw))
         ]
-        rows = torch.full((count, _LENGTH), separator, dtype=torch.int32)
-        written = write_texts(decoder, tasks, separator)
-        for number, text in track(written, "the target's own texts", total=count):
-            row = torch.tensor([*tasks[number].prompt, *text], dtype=torch.int32)
-            rows[number, : len(row)] = row
+        phase = Phase("writing the target's own texts", count, until=end)
+        written = sorted(phase.take(write_texts(decoder, tasks, separator)))
+        rows = torch.full((len(written), _LENGTH), separator, dtype=torch.int32)
+        for row, (number, text) in zip(rows, written, strict=True):
+            ids = torch.tensor([*tasks[number].prompt, *text], dtype=torch.int32)
+            row[: len(ids)] = ids
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         save_file({"tokens": rows}, partial)

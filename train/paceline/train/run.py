@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,15 +22,19 @@ if TYPE_CHECKING:
 
 _FILE = "run.json"
 
+WRITING, PREPARING = 0.3, 0.5
+"""Shares of the minutes after which nothing more is written, and computed, for a run's texts."""
+
 
 @dataclass(frozen=True)
 class Run:
     """Where and how long to train.
 
-    `work` holds the checkpoints, written every `every` seconds; `minutes` counts stepping only,
-    not pauses. `device` is "cpu" or a CUDA device; with `bf16` the forward pass runs in bf16
-    autocast there. Gradients of a batch are accumulated over `accumulate` parts. `force` lets the
-    run replace a model in its output folder. Without `card` no model card is written or measured.
+    `work` holds the checkpoints, written every `every` seconds. The run ends `minutes` after it
+    `began`, of which preparing for the first step takes at most half; pauses between steps are not
+    counted. `device` is "cpu" or a CUDA device; with `bf16` the forward pass runs in bf16 autocast
+    there. Gradients of a batch are accumulated over `accumulate` parts. `force` lets the run
+    replace a model in its output folder. Without `card` no model card is written or measured.
     Stored signals of a target are in `signals`, by default in `work`.
     """
 
@@ -45,6 +50,11 @@ class Run:
     force: bool = False
     card: bool = True
     signals: Path | None = None
+    began: float = field(default_factory=time.monotonic)
+
+    def until(self, share: float) -> float:
+        """When a share of the minutes is over, on the clock `time.monotonic`."""
+        return self.began + 60 * self.minutes * share
 
 
 def begin_run(
@@ -160,6 +170,9 @@ class Progress:
     step: int = 0
     tokens: int = 0
     elapsed: float = 0.0
+    prepared: float = 0.0
+    """Seconds that passed before the first step."""
+
     log: list[dict[str, float]] = field(default_factory=list)
 
     def summary(self) -> dict[str, float]:

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
-from rich.progress import track
+from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.decoder import Decoder, LocalCache, ModelSource, open_model, weights_fingerprint
 from paceline.kernels import CHUNK, QueryBlock, plan_trees
+from paceline.train.phases import Phase
 
 
 class TappedTarget:
@@ -106,6 +107,8 @@ def signals_of(
     *,
     kv_layer: int | None = None,
     taps: Sequence[int] = (),
+    count: int | None = None,
+    until: float = math.inf,
 ) -> Signals:
     """Run `texts` through a target, and keep the results in files in `work`.
 
@@ -123,6 +126,9 @@ def signals_of(
         work: Folder of the files.
         kv_layer: Layer whose keys and values are kept.
         taps: Layers whose outputs are kept, rising.
+        count: Only so many of the first texts are run; None: all.
+        until: Time after which no text is run, on the clock `time.monotonic`. The signals are of
+            the first texts alone then, of at least one.
 
     Raises:
         ValueError: The files are about other texts, another target or other layers.
@@ -130,12 +136,12 @@ def signals_of(
     """
     config, state = decoder.config, PartialState(cpu=True)
     starts = [0, *np.cumsum([len(text) for text in texts]).tolist()]
-    count = starts[-1]
-    shapes: dict[str, tuple[int, ...]] = {"hidden.bin": (count, config.hidden)}
+    length, count = starts[-1], len(texts) if count is None else count
+    shapes: dict[str, tuple[int, ...]] = {"hidden.bin": (length, config.hidden)}
     if taps:
-        shapes["taps.bin"] = count, len(taps) * config.hidden
+        shapes["taps.bin"] = length, len(taps) * config.hidden
     if kv_layer is not None:
-        shapes["kv.bin"] = count, 2, config.kv_heads, config.head_dim
+        shapes["kv.bin"] = length, 2, config.kv_heads, config.head_dim
     if state.is_main_process:
         _check_disk(work, shapes)
         digest = hashlib.sha256(json.dumps([*map(list, texts)]).encode()).hexdigest()
@@ -143,24 +149,32 @@ def signals_of(
         kept |= {"taps": list(taps)} if taps else {}
         _claim(work, {"target": weights_fingerprint(target), "texts": digest, **kept})
     hidden = _mapped(work / "hidden.bin", shapes["hidden.bin"])
-    tapped = _mapped(work / "taps.bin", shapes["taps.bin"]) if taps else torch.empty(count, 0)
+    tapped = _mapped(work / "taps.bin", shapes["taps.bin"]) if taps else torch.empty(length, 0)
     kv = None if kv_layer is None else _mapped(work / "kv.bin", shapes["kv.bin"])
     kinds = [each for each in (kv, tapped, hidden) if each is not None and each.numel()]
     reader = TappedTarget(decoder, open_model(target), taps)
-    own = range(state.process_index, len(texts), state.num_processes)
-    for index in track(own, "running the target", disable=not state.is_main_process):
+    own = range(state.process_index, count, state.num_processes)
+    phase, done = Phase("running the target, tokens", starts[count], until=until), count
+    for index in own:
         part = slice(starts[index], starts[index + 1])
         if all(kind[part.stop - 1].any() for kind in kinds):  # by an earlier call
             continue
+        if phase.over:
+            done = index
+            break
         outputs, states = reader.read(torch.tensor(texts[index])[None])
         if kv is not None and kv_layer is not None:
             for plane, each in enumerate(reader.caches[0].layer(kv_layer)):
                 kv[part, plane] = each[:, : len(texts[index])].transpose(0, 1)
         tapped[part] = outputs
         hidden[part] = states.bfloat16()
-    state.wait_for_everyone()
-    tokens = torch.tensor([token for text in texts for token in text])
-    return Signals(tokens, starts, hidden, kv, tapped)
+        phase.add(state.num_processes * (part.stop - part.start))
+    done = min(gather_object([done]))
+    tokens = torch.tensor([token for text in texts[:done] for token in text])
+    end = starts[done]
+    return Signals(
+        tokens, starts[: done + 1], hidden[:end], kv if kv is None else kv[:end], tapped[:end]
+    )
 
 
 def _check_disk(work: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from paceline.decoder import Decoder
 from paceline.kernels.sampling import SamplingParams
 from paceline.train.batches import Batches
-from paceline.train.corpus import Corpus, Documents, encode_all, load_tokenizer, train_tokenizer
+from paceline.train.corpus import Corpus, Documents, encode_all, train_tokenizer
 from paceline.train.loop import Optimizer, train
 from paceline.train.model import (
     LICENCES,
@@ -61,7 +61,7 @@ def train_target(corpus: Corpus, preset: Preset, run: Run, out: Path) -> LlamaFo
     begin_run(run, out, "target", preset, corpus)
     kept = run.work / "tokenizer"
     if (kept / "tokenizer.json").is_file():
-        tokenizer = load_tokenizer(kept)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(kept)
     else:
         read = (document.text for document in corpus.train)
         tokenizer = train_tokenizer(read, preset.vocabulary, preset.context)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+from accelerate import PartialState
 from torch import Tensor, nn
 
 from paceline.decoder import Decoder, ModelSource, open_model
@@ -38,9 +39,10 @@ from paceline.train.drafters import (
 )
 from paceline.train.loop import Loss
 from paceline.train.presets import LayerPreset, Plan
-from paceline.train.run import Run, begin_run
+from paceline.train.run import PREPARING, Run, begin_run
 from paceline.train.signals import Signals, signals_of
 
+_TEXTS_FILE = "texts"  # in the work folder: number of conversations that the run reads
 _PROMPT = 300  # tokens of the prompts that are measured while training
 _MEASURED_FILES = 12
 _FREE = ("block", "levels", "confidence_temperatures")
@@ -159,7 +161,7 @@ fingerprint.
         """Train a drafter for the target; write its folder and card to `out`.
 
         For a preset with conversations, the target writes these first, unless they are in the files
-        `written`. What it writes is not part of `run.minutes`. Training begins with the weights of
+        `written`. Training begins with the weights of
         the drafter in `start`, if it is given.
 
         Raises ValueError if the preset does not read `written` or `start`, or `start` is a drafter
@@ -232,7 +234,15 @@ fingerprint.
         drafter.model.to(run.device)
         tokens = [each.tokens for each in texts.trained]
         needed = self.needed_signals(drafter)
-        signals = signals_of(decoder, self.target, tokens, run.signals or run.work, **needed)
+        begun, work = run.work / _TEXTS_FILE, run.signals or run.work
+        if begun.is_file():  # a run that goes on reads the texts that it began with
+            needed["count"] = int(begun.read_text())
+        else:
+            needed["until"] = run.until(PREPARING)
+        signals = signals_of(decoder, self.target, tokens, work, **needed)
+        texts = replace(texts, trained=texts.trained[: len(signals.starts) - 1])
+        if PartialState().is_main_process:
+            begun.write_text(str(len(texts.trained)))
         embedding, head = source.vocabulary(torch.bfloat16)
         head = head.to(torch.bfloat16 if run.bf16 else torch.float32)
         plan = self.plan(run)

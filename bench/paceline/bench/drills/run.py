@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     console = make_console()
     scale = SHORT if args.short else FULL
-    results = Results("drills", args.output, scale=vars(scale))
+    results = Results("drills", args.output, Models.of(args).target, scale=vars(scale))
     table = Table("drill", "must hold", "held", "figures", show_lines=True)
     failed = []
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from paceline.bench.record import describe
+from paceline.bench.record import commit, describe
 
 MEASUREMENTS = {
     "products": 70.0,
@@ -51,7 +52,9 @@ def main() -> int:
         return 2
     name = "cpu" if args.device == "cpu" else torch.cuda.get_device_name()
     found: dict[str, Any] = {}
-    head = {"machine": describe(), "device": name, "seed": args.seed}
+    command = shlex.join(["python", "-m", __package__, *sys.argv[1:]])
+    made = {"command": command, "commit": commit()}
+    head = {"machine": describe(), **made, "device": name, "seed": args.seed}
     args.output.mkdir(parents=True, exist_ok=True)
     file = args.output / f"{'-'.join(name.lower().split())}.json"
     for module in args.only or MEASUREMENTS:

@@ -191,8 +191,8 @@ class Bench:
         self.source = open_model(self.models.target)
         [self.weights] = args.weights
         self._drafters: dict[str, Drafter] = {}
-        head = {"target": self.source.fingerprint(), "tokens": args.tokens}
-        self.results = Results(f"papers-{args.experiment}", args.output, **head)
+        topic = f"papers-{args.experiment}"
+        self.results = Results(topic, args.output, self.models.target, tokens=args.tokens)
 
     def draw(self) -> None:
         """Draw all cells of the result file, a panel a measure."""
@@ -249,7 +249,9 @@ class Bench:
 
     def given(self, default: Mapping[str, str]) -> dict[str, str]:
         """Specifications by name: those of `--drafter`, else these."""
-        return dict(each.split("=", 1) for each in self.args.drafter) or dict(default)
+        found = dict(each.split("=", 1) for each in self.args.drafter) or dict(default)
+        self.results.uses(found)
+        return found
 
     def trained(self, method: str, arms: Mapping[str, str]) -> dict[str, str]:
         """Train a drafter for each arm, by name and more arguments, unless it is there.
@@ -283,6 +285,7 @@ class Bench:
                 raise CommandError(
                     f"the training of {name} ended with code {error.returncode}"
                 ) from error
+        self.results.uses(found)
         return found
 
     def prompts(self, *categories: str) -> list[list[int]]:

@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
                 each.save(files[-1])
                 console.log(f"recorded {files[-1]}")
     results = Results("replay", args.output)
+    results.uses({file.name: f"traces:{file}" for file in files})
     table = Table(
         title="Speed relative to plain decoding, and to the better of it and a draft every round"
     )

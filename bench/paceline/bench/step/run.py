@@ -150,7 +150,7 @@ def _each_level(args: argparse.Namespace) -> None:
     here = levels_here()
     if unknown := [each for each in args.levels if each not in here]:
         raise CommandError(f"--levels {unknown[0]}: expected some of {', '.join(here)}")
-    found = Results("step", args.output).entries if args.resume else {}
+    found = Results("step", args.output, Models.of(args).target).entries if args.resume else {}
     # The parser's own, such as the command's function, is of no use to a process.
     types = (str, int, float, list, Path, type(None))
     plain = {name: value for name, value in vars(args).items() if isinstance(value, types)}
@@ -201,7 +201,8 @@ def run(args: argparse.Namespace) -> int:
     console = make_console()
     models = Models.of(args)
     level, threads = cpu_kernels().level, torch.get_num_threads()
-    results, label = Results("step", args.output), args.label or models.target.stem
+    results = Results("step", args.output, models.target)
+    label = args.label or models.target.stem
     common = {"level": level, "threads": threads}
     if args.profile:
         results.add(f"{label}, parts", common | _profile(args, models, console))

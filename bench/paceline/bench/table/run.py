@@ -227,8 +227,9 @@ def run(args: argparse.Namespace) -> int:
     source = open_model(models.target)
     files = args.prompts or [PROMPTS / f"{name}.jsonl" for name in CATEGORIES]
     content = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    head = {"target": source.fingerprint(), "tokens": args.tokens, "prompts": content}
-    results = Results("table", args.output, **head)
+    results = Results("table", args.output, models.target, tokens=args.tokens, prompts=content)
+    for weights in args.weights:
+        results.uses(dict(_drafters(args, models.target, weights)))
     cells = {name: entry["contestants"] for name, entry in results.entries.items()}
     prompts = read(files, source, args.tokens)
     fresh: set[tuple[str, str]] = set()

@@ -1,0 +1,109 @@
+"""Training reads a target as services do, and checks it before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+from gguf_files import as_file
+
+from paceline.decoder import Decoder
+from paceline.harness import models
+from paceline.train import cli, conversations
+from paceline.train.conversations import read_conversations
+from paceline.train.corpus import load_tokenizer
+from paceline.train.model import load_model
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+DRAFTERS = ("dspark", "eagle3", "longspec", "mtp")
+COMMANDS = {
+    **{name: ["--preset", "smollm2"] for name in DRAFTERS},
+    "lm": [],
+    "own-text": ["--out", "own.jsonl"],
+}
+
+
+def train(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return cli.run(parser.parse_args(words))
+
+
+def test_help_says_what_holds_without_each_option() -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    [commands] = (each.choices for each in parser._actions if isinstance(each.choices, dict))
+    assert {"target", "own-text", *DRAFTERS, "lm"} <= commands.keys()
+    silent = [
+        (name, action.dest)
+        for name, command in commands.items()
+        for action in command._actions
+        if not action.required and action.nargs != 0 and "default: " not in str(action.help)
+    ]
+    assert not silent
+
+
+@pytest.mark.parametrize("form", ["folder", "file", "name"])
+def test_a_target_of_every_form_writes_conversations(
+    form: str, target: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (target / "chat_template.jinja").write_text(TEMPLATE)
+    given = str(target if form == "folder" else as_file(target))
+    if form == "name":
+        monkeypatch.setitem(models.MODELS, "tiny", models.NamedModel("a-package", "t.gguf", ""))
+        monkeypatch.setattr(models.NamedModel, "path", Path(given))
+        given = "tiny"
+    monkeypatch.setattr(cli, "_HELDOUT_FILES", 2)
+    for name, value in {"_TOGETHER": 2, "_QUESTION": 6, "_ANSWER": 6}.items():
+        monkeypatch.setattr(conversations, name, value)
+    out = tmp_path / "own.jsonl"
+    words = ["--data", str(folder), "--count", "1", "--out", str(out), "--kinds", "chat"]
+    assert train("own-text", "--target", given, *words) == 0
+    assert read_conversations(out)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("lacks", ["model", "tokenizer", "template"])
+def test_a_target_that_does_not_fit_is_refused_before_it_is_loaded(
+    command: str, lacks: str, target: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def load(*args: object) -> None:
+        raise AssertionError("the target is loaded")
+
+    monkeypatch.setattr(Decoder, "load", load)
+    monkeypatch.setattr(cli, "_corpus", load)
+    if lacks == "tokenizer":
+        for file in target.glob("tokenizer*"):
+            file.unlink()
+    given = target.with_name("none") if lacks == "model" else target
+    options = ["--out", "out", *COMMANDS[command]]
+    expected = {"model": "config.json", "tokenizer": "no tokenizer", "template": "chat template"}
+    if lacks == "template" and command == "lm":  # which reads no conversations
+        with pytest.raises(AssertionError, match="is loaded"):
+            train(command, "--target", str(given), *options)
+        return
+    assert train(command, "--target", str(given), *options) == 1
+    assert expected[lacks] in capsys.readouterr().err
+
+
+def test_a_file_has_the_weights_and_tokens_of_its_folder(target: Path) -> None:
+    (target / "chat_template.jinja").write_text(TEMPLATE)
+    file = as_file(target)
+    ours, theirs = (load_model(each, torch.float32).state_dict() for each in (file, target))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-2, atol=1e-3)
+    ids = torch.arange(20)[None]
+    one, other = (load_model(each, torch.float32)(ids).logits for each in (file, target))
+    torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+    coders = [load_tokenizer(each) for each in (file, target)]
+    for text in ("def f(x):\n\treturn  x\n", "naïve — 東京 🚴\r\n", "a<|endoftext|>b"):
+        assert coders[0].encode(text) == coders[1].encode(text)
+    assert coders[0].eos_token == coders[1].eos_token
+    assert coders[0].chat_template == coders[1].chat_template
