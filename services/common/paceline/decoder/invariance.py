@@ -35,7 +35,7 @@ _PARENTS = (-1, 0, 0, 1, 1, 3, 2, 5, 7, 4, 8, 9)
 
 # Trees over attention alone: the column of a chunk where the window of the root begins, or without
 # one the tree, and the rows.
-_DEEP_TREES = ((255, 20), (240, 32), (200, MAX_TREE_NODES), (0, 33))
+_DEEP_TREES = ((255, 32), (240, 64), (200, MAX_TREE_NODES), (0, 33))
 _KEYS_REPEATED = 64  # random keys and values, again and again: they are quick to make
 
 SERVED_TOKENS = 512
