@@ -59,17 +59,16 @@ levels: setup
 # The compiled kernels with gcc's sanitizers and with the checks of native/check.h, which no release
 # build has: every function that Python calls, at the fastest level and in plain C, drafts in one call,
 # and generations. A report ends the process. Tests capture sys.stderr alone, so that a report is seen.
-# Emulated tiles take a minute in the tests of invariance, and run in those of attention and levels.
 # `thread` is not offered: gcc's OpenMP runtime is not compiled for it, so that it reports races
 # between any two parallel regions.
 SANITIZE ?= address,undefined
 SANITIZED := $(addprefix tests/kernels/test_,$(addsuffix .py,attention backends invariance levels \
-	linear noise quantised rejection rows sampling sampling_extremes structures)) \
+	linear noise parts quantised rejection rows sampling sampling_extremes structures)) \
 	tests/decoder/test_program.py tests/decoder/test_experts.py tests/drafter/test_model_methods.py \
 	tests/verifier/test_recurrent.py
 sanitize: setup
 	tests/kernels/with_sanitizers.sh $(SANITIZE) $(BIN)/python -m pytest --capture=sys \
-	    --numprocesses 2 --dist loadfile -k "not (test_invariance and tiles)" $(SANITIZED)
+	    --numprocesses 2 --dist loadfile $(SANITIZED)
 
 # constraints.txt against the package index: where no index can be reached, says so and does nothing.
 resolve: setup

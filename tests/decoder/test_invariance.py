@@ -92,6 +92,27 @@ def windowed(folder: Path, dtype: torch.dtype, window: int | None) -> Decoder:
     return Decoder(config, source.weights(config), "cpu")
 
 
+def test_the_self_check_notices_deep_trees_behind_a_window(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a deep row leaves its part of a workspace."""
+
+    def careless(executor: Executor, call: Pass) -> PassResult:
+        found = run(executor, call)
+        assert executor.native is not None
+        windows = {op.window for op in executor.native.program.operations}
+        deep = any(max(block.depths) > 17 for block in call.plan.blocks)
+        if deep and WINDOW in windows and found.taps:
+            found.taps[0][0] += 1e-3
+        return found
+
+    run = Executor.run
+    monkeypatch.setattr(Executor, "run", careless)
+    found = check_batch_invariance(windowed(models["qwen3"], torch.float32, WINDOW))
+    assert not found.holds
+    assert f"behind a window of {WINDOW} than token by token" in found.reason
+
+
 def served(decoder: Decoder, of_trees: Decoder | None = None) -> ServedForward:
     """As a verifier on a GPU runs its passes, over caches in the memory of the process; trees may
     have another decoder."""

@@ -13,19 +13,18 @@ from paceline.kernels.dense import DenseBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kernel_cases import LEVELS, OWN_NUMERICS, ProgramBackend, compiled
+from kernel_cases import BACKENDS, LEVELS, ProgramBackend, compiled
 
 
-@pytest.fixture(params=[*LEVELS, *OWN_NUMERICS], scope="module")
+@pytest.fixture(params=BACKENDS, ids="-".join, scope="module")
 def native_backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
     """The compiled attention of each level, in its turn the one that ``tree_attention`` uses.
 
     Numerics of some processors are those of the fastest level: instructions of the processor, or
     their emulation.
     """
-    own = request.param in OWN_NUMERICS
-    library = compiled(LEVELS[0] if own else request.param)
-    yield from _serving(ProgramBackend(library, request.param if own else "portable"))
+    level, numerics = request.param
+    yield from _serving(ProgramBackend(compiled(level), numerics))
 
 
 @pytest.fixture(params=[*LEVELS, "none"], scope="module")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -67,6 +69,8 @@ class _Cache:
 
 OWN_NUMERICS = ("amx", "avx512_bf16")
 """Numerics of some processors. All others emulate them in tests."""
+BACKENDS = [*((level, "portable") for level in LEVELS), *((LEVELS[0], own) for own in OWN_NUMERICS)]
+"""Levels and numerics of the compiled attention."""
 
 
 class ProgramBackend:
@@ -185,6 +189,17 @@ def trees(draw: st.DrawFn, max_nodes: int = 64) -> tuple[int, ...]:
     return tuple(max(-1, node - 1 - step) for node, step in enumerate(steps))
 
 
+@contextmanager
+def use_threads(count: int) -> Iterator[None]:
+    """So many threads for kernels."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @dataclass
 class Case:
     """One block with the cache and queries it runs on."""
@@ -207,9 +222,11 @@ class Case:
             path.insert(0, parents[path[0]])
         return path
 
-    def run(self) -> Tensor:
-        """Attention in float32 of the whole block."""
-        return attend([self.block], self.q, [self.key], [self.value], self.window)
+    def run(self, texts: int = 1) -> Tensor:
+        """Attention in float32 of the whole block, in as many texts at once."""
+        blocks = [replace(self.block, sequence=index) for index in range(texts)]
+        keys, values = [self.key] * texts, [self.value] * texts
+        return attend(blocks, self.q.repeat(texts, 1, 1), keys, values, self.window)
 
     def run_by(
         self, backend: AttentionBackend, cap: float = 0.0, sinks: Tensor | None = None
@@ -241,11 +258,25 @@ class Case:
 
     def run_alone(self, node: int) -> Tensor:
         """The same of one node, decoded as the only row behind its own path."""
-        path = self.path(node)
-        slots = [*range(self.block.start), *(self.block.start + n for n in path)]
-        block = QueryBlock(0, len(slots) - 1, None, 1)
-        q = self.q[node : node + 1]
-        return attend([block], q, [self.key[:, slots]], [self.value[:, slots]], self.window)
+        start, path = self.block.start, torch.tensor(self.path(node))
+        key, value = (
+            torch.cat([rows[:, :start], rows[:, start + path]], 1)
+            for rows in (self.key, self.value)
+        )
+        block = QueryBlock(0, start + len(path) - 1, None, 1)
+        return attend([block], self.q[node : node + 1], [key], [value], self.window)
+
+    def assert_alone(self, nodes: Sequence[int], texts: int = 1, threads: int = 1) -> None:
+        """Check that these nodes have the bits of their paths alone, in each of the texts."""
+        with use_threads(threads):
+            outs = self.run(texts).split(self.block.length)
+        with use_threads(1):
+            for node in nodes:
+                alone = self.run_alone(node)[0]
+                assert all(torch.equal(alone, out[node]) for out in outs), (
+                    f"node {node} of {self.block} behind a window of {self.window}, "
+                    f"{self.key.dtype}, {texts} texts, {threads} threads"
+                )
 
 
 def make_case(
@@ -290,23 +321,52 @@ def sampling_params(penalties: bool = False) -> st.SearchStrategy[SamplingParams
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
-WINDOWS = (None, None, 1, 33, 40, 256, 300, 1000, 2100)
+WINDOWS = (None, None, 1, 33, 40, 128, 256, 300, 512, 1000, 1024, 2100, 4096)
 
 
 @st.composite
 def cases(
     draw: st.DrawFn, max_nodes: int = 64, dtypes: Sequence[torch.dtype] = DTYPES, spare: int = 40
 ) -> Case:
-    """Any tree behind any prefix, with any heads, type of cache and window."""
+    """Any tree behind any prefix, with any heads, type of cache and window; the window may begin at
+    any column of a chunk."""
+    window = draw(st.sampled_from(WINDOWS))
+    starts = st.sampled_from(PREFIXES) | st.integers(0, 1300)
+    if window:
+        starts |= st.sampled_from([0, 200, 240, 255]).map(lambda column: window - 1 + column)
     return make_case(
         draw(st.integers(0, 1000)),
-        draw(st.sampled_from(PREFIXES) | st.integers(0, 1300)),
+        draw(starts),
         draw(trees(max_nodes)),
         draw(st.sampled_from(HEADS)),
         draw(st.sampled_from(dtypes)),
-        draw(st.sampled_from(WINDOWS)),
+        window,
         draw(st.integers(0, spare)),
     )
+
+
+WINDOWED = {
+    "Gemma 3 270M": ((4, 1, 256), 512),
+    "Gemma 3 4B": ((8, 4, 256), 1024),
+    "Mistral 7B v0.1": ((32, 8, 128), 4096),
+    "gpt-oss 20B": ((64, 8, 64), 128),
+}
+"""Heads and windows of models."""
+
+
+def windowed_case(name: str, column: int, seed: int, max_nodes: int = MAX_TREE_NODES) -> Case:
+    """A deep path with wrong nodes beside it, up to the largest tree that is drafted, where the
+    window of a model begins at this column of a chunk."""
+    heads, window = WINDOWED[name]
+    drawn = random.Random(seed)
+    nodes = min(max_nodes, drawn.choice([20, 24, 32, 37, 64, drawn.randint(2, MAX_TREE_NODES)]))
+    parents, tip = [-1], 0
+    while len(parents) < nodes:
+        parents.append(tip)
+        if drawn.random() < 0.8:
+            tip = len(parents) - 1
+    dtype = drawn.choice(DTYPES)
+    return make_case(seed, window - 1 + column, tuple(parents), heads, dtype, window)
 
 
 def attend(

@@ -2,45 +2,82 @@
 
 from __future__ import annotations
 
-from itertools import cycle
+import os
+import random
+from collections.abc import Iterable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import DTYPES, HEADS, Case, attend, cases, make_case, trees
+from kernel_cases import (
+    BACKENDS,
+    DTYPES,
+    HEADS,
+    WINDOWED,
+    Case,
+    attend,
+    cases,
+    make_case,
+    trees,
+    use_threads,
+    windowed_case,
+)
 
-from paceline.kernels import Probe, QueryBlock, plan_trees, tree_attention
+from paceline.kernels import (
+    CHUNK,
+    MAX_TREE_NODES,
+    Probe,
+    QueryBlock,
+    plan_trees,
+    tree_attention,
+)
+from paceline.kernels._compile import SANITIZERS
 
 pytestmark = pytest.mark.usefixtures("native_backend")
 
 
-def assert_every_path_alone(case: Case, nodes: list[int]) -> None:
-    out = case.run()
-    for node in nodes:
-        assert torch.equal(case.run_alone(node)[0], out[node]), f"node {node} of {case.block}"
-
-
-@settings(max_examples=60)
-@given(case=cases())
-def test_any_node_of_any_tree_has_the_bits_of_its_path_alone(case: Case) -> None:
+@settings(max_examples=40)
+@given(
+    case=cases(max_nodes=MAX_TREE_NODES),
+    texts=st.sampled_from([1, 1, 3]),
+    threads=st.integers(1, 2),
+)
+def test_any_node_of_any_tree_has_the_bits_of_its_path_alone(
+    case: Case, texts: int, threads: int
+) -> None:
     count = case.block.length
-    assert_every_path_alone(case, sorted({0, count // 3, count // 2, count - 1}))
+    case.assert_alone(sorted({0, count // 3, count // 2, count - 1}), texts, threads)
 
 
-# Every type of the cache and every shape of heads; any tree is tried with all their pairs.
-@pytest.mark.parametrize(("heads", "dtype"), [*zip(HEADS, cycle(DTYPES))])
-def test_the_largest_tree_over_a_border(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
-    parents = tuple(max(-1, i - 1 - i % 3) for i in range(256))
-    case = make_case(1, 450, parents, heads, dtype)
-    assert_every_path_alone(case, [0, 61, 100, 200, 254, 255])
+def assert_columns(name: str, columns: Iterable[int], max_nodes: int) -> None:
+    """Check trees whose windows begin at these columns of a chunk, of one text or several, on one
+    thread or two."""
+    for column in columns:
+        case = windowed_case(name, column, seed=column, max_nodes=max_nodes)
+        count = case.block.length
+        nodes = {0, 1, count - 1, *random.Random(column).choices(range(count), k=3)}
+        texts, threads = ((1, 1), (3, 1), (1, 2))[column % 3]
+        case.assert_alone(sorted(nodes), texts, threads)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("start", [0, 256, 512, 2048])
-def test_prefill_blocks_have_the_bits_of_decoding(start: int, dtype: torch.dtype) -> None:
-    case = make_case(2, start, (-1, *range(255)), dtype=dtype)
-    assert_every_path_alone(case, [0, 1, 3, 4, 15, 16, 100, 254, 255])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_window_may_begin_anywhere(request: pytest.FixtureRequest, name: str) -> None:
+    """The rows of a tile see different parts of its first chunk, some none of it.
+
+    All columns at the fastest level for one model, else a border and some other one.
+    """
+    every = request.node.callspec.params["native_backend"] == BACKENDS[0] and "270M" in name
+    columns = [255, random.Random(request.node.name).randrange(200, 255)]
+    if every:
+        columns = range(0, CHUNK, 15 if os.environ.get(SANITIZERS) else 1)
+    assert_columns(name, columns, MAX_TREE_NODES if every else 2**15 // WINDOWED[name][1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_window_may_begin_anywhere_at_every_level(name: str) -> None:
+    assert_columns(name, [0, 1, *range(15, CHUNK, 16), 254], MAX_TREE_NODES)
 
 
 @settings(max_examples=12)
@@ -62,19 +99,16 @@ def test_threads_do_not_change_bits(
         for index, case in enumerate(cases)
     ]
     q, plan = torch.cat([case.q for case in cases]), plan_trees(blocks)
-    results, threads = [], torch.get_num_threads()
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            outs = [torch.zeros(2, block.start) for block in blocks]
-            probes = [Probe(index, 0, out, weights=True) for index, out in enumerate(outs)]
+    results = []
+    for count in (1, 2, 5):
+        outs = [torch.zeros(2, block.start) for block in blocks]
+        probes = [Probe(index, 0, out, weights=True) for index, out in enumerate(outs)]
+        with use_threads(count):
             out = tree_attention(
                 q, [case.key for case in cases], [case.value for case in cases], plan,
                 scale=cases[0].scale, window=window, out=torch.empty(q.shape), probes=probes,
             )  # fmt: skip
-            results.append([out, *outs])
-    finally:
-        torch.set_num_threads(threads)
+        results.append([out, *outs])
     for others in results[1:]:
         assert all(a.equal(b) for a, b in zip(results[0], others, strict=True))
 

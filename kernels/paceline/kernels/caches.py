@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels._native import address
+from paceline.kernels.structures import CPlane
 
 MAX_GPU_WIDTH = 256
 """Elements of a head at most for the Triton kernels: a tile of it fits every GPU. Tiles are as wide
@@ -181,7 +182,7 @@ class LayerTable:
         """Slots of every layer."""
         self.dim = head_width(first)
         """Width of a head."""
-        self._rows = (ctypes.c_int64 * (6 * len(layers)))()
+        self._rows = (CPlane * (2 * len(layers)))()
         self.address = ctypes.addressof(self._rows)
         """Address of the C array ``Cache [layers][2]``, keys then values."""
         for index, plane in enumerate(plane for both in layers for plane in both):
@@ -190,4 +191,6 @@ class LayerTable:
                     f"a plane is {plane.dtype} {tuple(plane.shape)} with strides {plane.stride()}, "
                     f"expected {self.dtype} {tuple(first.shape)} with a dense last dimension"
                 )
-            self._rows[3 * index : 3 * index + 3] = [address(plane, "a cache"), *plane.stride()[:2]]
+            self._rows[index] = CPlane(
+                address(plane, "a cache"), *plane.stride()[:2], self.capacity
+            )

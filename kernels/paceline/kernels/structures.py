@@ -95,7 +95,7 @@ def _floats(*names: str) -> list[tuple[str, Any]]:
 class CPlane(ctypes.Structure):
     """``Cache`` of ``native/vectors.h``: keys or values of a layer."""
 
-    _fields_ = [*_pointers("data"), *_numbers("head_stride", "slot_stride")]
+    _fields_ = [*_pointers("data"), *_numbers("head_stride", "slot_stride", "slots")]
 
 
 class CQueryBlock(ctypes.Structure):

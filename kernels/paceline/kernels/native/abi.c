@@ -19,6 +19,7 @@ static const Line lines[] = {
     FIELD(Cache, data),
     FIELD(Cache, head_stride),
     FIELD(Cache, slot_stride),
+    FIELD(Cache, slots),
     STRUCTURE(QueryBlock),
     FIELD(QueryBlock, sequence),
     FIELD(QueryBlock, start),

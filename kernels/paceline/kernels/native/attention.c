@@ -22,23 +22,23 @@
 #define SMALL_WORK 200000      /* products below which another thread costs more than it saves */
 #define SPLIT_ITEMS 4          /* items per thread below which the chunks of an item are split */
 #define MERGED 4               /* nodes whose chunks one item merges */
-#define SPLIT_FLOATS (4 << 20) /* most memory for the results of chunks that are merged later */
+#define SPLIT_BYTES (16 << 20) /* most memory for the results of chunks that are merged later */
 
 typedef struct {
-  float *memory;
-  size_t floats;
+  void *memory;
+  int64_t bytes;
 } Scratch;
 
 static __thread Scratch own, shared;
 
 /* Scratch memory of this thread, with undefined content. Null when out of memory. */
-static float *take(Scratch *scratch, size_t floats) {
-  if (scratch->floats < floats) {
+static void *take(Scratch *scratch, int64_t bytes) {
+  if (scratch->bytes < bytes) {
     free(scratch->memory);
-    scratch->floats = 0;
-    scratch->memory = aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
-    if (scratch->memory) scratch->floats = floats;
+    scratch->memory = aligned_alloc(64, (size_t)round_up(bytes, 64));
+    scratch->bytes = scratch->memory ? bytes : 0;
   }
+  ALLOW(scratch->memory, scratch->bytes);
   return scratch->memory;
 }
 
@@ -48,11 +48,11 @@ static int64_t kept_row(const Plan *p, const Probe *probe) {
   return probe->weights ? round_up(p->block[probe->block].start, WIDTH) : 0;
 }
 
-/* Floats of the scores that are kept for all probes. */
-static int64_t kept_floats(const Plan *p, const Probes *probes) {
+/* Bytes of the scores that are kept for all probes. */
+static int64_t kept_bytes(const Plan *p, const Probes *probes) {
   int64_t floats = 0;
   for (int64_t i = 0; i < probes->count; i++) floats += p->q_heads * kept_row(p, probes->probe + i);
-  return floats;
+  return floats * (int64_t)sizeof(float);
 }
 
 /* Records scores of one row and chunk for its probes; hidden positions get -inf. */
@@ -69,6 +69,7 @@ static void note(const Tile *t, const float *row, int64_t r, int64_t base, int64
     if (t->plan->block + probe->block != t->block || probe->node != t->node + r / t->group)
       continue;
     const int add = !probe->weights && r % t->group;
+    CHECK(probe->weights || t->plan->kv_heads == 1 || stop <= probe->stride);
     for (int64_t at = base; at < stop; at++) {
       const float x = at - base >= from && at - base < to ? row[at - base] : -INFINITY;
       out[at] = add ? out[at] + x : x;
@@ -81,6 +82,7 @@ static void finish_probe(const Tile *t, const Probe *probe, float *kept, const f
   const int64_t dim = t->plan->dim, start = t->block->start, stride = kept_row(t->plan, probe);
   const int64_t before = min(t->first * CHUNK, start);
   float *out = probe->out + t->head * probe->stride;
+  CHECK(t->plan->kv_heads == 1 || start <= probe->stride);
   for (int64_t at = 0; at < before; at++) out[at] = probe->weights ? 0.0f : -INFINITY;
   if (!probe->weights) return;
   for (int64_t g = 0; g < t->group; g++) {
@@ -144,20 +146,31 @@ static Tile tile_of(const Attention *a, int64_t item) {
   return t;
 }
 
+static float *add_floats(Parts *p, int64_t floats) {
+  return add_part(p, floats * (int64_t)sizeof(float));
+}
+
+static Buffers lay_out(const Tile *t, Parts *p) {
+  const int64_t dim = round_up(t->plan->dim, DOT), rows = round_up(t->rows, SIDE);
+  Buffers m;
+  m.q = add_floats(p, rows * dim);
+  m.panel = add_floats(p, CHUNK * dim);
+  m.scores = add_floats(p, rows * STRIDE);
+  m.tree = add_floats(p, rows * t->tree_columns);
+  m.part = add_floats(p, t->rows * t->width);
+  m.total = add_floats(p, t->rows * t->width);
+  forbid_columns(m.scores, rows, STRIDE, CHUNK);
+  forbid_columns(m.part, t->rows, t->width, t->plan->dim + 2);
+  forbid_columns(m.total, t->rows, t->width, t->plan->dim + 2);
+  return m;
+}
+
 /* Buffers for a tile in this thread's scratch memory; `q` is null when out of memory. */
 static Buffers reserve(const Tile *t) {
-  const int64_t dim = t->plan->dim, rows = round_up(t->rows, SIDE);
-  const size_t q = (size_t)(rows * round_up(dim, DOT)),
-               panel = (size_t)(CHUNK * round_up(dim, DOT)), scores = (size_t)(rows * STRIDE),
-               tree = (size_t)(rows * t->tree_columns), results = (size_t)(t->rows * t->width);
-  Buffers m = {.q = take(&own, q + panel + scores + tree + 2 * results)};
-  if (!m.q) return m;
-  m.panel = m.q + q;
-  m.scores = m.panel + panel;
-  m.tree = m.scores + scores;
-  m.part = m.tree + tree;
-  m.total = m.part + results;
-  return m;
+  Parts measured = {0};
+  lay_out(t, &measured);
+  Parts parts = {.memory = take(&own, measured.bytes)};
+  return lay_out(t, &parts);
 }
 
 /* Scaled queries [rows][dim]. */
@@ -184,6 +197,7 @@ static void round_queries(const Tile *t, const float *q, uint16_t *out) {
 
 static void score_any(const Tile *t, const Buffers *m, int64_t first, int64_t stop, float *out,
                       int64_t stride) {
+  CHECK(stop - first <= stride && stop <= t->k->slots && stop <= t->v->slots);
   switch (products_of(t->plan)) {
     case TILES: score_tiles(t, m, first, stop, out, stride); break;
     case DOTS: score_dots(t, m, first, stop, out, stride); break;
@@ -199,6 +213,7 @@ static void weigh_paths(const Tile *t, const Buffers *m, int64_t base, float *pa
   for (int64_t r = 0; r < t->rows; r++) {
     const int64_t n = t->node + r / t->group, at = position(t, n);
     const int32_t *path = b->paths + b->path_starts[n];
+    CHECK(b->path_starts[n] + at - b->start < b->path_starts[n + 1]);
     for (int64_t c = max(base, b->start); c < min(base + CHUNK, at + 1); c++) {
       float weight = m->scores[r * STRIDE + c - base];
       const int64_t slot =
@@ -222,6 +237,7 @@ static Scores complete_scores(const Tile *t, const Buffers *m, int64_t r, int64_
   float *row = m->scores + r * STRIDE;
   if (b->depths) {
     const int32_t *path = b->paths + b->path_starts[n];
+    CHECK(b->path_starts[n] + at - b->start < b->path_starts[n + 1]);
     for (int64_t c = max(base, b->start); c < min(base + CHUNK, at + 1); c++)
       row[c - base] = m->tree[r * t->tree_columns + path[c - b->start]];
   }
@@ -345,17 +361,20 @@ static int attend_range(const Tile *t, const float *q, int64_t from, int64_t to,
   return 0;
 }
 
-/* Floats of the results of all chunks of an item's tile. */
-static int64_t part_floats(const Tile *t) { return (t->chunks - t->first) * t->rows * t->width; }
+/* In `memory`, or measured: the results of all chunks of each item before `item`. */
+static Parts parts_before(const Attention *a, void *memory, int64_t item) {
+  Parts p = {.memory = memory};
+  for (int64_t i = 0; i < item; i++) {
+    const Tile t = tile_of(a, i);
+    const int64_t rows = (t.chunks - t.first) * t.rows;
+    forbid_columns(add_floats(&p, rows * t.width), rows, t.width, t.plan->dim + 2);
+  }
+  return p;
+}
 
 /* Results of the chunks of an item, if it is split. */
 static float *parts_of(const Attention *a, int64_t item) {
-  float *parts = a->parts;
-  for (int64_t i = 0; i < item; i++) {
-    const Tile before = tile_of(a, i);
-    parts += part_floats(&before);
-  }
-  return parts;
+  return a->parts + parts_before(a, NULL, item).bytes / (int64_t)sizeof(float);
 }
 
 /* Products of queries and keys; a measure of time. */
@@ -389,19 +408,20 @@ int64_t paceline_dot_check(void) {
 
 int64_t attention_begin(Attention *a, int64_t threads) {
   const int64_t items = a->plan->tiles * a->plan->kv_heads;
-  const int64_t kept = kept_floats(a->plan, a->probes);
-  int64_t floats = 0;
-  for (int64_t i = 0; i < items; i++) {
-    const Tile t = tile_of(a, i);
-    floats += part_floats(&t);
-  }
+  const int64_t kept = kept_bytes(a->plan, a->probes);
+  Parts p = parts_before(a, NULL, items);
   const int split = threads > 1 && attention_work(a->plan) > SMALL_WORK &&
-                    items < SPLIT_ITEMS * threads && floats <= SPLIT_FLOATS;
+                    items < SPLIT_ITEMS * threads && p.bytes <= SPLIT_BYTES;
   a->ranges = split ? SPLIT_ITEMS * threads : 0;
-  if (!split) floats = 0;
-  a->parts = floats + kept ? take(&shared, (size_t)(floats + kept)) : NULL;
-  a->raw = a->parts + floats;
-  return floats + kept && !a->parts;
+  a->parts = NULL, a->raw = NULL;
+  if (!split) p.bytes = 0;
+  if (!p.bytes && !kept) return 0;
+  a->parts = take(&shared, p.bytes + round_up(kept, 64) + GAP);
+  if (!a->parts) return 1;
+  p.memory = a->parts;
+  if (GAP && split) p = parts_before(a, a->parts, items);
+  a->raw = add_part(&p, kept);
+  return 0;
 }
 
 int64_t attention_items(const Attention *a) {

@@ -3,6 +3,7 @@
 #define PACELINE_ATTENTION_H
 
 #include "cache_rows.h"
+#include "parts.h"
 #include "vectors.h"
 
 #define STRIDE (CHUNK + WIDTH) /* of a row of scores */

@@ -194,6 +194,7 @@ static void weigh_pairs(const Tile *t, Values v, int64_t rows, const float *weig
 static void weigh_dots(const Tile *t, const Buffers *m, int64_t base, int64_t stop, float *part) {
   const QueryBlock *b = t->block;
   const int64_t count = b->depths && stop < base + CHUNK ? (stop - base) / 2 * 2 : stop - base;
+  CHECK(stop >= base && stop <= base + CHUNK);
   weigh_pairs(t, (Values){base, count, NULL}, t->rows, m->scores, 0, part);
   for (int64_t r = 0; b->depths && r < t->rows; r += t->group) {
     const int64_t n = t->node + r / t->group, to = min(CHUNK, position(t, n) + 1 - base);

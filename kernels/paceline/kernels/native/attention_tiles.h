@@ -100,6 +100,7 @@ static void score_tiles(const Tile *t, const Buffers *m, int64_t first, int64_t 
 static void pack_values(const Tile *t, const int64_t *slots, int64_t count, int64_t depth,
                         uint32_t *out) {
   static const uint16_t zero[SIDE];
+  CHECK(count <= depth && depth <= CHUNK && depth % DOT == 0);
   const uint16_t *base = (const uint16_t *)t->v->data + t->head * t->v->head_stride;
   for (int64_t d = 0, tiles; d < t->plan->dim; d += tiles * SIDE) {
     tiles = tiles_at(d, t->plan->dim);
@@ -119,6 +120,7 @@ static void pack_values(const Tile *t, const int64_t *slots, int64_t count, int6
  * `more`. */
 static void weigh_rows(const Tile *t, const Buffers *m, int64_t r, int64_t end, int64_t first,
                        int64_t depth, int more, float *part) {
+  CHECK(end <= t->rows && first + depth <= CHUNK);
   for (; r < end; r += SIDE) {
     const int64_t rows = min(SIDE, end - r);
     const uint32_t *b = (const uint32_t *)m->panel;
@@ -145,6 +147,7 @@ static void weigh_tiles(const Tile *t, const Buffers *m, int64_t base, int64_t s
   const QueryBlock *b = t->block;
   const int64_t count = b->depths && stop < base + CHUNK ? (stop - base) / DOT * DOT : stop - base;
   int64_t slots[CHUNK];
+  CHECK(stop >= base && stop <= base + CHUNK);
   for (int64_t i = 0; i < stop - base; i++) slots[i] = base + i;
   pack_values(t, slots, count, round_up(count, DOT), (uint32_t *)m->panel);
   weigh_rows(t, m, 0, t->rows, 0, round_up(count, DOT), 0, part);

@@ -48,6 +48,7 @@ INLINE int64_t delta_parent(const QueryBlock *b, int64_t n) {
  * child takes the place of its parent. Returns the number of places. */
 INLINE int64_t delta_places(const QueryBlock *b, int64_t committed, int16_t *place) {
   int16_t last[MAX_TREE_NODES];
+  CHECK(b->length <= MAX_TREE_NODES);
   int64_t count = 0;
   for (int64_t n = committed; n < b->length; n++) {
     last[n] = -1;
@@ -151,6 +152,9 @@ static void delta_block(const Delta *d, const States *states, int64_t layer, con
   const int64_t widths[3] = {dk, dk, group * dv};
   int16_t place[MAX_TREE_NODES];
   float q[MAX_DIM], k[MAX_DIM], v[MAX_DIM], read[MAX_DIM];
+  CHECK(dk <= MAX_DIM && dv <= MAX_DIM && d->taps > 0 && d->taps <= MAX_TAPS);
+  CHECK(committed >= 0 && committed <= b->length && b->length - committed <= states->to_rows);
+  CHECK(replayed >= 0 && replayed <= states->from_rows);
 
   /* A row: of the block, or a replayed one, or one of the window before it. */
 #define DELTA_ROW(n)                                       \

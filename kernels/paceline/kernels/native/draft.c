@@ -14,6 +14,7 @@
 #include "sampling.h"
 
 #define OWNED __attribute__((cleanup(release)))
+#define MAX_ALLOCATIONS 16
 
 enum { OUT_OF_MEMORY = 1 };
 
@@ -23,10 +24,22 @@ typedef struct {
   int64_t order;       /* among equals; in a tree the number of the node */
 } Node;
 
-static void release(void *pointer) { free(*(void **)pointer); }
+/* Allocations that are released together. Each is of its exact size, so that sanitizers see where
+ * it ends. */
+typedef struct {
+  void *memory[MAX_ALLOCATIONS];
+  int count, failed;
+} Allocations;
 
-static void *allocate(int64_t bytes) {
-  return aligned_alloc(64, (size_t)round_up(max(bytes, 64), 64));
+static void release(Allocations *a) {
+  while (a->count) free(a->memory[--a->count]);
+}
+
+static void *allocate(Allocations *a, int64_t count, size_t size) {
+  void *memory = NULL;
+  CHECK(count >= 0 && a->count < MAX_ALLOCATIONS);
+  a->failed |= posix_memalign(&memory, 64, max(count, 1) * (int64_t)size);
+  return a->memory[a->count++] = memory;
 }
 
 /* Memory for the chains of a pass. */
@@ -34,6 +47,13 @@ typedef struct {
   int64_t *position, *tile;
   QueryBlock *block;
 } Chains;
+
+/* Memory for chains of `rows` rows in all, or as many nodes. */
+static Chains allocate_chains(Allocations *a, int64_t rows) {
+  return (Chains){.position = allocate(a, rows, sizeof(int64_t)),
+                  .tile = allocate(a, 3 * rows, sizeof(int64_t)),
+                  .block = allocate(a, rows, sizeof(QueryBlock))};
+}
 
 static void add_chain(Run *r, const Chains *c, const Program *p, QueryBlock block) {
   const int64_t nodes = max(1, QUERY_TILE_ROWS / (p->q_heads / p->kv_heads));
@@ -47,9 +67,9 @@ static void add_chain(Run *r, const Chains *c, const Program *p, QueryBlock bloc
 }
 
 static int64_t run_program(const Program *p, Run *r) {
-  char *memory OWNED = allocate(paceline_program_bytes(p, r));
-  if (!memory) return OUT_OF_MEMORY;
-  r->memory = memory;
+  Allocations own OWNED = {0};
+  r->memory = allocate(&own, paceline_program_bytes(p, r), 1);
+  if (own.failed) return OUT_OF_MEMORY;
   return paceline_run_program(p, r);
 }
 
@@ -59,12 +79,12 @@ static int64_t add_states(const Model *m, Text *const *texts, Run run) {
   int64_t fresh = 0;
   for (int64_t t = 0; t < run.sequences; t++) fresh += texts[t]->length - texts[t]->first;
   if (!fresh) return 0;
-  int64_t *numbers OWNED = allocate(7 * fresh * (int64_t)sizeof(int64_t));
-  QueryBlock *blocks OWNED = allocate(fresh * (int64_t)sizeof(QueryBlock));
-  char *inputs OWNED = allocate(fresh * bytes);
-  if (!numbers || !blocks || !inputs) return OUT_OF_MEMORY;
-  const Chains chains = {numbers, numbers + fresh, blocks};
-  run.position = chains.position, run.tile = chains.tile, run.block = blocks, run.inputs = inputs;
+  Allocations own OWNED = {0};
+  const Chains chains = allocate_chains(&own, fresh);
+  char *inputs = allocate(&own, fresh, (size_t)bytes);
+  if (own.failed) return OUT_OF_MEMORY;
+  run.position = chains.position, run.tile = chains.tile, run.block = chains.block;
+  run.inputs = inputs;
   for (int64_t t = 0; t < run.sequences; t++) {
     const Text *text = texts[t];
     const int64_t added = text->length - text->first;
@@ -82,23 +102,28 @@ static int64_t add_states(const Model *m, Text *const *texts, Run run) {
   return run_program(m->context, &run);
 }
 
+/* Paths of nodes that all are the first slot. */
+static void fill_first_slot(int32_t *zeros, int32_t *starts, int64_t nodes) {
+  for (int32_t i = 0; i < nodes; i++) zeros[i] = 0, starts[i] = i;
+  starts[nodes] = (int32_t)nodes;
+}
+
 /* Runs the blocks of all texts: logits [texts, levels, drafted], hidden [texts, levels, hidden]. */
 static int64_t run_blocks(const Model *m, Text *const *texts, Run run, float *logits,
                           float *hidden) {
   const int64_t rows = run.sequences * m->length, bytes = m->states * (m->bf16 ? 2 : 4);
-  int64_t *numbers OWNED = allocate(6 * rows * (int64_t)sizeof(int64_t));
-  int32_t *paths OWNED = allocate((2 * m->length + 1) * (int64_t)sizeof(int32_t));
-  QueryBlock *blocks OWNED = allocate(2 * run.sequences * (int64_t)sizeof(QueryBlock));
-  char *inputs OWNED = allocate(m->state_input ? rows * bytes : 0);
-  if (!numbers || !paths || !blocks || !inputs) return OUT_OF_MEMORY;
-  const Chains chains = {numbers, numbers + rows, blocks};
-  QueryBlock *contexts = blocks + run.sequences;
-  int64_t *tokens = numbers + 4 * rows, *selection = numbers + 5 * rows;
-  int32_t *zeros = paths, *starts = paths + m->length; /* nodes that all are the first slot */
-  for (int32_t i = 0; i < m->length; i++) zeros[i] = 0, starts[i] = i;
-  starts[m->length] = (int32_t)m->length;
+  Allocations own OWNED = {0};
+  const Chains chains = allocate_chains(&own, rows);
+  int64_t *tokens = allocate(&own, rows, sizeof *tokens);
+  int64_t *selection = allocate(&own, rows, sizeof *selection);
+  int32_t *zeros = allocate(&own, m->length, sizeof *zeros);
+  int32_t *starts = allocate(&own, m->length + 1, sizeof *starts);
+  QueryBlock *contexts = allocate(&own, run.sequences, sizeof *contexts);
+  char *inputs = allocate(&own, m->state_input ? rows : 0, (size_t)bytes);
+  if (own.failed) return OUT_OF_MEMORY;
+  fill_first_slot(zeros, starts, m->length);
   void *taps[] = {hidden};
-  run.position = chains.position, run.tile = chains.tile, run.block = blocks;
+  run.position = chains.position, run.tile = chains.tile, run.block = chains.block;
   run.tokens = tokens, run.selection = selection, run.inputs = m->state_input ? inputs : NULL;
   run.contexts = run.caches, run.context_block = contexts, run.context_type = run.kv_type;
   run.logits = logits, run.taps = taps;
@@ -140,7 +165,7 @@ static int by_score(const void *a, const void *b) {
 typedef struct {
   Node *node;
   float *output; /* tap 0 at the anchor and the nodes that were fed */
-  int64_t count, level, first, parents;
+  int64_t room, count, level, first, parents;
   int64_t trunk, fed; /* nodes below `fed` are in the cache; those of the trunk stay there */
 } Tree;
 
@@ -206,6 +231,7 @@ static void add_level(const Model *m, const Text *t, const Level *l, Tree *tree,
   qsort(l->found, (size_t)found, sizeof(Node), by_score);
   const int64_t first = tree->count;
   for (int64_t i = 0; i < found && i < width && l->found[i].score > -INFINITY; i++) {
+    CHECK(tree->count < tree->room);
     tree->node[tree->count] = l->found[i];
     tree->node[tree->count].order = tree->count;
     tree->count++;
@@ -271,6 +297,7 @@ static void add_nodes(const Model *m, const Text *t, const Tree *tree, int64_t s
       const int32_t above = parent < 0 ? 0 : starts[parent + 1] - starts[parent];
       chain &= parent == n - 1 || (parent < 0 && !n);
       depths[n] = above, starts[n] = at;
+      CHECK(parent < n);
       if (above) memcpy(paths + at, paths + starts[parent], (size_t)above * sizeof(int32_t));
       paths[at + above] = (int32_t)n;
       at += above + 1, starts[n + 1] = at;
@@ -291,52 +318,49 @@ static void add_nodes(const Model *m, const Text *t, const Tree *tree, int64_t s
 /* Grows the trees of a model of levels, each level by one pass over those that grow. */
 static int64_t grow_by_levels(const Model *m, Text *const *texts, int64_t count, Tree *trees,
                               const Level *level, Run run, int64_t wide, int64_t deep) {
-  const int64_t nodes = wide * deep, size = (int64_t)sizeof(int64_t);
+  const int64_t nodes = wide * deep, width = m->text ? m->hidden : 0;
   int64_t rows = 0, longest = nodes;
   for (int64_t t = 0; t < count; t++) {
     const int64_t fresh = texts[t]->length + 1 - texts[t]->first;
     rows += max(nodes, fresh), longest = max(longest, fresh);
   }
   const int64_t paths = 2 * nodes + 1 + nodes * deep;
-  int64_t *numbers OWNED = allocate(9 * rows * size);
-  int32_t *path OWNED = allocate(count * paths * (int64_t)sizeof(int32_t));
-  int32_t *slots OWNED = allocate((2 * longest + 1) * (int64_t)sizeof(int32_t));
-  QueryBlock *blocks OWNED = allocate(2 * rows * (int64_t)sizeof(QueryBlock));
-  const Cache **caches OWNED = allocate(2 * count * (int64_t)sizeof(Cache *));
-  float *logits OWNED = allocate(count * wide * m->drafted * (int64_t)sizeof(float));
-  const int64_t width = m->text ? m->hidden : 0;
-  float *hidden OWNED = allocate(count * wide * width * (int64_t)sizeof(float));
-  float *outputs OWNED = allocate(count * (nodes + 1) * width * (int64_t)sizeof(float));
-  char *inputs OWNED =
-      allocate(m->text ? rows * max(m->states, width) * (int64_t)sizeof(float) : 0);
-  if (!numbers || !path || !slots || !blocks || !caches || !logits || !hidden || !outputs ||
-      !inputs)
-    return OUT_OF_MEMORY;
+  Allocations own OWNED = {0};
+  const Chains chains = allocate_chains(&own, rows);
+  int64_t *tokens = allocate(&own, rows, sizeof *tokens);
+  int64_t *selection = allocate(&own, rows, sizeof *selection);
+  int32_t *path = allocate(&own, count * paths, sizeof *path);
+  int32_t *zeros = allocate(&own, longest, sizeof *zeros);
+  int32_t *starts = allocate(&own, longest + 1, sizeof *starts);
+  QueryBlock *contexts = allocate(&own, rows, sizeof *contexts);
+  const Cache **caches = allocate(&own, count, sizeof *caches);
+  const Cache **targets = allocate(&own, count, sizeof *targets);
+  float *logits = allocate(&own, count * wide * m->drafted, sizeof *logits);
+  float *hidden = allocate(&own, count * wide * width, sizeof *hidden);
+  float *outputs = allocate(&own, count * (nodes + 1) * width, sizeof *outputs);
+  char *inputs = allocate(&own, m->text ? rows * max(m->states, width) : 0, sizeof(float));
+  if (own.failed) return OUT_OF_MEMORY;
   for (int64_t t = 0; t < count; t++) trees[t].output = outputs + t * (nodes + 1) * width;
   void *taps[] = {hidden};
   if (m->text) run.inputs = inputs, run.taps = taps;
-  const Chains chains = {numbers, numbers + rows, blocks};
-  int64_t *tokens = numbers + 7 * rows, *selection = numbers + 8 * rows;
-  int32_t *zeros = slots, *starts = slots + longest; /* nodes that all are the first slot */
-  for (int32_t i = 0; i < longest; i++) zeros[i] = 0, starts[i] = i;
-  starts[longest] = (int32_t)longest;
-  QueryBlock *contexts = blocks + rows;
-  run.position = chains.position, run.tile = chains.tile, run.block = blocks;
+  fill_first_slot(zeros, starts, longest);
+  run.position = chains.position, run.tile = chains.tile, run.block = chains.block;
   run.tokens = tokens, run.selection = selection, run.logits = logits;
-  run.caches = caches, run.contexts = caches + count, run.context_block = contexts;
+  run.caches = caches, run.contexts = targets, run.context_block = contexts;
   run.context_type = run.kv_type;
   for (int64_t reading = 1;; reading = 0) {
     run.rows = run.blocks = run.tiles = run.selected = run.sequences = 0;
     for (int64_t t = 0; t < count; t++) {
       if (!growing(texts[t], trees + t)) continue;
       const int64_t sequence = run.sequences++, block = run.blocks;
-      caches[sequence] = texts[t]->context, caches[count + sequence] = texts[t]->target;
+      caches[sequence] = texts[t]->context, targets[sequence] = texts[t]->target;
       add_nodes(m, texts[t], trees + t, sequence, &run, &chains, tokens, selection,
                 path + t * paths, inputs);
       for (int64_t b = block; b < run.blocks; b++)
         contexts[b] =
-            (QueryBlock){sequence, texts[t]->slots - 1, 1, blocks[b].row, zeros, zeros, starts};
+            (QueryBlock){sequence, texts[t]->slots - 1, 1, run.block[b].row, zeros, zeros, starts};
     }
+    CHECK(run.rows <= rows && run.selected <= count * wide);
     if (!run.sequences) return 0;
     run.inputs_bf16 = reading && m->bf16;
     const int64_t failed = run_program(reading && m->text ? m->text : m->block, &run);
@@ -346,6 +370,7 @@ static int64_t grow_by_levels(const Model *m, Text *const *texts, int64_t count,
       Tree *tree = trees + t;
       if (!growing(texts[t], tree)) continue;
       const int64_t parents = tree->parents, first = tree->level ? tree->first + 1 : 0;
+      CHECK(first + parents <= nodes + 1);
       if (m->text)
         memcpy(tree->output + first * width, out, (size_t)(parents * width) * sizeof(float));
       if (tree->level) {
@@ -361,10 +386,11 @@ static int64_t grow_by_levels(const Model *m, Text *const *texts, int64_t count,
 /* Drafts from blocks, whose trees need no further pass. */
 static int64_t grow_from_blocks(const Model *m, Text *const *texts, int64_t count, Tree *trees,
                                 const Level *level, Run run) {
-  const Cache **caches OWNED = allocate(count * (int64_t)sizeof(Cache *));
-  float *logits OWNED = allocate(count * m->levels * m->drafted * (int64_t)sizeof(float));
-  float *hidden OWNED = allocate(count * m->levels * m->hidden * (int64_t)sizeof(float));
-  if (!caches || !logits || !hidden) return OUT_OF_MEMORY;
+  Allocations own OWNED = {0};
+  const Cache **caches = allocate(&own, count, sizeof *caches);
+  float *logits = allocate(&own, count * m->levels * m->drafted, sizeof *logits);
+  float *hidden = allocate(&own, count * m->levels * m->hidden, sizeof *hidden);
+  if (own.failed) return OUT_OF_MEMORY;
   for (int64_t t = 0; t < count; t++) caches[t] = texts[t]->context;
   run.sequences = count, run.caches = caches;
   int64_t failed = add_states(m, texts, run);
@@ -388,7 +414,8 @@ static void check_draft(const Model *m, Text *const *texts, int64_t count) {
     CHECK(text->base >= 0 && text->base % CHUNK == 0 && text->base <= text->first);
     CHECK(text->first <= text->length + 1 && text->count > 0 && text->count <= m->drafted);
     CHECK(text->levels > 0 && text->levels <= MAX_NODES && text->depth >= 0);
-    CHECK(text->nodes >= 0 && text->nodes <= MAX_NODES);
+    CHECK(text->nodes > 0 && text->nodes <= MAX_NODES);
+    CHECK(!m->context || text->depth <= m->levels);
     for (int64_t i = 0; i < text->levels; i++)
       CHECK(text->width[i] >= 0 && text->width[i] <= MAX_NODES);
   }
@@ -406,25 +433,27 @@ int64_t paceline_draft(const Model *m, Text *const *texts, int64_t count, const 
     deep = max(deep, texts[t]->depth);
     for (int64_t i = 0; i < texts[t]->levels; i++) wide = max(wide, texts[t]->width[i]);
   }
-  const int64_t size = (int64_t)sizeof(float), nodes = wide * deep;
-  float *features OWNED = allocate(wide * m->rank * size);
-  float *scores OWNED = allocate(m->rank ? wide * m->drafted * size : 0);
-  float *noise OWNED = allocate(2 * m->drafted * size);
-  float *logs OWNED = allocate(wide * wide * size);
-  int64_t *ids OWNED = allocate(wide * wide * (int64_t)sizeof(int64_t));
-  void *scratch OWNED = allocate(m->rank ? linear_scratch(m->w2, wide) : 0);
-  Node *found OWNED = allocate(max(nodes, wide * wide) * (int64_t)sizeof(Node));
-  Node *all OWNED = allocate(count * nodes * (int64_t)sizeof(Node));
-  Tree *trees OWNED = allocate(count * (int64_t)sizeof(Tree));
-  if (!features || !scores || !noise || !logs || !ids || !scratch || !found || !all || !trees)
-    return OUT_OF_MEMORY;
-  const Level level = {features, scores, noise, logs, ids, scratch, found};
+  const int64_t nodes = wide * deep;
+  Allocations own OWNED = {0};
+  const Level level = {
+      .features = allocate(&own, wide * m->rank, sizeof(float)),
+      .scores = allocate(&own, m->rank ? wide * m->drafted : 0, sizeof(float)),
+      .noise = allocate(&own, 2 * m->drafted, sizeof(float)),
+      .logs = allocate(&own, wide * wide, sizeof(float)),
+      .ids = allocate(&own, wide * wide, sizeof(int64_t)),
+      .scratch = allocate(&own, m->rank ? linear_scratch(m->w2, wide) : 0, 1),
+      .found = allocate(&own, max(nodes, wide * wide), sizeof(Node)),
+  };
+  Node *all = allocate(&own, count * nodes, sizeof *all);
+  Tree *trees = allocate(&own, count, sizeof *trees);
+  if (own.failed) return OUT_OF_MEMORY;
   const Run run = {.threads = threads,
                    .table = table,
                    .table_rows = table_rows,
                    .kv_type = m->kv_type,
                    .inputs_bf16 = m->bf16};
-  for (int64_t t = 0; t < count; t++) trees[t] = (Tree){.node = all + t * nodes, .parents = 1};
+  for (int64_t t = 0; t < count; t++)
+    trees[t] = (Tree){.node = all + t * nodes, .room = nodes, .parents = 1};
   const int64_t failed = m->context
                              ? grow_from_blocks(m, texts, count, trees, &level, run)
                              : grow_by_levels(m, texts, count, trees, &level, run, wide, deep);

@@ -34,6 +34,7 @@ INLINE void route_row(const float *scores, int64_t experts, int64_t top, int amo
     int64_t best = -1;
     for (int64_t e = 0; e < experts; e++)
       if (!taken[e] && (best < 0 || scores[e] > scores[best])) best = e;
+    CHECK(best >= 0 && best < MAX_EXPERTS);
     taken[best] = 1;
     route[k] = (float)best;
   }
@@ -48,7 +49,11 @@ INLINE void route_row(const float *scores, int64_t experts, int64_t top, int amo
 static void spread_rows(Slots *s, const float *routes, int64_t rows, int64_t top) {
   int64_t first[MAX_EXPERTS + 1] = {0};
   for (int64_t r = 0; r < rows; r++)
-    for (int64_t k = 0; k < top; k++) first[(int64_t)routes[2 * r * top + k] + 1]++;
+    for (int64_t k = 0; k < top; k++) {
+      const int64_t expert = (int64_t)routes[2 * r * top + k];
+      CHECK(expert >= 0 && expert < MAX_EXPERTS);
+      first[expert + 1]++;
+    }
   s->groups = 0;
   for (int64_t e = 0; e < MAX_EXPERTS; e++) {
     if (first[e + 1])
@@ -76,15 +81,17 @@ static const Group *group_at(const Slots *s, int64_t at, int items) {
   return s->group + low;
 }
 
-/* Divides the activations and the items of a product with `matrix` [experts] among the groups;
- * returns the number of items. */
-static int64_t divide_product(Slots *s, const Matrix *matrix) {
+/* Divides the activations, at most `room` bytes, and the items of a product with `matrix` [experts]
+ * among the groups; returns the number of items. */
+static int64_t divide_product(Slots *s, const Matrix *matrix, int64_t room) {
   int64_t items = 0, bytes = 0;
   for (Group *g = s->group; g < s->group + s->groups; g++) {
     g->item = items, g->scratch = bytes;
     items += linear_items(matrix + g->expert, g->count);
     bytes += (linear_scratch(matrix + g->expert, g->count) + 63) / 64 * 64;
   }
+  CHECK(bytes <= room);
+  (void)room;
   return items;
 }
 

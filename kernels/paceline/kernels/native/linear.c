@@ -26,6 +26,7 @@ int64_t linear_prepare_items(const Matrix *m, int64_t rows) {
 }
 
 void linear_prepare(const Matrix *m, const float *x, int64_t rows, void *scratch, int64_t item) {
+  CHECK(item >= 0 && item < rows);
   if (rotated(m))
     prepare_rotated_row(m, x, rows, scratch, item);
   else if (in_tiles(m))
@@ -62,6 +63,7 @@ void linear_item(const Matrix *m, const float *x, const void *scratch, int64_t r
   const int64_t chunks = divide_up(rows, chunk), unit = quantised(m) || in_tiles(m) ? PAIR : UNIT;
   const int64_t first = item / chunks * PAIR, start = item % chunks * chunk;
   const int64_t stop = start + chunk < rows ? start + chunk : rows;
+  CHECK(first >= 0 && first < m->outs && start < stop);
   if (rotated(m)) {
     rotated_item(m, scratch, rows, start, stop, out, first);
     return;

@@ -176,6 +176,7 @@ static void scale_columns(const Tile *t, const Cache *c, int64_t first, int64_t 
                           int64_t stride) {
   const int64_t count = stop - first, at = t->head * c->head_stride;
   float scales[COLUMNS > DEPTH ? COLUMNS : DEPTH];
+  CHECK(round_up(count, LANES) * (int64_t)sizeof(float) <= (int64_t)sizeof scales);
   for (int64_t i = 0; i < round_up(count, LANES); i++)
     scales[i] = i < count ? scale_of(c, at + (first + i) * c->slot_stride, t->plan->dim) : 1.0f;
   for (int64_t r = 0; r < t->rows; r++)
@@ -220,6 +221,7 @@ static void weigh_values(const Tile *t, const Buffers *m, int64_t first, int64_t
                          float *part) {
   const int64_t dim = t->plan->dim, stride = t->v->slot_stride;
   const int type = (int)t->plan->kv_type;
+  CHECK(stop >= first && stop <= first + CHUNK);
   const int convert = type == KV_INT8 || (type == KV_BF16 && t->rows > ROWS);
   for (int64_t slot = first; slot == first || slot < stop; slot += DEPTH) {
     const int64_t depth = min(DEPTH, stop - slot); /* 0: results are 0 */

@@ -12,7 +12,6 @@
 
 #define SLICE 512   /* rows after which a slice ends, at the end of a block */
 #define VALUES 4096 /* values of an item of a row-wise operation, some us */
-#define LINE 64
 
 typedef struct {
   const Program *program;
@@ -25,6 +24,7 @@ typedef struct {
   int64_t begins, block; /* first block of the slice, and the one after it */
   int64_t tile, tiles;   /* its tiles */
   int64_t piece;         /* rows of an item */
+  int64_t items;         /* of the stage */
   Attention attention;
   Plan plan;
   Cache *keys, *values;     /* of the layer, by sequence */
@@ -32,12 +32,12 @@ typedef struct {
   Slots slots;              /* of the experts of a layer */
   float **buffers;
   void *scratch;
-  int64_t states; /* floats of a thread in scratch, for DELTA */
-  int64_t since;  /* when the stage began, if times are wanted */
+  int64_t bytes;    /* of scratch */
+  int64_t states;   /* floats of a thread in scratch, for DELTA */
+  int64_t together; /* items of a stage that the team counts as one */
+  int64_t since;    /* when the stage began, if times are wanted */
   _Atomic int failed;
 } State;
-
-static int64_t aligned(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
 
 static int64_t longest_block(const Run *r) {
   int64_t longest = 0;
@@ -85,34 +85,31 @@ static int64_t states_of(const Program *p, const Run *r) {
 static int64_t lay_out(State *s) {
   const Program *p = s->program;
   const Run *r = s->run;
-  int64_t at = 0, scratch = 0;
-  s->keys = (Cache *)(r->memory + at);
-  s->values = s->keys + r->sequences;
-  at += aligned(2 * r->sequences * (int64_t)sizeof(Cache));
-  s->sequence = (int64_t *)(r->memory + at);
-  s->slot = s->sequence + r->rows;
-  at += aligned(2 * r->rows * (int64_t)sizeof(int64_t));
-  s->buffers = (float **)(r->memory + at);
-  at += aligned(p->buffers * (int64_t)sizeof(float *));
+  const int64_t size = (int64_t)sizeof(int64_t), slots = slice_rows(r) * p->top;
+  Parts parts = {.memory = r->memory};
+  s->keys = add_part(&parts, r->sequences * (int64_t)sizeof(Cache));
+  s->values = add_part(&parts, r->sequences * (int64_t)sizeof(Cache));
+  s->sequence = add_part(&parts, r->rows * size);
+  s->slot = add_part(&parts, r->rows * size);
+  s->buffers = add_part(&parts, p->buffers * (int64_t)sizeof(float *));
   for (int64_t i = 1; i < p->buffers; i++) {
-    if (r->memory) s->buffers[i] = (float *)(r->memory + at);
-    at += aligned(extent(p, r, i) * p->buffer[i].width * (int64_t)sizeof(float));
+    const int64_t floats = extent(p, r, i) * p->buffer[i].width;
+    float *buffer = add_part(&parts, floats * (int64_t)sizeof(float));
+    if (r->memory) s->buffers[i] = buffer;
   }
   if (r->memory) s->buffers[0] = r->logits;
-  const int64_t slots = slice_rows(r) * p->top;
-  s->slots.row = (int64_t *)(r->memory + at);
-  s->slots.slot = s->slots.row + slots;
-  s->slots.group = (Group *)(s->slots.slot + slots);
-  at += aligned(slots * (int64_t)(2 * sizeof(int64_t) + sizeof(Group)));
-  s->scratch = r->memory + at;
+  s->slots.row = add_part(&parts, slots * size);
+  s->slots.slot = add_part(&parts, slots * size);
+  s->slots.group = add_part(&parts, slots * (int64_t)sizeof(Group));
+  s->states = states_of(p, r);
+  s->bytes = team_size(r) * s->states * (int64_t)sizeof(float);
   for (int64_t i = 0; i < p->operations; i++) {
     const Operation *o = p->operation + i;
     if (o->kind != MULTIPLY) continue;
-    const int64_t bytes = scratch_bytes(p, r, o);
-    if (bytes > scratch) scratch = bytes;
+    s->bytes = max(s->bytes, scratch_bytes(p, r, o));
   }
-  s->states = states_of(p, r);
-  return at + max(scratch, aligned(team_size(r) * s->states * (int64_t)sizeof(float)));
+  s->scratch = add_part(&parts, s->bytes);
+  return parts.bytes;
 }
 
 /* Bytes of memory that a run needs. */
@@ -131,6 +128,7 @@ static int over_slots(const Program *p, const Operation *o) {
 /* The rows of a buffer that the present operation works on. */
 static float *rows_of(const State *s, int64_t buffer) {
   const Buffer *b = s->program->buffer + buffer;
+  CHECK(!buffer || b->extent != SELECTED_ROWS || s->at >= s->program->selecting);
   return s->buffers[buffer] + (b->extent == ALL_ROWS ? s->first * b->width : 0);
 }
 
@@ -154,6 +152,7 @@ static int next_slice(State *s) {
   s->begins = s->block;
   while (s->block < r->blocks && s->rows < SLICE) s->rows += r->block[s->block++].length;
   while (s->tile + s->tiles < r->tiles && r->tile[3 * (s->tile + s->tiles)] < s->block) s->tiles++;
+  CHECK(s->rows <= slice_rows(r) && s->first + s->rows <= r->rows);
   return 1;
 }
 
@@ -213,6 +212,7 @@ static void copy_queries(const State *s, const Operation *o) {
   const int64_t width = s->program->buffer[o->in].width;
   for (int64_t i = 0; i < wanted->count; i++) {
     const int64_t row = wanted->row[i] - s->first;
+    CHECK(wanted->row[i] >= 0 && wanted->row[i] < s->run->rows);
     if (row >= 0 && row < s->rows)
       memcpy(wanted->out + i * width, s->buffers[o->in] + row * width,
              (size_t)width * sizeof(float));
@@ -269,12 +269,14 @@ static int64_t begin_stage(State *s) {
     if (o->kind == SPREAD) spread_rows(&s->slots, rows_of(s, o->delta), s->rows, p->top);
     chain_rows(s);
     if (s->stop == s->at && !linear_prepare_items(o->weight, s->rows)) return 0;
-    if (s->prepares && over_slots(p, o)) divide_product(&s->slots, p->operation[s->stop].weight);
+    if (s->prepares && over_slots(p, o))
+      divide_product(&s->slots, p->operation[s->stop].weight, s->bytes);
     s->piece = width < VALUES ? VALUES / width : 1;
     return (rows_at(s) + s->piece - 1) / s->piece;
   }
   if (o->kind == MULTIPLY)
-    return o->experts ? divide_product(&s->slots, o->weight) : linear_items(o->weight, s->rows);
+    return o->experts ? divide_product(&s->slots, o->weight, s->bytes)
+                      : linear_items(o->weight, s->rows);
   if (o->kind == DELTA) return s->run->sequences * ((const Delta *)o->weight)->key_heads;
   return s->part == 0 ? begin_attention(s, o) : attention_merge_items(&s->attention);
 }
@@ -395,14 +397,14 @@ static void delta_item(const State *s, const Operation *o, int64_t item) {
   const float *in = rows_of(s, o->in) - s->first * p->buffer[o->in].width;
   float *out = rows_of(s, o->out) - s->first * p->buffer[o->out].width;
   float *scratch = (float *)s->scratch + omp_get_thread_num() * s->states;
+  CHECK(omp_get_thread_num() < team_size(s->run));
   for (int64_t i = s->begins; i < s->block; i++)
     if (s->run->block[i].sequence == sequence)
       delta_block(d, s->run->states + sequence, o->layer, s->run->block + i, s->run->committed[i],
                   item % d->key_heads, in, out, scratch);
 }
 
-static void work(void *state, int64_t item) {
-  State *s = state;
+static void work_item(State *s, int64_t item) {
   const Operation *o = s->program->operation + s->at;
   if (row_wise(s)) {
     const Operation *stop = s->program->operation + s->stop;
@@ -422,6 +424,12 @@ static void work(void *state, int64_t item) {
   }
 }
 
+static void work(void *state, int64_t item) {
+  State *s = state;
+  for (int64_t i = item * s->together; i < min(s->items, (item + 1) * s->together); i++)
+    work_item(s, i);
+}
+
 /* Adds the time of the stage that has ended to that of its first operation. */
 static void count_time(State *s) {
   struct timespec now;
@@ -437,9 +445,10 @@ static void count_time(State *s) {
 static int64_t begin(void *state) {
   State *s = state;
   while (count_time(s), next_stage(s)) {
-    const int64_t items = begin_stage(s);
-    if (items > 1) return items;
-    if (items) work(s, 0);
+    s->items = begin_stage(s);
+    s->together = (s->items + MAX_ITEMS - 1) / MAX_ITEMS; /* more than 1 for gigabytes of logits */
+    if (s->items > 1) return (s->items + s->together - 1) / s->together;
+    if (s->items) work_item(s, 0);
   }
   return 0;
 }
@@ -471,6 +480,28 @@ static int64_t threads_of(const Program *p, const Run *r) {
 }
 
 #ifdef PACELINE_CHECK
+/* Whether an operation's rows fit the buffers that it writes to. */
+static void check_widths(const Program *p, const Operation *o) {
+  const int64_t in = p->buffer[o->in].width, delta = p->buffer[o->delta].width;
+  const int64_t out = p->buffer[o->out].width, queries = o->q_heads * p->dim;
+  switch (o->kind) {
+    case ADD_NORM: CHECK(out == in && (!o->delta || delta == in)); break;
+    case ADD: CHECK(delta == in); break;
+    case ROTATE: CHECK(queries + 2 * o->kv_heads * p->dim <= in && queries <= out); break;
+    case ATTEND:
+    case ATTEND_CONTEXT: CHECK(in == p->q_heads * p->dim && out == in); break;
+    case GATE: CHECK(in == 2 * out); break;
+    case SIGMOID_GATE: CHECK(delta >= in); break;
+    case TAP: CHECK(in == p->buffer[p->operation->out].width); break;
+    case SELECT:
+    case SPREAD:
+    case COMBINE: CHECK(out == in); break;
+    case ROUTE:
+      CHECK(p->top > 0 && p->top <= o->experts && o->experts <= MAX_EXPERTS);
+      CHECK(o->experts <= in && 2 * p->top <= out);
+  }
+}
+
 static void check_program(const Program *p) {
   CHECK(p && p->operations > 0 && p->operation && p->buffers > 0 && p->buffer);
   CHECK(p->selecting >= 0 && p->selecting <= p->operations);
@@ -485,6 +516,7 @@ static void check_program(const Program *p) {
     CHECK(o->kind >= EMBED && o->kind <= SIGMOID_GATE && o->layer >= 0 && o->window >= 0);
     CHECK(o->in >= 0 && o->in < p->buffers && o->delta >= 0 && o->delta < p->buffers);
     CHECK(o->out >= 0 && o->out < p->buffers);
+    check_widths(p, o);
     for (int64_t e = 0; o->kind == MULTIPLY && e < max(1, o->experts); e++) {
       const Matrix *m = (const Matrix *)o->weight + e;
       check_matrix(m);
@@ -495,7 +527,7 @@ static void check_program(const Program *p) {
 
 static void check_run(const Program *p, const Run *r) {
   CHECK(r && r->rows > 0 && r->selected >= 0 && r->threads > 0);
-  CHECK(r->memory && (uintptr_t)r->memory % LINE == 0);
+  CHECK(r->memory && (uintptr_t)r->memory % 64 == 0);
   CHECK(r->sequences > 0 && r->caches && r->kv_type >= KV_F32 && r->kv_type <= KV_INT8);
   CHECK(r->blocks > 0 && r->block && r->position && (r->tokens || r->inputs));
   CHECK(!r->selected || p->selecting == p->operations || r->logits);
@@ -506,16 +538,29 @@ static void check_run(const Program *p, const Run *r) {
     const QueryBlock *b = r->block + i;
     CHECK(b->sequence >= 0 && b->sequence < r->sequences && b->start >= 0);
     CHECK(b->row == row && b->length > 0 && (row += b->length) <= r->rows);
+    CHECK(!r->states || b->length <= MAX_TREE_NODES);
     CHECK(!b->depths == !b->paths && !b->depths == !b->path_starts);
     for (int64_t n = 0; b->depths && n < b->length; n++) {
-      CHECK(b->path_starts[n] < b->path_starts[n + 1]);
-      CHECK(b->paths[b->path_starts[n + 1] - 1] == n);
+      const int64_t length = b->path_starts[n + 1] - b->path_starts[n];
+      CHECK(length > 0 && b->depths[n] == length - 1);
+      for (int64_t i = 0; i < length; i++) {
+        const int64_t node = b->paths[b->path_starts[n] + i];
+        CHECK(node >= 0 && (i < length - 1 ? node < n : node == n));
+      }
     }
   }
   for (int64_t i = 0; i < r->tiles; i++) {
     const int64_t *tile = r->tile + 3 * i;
     CHECK(tile[0] >= 0 && tile[0] < r->blocks && (!i || tile[0] >= tile[-3]));
     CHECK(tile[1] >= 0 && tile[2] > 0 && tile[1] + tile[2] <= r->block[tile[0]].length);
+  }
+  for (int64_t i = 0; r->probes && i < p->operations; i++) {
+    const Probes *probes = r->probes + p->operation[i].layer;
+    for (int64_t j = 0; p->operation[i].kind == ATTEND && j < probes->count; j++) {
+      const Probe *probe = probes->probe + j;
+      CHECK(probe->block >= 0 && probe->block < r->blocks && probe->out);
+      CHECK(probe->node >= 0 && probe->node < r->block[probe->block].length);
+    }
   }
 }
 #else
@@ -531,9 +576,10 @@ int64_t paceline_run_program(const Program *p, const Run *r) {
   if (r->tokens && outside(r->tokens, r->rows, p->vocabulary)) return 2;
   if (r->selection && outside(r->selection, r->selected, r->rows)) return 2;
   State s = {.program = p, .run = r, .at = -1, .threads = threads_of(p, r)};
-  lay_out(&s);
+  const int64_t bytes = lay_out(&s);
   expand_blocks(&s);
   const Stages stages = {.begin = begin, .work = work, .state = &s};
   team_run(&stages, s.threads);
+  ALLOW(r->memory, bytes);
   return s.failed;
 }

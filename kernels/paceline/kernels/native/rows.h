@@ -93,6 +93,8 @@ INLINE void rotate_row(const Heads *p, float *heads, const float *table, float *
   const int64_t dim = p->dim, queries = p->q_heads * dim;
   const float *q_weight = p->whole ? NULL : p->q_weight, *k_weight = p->whole ? NULL : p->k_weight;
   float x[MAX_DIM];
+  CHECK(dim <= MAX_DIM && slot >= 0);
+  CHECK(!p->kv_heads || (slot < k->slots && slot < v->slots));
   if (p->whole) {
     normalise(heads, p->q_weight, queries, p->eps, heads);
     normalise(heads + queries, p->k_weight, p->kv_heads * dim, p->eps, heads + queries);

@@ -25,6 +25,7 @@ INLINE vec exp_weight(vec x) {
 }
 
 INLINE void hide_columns(const Scores *s) {
+  CHECK(s->from >= 0 && s->from <= s->to && s->to <= s->columns && s->columns <= CHUNK);
   for (int64_t c = 0; c < s->from; c++) s->score[c] = -INFINITY;
   for (int64_t c = s->to; c < s->columns; c++) s->score[c] = -INFINITY;
 }

@@ -13,6 +13,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
+#include "check.h"
 #include "limits.h"
 
 #define SPINS 1000 /* reads of the ticket, 20 to 50 us, before a waiting thread yields its core */
@@ -54,6 +55,7 @@ static inline uint64_t stage_of(const Items *run) {
 /* The last run is never empty, so the next stage cannot begin before all runs are written. */
 static void team_begin(Team *t, const Stages *stages, uint64_t stage) {
   const uint64_t items = (uint64_t)stages->begin(stages->state), threads = (uint64_t)t->threads;
+  CHECK(items <= MAX_ITEMS);
   atomic_store_explicit(&t->left, (int64_t)items, memory_order_relaxed);
   for (uint64_t i = 0; i < threads; i++) {
     const uint64_t first = items * i / threads, end = items ? items * (i + 1) / threads : LAST;

@@ -3,6 +3,7 @@
 #ifndef PACELINE_TILES_H
 #define PACELINE_TILES_H
 
+#include "parts.h"
 #include "vectors.h"
 
 #define SIDE 16 /* rows of a tile, and 32-bit values of a row */
@@ -18,12 +19,20 @@
 /* The intrinsics for reading do not tell gcc that they read memory. */
 #define WRITTEN __asm__ volatile("" ::: "memory")
 #define TILE_LOAD(t, from, stride) \
+  check_tile((from), (stride));    \
   WRITTEN;                         \
   _tile_loadd(t, from, stride)
-#define TILE_STORE(t, to, stride) _tile_stored(t, to, stride)
+#define TILE_STORE(t, to, stride) \
+  check_tile((to), (stride));     \
+  _tile_stored(t, to, stride)
 #define TILE_DOT_BF16(c, a, b) _tile_dpbf16ps(c, a, b)
 /* c += a * b over four bytes, those of `a` signed and those of `b` unsigned. */
 #define TILE_DOT_SIGNED(c, a, b) _tile_dpbsud(c, a, b)
+
+/* The sanitizer does not see what the instructions read and write. */
+INLINE void check_tile(const void *at, int64_t stride) {
+  for (int row = 0; GAP && row < SIDE; row++) CHECK_MEMORY((const char *)at + row * stride, 64);
+}
 
 /* Sets the tiles' shapes in this thread, unless they are set: other libraries, such as oneDNN in
  * PyTorch, change and release them on the same threads between two calls. Setting clears all tiles

@@ -10,6 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "check.h"
 #include "limits.h"
 
 #define INLINE static inline __attribute__((always_inline))
@@ -282,7 +283,7 @@ INLINE float max_lane(vec x) {
 
 typedef struct {
   void *data; /* slot s of kv head h: data + h * head_stride + s * slot_stride, in elements */
-  int64_t head_stride, slot_stride;
+  int64_t head_stride, slot_stride, slots;
 } Cache;
 
 /* An array of float32 or bfloat16 values. Storing rounds to nearest, ties to even; NaN stays NaN.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -12,13 +13,30 @@ from torch import Tensor
 from paceline.decoder.cache import LocalCache
 from paceline.decoder.graphs import FIXED_SHAPES
 from paceline.decoder.model import Decoder
-from paceline.kernels import CHUNK, MAX_TREE_NODES, QueryBlock, plan_trees, why_bits_vary
+from paceline.kernels import (
+    CHUNK,
+    MAX_TREE_NODES,
+    Executor,
+    LayerTable,
+    Pass,
+    QueryBlock,
+    Recorder,
+    plan_trees,
+    why_bits_vary,
+)
+from paceline.kernels.caches import to_rows
+from paceline.kernels.program import Kind, Operation, Program
 
 _PREFIX = CHUNK - 3  # so that the tree crosses a chunk border
 # Row counts of a linear layer that are compared: libraries choose kernels by the number of rows.
 _ROWS = (*range(1, 18), 33, 49, 65, 129, 257)
 _MAX_ROWS = 513
 _PARENTS = (-1, 0, 0, 1, 1, 3, 2, 5, 7, 4, 8, 9)
+
+# Trees over attention alone: the column of a chunk where the window of the root begins, or without
+# one the tree, and the rows.
+_DEEP_TREES = ((255, 32), (240, 64), (200, MAX_TREE_NODES), (0, 33))
+_KEYS_REPEATED = 64  # random keys and values, again and again: they are quick to make
 
 SERVED_TOKENS = 512
 """Length that a text must be able to have for :func:`check_served`. Unit: tokens."""
@@ -52,7 +70,8 @@ def check_batch_invariance(decoder: Decoder) -> BatchInvariance:
     First, every shape of linear layer is run with several numbers of rows: if a product is split
     differently, few values change, and few of those reach a logit. Then a short prompt and one tree
     run through one layer of each kind, packed with another sequence, and every node is
-    compared with its path decoded alone. Where attention promises no equal bits
+    compared with its path decoded alone. Last, the attention of each kind of layer runs over the
+    largest trees, behind its window. Where attention promises no equal bits
     (:func:`~paceline.kernels.why_bits_vary`), nothing is checked.
     """
     differs = why_bits_vary(decoder.device)
@@ -61,7 +80,8 @@ def check_batch_invariance(decoder: Decoder) -> BatchInvariance:
             "layers run on torch operations: the compiled kernels need widths that are multiples "
             "of 16, and heads of at most 512"
         )
-    differs = differs or _rows_that_differ(decoder) or _tree_that_differs(decoder)
+    for find in (_rows_that_differ, _tree_that_differs, _attention_that_differs):
+        differs = differs or find(decoder)
     if differs and decoder.device.type != "cpu":
         differs += "; serve on the CPU if texts must be equal bit for bit"
     return BatchInvariance(not differs, differs)
@@ -224,6 +244,96 @@ def _tree_that_differs(decoder: Decoder) -> str:
                 return "attention or a row operation gives other bits in a tree than token by token"
         alone.truncate(_PREFIX)
     return ""
+
+
+class _Attention:
+    """The attention of a kind of layer by its first kv head, over random keys and values."""
+
+    def __init__(self, program: Program, op: Operation, kv_dtype: torch.dtype, slots: int) -> None:
+        group, dim = program.heads.q_heads // program.heads.kv_heads, program.heads.dim
+        heads = replace(program.heads, q_heads=group, kv_heads=1)
+        recorder = Recorder(heads, torch.float32, numerics=program.numerics)
+        self.width = group * dim
+        q = recorder.rotate_queries(recorder.input(self.width))
+        sinks = None if op.sinks is None else op.sinks[:group]
+        recorder.tap(recorder.attend(q, 0, op.window or None, sinks), 0)
+        self._executor = Executor(recorder.finish())
+        self._unrotated = torch.tensor([1.0, 0.0]).repeat_interleave(dim // 2).repeat(slots, 1)
+        self.generator = torch.Generator().manual_seed(0)
+        some = torch.randn(2, 1, _KEYS_REPEATED, dim, generator=self.generator)
+        self._planes = to_rows(some, kv_dtype).repeat(1, 1, -(-slots // _KEYS_REPEATED), 1)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """As a cache of a layer has them."""
+        return self._planes[0], self._planes[1]
+
+    @property
+    def table(self) -> LayerTable:
+        """As a cache of a layer has it."""
+        return LayerTable([self.layer(0)])
+
+    def together(self, blocks: Sequence[QueryBlock], q: Tensor) -> Tensor:
+        """The attention of blocks over these keys and values."""
+        caches = [self] * len(blocks)
+        call = Pass(None, plan_trees(blocks), caches, self._unrotated, taps=(0,), inputs=q)
+        return self._executor.run(call).taps[0]
+
+    def alone(self, block: QueryBlock, nodes: Sequence[int], q: Tensor) -> Tensor:
+        """That of some nodes, each as the only row behind its own path."""
+        text, found = copy(self), []
+        text._planes = self._planes.clone()
+        for node in nodes:
+            path = torch.from_numpy(block.ancestors()[node]).nonzero()[:, 0]
+            stop = block.start + len(path)
+            text._planes[:, :, block.start : stop] = self._planes[:, :, block.start + path]
+            own = QueryBlock(0, stop - 1, None, 1)
+            found.append(text.together([own], q[node : node + 1]))
+        return torch.cat(found)
+
+
+@torch.inference_mode()
+def _attention_that_differs(decoder: Decoder) -> str:
+    """Trees are compared with their nodes alone, and each tree by itself: on one thread, and with
+    the chunks of few rows divided among all."""
+    if decoder.native is None:
+        return ""
+    program, threads = decoder.native.program, torch.get_num_threads()
+    kinds = {op.window: op for op in program.operations if op.kind is Kind.ATTEND}
+    for window, op in kinds.items():
+        blocks = [
+            QueryBlock(index, max(0, window - 1) + column, _deep_tree(rows), rows)
+            for index, (column, rows) in enumerate(_DEEP_TREES)
+        ]
+        slots, lengths = max(block.stop for block in blocks), [block.length for block in blocks]
+        attention = _Attention(program, op, decoder.config.kv_dtype, slots)
+        q = torch.randn(sum(lengths), attention.width, generator=attention.generator)
+        torch.set_num_threads(1)
+        try:
+            packed = attention.together(blocks, q).split(lengths)
+        finally:
+            torch.set_num_threads(threads)
+        for block, own, found in zip(blocks, q.split(lengths), packed, strict=True):
+            nodes = [0, 1, block.length // 2, block.length - 1]
+            same = torch.equal(attention.alone(block, nodes, own), found[nodes])
+            if same and block.length < MAX_TREE_NODES:
+                single = attention.together([replace(block, sequence=0)], own)
+                same = torch.equal(single, found)
+            if not same:
+                where = f" behind a window of {window}" if window else ""
+                return (
+                    f"attention gives other bits in a tree of {block.length} rows from position "
+                    f"{block.start} on{where} than token by token"
+                )
+    return ""
+
+
+def _deep_tree(nodes: int) -> tuple[int, ...]:
+    """Parents of a path with a wrong node beside every fourth."""
+    parents, tip = [-1], 0
+    while len(parents) < nodes:
+        parents.append(tip)
+        tip = tip if len(parents) % 4 == 2 else len(parents) - 1
+    return tuple(parents)
 
 
 def _path(leaf: int) -> list[int]:
