@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.service.cpus import usable_cpus
 from paceline.train.presets import LM_PRESETS, ONLINE_PRESETS, Preset
 from paceline.train.recipes import recipes
 
@@ -137,6 +138,8 @@ def _corpus(args: argparse.Namespace, preset: Preset | None = None) -> Corpus:
 def _run(args: argparse.Namespace, preset: Any) -> Run:
     """The run of the arguments; `preset` has the default `minutes` and `steps`."""
     import torch
+
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
 
     from paceline.train.run import Run
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,6 +24,7 @@ import torch
 from paceline.decoder import Decoder
 from paceline.decoder.model_source import cache_file, store
 from paceline.kernels import cpu_kernels, processor_name
+from paceline.service.cpus import usable_cpus
 from paceline.tree import TokenTree, accepted_tokens
 from paceline.verifier.scheduler.controller import Drafters, PlainClock, SequenceState
 from paceline.verifier.scheduler.costs import WEIGHT, Costs, CostTable, flat_table, profile
@@ -489,7 +489,7 @@ def _file(decoder: Decoder) -> Path:
         torch.get_num_threads(),
         torch.__version__,
         cpu_kernels().level,
-        (processor_name(), len(os.sched_getaffinity(0))),
+        (processor_name(), usable_cpus()),
     )
     return cache_file("costs", facts)
 
