@@ -31,7 +31,11 @@ HANDSHAKES = 64
 HANDSHAKE_SECONDS = 2.0
 """Longest time for it."""
 CONNECTIONS = 1024
-"""Connections of callers to a server; at most a quarter of the files that it may open."""
+"""Connections of callers to a server, or an eighth of the files that it may open. Beyond it those
+without a call make room, then those that were not used for the longest time; beyond a quarter of
+the files new ones are refused."""
+CONNECTIONS_SECONDS = 0.5
+"""Time between two looks at them."""
 TRANSPORT_SECONDS = 10
 """Longest time for the handshakes of TLS and HTTP/2."""
 JOIN_SECONDS = 10.0
