@@ -54,6 +54,10 @@ READ_BYTES = 256 * KIB
 """What is read from a drafter service's socket between two steps."""
 STEP_MESSAGES = 64
 """Messages of a drafter service that are processed between two steps."""
+LATE_ANSWERS = 4096
+"""Most answers of a drafter service for sequences that are closed; three for each of them."""
+LIST_SECONDS = 0.1
+"""Time between two lists of drafters that are taken from a service."""
 DRAFTERS = 256
 """Drafters of a service."""
 DRAFTER_LIST_BYTES = 256 * KIB
