@@ -147,7 +147,8 @@ def test_pieces_of_prompts_leave_a_step_as_long_as_a_few_plain_ones(
 def test_a_step_with_prompts_that_takes_longer_than_said_makes_the_next_pieces_smaller(
     decoder: Decoder, pool: PagePool
 ) -> None:
-    """For what the table does not know: scores of prompts, drafters that work meanwhile."""
+    """For what the table does not know, such as scores of prompts. Where all steps take longer,
+    because others keep the machine busy, prompts are not left behind."""
     now = [100.0]
     scheduler = Scheduler(TABLE, 16, clock=lambda: now[0])
     job = Decode(sequence(pool, 5), credits=1)
@@ -162,9 +163,9 @@ def test_a_step_with_prompts_that_takes_longer_than_said_makes_the_next_pieces_s
 
     for _ in range(40):
         usual = run(0, 1.0)
-    sizes = [run(usual, 2.0) for _ in range(10)]
+    sizes = [run(usual, 5.0) for _ in range(10)]
     assert sizes == sorted(sizes, reverse=True)
-    assert MIN_PROMPT <= sizes[-1] < usual / 1.5
+    assert usual / 2 < sizes[-1] < usual / 1.3
     assert max(run(usual, 1.0) for _ in range(20)) > 0.9 * usual
     job.sequence.kv.close()
 

@@ -121,7 +121,10 @@ class Scheduler:
         self._ended = self._now()
         self._least: float | None = None  # of the next step, once it was asked for
         self._load = 1  # sequences that the newest step would serve in plain decoding
-        self._prompts = 1.0  # time of steps with pieces of prompts, over what the table says
+        # Time of steps with pieces of prompts, over what the table says: scores of prompts take
+        # longer, and without, fewer logits are computed than in its steps. It is bounded: what else
+        # keeps the machine busy slows plain steps too.
+        self._prompts = 1.0
 
     def admit(
         self,
@@ -246,8 +249,8 @@ class Scheduler:
             return
         if plan.prompts and self.measured:
             predicted = self.costs.plain_seconds(len(plan.jobs), plan.tokens, plan.context)
-            ratio = (ended - began) / self._clock.seconds(self._load, predicted) / self._prompts
-            self._prompts *= 1 + _PROMPT_WEIGHT * (min(max(ratio, 0.5), 2.0) - 1)
+            ratio = (ended - began) / self._clock.seconds(self._load, predicted)
+            self._prompts += _PROMPT_WEIGHT * (min(max(ratio, 0.7), 1.5) - self._prompts)
         elif not plan.prompts:
             self.costs.observe(len(plan.jobs), plan.tokens, plan.context, ended - began)
             same = plain and plan.jobs == self._before
