@@ -11,6 +11,7 @@ from calls import until
 from fakes.transport import MockTransport
 
 from paceline.gateway import server, writers
+from paceline.service import limits
 
 from .conftest import Serve, Served
 
@@ -73,3 +74,23 @@ async def test_a_connection_without_a_request_is_closed(
         async with asyncio.timeout(60):
             assert await reader.read() == b""
         writer.close()
+
+
+async def test_idle_connections_make_room(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For new ones; that of a text goes on."""
+    monkeypatch.setattr(limits, "CONNECTIONS", 8)
+    monkeypatch.setattr(limits, "CONNECTIONS_SECONDS", 0.05)
+    async with serve(MockTransport(TEXT)) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        reading = await reading_nothing(served, stream=True)
+        await until(lambda: len(served.transport.requests) == 1)
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(30)]
+        for reader, writer in silent[:20]:
+            assert not await asyncio.wait_for(reader.read(), 60)
+            writer.close()
+        answer = await served.openai.completions.create(model="mock", prompt="a", max_tokens=1)
+        assert answer.choices[0].text == "x"
+        assert await asyncio.get_running_loop().sock_recv(reading, 12) == b"HTTP/1.1 200"
+        reading.close()
+        for _, writer in silent[20:]:
+            writer.close()

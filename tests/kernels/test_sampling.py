@@ -17,6 +17,7 @@ from paceline.kernels import (
     best_candidates,
     choose_token,
     cpu_kernels,
+    edits,
     filter_logits,
     gumbel_noise_at,
     raw_logprobs,
@@ -236,9 +237,43 @@ def test_a_history_counts_the_output_and_goes_back() -> None:
     for token in (7, 6):
         history.push(token)
     assert (history.prompt, list(history.output), len(history)) == ({5, 6}, [7, 7, 6], 6)
-    assert history.counts == {7: 2, 6: 1}
+    assert _counts(history) == {7: 2, 6: 1}
+    assert set(history.seen) == {5, 6, 7}
     assert [history.pop(), history.pop()] == [6, 7]
-    assert history.counts == {7: 1}
+    assert _counts(history) == {7: 1}
     history.pop()
+    assert set(history.seen) == {5, 6}
     with pytest.raises(IndexError):
         history.pop()
+
+
+def _counts(history: History) -> dict[int, float]:
+    return dict(zip(history.emitted, history.counts, strict=True))
+
+
+@given(
+    prompt=st.lists(st.integers(0, 9), max_size=6),
+    moves=st.lists(st.none() | st.integers(0, 9), max_size=40),
+)
+def test_the_penalties_of_a_history_are_those_of_its_tokens(
+    prompt: list[int], moves: list[int | None]
+) -> None:
+    history, output = History(prompt), list[int]()
+    for token in moves:
+        if token is not None:
+            history.push(token)
+            output.append(token)
+        elif output:
+            assert history.pop() == output.pop()
+    params = SamplingParams(repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=0.5)
+    (seen, _), (emitted, penalties), _ = edits(params, history)
+    assert sorted(seen) == sorted({*prompt, *output})
+    counts = {token: 0.25 + 0.5 * output.count(token) for token in output}
+    assert dict(zip(emitted.tolist(), penalties.tolist(), strict=True)) == counts
+
+
+def test_what_a_text_biases_is_prepared_once() -> None:
+    params = SamplingParams(logit_bias=((3, 1.0), (5, -math.inf)))
+    first, second = (edits(params, EMPTY)[2] for _ in range(2))
+    assert all(one is other for one, other in zip(first, second, strict=True))
+    assert [each.tolist() for each in first] == [[3, 5], [1.0, -math.inf]]

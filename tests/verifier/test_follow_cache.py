@@ -96,6 +96,21 @@ def test_updates_add_up_to_the_selection(
         segment.close()
 
 
+def test_other_budgets_are_for_new_tokens(segment: Segment) -> None:
+    """A drafter that asks for another one again and again gets no update for each."""
+    stream = FollowStream(new_cache(segment), [0], Streaming(segment, [0]), 8)
+    updates = 0
+    for asked in range(40):
+        stream.budget = 8 + asked % 2
+        if stream._due:
+            updates += 1
+            list(stream.update())
+            stream._acknowledged = stream._sent
+    assert updates == 1 + kv_exchange.UPDATES_AHEAD
+    stream._cache.sequence.committed += 1
+    assert stream._due
+
+
 def test_only_what_changed_is_sent_again(segment: Segment) -> None:
     cache = new_cache(segment)
     stream = FollowStream(cache, (0, 1), Streaming(segment, (0, 1)), 100)

@@ -7,8 +7,9 @@ import errno
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import drafters
@@ -22,6 +23,7 @@ from paceline.service import OptionsError, ServiceError, limits
 from paceline.service.exchange import request_files
 from paceline.tree import TokenTree
 from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc, verifier_pb2
+from paceline.verifier.engine.drafting import Link
 from paceline.verifier.rpc import exchange
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -371,6 +373,7 @@ VIOLATIONS: list[tuple[dict[str, Any] | bytes, str]] = [
     (opened_for(1), "OPENED_TWICE"),
     ({}, "EMPTY_MESSAGE"),
     (b"\0\0\0\0" * 5_000, "EMPTY_MESSAGE"),
+    ({"use_stream": True}, "EMPTY_MESSAGE"),
     (b"\x04\0\0\0\xff\xff\xff\xff", "BAD_MESSAGE"),
     ((limits.FRAME_BYTES + 1).to_bytes(4, "little"), "DRAFTER_GONE"),
 ]
@@ -423,6 +426,59 @@ async def test_messages_for_closed_sequences_are_ignored(client: Client) -> None
     plain = await client.generate(PROMPT, None, **FIELDS)
     assert await client.generate(PROMPT, drafters.random_tree, **FIELDS) == plain
     assert [each.sequence for each in service.opened] == [1, 2], "the same connection"
+
+
+@CARRIERS
+@pytest.mark.parametrize("answer", [opened_for, lambda number: tree_for(number, 1)])
+async def test_who_answers_closed_sequences_again_and_again_is_disconnected(
+    client: Client, socket: bool, answer: Callable[[int], dict[str, Any]]
+) -> None:
+    """Three answers may have crossed the message that closed each of them."""
+    plain = await client.generate(PROMPT, None, **FIELDS)
+    async with client.new_drafter_service(socket=socket, name="bad") as bad:
+        name = await bad.add(drafters.nothing)
+        for _ in range(2):
+            await client.rest((await client.create(PROMPT, **FIELDS)).handle, drafter=name)
+        await until(lambda: not bad.sequences)
+        for _ in range(6):
+            await bad.send(**answer(1))
+        assert await client.generate(PROMPT, drafters.random_tree, **FIELDS) == plain
+        assert len(client.service.joined()) == 2
+        await bad.send(**answer(2))
+        assert await bad.error() == (grpc.StatusCode.INVALID_ARGUMENT, "CLOSED_SEQUENCE")
+        assert await client.generate(PROMPT, drafters.random_tree, **FIELDS) == plain
+
+
+def test_answers_that_may_come_late_are_not_saved_up() -> None:
+    link = Link(exchange_pb2.DrafterList(), lambda message: None, lambda error: None)
+    for _ in range(limits.LATE_ANSWERS):
+        link.sequences[1] = SimpleNamespace()  # type: ignore[assignment]
+        link.forget(1)
+    assert link.late == limits.LATE_ANSWERS
+
+
+async def test_lists_of_drafters_are_taken_one_at_a_time(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is work for all callers."""
+    monkeypatch.setattr(limits, "LIST_SECONDS", 3600.0)
+    service = client.drafter_service
+    await service.joining()
+
+    def names() -> list[str]:
+        (joined,) = client.service.joined()
+        return [each.name for each in joined.drafters]
+
+    async def announce(name: str) -> None:
+        drafter = drafter_pb2.DrafterInfo(name=name, traffic_share=1.0)
+        listed = exchange_pb2.DrafterList(drafters=[drafter])
+        await service.call.write(exchange_pb2.JoinRequest(drafters=listed))
+
+    await announce("first")
+    await until(lambda: names() == ["first"])
+    await announce("second")
+    await client.generate(PROMPT, None, **FIELDS)
+    assert names() == ["first"]
 
 
 async def test_the_drafters_of_all_services_are_bounded(

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from verifier_support import make_model, text
 
 from paceline.decoder import Decoder
 from paceline.decoder.graphs import SHAPES
-from paceline.verifier.engine.batch import MIN_PROMPT, prompt_room
+from paceline.tree import EMPTY
+from paceline.verifier.engine.batch import MIN_GRAPH_PROMPT, prompt_room
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import Decode, GenerationParams, Prefill, Sequence
+from paceline.verifier.engine.job import Decode, GenerationParams, Prefill, Sequence, StepOutput
+from paceline.verifier.engine.queue import CommandThread
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
-from paceline.verifier.scheduler.costs import flat_table
-from paceline.verifier.scheduler.scheduler import Scheduler
+from paceline.verifier.scheduler.costs import CostTable, flat_table
+from paceline.verifier.scheduler.scheduler import MAX_GAP, MIN_PROMPT, Scheduler
 
 
 @pytest.mark.parametrize("rounds", [*range(0, SHAPES[-1] + 1, 7), 2000])
 def test_a_step_of_rounds_and_prompts_is_one_of_a_graph(rounds: int) -> None:
     room = prompt_room(rounds)
-    assert room >= MIN_PROMPT
-    assert rounds + room <= SHAPES[-1] or room == MIN_PROMPT
+    assert room >= MIN_GRAPH_PROMPT
+    assert rounds + room <= SHAPES[-1] or room == MIN_GRAPH_PROMPT
 
 
 class NoGraphs:
@@ -105,3 +111,95 @@ def test_a_step_of_prompts_waits_for_trees_that_come_soon(
     arrivals[:] = [now + 0.009]
     assert engine._hold() == 0.0
     prompt.kv.close()
+
+
+TABLE = CostTable((1, 16, 64, 128), (0.02, 0.03, 0.09, 0.18), per_attended=2e-7)
+"""Of a processor: some more rows cost little, and many cost in proportion."""
+
+
+@given(
+    streams=st.integers(1, 40),
+    drafted=st.integers(0, 200),
+    begins=st.integers(0, 8000),
+    passed=st.floats(0, 1),
+)
+def test_pieces_of_prompts_leave_a_step_as_long_as_a_few_plain_ones(
+    streams: int, drafted: int, begins: int, passed: float
+) -> None:
+    """Beside any load prompts go on, and alone in at least half of that time."""
+    now = [100.0]
+    scheduler = Scheduler(TABLE, 16, clock=lambda: now[0])
+    now[0] += passed
+    rounds = streams + drafted
+    room = scheduler.prompt_tokens(streams, rounds, begins, 512)
+    plain = scheduler.costs.plain_seconds(streams, streams, 1)
+    beside = scheduler.costs.plain_seconds(streams, rounds, 1)
+
+    def added(tokens: int) -> float:
+        before = scheduler.costs.plain_seconds(1, rounds, begins)
+        return scheduler.costs.plain_seconds(1, rounds + tokens, begins) - before
+
+    limit = max(MAX_GAP * plain - passed, beside + MAX_GAP / 2 * plain)
+    assert room == MIN_PROMPT or beside + added(room) <= limit
+    assert room == 512 or beside + added(room + 1) > limit
+
+
+def test_a_step_with_prompts_that_takes_longer_than_said_makes_the_next_pieces_smaller(
+    decoder: Decoder, pool: PagePool
+) -> None:
+    """For what the table does not know, such as scores of prompts. Where all steps take longer,
+    because others keep the machine busy, prompts are not left behind."""
+    now = [100.0]
+    scheduler = Scheduler(TABLE, 16, clock=lambda: now[0])
+    job = Decode(sequence(pool, 5), credits=1)
+
+    def run(prompt: int, slower: float) -> int:
+        """Runs a step; returns the room of the next one."""
+        scheduler.admit([job], [EMPTY], 1 + prompt, 5 + prompt, 0)
+        began = now[0]
+        now[0] += slower * scheduler.costs.plain_seconds(1, 1 + prompt, 1)
+        scheduler.stepped(began, now[0], [StepOutput([1])])
+        return scheduler.prompt_tokens(1, 1, 0, 512)
+
+    for _ in range(40):
+        usual = run(0, 1.0)
+    sizes = [run(usual, 5.0) for _ in range(10)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert usual / 2 < sizes[-1] < usual / 1.3
+    assert max(run(usual, 1.0) for _ in range(20)) > 0.9 * usual
+    job.sequence.kv.close()
+
+
+async def test_a_step_beside_a_text_that_runs_has_little_of_a_prompt(
+    decoder: Decoder, pool: PagePool
+) -> None:
+    """From the end of its own prompt on, of one prompt and of several; alone it has much."""
+    engine = Engine(decoder, scheduler=Scheduler(TABLE, 16))
+    short, *long = sequence(pool, 5), sequence(pool, 1500), sequence(pool, 1500)
+    with torch.inference_mode():
+        engine.prefill(Prefill(short))
+        for each in long:
+            engine.prefill(Prefill(each))
+        assert step(engine) == 512  # the short prompt shares it
+        assert step(engine) <= 80, "its client asks for more now"
+        engine.decode(Decode(short, credits=3))
+        assert all(MIN_PROMPT < step(engine) <= 80 for _ in range(3))
+        assert len(short.tokens) == 5 + 1 + 3
+        assert step(engine) == 512
+    for each in (short, *long):
+        each.kv.close()
+
+
+def test_dear_commands_leave_steps_between_them() -> None:
+    thread, done = CommandThread(), list[int]()
+
+    def command(number: int) -> None:
+        done.append(number)
+        sleep(0.02)
+
+    for number in range(3):
+        thread.submit(partial(command, number))
+    for passed in range(3):
+        thread.run_commands(None)
+        assert done == [*range(passed + 1)], "one at a time, in order, without a wait"
+    thread.waiter.close()

@@ -25,6 +25,7 @@ from paceline.decoder import open_model
 from paceline.decoder.weights import fingerprint_files
 from paceline.drafter import DrafterSpec
 from paceline.kernels import processor
+from paceline.service.cpus import usable_cpus
 
 PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "uvloop", "triton")
 
@@ -46,7 +47,7 @@ def describe() -> dict[str, object]:
     fields = processor()
     model, flags = fields.get("model name", platform.machine()), fields.get("flags", "").split()
     number = [fields[name] for name in ("cpu family", "model") if name in fields]
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cpus()
     words = re.findall(r"[a-z0-9]+", re.sub(r"\(.*?\)", "", model.lower()))
     return {
         "kind": "-".join(["cpu", f"{cores}x", *words[:3], *number]),

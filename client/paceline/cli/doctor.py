@@ -16,6 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.service_process import set_torch_environment
+from paceline.service.cpus import usable_cpus
+
 Facts = dict[str, Any]
 
 _EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -80,6 +83,7 @@ def examine() -> Facts:
 
 
 def _with_torch() -> Facts:
+    set_torch_environment(None)  # the threads are those of a service
     import torch
 
     from paceline.decoder.device import has_mps
@@ -129,11 +133,10 @@ def _processor() -> Facts:
         name, _, value = line.partition(":")
         named.setdefault(name.strip(), value.strip())
     flags = named.get("flags", named.get("Features", "")).split()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "name": named.get("model name") or platform.processor() or "unknown",
         "cores": os.cpu_count(),
-        "usable_cores": usable,
+        "usable_cores": usable_cpus(),
         "instructions": [name for name in _INSTRUCTIONS if name in flags],
     }
 

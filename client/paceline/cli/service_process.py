@@ -25,6 +25,7 @@ from paceline.service import (
     configure_logging,
     run_server,
 )
+from paceline.service.cpus import default_threads
 from paceline.telemetry.exporters import traced
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ FAILURE_FILE = Path(os.environ.get("TMPDIR", "/tmp"), "paceline-failure")
 """Why the service of a container does not start; gone with the container's /tmp."""
 
 _HOLD_SECONDS = 15.0
-
-_SYSTEM = Path("/sys/devices/system")
 
 T = TypeVar("T")
 
@@ -205,34 +204,6 @@ def set_torch_environment(threads: int | None) -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     os.environ.setdefault("KMP_BLOCKTIME", "1")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
-def default_threads(system: Path = _SYSTEM) -> int:
-    """Physical cores of one NUMA node among the CPUs that this process may use, at least 1.
-
-    Two hardware threads of a core share its vector units. A step meets all threads some 250 times,
-    and a second socket makes each meeting several times slower, while memory is written from the
-    node of the thread that loads the model. `system` is where Linux describes nodes and CPUs.
-    """
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    usable = os.sched_getaffinity(0)
-    nodes = [_cpus(path / "cpulist") for path in system.glob("node/node[0-9]*")]
-    here = max((usable & node for node in nodes), key=len, default=usable) or usable
-    cores = {
-        min(_cpus(system / f"cpu/cpu{cpu}/topology/thread_siblings_list") & here, default=cpu)
-        for cpu in here
-    }
-    return max(1, len(cores))
-
-
-def _cpus(path: Path) -> set[int]:
-    """CPUs of a list such as 0-3,8-11; none if the file cannot be read."""
-    try:
-        parts = [part.split("-") for part in path.read_text().strip().split(",")]
-        return {cpu for part in parts for cpu in range(int(part[0]), int(part[-1]) + 1)}
-    except (OSError, ValueError):
-        return set()
 
 
 def ready_writer(args: argparse.Namespace) -> Callable[[str], None]:

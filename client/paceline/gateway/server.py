@@ -18,10 +18,12 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from paceline.client import Client, GenerationResult, PacelineError
+from paceline.service.connections import Connections
 from paceline.service.interceptor import https_context
 from paceline.service.metrics import MetricsEndpoint, new_registry, serve_metrics
 from paceline.service.options import OptionsError, socket_path_of, split_address
 from paceline.service.runtime import Stop, files_left
+from paceline.service.tasks import keep_running
 
 from . import middleware
 from .admission import Admission, Place
@@ -76,6 +78,8 @@ class Gateway:
         self._jobs = JobBuilder(client, options)
         self.admission = Admission(options.max_requests, options.max_body_bytes)
         """Requests in flight. When it is closed, new ones are refused and health is 503."""
+        self.connections = Connections()
+        """The server's connections."""
         sites = middleware.Sites(options)
         self.app = web.Application(
             middlewares=[
@@ -83,6 +87,7 @@ class Gateway:
                 middleware.in_openai_form,
                 sites.check(),
                 self._refuse_while_draining,
+                self._count,
                 middleware.guard(options.api_key),
             ],
             client_max_size=options.max_body_bytes,
@@ -233,6 +238,13 @@ class Gateway:
         return web.json_response({"status": "ok", "drafters": await self._jobs.drafters()})
 
     @web.middleware
+    async def _count(self, request: web.Request, handler: middleware.Handler) -> web.StreamResponse:
+        """The connection of a request is used while it is answered."""
+        peer = request.transport and request.transport.get_extra_info("peername")
+        with self.connections.in_call(peer[1] if isinstance(peer, tuple) else 0):
+            return await handler(request)
+
+    @web.middleware
     async def _refuse_while_draining(
         self, request: web.Request, handler: middleware.Handler
     ) -> web.StreamResponse:
@@ -321,7 +333,11 @@ async def run_gateway(
             logger.info("serving", extra={"address": address})
             if on_ready is not None:
                 on_ready(address)
+            closing = keep_running(
+                "the limit on connections", lambda: gateway.connections.keep_few(address)
+            )
             await stop.soft.wait()
+            closing.cancel()
             logger.info("draining", extra={"drain_seconds": options.drain_seconds})
             gateway.admission.close()
             await stop.unless(stop.hard, _drain(gateway, options.drain_seconds))

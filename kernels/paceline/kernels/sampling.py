@@ -26,6 +26,7 @@ make u as there. Tokens drafted after a rejected one are discarded unread: each 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -78,8 +79,13 @@ class History:
         """Distinct prompt tokens."""
         self.output: list[int] = []
         """Output tokens, oldest first."""
-        self.counts: dict[int, int] = {}
-        """Count of each output token."""
+        self.seen = array("q", self.prompt)
+        """Distinct tokens of prompt and output."""
+        self.emitted = array("q")
+        """Distinct output tokens, in the order in which each came first."""
+        self.counts = array("f")
+        """Count of each of them."""
+        self._places: dict[int, int] = {}
         self._prompt_length = len(prompt)
         for token in output:
             self.push(token)
@@ -91,7 +97,14 @@ class History:
     def push(self, token: int) -> None:
         """Append an output token."""
         self.output.append(token)
-        self.counts[token] = self.counts.get(token, 0) + 1
+        place = self._places.setdefault(token, len(self.emitted))
+        if place < len(self.emitted):
+            self.counts[place] += 1
+            return
+        self.emitted.append(token)
+        self.counts.append(1)
+        if token not in self.prompt:
+            self.seen.append(token)
 
     def pop(self) -> int:
         """Remove the newest output token and return it.
@@ -100,17 +113,13 @@ class History:
             IndexError: There is no output token.
         """
         token = self.output.pop()
-        left = self.counts[token] - 1
-        if left:
-            self.counts[token] = left
-        else:
-            del self.counts[token]
+        place = self._places[token]
+        self.counts[place] -= 1
+        if not self.counts[place]:  # then no token that came first after it is left
+            del self._places[token], self.emitted[place], self.counts[place]
+            if token not in self.prompt:
+                self.seen.pop()
         return token
-
-    @cached_property
-    def prompt_ids(self) -> NDArray[np.int64]:
-        """Distinct prompt tokens, int64."""
-        return np.array(list(self.prompt), np.int64)
 
 
 @dataclass(frozen=True)
@@ -159,8 +168,15 @@ class SamplingParams:
         keep("repetition_penalty", _bounded(self.repetition_penalty, 1 / _MAX_PENALTY))
         keep("presence_penalty", _bounded(self.presence_penalty))
         keep("frequency_penalty", _bounded(self.frequency_penalty))
-        biases = [(token, x if x == -math.inf else _bounded(x)) for token, x in self.logit_bias]
-        keep("logit_bias", tuple(biases))
+        if not all(abs(x) <= _MAX_PENALTY or x == -math.inf for _, x in self.logit_bias):
+            biases = [(token, x if x == -math.inf else _bounded(x)) for token, x in self.logit_bias]
+            keep("logit_bias", tuple(biases))
+
+    @cached_property
+    def biases(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Token ids of ``logit_bias``, int64, and what is added to their logits."""
+        ids, values = zip(*self.logit_bias, strict=True) if self.logit_bias else ((), ())
+        return np.array(ids, np.int64), np.array(values, np.float32)
 
     @property
     def greedy(self) -> bool:
@@ -363,23 +379,18 @@ def perturbed_logits(
 
 def edits(params: SamplingParams, history: History) -> Edits:
     """Penalties and bias of the token after a history."""
-    counts, none = history.counts, np.empty(0, np.int64)
-    seen = output = none
-    if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
-        output = np.fromiter(counts, np.int64, len(counts))
+    seen = output = np.empty(0, np.int64)
     if params.repetition_penalty != 1:
-        new = [token for token in counts if token not in history.prompt]
-        seen = np.concatenate([history.prompt_ids, np.array(new, np.int64)])
-    penalty = np.fromiter(counts.values(), np.float32, len(output))
+        seen = np.array(history.seen, np.int64)
+    if params.presence_penalty or params.frequency_penalty:
+        output = np.array(history.emitted, np.int64)
+    penalty = np.array(history.counts[: len(output)], np.float32)
     penalty *= np.float32(params.frequency_penalty)
     penalty += np.float32(params.presence_penalty)
     return [
         (seen, np.full(len(seen), params.repetition_penalty, np.float32)),
         (output, penalty),
-        (
-            np.array([token for token, _ in params.logit_bias], np.int64),
-            np.array([bias for _, bias in params.logit_bias], np.float32),
-        ),
+        params.biases,
     ]
 
 
@@ -417,8 +428,12 @@ def edit_rows(logits: Tensor, rows: Sequence[int], changes: Sequence[Edits]) -> 
 
 
 def penalise(logits: Tensor, params: SamplingParams, history: History) -> Tensor:
-    """Penalties and bias on raw logits, as a new float32 ``[V]``."""
-    changed = logits.float() if logits.dtype != torch.float32 else logits.clone()
+    """Penalties and bias on raw logits, as a new float32 ``[V]``.
+
+    As elsewhere in the choice of one token, operations on all logits are NumPy's: PyTorch's wait
+    for all threads, which takes milliseconds where other processes keep the cores busy.
+    """
+    changed = torch.from_numpy(logits.float().numpy().copy())
     edit_rows(changed[None], [0], [edits(params, history)])
     return changed
 
@@ -440,7 +455,7 @@ def raw_logprobs(logits: Tensor, token: int, top_n: int) -> tuple[float, list[tu
     total = _logsumexp(raw)
     best: list[tuple[int, float]] = []
     if top_n > 0:
-        ids = _ranked(raw, min(top_n, raw.numel()))[:top_n]
+        ids = _likeliest(raw, min(top_n, raw.numel()))
         best = list(zip(ids.tolist(), (raw[ids].double() - total).tolist(), strict=True))
     return float(raw[token]) - total, best
 
@@ -450,9 +465,16 @@ def _largest(values: Tensor) -> int:
     return int(values.float().numpy().argmax())
 
 
+def _likeliest(values: Tensor, count: int) -> Tensor:
+    """Ids of the ``count`` largest of float32 ``[n]`` values, best first, ties by lower id."""
+    if library() is None or values.numpy().min() == -math.inf:
+        return _ranked(values, count)[:count]
+    return best_candidates(values[None], count)[0][0]
+
+
 def _finite(values: Tensor) -> Tensor:
     """float32 ``[n]`` without NaN and plus infinity; the same tensor if it has none."""
-    if math.isfinite(values.max()):  # the largest of values with a NaN is NaN
+    if math.isfinite(values.numpy().max()):  # the largest of values with a NaN is NaN
         return values
     return values.nan_to_num(nan=-_LARGEST, posinf=_LARGEST, neginf=-math.inf)
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.service.cpus import usable_cpus
 from paceline.train.presets import LM_PRESETS, Preset
 from paceline.train.recipes import recipes
 
@@ -147,6 +148,8 @@ def _corpus(args: argparse.Namespace, preset: Preset | None = None) -> Corpus:
 def _run(args: argparse.Namespace, preset: Any) -> Run:
     """The run of the arguments; `preset` has the default `minutes` and `steps`."""
     import torch
+
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
 
     from paceline.train.run import Run
 

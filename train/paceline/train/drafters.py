@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ from paceline.drafter.methods.checkpoint import CONFIG_FILE, TargetRef, check_ta
 from paceline.drafter.methods.layers import DraftModel, LayerShape
 from paceline.kernels import processor_name
 from paceline.kernels.sampling import SamplingParams
+from paceline.service.cpus import usable_cpus
 from paceline.train.acceptance import Recording, accepted_per_round, replay, rounds
 from paceline.train.batches import Batches, Rows
 from paceline.train.calibration import Chain
@@ -366,7 +366,7 @@ def parameters(model: nn.Module) -> str:
 
 def machine() -> str:
     """This machine's processors, for a model card."""
-    return f"{os.cpu_count()} threads of a processor {processor_name()}"
+    return f"{usable_cpus()} threads of a processor {processor_name()}"
 
 
 def rounds_section(rounds: Rounds) -> str:

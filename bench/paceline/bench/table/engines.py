@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
@@ -23,6 +22,7 @@ from openai import APIConnectionError, AsyncOpenAI, InternalServerError
 from paceline.bench.services import ALWAYS, services
 from paceline.client import DraftOptions, Generation
 from paceline.decoder import plain_folder
+from paceline.service.cpus import usable_cpus
 
 NONE = "none"
 """The mode without speculation, the first of every engine."""
@@ -403,18 +403,13 @@ def llama_server(
 
     A prompt is read anew each time. At temperature 0.7 no filter is applied, as in the others.
     """
-    command = [program, "-m", str(model), "--port", "{port}", "-t", str(threads())]
+    command = [program, "-m", str(model), "--port", "{port}", "-t", str(usable_cpus())]
     command += ["-np", str(users), "-c", str(8192 if users == 1 else 2048 * users)]
     command += ["--no-cache-prompt", "--top-k", "0", "--top-p", "1", "--min-p", "0"]
     kinds = {NONE: command, **{mode: [*command, "--spec-type", mode] for mode in modes}}
     return Server(
         f"llama.cpp {_format(model)}", kinds, every, lambda schema: {"json_schema": schema}
     )
-
-
-def threads() -> int:
-    """Threads of an engine: one for each core that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def digest(text: str) -> str:

@@ -10,8 +10,9 @@ from typing import Any, Self
 
 import grpc
 
-from paceline.bench.table.engines import NONE, Server, free_port, threads
+from paceline.bench.table.engines import NONE, Server, free_port
 from paceline.harness import ServiceProcess
+from paceline.service.cpus import usable_cpus
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
 NGRAM = "n-gram"
@@ -51,7 +52,7 @@ class Vllm(Server):
     ) -> None:
         self._addresses = {mode: f"127.0.0.1:{free_port()}" for mode in modes}
         self._drafters = {f"paceline {name}": spec for name, spec in drafters.items()}
-        binding = f"VLLM_CPU_OMP_THREADS_BIND=0-{threads() - 1}"
+        binding = f"VLLM_CPU_OMP_THREADS_BIND=0-{usable_cpus() - 1}"
         plain = [
             *("VLLM_CPU_KVCACHE_SPACE=1", "VLLM_NO_USAGE_STATS=1", binding, python),
             *("-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from paceline.checks import Checked, ParameterError, as_json, checked, items, require
 from paceline.v1 import sampling_pb2
@@ -61,9 +61,16 @@ def token_ids(
 ) -> list[int]:
     """Token ids of a sequence, array or tensor. Raises ParameterError as `items`."""
     ids = items(parameter, value, expected, max_items)
-    if set(map(type, ids)) <= {int} and 0 <= min(ids, default=0) <= max(ids, default=0) < 2**32:
+    if _are_ids(ids):
         return ids  # a prompt has thousands
     return [_token_id(parameter, token, f"[{index}]") for index, token in enumerate(ids)]
+
+
+def _are_ids(values: Collection[object]) -> TypeGuard[Collection[int]]:
+    """Whether all values are token ids, and none must be converted to one."""
+    if not set(map(type, values)) <= {int}:
+        return False
+    return 0 <= min(values, default=0) <= max(values, default=0) < 2**32
 
 
 def _token_id(parameter: str, value: object, at: str) -> int:
@@ -74,6 +81,11 @@ def _token_id(parameter: str, value: object, at: str) -> int:
 def _holds(number: float) -> bool:
     """Whether a number is finite as a float32."""
     return abs(number) <= _LARGEST
+
+
+def _is_bias(number: float) -> bool:
+    """Whether a number is finite as a float32, or minus infinity."""
+    return number == -math.inf or _holds(number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,14 +157,12 @@ class Sampling(Checked):
             expected = f"a mapping of at most {MAX_LOGIT_BIAS} token ids"
             raise ParameterError.unexpected("logit_bias", expected, biases)
         expected = "a finite number, or -inf (never)"
+        values = biases.values()
+        if _are_ids(biases) and set(map(type, values)) <= {float} and all(map(_is_bias, values)):
+            return dict(biases)  # thousands, one by one, would hold up other texts
         return {
             _token_id("logit_bias", token, " (its keys)"): checked(
-                "logit_bias",
-                bias,
-                float,
-                expected,
-                lambda x: x == -math.inf or _holds(x),
-                f"[{token}]",
+                "logit_bias", bias, float, expected, _is_bias, f"[{token}]"
             )
             for token, bias in biases.items()
         }

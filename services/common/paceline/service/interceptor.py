@@ -24,6 +24,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from paceline.service import limits
+from paceline.service.connections import Connections
 from paceline.service.messages import MessageTooLarge, parse
 from paceline.service.options import OptionsError, ServerOptions
 from paceline.telemetry.names import Attribute
@@ -315,6 +316,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Where the server listens, for spans; set before the first call."""
         self.calls = Gate()
         """The calls in flight, health watchers not counted."""
+        self.connections = Connections()
+        """The server's connections."""
 
     async def intercept_service(
         self,
@@ -382,7 +385,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             error: ServiceError | None = None
             outcome = "CANCELLED"
             try:
-                with self.calls.enter():
+                with self.calls.enter(), self.connections.in_call(_port(context.peer())):
                     response = await call(request, context)
                 outcome = "OK"
                 return response
@@ -409,6 +412,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return await context.abort_with_status(rpc_status.to_status(error.to_status()))
 
         return guarded
+
+
+def _port(peer: str) -> int:
+    """Port of a peer such as "ipv4:127.0.0.1:4242"; 0: it has none."""
+    port = peer.rpartition(":")[2]
+    return int(port) if port.isdecimal() else 0
 
 
 def _traced(tracer: Tracer, method: str, call: Behaviour, server: Attributes) -> Behaviour:

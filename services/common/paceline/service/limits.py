@@ -31,7 +31,11 @@ HANDSHAKES = 64
 HANDSHAKE_SECONDS = 2.0
 """Longest time for it."""
 CONNECTIONS = 1024
-"""Connections of callers to a server; at most a quarter of the files that it may open."""
+"""Connections of callers to a server, or an eighth of the files that it may open. Beyond it those
+without a call make room, then those that were not used for the longest time; beyond a quarter of
+the files new ones are refused."""
+CONNECTIONS_SECONDS = 0.5
+"""Time between two looks at them."""
 TRANSPORT_SECONDS = 10
 """Longest time for the handshakes of TLS and HTTP/2."""
 JOIN_SECONDS = 10.0
@@ -50,6 +54,10 @@ READ_BYTES = 256 * KIB
 """What is read from a drafter service's socket between two steps."""
 STEP_MESSAGES = 64
 """Messages of a drafter service that are processed between two steps."""
+LATE_ANSWERS = 4096
+"""Most answers of a drafter service for sequences that are closed; three for each of them."""
+LIST_SECONDS = 0.1
+"""Time between two lists of drafters that are taken from a service."""
 DRAFTERS = 256
 """Drafters of a service."""
 DRAFTER_LIST_BYTES = 256 * KIB

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import grpc
 
 from paceline.service import limits
+from paceline.service.connections import max_connections
 from paceline.service.interceptor import (
     CallInterceptor,
     OnEnd,
@@ -377,10 +378,14 @@ async def _serve(
             on_ready(address)
         names = service.service_names
         watching = keep_running("the watch on open files", lambda: _watch_files(health, names))
+        closing = keep_running(
+            "the limit on connections", lambda: interceptor.connections.keep_few(address)
+        )
         try:
             await stop.unless(stop.soft, service.fault())
         finally:
             watching.cancel()
+            closing.cancel()
             await health.enter_graceful_shutdown()
         logger.info("draining", extra={"drain_seconds": options.drain_seconds})
         await stop.unless(stop.hard, _drain(service, options.drain_seconds))
@@ -493,9 +498,8 @@ def _bind(
 
 
 def _channel_arguments(options: ServerOptions, longest: int) -> list[tuple[str, int]]:
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
-        ("grpc.max_allowed_incoming_connections", min(limits.CONNECTIONS, max(1, files // 4))),
+        ("grpc.max_allowed_incoming_connections", max_connections()[1]),
         ("grpc.max_receive_message_length", min(longest, options.max_message_bytes)),
         ("grpc.max_send_message_length", options.max_message_bytes),
         ("grpc.max_concurrent_streams", options.max_concurrent_streams),

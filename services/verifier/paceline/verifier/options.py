@@ -121,7 +121,8 @@ class VerifierOptions:
     )
     prefill_token_limit: int = option(
         512,
-        "maximum tokens of prompts in one forward pass, so that long ones do not delay rounds",
+        "maximum tokens of prompts in one forward pass; beside texts that run there are fewer, so "
+        "that it takes about as long as four without prompts",
         metavar="N",
     )
     share_weights: bool = option(

@@ -32,14 +32,14 @@ from paceline.verifier.kv.base import SequenceKv
 _SHARED_STEP = 256
 """Rows of a step in which prompts and rounds share, so that rounds do not wait for long."""
 
-MIN_PROMPT = 64
-"""Tokens of prompts that a step takes beside any number of rounds."""
+MIN_GRAPH_PROMPT = 64
+"""Tokens of prompts that a step of a GPU takes beside any number of rounds."""
 
 
 def prompt_room(rounds: int) -> int:
     """Returns how many tokens of prompts a step takes beside rounds with so many rows, which wait
-    for its end: at least :data:`MIN_PROMPT`, and else no more than a CUDA graph has room for."""
-    return max(MIN_PROMPT, _SHARED_STEP - rounds, min(rounds, SHAPES[-1] - rounds))
+    for its end: at least :data:`MIN_GRAPH_PROMPT`, else no more than a CUDA graph has room for."""
+    return max(MIN_GRAPH_PROMPT, _SHARED_STEP - rounds, min(rounds, SHAPES[-1] - rounds))
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,9 @@ class Link:
     last: int = 0
     """The newest number that was given out."""
 
+    late: int = 0
+    """Answers that may still come for sequences that were closed before they were on their way."""
+
     message: exchange_pb2.JoinResponse = field(default_factory=exchange_pb2.JoinResponse)
     """What is sent next."""
 
@@ -121,6 +124,12 @@ class Link:
         return DrafterVersion(
             name, version[: limits.NAME_CHARS], next(methods, "")[: limits.NAME_CHARS]
         )
+
+    def forget(self, number: int) -> None:
+        """A sequence is open no more. What the service has sent meanwhile is at most that it was
+        opened, a tree, and that it is refused."""
+        del self.sequences[number]
+        self.late = min(self.late + 3, limits.LATE_ANSWERS)
 
     def close(self, number: int) -> None:
         """Have the service close a sequence. One whose opening was not sent is not sent at all."""
@@ -351,7 +360,8 @@ class Drafting:
         if not link.joined:
             return
         try:
-            if not message.ListFields():
+            answers = message.opened or message.trees or message.refused
+            if not answers and (link.socket is not None or not message.HasField("drafters")):
                 raise ServiceError.invalid_argument(
                     "EMPTY_MESSAGE", "a message answers nothing: send trees, or what was opened"
                 )
@@ -401,7 +411,7 @@ class Drafting:
             job.spans.close()
         sequence, job.sequence_at_drafter = job.sequence_at_drafter, None
         if sequence is not None:
-            del sequence.link.sequences[sequence.number]
+            sequence.link.forget(sequence.number)
             sequence.link.close(sequence.number)
 
     def flush(self, step: int) -> None:
@@ -456,14 +466,24 @@ class Drafting:
 
     def _find(self, link: Link, number: int) -> SequenceAtDrafter | None:
         """An open sequence; None: it was closed. Raises ``ServiceError``: the number was never
-        given to the service."""
+        given to the service, or closed sequences are answered more often than they can be by
+        answers that were on their way."""
         if not 0 < number <= link.last:
             raise ServiceError.invalid_argument(
                 "UNKNOWN_SEQUENCE",
                 f"a message names the sequence {number}, expected 1 to {link.last}: answer only "
                 "those that were opened here",
             )
-        return link.sequences.get(number)
+        sequence = link.sequences.get(number)
+        if sequence is None:
+            link.late -= 1
+            if link.late < 0:
+                raise ServiceError.invalid_argument(
+                    "CLOSED_SEQUENCE",
+                    f"the sequence {number} is closed, and was answered before: answer each round "
+                    "once, and none after its sequence was closed",
+                )
+        return sequence
 
     def _drafted(self, sequence: SequenceAtDrafter, message: exchange_pb2.DraftedTree) -> None:
         """Take a tree. Raises ``ServiceError``: it is for another round than the one that was
@@ -530,7 +550,7 @@ class Drafting:
 
     def _forget(self, sequence: SequenceAtDrafter) -> None:
         """Forget a sequence that is closed; its generation goes on."""
-        del sequence.link.sequences[sequence.number]
+        sequence.link.forget(sequence.number)
         sequence.job.sequence_at_drafter = None
         if sequence.job in self.waiting:
             self._resume(sequence.job)

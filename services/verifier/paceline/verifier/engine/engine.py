@@ -99,7 +99,8 @@ class Engine:
         self._thread = CommandThread()
         self.prefixes = PrefixCache(max_prefixes)
         self._reuses = max_prefixes > 0
-        self._queue = JobQueue(step_tokens, prefill_tokens, self.prefixes)
+        self._prefill_tokens = prefill_tokens
+        self._queue = JobQueue(step_tokens, self.prefixes)
         self._drafting = Drafting(
             self._thread.waiter, read_tree or (lambda tree, job: TokenTree.from_proto(tree))
         )
@@ -107,6 +108,7 @@ class Engine:
         self._decodes: dict[Sequence, Decode] = {}
         self._unsent: dict[Decode, float] = {}  # with output, and when to notify the event loop
         self._steps = 0
+        self._began = False  # whether the newest step ended a prefill
         self._decided: float | None = None
         self._stopping = False
         self._lost: Future[None] = Future()
@@ -256,16 +258,22 @@ class Engine:
         for job, tree in zip(jobs, trees, strict=True):
             batch.add_decode(job, tree)
 
-    def _prompt_room(self) -> int | None:
-        """Most tokens of prompts in the next step; None: there is no other limit than the engine's.
+    def _prompt_room(self) -> int:
+        """Maximum number of tokens of prompts in the next step.
 
-        On a GPU, rounds of other texts wait for the end of a step with a long piece of a prompt,
-        which no graph runs, longer than the piece gains: the weights are read for their rows too.
+        Texts that run wait for its end, and so does one whose first token the last step chose: its
+        client asks for more before long. A step with a long piece of a prompt is too long for them
+        by what steps cost. On a GPU no graph runs it, and it costs more than the piece gains: the
+        weights are read for their rows too.
         """
-        rounds = self._queue.round_tokens
-        if self._graphs is None or not (rounds or self._drafting.waiting):
-            return None
-        return prompt_room(rounds)
+        room, rounds = self._prefill_tokens, self._queue.round_tokens
+        streams = self._queue.streams + len(self._drafting.waiting)
+        if not (streams or self._began) or not self._queue.prompts:
+            return room
+        if self._scheduler is not None:
+            begins = self._queue.prompts[0].sequence.committed
+            room = self._scheduler.prompt_tokens(max(1, streams), max(1, rounds), begins, room)
+        return room if self._graphs is None else min(room, prompt_room(rounds))
 
     def _admit(self, jobs: list[Decode], batch: Batch) -> list[TokenTree]:
         """The nodes of each tree that are worth their time in this batch."""
@@ -324,6 +332,7 @@ class Engine:
         self, batch: Batch, outputs: Items[StepOutput | None], began: float, ended: float
     ) -> None:
         """Complete the outputs of a step and hand them to their jobs."""
+        self._began = False
         for entry, output in zip(batch.entries, outputs, strict=True):
             job = entry.job
             if job.error is not None:
@@ -347,8 +356,10 @@ class Engine:
                     self._plan(job, budget)
             elif not job.done:
                 self._queue.add(job)
-            elif self._reuses:
-                self.prefixes.add(job.sequence)
+            else:
+                self._began = True
+                if self._reuses:
+                    self.prefixes.add(job.sequence)
         if any(entry.job.error is not None for entry in batch.entries):
             self._check_device()
 

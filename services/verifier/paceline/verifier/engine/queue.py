@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
 from hashlib import blake2b
+from time import perf_counter
 from typing import TypeVar
 
 import numpy as np
@@ -30,6 +31,10 @@ from paceline.verifier.kv.base import OutOfMemory
 
 CHUNK_TOKENS = 64
 """Texts are compared in chunks of this many tokens. A shorter common prefix is computed again."""
+
+_COMMAND_SECONDS = 0.01
+"""Time of commands between two steps, the last one excepted: a prompt that takes over the KV of a
+long one takes a tenth of a second, and the steps of other texts go on between several."""
 
 Key = bytes
 """Digest of a user and the chunks of a text up to one of them."""
@@ -139,15 +144,20 @@ class JobQueue:
     A job that was cancelled, or whose KV cannot grow, ends when it is taken from the queue.
     """
 
-    def __init__(self, step_tokens: int, prefill_tokens: int, prefixes: PrefixCache) -> None:
+    def __init__(self, step_tokens: int, prefixes: PrefixCache) -> None:
         """Make an empty queue; the arguments are the engine's."""
         self._prefixes = prefixes
         self._step_tokens = step_tokens
-        self._prefill_tokens = prefill_tokens
         self._decodes: deque[Decode] = deque()
-        self._prefills: deque[Prefill] = deque()
+        self.prompts: deque[Prefill] = deque()
+        """Prefills that wait for a step, in order."""
         self.updated: list[EngineJob] = []
         """Jobs that ended or have output; the engine notifies their waiters."""
+
+    @property
+    def streams(self) -> int:
+        """Generations that wait for a step."""
+        return len(self._decodes)
 
     @property
     def round_tokens(self) -> int:
@@ -156,7 +166,7 @@ class JobQueue:
 
     def __len__(self) -> int:
         """Number of waiting jobs."""
-        return len(self._decodes) + len(self._prefills)
+        return len(self._decodes) + len(self.prompts)
 
     def add(self, job: EngineJob) -> None:
         """Append a job."""
@@ -164,7 +174,7 @@ class JobQueue:
         if isinstance(job, Decode):
             self._decodes.append(job)
         elif isinstance(job, Prefill):
-            self._prefills.append(job)
+            self.prompts.append(job)
 
     def fail(self, job: EngineJob, error: Exception) -> None:
         """End a job that is not in the queue, with an error."""
@@ -173,11 +183,11 @@ class JobQueue:
 
     def fail_all(self, fails: Callable[[EngineJob], bool], error: Exception) -> None:
         """End the waiting jobs for which ``fails`` is true, with an error."""
-        for job in [*self._decodes, *self._prefills]:
+        for job in [*self._decodes, *self.prompts]:
             if fails(job):
                 self.fail(job, error)
         self._decodes = deque(job for job in self._decodes if not job.done)
-        self._prefills = deque(job for job in self._prefills if not job.done)
+        self.prompts = deque(job for job in self.prompts if not job.done)
 
     def take_decodes(self) -> list[Decode]:
         """Take generations, as many as one step has tokens for, and reserve their KV."""
@@ -197,18 +207,17 @@ class JobQueue:
                 left -= tokens
         return taken
 
-    def add_prefills(self, batch: Batch, room: int | None = None) -> None:
-        """Take prefills and add their next parts, which share the step's prompt tokens, at most
-        ``room``."""
-        left = self._prefill_tokens if room is None else min(room, self._prefill_tokens)
-        for _ in range(len(self._prefills)):
+    def add_prefills(self, batch: Batch, room: int) -> None:
+        """Take prefills and add their next parts, which share ``room`` tokens."""
+        left = room
+        for _ in range(len(self.prompts)):
             if left <= 0:
                 return
-            job = self._prefills.popleft()
+            job = self.prompts.popleft()
             if self._cancelled(job):
                 continue
             start, end = job.sequence.committed, len(job.sequence.tokens)
-            share = max(CHUNK, left // (len(self._prefills) + 1))
+            share = max(CHUNK, left // (len(self.prompts) + 1))
             stop = min(end, start + min(share, left))
             states = job.sequence.kv.states
             if states is not None:  # other texts continue from the last border of chunks
@@ -300,13 +309,16 @@ class CommandThread:
         self.submit(last)
         await asyncio.to_thread(self._thread.join)
         self._thread = None
-        self.run_commands(0.0)
+        while not self._commands.empty():
+            self.run_commands(0.0)
 
     def run_commands(self, seconds: float | None) -> list[int]:
-        """Wait at most ``seconds`` (None: for ever) for commands and sockets, and run the commands.
-        Returns the descriptors of sockets that are ready."""
-        ready = self.waiter.wait(seconds)
-        while not self._commands.empty():
+        """Wait at most ``seconds`` (None: for ever) for commands and sockets, and run the commands:
+        after :data:`_COMMAND_SECONDS`, the others are left to the next call. Returns the
+        descriptors of sockets that are ready."""
+        ready = self.waiter.wait(seconds if self._commands.empty() else 0.0)
+        begun = perf_counter()
+        while not self._commands.empty() and perf_counter() - begun < _COMMAND_SECONDS:
             try:
                 self._commands.get()()
             except Exception:

@@ -279,6 +279,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
                 if message.HasField("drafters"):
                     lists += 1
                     put(exchange_pb2.JoinResponse(lists=lists))
+                    await asyncio.sleep(limits.LIST_SECONDS)  # each is work for all callers
                 del message
                 reading = asyncio.create_task(context.read())
         finally:

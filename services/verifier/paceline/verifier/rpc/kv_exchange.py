@@ -140,6 +140,7 @@ class FollowStream:
         self._sent = 0
         self._acknowledged = 0
         self._sent_at: tuple[int, int] | None = None  # committed length and budget
+        self._resized = 0  # updates for another budget since a token was committed
         self._changed = asyncio.Event()
         self._ended = False
 
@@ -182,7 +183,14 @@ class FollowStream:
     def _due(self) -> bool:
         """Whether something has changed, and another update may be sent."""
         now = (self._cache.sequence.committed, self.budget)
-        return self._sent_at != now and self._sent - self._acknowledged < UPDATES_AHEAD
+        if self._sent_at == now or self._sent - self._acknowledged >= UPDATES_AHEAD:
+            return False
+        return self._committed_since or self._resized < UPDATES_AHEAD
+
+    @property
+    def _committed_since(self) -> bool:
+        """Whether tokens were committed since the last update."""
+        return self._sent_at is None or self._sent_at[0] != self._cache.sequence.committed
 
     async def _read(self, context: Any) -> None:
         """Read acknowledgements."""
@@ -208,6 +216,7 @@ class FollowStream:
     def update(self) -> Iterator[kv_pb2.FollowCacheResponse]:
         """Yields the messages of the next update; each is made after the previous one was sent."""
         committed = self._cache.sequence.committed
+        self._resized = 0 if self._committed_since else self._resized + 1
         self._sent_at = (committed, self.budget)
         self._sent += 1
         self._counts.updates += 1

@@ -193,14 +193,18 @@ class PlainClock:
         """
         return self._nearest(_bucket(load)).missing <= 0
 
+    def seconds(self, load: int, predicted: float) -> float:
+        """Time of a step by what is known of plain steps under this load. Unit: seconds."""
+        return predicted * self._nearest(_bucket(load)).ratio
+
     def measured(self, load: int, predicted: float) -> float:
         """Time of a plain step by those of this process; 0: there were too few. Unit: seconds."""
-        speed = self._nearest(_bucket(load))
-        return predicted * speed.ratio if speed.steps >= FIRST_STEPS // 2 else 0.0
+        known = self._nearest(_bucket(load)).steps >= FIRST_STEPS // 2
+        return self.seconds(load, predicted) if known else 0.0
 
     def advance(self, load: int, seconds: float, predicted: float) -> None:
         """Let wall-clock time pass; ``predicted`` is a plain step of all ``load`` sequences."""
-        self.now += seconds / (predicted * self._nearest(_bucket(load)).ratio)
+        self.now += seconds / self.seconds(load, predicted)
 
     def observe(self, load: int, seconds: float, predicted: float) -> None:
         """A step without drafting sequences took ``seconds`` from the end of the last step."""

@@ -105,7 +105,13 @@ class Costs:
 
     def plain_seconds(self, sequences: int, tokens: int, context: float) -> float:
         """Time of a step by the profile; see :meth:`seconds`."""
-        return _seconds(self.profiled, self.profiled.seconds, sequences, tokens, context, 0)[0]
+        return self.profiled_seconds(sequences, tokens, context)[0]
+
+    def profiled_seconds(
+        self, sequences: int, tokens: int, context: float, nodes: int = 0
+    ) -> list[float]:
+        """Times of steps by the profile; see :meth:`seconds`."""
+        return _seconds(self.profiled, self.profiled.seconds, sequences, tokens, context, nodes)
 
     def seconds(self, sequences: int, tokens: int, context: float, nodes: int = 0) -> list[float]:
         """Times of a step with 0, 1, 2, ... nodes more than its batch tokens.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,6 +24,7 @@ import torch
 from paceline.decoder import Decoder
 from paceline.decoder.model_source import cache_file, store
 from paceline.kernels import cpu_kernels, processor_name
+from paceline.service.cpus import usable_cpus
 from paceline.tree import TokenTree, accepted_tokens
 from paceline.verifier.scheduler.controller import Drafters, PlainClock, SequenceState
 from paceline.verifier.scheduler.costs import WEIGHT, Costs, CostTable, flat_table, profile
@@ -38,6 +38,15 @@ _SETTLING = 4
 """Plain steps of one generation behind a prompt or a draft that are not measured. They are slower,
 by up to a half: caches are cold, and a drafter may be opening the sequence. Of several generations
 fewer: their steps are longer, and others come and go."""
+
+MAX_GAP = 4.0
+"""Plain steps in whose time a step with pieces of prompts ends, counted from the end of the step
+before, so that texts that run beside them get a token in it."""
+
+_PROMPT_WEIGHT = 0.25  # of the newest step with pieces of prompts: they last for a few steps
+
+MIN_PROMPT = 16
+"""Tokens of prompts that a step takes beside any rounds."""
 
 _AHEAD = 32  # nodes up to which the cheapest ones are sought before trees are made
 _FORMAT = 8  # of the file, and of what is measured
@@ -112,6 +121,10 @@ class Scheduler:
         self._ended = self._now()
         self._least: float | None = None  # of the next step, once it was asked for
         self._load = 1  # sequences that the newest step would serve in plain decoding
+        # Time of steps with pieces of prompts, over what the table says: scores of prompts take
+        # longer, and without, fewer logits are computed than in its steps. It is bounded: what else
+        # keeps the machine busy slows plain steps too.
+        self._prompts = 1.0
 
     def admit(
         self,
@@ -169,6 +182,27 @@ class Scheduler:
         )
         return [tree.first(count) for tree, count in zip(trees, counts, strict=True)]
 
+    def prompt_tokens(self, streams: int, rounds: int, begins: int, most: int) -> int:
+        """Tokens of prompts that the next step takes beside texts that run, at most ``most``.
+
+        They leave it within :data:`MAX_GAP`. Where drafted nodes need more than half of this time,
+        prompts have the other half all the same, and never less than :data:`MIN_PROMPT`, so that
+        they go on beside any load.
+
+        Args:
+            streams: Texts that run.
+            rounds: Batch tokens of their rounds, drafted nodes included.
+            begins: Tokens of the first prompt that are computed.
+            most: The engine's limit.
+        """
+        plain = self.costs.plain_seconds(streams, streams, self._context)
+        beside = self.costs.plain_seconds(streams, rounds, self._context)
+        passed = (self._now() - self._ended) / self._clock.seconds(streams, plain)
+        limit = max(plain * (MAX_GAP - passed), beside + plain * MAX_GAP / 2) / self._prompts
+        first, *times = self.costs.profiled_seconds(1, rounds, begins, most)
+        room = sum(beside + each - first <= limit for each in times)
+        return min(most, max(MIN_PROMPT, room))
+
     def hold(self, ready: int, arrivals: Items[float]) -> float:
         """Time for which a step had better wait for trees; 0: it begins now. Unit: seconds.
 
@@ -213,7 +247,11 @@ class Scheduler:
             self._before = ()
             self._clock.now += 1.0
             return
-        if not plan.prompts:
+        if plan.prompts and self.measured:
+            predicted = self.costs.plain_seconds(len(plan.jobs), plan.tokens, plan.context)
+            ratio = (ended - began) / self._clock.seconds(self._load, predicted)
+            self._prompts += _PROMPT_WEIGHT * (min(max(ratio, 0.7), 1.5) - self._prompts)
+        elif not plan.prompts:
             self.costs.observe(len(plan.jobs), plan.tokens, plan.context, ended - began)
             same = plain and plan.jobs == self._before
             self._plain_steps = self._plain_steps + 1 if same else 0
@@ -453,7 +491,7 @@ def _file(decoder: Decoder) -> Path:
         torch.get_num_threads(),
         torch.__version__,
         cpu_kernels().level,
-        (processor_name(), len(os.sched_getaffinity(0))),
+        (processor_name(), usable_cpus()),
     )
     return cache_file("costs", facts)
 
