@@ -213,6 +213,11 @@ class Client:
         self._state.check_open()
         return await self._state.fleet.drafters()
 
+    def fail(self, message: str) -> None:
+        """Stops all generations: awaiting one raises ClientClosedError with the message."""
+        for generation in self._state.generations:
+            generation.fail(message)
+
     async def aclose(self) -> None:
         """Stops all generations, releases their caches and disconnects. Safe to call again."""
         await self._state.close()

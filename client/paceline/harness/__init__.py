@@ -173,9 +173,14 @@ class ServiceProcess:
         while not self.poll_ready():
             time.sleep(_POLL_SECONDS)
 
+    @property
+    def was_ready(self) -> bool:
+        """Whether the running or last process has answered calls."""
+        return self._ready_file.exists()
+
     def poll_ready(self) -> bool:
         """Whether the spawned service answers calls. Raises ProcessFailed as `start`."""
-        if self._ready_file.exists():
+        if self.was_ready:
             self._bound_address = self._ready_file.read_text(encoding="utf-8")
             return True
         if self.returncode is not None:
