@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -69,7 +69,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture
-def environment(models: dict[str, str], short_folder: Path) -> Iterator[Mapping[str, str]]:
+def environment(models: dict[str, str], short_folder: Path) -> Mapping[str, str]:
     """Where commands find each other and the model, apart from everything else."""
     short_folder.chmod(0o700)
     kept = {
@@ -78,7 +78,7 @@ def environment(models: dict[str, str], short_folder: Path) -> Iterator[Mapping[
         "PACELINE_VERIFIER_ADDRESS": with_port("127.0.0.1:0"),
         "PACELINE_DRAFTER_ADDRESS": with_port("127.0.0.1:0"),
     }
-    yield {**os.environ, **kept}
+    return {**os.environ, **kept}
 
 
 def test_the_pages_say_the_same() -> None:

@@ -250,6 +250,8 @@ class Chat:
             self.notice(f"(ended after {count} tokens: --max-new-tokens allows longer answers)")
         if self._shows_stats:
             self.notice(summary(result))
+        elif unused := result.stats.unused(self._options["drafter"]):
+            self.notice(f"({unused})")
 
     def _style(self, drafter: str | None) -> str:
         """Colour of tokens of a drafter; None: the default one."""

@@ -50,8 +50,8 @@ def add_service_arguments(parser: argparse.ArgumentParser) -> argparse._Argument
         "--drafter-address",
         default=os.environ.get("PACELINE_DRAFTER_ADDRESS"),
         metavar="B",
-        help="address of a drafter service, in the same form, that is asked to join verifiers which "
-        "lack a wanted drafter (default: PACELINE_DRAFTER_ADDRESS, else those that have joined)",
+        help="address of a drafter service, in the same form, that is asked to join verifiers "
+        "(default: PACELINE_DRAFTER_ADDRESS, else those are used that have joined)",
     )
     add(
         "--retry-seconds",

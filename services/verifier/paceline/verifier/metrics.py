@@ -320,6 +320,14 @@ class VerifierMetrics(RoundMetrics, Collector):
         info.add_metric(list(target.values()), 1)
         return info
 
+    def _unused(self) -> Family:
+        text = "1: a drafter that texts name or have by default drafts in hardly any step; why"
+        labels = ["model_name", "drafter", "reason"]
+        gauge = GaugeMetricFamily(Metric.UNUSED_DRAFTERS, text, labels=labels)
+        for name, reason in self._engine.unused_drafters:
+            gauge.add_metric([self._model, name, reason], 1)
+        return gauge
+
     def collect(self) -> Iterator[Family]:
         """The state of caches and queues. Reads single values and copies only."""
         store, follows = self._store, self._follows
@@ -339,6 +347,7 @@ class VerifierMetrics(RoundMetrics, Collector):
             graphs = {"captured": len(self._graphs), "failed": self._graphs.failed}
         device = str(self._engine.device)
         yield self._target()
+        yield self._unused()
         for name, text, label, values in (
             (Metric.REQUESTS_RUNNING, "Texts that have a cache and have not ended", "", running),
             (
