@@ -250,7 +250,11 @@ def test_what_dies_is_restarted_and_texts_go_on(serve: Callable[..., Serve]) -> 
     first.wait(60)
     eventually(lambda: serving(drafter), "the drafter serves")
     assert running.child("drafter").pid != first.pid
-    assert "the drafter died" in running.log.read_text()
+    lines = running.log.read_text().splitlines()
+    assert lines[0].startswith("loading /")
+    assert " MB, folder)" in lines[0]
+    assert any(line.startswith("ready after ") for line in lines)
+    assert any("the drafter died" in line for line in lines)
     killed: set[int] = set()
 
     def kill() -> None:

@@ -7,7 +7,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     with exit_with(2, OptionsError, OSError, ValueError):
         options = generation_arguments(args)
     refuse_without_sampling(args)
-    with exit_with(1, ProcessFailed, PacelineError), _services(args, console):
+    with exit_with(1, ProcessFailed, PacelineError), _services(args):
         with exit_with(2, OptionsError, ValueError):
             client = new_client(args)
         with new_runner() as runner:
@@ -87,15 +87,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _services(args: argparse.Namespace, console: Console) -> Iterator[None]:
+def _services(args: argparse.Namespace) -> Iterator[None]:
     """Services of MODEL for the length of the block, and their addresses in `args`."""
     if args.model is None:
         yield
         return
-    with ExitStack() as stack:
-        with console.status(f"Loading {args.model} ..."):
-            services = own_services(args.model, args.weights, args.load)
-            args.verifier_address, args.drafter_address = stack.enter_context(services)
+    with own_services(args.model, args.weights, args.load) as addresses:
+        args.verifier_address, args.drafter_address = addresses
         yield
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from paceline.cli.command import CommandError, exit_with, refuse_options
+from paceline.cli.progress import waiting
 from paceline.client import Client, InvalidRequestError, RetryOptions, TlsOptions
 from paceline.client._transport import Connections
 from paceline.service.options import read_token
@@ -149,8 +150,9 @@ def run_health(args: argparse.Namespace) -> int:
         return max([_health(args, address, end) for address in args.addresses])
     verifier = verifier_address()
     code = _health(args, verifier, end)
-    while (noted := noted_services(verifier)) and not noted.ready and time.monotonic() < end:
-        time.sleep(_POLL_SECONDS)
+    with waiting(lambda: "waiting for the other services"):
+        while (noted := noted_services(verifier)) and not noted.ready and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
     others = noted.services[1:] if noted else ()
     return max([code, *(_health(args, address, end) for address in others)])
 
@@ -191,7 +193,7 @@ def _health(args: argparse.Namespace, address: str, end: float) -> int:
             await asyncio.sleep(_POLL_SECONDS)
 
     try:
-        with exit_with(2, InvalidRequestError):
+        with exit_with(2, InvalidRequestError), waiting(lambda: f"waiting for {address}"):
             answer = asyncio.run(check_until_it_serves())
     except grpc.aio.AioRpcError as error:
         why = f"{error.code().name}: {error.details()}"

@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.progress import waiting
+
 Facts = dict[str, Any]
 
 _EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -47,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; always 0, whatever is missing."""
-    facts = examine()
+    with waiting(lambda: "examining this machine"):
+        facts = examine()
     print(json.dumps(facts, indent=1) if args.json else _as_text(facts))
     return 0
 

@@ -24,6 +24,7 @@ from paceline.cli.connection import (
     verifier_address,
 )
 from paceline.cli.output import Output
+from paceline.cli.progress import waiting
 from paceline.client import (
     Client,
     DraftOptions,
@@ -143,7 +144,8 @@ def _inspect(args: argparse.Namespace) -> int:
         what = "it has no config.json" if args.folder.is_dir() else "there is no such folder"
         raise CommandError(f"{args.folder} is no drafter's folder: {what}")
     with exit_with(2, OSError, ValueError):
-        found = inspect_drafter(args.folder, model_path(args.target) if args.target else None)
+        with waiting(lambda: f"reading {args.folder}"):
+            found = inspect_drafter(args.folder, model_path(args.target) if args.target else None)
     if args.json:
         print(json.dumps({**found.facts, "problems": found.problems}, indent=2))
         return int(bool(found.problems))
@@ -256,7 +258,8 @@ async def _load(args: argparse.Namespace, call: Call) -> None:
     )
     with exit_with(2, OSError, ValueError):
         prompts = [] if args.check is None else read_prompts(args.check)
-    info = (await call("LoadDrafter", request)).drafter
+    with waiting(lambda: f"loading {args.name}"):
+        info = (await call("LoadDrafter", request)).drafter
     checked: dict[str, float] = {}
     if args.check is not None:
         which = {"name": info.name, "version": info.version}

@@ -25,6 +25,7 @@ import grpc
 
 from paceline.cli.command import CommandError, added_by, exit_with, refuse_options
 from paceline.cli.main import main
+from paceline.cli.progress import described, waiting
 from paceline.cli.service_process import (
     DRAFTER_ADDRESS,
     VERIFIER_ADDRESS,
@@ -242,13 +243,21 @@ def _run(args: argparse.Namespace) -> int:
         on_terminal = sys.stderr.isatty() and args.log_format != "json"
         args.log_level = "warning" if on_terminal else "info"
     configure_logging(args.log_format, args.log_level)
+    print(
+        f"loading {described(model)}; the first start on a machine also measures its steps and "
+        "compiles kernels, and keeps both",
+        flush=True,
+    )
+    began = time.monotonic()
     # Chosen beforehand, so that all start side by side.
     args.gateway_address = with_port(args.gateway_address)
-    _check(args, model)
+    with waiting(lambda: "reading the model", logger.info):
+        _check(args, model)
+        needs_drafter = _needs_drafter(args, model)
     verifier, drafter = args.verifier_address, args.drafter_address
     target = [f"--target={model}", *to_words(args, VerifierOptions), *_common(args, 0)]
     processes = [_service("verifier", verifier, target)]
-    if _needs_drafter(args, model):
+    if needs_drafter:
         arguments = [*_drafter_arguments(args, model), f"--verifier={verifier}"]
         processes.append(_service("drafter", drafter, arguments))
     else:
@@ -272,6 +281,8 @@ def _run(args: argparse.Namespace) -> int:
 
     def ready() -> None:
         note_ready()
+        spent = (f"{each.kind}: {each.phase}" for each in processes if each.phase)
+        print(f"ready after {time.monotonic() - began:.0f} s; {'; '.join(spent)}".rstrip("; "))
         print(_announcement(model_of(channel(), metadata), processes, args), flush=True)
         if args.ready_file is not None:
             lines = (f"{process.address}\n" for process in processes)
@@ -543,13 +554,19 @@ class Supervisor:
             process.spawn()
         for process in self._processes:
             logger.debug("started: paceline %s", shlex.join((process.kind, *process.arguments)))
-        while not self._signals:
-            ready = [each.poll_ready() for each in self._processes]  # each one, as any may fail
-            if all(ready):
-                break
-            time.sleep(_POLL_INTERVAL)
-        self._wait_joined()
+        with waiting(self._starting, logger.info):
+            while not self._signals:
+                ready = [each.poll_ready() for each in self._processes]  # each, as any may fail
+                if all(ready):
+                    break
+                time.sleep(_POLL_INTERVAL)
+            self._wait_joined()
         return not self._signals
+
+    def _starting(self) -> str:
+        """What does not answer yet, and what it is busy with."""
+        found = [f"{each.kind} {each.phase}" for each in self._processes if not each.was_ready]
+        return f"starting: {'; '.join(found) or 'the drafter joins'}"
 
     def _supervise(self) -> int:
         """Restart what dies, until a signal, or until the verifier cannot be restarted."""

@@ -39,6 +39,7 @@ from paceline.decoder.sources import open_model
 from paceline.decoder.weights import (
     Linear,
     Weight,
+    WeightsOf,
     in_int8,
     in_order,
     is_rotated,
@@ -155,6 +156,8 @@ class Decoder:
             partial(load_layer, config, weights, shared, ranks, self.device)
         )
         _check_names(config, weights)
+        self.weights_kept = weights.kept if isinstance(weights, WeightsOf) else ""
+        """In words, what is not in the format of weights that was asked for; empty: nothing."""
         self.rope = Rope(config, device)
         """Cosines and sines of positions."""
         self._executor = Executor(self._record())

@@ -14,6 +14,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from paceline.decoder import GraphRunner
+from paceline.service.phases import phases
 from paceline.telemetry.names import PROVIDER, Metric, Span
 from paceline.v1 import verifier_pb2
 from paceline.verifier.engine.engine import Engine
@@ -312,6 +313,8 @@ class VerifierMetrics(RoundMetrics, Collector):
             "model_name": model.name,
             "architecture": model.architecture,
             "dtype": model.dtype,
+            "weights": model.weights,
+            "weights_kept": model.weights_kept,
             "fingerprint": model.target_fingerprint,
             "batch_invariant": str(model.batch_invariant).lower(),
         }
@@ -326,6 +329,13 @@ class VerifierMetrics(RoundMetrics, Collector):
         gauge = GaugeMetricFamily(Metric.UNUSED_DRAFTERS, text, labels=labels)
         for name, reason in self._engine.unused_drafters:
             gauge.add_metric([self._model, name, reason], 1)
+        return gauge
+
+    def _start(self) -> Family:
+        text = "Time that the start took, by phase"
+        gauge = GaugeMetricFamily(Metric.START_SECONDS, text, labels=["model_name", "phase"])
+        for phase, seconds in list(phases.seconds.items()):
+            gauge.add_metric([self._model, phase], seconds)
         return gauge
 
     def collect(self) -> Iterator[Family]:
@@ -348,6 +358,7 @@ class VerifierMetrics(RoundMetrics, Collector):
         device = str(self._engine.device)
         yield self._target()
         yield self._unused()
+        yield self._start()
         for name, text, label, values in (
             (Metric.REQUESTS_RUNNING, "Texts that have a cache and have not ended", "", running),
             (

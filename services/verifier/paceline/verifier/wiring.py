@@ -24,6 +24,7 @@ from paceline.decoder import (
     use_device,
 )
 from paceline.kernels import backend_for
+from paceline.service.phases import phases
 from paceline.service.runtime import available_memory, trim
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.local import LocalSources
@@ -98,8 +99,10 @@ def load_model(target: Path, options: VerifierOptions) -> LoadedModel:
     ranks = meet_ranks(target, options, device, threads)
 
     def load() -> LoadedModel:
+        phases.begin("reading the weights")
         source = open_model(target, options.lora)
         decoder = load_target(source, options, device, ranks)
+        phases.begin("checking the model")
         info = read_model_info(
             source,
             decoder,
@@ -111,9 +114,11 @@ def load_model(target: Path, options: VerifierOptions) -> LoadedModel:
         info.message.local_sources.extend(options.sources)
         weights, scheduler = None, None
         if options.share_weights:
+            phases.begin("sharing the weights")
             weights = publish(decoder.large_tensors())
             decoder = load_target(source, options, device, shared=PackedWeights(weights))
         if options.schedule != "off":
+            phases.begin("measuring the times of steps")
             again = options.schedule == "profile"
             scheduler = load_scheduler(
                 decoder, info.message.max_context, options.node_budget, again=again
