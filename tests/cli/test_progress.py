@@ -58,11 +58,11 @@ def test_phases_have_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.service.phases.monotonic", lambda: now)
     phases, seen = Phases(), list[str]()
     phases.on_change = seen.append
-    for name, seconds in (("reading", 2.0), ("checking", 0.1), ("reading", 1.0), ("", 5.0)):
+    for name, seconds in (("reading", 2.0), ("checking", 0.25), ("reading", 1.0), ("", 5.0)):
         phases.begin(name)
         now += seconds
     phases.begin("capturing")
     phases.reached(1, 3)
-    assert phases.seconds == {"reading": 3.0, "checking": 0.1}
+    assert phases.seconds == {"reading": 3.0, "checking": 0.25}
     assert str(phases) == "reading 3.0 s"
     assert seen == ["reading", "checking", "reading", "", "capturing", "capturing, 1 of 3"]

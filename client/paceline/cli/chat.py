@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -39,6 +38,7 @@ from paceline.client import (
 )
 from paceline.harness import ProcessFailed
 from paceline.harness.models import MODEL
+from paceline.service.files import user_path
 from paceline.service.options import OptionsError
 from paceline.telemetry.names import Span
 
@@ -288,7 +288,7 @@ class Chat:
     def _save(self, file: str) -> None:
         messages = self._messages()
         try:
-            Path(file).write_text(
+            user_path(file).write_text(
                 json.dumps({"messages": messages}, ensure_ascii=False, indent=2) + "\n",
                 encoding="utf-8",
             )

@@ -119,7 +119,7 @@ class Client:
         fleet = Fleet(
             Pool(verifier, verifiers),
             Pool(drafter_service, drafters),
-            TokenizerCache(Path(folder) if folder is not None else None),
+            TokenizerCache(Path(folder).expanduser() if folder is not None else None),
             retry,
         )
         self._state = ClientState(fleet, drafting, unread_chunks)
