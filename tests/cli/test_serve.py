@@ -9,11 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 import grpc
@@ -22,6 +24,7 @@ import pytest
 from calls import eventually
 
 from paceline.cli.main import main
+from paceline.client import SyncClient
 from paceline.harness import ServiceProcess
 from paceline.harness.models import MODELS
 from paceline.tokens import local_token
@@ -213,22 +216,111 @@ def test_a_drafter_starts_where_the_verifier_does_not_look_up_or_one_is_wanted(
     assert running.child("drafter").is_running()
 
 
-def test_a_dead_drafter_restarts_and_a_dead_verifier_ends_the_command(
-    serve: Callable[..., Serve],
-) -> None:
-    running = serve("--drafter=ngram")
-    _verifier, drafter, _gateway = running.addresses()
+async def streamed(address: str, prompt: list[int], kill: Callable[[], None]) -> list[int]:
+    """Token ids of a text from the gateway; ``kill`` is called while it streams."""
+    body: dict[str, Any] = {
+        "prompt": prompt,
+        "max_tokens": 200,
+        "temperature": 0.7,
+        "seed": 3,
+        "ignore_eos": True,
+    }
+    connector = aiohttp.UnixConnector(address.removeprefix("unix:"))
+    found: list[int] = []
+    body |= {"stream": True, "stream_options": {"include_rounds": True}}
+    async with aiohttp.ClientSession(connector=connector) as session:
+        async with session.post("http://gateway/v1/completions", json=body) as response:
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line.removeprefix(b"data: "))
+                    assert "error" not in event, event
+                    for choice in event["choices"]:
+                        found += [id for e in choice.get("rounds", ()) for id in e["token_ids"]]
+                    if len(found) > 20:
+                        kill()
+    return found
+
+
+def test_what_dies_is_restarted_and_texts_go_on(serve: Callable[..., Serve]) -> None:
+    """Streams through the gateway and of a client, while the verifier is killed under them."""
+    running = serve("--drafter=ngram", "--max-context=512")
+    verifier, drafter, gateway = running.addresses()
     first = running.child("drafter")
     first.kill()
     first.wait(60)
     eventually(lambda: serving(drafter), "the drafter serves")
-    second = running.child("drafter")
-    assert second.pid != first.pid
-    assert "the drafter died" in running.log.read_text()
-    running.child("verifier").kill()
-    assert running.process.wait(300) == 1
-    assert "the verifier died" in running.log.read_text()
-    assert not second.is_running()
+    assert running.child("drafter").pid != first.pid
+    lines = running.log.read_text().splitlines()
+    assert lines[0].startswith("loading /")
+    assert " MB, folder)" in lines[0]
+    assert any(line.startswith("ready after ") for line in lines)
+    assert any("the drafter died" in line for line in lines)
+    killed: set[int] = set()
+
+    def kill() -> None:
+        if not killed:
+            child = running.child("verifier")
+            killed.add(child.pid)
+            child.kill()
+
+    prompt = [5, 6, 7, 8]
+    plain = asyncio.run(streamed(gateway, prompt, lambda: None))
+    assert len(plain) == 200
+    assert asyncio.run(streamed(gateway, prompt, kill)) == plain
+    assert killed
+    assert running.child("verifier").pid not in killed
+    killed.clear()
+    with SyncClient(verifier) as client:
+        options = {"temperature": 0.7, "seed": 3, "max_new_tokens": 200, "ignore_eos": True}
+        chunks: list[int] = []
+        for chunk in client.stream(prompt, **options):
+            chunks += chunk.token_ids
+            kill()
+    assert chunks == plain
+    assert killed
+    assert running.log.read_text().count("the verifier died") == 2
+    children = psutil.Process(running.process.pid).children()
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(60) == 0
+    assert not any(each.is_running() for each in children)
+
+
+def test_a_verifier_that_dies_at_each_start_ends_the_command_and_its_texts(
+    serve: Callable[..., Serve],
+) -> None:
+    running = serve("--drafter=ngram", "--max-context=512")
+    gateway = running.addresses()[2]
+    killed: list[int] = []
+
+    def kill_new() -> bool:
+        with suppress(StopIteration, psutil.NoSuchProcess):
+            child = running.child("verifier")
+            if child.pid not in killed:
+                killed.append(child.pid)
+                child.kill()
+        return running.process.poll() is not None
+
+    def kill() -> None:
+        while not kill_new():
+            time.sleep(0.01)
+
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 400, "ignore_eos": True, "stream": True}
+
+    async def failed() -> str:
+        connector = aiohttp.UnixConnector(gateway.removeprefix("unix:"))
+        async with aiohttp.ClientSession(connector=connector) as session:
+            url = "http://gateway/v1/completions"
+            async with session.post(url, json=body) as response:
+                await response.content.readline()
+                await asyncio.to_thread(kill)
+                return (await response.content.read()).decode()
+
+    rest = asyncio.run(failed())
+    assert '"error"' in rest
+    assert "the gateway has ended: no verifier answers" in rest
+    assert running.process.wait(60) == 1
+    assert len(killed) == 4
+    assert "died 3 times in a row before it answered calls" in running.log.read_text()
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ async def test_errors_name_the_service_its_address_and_what_to_do(
             await client.generate("x")
     retry = RetryOptions(budget=0.01, first_delay=0.005)
     async with Client("127.0.0.1:9", cache_dir=None, retry=retry) as client:
-        expected = "no verifier answers at 127.0.0.1:9: start one with `paceline serve smollm2`"
+        expected = "no verifier answers at 127.0.0.1:9: start one with `paceline serve MODEL`"
         with pytest.raises(UnavailableError, match=expected):
             await client.generate("x")
     (warning,) = [record.message for record in caplog.records if "trying again" in record.message]

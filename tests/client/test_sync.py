@@ -1,6 +1,10 @@
 """The client without an event loop."""
 
+import asyncio
+import os
+import signal
 import threading
+from collections.abc import Callable
 from inspect import signature
 
 import pytest
@@ -12,6 +16,7 @@ from paceline.client import (
     InvalidRequestError,
     SyncClient,
 )
+from paceline.client._transport import Connections
 
 
 def test_generate_and_stream() -> None:
@@ -79,3 +84,56 @@ def test_after_close() -> None:
     with pytest.raises(ClientClosedError):
         client.generate("Hi")
     assert not any(thread.name == "paceline-client" for thread in threading.enumerate())
+
+
+def in_a_fork(work: Callable[[], object]) -> str:
+    """What a function returns or raises in a fork of this process. One that hangs is killed."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(60)
+        try:
+            said = f"{type(work()).__name__}"
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_fork_is_told_that_it_has_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connections, "pid", None)
+    client = SyncClient(transport=MockTransport("Hello there."))
+    stream = client.stream("Hi")
+    next(stream)
+    async_client = Client(transport=MockTransport("Hello there."))
+    asyncio.run(async_client.model())
+    refused = "ClientClosedError: this process is a fork of one that used a client"
+    for call in (
+        lambda: client.generate("Hi"),
+        lambda: [*client.stream("Hi")],
+        lambda: next(stream),
+        lambda: client.model(),
+        lambda: client.set_verifiers("127.0.0.1:1"),
+        lambda: async_client.generate("Hi"),
+        lambda: asyncio.run(async_client.model()),
+    ):
+        assert in_a_fork(call).startswith(refused)
+    assert in_a_fork(lambda: (client.close(), stream.close())) == "tuple"
+    assert in_a_fork(lambda: asyncio.run(async_client.aclose())) == "NoneType"
+
+    def with_its_own() -> object:
+        with SyncClient(transport=MockTransport("Hello there.")) as own:
+            return own.generate("Hi")
+
+    assert in_a_fork(with_its_own) == "GenerationResult"
+    monkeypatch.setattr(Connections, "pid", os.getpid())
+    assert in_a_fork(with_its_own).startswith(refused), "gRPC was used before"
+    assert client.generate("Hi").text == "Hello there."
+    client.close()

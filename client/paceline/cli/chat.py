@@ -7,8 +7,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
@@ -39,6 +38,7 @@ from paceline.client import (
 )
 from paceline.harness import ProcessFailed
 from paceline.harness.models import MODEL
+from paceline.service.files import user_path
 from paceline.service.options import OptionsError
 from paceline.telemetry.names import Span
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     with exit_with(2, OptionsError, OSError, ValueError):
         options = generation_arguments(args)
     refuse_without_sampling(args)
-    with exit_with(1, ProcessFailed, PacelineError), _services(args, console):
+    with exit_with(1, ProcessFailed, PacelineError), _services(args):
         with exit_with(2, OptionsError, ValueError):
             client = new_client(args)
         with new_runner() as runner:
@@ -87,15 +87,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _services(args: argparse.Namespace, console: Console) -> Iterator[None]:
+def _services(args: argparse.Namespace) -> Iterator[None]:
     """Services of MODEL for the length of the block, and their addresses in `args`."""
     if args.model is None:
         yield
         return
-    with ExitStack() as stack:
-        with console.status(f"Loading {args.model} ..."):
-            services = own_services(args.model, args.weights, args.load)
-            args.verifier_address, args.drafter_address = stack.enter_context(services)
+    with own_services(args.model, args.weights, args.load) as addresses:
+        args.verifier_address, args.drafter_address = addresses
         yield
 
 
@@ -250,6 +248,8 @@ class Chat:
             self.notice(f"(ended after {count} tokens: --max-new-tokens allows longer answers)")
         if self._shows_stats:
             self.notice(summary(result))
+        elif unused := result.stats.unused(self._options["drafter"]):
+            self.notice(f"({unused})")
 
     def _style(self, drafter: str | None) -> str:
         """Colour of tokens of a drafter; None: the default one."""
@@ -288,7 +288,7 @@ class Chat:
     def _save(self, file: str) -> None:
         messages = self._messages()
         try:
-            Path(file).write_text(
+            user_path(file).write_text(
                 json.dumps({"messages": messages}, ensure_ascii=False, indent=2) + "\n",
                 encoding="utf-8",
             )

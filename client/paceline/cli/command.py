@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os.path
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -115,7 +116,11 @@ def expand_config(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[
     if not file:
         raise CommandError(f"{CONFIG} needs a file")
     given = {word.partition("=")[0] for word in rest if word.startswith("--")}
-    return [command, *_config_arguments(command, Path(file), given, parser), *rest]
+    return [
+        command,
+        *_config_arguments(command, Path(os.path.expanduser(file)), given, parser),
+        *rest,
+    ]
 
 
 def _config_arguments(

@@ -22,6 +22,7 @@ from paceline.cli.connection import add_service_arguments, client_of
 from paceline.cli.fetch import FetchError, fetch
 from paceline.cli.generate import MEASURED, add_generation_arguments
 from paceline.cli.output import Output, print_chunk
+from paceline.cli.progress import waiting
 from paceline.cli.service_process import run_async
 from paceline.cli.services import ON_CPU, add_model_arguments, own_services
 from paceline.cli.shipped import models_folder
@@ -123,7 +124,8 @@ def run_compare(args: argparse.Namespace) -> int:
         prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
         client = client_of(args, drafting=replace(_UNSEEN, adaptive=not args.draft_always))
     with exit_with(1, PacelineError):
-        rows = run_async(_compare(client, prompts, args))
+        with waiting(lambda: f"comparing drafters on {len(prompts)} prompts"):
+            rows = run_async(_compare(client, prompts, args))
     if args.json:
         print(json.dumps(_as_json(rows)))
     else:

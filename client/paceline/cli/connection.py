@@ -17,9 +17,13 @@ from typing import Any
 import grpc
 
 from paceline.cli.command import CommandError, exit_with, refuse_options
+from paceline.cli.progress import waiting
 from paceline.client import Client, InvalidRequestError, RetryOptions, TlsOptions
 from paceline.client._transport import Connections
 from paceline.service.options import read_token
+from paceline.tokens import noted_services
+
+_POLL_SECONDS = 0.2
 
 
 def verifier_address() -> str:
@@ -45,9 +49,10 @@ def add_service_arguments(parser: argparse.ArgumentParser) -> argparse._Argument
     )
     add(
         "--drafter-address",
-        default=drafter_address(),
+        default=os.environ.get("PACELINE_DRAFTER_ADDRESS"),
         metavar="B",
-        help="address of the drafter, in the same form (default: %(default)s)",
+        help="address of a drafter service, in the same form, that is asked to join verifiers "
+        "(default: PACELINE_DRAFTER_ADDRESS, else those are used that have joined)",
     )
     add(
         "--retry-seconds",
@@ -117,10 +122,9 @@ def add_health_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "addresses",
         nargs="*",
-        default=[verifier_address()],
         metavar="ADDRESS",
-        help="address of a verifier or drafter: host:port or unix:/path "
-        f"(default: that of the verifier, {verifier_address()})",
+        help="address of a verifier or drafter: host:port or unix:/path (default: the verifier at "
+        f"{verifier_address()}, and what `paceline serve` runs beside it)",
     )
     parser.add_argument(
         "--timeout",
@@ -142,11 +146,20 @@ def add_health_arguments(parser: argparse.ArgumentParser) -> None:
 def run_health(args: argparse.Namespace) -> int:
     """Print each status; 0 if all serve, 1 if one drains or is unreachable, 2 for bad arguments."""
     end = time.monotonic() + args.wait
-    return max([_health(args, address, end) for address in args.addresses])
+    if args.addresses:
+        return max([_health(args, address, end) for address in args.addresses])
+    verifier = verifier_address()
+    code = _health(args, verifier, end)
+    with waiting(lambda: "waiting for the other services"):
+        while (noted := noted_services(verifier)) and not noted.ready and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+    others = noted.services[1:] if noted else ()
+    return max([code, *(_health(args, address, end) for address in others)])
 
 
 def _health(args: argparse.Namespace, address: str, end: float) -> int:
-    """The same for one address, waiting until the time `end` of the monotonic clock."""
+    """The same for one address, waiting until the time `end` of the monotonic clock, or until
+    `paceline serve` of this machine has ended, or says that it runs nothing there."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     from paceline.cli.service_process import FAILURE_FILE
@@ -157,8 +170,10 @@ def _health(args: argparse.Namespace, address: str, end: float) -> int:
             return await stub.Check(health_pb2.HealthCheckRequest(), timeout=args.timeout)
 
     async def check_until_it_serves() -> health_pb2.HealthCheckResponse:
+        started = False
         while True:
             late = time.monotonic() >= end
+            noted = noted_services(address) or noted_services(verifier_address())
             try:
                 answer = await check()
                 if late or answer.status == health_pb2.HealthCheckResponse.SERVING:
@@ -166,10 +181,19 @@ def _health(args: argparse.Namespace, address: str, end: float) -> int:
             except grpc.aio.AioRpcError as error:
                 if late or error.code() != grpc.StatusCode.UNAVAILABLE:
                     raise
-            await asyncio.sleep(0.2)
+                if noted is not None and address == noted.unused:
+                    raise CommandError(
+                        f"{address}: `paceline serve` runs no drafter service here: its verifier "
+                        "drafts by itself",
+                        1,
+                    ) from None
+            if started and noted is None:
+                raise CommandError(f"{address}: `paceline serve` has ended: it said why", 1)
+            started = noted is not None and address in noted.services
+            await asyncio.sleep(_POLL_SECONDS)
 
     try:
-        with exit_with(2, InvalidRequestError):
+        with exit_with(2, InvalidRequestError), waiting(lambda: f"waiting for {address}"):
             answer = asyncio.run(check_until_it_serves())
     except grpc.aio.AioRpcError as error:
         why = f"{error.code().name}: {error.details()}"

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.progress import waiting
 from paceline.cli.service_process import set_torch_environment
 from paceline.service.cpus import usable_cpus
 
@@ -50,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; always 0, whatever is missing."""
-    facts = examine()
+    with waiting(lambda: "examining this machine"):
+        facts = examine()
     print(json.dumps(facts, indent=1) if args.json else _as_text(facts))
     return 0
 

@@ -24,6 +24,7 @@ from paceline.cli.connection import (
     verifier_address,
 )
 from paceline.cli.output import Output
+from paceline.cli.progress import waiting
 from paceline.client import (
     Client,
     DraftOptions,
@@ -39,7 +40,7 @@ from paceline.client._transport import (
     parse_addresses,
 )
 from paceline.harness import read_prompts
-from paceline.harness.models import is_model_name, model_path
+from paceline.harness.models import MODEL, is_model_name, local_model, model_path
 from paceline.service.options import OptionsError, read_token
 from paceline.tokens import is_local
 from paceline.v1 import drafter_pb2
@@ -116,8 +117,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     help = "tell what a drafter's folder is, and whether it fits a target; needs no service"
     inspect = commands.add_parser("inspect", help=help, description=help)
-    inspect.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the drafter")
-    inspect.add_argument("--target", metavar="MODEL", help="path or name of the target")
+    help = f"folder of a drafter, or a small model: {MODEL}"
+    inspect.add_argument("folder", type=model_path, metavar="FOLDER", help=help)
+    inspect.add_argument("--target", type=local_model, metavar="MODEL", help=MODEL)
     inspect.add_argument("--json", action="store_true", help="print JSON instead of a table")
     inspect.set_defaults(action=None)
 
@@ -139,18 +141,21 @@ def _inspect(args: argparse.Namespace) -> int:
     """Prints facts about a folder, and what is wrong with it; returns 1 if anything is."""
     from paceline.drafter.inspection import inspect_drafter
 
-    if not (args.folder / "config.json").is_file():
-        what = "it has no config.json" if args.folder.is_dir() else "there is no such folder"
-        raise CommandError(f"{args.folder} is no drafter's folder: {what}")
+    if not (args.folder.is_file() or (args.folder / "config.json").is_file()):
+        what = "it has no config.json" if args.folder.is_dir() else "there is no such path"
+        raise CommandError(
+            f"{args.folder} is no drafter: {what}; give a drafter's folder, or a {MODEL}"
+        )
     with exit_with(2, OSError, ValueError):
-        found = inspect_drafter(args.folder, model_path(args.target) if args.target else None)
+        with waiting(lambda: f"reading {args.folder}"):
+            found = inspect_drafter(args.folder, args.target)
     if args.json:
         print(json.dumps({**found.facts, "problems": found.problems}, indent=2))
         return int(bool(found.problems))
     table = Table(show_header=False, box=None)
     for name, value in found.facts.items():
         table.add_row(name, value)
-    Output(soft_wrap=False).print(table)
+    Output(width=_WIDTH).print(table)  # paths are not cut
     for problem in found.problems:
         print(f"does not fit: {problem}")
     return int(bool(found.problems))
@@ -256,7 +261,8 @@ async def _load(args: argparse.Namespace, call: Call) -> None:
     )
     with exit_with(2, OSError, ValueError):
         prompts = [] if args.check is None else read_prompts(args.check)
-    info = (await call("LoadDrafter", request)).drafter
+    with waiting(lambda: f"loading {args.name}"):
+        info = (await call("LoadDrafter", request)).drafter
     checked: dict[str, float] = {}
     if args.check is not None:
         which = {"name": info.name, "version": info.version}
@@ -332,10 +338,9 @@ async def _unload(args: argparse.Namespace, call: Call) -> None:
 def _absolute(text: str, *, is_path: bool) -> str:
     """The path of a model's name, the absolute one of a path, or another text as it is. Raises
     CommandError: the named model has not been fetched."""
+    is_path |= is_model_name(text) or text.startswith("~")
     with exit_with(2, argparse.ArgumentTypeError):
-        named = is_model_name(text)
-        path = model_path(text) if named else Path(text)
-    return os.path.abspath(path) if is_path or named else text
+        return os.path.abspath(model_path(text)) if is_path else text
 
 
 def _option(text: str) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.command import CommandError, exit_with
+from paceline.cli.progress import described, waiting
 from paceline.harness.models import MODELS, NamedModel, hub_model, is_model_name
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     with exit_with(1, FetchError, OSError):
         path = fetch(MODELS[args.model]) if args.model in MODELS else hub_model(args.model)
         if args.format == "folder" and path.is_file():
-            path = _as_folder(path)
+            with waiting(lambda: f"converting {described(path)}"):
+                path = _as_folder(path)
     print(path)
     return 0
 

@@ -139,6 +139,8 @@ def run(args: argparse.Namespace) -> int:
         print("The model ended the text with its first token.", file=sys.stderr)
     if args.stats:
         print(summary(result), file=sys.stderr)
+    elif unused := result.stats.unused(args.drafter):
+        print(f"{unused[0].upper()}{unused[1:]}.", file=sys.stderr)
     return 0
 
 

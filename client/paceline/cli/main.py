@@ -12,6 +12,7 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline.cli.command import GIVEN, CommandError, expand_config, given_options, meant
@@ -34,6 +35,12 @@ _OF_EXTRAS = (
     *("openai", "opentelemetry", "prometheus_client", "pydantic", "safetensors", "torch"),
     "transformers",
 )
+
+
+def _user_path(text: str) -> Path:
+    from paceline.service.files import user_path  # with gRPC, which --help does not need
+
+    return user_path(text)
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **settings})
+        self.register("type", Path, _user_path)
         self.set_defaults(**{_PARSER: self})  # of nested ones, the innermost is left in the result
 
     def error(self, message: str) -> NoReturn:

@@ -25,6 +25,7 @@ import grpc
 
 from paceline.cli.command import CommandError, added_by, exit_with, refuse_options
 from paceline.cli.main import main
+from paceline.cli.progress import described, waiting
 from paceline.cli.service_process import (
     DRAFTER_ADDRESS,
     VERIFIER_ADDRESS,
@@ -65,7 +66,7 @@ from paceline.service.options import (
     words_of,
 )
 from paceline.service.runtime import trim
-from paceline.tokens import TokenError, own_token
+from paceline.tokens import TokenError, note_services, own_token
 from paceline.v1 import verifier_pb2
 from paceline.verifier import VerifierOptions
 
@@ -85,6 +86,12 @@ _LONGEST_DELAY = 30.0
 # After this uptime the back-off starts again.
 _STEADY = 60.0
 
+_RESTART_SECONDS = 600.0
+"""Longest wait of a text for a verifier that is restarted."""
+
+_MAX_UNREADY = 3
+"""How often a verifier may die in a row before it answers calls."""
+
 
 class Restarted:
     """A service that is spawned again, with back-off, at the same address after it died."""
@@ -93,6 +100,7 @@ class Restarted:
         self._process = process
         self._next_delay = _FIRST_DELAY
         self._started, self._restart_at = time.monotonic(), 0.0
+        self._unready = 0
 
     def delay(self, uptime: float) -> float:
         """The delay after a failure with this uptime: it doubles. Unit: seconds."""
@@ -101,16 +109,23 @@ class Restarted:
         return delay
 
     def poll(self) -> None:
-        """Restart the service if it died and the delay is over."""
-        now = time.monotonic()
+        """Restart the service if it died and the delay is over. Raises ProcessFailed: a verifier
+        died `_MAX_UNREADY` times in a row before it answered calls."""
+        now, kind = time.monotonic(), self._process.kind
         if self._process.returncode is None:
             return
         if not self._restart_at:
+            self._unready = 0 if self._process.was_ready else self._unready + 1
+            if kind == "verifier" and self._unready == _MAX_UNREADY:
+                times = f"died {_MAX_UNREADY} times in a row before it answered calls"
+                raise self._process.failed(f"{times}, with code {self._process.returncode}")
             delay = self.delay(now - self._started)
             self._restart_at = now + delay
+            waits = "texts wait" if kind == "verifier" else "generations continue without it"
             logger.warning(
-                "the %s died; generations continue without it until it is restarted",
-                self._process.kind,
+                "the %s died; %s until it is restarted",
+                kind,
+                waits,
                 extra={"code": self._process.returncode, "restart_in_seconds": delay},
             )
         elif now >= self._restart_at:
@@ -207,7 +222,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run all until a signal; 0 after a drain, 1 if the verifier died, 2 if one does not start.
+    """Run all until a signal; 0 after a drain, 1 if the verifier dies at each start, 2 if one does
+    not start.
 
     SIGTERM and SIGINT are forwarded to all services: the first drains, a second ends at once.
     """
@@ -221,13 +237,21 @@ def _run(args: argparse.Namespace) -> int:
         on_terminal = sys.stderr.isatty() and args.log_format != "json"
         args.log_level = "warning" if on_terminal else "info"
     configure_logging(args.log_format, args.log_level)
+    print(
+        f"loading {described(model)}; the first start on a machine also measures its steps and "
+        "compiles kernels, and keeps both",
+        flush=True,
+    )
+    began = time.monotonic()
     # Chosen beforehand, so that all start side by side.
     args.gateway_address = with_port(args.gateway_address)
-    _check(args, model)
+    with waiting(lambda: "reading the model", logger.info):
+        _check(args, model)
+        needs_drafter = _needs_drafter(args, model)
     verifier, drafter = args.verifier_address, args.drafter_address
     target = [f"--target={model}", *to_words(args, VerifierOptions), *_common(args, 0)]
     processes = [_service("verifier", verifier, target)]
-    if _needs_drafter(args, model):
+    if needs_drafter:
         arguments = [*_drafter_arguments(args, model), f"--verifier={verifier}"]
         processes.append(_service("drafter", drafter, arguments))
     else:
@@ -238,6 +262,8 @@ def _run(args: argparse.Namespace) -> int:
             logger.warning("the gateway is not installed: run pip install 'paceline[gateway]'")
         else:
             services = [f"--verifier-address={verifier}", f"--drafter-address={drafter}"]
+            # A dead verifier is restarted, or the gateway is told to end: texts wait until then.
+            services.append(f"--retry-seconds={_RESTART_SECONDS:g}")
             arguments = [*services, *_gateway_arguments(args)]
             processes.append(_service("gateway", args.gateway_address, arguments))
     with exit_with(2, OptionsError, InvalidRequestError):
@@ -248,6 +274,9 @@ def _run(args: argparse.Namespace) -> int:
         return not drafts or has_drafter(channel(), metadata)
 
     def ready() -> None:
+        note_ready()
+        spent = (f"{each.kind}: {each.phase}" for each in processes if each.phase)
+        print(f"ready after {time.monotonic() - began:.0f} s; {'; '.join(spent)}".rstrip("; "))
         print(_announcement(model_of(channel(), metadata), processes, args), flush=True)
         if args.ready_file is not None:
             lines = (f"{process.address}\n" for process in processes)
@@ -256,6 +285,10 @@ def _run(args: argparse.Namespace) -> int:
             webbrowser.open(url)
 
     with ExitStack() as stack:
+        services, unused = [verifier], args.drafter_address
+        if drafts:
+            services, unused = [verifier, drafter], ""
+        note_ready = stack.enter_context(note_services(services, unused))
         # Its threads start with its first use, when the services have been forked.
         channel = cache(lambda: stack.enter_context(_channel(verifier, args)))
         return Supervisor(processes, joined, ready).run()
@@ -463,7 +496,7 @@ def _shifted(args: argparse.Namespace, offset: int) -> argparse.Namespace:
 
 
 class Supervisor:
-    """A verifier, whose end stops everything, and services beside it, which are restarted.
+    """A verifier and services beside it, each of which is restarted when it dies.
 
     Args:
         processes: The verifier and the other services, not yet started.
@@ -485,7 +518,7 @@ class Supervisor:
         self._signals: list[int] = []
 
     def run(self) -> int:
-        """Run until a signal or the end of the verifier; the exit code of `paceline serve`."""
+        """Run until a signal or a failure; the exit code of `paceline serve`."""
         numbers = (signal.SIGTERM, signal.SIGINT)
 
         def record(number: int, _frame: object) -> None:
@@ -493,7 +526,10 @@ class Supervisor:
 
         handlers = {number: signal.signal(number, record) for number in numbers}
         try:
-            return self._run()
+            if not self._start():
+                return self._drain()
+            self._on_ready()
+            return self._supervise()
         except ProcessFailed as failure:
             # A service that refuses to start has said why.
             if not any(process.returncode == 2 for process in self._processes):
@@ -505,28 +541,41 @@ class Supervisor:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def _run(self) -> int:
+    def _start(self) -> bool:
+        """Start all and wait until they answer; False: a signal came. Raises ProcessFailed: one
+        does not start."""
         for process in self._processes:
             process.spawn()
         for process in self._processes:
             logger.debug("started: paceline %s", shlex.join((process.kind, *process.arguments)))
-        while not self._signals:
-            ready = [each.poll_ready() for each in self._processes]  # each one, as any may fail
-            if all(ready):
-                break
-            time.sleep(_POLL_INTERVAL)
-        self._wait_joined()
-        if self._signals:
-            return self._drain()
-        self._on_ready()
-        restarted = [Restarted(process) for process in self._processes[1:]]
-        while not self._signals:
-            time.sleep(_POLL_INTERVAL)
-            if self._verifier.returncode is not None:
-                logger.error("the verifier died", extra={"code": self._verifier.returncode})
-                return 1
-            for service in restarted:
-                service.poll()
+        with waiting(self._starting, logger.info):
+            while not self._signals:
+                ready = [each.poll_ready() for each in self._processes]  # each, as any may fail
+                if all(ready):
+                    break
+                time.sleep(_POLL_INTERVAL)
+            self._wait_joined()
+        return not self._signals
+
+    def _starting(self) -> str:
+        """What does not answer yet, and what it is busy with."""
+        found = [f"{each.kind} {each.phase}" for each in self._processes if not each.was_ready]
+        return f"starting: {'; '.join(found) or 'the drafter joins'}"
+
+    def _supervise(self) -> int:
+        """Restart what dies, until a signal, or until the verifier cannot be restarted."""
+        restarted = [Restarted(process) for process in self._processes]
+        try:
+            while not self._signals:
+                time.sleep(_POLL_INTERVAL)
+                for service in restarted:
+                    service.poll()
+        except ProcessFailed as failure:
+            logger.error("cannot go on: %s; the log above says why", failure)
+            # Twice: texts that wait for the verifier end now, and not with a drain.
+            self._signals += [signal.SIGTERM, signal.SIGINT]
+            self._drain()
+            return 1
         return self._drain()
 
     def _wait_joined(self) -> None:
@@ -547,14 +596,15 @@ class Supervisor:
             time.sleep(_POLL_INTERVAL)
 
     def _drain(self) -> int:
+        dead = self._verifier.returncode is not None
         forwarded = 0
         while any(process.returncode is None for process in self._processes):
             while forwarded < len(self._signals):
-                for process in self._processes:
-                    process.send_signal(signal.SIGTERM)
+                for process in self._processes:  # another signal: two equal ones may come as one
+                    process.send_signal(signal.SIGINT if forwarded else signal.SIGTERM)
                 forwarded += 1
             time.sleep(_POLL_INTERVAL)
         if len(self._signals) > 1:
             return 128 + self._signals[-1]
         # While it loads its model a verifier has no handler: the signal ends it.
-        return 0 if self._verifier.returncode in (0, -signal.SIGTERM) else 1
+        return 0 if dead or self._verifier.returncode in (0, -signal.SIGTERM) else 1

@@ -10,11 +10,13 @@ import resource
 import signal
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from paceline.cli.progress import waiting
+from paceline.harness import PHASE
 from paceline.service import (
     OptionsError,
     ServerOptions,
@@ -26,6 +28,7 @@ from paceline.service import (
     run_server,
 )
 from paceline.service.cpus import default_threads
+from paceline.service.phases import phases
 from paceline.telemetry.exporters import traced
 
 if TYPE_CHECKING:
@@ -123,7 +126,20 @@ def run_service(
     configure_logging(args.log_format, args.log_level)
     if os.getpid() == 1:
         FAILURE_FILE.unlink(missing_ok=True)
-    with traced(f"paceline-{kind}"):
+    with traced(f"paceline-{kind}"), ExitStack() as starting:
+        if args.stop_with_stdin and args.ready_file is not None:
+            phase_file = args.ready_file.with_suffix(PHASE)
+            phases.on_change = lambda now: write_atomically(phase_file, now)
+        else:
+            starting.enter_context(waiting(lambda: f"starting: {phases.current}", logger.info))
+        phases.begin("importing")
+        write_ready = ready_writer(args)
+
+        def on_ready(address: str) -> None:
+            starting.close()
+            phases.on_change(str(phases))
+            write_ready(address)
+
         try:
             options = ServerOptions.from_args(args)
             check_address(options.address)
@@ -134,9 +150,10 @@ def run_service(
             metrics = _registry(options)
             service = build(metrics)
         except (OptionsError, ServiceError, ValueError, OSError) as error:
+            starting.close()
             return refuse(error)
         try:
-            run_async(run_server(service, options, metrics=metrics, on_ready=ready_writer(args)))
+            run_async(run_server(service, options, metrics=metrics, on_ready=on_ready))
         except (OptionsError, ServiceError) as error:
             return refuse(error)
     if any(thread.name == "load" for thread in threading.enumerate()):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.command import refuse_options
 from paceline.cli.connection import add_service_arguments, client_of
+from paceline.cli.progress import described, waiting
 from paceline.cli.service_process import (
     DRAFTER_ADDRESS,
     VERIFIER_ADDRESS,
@@ -216,8 +217,10 @@ def own_services(
     """
     verifier = [f"--target={target}", f"--weights={weights}", *common]
     drafter = [*load_arguments(drafters, target, weights), *common]
-    with local_services(verifier, drafter) as (first, second):
-        yield first.address, second.address
+    with ExitStack() as stack:
+        with waiting(lambda: f"loading {described(target)}"):
+            services = stack.enter_context(local_services(verifier, drafter))
+        yield services[0].address, services[1].address
 
 
 def run_drafter(args: argparse.Namespace) -> int:

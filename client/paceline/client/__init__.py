@@ -1,6 +1,11 @@
 """The Paceline client: generates text with verifiers and drafter services. Needs no torch."""
 
+import os
 from dataclasses import is_dataclass
+
+# Before gRPC is imported: its own handlers of forks, which do not know asyncio, end some of them by
+# SIGSEGV. A fork of a process that used a client gets an error of its calls instead.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from ._chat import render_chat
 from ._client import Client, SyncClient

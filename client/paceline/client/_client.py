@@ -119,7 +119,7 @@ class Client:
         fleet = Fleet(
             Pool(verifier, verifiers),
             Pool(drafter_service, drafters),
-            TokenizerCache(Path(folder) if folder is not None else None),
+            TokenizerCache(Path(folder).expanduser() if folder is not None else None),
             retry,
         )
         self._state = ClientState(fleet, drafting, unread_chunks)
@@ -213,9 +213,15 @@ class Client:
         self._state.check_open()
         return await self._state.fleet.drafters()
 
+    def fail(self, message: str) -> None:
+        """Stops all generations: awaiting one raises ClientClosedError with the message."""
+        for generation in self._state.generations:
+            generation.fail(message)
+
     async def aclose(self) -> None:
         """Stops all generations, releases their caches and disconnects. Safe to call again."""
-        await self._state.close()
+        if not self._state.forked:
+            await self._state.close()
 
     def _addresses(self, text: str, kind: str = "verifier") -> tuple[str, ...]:
         addresses = parse_addresses(text, kind)
@@ -236,6 +242,7 @@ class SyncClient:
     @takes_all(Client)
     def __init__(self, *args: Any, **options: Any) -> None:
         self._client = Client(*args, **options)
+        self._client._state.check_open()  # its thread is of this process
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="paceline-client", daemon=True
@@ -295,7 +302,7 @@ class SyncClient:
 
     def close(self) -> None:
         """Stops all generations, disconnects, and ends the thread. Safe to call again."""
-        if self._loop.is_closed():
+        if self._loop.is_closed() or self._client._state.forked:
             return
         self._wait_for(self._client.aclose)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -308,7 +315,7 @@ class SyncClient:
             while (chunk := self._wait_for(lambda: anext(chunks, None))) is not None:
                 yield chunk
         finally:
-            if not self._loop.is_closed():
+            if not (self._loop.is_closed() or self._client._state.forked):
                 self._wait_for(chunks.aclose)
 
     def _wait_for(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -317,6 +324,8 @@ class SyncClient:
         async def work() -> T:
             return await call()
 
+        if not self._client._state.closed:
+            self._client._state.check_open()
         if self._loop.is_closed():
             raise ClientClosedError("the client is closed: create a new one")
         future = asyncio.run_coroutine_threadsafe(work(), self._loop)

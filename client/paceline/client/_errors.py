@@ -116,9 +116,12 @@ def from_rpc_error(
         return UnavailableError(f"the connection to the {where} broke ({code.name}): {text}")
     if info is None and code is grpc.StatusCode.UNAVAILABLE:
         cause = text.rpartition("last error: ")[2]
+        start = "`paceline serve MODEL`"
+        if kind == "drafter":  # which the command starts only where it has something to do
+            start = "`paceline serve MODEL --drafter ngram`, or another drafter"
         return UnavailableError(
-            f"no {kind} answers at {address}: start one with `paceline serve smollm2`, or give "
-            f"the address of another ({cause})"
+            f"no {kind} answers at {address}: start one with {start}, or give the address of "
+            f"another ({cause})"
         )
     if info is None and code is grpc.StatusCode.UNIMPLEMENTED:
         return UnimplementedError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from time import perf_counter
@@ -17,6 +18,7 @@ from ._options import DraftOptions, GenerationOptions
 from ._stats import GenerationTrace, RoundStats, Stats, Usage
 from ._stream import UNLIMITED, StreamRequest, TokenStream, cost
 from ._text import Chunk, FinishReason, Model, Output, TokenLogprob
+from ._transport import Connections
 
 # Longest wait for the release of caches when the client closes. Unit: seconds.
 _CLOSE_TIMEOUT = 5.0
@@ -338,11 +340,26 @@ class ClientState:
         self.kept: set[Generation] = set()
         self._background: set[asyncio.Task[None]] = set()
         self.closed = False
+        self._pid: int | None = None
 
     def check_open(self) -> None:
-        """Raises ClientClosedError after `close`."""
+        """Raises ClientClosedError after `close`, and where calls would wait for ever: in a fork of
+        the process that used the client first, or had connections, whose threads it lacks."""
         if self.closed:
             raise ClientClosedError("the client is closed: create a new one")
+        if self._pid is None:
+            self._pid = os.getpid()
+        if self.forked:
+            raise ClientClosedError(
+                "this process is a fork of one that used a client, and lacks its threads: start "
+                "processes with multiprocessing.get_context('spawn'), or fork before the first "
+                "client is used"
+            )
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of one that used this client, or had connections."""
+        return not {self._pid, Connections.pid} <= {None, os.getpid()}
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs a coroutine in a task that cancelling a user's task does not cancel."""

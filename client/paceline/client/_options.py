@@ -80,8 +80,8 @@ class TlsOptions(Checked):
         """Channel credentials. Raises InvalidRequestError if a file cannot be read."""
         files = (self.ca, self.key, self.cert)
         try:
-            contents = [Path(file).read_bytes() if file else None for file in files]
-        except (OSError, ValueError) as error:
+            contents = [Path(file).expanduser().read_bytes() if file else None for file in files]
+        except (OSError, ValueError, RuntimeError) as error:  # of a user who is unknown
             raise InvalidRequestError(f"cannot read a TLS file: {error}") from error
         return grpc.ssl_channel_credentials(*contents)
 

@@ -340,6 +340,18 @@ class Stats:
             text += f" {problem[0].upper()}{problem[1:]}."
         return text
 
+    def unused(self, drafter: str | None) -> str:
+        """Says in words that a named drafter drafted in no round of a text, and why; empty if none
+        is named, it did, or there were only few rounds."""
+        name = (drafter or "none").partition("@")[0]
+        if name in ("none", LOCAL) or self.steps < _ENOUGH_STEPS:
+            return ""
+        if any(entry.drafted and entry.drafter == name for entry in self.rounds):
+            return ""
+        found = self.undrafted.most_common()
+        missing = ", ".join(f"{_REASONS.get(why, why)} ({count})" for why, count in found)
+        return f"the drafter {drafter} drafted none of {_count(self.steps, 'round')}: {missing}"
+
     def _gain(self) -> str:
         speedup = self.speedup
         if speedup is None:

@@ -194,7 +194,10 @@ class TokenStream:
         verifier = self._forget()
         if verifier is None:
             return
-        transport, attempts = verifier.transport, Attempts(_RELEASE, announce=False)
+        transport = verifier.transport
+        # With a verifier that is gone so are its caches: one attempt.
+        options = _RELEASE if verifier.error is None else RetryOptions(budget=0.0)
+        attempts = Attempts(options, announce=False)
         try:
             async with asyncio.timeout(_RELEASE_TIMEOUT):
                 await retry_unavailable(lambda: transport.release_cache(request), attempts)

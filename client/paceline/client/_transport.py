@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Callable
 from functools import cached_property
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -189,6 +190,9 @@ class Connections:
     the verifier with its caches. Raises InvalidRequestError: a TLS file cannot be read.
     """
 
+    pid: ClassVar[int | None] = None
+    """The process that made the first channel: gRPC works in no fork of it. None: there is none."""
+
     def __init__(
         self,
         token: str | None = None,
@@ -225,6 +229,7 @@ class Connections:
             name: DNS name that was resolved to the address: its certificate has this name, or the
                 `server_name` of the TLS options; empty: that of the address.
         """
+        Connections.pid = Connections.pid or os.getpid()
         options = list(self._options)
         if is_local(address):
             # gRPC else sends calls to the proxy that the environment names.

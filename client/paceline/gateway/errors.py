@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from paceline.client import (
     CapacityError,
+    ClientClosedError,
     DeadlineError,
     InvalidRequestError,
     NotFoundError,
@@ -140,7 +141,7 @@ def from_error(error: Exception) -> ApiError:
             headers = {"Retry-After": str(max(1, math.ceil(error.retry_after or 1)))}
             code = reason or "capacity"
             return ApiError(429, message, kind="rate_limit_error", code=code, headers=headers)
-        case UnavailableError() | TargetChangedError():
+        case UnavailableError() | TargetChangedError() | ClientClosedError():
             return ApiError(503, message, kind="server_error", code="service_unavailable")
         case DeadlineError():
             return ApiError(504, message, kind="server_error", code="timeout")

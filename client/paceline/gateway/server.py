@@ -342,6 +342,8 @@ async def run_gateway(
             gateway.admission.close()
             await stop.unless(stop.hard, _drain(gateway, options.drain_seconds))
         finally:
+            unreachable = next((each.reason for each in client.verifiers() if each.reason), "")
+            client.fail("the gateway has ended" + (f": {unreachable}" if unreachable else ""))
             await runner.cleanup()
             gateway.admission.shut_down()
             if endpoint is not None:

@@ -28,6 +28,7 @@ from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 __all__ = [
     "JOIN_SECONDS",
     "NO_PROXY",
+    "PHASE",
     "PROMPT_FILE",
     "Kind",
     "ProcessFailed",
@@ -46,6 +47,9 @@ _LOG_TAIL_BYTES = 8192
 _CALL_SECONDS = 5.0
 JOIN_SECONDS = 60.0
 """Longest time from the start of a verifier and a drafter until the drafter has joined."""
+
+PHASE = ".phase"
+"""Suffix of the file beside the ready file in which a starting service says what it does."""
 
 NO_PROXY = (("grpc.enable_http_proxy", 0),)
 """Options of a channel to a service of this machine: gRPC else sends its calls to the proxy that
@@ -143,7 +147,8 @@ class ServiceProcess:
             raise RuntimeError(f"the {self.kind} is already running")
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix=f"paceline-{self.kind}-"))
-        self._ready_file.unlink(missing_ok=True)
+        for file in (self._ready_file, self._ready_file.with_suffix(PHASE)):
+            file.unlink(missing_ok=True)
         words = [
             *(self.kind, *self.arguments),
             *("--address", self._bound_address or self._requested_address),
@@ -173,9 +178,22 @@ class ServiceProcess:
         while not self.poll_ready():
             time.sleep(_POLL_SECONDS)
 
+    @property
+    def phase(self) -> str:
+        """What the start of the process is busy with; empty before it has said it."""
+        try:
+            return self._ready_file.with_suffix(PHASE).read_text(encoding="utf-8")
+        except OSError:
+            return ""
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether the running or last process has answered calls."""
+        return self._ready_file.exists()
+
     def poll_ready(self) -> bool:
         """Whether the spawned service answers calls. Raises ProcessFailed as `start`."""
-        if self._ready_file.exists():
+        if self.was_ready:
             self._bound_address = self._ready_file.read_text(encoding="utf-8")
             return True
         if self.returncode is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.client import user_cache_dir
+from paceline.service.files import user_path
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?", re.ASCII)
 
@@ -100,7 +101,7 @@ def model_path(text: str) -> Path:
         except OSError as error:
             raise argparse.ArgumentTypeError(f"{error}; give a {MODEL}") from error
     if text not in MODELS:
-        return Path(text)
+        return user_path(text)
     path = MODELS[text].path
     if not path.is_file():
         raise argparse.ArgumentTypeError(
@@ -127,11 +128,17 @@ def name_of(path: Path) -> str | None:
 
 
 def drafter_spec(text: str) -> str:
-    """Type of an argument that takes a drafter: names of models in it become paths. Raises
-    ArgumentTypeError: as `model_path`."""
+    """Type of an argument that takes a drafter: names of models in it become paths, and `~` the
+    home folder. Raises ArgumentTypeError: as `model_path`, or it is a model without a method."""
 
     def path(found: re.Match[str]) -> str:
         name = found[0]
-        return str(model_path(name)) if is_model_name(name) else name
+        return str(model_path(name)) if is_model_name(name) or name[0] == "~" else name
 
+    head = text.partition(",")[0].rpartition("=")[2]
+    if ":" not in head and (is_model_name(head) or "/" in head or user_path(head).is_file()):
+        raise argparse.ArgumentTypeError(
+            f"{head!r} is a path or a model, and no method: give lm:{head}, or the method that "
+            f"`paceline drafters inspect {head}` tells"
+        )
     return re.sub(r"(?<=[:=])[^,:=]+(?=,|$)", path, text)

@@ -177,6 +177,17 @@ class AnswerView {
     // Screen readers read the answer when it is complete.
     this.root.ariaBusy = "true";
     this.#figures.textContent = "…";
+    if (run.ended === null) this.#sayWaiting();
+  }
+
+  /** Says while the run lasts that nothing has come for some seconds. */
+  #sayWaiting() {
+    const run = this.#run;
+    const timer = setInterval(() => {
+      const silent = run.now - (run.rounds.at(-1)?.at ?? 0);
+      if (run.ended !== null) clearInterval(timer);
+      else if (silent >= 3) this.#figures.textContent = `waiting for the model, ${silent.toFixed(0)} s …`;
+    }, 1000);
   }
 
   end() {

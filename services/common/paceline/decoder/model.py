@@ -37,6 +37,7 @@ from paceline.decoder.sources import open_model
 from paceline.decoder.weights import (
     Linear,
     Weight,
+    WeightsOf,
     in_int8,
     is_rotated,
     plain,
@@ -144,6 +145,8 @@ class Decoder:
             self._embedding = self._head.weight
         self._layers = self._load_layers(partial(load_layer, config, weights, shared, self.device))
         _check_names(config, weights)
+        self.weights_kept = weights.kept if isinstance(weights, WeightsOf) else ""
+        """In words, what is not in the format of weights that was asked for; empty: nothing."""
         self.rope = Rope(config, device)
         """Cosines and sines of positions."""
         self._executor = Executor(self._record())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -92,6 +93,7 @@ class WeightsOf(Tensors[Weight]):
         """Take tensors as they are stored, of any type."""
         self._names = stored
         self._weights, self._dtype, self._device = config.weights, config.dtype, device
+        self._kept: dict[str, int] = {}
 
     def __getitem__(self, name: str) -> Weight:
         found: Weight = self._names[name]
@@ -104,13 +106,26 @@ class WeightsOf(Tensors[Weight]):
             return found
         if bits == 4 and (name in VOCABULARY or name.endswith(_DECAYS)):
             bits = 8
-        if bits and not (isinstance(found, QuantisedMatrix) and found.bits <= bits):
+        if bits and isinstance(found, QuantisedMatrix) and found.bits <= bits:
+            if self._weights == "int8":
+                self._kept[name] = found.bits
+        elif bits:
             found = _quantise(name, plain(found, torch.float32), bits)
         plain_format = self._weights in FLOATS
         quantised = not plain_format and self._device.type == "cpu"
         if isinstance(found, QuantisedMatrix) and quantised:
             return found
         return plain(found, self._dtype).to(self._device)
+
+    @property
+    def kept(self) -> str:
+        """In words, which of the matrices read so far are in another format than the one asked for;
+        empty: none."""
+        if self._device.type != "cpu" and self._weights == "int4":
+            return f"matrices in {str(self._dtype).removeprefix('torch.')}, of the values of int4"
+        counts = Counter(self._kept.values()).items()
+        found = (f"{count} matrices in blocks of {bits} bits" for bits, count in sorted(counts))
+        return " and ".join(found) + (", as they are stored" if self._kept else "")
 
 
 def plain(weight: Weight, dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os.path
 from pathlib import Path
 
 _MARKS = (
@@ -13,6 +14,12 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 """Byte order marks, which editors and shells of Windows write, and their encodings."""
+
+
+def user_path(text: str) -> Path:
+    """The path in a text, with the home folder in place of `~`: shells leave it in `--file=~/x`,
+    config files and the environment. Command lines take it for `type=Path`."""
+    return Path(os.path.expanduser(text))
 
 
 def read_text(path: Path) -> str:

@@ -10,7 +10,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, Self, get_args, get_type_hints
 
-from paceline.service.files import read_text
+from paceline.service.files import read_text, user_path
 
 TOKEN_VARIABLE = "PACELINE_TOKEN"
 TOKEN_FILE_VARIABLE = "PACELINE_TOKEN_FILE"
@@ -266,6 +266,10 @@ class _Parser(argparse.ArgumentParser):
 
     prefix = ""
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.register("type", Path, user_path)
+
     def error(self, message: str) -> NoReturn:
         raise OptionsError(f"a variable {self.prefix}* of the environment is invalid: {message}")
 
@@ -283,7 +287,7 @@ def read_secret(what: str, file: Path | None, variable: str, file_variable: str)
     if file is None and (secret := os.environ.get(variable, "").strip()):
         return secret
     if file is None and (named := os.environ.get(file_variable)):
-        file = Path(named)
+        file = user_path(named)
     if file is None:
         return None
     try:

@@ -36,6 +36,7 @@ from paceline.service.interceptor import (
     server_credentials,
 )
 from paceline.service.options import OptionsError, ServerOptions
+from paceline.service.phases import phases
 from paceline.service.tasks import keep_running
 from paceline.telemetry.tracing import tracer
 
@@ -373,7 +374,9 @@ async def _serve(
     address = interceptor.address = _bind(server, options, credentials)
     try:
         await server.start()
-        logger.info("serving", extra={"address": address, **service.facts()})
+        phases.begin("")
+        started = {"start": str(phases)} if str(phases) else {}
+        logger.info("serving", extra={"address": address, **service.facts(), **started})
         if on_ready is not None:
             on_ready(address)
         names = service.service_names

@@ -117,6 +117,8 @@ class Metric:
     TIME_PER_OUTPUT_TOKEN: Final = "gen_ai_server_time_per_output_token_seconds"
 
     DRAFT_LINKS: Final = "specdec_draft_links"
+    UNUSED_DRAFTERS: Final = "specdec_unused_drafters"
+    START_SECONDS: Final = "specdec_start_seconds"
     ENGINE_STEPS: Final = "specdec_engine_steps"
     ENGINE_BUSY_SECONDS: Final = "specdec_engine_busy_seconds"
     ENGINE_BATCH_TOKENS: Final = "specdec_engine_batch_tokens"

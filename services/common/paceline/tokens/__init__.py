@@ -2,20 +2,23 @@
 
 `paceline serve` without a token makes one, in a file that only its user can read. Clients and
 drafter services of this user find it by the address, so that other users of the machine cannot
-call the services, or join them. Used by clients and services; imports nothing of the project.
+call the services, or join them. Beside it lies a note of what the command runs. Used by clients and
+services; imports nothing of the project.
 """
 
 from __future__ import annotations
 
 import hashlib
 import ipaddress
+import json
 import os
 import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 _DNS = "dns:///"
@@ -53,15 +56,51 @@ def check_encrypted(address: str, token: str | None, *, tls: bool) -> None:
 def local_token(address: str) -> str | None:
     """The token that a service of this user has made for an address of this machine; None: there
     is none. A file that others could have written is not read."""
-    if not is_local(address):
-        return None
+    return _read(address, "token").strip() or None
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What a running `paceline serve` of this user has noted of itself."""
+
+    pid: int
+    """Its process."""
+    services: tuple[str, ...]
+    """Addresses of its verifier and its drafter service, if it runs one."""
+    unused: str
+    """Where it would run a drafter service; empty: it runs one."""
+    ready: bool
+    """Whether all answer, and the drafter has joined."""
+
+
+def noted_services(verifier: str) -> Noted | None:
+    """The note of the command whose verifier listens there; None: no such command runs."""
     try:
-        folder = _trusted(_folder())
-        descriptor = os.open(folder / _name(address), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (OSError, TokenError):
+        noted = Noted(**json.loads(_read(verifier, "json")))
+        os.kill(noted.pid, 0)
+    except (ValueError, TypeError, OSError):
         return None
-    with os.fdopen(descriptor, encoding="ascii", errors="replace") as file:
-        return file.read(_MOST).strip() or None
+    return noted
+
+
+@contextmanager
+def note_services(services: Iterable[str], unused: str) -> Iterator[Callable[[], None]]:
+    """Note for the body which services this process runs, as far as this can be written; yields a
+    function that notes that they are ready. Arguments are as of :class:`Noted`."""
+    noted = Noted(os.getpid(), tuple(services), unused, ready=False)
+    file = _folder() / _name(noted.services[0], "json")
+
+    def write(note: Noted) -> None:
+        with suppress(OSError, TokenError):
+            _make_folder()
+            _write(file, json.dumps(asdict(note)))
+
+    write(noted)
+    try:
+        yield lambda: write(replace(noted, ready=True))
+    finally:
+        if (found := noted_services(noted.services[0])) and found.pid == noted.pid:
+            file.unlink(missing_ok=True)  # else of a later command
 
 
 @contextmanager
@@ -69,14 +108,9 @@ def own_token(addresses: Iterable[str]) -> Iterator[Path]:
     """Make a token for services that will listen at addresses of this machine; yields its file,
     which is removed after the body. Raises ``TokenError``: the folder of tokens cannot be made, or
     is not this user's."""
-    folder = _folder()
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise TokenError(f"no token can be kept in {folder}: {error}; give --token-file") from None
-    _trusted(folder)
+    folder = _make_folder()
     token = secrets.token_hex(32)
-    files = [folder / _name(address) for address in addresses]
+    files = [folder / _name(address, "token") for address in addresses]
     try:
         for file in files:
             _write(file, token)
@@ -96,6 +130,17 @@ def _folder() -> Path:
     return Path(f"/tmp/paceline-{os.getuid()}")  # whatever TMPDIR says: others must find it
 
 
+def _make_folder() -> Path:
+    """The folder, made if there is none. Raises ``TokenError``: it cannot be, or is not this
+    user's alone."""
+    folder = _folder()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise TokenError(f"no token can be kept in {folder}: {error}; give --token-file") from None
+    return _trusted(folder)
+
+
 def _trusted(folder: Path) -> Path:
     """The folder, if only this user can write to it. Raises ``TokenError`` otherwise, ``OSError``:
     there is none."""
@@ -108,11 +153,24 @@ def _trusted(folder: Path) -> Path:
     return folder
 
 
-def _name(address: str) -> str:
+def _name(address: str, kind: str) -> str:
     """By the port, since a host has several names; by the path of a Unix socket."""
     if address.startswith(_UNIX):
-        return hashlib.sha256(address.encode()).hexdigest()[:32] + ".token"
-    return address.rpartition(":")[2] + ".token"
+        return f"{hashlib.sha256(address.encode()).hexdigest()[:32]}.{kind}"
+    return f"{address.rpartition(':')[2]}.{kind}"
+
+
+def _read(address: str, kind: str) -> str:
+    """The file of an address of this machine; empty: there is none that can be trusted."""
+    if not is_local(address):
+        return ""
+    try:
+        file = _trusted(_folder()) / _name(address, kind)
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (OSError, TokenError):
+        return ""
+    with os.fdopen(descriptor, encoding="ascii", errors="replace") as opened:
+        return opened.read(_MOST)
 
 
 def _write(file: Path, token: str) -> None:

@@ -16,6 +16,9 @@ from paceline.drafter.methods.checkpoint import CONFIG_FILE, check_target, read_
 
 Json = Mapping[str, Any]
 
+_OF_FILES = "lm"
+"""The method of models that are no drafter's folder."""
+
 
 @dataclass(frozen=True)
 class Inspection:
@@ -26,7 +29,7 @@ class Inspection:
 
 
 def inspect_drafter(folder: Path, target: Path | None = None) -> Inspection:
-    """Inspects a folder.
+    """Inspects a folder, or the GGUF file of a small model.
 
     Args:
         folder: The drafter's.
@@ -34,14 +37,19 @@ def inspect_drafter(folder: Path, target: Path | None = None) -> Inspection:
 
     Raises:
         OSError: There is no config.json, or no target.
-        ValueError: config.json is not JSON, or the target is not supported.
+        ValueError: config.json is not JSON, or a file or the target is not supported.
     """
-    described = _described(folder)
+    described = {} if folder.is_file() else _described(folder)
     source = open_model(target) if target is not None else None
     facts = {"method": "", "layout": ""}
     problems: list[str] = []
     try:
-        method, facts["layout"] = _method_of(described)
+        if folder.is_file():
+            method, facts["layout"] = method_class(_OF_FILES), "GGUF file"
+        else:
+            method, facts["layout"] = _method_of(described)
+        if facts["layout"] in ("GGUF file", "transformers"):
+            facts["use"] = f"a model for {method.method}: {method.method}:{folder}"
         facts |= {"method": method.method, "name": method.label or method.method}
         if made_for := _made_for(described):
             facts["made for"] = made_for
@@ -50,6 +58,8 @@ def inspect_drafter(folder: Path, target: Path | None = None) -> Inspection:
         if source is not None:
             check_target(folder, source, fit)
             facts["fits"] = str(target)
+            if not fit.target_fingerprint and fit.tokenizer_digest:
+                facts["fits"] += ", the tokenizers agree"
     except (UnsupportedModelError, LoadError) as error:
         problems.append(str(error))
     return Inspection(facts, problems)

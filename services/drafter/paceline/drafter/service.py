@@ -22,6 +22,7 @@ from paceline.drafter.wiring import (
     kv_readers,
 )
 from paceline.service import Service, ServiceError
+from paceline.service.phases import phases
 from paceline.telemetry.tracing import tracer
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
@@ -153,6 +154,7 @@ class DrafterService:
         drafter of the command line cannot be loaded."""
         self._parts.worker.start()
         for spec in self._load:
+            phases.begin(f"loading {spec.name}")
             await self._parts.registry.load(spec)
         self.exchange.start()
 

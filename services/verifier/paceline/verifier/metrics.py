@@ -14,6 +14,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from paceline.decoder import GraphRunner
+from paceline.service.phases import phases
 from paceline.telemetry.names import PROVIDER, Metric, Span
 from paceline.v1 import verifier_pb2
 from paceline.verifier.engine.engine import Engine
@@ -312,6 +313,8 @@ class VerifierMetrics(RoundMetrics, Collector):
             "model_name": model.name,
             "architecture": model.architecture,
             "dtype": model.dtype,
+            "weights": model.weights,
+            "weights_kept": model.weights_kept,
             "fingerprint": model.target_fingerprint,
             "batch_invariant": str(model.batch_invariant).lower(),
         }
@@ -319,6 +322,21 @@ class VerifierMetrics(RoundMetrics, Collector):
         info = GaugeMetricFamily(f"{Metric.TARGET}_info", text, labels=list(target))
         info.add_metric(list(target.values()), 1)
         return info
+
+    def _unused(self) -> Family:
+        text = "1: a drafter that texts name or have by default drafts in hardly any step; why"
+        labels = ["model_name", "drafter", "reason"]
+        gauge = GaugeMetricFamily(Metric.UNUSED_DRAFTERS, text, labels=labels)
+        for name, reason in self._engine.unused_drafters:
+            gauge.add_metric([self._model, name, reason], 1)
+        return gauge
+
+    def _start(self) -> Family:
+        text = "Time that the start took, by phase"
+        gauge = GaugeMetricFamily(Metric.START_SECONDS, text, labels=["model_name", "phase"])
+        for phase, seconds in list(phases.seconds.items()):
+            gauge.add_metric([self._model, phase], seconds)
+        return gauge
 
     def collect(self) -> Iterator[Family]:
         """The state of caches and queues. Reads single values and copies only."""
@@ -339,6 +357,8 @@ class VerifierMetrics(RoundMetrics, Collector):
             graphs = {"captured": len(self._graphs), "failed": self._graphs.failed}
         device = str(self._engine.device)
         yield self._target()
+        yield self._unused()
+        yield self._start()
         for name, text, label, values in (
             (Metric.REQUESTS_RUNNING, "Texts that have a cache and have not ended", "", running),
             (

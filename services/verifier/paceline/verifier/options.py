@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 
 from paceline.formats import KV_CACHE_DTYPES, WEIGHTS
@@ -155,6 +156,7 @@ class VerifierOptions:
         None,
         "file of the Unix socket for drafter services on this host, which they must see under the "
         "same path (default: an abstract name, for services in this network namespace)",
+        type=expanduser,
         metavar="PATH",
     )
     trace_rounds: tuple[int, int] = option(

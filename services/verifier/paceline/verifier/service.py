@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from paceline.decoder import BatchInvariance, GraphRunner
 from paceline.kernels import SamplingParams, choose_tokens
 from paceline.service import Gate, limits
+from paceline.service.phases import phases
 from paceline.service.runtime import trim
 from paceline.service.tasks import keep_running
 from paceline.telemetry.tracing import tracer
@@ -67,6 +66,7 @@ class VerifierService:
         loaded = self._loaded = load_model(target, options)
         self._decoder, self._info = loaded.decoder, loaded.info
         model = self._model = loaded.info.message
+        phases.begin("taking memory")
         kv = kv_memory(loaded, options)
         self._pool, self._graphs = kv.pool, kv.graphs
         self.engine = engine(loaded, kv, options)
@@ -173,21 +173,16 @@ class VerifierService:
         self._sweeper = keep_running("the sweep of leases", self._sweep_leases)
 
     async def _warm_up(self, graphs: GraphRunner) -> None:
-        """Compile kernels and capture graphs on the engine thread, with a progress bar."""
+        """Compile kernels and capture graphs on the engine thread."""
         steps = graphs.warm_up()
         row = torch.zeros(1, self._decoder.config.vocab_size, dtype=self._decoder.config.dtype)
         params = SamplingParams(top_k=1)  # all kernels
         choose = partial(choose_tokens, row.to(self._decoder.device), [params], [0])
-        console = Console(stderr=True)
-        with Progress(console=console, disable=not console.is_terminal) as bar:
-            kernels, task = bar.add_task("kernels"), bar.add_task("CUDA graphs")
-
-            def compiled(count: int, total: int) -> None:
-                bar.update(kernels, completed=count, total=total)
-
-            await self.engine.between_steps(partial(graphs.compile, [choose], compiled))
-            while (found := await self.engine.between_steps(lambda: next(steps, None))) is not None:
-                bar.update(task, completed=found[0], total=found[1])
+        phases.begin("compiling kernels")
+        await self.engine.between_steps(partial(graphs.compile, [choose], phases.reached))
+        phases.begin("capturing CUDA graphs")
+        while (found := await self.engine.between_steps(lambda: next(steps, None))) is not None:
+            phases.reached(*found)
         await self.engine.between_steps(choose)
         graphs.report()
 

@@ -26,6 +26,7 @@ from paceline.decoder import (
 from paceline.decoder.model import numerics_for
 from paceline.decoder.products import use_library_without_splits
 from paceline.kernels import backend_for
+from paceline.service.phases import phases
 from paceline.service.runtime import available_memory, trim
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.local import LocalSources
@@ -94,8 +95,10 @@ def load_model(target: Path, options: VerifierOptions) -> LoadedModel:
     device = find_device("cpu" if options.share_weights else options.device)
 
     def load() -> LoadedModel:
+        phases.begin("reading the weights")
         source = open_model(target, options.lora)
         decoder = load_target(source, options, device)
+        phases.begin("checking the model")
         info = read_model_info(
             source,
             decoder,
@@ -107,9 +110,11 @@ def load_model(target: Path, options: VerifierOptions) -> LoadedModel:
         info.message.local_sources.extend(options.sources)
         weights, scheduler = None, None
         if options.share_weights:
+            phases.begin("sharing the weights")
             weights = publish(decoder.large_tensors())
             decoder = load_target(source, options, device, shared=PackedWeights(weights))
         if options.schedule != "off":
+            phases.begin("measuring the times of steps")
             again = options.schedule == "profile"
             scheduler = load_scheduler(
                 decoder, info.message.max_context, options.node_budget, again=again

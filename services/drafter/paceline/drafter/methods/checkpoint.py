@@ -177,6 +177,12 @@ def check_target(folder: Path, target: Path | ModelSource, fit: Fit) -> Fit:
         ("TOKENIZER_MISMATCH", "the tokenizer", fit.tokenizer_digest, source.tokenizer_digest),
     )
     for reason, what, expected, found in pairs:
+        if expected and expected != found and not (fit.target_fingerprint or fit.target_origin):
+            raise LoadError(
+                reason,
+                f"the tokenizers differ: that of {folder} has the digest {expected}, that of "
+                f"{source.path} {found or 'none'}; a small model drafts for targets with its own",
+            )
         if expected and expected != found:
             raise LoadError(
                 reason,

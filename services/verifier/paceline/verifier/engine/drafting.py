@@ -8,6 +8,7 @@ through the event loop. Nothing here waits, and nothing that a service sends cha
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -20,7 +21,15 @@ from paceline.service.exchange import FramedSocket, PeerGone, Waiter
 from paceline.service.messages import MessageTooLarge, parse
 from paceline.tree import TokenTree
 from paceline.v1 import drafter_pb2, exchange_pb2, tree_pb2
-from paceline.verifier.engine.job import LOCAL, Decode, Draft, DrafterVersion, NoDraft, microseconds
+from paceline.verifier.engine.job import (
+    LOCAL,
+    Decode,
+    Draft,
+    DrafterVersion,
+    NoDraft,
+    StepOutput,
+    microseconds,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +58,20 @@ _MAX_REASON = 1024
 
 _MAX_KV_BYTES = 1 << 48
 """Maximum number of bytes that is taken from a drafter's report."""
+
+_FEW, _REMEMBERED = 48, 2048
+"""A drafter is called unused if so many steps, and so many for each of its trees, were without one.
+Counts are halved when they reach the second number. Unit: steps."""
+
+_MAX_USES = 64
+"""Drafters whose use is counted: clients choose names."""
+
+_WHY = {
+    NoDraft.NODE_BUDGET: "by the times measured so far drafting does not pay",
+    NoDraft.NOT_READY: "it has not opened the texts",
+    NoDraft.LATE: "its trees come too late",
+}
+"""Reasons of an unused drafter, in words. Other steps without a tree need none."""
 
 ReadTree = Callable[[tree_pb2.TokenTree, Decode], TokenTree]
 """Reads and checks a drafted tree for a job; raises ServiceError."""
@@ -193,6 +216,36 @@ class SequenceAtDrafter:
     """Nodes that were requested at most."""
 
 
+@dataclass(slots=True)
+class DrafterUse:
+    """How often a drafter is used in texts that name it, or have it by default."""
+
+    asked: int = 0
+    """Trees that were requested."""
+    drafted: int = 0
+    """Steps with a tree of it."""
+    missed: Counter[NoDraft] = field(default_factory=Counter)
+    """Steps without, by the reason."""
+    unused: NoDraft | None = None
+    """Why hardly any step has a tree of it; None: enough have. Any thread may read it."""
+    said: set[NoDraft] = field(default_factory=set)
+    """Reasons that were logged."""
+
+    def note(self, why: NoDraft | None) -> None:
+        """Count a step; ``why`` it had no tree, None with one."""
+        if why is None:
+            self.drafted += 1
+        else:
+            self.missed[why] += 1
+        missed = self.missed.total()
+        self.unused = None
+        if missed >= _FEW * max(1, self.drafted):
+            self.unused = self.missed.most_common(1)[0][0]
+        if missed + self.drafted >= _REMEMBERED:
+            self.asked, self.drafted = self.asked // 2, self.drafted // 2
+            self.missed = Counter({why: count // 2 for why, count in self.missed.items()})
+
+
 class Drafting:
     """All drafter services of one verifier. Only the engine thread uses it.
 
@@ -212,6 +265,8 @@ class Drafting:
         (time.perf_counter)."""
         self.ready: list[Decode] = []
         """Jobs whose wait is over; the engine queues and clears them."""
+        self.uses: dict[str, DrafterUse] = {}
+        """Use of drafters, by NAME or NAME@VERSION as texts name them."""
         self._waiter = waiter
         self._read_tree = read_tree
         self._strict = strict
@@ -299,6 +354,7 @@ class Drafting:
         sequence.round += 1
         sequence.pending, sequence.asked_at = True, now
         timeout = self._timeout(sequence)
+        self._use(job.drafter or sequence.name).asked += 1
         sequence.link.message.rounds.add(
             sequence=sequence.number,
             round=sequence.round,
@@ -313,6 +369,38 @@ class Drafting:
         sequence.sent = len(text)
         self.waiting[job] = now + timeout
         return True
+
+    def note(self, job: Decode, output: StepOutput) -> None:
+        """Count a step for the drafter that its text names, or has by default. What drafts in
+        hardly any step is logged, once for each reason."""
+        name = job.drafter or self.name_of(job)
+        if not name or name == LOCAL.name:
+            return
+        why = output.no_draft if output.draft is None else None
+        if output.drafter == LOCAL or why not in (None, *_WHY):
+            return  # nothing more was to be had
+        sequence = job.sequence_at_drafter
+        if why is NoDraft.NOT_READY and sequence and sequence.pending and sequence.opened:
+            why = NoDraft.LATE  # it owes a tree of an earlier step
+        use = self._use(name)
+        use.note(why)
+        if use.unused is None or use.unused in use.said:
+            return
+        use.said.add(use.unused)
+        reason = _WHY[use.unused]
+        if use.unused is NoDraft.NOT_READY and not any(
+            link.offers(*name.partition("@")[::2]) for link in self.links
+        ):
+            reason = "no drafter service that has joined offers it"
+        _log.warning(
+            "the drafter %s drafted in %d of %d steps, and was asked in %d: %s",
+            name, use.drafted, use.drafted + use.missed.total(), use.asked, reason,
+        )  # fmt: skip
+
+    def _use(self, name: str) -> DrafterUse:
+        if name not in self.uses and len(self.uses) >= _MAX_USES:
+            del self.uses[next(iter(self.uses))]
+        return self.uses.setdefault(name, DrafterUse())
 
     def arrivals(self) -> list[float]:
         """When the trees that jobs wait for are there at the latest, if their drafters take little

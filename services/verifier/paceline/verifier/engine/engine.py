@@ -118,6 +118,13 @@ class Engine:
         the scheduler's decision on its trees, if it had some. Unit: seconds."""
 
     @property
+    def unused_drafters(self) -> list[tuple[str, str]]:
+        """Drafters that texts name, or have by default, and that draft in hardly any step, with the
+        reason. Any thread may read it."""
+        uses = list(self._drafting.uses.items())
+        return [(name, why.value) for name, use in uses if (why := use.unused) is not None]
+
+    @property
     def device(self) -> torch.device:
         """Device of the model and the KV."""
         return self._decoder.device
@@ -345,6 +352,8 @@ class Engine:
                 output.batch_tokens = len(batch)
                 output.node_budget = budget or 0
             job.add_output(output, began, ended)
+            if isinstance(job, Decode) and output is not None:
+                self._drafting.note(job, output)
             if isinstance(job, Decode) and job.credits and not job.done:
                 self._unsent.setdefault(job, job.notified_at + _MESSAGE_GAP)
             else:
