@@ -12,6 +12,7 @@ from calls import until
 from fakes.drafter import FakeDrafter
 
 from paceline.decoder import DeviceLost
+from paceline.drafter import worker as worker_module
 from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update
 from paceline.drafter.session import Drafted, Session
 from paceline.drafter.worker import SLICE, DraftWorker, Job
@@ -32,7 +33,9 @@ def started_worker(*, overlap: bool | None = False) -> Iterator[DraftWorker]:
 
 
 @pytest.fixture
-def worker() -> Iterator[DraftWorker]:
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[DraftWorker]:
+    """Of whose slices none takes too long."""
+    monkeypatch.setattr(worker_module, "SLICE_SECONDS", float("inf"))
     with started_worker() as made:
         yield made
 
@@ -97,6 +100,20 @@ async def test_a_backlog_is_processed_without_a_round(worker: DraftWorker) -> No
     await worker.run(lambda: worker.catch_up(session))
     await until(lambda: not session.sequence.backlog)
     assert drafter.journal == [("warm", SLICE), ("warm", SLICE), ("warm", 1)]
+
+
+async def test_slices_that_take_long_get_shorter_and_longer_again(
+    worker: DraftWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = FakeDrafter()
+    for seconds, expected in ((0.0, [256, 128, 64, 32, 32]), (float("inf"), [32, 64, 128, 256])):
+        monkeypatch.setattr(worker_module, "SLICE_SECONDS", seconds)
+        drafter.journal.clear()
+        session = drafting(drafter, sum(expected))
+        await worker.run(lambda session=session: worker.catch_up(session))
+        await until(lambda session=session: not session.sequence.backlog)
+        await worker.run(lambda: None)  # the slice has ended
+        assert drafter.journal == [("warm", tokens) for tokens in expected]
 
 
 async def test_only_the_failing_round_of_a_batch_fails(worker: DraftWorker) -> None:

@@ -51,6 +51,19 @@ async def test_turns_of_a_conversation(
             assert await client.generate(turns[-1][0], draw, **FIELDS) == turns[-1][1], name
 
 
+async def test_hidden_states_outlast_a_turn_without_them(client_reusing: Client) -> None:
+    """A turn that its drafter reads none of continues a text, and does not replace its states."""
+    client, prompt = client_reusing, text(5, 200)
+    reading = {"drafter": await client.reader(0), **FIELDS}
+    for fields, reused in ((reading, 0), (FIELDS, 229), (reading, 229), (FIELDS, 289)):
+        created = await client.create(prompt, **fields)
+        assert created.reused_tokens == reused
+        output = [*created.first.tokens, *await client.rest(created.handle)]
+        await client.release(created.handle)
+        prompt = [*prompt, *output]
+    assert len(client.service.engine.prefixes) == 2
+
+
 async def test_a_running_text_is_shared(client_reusing: Client) -> None:
     client = client_reusing
     prompt = text(3, 200)

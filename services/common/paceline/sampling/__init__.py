@@ -9,7 +9,7 @@ import math
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from paceline.checks import Checked, ParameterError, as_json, checked, items, require
 from paceline.v1 import sampling_pb2
@@ -66,11 +66,12 @@ def token_ids(
     return [_token_id(parameter, token, f"[{index}]") for index, token in enumerate(ids)]
 
 
-def _are_ids(values: Collection[object]) -> TypeGuard[Collection[int]]:
+def _are_ids(values: Collection[Any]) -> bool:
     """Whether all values are token ids, and none must be converted to one."""
     if not set(map(type, values)) <= {int}:
         return False
-    return 0 <= min(values, default=0) <= max(values, default=0) < 2**32
+    lowest: int = min(values, default=0)
+    return 0 <= lowest <= max(values, default=0) < 2**32
 
 
 def _token_id(parameter: str, value: object, at: str) -> int:

@@ -64,12 +64,12 @@ class Connections:
             return
         found = []
         for descriptor in map(int, descriptors):
-            if (used := self._last_used(descriptor, port)) is not None:
-                found.append((*used, descriptor))
+            if (use := self._last_used(descriptor, port)) is not None:
+                found.append((*use, descriptor))
         found.sort()
-        for *used, descriptor in found[: max(0, len(found) - most)]:
+        for _, _, peer, descriptor in found[: max(0, len(found) - most)]:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                if used[-1] == connection.getpeername()[1]:  # else another one has its number now
+                if connection.getpeername()[1] == peer:  # else another one has its number now
                     connection.shutdown(socket.SHUT_RDWR)
 
     def _last_used(self, descriptor: int, port: int) -> tuple[bool, int, int] | None:

@@ -24,6 +24,10 @@ logger = logging.getLogger("paceline.drafter")
 
 SLICE = 256
 """Backlog is processed in slices of at most this, between rounds. Unit: tokens."""
+MIN_SLICE = 32
+SLICE_SECONDS = 0.1
+"""A slice that takes longer makes the next one shorter: rounds of other texts wait for its end, and
+the steps of a verifier on the same cores take twice as long meanwhile."""
 
 _Result = TypeVar("_Result")
 
@@ -91,6 +95,7 @@ class DraftWorker:
         # Rounds that wait for their backlog, and sessions with a backlog but no round.
         self._prefilling: list[Job] = []
         self._idle: dict[Session, None] = {}
+        self._slice = SLICE
         # Sessions whose tree is being verified.
         self._ahead: dict[Session, None] = {}
 
@@ -254,7 +259,7 @@ class DraftWorker:
             drafted = Drafted(EMPTY, job.worked, time.monotonic() - job.arrived - job.worked)
             job.answer(session.finish(drafted) if job.budget.nodes > 0 else drafted)
             return False
-        if session.sequence.backlog > SLICE:
+        if session.sequence.backlog > self._slice:
             self._prefilling.append(job)
             return False
         return True
@@ -296,21 +301,30 @@ class DraftWorker:
         if not self._prefilling:
             return
         job = self._prefilling.pop(0)
-        begun = time.monotonic()
         try:
-            job.session.sequence.warm(SLICE)
+            job.worked += self._warm(job.session)
         except Exception as error:
             self._fail(job, error)
             return
-        job.worked += time.monotonic() - begun
         self._serve([job])
 
     def _idle_slice(self) -> None:
         """Process one slice of the backlog of a session without a round."""
         session = next(iter(self._idle))
         del self._idle[session]
-        if self._run_logged(lambda: session.sequence.warm(SLICE)):
+        if self._run_logged(lambda: self._warm(session)):
             self.catch_up(session)
+
+    def _warm(self, session: Session) -> float:
+        """Process one slice of a backlog; returns the time that it took. Unit: seconds."""
+        begun = time.monotonic()
+        session.sequence.warm(self._slice)
+        spent = time.monotonic() - begun
+        if spent > SLICE_SECONDS:
+            self._slice = max(MIN_SLICE, self._slice // 2)
+        elif spent < SLICE_SECONDS / 4:
+            self._slice = min(SLICE, self._slice * 2)
+        return spent
 
     def _draft_ahead(self) -> None:
         """Draft one level ahead for all sessions of one drafter."""
@@ -326,7 +340,7 @@ class DraftWorker:
         self._failed = True
         job.answer(error)
 
-    def _run_logged(self, call: Callable[[], None]) -> bool:
+    def _run_logged(self, call: Callable[[], object]) -> bool:
         """Run a function and log what it raises. Returns whether it raised nothing."""
         try:
             call()

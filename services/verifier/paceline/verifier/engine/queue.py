@@ -74,10 +74,8 @@ class PrefixCache:
         keys += new
 
     def retain(self, sequence: Sequence) -> None:
-        """Retain a sequence that has ended, instead of those whose text it continues.
-
-        A text of less than a chunk is closed instead.
-        """
+        """Retain a sequence that has ended, instead of those whose text it continues, unless they
+        have hidden states that it has not. A text of less than a chunk is closed instead."""
         self.add(sequence)
         keys = self._keys[sequence]
         if not keys:
@@ -85,7 +83,10 @@ class PrefixCache:
             return
         for key in keys:
             for other in list(self._found[key]):
-                if other is not sequence and other in self._kept and self._keys[other][-1] == key:
+                ends = (
+                    other is not sequence and other in self._kept and self._keys[other][-1] == key
+                )
+                if ends and _layers(other) <= _layers(sequence):
                     self.close(other)
         self._kept[sequence] = None
         while len(self._kept) > self._max_kept:
@@ -94,11 +95,18 @@ class PrefixCache:
     def find(self, sequence: Sequence) -> Sequence | None:
         """A sequence that begins like the prompt of a new one; None: there is none."""
         best: Sequence | None = None
+        with_states: Sequence | None = None
+        layers = _layers(sequence)
         for key in _keys(sequence.user, sequence.tokens[:-1]):
             found = self._found.get(key)
             if not found:
                 break
             best = next(reversed(found))
+            if layers:
+                able = (each for each in reversed(found) if layers <= _layers(each))
+                with_states = next(able, with_states)
+        if best is not None and with_states is not None:
+            best = max(with_states, best, key=sequence.common_prefix)
         if best is not None and best in self._kept:
             self._kept.move_to_end(best)
         return best
@@ -124,6 +132,12 @@ class PrefixCache:
         """Free the memory of all ended sequences."""
         while self.evict():
             pass
+
+
+def _layers(sequence: Sequence) -> set[int]:
+    """Layers whose hidden states a sequence keeps for drafters."""
+    taps = sequence.kv.taps
+    return set() if taps is None else {*taps.layout.taps.layers}
 
 
 def _keys(user: str, tokens: Items[int]) -> list[Key]:
