@@ -236,7 +236,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.log_level is None:
         on_terminal = sys.stderr.isatty() and args.log_format != "json"
         args.log_level = "warning" if on_terminal else "info"
-    configure_logging(args.log_format, args.log_level)
+    configure_logging(args.log_format, args.log_level, "serve")
     print(
         f"loading {described(model)}; the first start on a machine also measures its steps and "
         "compiles kernels, and keeps both",

@@ -318,7 +318,7 @@ def gateway_options(args: argparse.Namespace) -> GatewayOptions:
 
 def run_gateway(args: argparse.Namespace) -> int:
     """Serve until a signal; 0 after a drain, 2 for options that cannot be served."""
-    configure_logging(args.log_format, args.log_level)
+    configure_logging(args.log_format, args.log_level, "gateway")
     with traced("paceline-gateway"):
         try:
             options = gateway_options(args)
