@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
 .PHONY: setup demo smollm2 test test-slow families levels sanitize resolve chart containers vllm up down lint imports types proto \
-	proto-check browser screenshots clients docs docs-check bench drills fuzz audit gpu-check gpu-kernels gpu-services \
+	proto-check browser screenshots clients docs docs-check bench drills fuzz campaign audit gpu-check gpu-kernels gpu-services \
 	gpu-first gpu-speed gpu-wheels gpu-packages gpu-train clean
 
 # The version of OpenAI's client for Node that `make clients` tests.
@@ -160,6 +160,12 @@ FUZZ_SEED ?= 1
 fuzz: setup
 	PACELINE_FUZZ_SECONDS=$(FUZZ_SECONDS) PACELINE_FUZZ_REQUESTS=$(FUZZ_REQUESTS) \
 	    PACELINE_FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest tests/fuzz -s -m ""
+
+# Random texts, models and trees: with drafts and beside others the bits of texts alone, at every CPU
+# level. Goes on from where the last run ended, until Ctrl-C or as CAMPAIGN says ("--minutes 10"), and
+# keeps counts in bench/results. `nice -n 19 make campaign` runs in the background for days.
+campaign: setup
+	$(BIN)/python tests/campaign/campaign.py $(CAMPAIGN)
 
 # Known holes in what constraints.txt pins; asks an advisory service, so it needs a network.
 audit: setup

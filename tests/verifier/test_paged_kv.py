@@ -133,7 +133,7 @@ def test_writing_moving_and_copying_are_as_in_shared_memory() -> None:
                     plane.write(everywhere, rows)
         kv.compact([255, 258, 300], 254)
     copy = PagedKv(pool, 512)
-    copy.copy_prefix(paged, 300)
+    copy.copy_prefix(paged, 300, 512)
     for layer in range(LAYOUT.layers):
         for ours, theirs in zip(
             paged.gather(layer, everywhere), plain.gather(layer, everywhere), strict=True
@@ -194,7 +194,7 @@ def test_hidden_states_are_kept_in_pages() -> None:
     older.reserve(512)
     assert older.taps is not None
     older.taps.record(0, states, slice(0, 512))
-    fork.copy_prefix(older, 256)  # whole pages of KV are shared, those of hidden states are not
+    fork.copy_prefix(older, 256, 256)  # whole pages of KV are shared, not those of states
     assert fork.taps is not None
     rows = fork.taps.copy((0, 3), 156, 256)
     assert torch.equal(rows[1], states[3][156:256])

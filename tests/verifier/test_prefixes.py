@@ -217,7 +217,7 @@ def test_whole_pages_are_shared_and_freed_with_their_last_text() -> None:
     first, second = PagedKv(pool, 1024), PagedKv(pool, 1024)
     first.reserve(600)
     pool.kv[first._pages[2]].fill_(3.0)
-    second.copy_prefix(first, 530)
+    second.copy_prefix(first, 530, 600)
     assert pool.free_pages == 4, "two pages are shared, the third is copied"
     assert second._pages[:2] == first._pages[:2]
     assert second._pages[2] != first._pages[2]

@@ -63,6 +63,7 @@ def cache_slots(client: Client) -> int:
         (0, ((1,), 0), 0),  # not this layer
         (0, None, 0),
         (40, None, 250),  # the last 40 are computed again
+        (40, ((1,), 40), 250),
         (40, ((0,), 40), 290),
     ],
 )
@@ -87,6 +88,23 @@ async def test_a_fork_has_hidden_states(
     assert first == (len(text) - window if window else 0)
     assert torch.equal(rows, outputs(model, text, (0,))[first:])
     states.close()
+
+
+async def test_a_fork_claims_no_states_that_its_parent_lacks(client: Client) -> None:
+    """What is computed again is not copied: a parent of the newest positions has no rows before
+    them, and one whose rows wrap around has others in their place."""
+    prompt = [random.Random(5).randrange(1, 61) for _ in range(1200)]
+    reader = await client.reader(0, window=40)
+    older = await client.create(prompt[:1100], drafter=reader)
+    newer = await client.create(prompt, parent_handle=older.handle, drafter=reader)
+    for parent, shared in ((older, 300), (newer, 1075)):
+        text = [*prompt[:shared], 7, 8, 9]
+        fork = await client.create(text, parent_handle=parent.handle, drafter=reader)
+        assert fork.reused_tokens == shared - 40
+        taps = list(client.service.store)[-1].sequence.kv.taps
+        assert taps is not None
+        assert taps.first == shared - 40
+        await client.release(fork.handle)
 
 
 def test_rows_wrap_around() -> None:

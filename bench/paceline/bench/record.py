@@ -107,14 +107,16 @@ class Results:
         self._digests = {**self._digests, **found}
 
     def add(self, name: str, entry: dict[str, Any]) -> None:
-        """Add or replace an entry, with what measured it, and write the file."""
+        """Add or replace an entry, with what measured it, and replace the file."""
         # Of absolute paths only the name: the rest is about one machine.
         words = [_FOLDERS.sub(r"\1", word) for word in sys.argv[1:]]
         made = {"command": shlex.join(["paceline", *words]), "commit": self._commit}
         weights = {"digests": self._digests} if self._digests else {}
         self.entries[name] = {**made, **weights, **entry}
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(_lines({**self._head, "results": self.entries}) + "\n")
+        unfinished = self.file.with_suffix(".new")
+        unfinished.write_text(_lines({**self._head, "results": self.entries}) + "\n")
+        unfinished.replace(self.file)
 
 
 def make_console() -> Console:

@@ -208,13 +208,18 @@ class Engine:
         use_device(self.device)
         with torch.inference_mode():
             while not self._stopping:
-                self._drafting.read(self._thread.run_commands(self._wait_seconds()))
-                self._queue_ready()
-                self._step()
-                self._close_ended()
-                self._drafting.flush(self._steps)  # first: drafters work while clients are answered
-                if self.device.type == "cpu" or not self._queue or self._hold():
-                    self._notify()  # else while the GPU computes the next step
+                self.turn()
+
+    def turn(self) -> None:
+        """Run what was queued, and one step; wait where there is nothing to do. The thread repeats
+        it; without a started thread, the caller may."""
+        self._drafting.read(self._thread.run_commands(self._wait_seconds()))
+        self._queue_ready()
+        self._step()
+        self._close_ended()
+        self._drafting.flush(self._steps)  # first: drafters work while clients are answered
+        if self.device.type == "cpu" or not self._queue or self._hold():
+            self._notify()  # else while the GPU computes the next step
 
     def _wait_seconds(self) -> float | None:
         """Time for which there is nothing to do; None: until a command or a tree comes."""

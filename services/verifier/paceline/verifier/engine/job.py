@@ -343,7 +343,7 @@ class Prefill(EngineJob):
         if self.sequence.generation.prompt_logprobs is not None:
             return
         shared = self.sequence.common_prefix(parent)
-        self.sequence.kv.copy_prefix(parent.kv, shared)
+        self.sequence.kv.copy_prefix(parent.kv, shared, parent.committed)
         self.sequence.committed = self.reused = shared
 
     def add_output(self, output: StepOutput | None, began: float, ended: float) -> None:

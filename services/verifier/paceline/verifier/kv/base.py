@@ -140,10 +140,14 @@ class TapRows(ABC):
             return needed
         return shared if needed >= source.first_kept(committed) else needed
 
-    def copy_prefix(self, source: TapRows, tokens: int) -> None:
-        """Copy the rows of the first ``tokens`` positions, or of the window, from another cache."""
+    def copy_prefix(self, source: TapRows, tokens: int, committed: int) -> None:
+        """Copy the rows of the first ``tokens`` positions, or of the window, from another cache, by
+        its committed length: as many as it has, of all layers or of none."""
         taps = self.layout.taps
+        if not set(taps.layers) <= set(source.layout.taps.layers):
+            return
         begin = max(0, tokens - taps.window) if taps.window else 0
+        begin = max(begin, source.first_kept(committed))
         for first in range(begin, tokens, _COPIED_ROWS):
             copies = source.gather(taps.layers, first, min(tokens, first + _COPIED_ROWS))
             self.record(first, dict(zip(taps.layers, copies, strict=True)), slice(None))
@@ -332,15 +336,15 @@ class SequenceKv(ABC):
     def _bytes_of(self, slots: int) -> int:
         return self.layout.bytes_of(slots, None if self.taps is None else self.taps.layout)
 
-    def copy_prefix(self, source: Self, tokens: int) -> None:
-        """Take over the first ``tokens`` positions of another cache of the same class and layout.
-        Raises ``OutOfMemory``: there is not enough memory for them."""
+    def copy_prefix(self, source: Self, tokens: int, committed: int) -> None:
+        """Take over the first ``tokens`` positions of another cache of the same class and layout,
+        which has ``committed``. Raises ``OutOfMemory``: there is not enough memory for them."""
         self.reserve(tokens)
         self._copy_kv(source, tokens)
         if self.states is not None and source.states is not None:
             self.states.copy_prefix(source.states, tokens)
         if tokens and self.taps is not None and source.taps is not None:
-            self.taps.copy_prefix(source.taps, tokens)
+            self.taps.copy_prefix(source.taps, tokens, committed)
 
     @abstractmethod
     def _copy_kv(self, source: Self, tokens: int) -> None:

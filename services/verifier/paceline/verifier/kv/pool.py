@@ -354,8 +354,8 @@ class TapPages(TapRows):
         found = self._read(torch.tensor(positions))
         self._write(torch.arange(start, start + len(positions)), found)
 
-    def copy_prefix(self, source: TapRows, tokens: int) -> None:
-        super().copy_prefix(source, tokens)
+    def copy_prefix(self, source: TapRows, tokens: int, committed: int) -> None:
+        super().copy_prefix(source, tokens, committed)
         wait_for(self.pool.device)
 
     def _read(self, positions: Tensor, layers: Items[int] | None = None) -> Tensor:
@@ -439,13 +439,13 @@ class PagedKv(SequenceKv):
         row.copy_(self._table[have : have + len(new)])
         self.reserved = len(self._pages) * PAGE_TOKENS
 
-    def copy_prefix(self, source: Self, tokens: int) -> None:
+    def copy_prefix(self, source: Self, tokens: int, committed: int) -> None:
         """See :class:`SequenceKv`: whole pages are shared, only the last one is copied."""
         shared = source._pages[: tokens // PAGE_TOKENS]
         self.pool.share_pages(shared)
         self._append(shared)
         self._take(self.reserved)
-        super().copy_prefix(source, tokens)
+        super().copy_prefix(source, tokens, committed)
 
     def _copy_kv(self, source: Self, tokens: int) -> None:
         if tokens % PAGE_TOKENS:
