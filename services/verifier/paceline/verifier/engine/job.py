@@ -275,6 +275,10 @@ class EngineJob:
     ready_at: float = field(default_factory=perf_counter)
     """When it started to wait for its next step (time.perf_counter)."""
 
+    retry: Callable[[], StepOutput | None] | None = None
+    """Chooses the tokens of its last step, once the mask that it waits for is there; None: it waits
+    for none."""
+
     on_done: Callable[[], None] | None = None
     """Called once on the event loop when it is done, after its waiter has run."""
 
@@ -289,7 +293,7 @@ class EngineJob:
 
     def fail(self, error: Exception) -> None:
         """End with an error. Called on the engine thread."""
-        self.error = error
+        self.error, self.retry = error, None
         self.done = True
 
     def notify(self) -> None:
@@ -434,8 +438,9 @@ class Decode(EngineJob):
         """Take the tree for the next step, without nodes that the grammar refuses."""
         self.draft = draft
         self.tree, self.nodes = rank(draft.tree, self.sequence.room - 1)
-        if self.sequence.guide is not None:
-            accepted = self.sequence.guide.accepted_nodes(self.tree)
+        if (guide := self.sequence.guide) is not None:
+            with guide.turn() as ready:
+                accepted = guide.accepted_nodes(self.tree) if ready else []
             if len(accepted) < len(self.tree):
                 self.tree = self.tree.subtree(accepted)
                 self.nodes = tuple(self.nodes[node] for node in accepted)
