@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -133,8 +133,14 @@ class Grammars:
             self._recent.clear()
         if self._live_bytes + size > limits.CONSTRAINTS_LIVE_BYTES:
             raise GrammarsBusy(f"constraints in use take {self._live_bytes} bytes")
-        # The forms of a large vocabulary take a tenth of a second.
-        grammar = await in_thread(lambda: Grammar(self._matcher(prepared), self._forms))
+        matcher = await in_thread(lambda: self._matcher(prepared))
+        await in_thread(lambda: self._forms)  # of a large vocabulary it takes a tenth of a second
+        if matcher.is_error():
+            raise GrammarError(f"the {_NAMES[kind]} is not supported: {matcher.get_error()}")
+        try:
+            grammar = await in_thread(partial(Grammar, matcher, self._forms))
+        except GrammarError as error:
+            raise GrammarError(f"no token can begin the {_NAMES[kind]}: {error}") from None
         self._live[kind, source] = grammar
         self._live_bytes += size
         weakref.finalize(grammar, self._freed, size).atexit = False
@@ -261,7 +267,7 @@ class _Lexer:
         """Held by the thread that uses it. The library waits for another one while it holds the
         interpreter's lock, so that every thread would wait with it."""
         self.seconds = 0.0
-        """Mean time of the newest masks. Unit: seconds."""
+        """Mean processor time of the newest masks. Unit: seconds."""
 
 
 class Grammar:
@@ -363,10 +369,10 @@ class Guide:
 
     def compute(self) -> NDArray[np.uint8]:
         """Compute the tokens that may come next. Raises ``GrammarError`` as :meth:`allowed`."""
-        began = perf_counter()
+        began = thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
-        self._lexer.seconds += _NEWEST * (perf_counter() - began - self._lexer.seconds)
+        self._lexer.seconds += _NEWEST * (thread_time() - began - self._lexer.seconds)
         self.masks[self._length] = bits
         if len(self.masks) > _MASKS:
             del self.masks[next(iter(self.masks))]

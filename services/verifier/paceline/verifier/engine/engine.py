@@ -376,11 +376,7 @@ class Engine:
         """Choose the tokens of a job's last step, whose mask was late."""
         self._late.discard(job)
         retry, job.retry = job.retry, None
-        if job.done or retry is None:
-            return
-        if job.cancelled:
-            job.done = True
-            self._queue.updated.append(job)
+        if job.done or retry is None or self._queue.cancelled(job):
             return
         began = perf_counter()
         self._answer([job], batch_tokens, [retry()], began, perf_counter())
@@ -537,6 +533,7 @@ class Engine:
         if sequence.released:
             return
         sequence.released = True
+        sequence.release_grammar()
         if self._reuses and not self._stopping:
             sequence.kv.header.close()  # its readers stop
             self.prefixes.retain(sequence)

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from time import perf_counter
@@ -295,6 +296,12 @@ class EngineJob:
         """End with an error. Called on the engine thread."""
         self.error, self.retry = error, None
         self.done = True
+
+    def raise_error(self) -> None:
+        """Raise a copy of its error, if it failed: what is raised holds the frames that it leaves,
+        and these hold the job. Raises ``Exception``: it failed."""
+        if self.error is not None:
+            raise copy(self.error)
 
     def notify(self) -> None:
         """Wake the waiting handler and the sequence's listeners. Called on the event loop."""
@@ -693,6 +700,11 @@ class Sequence:
         self.top_logprobs += output.top_logprobs
         self.finish = output.finish
         self.committed = len(self.tokens) - 1
+
+    def release_grammar(self) -> None:
+        """Free its grammar: the text has ended, though its KV may be kept for others."""
+        self.guide = None
+        self.generation = replace(self.generation, grammar=None)
 
     def forget_uncommitted(self) -> None:
         """Take back tokens that entered the history in a step that failed."""
