@@ -7,7 +7,6 @@ import gc
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -15,9 +14,9 @@ from calls import failure, until
 from test_grammar import PROMPT, TOKENIZER, fields, ids
 from verifier_support import Client, make_model, serving
 
+from paceline.service import limits
 from paceline.v1 import sampling_pb2, verifier_pb2
 from paceline.verifier import grammar
-from paceline.verifier.engine.job import Sequence
 from paceline.verifier.grammar import Grammar
 
 MANY = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(2000)}}
@@ -29,6 +28,7 @@ FAILS = json.dumps({"type": "array", "items": MANY, "minItems": 1})
 def _no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nor are small constraints kept for later texts."""
     monkeypatch.setattr(grammar, "_SMALL_BYTES", -1)
+    monkeypatch.setattr(limits, "UNUSED_SECONDS", 0.1)
     gc.collect()
     gc.disable()
     yield
@@ -109,10 +109,5 @@ async def test_a_text_that(ending: Callable[[Client], Awaitable[None]], client: 
     await ending(client)
     grammars = client.service._servicer._grammars
     await until(lambda: not grammars._live_bytes and not grammars._live)
-    await until(lambda: not alive(Grammar))
-    kept = len(client.service.engine.prefixes)
-    await until(lambda: len(alive(Sequence)) == kept)
-
-
-def alive(kind: type) -> list[Any]:
-    return [each for each in gc.get_objects() if isinstance(each, kind)]
+    await until(lambda: not any(type(each) is Grammar for each in gc.get_objects()))
+    client.service.store.check_integrity()

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
-from time import perf_counter, thread_time
+from time import thread_time
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -253,7 +253,7 @@ def masked(logits: Tensor, allowed: NDArray[np.uint8]) -> Tensor:
 
 
 class Allowance:
-    """The time that the engine's thread may still spend on masks in this step."""
+    """The processor time that the engine's thread may still spend on masks in this step."""
 
     left = math.inf
     """Unit: seconds."""
@@ -355,9 +355,9 @@ class Guide:
         if bits is None:
             self._check()
             if self._lexer.seconds <= _DEAR_SECONDS and self.allowance.left > 0:
-                began = perf_counter()
+                began = thread_time()
                 bits = self.compute()
-                self.allowance.left -= perf_counter() - began
+                self.allowance.left -= thread_time() - began
         return bits
 
     def prepare(self) -> None:
@@ -402,9 +402,9 @@ class Guide:
 
     def push(self, token: int) -> None:
         """Append an emitted token. Raises ``GrammarError``: the token may not come next."""
-        began = perf_counter()
+        began = thread_time()
         self._matcher.consume_token(token)
-        self.allowance.left -= perf_counter() - began
+        self.allowance.left -= thread_time() - began
         self._check()
         if self._length < len(self._path) and self._path[self._length] != token:
             del self._path[self._length :]

@@ -180,9 +180,10 @@ def walk(
         try:
             token = choose(node)
         except MaskLate:
-            if output.tokens:
-                return output
-            raise
+            if not output.tokens:
+                raise
+            del output.accepted[len(output.tokens) - 1 :]  # its KV is computed by the next step
+            return output
         output.tokens.append(token)
         child = tree.child(node, token)
         if child is not None:
