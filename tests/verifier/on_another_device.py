@@ -6,7 +6,9 @@ Run by tests/drafter/test_methods.py, in a process of its own.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,6 +125,10 @@ class EvenTokens(Guide):
 
     def __init__(self) -> None:
         """It has no matcher."""
+
+    @contextmanager
+    def turn(self) -> Iterator[bool]:
+        yield True
 
     def begin(self) -> EvenTokens:
         return self

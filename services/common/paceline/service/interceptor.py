@@ -409,7 +409,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     name = method if known else "unknown"
                     self._on_end(name, outcome, error.reason if error is not None else "")
                 request_id.reset(token)
-            return await context.abort_with_status(rpc_status.to_status(error.to_status()))
+            status = rpc_status.to_status(error.to_status())
+            error = None  # it holds this frame, and with it all that the handler used
+            return await context.abort_with_status(status)
 
         return guarded
 

@@ -61,6 +61,12 @@ async def in_thread(call: Callable[[], T]) -> T:
             loop.call_soon_threadsafe(finish, result, error)
         except RuntimeError:
             logger.debug("the event loop closed before a thread ended")
+        finally:
+            result = error = None  # an error holds this frame, and what its call used
 
     threading.Thread(target=run, name="in-thread", daemon=True).start()
-    return await answer
+    try:
+        return await answer
+    except Exception:
+        del answer  # it holds the error, which holds this frame
+        raise

@@ -135,8 +135,9 @@ class Constraint(Protocol):
     def forms(self) -> TokenForms:
         """Of the vocabulary."""
 
-    def allowed(self) -> NDArray[np.uint8]:
-        """Tokens that may come next, 8 a byte, the lowest id in the lowest bit."""
+    def allowed(self) -> NDArray[np.uint8] | None:
+        """Tokens that may come next, 8 a byte, the lowest id in the lowest bit; None: nobody waits
+        for them, and nothing is guessed."""
 
     def accepts(self, tokens: Sequence[int]) -> int:
         """How many of these tokens may come next, one after the other."""
@@ -230,7 +231,11 @@ class GrammarSource:
                 spot = Spot(allowed, self._last, self._indent)
                 self._places.note(spot, token, self._forms)
             self._constraint.push(token)
-            self._last, self._indent = token, self._forms.indent(token, self._indent)
+            self.skip(token)
+
+    def skip(self, token: int) -> None:
+        """Go on behind a token of the text without learning from it."""
+        self._last, self._indent = token, self._forms.indent(token, self._indent)
 
     def propose(self, depth: int) -> TokenTree:
         """A chain of at most so many tokens; empty where the grammar is open."""
@@ -262,11 +267,14 @@ class GrammarSource:
         return None if known is None else (known[0], min(_SURE, known[1]))
 
     def _few(self) -> tuple[bytes, int]:
-        """Tokens allowed at the present place, and how many they are; none: it is free text."""
+        """Tokens allowed at the present place, and how many they are; none: it is free text, or
+        nobody knows."""
         accepts = self._constraint.accepts
         if self._probes and sum([accepts((each,)) for each in self._probes]) >= _PROBES - 1:
             return b"", 0
         allowed = self._constraint.allowed()
+        if allowed is None:
+            return b"", 0
         used = np.count_nonzero(allowed)  # of bytes, in a tenth of the time of all bits
         if used <= _LARGEST:
             bits = allowed.tobytes()

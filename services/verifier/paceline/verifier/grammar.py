@@ -2,7 +2,9 @@
 
 Whatever somebody writes as a constraint, its cost is bounded. It is compiled first in a process of
 its own (``grammar_check.py``) with limits of time and memory, which is killed with its request,
-and then here. Few are compiled at a time. The limits are in :mod:`paceline.service.limits`.
+and then here. Few are compiled at a time. The limits are in :mod:`paceline.service.limits`. The
+library bounds the work for a mask, at some tenths of a second; where masks are dear, the engine does
+not wait for them (``engine/masks.py``).
 
 The grammar library is imported with the first constraint, so that verifiers without any run
 without it.
@@ -12,13 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import subprocess
 import sys
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
+from threading import Lock
+from time import thread_time
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -50,6 +56,10 @@ _RECENT = 16
 _SMALL_BYTES = 8 << 20
 _MASKS = 40
 """Masks that a text keeps: those of a drafted path and of the newest tokens, each a bit a token."""
+_DEAR_SECONDS = 0.003
+"""Masks that take longer, on average, are not computed on the engine's thread."""
+_NEWEST = 0.25
+"""Weight of the newest mask in that average."""
 
 
 class GrammarError(ValueError):
@@ -127,7 +137,10 @@ class Grammars:
         await in_thread(lambda: self._forms)  # of a large vocabulary it takes a tenth of a second
         if matcher.is_error():
             raise GrammarError(f"the {_NAMES[kind]} is not supported: {matcher.get_error()}")
-        grammar = Grammar(matcher, self._forms)
+        try:
+            grammar = await in_thread(partial(Grammar, matcher, self._forms))
+        except GrammarError as error:
+            raise GrammarError(f"no token can begin the {_NAMES[kind]}: {error}") from None
         self._live[kind, source] = grammar
         self._live_bytes += size
         weakref.finalize(grammar, self._freed, size).atexit = False
@@ -239,29 +252,59 @@ def masked(logits: Tensor, allowed: NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(np.where(bits, logits.float().numpy(), np.float32(-np.inf)))
 
 
+class Allowance:
+    """The processor time that the engine's thread may still spend on masks in this step."""
+
+    left = math.inf
+    """Unit: seconds."""
+
+
+class _Lexer:
+    """What all texts of a constraint share in the library."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        """Held by the thread that uses it. The library waits for another one while it holds the
+        interpreter's lock, so that every thread would wait with it."""
+        self.seconds = 0.0
+        """Mean processor time of the newest masks. Unit: seconds."""
+
+
 class Grammar:
     """A compiled constraint, at its beginning or after some tokens. Immutable."""
 
     def __init__(
         self, matcher: LLMatcher, forms: TokenForms, origin: Grammar | None = None
     ) -> None:
-        """``origin`` is the same constraint at its beginning, which is counted while it is used."""
+        """Compute the first mask, which takes a while: make it in a thread. ``origin`` is the same
+        constraint at its beginning, which is counted while it is used. Raises ``GrammarError``: the
+        constraint is not supported, or too complex."""
         self._matcher = matcher
-        self._forms = forms
         self._origin = origin
+        self.forms = forms
+        self.lexer = _Lexer() if origin is None else origin.lexer
+        self.first: dict[int, NDArray[np.uint8]] = {}
+        """The mask of its first token."""
+        guide = Guide(self)
+        with self.lexer.lock:
+            guide.compute()
+        self.first = guide.masks
 
     def begin(self) -> Guide:
         """Begin one text."""
-        return Guide(self._matcher.deep_copy(), self._forms)
+        return Guide(self)
+
+    def copied(self) -> LLMatcher:
+        """The state of the library for one text."""
+        return self._matcher.deep_copy()
 
     def after(self, output: Sequence[int]) -> Grammar:
         """The constraint of what follows ``output``. A long one takes a while: call it in a thread.
         Raises ``GrammarError``: ``output`` is not the beginning of a text of this grammar."""
-        matcher = self._matcher.deep_copy()
-        guide = Guide(matcher, self._forms)
-        for token in output:
-            guide.push(token)
-        return Grammar(matcher, self._forms, self)
+        matcher = self.copied()
+        with self.lexer.lock:
+            matcher.consume_tokens(list(output))
+        return Grammar(matcher, self.forms, self)
 
 
 class Guide:
@@ -272,27 +315,67 @@ class Guide:
     the same tokens lead there.
     """
 
-    def __init__(self, matcher: LLMatcher, forms: TokenForms) -> None:
-        self._matcher = matcher
-        self.forms = forms
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self._lexer = grammar.lexer
+        self._matcher = grammar.copied()
+        self.forms = grammar.forms
         """Of the vocabulary."""
+        self.allowance = Allowance()
+        """Of the engine that uses it."""
         self._path: list[int] = []
         """Tokens that were appended, and behind them those that were removed last."""
         self._length = 0
         """Tokens of the path that are not removed."""
-        self._masks: dict[int, NDArray[np.uint8]] = {}
+        self.masks = dict(grammar.first)
         """By the number of tokens before it, those asked for last."""
 
-    def allowed(self) -> NDArray[np.uint8]:
-        """Tokens that may come next, 8 a byte, the lowest id in the lowest bit. Raises
-        ``GrammarError``: the constraint is too complex for the library."""
-        bits = self._masks.get(self._length)
+    @property
+    def seconds(self) -> float:
+        """Mean time of the newest masks of its grammar. Unit: seconds."""
+        return self._lexer.seconds
+
+    @contextmanager
+    def turn(self) -> Iterator[bool]:
+        """Use it on the engine's thread. Yields whether that is possible now: not while another
+        thread computes a mask of the grammar, or when the time for masks is over."""
+        if self.allowance.left <= 0 or not self._lexer.lock.acquire(blocking=False):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            self._lexer.lock.release()
+
+    def allowed(self) -> NDArray[np.uint8] | None:
+        """Tokens that may come next, 8 a byte, the lowest id in the lowest bit; None: it would take
+        too long now, see :meth:`prepare`. Raises ``GrammarError``: the constraint is too complex
+        for the library."""
+        bits = self.masks.get(self._length)
         if bits is None:
-            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
             self._check()
-            self._masks[self._length] = bits
-            if len(self._masks) > _MASKS:
-                del self._masks[next(iter(self._masks))]
+            if self._lexer.seconds <= _DEAR_SECONDS and self.allowance.left > 0:
+                began = thread_time()
+                bits = self.compute()
+                self.allowance.left -= thread_time() - began
+        return bits
+
+    def prepare(self) -> None:
+        """Compute what :meth:`allowed` returns, on another thread than the engine's. An error is
+        raised there."""
+        with self._lexer.lock, suppress(GrammarError):
+            if self._length not in self.masks:
+                self.compute()
+
+    def compute(self) -> NDArray[np.uint8]:
+        """Compute the tokens that may come next. Raises ``GrammarError`` as :meth:`allowed`."""
+        began = thread_time()
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._check()
+        self._lexer.seconds += _NEWEST * (thread_time() - began - self._lexer.seconds)
+        self.masks[self._length] = bits
+        if len(self.masks) > _MASKS:
+            del self.masks[next(iter(self.masks))]
         return bits
 
     def accepted_nodes(self, tree: TokenTree) -> list[int]:
@@ -319,12 +402,14 @@ class Guide:
 
     def push(self, token: int) -> None:
         """Append an emitted token. Raises ``GrammarError``: the token may not come next."""
+        began = thread_time()
         self._matcher.consume_token(token)
+        self.allowance.left -= thread_time() - began
         self._check()
         if self._length < len(self._path) and self._path[self._length] != token:
             del self._path[self._length :]
-            for place in [each for each in self._masks if each > self._length]:
-                del self._masks[place]
+            for place in [each for each in self.masks if each > self._length]:
+                del self.masks[place]
         if self._length == len(self._path):
             self._path.append(token)
         self._length += 1

@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,8 +57,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+class MaskLate(Exception):
+    """A token waits for the mask of a grammar."""
+
+
 class Sampler:
-    """Chooses the tokens of one walk, and computes their log-probabilities on request.
+    """Chooses the tokens of one walk, and computes their log-probabilities on request. Calling it
+    raises ``MaskLate``: nothing is chosen.
 
     Every token it returns is emitted, so it enters the sequence's history at once. With rejection
     sampling the token after a node that has a child is the child's if it is accepted, else a
@@ -113,7 +120,10 @@ class Sampler:
             token = self._choose_among(node, logits)
             if guide.accepts((token,)) == 1:  # a mask of all tokens takes ten times as long
                 return token
-        return self._choose_among(node, masked(logits, guide.allowed()))
+        allowed = guide.allowed()
+        if allowed is None:
+            raise MaskLate
+        return self._choose_among(node, masked(logits, allowed))
 
     def _choose_among(self, node: int, logits: Tensor) -> int:
         """The token after ``node``, of those whose logits are finite."""
@@ -160,11 +170,20 @@ def walk(
     Returns:
         The emitted tokens, the accepted nodes of ``tree`` and the finish reason. Unless ``choose``
         looks at the tree, the tokens depend on it only in their number.
+
+    Raises:
+        MaskLate: ``choose`` raised it for the first token. A later one is left to the next step.
     """
     node = -1
     output = StepOutput(tokens=[])
     while True:
-        token = choose(node)
+        try:
+            token = choose(node)
+        except MaskLate:
+            if not output.tokens:
+                raise
+            del output.accepted[len(output.tokens) - 1 :]  # its KV is computed by the next step
+            return output
         output.tokens.append(token)
         child = tree.child(node, token)
         if child is not None:
@@ -206,7 +225,8 @@ def accept_batch(
     tapped layers. A GPU is waited for once, after ``meanwhile`` was called.
 
     Returns:
-        The output of each entry; None in the middle of a prefill, and for a job that failed.
+        The output of each entry; None in the middle of a prefill, and for a job that failed or may
+        be tried again.
 
     Raises:
         Exception: The device failed. All sequences are as before.
@@ -216,19 +236,21 @@ def accept_batch(
         kept: HiddenStates = {layer: host_bytes(rows) for layer, rows in states.items()}
     else:
         reads, kept = _read(entries, logits, states, meanwhile), {}
-    return [_accept_or_fail(entry, read, kept) for entry, read in zip(entries, reads, strict=True)]
+    return [
+        _or_fail(entry.job, partial(_accept, entry, read, kept))
+        for entry, read in zip(entries, reads, strict=True)
+    ]
 
 
-def _accept_or_fail(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput | None:
+def _or_fail(job: EngineJob, accept: Callable[[], StepOutput | None]) -> StepOutput | None:
     try:
-        return _accept(entry, read, states)
+        return accept()
     except GrammarError as error:
-        entry.job.fail(ConstraintFailed(f"no token could be chosen: {error}"))
-        return None
+        job.fail(ConstraintFailed(f"no token could be chosen: {error}"))
     except Exception as error:
         _log.exception("acceptance failed for one sequence")
-        entry.job.fail(StepFailed(f"no token could be chosen: {error}"))
-        return None
+        job.fail(StepFailed(f"no token could be chosen: {error}"))
+    return None
 
 
 def _accept(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput | None:
@@ -242,14 +264,32 @@ def _accept(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput 
         sequence.committed = entry.stop
         if entry.stop < len(sequence.tokens):
             return None
+    return _emit(entry, read, states)
+
+
+def _emit(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput | None:
+    """As :func:`_accept`, once the KV of a prompt is there. None for a job that may be tried again,
+    when the mask that it waits for is there."""
+    job, sequence = entry.job, entry.job.sequence
     sampler = Sampler(sequence, read.logits, entry.tree, read.tokens)
-    try:
-        output = walk(entry.tree, sampler, sequence.generation.stop_ids, sequence.room)
-        output.logprobs, output.top_logprobs = sampler.logprobs, sampler.top_logprobs
-        sequence.commit(output, states, entry.rows.start, moved=read.tokens is not None)
-    except Exception:
-        sequence.forget_uncommitted()
-        raise
+    with nullcontext(True) if sequence.guide is None else sequence.guide.turn() as ready:
+        try:
+            if not ready:
+                raise MaskLate
+            output = walk(entry.tree, sampler, sequence.generation.stop_ids, sequence.room)
+            output.logprobs, output.top_logprobs = sampler.logprobs, sampler.top_logprobs
+            sequence.commit(output, states, entry.rows.start, moved=read.tokens is not None)
+        except MaskLate:
+            if read.tokens is None:  # keep the anchor's row alone: a tree changes no token
+                row = entry.rows.start
+                entry = replace(entry, tree=EMPTY, rows=slice(0, 1))
+                read = _Read(read.logits[:1].clone(), read.scored[:0])
+                states = {layer: np.array(rows[row : row + 1]) for layer, rows in states.items()}
+            job.retry = partial(_or_fail, job, partial(_emit, entry, read, states))
+            return None
+        except Exception:
+            sequence.forget_uncommitted()
+            raise
     if (guesses := _recycling(entry)) is not None:
         guesses.checked(entry.tree, *(read.candidates or best_candidates(read.logits, WIDTH)))
     last = 1 + output.accepted[-1] if output.accepted else 0
@@ -372,9 +412,13 @@ class _Rows:
             return None
         contexts: dict[int, tuple[Edits, NDArray[np.uint8] | None]] = {}
         if sampling.penalised or sequence.guide is not None:
+            turn = nullcontext(True) if sequence.guide is None else sequence.guide.turn()
             try:
-                _add_contexts(contexts, sequence, entry.tree, -1)
-            except GrammarError:
+                with turn as ready:
+                    if not ready:
+                        return None
+                    _add_contexts(contexts, sequence, entry.tree, -1)
+            except (GrammarError, MaskLate):
                 return None
             except Exception as error:
                 _log.warning("tokens are chosen one by one: %s", error)
@@ -416,12 +460,15 @@ def _add_contexts(
     tree: TokenTree,
     node: int,
 ) -> None:
-    """Penalties and grammar mask after a node (-1: the anchor) and those below it.
+    """Penalties and grammar mask after a node (-1: the anchor) and those below it. Raises
+    ``MaskLate``: there is no time for a mask.
 
     Nodes that cannot be accepted, because a stop token or the grammar is above them, are left out.
     """
     history, guide, generation = sequence.history, sequence.guide, sequence.generation
     mask = None if guide is None else guide.allowed()
+    if guide is not None and mask is None:
+        raise MaskLate
     contexts[node] = edits(generation.sampling, history), mask
     for child in tree.children(node):
         token = tree.tokens[child]

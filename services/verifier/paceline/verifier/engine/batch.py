@@ -179,6 +179,11 @@ class Batch:
         return len(self.tokens)
 
     @property
+    def jobs(self) -> list[EngineJob]:
+        """Of the entries."""
+        return [entry.job for entry in self.entries]
+
+    @property
     def attended(self) -> int:
         """KV positions attended to, summed over the packed tokens; half of a block's own."""
         blocks = self._blocks

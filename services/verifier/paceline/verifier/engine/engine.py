@@ -34,7 +34,9 @@ from paceline.verifier.engine.job import (
     microseconds,
 )
 from paceline.verifier.engine.local import LocalGuesses, LocalSources, use_guess
+from paceline.verifier.engine.masks import MaskThread
 from paceline.verifier.engine.queue import CommandThread, JobQueue, PrefixCache
+from paceline.verifier.grammar import Allowance
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.scheduler.scheduler import Scheduler
 
@@ -46,6 +48,10 @@ _MESSAGE_GAP = 0.030
 
 A message takes about 1 ms of processor time from the steps: the event loop writes it, and the
 client's process wakes up and reads it."""
+
+_MASK_SECONDS = 0.010
+"""Time for the masks of grammars in a step, or else as long as the step before took. Texts whose
+masks come later sit out."""
 
 
 class Engine:
@@ -105,6 +111,10 @@ class Engine:
             self._thread.waiter, read_tree or (lambda tree, job: TokenTree.from_proto(tree))
         )
         self._sources = sources
+        self._masks = MaskThread(self._thread.submit)
+        self._allowance = Allowance()
+        self._late: set[EngineJob] = set()  # they wait for masks
+        self._step_seconds = 0.0  # of the newest step
         self._decodes: dict[Sequence, Decode] = {}
         self._unsent: dict[Decode, float] = {}  # with output, and when to notify the event loop
         self._steps = 0
@@ -213,6 +223,7 @@ class Engine:
     def turn(self) -> None:
         """Run what was queued, and one step; wait where there is nothing to do. The thread repeats
         it; without a started thread, the caller may."""
+        self._allowance.left = max(_MASK_SECONDS, self._step_seconds)
         self._drafting.read(self._thread.run_commands(self._wait_seconds()))
         self._queue_ready()
         self._step()
@@ -257,8 +268,9 @@ class Engine:
         finally:
             self._watchdog.end()
         ended = perf_counter()
+        self._step_seconds = ended - began
         self._learn(batch, outputs, began, ended)
-        self._answer(batch, outputs, began, ended)
+        self._answer(batch.jobs, len(batch), outputs, began, ended)
         if self.on_step is not None:
             self.on_step(ended - began, len(batch), self._decided)
 
@@ -337,16 +349,24 @@ class Engine:
                 _log.warning("a step failed for one sequence alone: %s", own)
                 self._queue.fail(entry.job, StepFailed(f"the model could not be run: {own}"))
             else:
-                self._answer(alone, outputs, began, perf_counter())
+                self._answer(alone.jobs, len(alone), outputs, began, perf_counter())
         self._check_device()
 
     def _answer(
-        self, batch: Batch, outputs: Items[StepOutput | None], began: float, ended: float
+        self,
+        jobs: Items[EngineJob],
+        batch_tokens: int,
+        outputs: Items[StepOutput | None],
+        began: float,
+        ended: float,
     ) -> None:
-        """Complete the outputs of a step and hand them to their jobs."""
+        """Complete the outputs of a step with so many tokens, and hand them to their jobs."""
         self._began = False
-        for entry, output in zip(batch.entries, outputs, strict=True):
-            job = entry.job
+        for job, output in zip(jobs, outputs, strict=True):
+            if job.retry is not None:
+                self._late.add(job)
+                self._masks.add(job, partial(self._retry, job, batch_tokens))
+                continue
             if job.error is not None:
                 self._queue.updated.append(job)
                 continue
@@ -354,7 +374,7 @@ class Engine:
             if output is not None:
                 output.queue_us = microseconds(began - job.ready_at)
                 output.step_us = microseconds(ended - began)
-                output.batch_tokens = len(batch)
+                output.batch_tokens = batch_tokens
                 output.node_budget = budget or 0
             job.add_output(output, began, ended)
             if isinstance(job, Decode) and output is not None:
@@ -374,8 +394,17 @@ class Engine:
                 self._began = True
                 if self._reuses:
                     self.prefixes.add(job.sequence)
-        if any(entry.job.error is not None for entry in batch.entries):
+        if any(job.error is not None for job in jobs):
             self._check_device()
+
+    def _retry(self, job: EngineJob, batch_tokens: int) -> None:
+        """Choose the tokens of a job's last step, whose mask was late."""
+        self._late.discard(job)
+        retry, job.retry = job.retry, None
+        if job.done or retry is None or self._queue.cancelled(job):
+            return
+        began = perf_counter()
+        self._answer([job], batch_tokens, [retry()], began, perf_counter())
 
     def _budget(self, job: Decode) -> int | None:
         """Maximum number of nodes to draft for the next step.
@@ -475,7 +504,7 @@ class Engine:
     def _cancel(self, job: Decode) -> None:
         """End a job that is not queued; the queue ends the others."""
         job.cancelled = True
-        if not job.done and not job.queued:
+        if not job.done and not job.queued and job not in self._late:
             job.done = True
             self._queue.updated.append(job)
 
@@ -511,6 +540,8 @@ class Engine:
         self._scheduler = None
 
     def _begin_prefill(self, job: Prefill, parent: Sequence | None) -> None:
+        if job.sequence.guide is not None:
+            job.sequence.guide.allowance = self._allowance
         if parent is None and self._reuses:
             parent = self.prefixes.find(job.sequence)
         while parent is not None and not parent.kv.closed:
@@ -527,6 +558,7 @@ class Engine:
         if sequence.released:
             return
         sequence.released = True
+        sequence.release_grammar()
         if self._reuses and not self._stopping:
             sequence.kv.header.close()  # its readers stop
             self.prefixes.retain(sequence)
@@ -536,9 +568,9 @@ class Engine:
             self._scheduler.forget(sequence)
         closed = SequenceClosed("the cache was released")
         self._queue.fail_all(lambda job: job.sequence is sequence, closed)
-        job = self._decodes.get(sequence)
-        if job is not None and not job.done:
-            self._queue.fail(job, closed)
+        for job in (self._decodes.get(sequence), *self._late):
+            if job is not None and job.sequence is sequence and not job.done:
+                self._queue.fail(job, closed)
         self._close_ended()
         self._notify()
 
@@ -547,7 +579,7 @@ class Engine:
         self.prefixes.clear()
         stopping = StepFailed("the verifier is stopping")
         self._queue.fail_all(lambda job: True, stopping)
-        for job in list(self._decodes.values()):
+        for job in (*self._decodes.values(), *self._late):
             if not job.done:
                 self._queue.fail(job, stopping)
         self._close_ended()

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from time import perf_counter
@@ -275,6 +276,10 @@ class EngineJob:
     ready_at: float = field(default_factory=perf_counter)
     """When it started to wait for its next step (time.perf_counter)."""
 
+    retry: Callable[[], StepOutput | None] | None = None
+    """Chooses the tokens of its last step, once the mask that it waits for is there; None: it waits
+    for none."""
+
     on_done: Callable[[], None] | None = None
     """Called once on the event loop when it is done, after its waiter has run."""
 
@@ -289,8 +294,14 @@ class EngineJob:
 
     def fail(self, error: Exception) -> None:
         """End with an error. Called on the engine thread."""
-        self.error = error
+        self.error, self.retry = error, None
         self.done = True
+
+    def raise_error(self) -> None:
+        """Raise a copy of its error, if it failed: what is raised holds the frames that it leaves,
+        and these hold the job. Raises ``Exception``: it failed."""
+        if self.error is not None:
+            raise copy(self.error)
 
     def notify(self) -> None:
         """Wake the waiting handler and the sequence's listeners. Called on the event loop."""
@@ -434,8 +445,9 @@ class Decode(EngineJob):
         """Take the tree for the next step, without nodes that the grammar refuses."""
         self.draft = draft
         self.tree, self.nodes = rank(draft.tree, self.sequence.room - 1)
-        if self.sequence.guide is not None:
-            accepted = self.sequence.guide.accepted_nodes(self.tree)
+        if (guide := self.sequence.guide) is not None:
+            with guide.turn() as ready:
+                accepted = guide.accepted_nodes(self.tree) if ready else []
             if len(accepted) < len(self.tree):
                 self.tree = self.tree.subtree(accepted)
                 self.nodes = tuple(self.nodes[node] for node in accepted)
@@ -688,6 +700,11 @@ class Sequence:
         self.top_logprobs += output.top_logprobs
         self.finish = output.finish
         self.committed = len(self.tokens) - 1
+
+    def release_grammar(self) -> None:
+        """Free its grammar: the text has ended, though its KV may be kept for others."""
+        self.guide = None
+        self.generation = replace(self.generation, grammar=None)
 
     def forget_uncommitted(self) -> None:
         """Take back tokens that entered the history in a step that failed."""

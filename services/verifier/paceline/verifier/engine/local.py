@@ -19,6 +19,7 @@ from paceline.sources.ngram import NgramOptions, NgramOwners, NgramSource
 from paceline.sources.recycle import Rank, RecycleOptions, RecycleOwners, RecycleSource
 from paceline.tree import EMPTY, TokenTree, merge
 from paceline.verifier.engine.job import LOCAL, Decode, Draft
+from paceline.verifier.grammar import Guide
 
 _WARM = 512
 """Tokens of a text that enter its index in one step, which takes about half a millisecond."""
@@ -54,6 +55,7 @@ class LocalSources:
         if self._places is not None and sequence.guide is not None:
             stop_ids = sequence.generation.stop_ids
             guesses.grammar = self._places.start(sequence.guide, owner, stop_ids)
+            guesses.guide = sequence.guide
         sources = guesses.text, guesses.recycled, guesses.grammar
         return guesses if any(each is not None for each in sources) else None
 
@@ -65,6 +67,7 @@ class LocalGuesses:
         self.text: NgramSource | None = None
         self.recycled: RecycleSource | None = None
         self.grammar: GrammarSource | None = None
+        self.guide: Guide | None = None
         self._nodes = float(_MOST)
         self._tree = EMPTY
         self._candidates: list[tuple[list[int], list[float]]] = []
@@ -85,8 +88,13 @@ class LocalGuesses:
             self.text.extend(tokens)
         if self.recycled is not None:
             self.recycled.extend(tokens, self._tree, self._candidates)
-        if self.grammar is not None:
-            self.grammar.extend(tokens)
+        if self.grammar is not None and self.guide is not None:
+            with self.guide.turn() as ready:
+                if ready:
+                    self.grammar.extend(tokens)
+                else:
+                    for token in tokens:
+                        self.grammar.skip(token)
 
     def admitted(self, drafted: int, admitted: int) -> None:
         """Note how many nodes of a local tree were worth their time."""
@@ -103,8 +111,9 @@ class LocalGuesses:
             tree = self.text.propose(nodes, depth, _WARM, least)
         if self.recycled is not None:
             tree = merge(tree, self.recycled.propose(nodes, depth, least), nodes=nodes, depth=depth)
-        if self.grammar is not None:
-            forced = self.grammar.propose(min(nodes, depth))
+        if self.grammar is not None and self.guide is not None:
+            with self.guide.turn() as ready:
+                forced = self.grammar.propose(min(nodes, depth)) if ready else EMPTY
             tree = merge(forced, tree, nodes=nodes, depth=depth)
         return tree
 

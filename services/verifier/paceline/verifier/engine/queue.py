@@ -210,7 +210,7 @@ class JobQueue:
         for _ in range(len(self._decodes)):
             job = self._decodes.popleft()
             tokens = 1 + len(job.tree)
-            if self._cancelled(job):
+            if self.cancelled(job):
                 continue
             if taken and left < tokens:
                 job.queued = True
@@ -228,7 +228,7 @@ class JobQueue:
             if left <= 0:
                 return
             job = self.prompts.popleft()
-            if self._cancelled(job):
+            if self.cancelled(job):
                 continue
             start, end = job.sequence.committed, len(job.sequence.tokens)
             share = max(CHUNK, left // (len(self.prompts) + 1))
@@ -244,8 +244,8 @@ class JobQueue:
                 batch.add_prefill(job, stop)
                 left -= stop - start
 
-    def _cancelled(self, job: EngineJob) -> bool:
-        """Take a job from the queue; whether it ended without a step."""
+    def cancelled(self, job: EngineJob) -> bool:
+        """Take a job from the queue; whether it ended without a step. Also of one outside."""
         job.queued = False
         if job.sequence.released or (job.cancelled and isinstance(job, Prefill)):
             self.fail(job, SequenceClosed("the cache was released"))

@@ -113,11 +113,10 @@ class GenerateStream:
             self._engine.cancel(job)  # no effect on a job that is done
         if reading.done() and not reading.cancelled():
             reading.result()  # raises what was wrong with a message of the client
-        if job.error is not None:
-            if isinstance(job.error, OutOfMemory):
-                await self._store.make_room(job.ready_at)
-            with as_service_errors():
-                raise job.error
+        if isinstance(job.error, OutOfMemory):
+            await self._store.make_room(job.ready_at)
+        with as_service_errors():
+            job.raise_error()
         if cache.released and cache.sequence.finish is None:  # while its last step ran
             raise cache_not_found()
 
@@ -260,6 +259,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                 parent = self._find(request.parent_handle, owner).sequence
             user = user_of(owner, request.user)
             cache = await self._store.admit(generation, owner, user)
+            del generation  # of a client that has left, gRPC keeps this frame; the sequence frees it
             score_prompt(cache, self._exchange.scored(drafter))
             self._telemetry.admitted(cache)
             try:
@@ -323,8 +323,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                     total_tokens=prefill.sequence.generation.prefilled,
                 )
                 await write(context, verifier_pb2.CreateCacheResponse(progress=progress))
-        if prefill.error is not None:
-            raise prefill.error
+        prefill.raise_error()
 
     def _created(self, cache: Cache, prefill: Prefill) -> verifier_pb2.CreateCacheResponse:
         assert prefill.output is not None, "a prefill without an error has a first token"
