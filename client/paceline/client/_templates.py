@@ -1,7 +1,8 @@
 """Chat templates, rendered as transformers renders them.
 
 A template is given what it can show. Whether it shows tools, calls, lists of parts or a system
-message is found by rendering short conversations, never by looking at its source.
+message is found by rendering short conversations, never by looking at its source. Whether it shows
+every message is found by rendering the conversation again with a word at the end of each.
 
 This file needs Jinja and nothing else of the project, because it is also a program: it renders the
 conversations that it reads from its standard input, within limits of time and memory. See
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -93,6 +94,13 @@ class TemplateRefusal(ValueError):
         self.param = param
 
 
+class Prompt(str):
+    """A rendered conversation."""
+
+    changes: str = ""
+    """What was done to messages so that the template shows them all; empty: nothing."""
+
+
 @dataclass(frozen=True)
 class Conversation:
     """What is rendered. All values are those of JSON."""
@@ -124,11 +132,38 @@ class Conversation:
     continue_final_message: bool = False
     """End the prompt with the text of the last message instead."""
 
-    def render(self) -> str:
-        """The prompt, with its special tokens as text. Raises `TemplateRefusal`."""
-        template = _known(self._source(), tuple(sorted(self.special_tokens.items())))
+    def render(self) -> Prompt:
+        """The prompt, with its special tokens as text.
+
+        Where the template refuses messages in their order, or leaves some out, they are arranged
+        in other ways (`_arrangements`). The first that shows all is the prompt; if none does, the
+        one that leaves out the fewest.
+
+        Raises `TemplateRefusal`: the template refuses all of them; it has the words about the first.
+        """
         messages = [_normalized(message) for message in self.messages]
         final = self._mark_final(messages) if self.continue_final_message else ""
+        refusals: list[TemplateRefusal] = []
+        found: list[tuple[int, Prompt]] = []
+        for changes, arranged in _arrangements(messages):
+            try:
+                prompt = Prompt(self._shown(arranged, final))
+                lost = self._lost(arranged, final)
+            except TemplateRefusal as refusal:
+                refusals.append(refusal)
+                continue
+            left_out = f"the chat template leaves out {lost} of the messages" if lost else ""
+            prompt.changes = "; ".join(filter(None, (changes, left_out)))
+            found.append((lost, prompt))
+            if not lost:
+                break
+        if not found:
+            raise refusals[0]
+        return min(found, key=lambda each: each[0])[1]
+
+    def _shown(self, messages: list[Message], final: str) -> str:
+        """The prompt of these messages, the last of which may end with the tag."""
+        template = _known(self._source(), tuple(sorted(self.special_tokens.items())))
         begin_answer = self.add_generation_prompt and not self.continue_final_message
         values = {"documents": self.documents, **self.variables}
         try:
@@ -140,6 +175,18 @@ class Conversation:
                 f"messages and tools must have the form of OpenAI's API: {error!r}"
             ) from None
         return _up_to_tag(text, final) if self.continue_final_message else text
+
+    def _lost(self, messages: list[Message], final: str) -> int:
+        """Number of messages whose text is not in the prompt."""
+        words, marked = [], []
+        for index, message in enumerate(messages):
+            text = text_of(message.get("content"))
+            if text.strip() and not text.endswith(_CONTINUED):
+                words.append(f"paceline{index}shown")
+                message = {**message, "content": _joined(message["content"], words[-1], "")}
+            marked.append(message)
+        text = self._shown(marked, final)
+        return sum(word not in text for word in words)
 
     def _source(self) -> str:
         if self.template is not None:
@@ -181,6 +228,67 @@ def _normalized(message: Mapping[str, Any]) -> Message:
     if reasoning is not None:
         fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
     return fields
+
+
+def _arrangements(messages: list[Message]) -> Iterator[tuple[str, list[Message]]]:
+    """The messages as they are, and what they become for a template that does not take them so,
+    each with a description: all system messages as the first one; besides, with alternating turns;
+    system messages as turns of the user."""
+    tried = [messages]
+    yield "", messages
+    first = [message for message in messages if message["role"] == "system"]
+    others = [message for message in messages if message["role"] != "system"]
+    merged = "system messages were merged into the first one"
+    turns = "turns were merged or added so that user and assistant alternate"
+    as_user = [{**each, "role": "user"} if each in first else each for each in messages]
+    for changes, arranged in (
+        (merged, _merged(first) + others),
+        (turns if len(first) < 2 else f"{merged}; {turns}", _alternating(_merged(first) + others)),
+        ("system messages became the user's", _alternating(as_user)),
+    ):
+        if arranged not in tried:
+            tried.append(arranged)
+            yield changes, arranged
+
+
+def _alternating(messages: list[Message]) -> list[Message]:
+    """Messages whose turns of user and assistant alternate, beginning with the user's. A result
+    without a call is the user's; turns that are missing are added without text."""
+    turns: list[Message] = []
+    for message in messages:
+        last = turns[-1] if turns else {"role": ""}
+        after_call = last["role"] == "tool" or bool(calls_of(last))
+        if message["role"] == "tool" and not after_call:
+            (message,) = _calls_as_text([message])
+        missing = "user" if message["role"] == "assistant" and last["role"] in ("", "system") else ""
+        if message["role"] == "user" and after_call:
+            missing = "assistant"
+        if missing:
+            turns.append({"role": missing, "content": ""})
+        turns.append(message)
+    return _merged(turns)
+
+
+def _merged(messages: list[Message]) -> list[Message]:
+    """Messages in which those of one role in a row are one. Calls, and what is behind them, are
+    kept apart."""
+    found: list[Message] = []
+    for message in messages:
+        last = found[-1] if found else {"role": ""}
+        if last["role"] != message["role"] or message["role"] == "tool" or calls_of(last):
+            found.append(message)
+            continue
+        text = _joined(last.get("content", ""), message.get("content", ""))
+        found[-1] = {**last, **message, "content": text}
+    return found
+
+
+def _joined(first: Any, second: Any, between: str = "\n\n") -> Any:
+    """Two contents as one: text, or a list of parts."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}{between}{second}" if first and second else first + second
+    lists = [[{"type": "text", "text": c}] if isinstance(c, str) else c for c in (first, second)]
+    return [*lists[0], *lists[1]]
 
 
 def _up_to_tag(text: str, final: str) -> str:
