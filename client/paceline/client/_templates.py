@@ -233,7 +233,7 @@ def _normalized(message: Mapping[str, Any]) -> Message:
 def _arrangements(messages: list[Message]) -> Iterator[tuple[str, list[Message]]]:
     """The messages as they are, and what they become for a template that does not take them so,
     each with a description: all system messages as the first one; besides, with alternating turns;
-    system messages as turns of the user."""
+    system messages as turns of the user; texts beside calls as messages of their own."""
     tried = [messages]
     yield "", messages
     first = [message for message in messages if message["role"] == "system"]
@@ -245,6 +245,7 @@ def _arrangements(messages: list[Message]) -> Iterator[tuple[str, list[Message]]
         (merged, _merged(first) + others),
         (turns if len(first) < 2 else f"{merged}; {turns}", _alternating(_merged(first) + others)),
         ("system messages became the user's", _alternating(as_user)),
+        ("texts beside calls became messages of their own", _apart(messages)),
     ):
         if arranged not in tried:
             tried.append(arranged)
@@ -253,7 +254,8 @@ def _arrangements(messages: list[Message]) -> Iterator[tuple[str, list[Message]]
 
 def _alternating(messages: list[Message]) -> list[Message]:
     """Messages whose turns of user and assistant alternate, beginning with the user's. A result
-    without a call is the user's; turns that are missing are added without text."""
+    without a call is the user's; turns that are missing are added, with a space, since some templates
+    refuse empty ones."""
     turns: list[Message] = []
     for message in messages:
         last = turns[-1] if turns else {"role": ""}
@@ -264,9 +266,20 @@ def _alternating(messages: list[Message]) -> list[Message]:
         if message["role"] == "user" and after_call:
             missing = "assistant"
         if missing:
-            turns.append({"role": missing, "content": ""})
+            turns.append({"role": missing, "content": " "})
         turns.append(message)
     return _merged(turns)
+
+
+def _apart(messages: list[Message]) -> list[Message]:
+    """Messages without text beside calls, which is a message before them."""
+    found: list[Message] = []
+    for message in messages:
+        if calls_of(message) and message.get("content"):
+            found.append({name: value for name, value in message.items() if name != "tool_calls"})
+            message = {"role": message["role"], "tool_calls": message["tool_calls"]}
+        found.append(message)
+    return found
 
 
 def _merged(messages: list[Message]) -> list[Message]:
@@ -384,7 +397,8 @@ class ChatTemplate:
         way = self._way if tools else "tools"
         form = self._form if has_calls else _Form()
         if form is None:
-            attempts = [_calls_as_text(messages)]
+            as_text = _calls_as_text(messages)
+            attempts = [as_text, _merged(as_text)]
         else:
             attempts = _attempts(messages, form, has_calls)
         text = None
@@ -458,7 +472,7 @@ class ChatTemplate:
         self, messages: list[Message], tools: Sequence[Tool], way: _Way
     ) -> tuple[list[Message], dict[str, Any]]:
         if not tools:
-            return messages, {"tools": None}
+            return messages, {"tools": self._no_tools}
         if way == "tools":
             return messages, {"tools": list(tools)}
         functions = [function_of(tool) for tool in tools]
@@ -532,6 +546,12 @@ class ChatTemplate:
             )
             self._parts[role] = shown or (not self._takes_text and role != "user")
         return self._parts[role]
+
+    @cached_property
+    def _no_tools(self) -> list[Tool] | None:
+        """No tools, as transformers says it, or as a template that goes through them takes it."""
+        refused = self._probe([self._question()], tools=None) is None
+        return [] if refused and self._probe([self._question()], tools=[]) is not None else None
 
     @cached_property
     def _takes_system(self) -> bool:
