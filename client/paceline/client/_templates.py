@@ -262,7 +262,9 @@ def _alternating(messages: list[Message]) -> list[Message]:
         after_call = last["role"] == "tool" or bool(calls_of(last))
         if message["role"] == "tool" and not after_call:
             (message,) = _calls_as_text([message])
-        missing = "user" if message["role"] == "assistant" and last["role"] in ("", "system") else ""
+        missing = (
+            "user" if message["role"] == "assistant" and last["role"] in ("", "system") else ""
+        )
         if message["role"] == "user" and after_call:
             missing = "assistant"
         if missing:

@@ -298,6 +298,8 @@ class ToolUse:
     """Whether there may be several calls."""
     name: str = ""
     """Function to be called, in mode "named"."""
+    bound: bool = False
+    """Whether an answer that is no call has a format."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -600,7 +602,8 @@ class ChatRequest(GenerationRequest):
             raise bad_request("tool_choice 'required' needs tools", "tool_choice")
         if choice == "none" or not self.tools:
             return ToolUse([], "none")
-        return ToolUse(self.tools, choice, self.parallel_tool_calls)
+        bound = bool(super().constraint())
+        return ToolUse(self.tools, choice, self.parallel_tool_calls, bound=bound)
 
     def constraint(self) -> dict[str, Any]:
         """The constraint of the text, that of the tools included."""

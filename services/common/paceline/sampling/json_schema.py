@@ -141,7 +141,7 @@ def _places(root: Any, *, named: bool = True) -> Iterator[Place]:
             elif name in _SCHEMAS:
                 add(value, base, pointer, name)
             elif name in REFERENCES and isinstance(value, str) and value.startswith("#/"):
-                add(_at(root, value[1:]), base, value[1:])
+                add(value_at(root, value[1:]), base, value[1:])
 
 
 def _id_names(root: Any) -> tuple[str, ...]:
@@ -154,7 +154,7 @@ def _escaped(name: str) -> str:
     return quote(name.replace("~", "~0").replace("/", "~1"), safe="~$")
 
 
-def _at(root: Any, pointer: str) -> Any:
+def value_at(root: Any, pointer: str) -> Any:
     """The value at a place; None: there is none."""
     value = root
     for word in unquote(pointer).split("/")[1:]:
