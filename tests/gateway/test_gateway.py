@@ -24,8 +24,8 @@ from .conftest import Serve, Served
 
 SCRIPTS = ("text/javascript", "application/javascript")
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
-{% if message.role == "assistant" and loop.first %}
-{{ raise_exception("begin with a user") }}{% endif %}
+{% if message.content == "refuse" %}
+{{ raise_exception("no such text") }}{% endif %}
 <{{ message.role }}>{{ message.content }}{% endfor %}<assistant>{{ mood }}"""
 
 
@@ -52,9 +52,9 @@ async def test_a_chat_is_rendered_by_the_template(served: Served) -> None:
 
 
 async def test_a_refusal_of_the_template_is_a_bad_request(served: Served) -> None:
-    with pytest.raises(openai.BadRequestError, match="begin with a user"):
+    with pytest.raises(openai.BadRequestError, match="no such text"):
         await served.openai.chat.completions.create(
-            model="mock", messages=[{"role": "assistant", "content": "hi"}]
+            model="mock", messages=[{"role": "user", "content": "refuse"}]
         )
 
 

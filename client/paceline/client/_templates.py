@@ -97,8 +97,13 @@ class TemplateRefusal(ValueError):
 class Prompt(str):
     """A rendered conversation."""
 
-    changes: str = ""
+    changes: str
     """What was done to messages so that the template shows them all; empty: nothing."""
+
+    def __new__(cls, text: str, changes: str) -> Prompt:
+        prompt = super().__new__(cls, text)
+        prompt.changes = changes
+        return prompt
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,8 @@ class Conversation:
         in other ways (`_arrangements`). The first that shows all is the prompt; if none does, the
         one that leaves out the fewest.
 
-        Raises `TemplateRefusal`: the template refuses all of them; it has the words about the first.
+        Raises `TemplateRefusal`: the template refuses all arrangements; with its words about the
+        messages as they are.
         """
         messages = [_normalized(message) for message in self.messages]
         final = self._mark_final(messages) if self.continue_final_message else ""
@@ -147,14 +153,12 @@ class Conversation:
         found: list[tuple[int, Prompt]] = []
         for changes, arranged in _arrangements(messages):
             try:
-                prompt = Prompt(self._shown(arranged, final))
-                lost = self._lost(arranged, final)
+                text, lost = self._shown(arranged, final), self._lost(arranged, final)
             except TemplateRefusal as refusal:
                 refusals.append(refusal)
                 continue
             left_out = f"the chat template leaves out {lost} of the messages" if lost else ""
-            prompt.changes = "; ".join(filter(None, (changes, left_out)))
-            found.append((lost, prompt))
+            found.append((lost, Prompt(text, "; ".join(filter(None, (changes, left_out))))))
             if not lost:
                 break
         if not found:
@@ -254,7 +258,7 @@ def _arrangements(messages: list[Message]) -> Iterator[tuple[str, list[Message]]
 
 def _alternating(messages: list[Message]) -> list[Message]:
     """Messages whose turns of user and assistant alternate, beginning with the user's. A result
-    without a call is the user's; turns that are missing are added, with a space, since some templates
+    without a call is the user's. Turns that are missing are added, with a space, since templates
     refuse empty ones."""
     turns: list[Message] = []
     for message in messages:
@@ -799,7 +803,8 @@ def _serve(source: BinaryIO, sink: BinaryIO) -> None:
         # The kernel ends a process that computes for longer.
         signal.setitimer(signal.ITIMER_PROF, request.pop("seconds"))
         try:
-            response = {"text": Conversation(**request).render()}
+            prompt = Conversation(**request).render()
+            response = {"text": prompt, "changes": prompt.changes}
         except TemplateRefusal as error:
             response = {"error": str(error), "param": error.param}
         except MemoryError:

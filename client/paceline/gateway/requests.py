@@ -30,6 +30,8 @@ from .tool_schemas import closed
 
 UNKNOWN_FIELDS = web.RequestKey("unknown_fields", list)
 """Paths of fields of a request that were ignored, for the warning header."""
+CHANGES = web.RequestKey("changes", str)
+"""What was done to the messages of a request, for the warning header."""
 
 MAX_VALUES = 1 << 17
 """Maximum number of texts, names, arrays and objects in a request."""
@@ -299,7 +301,7 @@ class ToolUse:
     name: str = ""
     """Function to be called, in mode "named"."""
     bound: bool = False
-    """Whether an answer that is no call has a format."""
+    """Whether an answer that is no call has a format. A grammar is one of the whole text."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -602,7 +604,7 @@ class ChatRequest(GenerationRequest):
             raise bad_request("tool_choice 'required' needs tools", "tool_choice")
         if choice == "none" or not self.tools:
             return ToolUse([], "none")
-        bound = bool(super().constraint())
+        bound = not super().constraint().keys() <= {"grammar"}
         return ToolUse(self.tools, choice, self.parallel_tool_calls, bound=bound)
 
     def constraint(self) -> dict[str, Any]:

@@ -23,12 +23,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.sampling.json_schema import value_at
-
 from .requests import ToolUse
+from .tool_schemas import ANY_TYPE, TYPES, types_of
 
-# Each mark that calls begin with, and the one that ends them; "": the next one, or the end.
-_BLOCKS = {
+BLOCKS = {
     "<tool_call>": "</tool_call>",
     "<tool_calls>": "</tool_calls>",
     "<seed:tool_call>": "</seed:tool_call>",
@@ -46,22 +44,23 @@ _BLOCKS = {
     "<|python_tag|>": "",
     "[TOOL_CALLS]": "",
 }
-# What stands around several calls, or between the parts of one.
-_AROUND = (
+"""Each mark that calls begin with, and the one that ends them; "": the next one, or the end."""
+AROUND = (
     *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
 )
+"""What stands around several calls."""
 # What some models write behind a call that had no beginning; text where there was no call.
 _STRAY = ("</tool_call>", "</tool_calls>")
+# What stands between the parts of a call.
 _WITHIN = (
     *("<｜tool▁sep｜>", "<|tool_call_argument_begin|>", "[ARGS]", "[CALL_ID]", "<|plugin|>"),
     *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
-CALL_MARKS = frozenset({*_BLOCKS, *_BLOCKS.values(), *_AROUND, *_WITHIN} - {"", "<function="})
+CALL_MARKS = frozenset({*BLOCKS, *BLOCKS.values(), *AROUND, *_WITHIN} - {"", "<function="})
 """Special tokens that the text must have for its calls to be read."""
 
-# What thoughts begin and end with.
-_THOUGHTS = {
+THOUGHTS = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
     "<thought>": "</thought>",
@@ -70,17 +69,17 @@ _THOUGHTS = {
     "◁think▷": "◁/think▷",
     "<|START_THINKING|>": "<|END_THINKING|>",
     "<|inner_prefix|>": "<|inner_suffix|>",
-    "<|channel>thought": "<channel|>",
 }
-THOUGHT_MARKS = frozenset({*_THOUGHTS, *_THOUGHTS.values(), "<|channel>"} - {"<|channel>thought"})
+"""What thoughts begin with, and the mark that ends them."""
+THOUGHT_MARKS = frozenset({*THOUGHTS, *THOUGHTS.values()})
 """Special tokens that the text must have for its thoughts to be told from the rest."""
 
-_OPENING = (*_BLOCKS, *_AROUND, *_STRAY, *_THOUGHTS)
-_UNDECIDED = (*_OPENING, *_THOUGHTS.values())
+_OPENING = (*BLOCKS, *AROUND, *_STRAY, *THOUGHTS)
+_UNDECIDED = (*_OPENING, *THOUGHTS.values())
 _MARK = re.compile("|".join(map(re.escape, _OPENING)))
-_THOUGHT_END = re.compile("|".join(map(re.escape, _THOUGHTS.values())))
-# Phi-4-mini's form, at the start of a text.
-_FUNCTOOLS = "functools["
+_THOUGHT_END = re.compile("|".join(map(re.escape, THOUGHTS.values())))
+FUNCTOOLS = "functools["
+"""The form of Phi-4-mini, at the start of a text."""
 # What stands before, between and after the objects of calls.
 _SEPARATORS = " \n\r\t,;[]"
 # The keys that an object of a call may begin with.
@@ -107,13 +106,6 @@ _FENCED = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL)
 _LETTERS = string.ascii_letters + string.digits
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _WORDS = {**_CONSTANTS, "True": True, "False": False, "None": None}
-_TYPES: dict[type, str] = {
-    type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string",
-    list: "array", tuple: "array", dict: "object",
-}
-_ANY = frozenset(_TYPES.values())
-# Deepest part of a schema in which types are looked for.
-_MAX_DEPTH = 32
 # Longest call or value in Python's form. Unit: characters.
 _LONGEST_PYTHON = 1 << 16
 
@@ -159,12 +151,13 @@ def undecided(text: str, marks: tuple[str, ...]) -> int:
     )
 
 
-def begins_in_thought(prompt: str, continued: str = "") -> bool:
-    """Whether what follows a prompt is a thought. `continued` is the text of its last message if
-    the answer goes on with that."""
-    if prompt.rstrip().endswith(tuple(_THOUGHTS)):
-        return True
-    return max(map(continued.rfind, _THOUGHTS)) > max(map(continued.rfind, _THOUGHTS.values()))
+def end_of_open_thought(prompt: str, continued: str = "") -> str:
+    """The mark that ends the thought in which a prompt ends; empty: in none. `continued` is the
+    text of its last message if the answer goes on with that."""
+    for opening, end in THOUGHTS.items():
+        if prompt.rstrip().endswith(opening) or continued.rfind(opening) > continued.rfind(end):
+            return end
+    return ""
 
 
 class CallParser:
@@ -289,7 +282,7 @@ class CallParser:
         stripped = self._left.lstrip()
         names = [f"{name}\n{{" for name in self._use.names]
         if any(
-            len(stripped) < len(each) and each.startswith(stripped) for each in [_FUNCTOOLS, *names]
+            len(stripped) < len(each) and each.startswith(stripped) for each in [FUNCTOOLS, *names]
         ):
             return False
         self._begun = len(self._seen) - len(self._left)
@@ -297,7 +290,7 @@ class CallParser:
         if stripped.startswith(tuple(names)):
             self._state, self._space = "block", self._left[: -len(stripped)]
             self._left = stripped
-        elif stripped.startswith(_FUNCTOOLS):
+        elif stripped.startswith(FUNCTOOLS):
             self._state, self._mark, self._left = "block", "functools", stripped[9:]
         return True
 
@@ -308,11 +301,11 @@ class CallParser:
         if not self._waiting:
             self._begun = len(self._seen) - len(self._left) + len(text)
         self._left = self._left[found.end() :]
-        if mark in _THOUGHTS and not (self._line + before).rpartition("\n")[2].strip():
+        if mark in THOUGHTS and not (self._line + before).rpartition("\n")[2].strip():
             yield from self._settled()
             yield from [before] if text or not self._use.bound else []
             self._state, self._left = "thought", mark + self._left
-        elif mark in _THOUGHTS:
+        elif mark in THOUGHTS:
             if not self._unsure:
                 self._unsure, self._seen = True, self._left
             yield self._plain(before + mark)
@@ -322,7 +315,7 @@ class CallParser:
             if text:
                 yield text
             self._space = before[len(text) :]
-            if mark in _BLOCKS:
+            if mark in BLOCKS:
                 self._state, self._mark = "block", mark
 
     def _end_of_thought(self) -> int | None:
@@ -354,7 +347,7 @@ class CallParser:
             text = self._plain(text)
             yield from [text] if text else []
             return
-        for mark in (*_THOUGHTS, *_THOUGHTS.values()):
+        for mark in (*THOUGHTS, *THOUGHTS.values()):
             text = text.replace(mark, "")
         if text.strip():
             yield Reasoning(text)
@@ -368,7 +361,7 @@ class CallParser:
     def _split(self, final: bool) -> tuple[str, str, str, bool] | None:
         """The open block, the mark that ends it, the text behind it, and whether it has an end;
         None: that may still come."""
-        end = _BLOCKS.get(self._mark, "")
+        end = BLOCKS.get(self._mark, "")
         marks = re.compile(re.escape(end)) if end else _MARK
         ended = True
         for found in marks.finditer(self._left, self._within):
@@ -558,29 +551,30 @@ def _typed(name: str, pairs: Mapping[str, str], use: ToolUse) -> str:
     """Arguments as JSON, each with a type that the function's schema allows."""
     schemas = [tool.function.parameters for tool in use.tools if tool.function.name == name]
     schema = schemas[0] if schemas else {}
-    return _as_json({key: _value(text, _types(schema, schema, key)) for key, text in pairs.items()})
+    return _as_json({key: _value(text, types_of(schema, key)) for key, text in pairs.items()})
 
 
 def _value(text: str, types: frozenset[str]) -> Any:
-    """The value that a text in tags is, by the types that its schema allows.
+    """The value that a text in tags stands for, where these types are allowed.
 
-    What it is in JSON or in Python, if that type is allowed; else the text, if a string is allowed
-    or it is nothing else. So "5" is a number where a number and a string are allowed, and "null" a
-    null. Quotes around a string are a part of it, unless the schema says nothing.
+    It is what the text is in JSON or Python, if that type is allowed, and else the text. So "5" is
+    a number where both a number and a string are allowed. Quotes around a string are a part of it,
+    unless all types are allowed. A text that is of no allowed type is what it is in JSON.
     """
     if types == {"string"}:
         return text
-    word = text.strip()
-    word = word if "string" in types else {"none": "null"}.get(word.lower(), word.lower())
+    stripped = text.strip()
+    word = (
+        stripped if "string" in types else {"none": "null"}.get(stripped.lower(), stripped.lower())
+    )
     try:
-        value = _WORDS[word] if word in _WORDS else _literal(text.strip())
+        value = _WORDS[word] if word in _WORDS else _literal(stripped)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return text
-    kind = _TYPES[type(value)]
-    if kind == "number" and "number" not in types and value.is_integer() and "integer" in types:
-        return int(value)
-    allowed = kind in types or (kind == "integer" and "number" in types)
-    if "string" in types and (not allowed or (kind == "string" and types != _ANY)):
+    if isinstance(value, float) and value.is_integer() and not types & {"number", "string"}:
+        value = int(value)
+    kind = TYPES[type(value)]
+    if "string" in types and (kind not in types or (kind == "string" and types != ANY_TYPE)):
         return text
     return value
 
@@ -594,47 +588,6 @@ def _literal(text: str) -> Any:
             raise
     node = _Constants().visit(ast.parse(text, mode="eval"))
     return json.loads(_as_json(ast.literal_eval(node)))
-
-
-def _types(schema: Any, root: Any, key: str | None = None, depth: int = 0) -> frozenset[str]:
-    """Types of JSON that a schema allows, or those of a property of its instances. Parts that say
-    nothing about it allow any."""
-    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-        return _ANY
-    found = _own_types(schema)
-    if key is not None:
-        named = schema.get("properties")
-        other = schema.get("additionalProperties")
-        part = named.get(key, other) if isinstance(named, dict) else other
-        found = _types(part, root, None, depth + 1)
-    parts = schema.get("allOf")
-    all_of = list(parts) if isinstance(parts, list) else []
-    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
-        all_of.append(value_at(root, reference[1:]))
-    for part in all_of:
-        found &= _types(part, root, key, depth + 1)
-    for name in ("anyOf", "oneOf"):
-        options = schema.get(name)
-        said = (
-            [_types(o, root, key, depth + 1) for o in options] if isinstance(options, list) else []
-        )
-        if said := [types for types in said if types != _ANY]:
-            found &= frozenset().union(*said)
-    return found or _ANY
-
-
-def _own_types(schema: dict[str, Any]) -> frozenset[str]:
-    """Types that the keywords `type`, `enum`, `const` and `nullable` allow."""
-    found = _ANY
-    kinds = schema.get("type")
-    if kinds:
-        found = frozenset(kinds if isinstance(kinds, list) else [kinds])
-        found |= {"integer"} if "number" in found else set()
-        found |= {"null"} if schema.get("nullable") is True else set()
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list) and values:
-        found &= frozenset(_TYPES[type(value)] for value in values)
-    return found
 
 
 def _is_json(text: str) -> bool:

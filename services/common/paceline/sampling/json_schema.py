@@ -11,6 +11,9 @@ from urllib.parse import quote, unquote, urldefrag, urljoin
 
 Schema = dict[str, Any]
 
+WHITESPACE = r"[ \n\r\t]{0,32}"
+"""White space between two parts of a text: as much as people write, but not without limit."""
+
 _SCHEMAS = frozenset(
     (
         *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if"),
