@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from itertools import product
@@ -167,10 +168,8 @@ def test_the_last_message_is_continued_as_transformers_does(family: str, text: s
     try:
         wanted = expected(template, messages, **options)
     except Exception:
-        try:  # in an arrangement that the template takes
+        with contextlib.suppress(InvalidRequestError):  # or in an arrangement that it takes
             assert rendered(template, messages, continue_final_message=True).endswith(text)
-        except InvalidRequestError:
-            pass
         return
     assert rendered(template, messages, continue_final_message=True) == wanted
 

@@ -66,14 +66,15 @@ def grammar_beside_calls(
     constraint: dict[str, Any],
     codec: TextCodec,
     eos_token_ids: Sequence[int],
+    prompt: str,
     thought: str,
 ) -> str:
     """A grammar, in Lark's notation, of texts that are calls in any form, or an answer that a JSON
     schema or a regular expression constrains, each behind thoughts or not.
 
-    Only the beginning of calls is told, since "auto" leaves the rest to the model. `thought` is the
-    mark that ends the thought in which the prompt ends; empty: in none. Marks that are tokens of
-    the model are these tokens.
+    Only the beginning of calls is told, since "auto" leaves the rest to the model. Marks are the
+    model's own: its tokens, and texts that the prompt has, as where a template explains the form;
+    Hermes's too. `thought` is the mark that ends the thought in which the prompt ends; empty: none.
     """
     known = {mark: codec.added_id(mark) for mark in CALL_MARKS | CHANNEL_MARKS | THOUGHT_MARKS}
     ids = {mark: id for mark, id in known.items() if id is not None}
@@ -99,8 +100,12 @@ def grammar_beside_calls(
         ]
     else:
         opening = [*BLOCKS, *AROUND[::2]]
-        texts = [_in_pattern(mark) for mark in [*opening, FUNCTOOLS] if mark not in ids]
-        texts += [rf"\[({names})\(", rf"({names})\n\{{"]
+        texts = [
+            _in_pattern(mark)
+            for mark in opening
+            if mark not in ids and (mark in prompt or mark == "<tool_call>")
+        ]
+        texts += [_in_pattern(FUNCTOOLS), rf"\[({names})\(", rf"({names})\n\{{"]
         calls = [f"/({'|'.join(texts)})(.|\n)*/ {any_token}*", r"json (/[;,\s]+/ json)*"]
         calls += [f"{token(*opening)} {any_token}+"] if ids.keys() & set(opening) else []
         rules.append(f"json: %json {json.dumps(_calls_schema(use))}")

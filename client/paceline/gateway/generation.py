@@ -183,7 +183,7 @@ class JobBuilder:
         common: dict[str, Any] = {"special_tokens": sorted(marks)}
         if use.bound and model.codec is not None:
             eos = list(model.facts.eos_token_ids)
-            grammar = grammar_beside_calls(use, body.constraint(), model.codec, eos, thought)
+            grammar = grammar_beside_calls(use, body.constraint(), model.codec, eos, text, thought)
             common |= {**dict.fromkeys(CONSTRAINTS), "grammar": grammar}
         return replace(
             job,

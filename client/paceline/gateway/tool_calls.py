@@ -251,9 +251,9 @@ class CallParser:
                 self._state, self._mark, self._line = "start", found[0], ""
             elif self._state == "start":
                 stripped = self._left.lstrip()
-                if self._mark:  # space behind a thought is a part of it
-                    yield from self._thought(self._left[: len(self._left) - len(stripped)])
-                    self._left = stripped
+                if self._mark:  # space behind a thought belongs to it
+                    space, self._left = self._left[: len(self._left) - len(stripped)], stripped
+                    yield from [space] if space and not self._use.bound else []
                 if not self._started():
                     return
             elif self._state == "json":
@@ -349,7 +349,7 @@ class CallParser:
             return
         for mark in (*THOUGHTS, *THOUGHTS.values()):
             text = text.replace(mark, "")
-        if text.strip():
+        if text:
             yield Reasoning(text)
 
     def _plain(self, text: str) -> str:
