@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.client import InvalidRequestError, Model, render_chat
+from paceline.client._templates import Prompt
 from paceline.v1 import verifier_pb2
 
 from .template_shapes import CHATML, IDEFICS, SHAPES
@@ -79,7 +80,7 @@ def model_of(template: str, **named: str) -> Model:
     return Model(facts, None)
 
 
-def rendered(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+def rendered(template: str, messages: list[dict[str, Any]], **options: Any) -> Prompt:
     return render_chat(model_of(template), sent(messages), **options)
 
 
@@ -306,6 +307,108 @@ def test_calls_that_are_not_shown_change_nothing_else(begin: bool) -> None:
     assert prompt.startswith(wanted)
     assert ("<tool_call>" in prompt) is begin
     assert begin or prompt == wanted
+
+
+WORDS = ["alpha words", "beta words", "gamma words", "delta words", "omega words"]
+S, D, U, A = ({"role": role} for role in ("system", "developer", "user", "assistant"))
+C: dict[str, Any] = {"role": "assistant", "tool_calls": [call()]}
+T: dict[str, Any] = {"role": "tool", "tool_call_id": "callcall0"}
+ORDERS: dict[str, list[dict[str, Any]]] = {
+    "two system messages": [S, S, U],
+    "developer": [D, U],
+    "system and developer": [S, D, U],
+    "later system message": [S, U, A, S, U],
+    "system message last": [U, A, U, S],
+    "system message alone": [S],
+    "later developer, no first": [U, A, D, U],
+    "two users": [S, U, U],
+    "three users, no system": [U, U, U],
+    "two assistants": [S, U, A, A, U],
+    "assistant first": [A, U],
+    "assistant first, after system": [S, A, U],
+    "assistant alone": [A],
+    "call without result": [S, U, C, U],
+    "call without result, answered": [U, C, A, U],
+    "result, then user": [S, U, C, T, U],
+    "result, then system": [S, U, C, T, D],
+    "result without call": [U, T, U],
+    "result first": [T, U],
+    "text beside a call": [S, U, {**C, **A, "content": "x"}, T],
+    "names": [{**S, "name": "a"}, {**U, "name": "b"}, {**A, "name": "c"}, {**U, "name": "d"}],
+}
+
+
+def filled(order: list[dict[str, Any]], parts: bool) -> tuple[list[dict[str, Any]], list[str]]:
+    """Messages with texts, and the texts."""
+    messages, words = [], []
+    for message, text in zip(order, WORDS, strict=False):
+        if "tool_calls" in message and "content" not in message:
+            messages.append(message)
+            continue
+        words.append(text)
+        content: Any = [{"type": "text", "text": text}] if parts else text
+        messages.append({**message, "content": content})
+    return messages, words
+
+
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_message_is_lost_in_any_order(family: str, order: str) -> None:
+    """Neither its text nor its calls, with content as text or as a list of parts."""
+    has_calls = any("tool_calls" in message for message in ORDERS[order])
+    plain = not has_calls and all(message["role"] != "tool" for message in ORDERS[order])
+    tools = TOOLS if has_calls or family == "COMMAND_R_TOOLS" else []
+    for parts in (False, True):
+        messages, words = filled(ORDERS[order], parts)
+        found = render_chat(model_of(SHAPES[family]), sent(messages), tools=tools)
+        assert [word for word in words if word not in found] == []
+        assert not has_calls or "Zürich" in found.replace("\\u00fc", "ü")
+        # What the template shows as it is stays as it is.
+        try:
+            wanted = expected(
+                SHAPES[family],
+                [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages],
+                tools=tools or None,
+            )
+        except Exception:
+            wanted = ""
+        if plain and not found.changes:
+            assert parts or wanted in ("", found)
+        elif plain:
+            assert any(word not in wanted for word in words)
+
+
+def test_what_is_done_to_messages_is_said() -> None:
+    later = [{**S, "content": "one"}, {**U, "content": "two"}, {**D, "content": "three"}]
+    assert rendered(SHAPES["GPT_OSS"], later).changes == (
+        "system messages were merged into the first one"
+    )
+    assert "one\n\nthree" in rendered(SHAPES["GPT_OSS"], later)
+    mixtral = rendered(SHAPES["MIXTRAL"], later)
+    assert mixtral == "<s>[INST] one\n\ntwo\n\nthree [/INST]"
+    assert mixtral.changes == "system messages became the user's"
+    assert rendered(SHAPES["PHI3"], later).changes == ""
+    assert rendered(SHAPES["ZEPHYR"], later).changes == ""
+
+
+def test_a_template_that_shows_no_arrangement_says_how_many_it_leaves_out() -> None:
+    last = rendered("{{ messages[-1].content }}", [SYSTEM, ASK, ANSWER, ASK])
+    assert last == ASK["content"]
+    assert "the chat template leaves out 2 of the messages" in last.changes
+    with pytest.raises(InvalidRequestError, match="never"):
+        rendered("{{ raise_exception('never') }}", [SYSTEM, ASK])
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_continued_messages_keep_what_is_before_them(family: str) -> None:
+    messages = [{**S, "content": "one"}, {**U, "content": "two"}, {**D, "content": "three"},
+                {**A, "content": "four"}]  # fmt: skip
+    options: dict[str, Any] = {"continue_final_message": True}
+    options["tools"] = TOOLS if family == "COMMAND_R_TOOLS" else []
+    with contextlib.suppress(InvalidRequestError):  # of templates that end no prompt with a text
+        found = rendered(SHAPES[family], messages, **options)
+        assert found.endswith("four")
+        assert all(text in found for text in ("one", "two", "three"))
 
 
 def test_a_refusal_has_the_words_of_the_template() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -17,7 +16,7 @@ from paceline.gateway.requests import ChatRequest, ToolUse
 from paceline.gateway.tool_calls import BLOCKS, CALL_MARKS, THOUGHT_MARKS, THOUGHTS
 
 from .conftest import Serve
-from .test_call_forms import FORMS, HARMONY, ONE, TOOLS, parsed, special_codec
+from .test_call_forms import FORMS, HARMONY, TOOLS, parsed, special_codec
 
 USE = ToolUse(TOOLS, "auto", bound=True)
 SCHEMA = {
@@ -170,4 +169,3 @@ def test_a_format_that_is_no_json_is_refused() -> None:
     )
     with pytest.raises(Exception, match="no JSON"):
         accepted(special_codec(), [], **request.constraint())
-    assert json.loads(json.dumps(ONE)) == [["weather", {"city": "Rom"}]]

@@ -244,12 +244,15 @@ def _arrangements(messages: list[Message]) -> Iterator[tuple[str, list[Message]]
     others = [message for message in messages if message["role"] != "system"]
     merged = "system messages were merged into the first one"
     turns = "turns were merged or added so that user and assistant alternate"
+    users = "system messages became the user's"
+    texts = "texts beside calls became messages of their own"
     as_user = [{**each, "role": "user"} if each in first else each for each in messages]
     for changes, arranged in (
         (merged, _merged(first) + others),
         (turns if len(first) < 2 else f"{merged}; {turns}", _alternating(_merged(first) + others)),
-        ("system messages became the user's", _alternating(as_user)),
-        ("texts beside calls became messages of their own", _apart(messages)),
+        (users, _alternating(as_user)),
+        (texts, _apart(messages)),
+        (f"{users}; {texts}", _apart(_alternating(as_user))),
     ):
         if arranged not in tried:
             tried.append(arranged)

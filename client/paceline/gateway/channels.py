@@ -196,8 +196,8 @@ class ChannelParser:
     def flush(self) -> list[Part]:
         """The rest, when no text follows."""
         parts = list(self._read())
-        if self._header is None:
-            parts += self._body(self._left, complete=True)
+        if self._header is None and self._recipient:  # a call without its end
+            parts += [self._left] if self._left else []
         self._left = ""
         return parts + self._answer.flush()
 

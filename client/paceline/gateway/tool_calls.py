@@ -93,8 +93,8 @@ _NAME_AND_JSON = re.compile(
 _FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
 # The end of a value is followed by another tag: other marks of ends are a part of it.
 _PARAMETER = re.compile(
-    r"\s*<parameter=([^>\n]+)>(.*?)(?:</parameter>(?=\s*(?:<parameter=|</function>|\Z))"
-    r"|(?=\n<parameter=)|(?=</function>\s*\Z))",
+    r"\s*<parameter=([^>\n]+)>(.*?)(?:</parameter>(?=\s*(?:<parameter=[^>\s]+>|</function>|\Z))"
+    r"|(?=\n<parameter=[^>\s]+>))",
     re.DOTALL,
 )
 _PAIR = re.compile(
