@@ -187,7 +187,9 @@ class Conversation:
             text = text_of(message.get("content"))
             if text.strip() and not text.endswith(_CONTINUED):
                 words.append(f"paceline{index}shown")
-                message = {**message, "content": _joined(message["content"], words[-1], "")}
+                content, word = message["content"], words[-1]
+                end = [{"type": "text", "text": word}] if isinstance(content, list) else word
+                message = {**message, "content": content + end}
             marked.append(message)
         text = self._shown(marked, final)
         return sum(word not in text for word in words)
@@ -246,7 +248,7 @@ def _arrangements(messages: list[Message]) -> Iterator[tuple[str, list[Message]]
     turns = "turns were merged or added so that user and assistant alternate"
     users = "system messages became the user's"
     texts = "texts beside calls became messages of their own"
-    as_user = [{**each, "role": "user"} if each in first else each for each in messages]
+    as_user = [{**m, "role": "user"} if m["role"] == "system" else m for m in messages]
     for changes, arranged in (
         (merged, _merged(first) + others),
         (turns if len(first) < 2 else f"{merged}; {turns}", _alternating(_merged(first) + others)),
@@ -294,23 +296,25 @@ def _apart(messages: list[Message]) -> list[Message]:
 def _merged(messages: list[Message]) -> list[Message]:
     """Messages in which those of one role in a row are one. Calls, and what is behind them, are
     kept apart."""
-    found: list[Message] = []
+    groups: list[list[Message]] = []
     for message in messages:
-        last = found[-1] if found else {"role": ""}
+        last = groups[-1][-1] if groups else {"role": ""}
         if last["role"] != message["role"] or message["role"] == "tool" or calls_of(last):
-            found.append(message)
-            continue
-        text = _joined(last.get("content", ""), message.get("content", ""))
-        found[-1] = {**last, **message, "content": text}
-    return found
+            groups.append([])
+        groups[-1].append(message)
+    return [_as_one(group) if len(group) > 1 else group[0] for group in groups]
 
 
-def _joined(first: Any, second: Any, between: str = "\n\n") -> Any:
-    """Two contents as one: text, or a list of parts."""
-    if isinstance(first, str) and isinstance(second, str):
-        return f"{first}{between}{second}" if first and second else first + second
-    lists = [[{"type": "text", "text": c}] if isinstance(c, str) else c for c in (first, second)]
-    return [*lists[0], *lists[1]]
+def _as_one(messages: list[Message]) -> Message:
+    contents = [message["content"] for message in messages if message.get("content")]
+    content: Any = "\n\n".join(each for each in contents if isinstance(each, str))
+    if any(isinstance(each, list) for each in contents):
+        content = [
+            part
+            for each in contents
+            for part in (each if isinstance(each, list) else [{"type": "text", "text": each}])
+        ]
+    return {name: value for each in messages for name, value in each.items()} | {"content": content}
 
 
 def _up_to_tag(text: str, final: str) -> str:
