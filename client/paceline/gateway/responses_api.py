@@ -333,7 +333,7 @@ class ResponsesWriter(Writer):
         self._job = job
         self._body = body
         self._has_tools = bool(use.tools)
-        self._parser = parser_of(use, job.marks)
+        self._parser = parser_of(use, job.marks, job.in_thought)
         self._id = _new_id("resp")
         self._created = int(time.time())
         self._output: list[Json] = []
