@@ -12,6 +12,7 @@ from paceline.train.batches import Batches
 from paceline.train.corpus import (
     END_OF_TEXT,
     Corpus,
+    EncodedDocuments,
     encode_all,
     load_corpus,
     load_tokenizer,
@@ -86,7 +87,9 @@ def test_the_end_of_text_is_one_token_and_never_added(corpus: Corpus) -> None:
     tokenizer = train_tokenizer((d.text for d in corpus.train), vocabulary=320, context=128)
     assert tokenizer.bos_token_id == tokenizer.eos_token_id == 0
     assert tokenizer.encode(END_OF_TEXT) == [0]
-    assert 0 not in encode_all(tokenizer, corpus.train)[0]
+    encoded = encode_all(tokenizer, corpus.train)
+    assert 0 not in encoded[0]
+    assert list(EncodedDocuments(tokenizer, corpus.train)) == encoded
     assert len(tokenizer) == 320
 
 

@@ -102,12 +102,12 @@ def _drafter(args: argparse.Namespace) -> None:
 def _own_text(args: argparse.Namespace) -> None:
     from paceline.decoder import Decoder
     from paceline.train.conversations import KINDS, write_conversations
-    from paceline.train.corpus import encode_all, load_tokenizer
+    from paceline.train.corpus import EncodedDocuments, load_tokenizer
 
     began = time.monotonic()
     _check_target(args.target, conversations=True)
     tokenizer = load_tokenizer(args.target)
-    documents = encode_all(tokenizer, _corpus(args).train)
+    documents = EncodedDocuments(tokenizer, _corpus(args).train)
     decoder = Decoder.load(args.target, args.weights)
     kinds, until = args.kinds or KINDS, began + 60 * args.minutes
     write_conversations(

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from paceline.decoder import Decoder
 from paceline.kernels.sampling import SamplingParams
 from paceline.train.acceptance import Recording
-from paceline.train.corpus import Corpus, encode_all, load_tokenizer
+from paceline.train.corpus import Corpus, EncodedDocuments, load_tokenizer
 from paceline.train.own_text import Task, write_texts
 from paceline.train.phases import Phase
 from paceline.train.run import WRITING, Run
@@ -146,7 +146,7 @@ _FURTHER_OPENINGS = (
     "Could you also",
 )  # fmt: skip
 
-_TOGETHER = 64  # conversations that are written before the file grows
+_FIRST, _TOGETHER = 8, 64  # conversations before the file grows, at first and at most
 
 _SHARES = {
     "chat": 0.18, "system": 0.12, "turns": 0.15, "code": 0.15, "mathematics": 0.13, "edit": 0.13,
@@ -323,9 +323,10 @@ def write_conversations(
     phase = Phase("writing conversations", count, len(written), until)
     while len(written) < count and not phase.over:
         draw = np.random.default_rng((seed, len(written)))
+        size = min(_TOGETHER, max(_FIRST, len(written)))
         questions = [
             _question(kind, template, documents, written, draw)
-            for kind in draw.choice(list(kinds), _TOGETHER, p=shares / shares.sum())
+            for kind in draw.choice(list(kinds), size, p=shares / shares.sum())
         ]
         complete = _complete(decoder, template, questions, draw, phase)
         new = _answer(decoder, template, complete, draw, phase)
@@ -505,7 +506,7 @@ class OwnTexts:
             whole = path.with_suffix(".whole")
             if not whole.is_file():
                 tokenizer = load_tokenizer(target)
-                documents = encode_all(tokenizer, corpus.train)
+                documents = EncodedDocuments(tokenizer, corpus.train)
                 seed = state.process_index
                 until = run.until(WRITING)
                 write_conversations(decoder, tokenizer, documents, share, path, seed, until=until)

@@ -10,11 +10,13 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from paceline.decoder import open_model
+from paceline.train.phases import Phase
 
 STDLIB = "stdlib"
 
@@ -31,6 +33,8 @@ _SUFFIXES = (".py", ".txt", ".md", ".rst", ".c", ".h", ".rs", ".go", ".js", ".ts
 
 Documents = Sequence[Sequence[int]]
 """Token ids of each document."""
+
+_READ_TOGETHER = 64  # documents that are encoded at a time
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -191,9 +195,27 @@ def save_tokenizer(target: Path, folder: Path) -> None:
 
 
 def encode_all(
-    tokenizer: PreTrainedTokenizerFast, documents: Iterable[Document]
+    tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]
 ) -> list[list[int]]:
     """Token ids of each document, whole and without special tokens."""
+    phase, found = Phase("reading files", len(documents)), list[list[int]]()
     # The Rust tokenizer below does not warn that a file is longer than the context.
     inner = tokenizer.backend_tokenizer
-    return [e.ids for e in inner.encode_batch([d.text for d in documents])]
+    for start in range(0, len(documents), _READ_TOGETHER):
+        texts = [document.text for document in documents[start : start + _READ_TOGETHER]]
+        found += [each.ids for each in inner.encode_batch(texts, add_special_tokens=False)]
+        phase.add(len(texts))
+    return found
+
+
+class EncodedDocuments(Sequence[list[int]]):
+    """The same, where each document is encoded when it is read."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]) -> None:
+        self._inner, self._documents = tokenizer.backend_tokenizer, documents
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._inner.encode(self._documents[index].text, add_special_tokens=False).ids

@@ -20,7 +20,7 @@ from torch import Tensor, nn, optim
 
 from paceline.train.batches import Position, Rows
 from paceline.train.presets import Plan
-from paceline.train.run import PREPARING, Progress, Run
+from paceline.train.run import Progress, Run
 
 # A step this many times the usual one was paused (SIGSTOP, suspend), not slow.
 _PAUSE_FACTOR = 20.0
@@ -177,7 +177,7 @@ def train(
     heldout: Callable[[nn.Module], Mapping[str, float]] | None = None,
 ) -> Progress:
     """Train `model` in place until the run's minutes or steps are used up: the minutes that are
-    left of the plan's after what was prepared, at least half of them.
+    left of the plan's after what was prepared, at least a tenth of them.
 
     Resumes from the checkpoint in `run.work`, if there is one; a finished run returns at once.
     `heldout` returns figures that are logged before each checkpoint, one of them named `heldout`.
@@ -190,7 +190,7 @@ def train(
     progress = load_run(run.work, model, optimizer, batches)
     if progress is None:
         progress = Progress(prepared=time.monotonic() - run.began)
-    left = max(plan.minutes - progress.prepared / 60, plan.minutes * (1 - PREPARING))
+    left = max(plan.minutes - progress.prepared / 60, plan.minutes / 10)
     plan = replace(plan, minutes=left)
     clock = Clock(progress.elapsed)
     forward = cast(nn.Module, torch.compile(model, dynamic=False)) if run.compile else model

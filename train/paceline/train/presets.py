@@ -89,7 +89,7 @@ class Plan:
 class Preset:
     """One model shape with the schedule that trains it.
 
-    Lengths are in tokens, `minutes` in minutes of stepping (pauses do not count), learning rates
+    Lengths are in tokens, `minutes` those of a run, with what prepares it; learning rates
     are per step. Training ends when either `minutes` or `steps` is used up, whichever is first.
     """
 

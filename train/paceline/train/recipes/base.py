@@ -30,7 +30,7 @@ class AnyPreset(Protocol):
 
     @property
     def minutes(self) -> float:
-        """Of stepping."""
+        """Of a run."""
 
     @property
     def steps(self) -> int:
