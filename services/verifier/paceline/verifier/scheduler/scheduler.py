@@ -39,9 +39,9 @@ _SETTLING = 4
 by up to a half: caches are cold, and a drafter may be opening the sequence. Of several generations
 fewer: their steps are longer, and others come and go."""
 
-MAX_GAP = 4.0
-"""Plain steps in whose time a step with pieces of prompts ends, counted from the end of the step
-before, so that texts that run beside them get a token in it."""
+MAX_GAP = 3.0
+"""Plain steps in whose time a step with pieces of prompts should end, counted from the end of the
+step before. With what the table does not know, texts beside them get a token in about four."""
 
 _PROMPT_WEIGHT = 0.25  # of the newest step with pieces of prompts: they last for a few steps
 
