@@ -134,7 +134,7 @@ def test_selfspec_drafts_with_the_adapter(models: dict[str, Path], tmp_path: Pat
     ("config", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3', expected 'LORA'"),
-        ({"use_dora": True}, "use_dora True is not supported; merge the adapter with PEFT"),
+        ({"use_dora": True}, "use_dora True is not supported; merge it with PEFT, PeftModel"),
         ({"bias": "all"}, "bias 'all' is not supported"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\] is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4' is not"),
@@ -172,10 +172,72 @@ def test_tensors_that_do_not_fit_the_model_are_named(
     for changes, message in (
         (
             {name.replace("B.weight", "magnitude_vector"): torch.zeros(3)},
-            "magnitude_vector' is not",
+            "magnitude_vector', DoRA, is not supported; merge it with PEFT",
         ),
         ({name.replace("layers.0", "layers.1"): torch.zeros(3, 4)}, "one is missing"),
     ):
         save_file(tensors | changes, file)
         with pytest.raises(UnsupportedModelError, match=message):
             open_model(models["llama"], tmp_path / "lora")
+
+
+HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
+
+
+def with_tensors(folder: Path, **tensors: Tensor) -> None:
+    """Add tensors to an adapter; `__` stands for a dot in their names."""
+    file = folder / "adapter_model.safetensors"
+    named = {
+        f"base_model.model.{name.replace('__', '.')}": each.contiguous()
+        for name, each in tensors.items()
+    }
+    save_file(load_file(file) | named, file)
+
+
+@pytest.mark.parametrize("name", ["lm_head__base_layer__weight", "lm_head__weight"])
+def test_the_adapter_s_own_head_and_embedding_replace_the_model_s(
+    models: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    """PEFT stores the matrix below a change of the LM head or of the embedding."""
+    base = models["llama"]
+    pairs = adapter(tmp_path / "lora", base, {HEAD: 4, Q: 4})
+    weights = load_file(base / "model.safetensors")
+    head, embedding = weights[f"{HEAD}.weight"] * 2, weights[f"{EMBEDDING}.weight"] * 3
+    with_tensors(tmp_path / "lora", **{name: head, "model__embed_tokens__weight": embedding})
+    expected = {
+        f"{HEAD}.weight": head + 1.5 * pairs[HEAD][1] @ pairs[HEAD][0],
+        f"{EMBEDDING}.weight": embedding,
+        f"{Q}.weight": weights[f"{Q}.weight"] + 1.5 * pairs[Q][1] @ pairs[Q][0],
+    }
+    source = open_model(base, tmp_path / "lora")
+    for key, found in source.weights(source.config("float32")).items():
+        torch.testing.assert_close(found, expected.get(key, weights[key]))
+    with_tensors(tmp_path / "lora", **{name: torch.cat([head, head[:2]])})
+    source = open_model(base, tmp_path / "lora")
+    with pytest.raises(UnsupportedModelError, match="if tokens were added, merge it with PEFT"):
+        Decoder.load(source)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("model__embed_tokens__lora_embedding_A", "LoRA on the embedding"),
+        ("model__layers__0__mlp__down_proj__lora_magnitude_vector", "DoRA"),
+        ("model__layers__0__mlp__down_proj__bias", "a bias"),
+        ("model__layers__0__mlp__down_proj__base_layer__bias", "a bias"),
+        ("model__layers__0__mlp__down_proj__lora_B__bias", "a bias"),
+        ("model__embed_tokens__token_adapter__trainable_tokens_delta", "trained tokens"),
+        ("score__modules_to_save__weight", "a module that was trained as a whole"),
+        ("model__layers__0__input_layernorm__weight", "a module that was trained as a whole"),
+        ("model__prompt", "nothing known"),
+    ],
+)
+def test_other_tensors_of_peft_are_refused_with_a_way_out(
+    models: dict[str, Path], tmp_path: Path, name: str, what: str
+) -> None:
+    adapter(tmp_path / "lora", models["llama"], {Q: 4})
+    with_tensors(tmp_path / "lora", **{name: torch.zeros(4, 4)})
+    with pytest.raises(UnsupportedModelError) as caught:
+        open_model(models["llama"], tmp_path / "lora")
+    assert f"tensor 'base_model.model.{name.replace('__', '.')}', {what}, is" in str(caught.value)
+    assert "merge_and_unload().save_pretrained(DIR)" in str(caught.value)

@@ -21,6 +21,10 @@ from paceline.kernels.linear import PackedMatrix
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+_BASE = ".base_layer.weight"
+"""The model's own matrix below a change of it: PEFT stores that of embedding and LM head."""
+_WHOLE = ("embed_tokens.weight", "lm_head.weight")
+"""Matrices that PEFT stores whole where the vocabulary was extended, or when it is told to."""
 _REFUSED = (
     "use_dora", "use_qalora", "lora_bias", "fan_in_fan_out", "modules_to_save", "target_parameters",
     "trainable_token_indices", "alora_invocation_tokens", "layer_replication",
@@ -33,12 +37,30 @@ _REPEATS, _GROUPS, _MAX_REPEATS = re.compile(r"[*+{]"), re.compile(r"\)[*+{]"), 
 """Parts of an expression that take time: repetitions, repeated groups, and how many may be."""
 
 
+_OTHERS = {
+    "lora_embedding_": "LoRA on the embedding",
+    "lora_magnitude_vector": "DoRA",
+    "trainable_tokens": "trained tokens",
+    ".bias": "a bias",
+    "modules_to_save": "a module that was trained as a whole",
+    ".weight": "a module that was trained as a whole",
+}
+"""What other tensors are, by a part of the names that PEFT gives them."""
+
+_WAY_OUT = (
+    "merge it with PEFT, PeftModel.from_pretrained(MODEL, ADAPTER).merge_and_unload()"
+    ".save_pretrained(DIR), and give DIR without the adapter"
+)
+
+
 @dataclass(frozen=True)
 class _Change:
-    """What is added to a matrix: ``scale * b @ a``."""
+    """What a matrix becomes: its own value, or that of ``base``, and ``scale * b @ a``."""
 
-    a: str
-    b: str
+    pair: tuple[str, str] | None
+    """Names of a and b; None: nothing is added."""
+    base: str
+    """Name of the value that replaces the model's own; empty: none does."""
     rank: int
     scale: float
 
@@ -79,7 +101,7 @@ class LoraModel(ModelSource):
             refused.append("init_lora_weights")
         if refused:
             shown = ", ".join(f"{name} {config[name]!r}" for name in refused)
-            raise self._error(f"{shown} is not supported; merge the adapter with PEFT")
+            raise self._error(f"{shown} is not supported; {_WAY_OUT}")
         for name in ("rank_pattern", "alpha_pattern"):
             patterns = config.get(name) or {}
             if not isinstance(patterns, dict):
@@ -100,22 +122,31 @@ class LoraModel(ModelSource):
     def _read_changes(self, config: dict[str, Any]) -> Iterator[tuple[str, _Change]]:
         """The changes by name of the tensor."""
         names = set(self._file.keys())
-        for name in sorted(names):
-            module = name.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)
-            pair = _PREFIX + module + _A, _PREFIX + module + _B
-            if name not in pair:
-                raise self._error(
-                    f"tensor {name!r} is not supported, expected names {_PREFIX}MODULE{_A} or {_B}"
-                )
-            if not names.issuperset(pair):
+        modules = dict.fromkeys(map(self._module_of, sorted(names)))
+        for module in modules:
+            both = _PREFIX + module + _A, _PREFIX + module + _B
+            pair = both if names.intersection(both) else None
+            if pair and not names.issuperset(pair):
                 raise self._error(f"of tensors {pair[0]!r} and {pair[1]!r} one is missing")
+            bases = (f"{_PREFIX}{module}{end}" for end in (_BASE, ".weight"))
+            base = next((name for name in bases if name in names), "")
             try:
                 rank = int(_by_pattern(config.get("rank_pattern"), module, config["r"]))
                 alpha = _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
                 scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
             except (re.error, AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
                 raise self._error(f"rank_pattern or alpha_pattern is invalid: {error}") from error
-            yield shared_name(f"{module}.weight"), _Change(*pair, rank, scale)
+            yield shared_name(f"{module}.weight"), _Change(pair, base, rank, scale)
+
+    def _module_of(self, name: str) -> str:
+        """The module of a tensor. Raises ``UnsupportedModelError``: it cannot be merged."""
+        module = name.removeprefix(_PREFIX)
+        ends = (_A, _B, _BASE, *((".weight",) if module.endswith(_WHOLE) else ()))
+        for end in ends:
+            if name.startswith(_PREFIX) and module.endswith(end):
+                return module.removesuffix(end)
+        what = next((what for part, what in _OTHERS.items() if part in name), "nothing known")
+        raise self._error(f"tensor {name!r}, {what}, is not supported; {_WAY_OUT}")
 
     @property
     def name(self) -> str:
@@ -149,15 +180,25 @@ class LoraModel(ModelSource):
         """The weight of a tensor with what the adapter adds, summed in float32. Raises
         ``UnsupportedModelError``: shapes of the adapter do not fit."""
         change = self._changes[name]
-        a, b = (self._file.get_tensor(each).float() for each in (change.a, change.b))
+        if change.base:
+            own = self._file.get_tensor(change.base)
+            if own.shape != weight.shape:
+                raise self._error(
+                    f"{change.base!r} has shape {tuple(own.shape)}, expected that of {name!r}, "
+                    f"{tuple(weight.shape)}: if tokens were added, {_WAY_OUT}"
+                )
+            weight = own.to(weight.device, weight.dtype)
+        if change.pair is None:
+            return weight
+        a, b = (self._file.get_tensor(each).float() for each in change.pair)
         if (
             weight.dim() != 2
             or a.shape != (change.rank, weight.shape[1])
             or (b.shape != (weight.shape[0], change.rank))
         ):
             raise self._error(
-                f"{change.a!r} has shape {tuple(a.shape)} and lora_B {tuple(b.shape)}, expected "
-                f"rank {change.rank} for {name!r} of shape {tuple(weight.shape)}"
+                f"{change.pair[0]!r} has shape {tuple(a.shape)} and lora_B {tuple(b.shape)}, "
+                f"expected rank {change.rank} for {name!r} of shape {tuple(weight.shape)}"
             )
         found: Tensor = weight.float() + (b @ a).mul_(change.scale).to(weight.device)
         return found.to(weight.dtype)
@@ -169,7 +210,7 @@ class LoraModel(ModelSource):
 
     def missing(self, name: str) -> UnsupportedModelError:
         """The error for a tensor that the model lacks."""
-        return self._error(f"it changes {name!r}, which {self.path} does not have")
+        return self._error(f"it changes {name!r}, which {self.path} does not have; {_WAY_OUT}")
 
     @property
     def tokenizer(self) -> bytes:
