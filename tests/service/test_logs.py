@@ -38,6 +38,10 @@ def test_json_holds_fields_and_request_id() -> None:
     }
 
 
+def test_json_names_the_service() -> None:
+    assert json.loads(JsonFormatter("verifier").format(record()))["service"] == "verifier"
+
+
 def test_an_exception_stays_on_the_one_line() -> None:
     try:
         raise ValueError("broken")

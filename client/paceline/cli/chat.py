@@ -193,7 +193,7 @@ class Chat:
             options = {**self._options, "max_new_tokens": min(limit, left)}
             generation = self._client.generate(prompt, **options)
             generation.operation = Span.CHAT
-            await self._stream(generation, parts)
+            await self._stream(generation, parts, full=left < limit)
         except PacelineError as error:
             self.notice(f"no answer: {error}" if not parts else f"the answer broke off: {error}")
         except asyncio.CancelledError:
@@ -232,7 +232,8 @@ class Chat:
             self.notice(f"(the context is full: the oldest {turns} forgotten)")
         return tokens
 
-    async def _stream(self, generation: Generation, parts: list[str]) -> None:
+    async def _stream(self, generation: Generation, parts: list[str], *, full: bool) -> None:
+        """Print an answer; ``full``: its limit is the end of the context."""
         style = self._style(self._options["drafter"])
         try:
             async for chunk in generation:
@@ -245,7 +246,10 @@ class Chat:
         self._results.append(result)
         if result.finish_reason == "length":
             count = len(result.token_ids)
-            self.notice(f"(ended after {count} tokens: --max-new-tokens allows longer answers)")
+            why = "--max-new-tokens allows longer answers"
+            if full:
+                why = "the context is full, /clear begins a new conversation"
+            self.notice(f"(ended after {count} tokens: {why})")
         if self._shows_stats:
             self.notice(summary(result))
         elif unused := result.stats.unused(self._options["drafter"]):

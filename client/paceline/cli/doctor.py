@@ -16,7 +16,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import grpc
+
+from paceline.cli.connection import verifier_address
 from paceline.cli.progress import waiting
+from paceline.harness import NO_PROXY, model_of
+from paceline.tokens import local_token
 
 Facts = dict[str, Any]
 
@@ -78,8 +83,26 @@ def examine() -> Facts:
     }
     if _installed("torch") and _installed("numpy"):
         facts |= _with_torch()
+    facts["served"] = _served()
     facts["notes"] = _notes(facts)
     return facts
+
+
+def _served() -> Facts | None:
+    """What the verifier at the default address of this machine serves; None: none answers."""
+    address = verifier_address()
+    token = local_token(address)
+    with grpc.insecure_channel(address, NO_PROXY) as channel:
+        model = model_of(channel, [("authorization", f"Bearer {token}")] if token else [])
+    if model is None:
+        return None
+    return {
+        "model": model.name,
+        "weights": model.weights,
+        "weights_kept": model.weights_kept,
+        "drafters": [each.default_drafter for each in model.drafter_services],
+        "local_sources": list(model.local_sources),
+    }
 
 
 def _with_torch() -> Facts:

@@ -242,7 +242,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.log_level is None:
         on_terminal = sys.stderr.isatty() and args.log_format != "json"
         args.log_level = "warning" if on_terminal else "info"
-    configure_logging(args.log_format, args.log_level)
+    configure_logging(args.log_format, args.log_level, "serve")
     print(
         f"loading {described(model)}; the first start on a machine also measures its steps and "
         "compiles kernels, and keeps both",
@@ -263,6 +263,7 @@ def _run(args: argparse.Namespace) -> int:
     else:
         drafter = ""
     drafts = len(processes) > 1
+    unused_address = "" if drafts else args.drafter_address
     if args.gateway_address != "none":
         if find_spec("aiohttp") is None:
             logger.warning("the gateway is not installed: run pip install 'paceline[gateway]'")
@@ -291,10 +292,8 @@ def _run(args: argparse.Namespace) -> int:
             webbrowser.open(url)
 
     with ExitStack() as stack:
-        services, unused = [verifier], args.drafter_address
-        if drafts:
-            services, unused = [verifier, drafter], ""
-        note_ready = stack.enter_context(note_services(services, unused))
+        noted = note_services([verifier, drafter] if drafts else [verifier], unused_address)
+        note_ready = stack.enter_context(noted)
         # Its threads start with its first use, when the services have been forked.
         channel = cache(lambda: stack.enter_context(_channel(verifier, args)))
         return Supervisor(processes, joined, ready).run()

@@ -124,7 +124,7 @@ def run_service(
         build: Makes the service; its metrics go into the registry. It is called after the thread
             settings are in the environment and may import torch, which nothing may import earlier.
     """
-    configure_logging(args.log_format, args.log_level)
+    configure_logging(args.log_format, args.log_level, kind)
     if os.getpid() == 1:
         FAILURE_FILE.unlink(missing_ok=True)
     with traced(f"paceline-{kind}"), ExitStack() as starting:

@@ -79,7 +79,7 @@ def run_verifier(args: argparse.Namespace) -> int:
 
 
 def _follow(args: argparse.Namespace) -> int:
-    configure_logging(args.log_format, args.log_level)
+    configure_logging(args.log_format, args.log_level, "verifier")
     try:
         set_torch_environment(args.threads)
         from paceline.verifier.ranks import run_other_rank
@@ -349,7 +349,7 @@ def gateway_options(args: argparse.Namespace) -> GatewayOptions:
 
 def run_gateway(args: argparse.Namespace) -> int:
     """Serve until a signal; 0 after a drain, 2 for options that cannot be served."""
-    configure_logging(args.log_format, args.log_level)
+    configure_logging(args.log_format, args.log_level, "gateway")
     with traced("paceline-gateway"):
         try:
             options = gateway_options(args)

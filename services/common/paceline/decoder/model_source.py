@@ -34,6 +34,9 @@ _FORMAT = 4
 _MAX_FILES = 256
 _CHILD_SECONDS = 60.0
 
+_unwritable: set[Path] = set()
+"""Cache folders of which this was said."""
+
 
 def remembered(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
     """What ``make`` returned for the same facts, now or in an earlier process: a value of JSON.
@@ -44,6 +47,7 @@ def remembered(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
     file = cache_file("configs", (_FORMAT, version("transformers"), facts))
     with suppress(OSError, ValueError):  # it is not stored, or damaged
         return json.loads(file.read_text(encoding="utf-8"))
+    _make_folder(file)  # and say here if it cannot be: `make` may do so in a child process
     value = make()
     store(file, value)
     return value
@@ -60,8 +64,9 @@ def store(file: Path, value: Any) -> None:
     """Write a value as JSON, and remove the oldest files beside it, with their locks, beyond 256.
     A failure is logged."""
     fresh = file.with_suffix(f".{os.getpid()}")
+    if not _make_folder(file):
+        return
     try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         fresh.write_text(json.dumps(value), encoding="utf-8")
         fresh.replace(file)
         files = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
@@ -69,7 +74,25 @@ def store(file: Path, value: Any) -> None:
             old.unlink(missing_ok=True)
             old.with_suffix(".lock").unlink(missing_ok=True)
     except OSError as error:
-        _log.warning("%s could not be stored: %s", file, error)
+        _complain(file, error)
+
+
+def _make_folder(file: Path) -> bool:
+    """Make the folder of a file in the cache; whether there is one."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        _complain(file, error)
+        return False
+    return True
+
+
+def _complain(file: Path, error: OSError) -> None:
+    """Say once that files of a cache folder are not stored."""
+    folder = file.parent.parent
+    level = logging.DEBUG if folder in _unwritable else logging.WARNING
+    _unwritable.add(folder)
+    _log.log(level, "%s cannot be written, so that each start takes longer: %s", folder, error)
 
 
 def remembered_by_transformers(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:

@@ -67,12 +67,12 @@ MIN_PING_SECONDS = 5.0
 """Clients may ping this often, with and without a call in flight."""
 
 
-def configure_logging(format: LogFormat = "auto", level: str = "INFO") -> None:
+def configure_logging(format: LogFormat = "auto", level: str = "INFO", service: str = "") -> None:
     """Send all logs of this process to stderr, from a level such as "DEBUG" on. The format "auto"
-    is "text" when stderr is a terminal and "json" otherwise."""
+    is "text" when stderr is a terminal and "json" otherwise, which names the service."""
     readable = format == "text" or (format == "auto" and sys.stderr.isatty())
     handler = logging.StreamHandler()
-    handler.setFormatter(TextFormatter() if readable else JsonFormatter())
+    handler.setFormatter(TextFormatter() if readable else JsonFormatter(service))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
@@ -92,12 +92,17 @@ def printable(text: str) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, then the record's fields."""
+    """One JSON object a line: time, level, service, logger, message, then the record's fields."""
+
+    def __init__(self, service: str = "") -> None:
+        super().__init__()
+        self._service = {"service": service} if service else {}
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
+            **self._service,
             "logger": record.name,
             "message": record.getMessage(),
             **_record_fields(record),
