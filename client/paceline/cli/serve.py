@@ -257,6 +257,7 @@ def _run(args: argparse.Namespace) -> int:
     else:
         drafter = ""
     drafts = len(processes) > 1
+    unused_address = "" if drafts else args.drafter_address
     if args.gateway_address != "none":
         if find_spec("aiohttp") is None:
             logger.warning("the gateway is not installed: run pip install 'paceline[gateway]'")
@@ -285,10 +286,8 @@ def _run(args: argparse.Namespace) -> int:
             webbrowser.open(url)
 
     with ExitStack() as stack:
-        services, unused = [verifier], args.drafter_address
-        if drafts:
-            services, unused = [verifier, drafter], ""
-        note_ready = stack.enter_context(note_services(services, unused))
+        noted = note_services([verifier, drafter] if drafts else [verifier], unused_address)
+        note_ready = stack.enter_context(noted)
         # Its threads start with its first use, when the services have been forked.
         channel = cache(lambda: stack.enter_context(_channel(verifier, args)))
         return Supervisor(processes, joined, ready).run()

@@ -41,6 +41,13 @@ _PARAMS = {
 }
 """Fields of a response by those of a chat."""
 
+_WITH_RESULT = ("web_search_call", "file_search_call", "code_interpreter_call", "mcp_call")
+"""Calls that OpenAI's own service answers: an item has both."""
+_CALLS = ("custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call")
+_OUTPUTS = ("local_shell_call_output", "shell_call_output", "apply_patch_call_output")
+
+_STORED = Refused("needs stored responses: send the whole conversation")
+
 
 class InputPart(TextPart):
     """A part of a message, or of a result."""
@@ -122,10 +129,6 @@ def _result(call_id: str, text: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
-_WITH_RESULT = ("web_search_call", "file_search_call", "code_interpreter_call", "mcp_call")
-"""Calls that OpenAI's own service answers: an item has both."""
-_CALLS = ("custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call")
-_OUTPUTS = ("local_shell_call_output", "shell_call_output", "apply_patch_call_output")
 _KINDS: dict[str, type[InputMessage | InputCall | InputResult | OtherItem]] = {
     "message": InputMessage,
     "function_call": InputCall,
@@ -174,9 +177,6 @@ class NamedFunction(Body):
 
     type: Literal["function"]
     name: str
-
-
-_STORED = Refused("needs stored responses: send the whole conversation")
 
 
 class ResponsesRequest(CommonRequest, CallingRequest):
