@@ -550,13 +550,86 @@ namespace functions {
         {%- endif %}
         {{- "<|start|>functions." + last_tool_call.name }}
         {{- " to=assistant<|channel|>commentary<|message|>" + m.content | tojson + "<|end|>" }}
-    {%- else -%}
+    {%- elif m.role == 'user' -%}
         {{- "<|start|>user<|message|>" + m.content + "<|end|>" }}
     {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"""
 
 MINICPM = CHATML.replace("{{ tool | tojson }}", '{{ tool | tojson(separators=(",", ":")) }}')
+
+QWEN35 = """\
+{%- macro text(content) %}{% if content is string %}{{ content }}{% elif content is iterable %}\
+{% for part in content %}{{ part.text }}{% endfor %}{% endif %}{% endmacro %}
+{%- set ns = namespace(asked=false) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.asked = true %}{% endif %}{% endfor %}
+{%- if not ns.asked %}{{ raise_exception('There is no question') }}{% endif %}
+{%- if tools %}<|im_start|>system
+<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>\
+{% if messages[0].role == 'system' %}{{ text(messages[0].content) }}{% endif %}<|im_end|>
+{% elif messages[0].role == 'system' %}<|im_start|>system
+{{ text(messages[0].content) | trim }}<|im_end|>
+{% endif %}
+{%- for m in messages %}{% if m.role == 'system' %}{% if not loop.first %}\
+{{ raise_exception('The system message is the first one') }}{% endif %}
+{%- elif m.role == 'user' %}<|im_start|>user
+{{ text(m.content) }}<|im_end|>
+{% elif m.role == 'assistant' %}<|im_start|>assistant
+{{ text(m.content) }}{% for call in m.tool_calls or [] %}<tool_call>
+<function={{ call.function.name }}>{% for name, value in call.function.arguments | items %}
+<parameter={{ name }}>
+{{ value if value is string else value | tojson }}
+</parameter>{% endfor %}
+</function>
+</tool_call>{% endfor %}<|im_end|>
+{% elif m.role == 'tool' %}<|im_start|>user
+<tool_response>{{ text(m.content) }}</tool_response><|im_end|>
+{% else %}{{ raise_exception('A role is unknown') }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
+
+MINISTRAL = """\
+{{- bos_token }}{%- if messages[0].role == 'system' %}[SYSTEM_PROMPT]{{ messages[0].content }}\
+[/SYSTEM_PROMPT]{% set turns = messages[1:] %}{% else %}{% set turns = messages %}{% endif %}
+{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{%- set ns = namespace(index=0) %}
+{%- for m in turns %}{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}\
+{% if (m.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('Roles alternate') }}\
+{% endif %}{% set ns.index = ns.index + 1 %}{% endif %}{% endfor %}
+{%- for m in turns %}{% if m.role == 'user' %}[INST]{% if m.content is string %}{{ m.content }}\
+{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}[/INST]
+{%- elif m.role == 'assistant' %}{% if not m.content and not m.tool_calls %}\
+{{ raise_exception('An answer has content or calls') }}{% endif %}{{ m.content or '' }}\
+{% for call in m.tool_calls or [] %}[TOOL_CALLS]{{ call.function.name }}[ARGS]\
+{{ call.function.arguments if call.function.arguments is string else \
+call.function.arguments | tojson }}{% endfor %}{{ eos_token }}
+{%- elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]
+{%- else %}{{ raise_exception('Role ' + m.role + ' is unknown') }}{% endif %}{% endfor %}"""
+
+MINIMAX_M2 = """\
+{%- set system = messages[0].content if messages[0].role == 'system' else 'You are MiniMax.' %}
+{%- set turns = messages[1:] if messages[0].role == 'system' else messages %}
+]~b]system
+{{ system }}{% if tools %}<tools>{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}\
+</tools>{% endif %}[e~[
+{%- for m in turns %}{% if m.role == 'assistant' %}
+]~b]ai
+{{ m.content or '' }}{% for call in m.tool_calls or [] %}<invoke name="{{ call.function.name }}">\
+{% for name, value in call.function.arguments.items() %}<parameter name="{{ name }}">\
+{{ value | tojson(ensure_ascii=False) if value is not string else value }}</parameter>\
+{% endfor %}</invoke>{% endfor %}[e~[
+{%- elif m.role == 'tool' %}{% if loop.first or turns[loop.index0 - 1].role == 'user' %}\
+{{ raise_exception('There is no call before this result') }}{% endif %}
+]~b]tool
+<response>{{ m.content }}</response>[e~[
+{%- elif m.role == 'user' %}
+]~b]user
+{{ m.content }}[e~[{% endif %}{% endfor %}
+{%- if add_generation_prompt %}
+]~b]ai
+<think>
+{% endif %}"""
 
 OLMO2 = """\
 {{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}\

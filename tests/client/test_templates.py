@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from itertools import product
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.client import InvalidRequestError, Model, render_chat
+from paceline.client._templates import Prompt
 from paceline.v1 import verifier_pb2
 
 from .template_shapes import CHATML, IDEFICS, SHAPES
@@ -78,7 +80,7 @@ def model_of(template: str, **named: str) -> Model:
     return Model(facts, None)
 
 
-def rendered(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+def rendered(template: str, messages: list[dict[str, Any]], **options: Any) -> Prompt:
     return render_chat(model_of(template), sent(messages), **options)
 
 
@@ -122,11 +124,12 @@ def references(template: str, messages: list[dict[str, Any]], **options: Any) ->
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 def test_a_prompt_is_that_of_transformers(family: str, conversation: str) -> None:
-    """Or, where a template leaves tools or calls out, a prompt that has them."""
+    """Or, where a template leaves messages, tools or calls out, a prompt that has them."""
     template, messages = SHAPES[family], CONVERSATIONS[conversation]
     has_calls = any("tool_calls" in message for message in messages)
     for tools, begin in product((None, TOOLS), (True, False)):
         names = [tool["function"]["name"] for tool in tools or ()] + ["Zürich"] * has_calls
+        names += [m.get("content", "").split("</think>")[-1].strip() for m in messages]
         options: dict[str, Any] = {"tools": tools, "add_generation_prompt": begin}
         wanted = list(references(template, messages, **options))
         try:
@@ -153,8 +156,6 @@ def test_a_prompt_is_that_of_transformers(family: str, conversation: str) -> Non
         else:
             shown = found.replace("\\u00fc", "ü")
             assert all(name in shown for name in names)
-            if not names:
-                assert found in wanted
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -168,8 +169,8 @@ def test_the_last_message_is_continued_as_transformers_does(family: str, text: s
     try:
         wanted = expected(template, messages, **options)
     except Exception:
-        with pytest.raises(InvalidRequestError):
-            rendered(template, messages, continue_final_message=True)
+        with contextlib.suppress(InvalidRequestError):  # or in an arrangement that it takes
+            assert rendered(template, messages, continue_final_message=True).endswith(text)
         return
     assert rendered(template, messages, continue_final_message=True) == wanted
 
@@ -284,7 +285,8 @@ def test_tools_are_told_where_a_later_system_message_replaces_the_first(
     messages: list[dict[str, Any]],
 ) -> None:
     prompt = rendered(LAST_SYSTEM, messages, tools=TOOLS)
-    assert prompt.startswith("Be brief. <user>You may call functions.")
+    assert prompt.startswith("Be brief. ")
+    assert "You may call functions." in prompt
     assert all(tool["function"]["name"] in prompt for tool in TOOLS)
 
 
@@ -307,13 +309,113 @@ def test_calls_that_are_not_shown_change_nothing_else(begin: bool) -> None:
     assert begin or prompt == wanted
 
 
+WORDS = ["alpha words", "beta words", "gamma words", "delta words", "omega words"]
+S, D, U, A = ({"role": role} for role in ("system", "developer", "user", "assistant"))
+C: dict[str, Any] = {"role": "assistant", "tool_calls": [call()]}
+T: dict[str, Any] = {"role": "tool", "tool_call_id": "callcall0"}
+ORDERS: dict[str, list[dict[str, Any]]] = {
+    "two system messages": [S, S, U],
+    "developer": [D, U],
+    "system and developer": [S, D, U],
+    "later system message": [S, U, A, S, U],
+    "system message last": [U, A, U, S],
+    "system message alone": [S],
+    "later developer, no first": [U, A, D, U],
+    "two users": [S, U, U],
+    "three users, no system": [U, U, U],
+    "two assistants": [S, U, A, A, U],
+    "assistant first": [A, U],
+    "assistant first, after system": [S, A, U],
+    "assistant alone": [A],
+    "call without result": [S, U, C, U],
+    "call without result, answered": [U, C, A, U],
+    "result, then user": [S, U, C, T, U],
+    "result, then system": [S, U, C, T, D],
+    "result without call": [U, T, U],
+    "result first": [T, U],
+    "text beside a call": [S, U, {**C, **A, "content": "x"}, T],
+    "names": [{**S, "name": "a"}, {**U, "name": "b"}, {**A, "name": "c"}, {**U, "name": "d"}],
+}
+
+
+def filled(order: list[dict[str, Any]], parts: bool) -> tuple[list[dict[str, Any]], list[str]]:
+    """Messages with texts, and the texts."""
+    messages, words = [], []
+    for message, text in zip(order, WORDS, strict=False):
+        if "tool_calls" in message and "content" not in message:
+            messages.append(message)
+            continue
+        words.append(text)
+        content: Any = [{"type": "text", "text": text}] if parts else text
+        messages.append({**message, "content": content})
+    return messages, words
+
+
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_message_is_lost_in_any_order(family: str, order: str) -> None:
+    """Neither its text nor its calls, with content as text or as a list of parts."""
+    has_calls = any("tool_calls" in message for message in ORDERS[order])
+    plain = not has_calls and all(message["role"] != "tool" for message in ORDERS[order])
+    tools = TOOLS if has_calls or family == "COMMAND_R_TOOLS" else []
+    for parts in (False, True):
+        messages, words = filled(ORDERS[order], parts)
+        found = render_chat(model_of(SHAPES[family]), sent(messages), tools=tools)
+        assert [word for word in words if word not in found] == []
+        assert not has_calls or "Zürich" in found.replace("\\u00fc", "ü")
+        # What the template shows as it is stays as it is.
+        try:
+            wanted = expected(
+                SHAPES[family],
+                [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages],
+                tools=tools or None,
+            )
+        except Exception:
+            wanted = ""
+        if plain and not found.changes:
+            assert parts or wanted in ("", found)
+        elif plain:
+            assert any(word not in wanted for word in words)
+
+
+def test_what_is_done_to_messages_is_said() -> None:
+    later = [{**S, "content": "one"}, {**U, "content": "two"}, {**D, "content": "three"}]
+    assert rendered(SHAPES["GPT_OSS"], later).changes == (
+        "system messages were merged into the first one"
+    )
+    assert "one\n\nthree" in rendered(SHAPES["GPT_OSS"], later)
+    mixtral = rendered(SHAPES["MIXTRAL"], later)
+    assert mixtral == "<s>[INST] one\n\ntwo\n\nthree [/INST]"
+    assert mixtral.changes == "system messages became the user's"
+    assert rendered(SHAPES["PHI3"], later).changes == ""
+    assert rendered(SHAPES["ZEPHYR"], later).changes == ""
+
+
+def test_a_template_that_shows_no_arrangement_says_how_many_it_leaves_out() -> None:
+    last = rendered("{{ messages[-1].content }}", [SYSTEM, ASK, ANSWER, ASK])
+    assert last == ASK["content"]
+    assert "the chat template leaves out 2 of the messages" in last.changes
+    with pytest.raises(InvalidRequestError, match="never"):
+        rendered("{{ raise_exception('never') }}", [SYSTEM, ASK])
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_continued_messages_keep_what_is_before_them(family: str) -> None:
+    messages = [{**S, "content": "one"}, {**U, "content": "two"}, {**D, "content": "three"},
+                {**A, "content": "four"}]  # fmt: skip
+    options: dict[str, Any] = {"continue_final_message": True}
+    options["tools"] = TOOLS if family == "COMMAND_R_TOOLS" else []
+    with contextlib.suppress(InvalidRequestError):  # of templates that end no prompt with a text
+        found = rendered(SHAPES[family], messages, **options)
+        assert found.endswith("four")
+        assert all(text in found for text in ("one", "two", "three"))
+
+
 def test_a_refusal_has_the_words_of_the_template() -> None:
     messages = [ASK, {"role": "assistant", "tool_calls": [{**call(), "id": "x" * 29}]}, result()]
     with pytest.raises(InvalidRequestError, match="alphanumeric, with a length of 9") as refused:
         rendered(SHAPES["MISTRAL_V3"], messages, tools=TOOLS)
     assert refused.value.metadata == {"param": "messages"}
-    with pytest.raises(InvalidRequestError, match="There is no role system"):
-        rendered(SHAPES["GEMMA2"], [SYSTEM, ASK])
     with pytest.raises(InvalidRequestError, match="cannot be read"):
         rendered("{% if %}", [ASK])
 

@@ -10,7 +10,7 @@ from paceline.sampling import MAX_TOKEN_IDS
 
 from ._errors import InvalidRequestError
 from ._options import invalid_requests
-from ._templates import Conversation, TemplateRefusal
+from ._templates import Conversation, Prompt, TemplateRefusal
 from ._text import Model
 
 
@@ -90,12 +90,15 @@ def render_chat(
     variables: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
-) -> str:
+) -> Prompt:
     """The prompt of a conversation, with its special tokens as text, for `Model.encode_rendered`.
 
     It is that of transformers' `apply_chat_template`. What the template does not show becomes text
     in the form of the Hermes models: tools, calls, their results. Arguments of calls are objects,
-    or text if the template takes only that. Role "developer" is the same as "system".
+    or text if the template takes only that. Role "developer" is the same as "system". Messages that
+    the template refuses in their order, or leaves out, are arranged in other ways: system messages
+    become a part of the first one, or turns of the user; turns are merged. The prompt's `changes`
+    says so.
 
     A template is a program. Nothing limits its time and memory here; the gateway does.
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from . import _templates
 from ._chat import conversation, refused
-from ._templates import HEAD, Conversation, TemplateRefusal
+from ._templates import HEAD, Conversation, Prompt, TemplateRefusal
 from ._text import Model
 
 _SECONDS = 5.0
@@ -42,7 +42,7 @@ class TemplateProcess:
         state = "not started" if self._process is None else f"process {self._process.pid}"
         return f"<TemplateProcess {state}>"
 
-    def render(self, model: Model, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def render(self, model: Model, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
         """As `render_chat`: call it in a thread. Raises InvalidRequestError also if the template
         exceeds its limits."""
         try:
@@ -50,7 +50,7 @@ class TemplateProcess:
         except TemplateRefusal as refusal:
             raise refused(refusal) from None
 
-    def _render(self, conversation: Conversation) -> str:
+    def _render(self, conversation: Conversation) -> Prompt:
         try:
             request = json.dumps({**vars(conversation), "seconds": self._seconds}).encode()
         except RecursionError:
@@ -64,7 +64,7 @@ class TemplateProcess:
             )
         if "error" in response:
             raise TemplateRefusal(response["error"], response["param"])
-        return response["text"]
+        return Prompt(response["text"], response["changes"])
 
     def _answer(self, request: bytes) -> dict[str, str] | None:
         """The response to a request; None: the process has ended."""

@@ -1,7 +1,8 @@
 """Chat templates, rendered as transformers renders them.
 
 A template is given what it can show. Whether it shows tools, calls, lists of parts or a system
-message is found by rendering short conversations, never by looking at its source.
+message is found by rendering short conversations, never by looking at its source. Whether it shows
+every message is found by rendering the conversation again with a word at the end of each.
 
 This file needs Jinja and nothing else of the project, because it is also a program: it renders the
 conversations that it reads from its standard input, within limits of time and memory. See
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -93,6 +94,18 @@ class TemplateRefusal(ValueError):
         self.param = param
 
 
+class Prompt(str):
+    """A rendered conversation."""
+
+    changes: str
+    """What was done to messages so that the template shows them all; empty: nothing."""
+
+    def __new__(cls, text: str, changes: str) -> Prompt:
+        prompt = super().__new__(cls, text)
+        prompt.changes = changes
+        return prompt
+
+
 @dataclass(frozen=True)
 class Conversation:
     """What is rendered. All values are those of JSON."""
@@ -124,11 +137,37 @@ class Conversation:
     continue_final_message: bool = False
     """End the prompt with the text of the last message instead."""
 
-    def render(self) -> str:
-        """The prompt, with its special tokens as text. Raises `TemplateRefusal`."""
-        template = _known(self._source(), tuple(sorted(self.special_tokens.items())))
+    def render(self) -> Prompt:
+        """The prompt, with its special tokens as text.
+
+        Where the template refuses messages in their order, or leaves some out, they are arranged
+        in other ways (`_arrangements`). The first that shows all is the prompt; if none does, the
+        one that leaves out the fewest.
+
+        Raises `TemplateRefusal`: the template refuses all arrangements; with its words about the
+        messages as they are.
+        """
         messages = [_normalized(message) for message in self.messages]
         final = self._mark_final(messages) if self.continue_final_message else ""
+        refusals: list[TemplateRefusal] = []
+        found: list[tuple[int, Prompt]] = []
+        for changes, arranged in _arrangements(messages):
+            try:
+                text, lost = self._shown(arranged, final), self._lost(arranged, final)
+            except TemplateRefusal as refusal:
+                refusals.append(refusal)
+                continue
+            left_out = f"the chat template leaves out {lost} of the messages" if lost else ""
+            found.append((lost, Prompt(text, "; ".join(filter(None, (changes, left_out))))))
+            if not lost:
+                break
+        if not found:
+            raise refusals[0]
+        return min(found, key=lambda each: each[0])[1]
+
+    def _shown(self, messages: list[Message], final: str) -> str:
+        """The prompt of these messages, the last of which may end with the tag."""
+        template = _known(self._source(), tuple(sorted(self.special_tokens.items())))
         begin_answer = self.add_generation_prompt and not self.continue_final_message
         values = {"documents": self.documents, **self.variables}
         try:
@@ -140,6 +179,20 @@ class Conversation:
                 f"messages and tools must have the form of OpenAI's API: {error!r}"
             ) from None
         return _up_to_tag(text, final) if self.continue_final_message else text
+
+    def _lost(self, messages: list[Message], final: str) -> int:
+        """Number of messages whose text is not in the prompt."""
+        words, marked = [], []
+        for index, message in enumerate(messages):
+            text = text_of(message.get("content"))
+            if text.strip() and not text.endswith(_CONTINUED):
+                words.append(f"paceline{index}shown")
+                content, word = message["content"], words[-1]
+                end = [{"type": "text", "text": word}] if isinstance(content, list) else word
+                message = {**message, "content": content + end}
+            marked.append(message)
+        text = self._shown(marked, final)
+        return sum(word not in text for word in words)
 
     def _source(self) -> str:
         if self.template is not None:
@@ -181,6 +234,87 @@ def _normalized(message: Mapping[str, Any]) -> Message:
     if reasoning is not None:
         fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
     return fields
+
+
+def _arrangements(messages: list[Message]) -> Iterator[tuple[str, list[Message]]]:
+    """The messages as they are, and what they become for a template that does not take them so,
+    each with a description: all system messages as the first one; besides, with alternating turns;
+    system messages as turns of the user; texts beside calls as messages of their own."""
+    tried = [messages]
+    yield "", messages
+    first = [message for message in messages if message["role"] == "system"]
+    others = [message for message in messages if message["role"] != "system"]
+    merged = "system messages were merged into the first one"
+    turns = "turns were merged or added so that user and assistant alternate"
+    users = "system messages became the user's"
+    texts = "texts beside calls became messages of their own"
+    as_user = [{**m, "role": "user"} if m["role"] == "system" else m for m in messages]
+    for changes, arranged in (
+        (merged, _merged(first) + others),
+        (turns if len(first) < 2 else f"{merged}; {turns}", _alternating(_merged(first) + others)),
+        (users, _alternating(as_user)),
+        (texts, _apart(messages)),
+        (f"{users}; {texts}", _apart(_alternating(as_user))),
+    ):
+        if arranged not in tried:
+            tried.append(arranged)
+            yield changes, arranged
+
+
+def _alternating(messages: list[Message]) -> list[Message]:
+    """Messages whose turns of user and assistant alternate, beginning with the user's. A result
+    without a call is the user's. Turns that are missing are added, with a space, since templates
+    refuse empty ones."""
+    turns: list[Message] = []
+    for message in messages:
+        last = turns[-1] if turns else {"role": ""}
+        after_call = last["role"] == "tool" or bool(calls_of(last))
+        if message["role"] == "tool" and not after_call:
+            (message,) = _calls_as_text([message])
+        missing = (
+            "user" if message["role"] == "assistant" and last["role"] in ("", "system") else ""
+        )
+        if message["role"] == "user" and after_call:
+            missing = "assistant"
+        if missing:
+            turns.append({"role": missing, "content": " "})
+        turns.append(message)
+    return _merged(turns)
+
+
+def _apart(messages: list[Message]) -> list[Message]:
+    """Messages without text beside calls, which is a message before them."""
+    found: list[Message] = []
+    for message in messages:
+        if calls_of(message) and message.get("content"):
+            found.append({name: value for name, value in message.items() if name != "tool_calls"})
+            message = {"role": message["role"], "tool_calls": message["tool_calls"]}
+        found.append(message)
+    return found
+
+
+def _merged(messages: list[Message]) -> list[Message]:
+    """Messages in which those of one role in a row are one. Calls, and what is behind them, are
+    kept apart."""
+    groups: list[list[Message]] = []
+    for message in messages:
+        last = groups[-1][-1] if groups else {"role": ""}
+        if last["role"] != message["role"] or message["role"] == "tool" or calls_of(last):
+            groups.append([])
+        groups[-1].append(message)
+    return [_as_one(group) if len(group) > 1 else group[0] for group in groups]
+
+
+def _as_one(messages: list[Message]) -> Message:
+    contents = [message["content"] for message in messages if message.get("content")]
+    content: Any = "\n\n".join(each for each in contents if isinstance(each, str))
+    if any(isinstance(each, list) for each in contents):
+        content = [
+            part
+            for each in contents
+            for part in (each if isinstance(each, list) else [{"type": "text", "text": each}])
+        ]
+    return {name: value for each in messages for name, value in each.items()} | {"content": content}
 
 
 def _up_to_tag(text: str, final: str) -> str:
@@ -276,7 +410,8 @@ class ChatTemplate:
         way = self._way if tools else "tools"
         form = self._form if has_calls else _Form()
         if form is None:
-            attempts = [_calls_as_text(messages)]
+            as_text = _calls_as_text(messages)
+            attempts = [as_text, _merged(as_text)]
         else:
             attempts = _attempts(messages, form, has_calls)
         text = None
@@ -350,7 +485,7 @@ class ChatTemplate:
         self, messages: list[Message], tools: Sequence[Tool], way: _Way
     ) -> tuple[list[Message], dict[str, Any]]:
         if not tools:
-            return messages, {"tools": None}
+            return messages, {"tools": self._no_tools}
         if way == "tools":
             return messages, {"tools": list(tools)}
         functions = [function_of(tool) for tool in tools]
@@ -424,6 +559,12 @@ class ChatTemplate:
             )
             self._parts[role] = shown or (not self._takes_text and role != "user")
         return self._parts[role]
+
+    @cached_property
+    def _no_tools(self) -> list[Tool] | None:
+        """No tools, as transformers says it, or as a template that goes through them takes it."""
+        refused = self._probe([self._question()], tools=None) is None
+        return [] if refused and self._probe([self._question()], tools=[]) is not None else None
 
     @cached_property
     def _takes_system(self) -> bool:
@@ -669,7 +810,8 @@ def _serve(source: BinaryIO, sink: BinaryIO) -> None:
         # The kernel ends a process that computes for longer.
         signal.setitimer(signal.ITIMER_PROF, request.pop("seconds"))
         try:
-            response = {"text": Conversation(**request).render()}
+            prompt = Conversation(**request).render()
+            response = {"text": prompt, "changes": prompt.changes}
         except TemplateRefusal as error:
             response = {"error": str(error), "param": error.param}
         except MemoryError:
