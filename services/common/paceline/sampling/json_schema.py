@@ -11,6 +11,9 @@ from urllib.parse import quote, unquote, urldefrag, urljoin
 
 Schema = dict[str, Any]
 
+WHITESPACE = r"[ \n\r\t]{0,32}"
+"""White space between two parts of a text: as much as people write, but not without limit."""
+
 _SCHEMAS = frozenset(
     (
         *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if"),
@@ -141,7 +144,7 @@ def _places(root: Any, *, named: bool = True) -> Iterator[Place]:
             elif name in _SCHEMAS:
                 add(value, base, pointer, name)
             elif name in REFERENCES and isinstance(value, str) and value.startswith("#/"):
-                add(_at(root, value[1:]), base, value[1:])
+                add(value_at(root, value[1:]), base, value[1:])
 
 
 def _id_names(root: Any) -> tuple[str, ...]:
@@ -154,7 +157,7 @@ def _escaped(name: str) -> str:
     return quote(name.replace("~", "~0").replace("/", "~1"), safe="~$")
 
 
-def _at(root: Any, pointer: str) -> Any:
+def value_at(root: Any, pointer: str) -> Any:
     """The value at a place; None: there is none."""
     value = root
     for word in unquote(pointer).split("/")[1:]:

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.sampling.json_schema import without_annotations
+from paceline.sampling.json_schema import WHITESPACE, without_annotations
 from paceline.service import limits
 from paceline.service.tasks import in_thread
 from paceline.sources.grammar import TokenForms
@@ -43,8 +43,6 @@ _NAMES: dict[Kind, str] = {
     "grammar": "grammar",
 }
 
-# White space between two parts of a text: as much as people write, but not without limit.
-_WHITESPACE = r"[ \n\r\t]{0,32}"
 _CHECK = Path(__file__).with_name("grammar_check.py")
 _RECENT = 16
 _SMALL_BYTES = 8 << 20
@@ -166,7 +164,7 @@ async def _check(kind: Kind, source: str) -> tuple[str, int]:
     request = {
         "kind": kind,
         "source": source,
-        "overrides": {"whitespace_pattern": _WHITESPACE},
+        "overrides": {"whitespace_pattern": WHITESPACE},
         "seconds": limits.CONSTRAINT_SECONDS,
         "memory": limits.CONSTRAINT_MEMORY,
         "states": limits.CONSTRAINT_STATES,

@@ -10,10 +10,13 @@ without an answer.
 import importlib.util
 import json
 import os
+import re
 import resource
 import sys
 from types import ModuleType
 from typing import Any
+
+_TOKENS = re.compile(r"<\[(\^?)[\d, -]+\]>")
 
 
 def _load(name: str, path: str) -> ModuleType:
@@ -54,7 +57,9 @@ def _check(library: Any, folder: str, request: dict[str, Any]) -> dict[str, Any]
         return {"error": f"cannot be read: {error}"}
     before = _memory()
     limits = library.LLParserLimits(verbose_errors=False, max_lexer_states=request["states"])
-    compiled = matcher(library.LLTokenizer("byte"), grammar, log_level=0, limits=limits)
+    # Ids of tokens are those of the model's vocabulary; here it is bytes.
+    in_bytes = _TOKENS.sub(r"<[\g<1>256]>", grammar)
+    compiled = matcher(library.LLTokenizer("byte"), in_bytes, log_level=0, limits=limits)
     if not compiled.is_error():
         compiled.compute_bitmask()
     if compiled.is_error():
