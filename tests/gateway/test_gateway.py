@@ -24,8 +24,8 @@ from .conftest import Serve, Served
 
 SCRIPTS = ("text/javascript", "application/javascript")
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
-{% if message.role == "assistant" and loop.first %}
-{{ raise_exception("begin with a user") }}{% endif %}
+{% if message.content == "refuse" %}
+{{ raise_exception("no such text") }}{% endif %}
 <{{ message.role }}>{{ message.content }}{% endfor %}<assistant>{{ mood }}"""
 
 
@@ -52,10 +52,36 @@ async def test_a_chat_is_rendered_by_the_template(served: Served) -> None:
 
 
 async def test_a_refusal_of_the_template_is_a_bad_request(served: Served) -> None:
-    with pytest.raises(openai.BadRequestError, match="begin with a user"):
+    with pytest.raises(openai.BadRequestError, match="no such text"):
         await served.openai.chat.completions.create(
-            model="mock", messages=[{"role": "assistant", "content": "hi"}]
+            model="mock", messages=[{"role": "user", "content": "refuse"}]
         )
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_is_done_to_messages_is_in_a_header(
+    serve: Serve, path: str, stream: bool
+) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role != 'system' or loop.first %}<{{ m.content }}>"
+        "{% endif %}{% endfor %}"
+    )
+    texts = {"system": "one", "user": "two", "developer": "three"}
+    messages = [{"role": role, "content": text} for role, text in texts.items()]
+    name = "input" if path.endswith("responses") else "messages"
+    async with serve(MockTransport("x"), chat_template=template) as served:
+        for sent, warning in (
+            (messages, "unknown fields: odd; system messages were merged into the first one"),
+            (messages[:2], "unknown fields: odd"),
+        ):
+            async with aiohttp.ClientSession() as session:
+                body = {name: sent, "stream": stream, "odd": 1}
+                async with session.post(f"{served.url}{path}", json=body) as response:
+                    assert response.status == 200
+                    assert response.headers["x-paceline-warning"] == f"ignored {warning}"
+            prompt = bytes(served.transport.requests[-1].prompt_tokens).decode()
+            assert prompt == ("<one\n\nthree><two>" if len(sent) == 3 else "<one><two>")
 
 
 async def test_a_model_without_a_template_is_a_bad_request(serve: Serve) -> None:

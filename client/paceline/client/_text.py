@@ -125,6 +125,11 @@ class TextCodec:
         found = (self._tokenizer.token_to_id(name) for name in names)
         return self._special.intersection(found)
 
+    def added_id(self, name: str) -> int | None:
+        """Id of the token with this name that was added to the vocabulary, special or not."""
+        token = self._tokenizer.token_to_id(name)
+        return token if token in self._added else None
+
     def is_raw_byte(self, token: int) -> bool:
         """Whether the token is one byte, decoded together with its neighbours."""
         return token in self._raw_bytes

@@ -7,14 +7,28 @@ A message is a header and a body between marks, which are special tokens:
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 from paceline.client import TextCodec
+from paceline.sampling.json_schema import WHITESPACE, without_annotations
 
+from .errors import bad_request
 from .requests import ToolUse
-from .tool_calls import CALL_MARKS, CallParser, Part, Reasoning, undecided
+from .tool_calls import (
+    AROUND,
+    BLOCKS,
+    CALL_MARKS,
+    FUNCTOOLS,
+    THOUGHT_MARKS,
+    THOUGHTS,
+    CallParser,
+    Part,
+    Reasoning,
+    undecided,
+)
 
 _HEADERS = ("<|start|>", "<|channel|>")
 _BODY = "<|message|>"
@@ -37,14 +51,120 @@ def marks_of(codec: TextCodec | None, use: ToolUse) -> frozenset[str]:
     """The special tokens that the texts of a model must have, so that their parts can be read."""
     if codec is None:
         return frozenset()
-    wanted = CHANNEL_MARKS | CALL_MARKS if use.mode == "auto" else CHANNEL_MARKS
+    wanted = CHANNEL_MARKS | (CALL_MARKS | THOUGHT_MARKS if use.mode == "auto" else frozenset())
     found = frozenset(map(codec.token_text, codec.special_ids(wanted)))
     return found if found >= {*_HEADERS, _BODY} else found - CHANNEL_MARKS
 
 
-def parser_of(use: ToolUse, marks: frozenset[str]) -> AnswerParser:
-    """A parser of one text."""
-    return ChannelParser(use, marks) if _BODY in marks else CallParser(use, marks)
+def parser_of(use: ToolUse, marks: frozenset[str], in_thought: bool | None = None) -> AnswerParser:
+    """A parser of one text. It begins in a thought or not; None: that is unknown."""
+    return ChannelParser(use, marks) if _BODY in marks else CallParser(use, marks, in_thought)
+
+
+def grammar_beside_calls(
+    use: ToolUse,
+    constraint: dict[str, Any],
+    codec: TextCodec,
+    eos_token_ids: Sequence[int],
+    prompt: str,
+    thought: str,
+) -> str:
+    """A grammar, in Lark's notation, of texts that are calls in any form, or an answer that a JSON
+    schema or a regular expression constrains, each behind thoughts or not.
+
+    Only the beginning of calls is told, since "auto" leaves the rest to the model. Marks are the
+    model's own: its tokens, and texts that the prompt has, as where a template explains the form;
+    Hermes's too. `thought` is the mark that ends the thought in which the prompt ends; empty: none.
+    """
+    known = {mark: codec.added_id(mark) for mark in CALL_MARKS | CHANNEL_MARKS | THOUGHT_MARKS}
+    ids = {mark: id for mark, id in known.items() if id is not None}
+
+    def token(*marks: str, besides: bool = False) -> str:
+        """One of these tokens; if `besides`, any but them and those that end the text."""
+        found = [ids[mark] for mark in marks if mark in ids]
+        found += eos_token_ids if besides else []
+        return f"<[{'^' * besides}{','.join(map(str, found))}]>"
+
+    any_token = token(besides=True)
+    names = "|".join(map(_in_pattern, sorted(use.names)))
+    rules: list[str] = []
+    before_answer = ""
+    if ids.keys() >= CHANNEL_MARKS:
+        channel, message = token("<|channel|>"), token(_BODY)
+        before_answer = rf'({channel} "final" (/ ?/ {token(_CONSTRAIN)} "json")? {message})?'
+        to = rf"to=functions\.({names})( [^<]*)?/ {any_token}+"
+        calls = [f"{channel} /(analysis|commentary) {to}", f"/ ?{to}"]
+        thoughts = [
+            f'{channel} "analysis" {message} {token(*_ENDS, besides=True)}* {token("<|end|>")} '
+            f'{token("<|start|>")} "assistant"'
+        ]
+    else:
+        opening = [*BLOCKS, *AROUND[::2]]
+        texts = [
+            _in_pattern(mark)
+            for mark in opening
+            if mark not in ids and (mark in prompt or mark == "<tool_call>")
+        ]
+        texts += [_in_pattern(FUNCTOOLS), rf"\[({names})\(", rf"({names})\n\{{"]
+        calls = [f"/({'|'.join(texts)})(.|\n)*/ {any_token}*", r"json (/[;,\s]+/ json)*"]
+        calls += [f"{token(*opening)} {any_token}+"] if ids.keys() & set(opening) else []
+        rules.append(f"json: %json {json.dumps(_calls_schema(use))}")
+        thoughts = []
+        for start, end in THOUGHTS.items():
+            begin = token(start) if start in ids else json.dumps(start, ensure_ascii=False)
+            rest = f"{token(end, besides=True)}* {token(end)}"
+            if end not in ids:
+                rest = f"rest{len(rules)}"
+                rules.append(f"{rest}[suffix={json.dumps(end, ensure_ascii=False)}]: /(.|\n)*/")
+            if thought in ("", end):
+                thoughts.append(rest if thought else f"{begin} {rest}")
+    return "\n".join(
+        [
+            f"start: thought{'' if thought else '*'} (calls | {before_answer} answer)",
+            rf"thought: ({' | '.join(thoughts)}) /\s*/",
+            f"calls: {' | '.join(calls)}",
+            f"answer: {_answer(constraint)}",
+            *rules,
+        ]
+    )
+
+
+def _calls_schema(use: ToolUse) -> dict[str, Any]:
+    """A schema of calls in JSON, whose arguments are any."""
+    free = {"type": "object"}
+    call = {
+        "type": "object",
+        "properties": {
+            "type": {"const": "function"},
+            "name": {"enum": sorted(use.names)},
+            **dict.fromkeys(("arguments", "parameters"), free),
+        },
+        "required": ["name"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_pattern": WHITESPACE},
+    }
+    return {"anyOf": [call, {"type": "array", "items": call, "minItems": 1}]}
+
+
+def _answer(constraint: dict[str, Any]) -> str:
+    """A JSON schema or a regular expression in Lark's notation."""
+    if pattern := constraint.get("regex"):
+        escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
+        return f"/{escaped}/".replace("\n", r"\n")
+    source = constraint["json_schema"]
+    text = without_annotations(source if isinstance(source, str) else json.dumps(source))
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        raise bad_request("the JSON schema is no JSON", "response_format") from None
+    if isinstance(schema, dict):
+        schema["x-guidance"] = {"whitespace_pattern": WHITESPACE}
+    return f"%json {json.dumps(schema)}"
+
+
+def _in_pattern(text: str) -> str:
+    """A text within a regular expression in Lark's notation."""
+    return re.escape(text).replace("/", r"\/").replace("\n", "n")
 
 
 class ChannelParser:
@@ -55,7 +175,9 @@ class ChannelParser:
 
     def __init__(self, use: ToolUse, special: frozenset[str] = frozenset()) -> None:
         self._use = use
-        self._answer = CallParser(use, special)
+        # A call has a recipient. Those of other forms are quoted.
+        answer = ToolUse([], "none") if use.mode == "auto" else use
+        self._answer = CallParser(answer, special)
         self._left = ""
         self._header: str | None = None  # of the message that is read; None: the body of one
         self._channel = "final"
@@ -74,8 +196,8 @@ class ChannelParser:
     def flush(self) -> list[Part]:
         """The rest, when no text follows."""
         parts = list(self._read())
-        if self._header is None:
-            parts += self._body(self._left, complete=True)
+        if self._header is None and self._recipient:  # a call without its end
+            parts += [self._left] if self._left else []
         self._left = ""
         return parts + self._answer.flush()
 

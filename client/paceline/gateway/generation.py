@@ -24,13 +24,22 @@ from paceline.client import (
     TokenLogprob,
     checked_prompt,
 )
+from paceline.sampling import CONSTRAINTS
 from paceline.telemetry.names import Span
 
 from .admission import Place
-from .channels import marks_of
+from .channels import grammar_beside_calls, marks_of
 from .errors import ApiError, bad_request
 from .options import GatewayOptions
-from .requests import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
+from .requests import (
+    MAX_PROMPTS,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    StreamOptions,
+    text_of,
+)
+from .tool_calls import end_of_open_thought
 
 # Maximum number of texts of one request at once. More do not make a verifier's step more efficient.
 _MAX_CONCURRENT = 64
@@ -50,6 +59,10 @@ class GenerationJob:
     stream_options: StreamOptions
     marks: frozenset[str] = frozenset()
     """Special tokens that its texts have, which separate the parts of an answer."""
+    in_thought: bool = False
+    """Whether its texts begin within a thought."""
+    changes: str = ""
+    """What was done to messages so that the template shows them."""
     operation: str = Span.GENERATION
     """Name of its generations in traces."""
 
@@ -163,9 +176,23 @@ class JobBuilder:
         given = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         job = self._job("messages", body, model, [prompt], limit, given, logprobs)
-        marks = marks_of(model.codec, body.tool_use())
-        choices = [{**choice, "special_tokens": sorted(marks)} for choice in job.choices]
-        return replace(job, choices=choices, marks=marks, operation=Span.CHAT)
+        use = body.tool_use()
+        marks = marks_of(model.codec, use)
+        continued = body.messages[-1].content if body.continue_final_message else ""
+        thought = end_of_open_thought(text, text_of(continued or ""))
+        common: dict[str, Any] = {"special_tokens": sorted(marks)}
+        if use.bound and model.codec is not None:
+            eos = list(model.facts.eos_token_ids)
+            grammar = grammar_beside_calls(use, body.constraint(), model.codec, eos, text, thought)
+            common |= {**dict.fromkeys(CONSTRAINTS), "grammar": grammar}
+        return replace(
+            job,
+            choices=[{**choice, **common} for choice in job.choices],
+            marks=marks,
+            in_thought=bool(thought),
+            changes=text.changes,
+            operation=Span.CHAT,
+        )
 
     def _user(self, name: str) -> str:
         """Whose text it is, for the verifier, which knows this gateway only."""

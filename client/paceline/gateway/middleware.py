@@ -17,7 +17,7 @@ from paceline.telemetry.names import Attribute
 from paceline.telemetry.tracing import http_span, server_attributes
 
 from .errors import ApiError, from_error, from_http
-from .requests import UNKNOWN_FIELDS
+from .requests import CHANGES, UNKNOWN_FIELDS
 from .writers import DISCONNECTED, FAILED
 
 if TYPE_CHECKING:
@@ -199,10 +199,13 @@ class Sites:
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Adds the id, warnings and CORS headers to every response."""
         response.headers["x-request-id"] = request.get(REQUEST_ID, "")
+        warnings = [changes] if (changes := request.get(CHANGES)) else []
         unknown = request.get(UNKNOWN_FIELDS)
         if unknown:
             names = ", ".join(re.sub(r"[^\x21-\x7e]", "?", name)[:64] for name in unknown[:16])
-            response.headers["x-paceline-warning"] = f"ignored unknown fields: {names}"
+            warnings.insert(0, f"ignored unknown fields: {names}")
+        if warnings:
+            response.headers["x-paceline-warning"] = "; ".join(warnings)
         origin = request.headers.get("Origin")
         if origin is not None and self._allows(origin):
             response.headers["Access-Control-Allow-Origin"] = origin

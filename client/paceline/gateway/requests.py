@@ -30,6 +30,8 @@ from .tool_schemas import closed
 
 UNKNOWN_FIELDS = web.RequestKey("unknown_fields", list)
 """Paths of fields of a request that were ignored, for the warning header."""
+CHANGES = web.RequestKey("changes", str)
+"""What was done to the messages of a request, for the warning header."""
 
 MAX_VALUES = 1 << 17
 """Maximum number of texts, names, arrays and objects in a request."""
@@ -298,6 +300,8 @@ class ToolUse:
     """Whether there may be several calls."""
     name: str = ""
     """Function to be called, in mode "named"."""
+    bound: bool = False
+    """Whether an answer that is no call has a format. A grammar is one of the whole text."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -600,7 +604,8 @@ class ChatRequest(GenerationRequest):
             raise bad_request("tool_choice 'required' needs tools", "tool_choice")
         if choice == "none" or not self.tools:
             return ToolUse([], "none")
-        return ToolUse(self.tools, choice, self.parallel_tool_calls)
+        bound = not super().constraint().keys() <= {"grammar"}
+        return ToolUse(self.tools, choice, self.parallel_tool_calls, bound=bound)
 
     def constraint(self) -> dict[str, Any]:
         """The constraint of the text, that of the tools included."""

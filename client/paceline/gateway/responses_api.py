@@ -224,7 +224,7 @@ class ResponsesWriter(Writer):
     def __init__(self, job: GenerationJob, use: ToolUse, body: ResponsesRequest) -> None:
         self._job = job
         self._body = body
-        self._parser = parser_of(use, job.marks)
+        self._parser = parser_of(use, job.marks, job.in_thought)
         self._id = _new_id("resp")
         self._created = int(time.time())
         self._output: list[Json] = []

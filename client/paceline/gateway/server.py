@@ -30,6 +30,7 @@ from .generation import GenerationJob, JobBuilder, TextEvent, generate_texts
 from .metrics import GatewayMetrics
 from .options import GatewayOptions
 from .requests import (
+    CHANGES,
     UNKNOWN_FIELDS,
     AnyBody,
     ChatRequest,
@@ -166,6 +167,7 @@ class Gateway:
 
         `stream` sends each chunk as an event, `only_prompts` only what is known of the prompts.
         """
+        request[CHANGES] = job.changes
         spent = request[middleware.SPENT] = [job.prompt_tokens, 0]
         count = self._metrics.text_counter() if self._metrics is not None else None
         response = (

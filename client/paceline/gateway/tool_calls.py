@@ -6,6 +6,9 @@ Kimi, Hunyuan), tags for each argument (Qwen3-Coder, GLM-4.5) or a call in Pytho
 Llama 4). From the start of the text on also without marks: JSON (Llama 3, Mistral), Python's form,
 or a tool's name with JSON on the next line (GLM-4). The marks tell the form, so that no model needs
 an option.
+
+Thoughts have no calls. A call is complete with its end mark, or with the last bracket of its JSON
+or Python; what is cut off before is text.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .requests import ToolUse
+from .tool_schemas import ANY_TYPE, TYPES, types_of
 
-# Each mark that calls begin with, and the one that ends them; "": the next one, or the end.
-_BLOCKS = {
+BLOCKS = {
     "<tool_call>": "</tool_call>",
     "<tool_calls>": "</tool_calls>",
     "<seed:tool_call>": "</seed:tool_call>",
@@ -41,24 +44,43 @@ _BLOCKS = {
     "<|python_tag|>": "",
     "[TOOL_CALLS]": "",
 }
-# What stands around several calls, or between the parts of one.
-_AROUND = (
+"""Each mark that calls begin with, and the one that ends them; "": the next one, or the end."""
+AROUND = (
     *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
 )
+"""What stands around several calls."""
 # What some models write behind a call that had no beginning; text where there was no call.
 _STRAY = ("</tool_call>", "</tool_calls>")
+# What stands between the parts of a call.
 _WITHIN = (
     *("<｜tool▁sep｜>", "<|tool_call_argument_begin|>", "[ARGS]", "[CALL_ID]", "<|plugin|>"),
     *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
-CALL_MARKS = frozenset({*_BLOCKS, *_BLOCKS.values(), *_AROUND, *_WITHIN} - {"", "<function="})
+CALL_MARKS = frozenset({*BLOCKS, *BLOCKS.values(), *AROUND, *_WITHIN} - {"", "<function="})
 """Special tokens that the text must have for its calls to be read."""
 
-_OPENING = (*_BLOCKS, *_AROUND, *_STRAY)
+THOUGHTS = {
+    "<think>": "</think>",
+    "<thinking>": "</thinking>",
+    "<thought>": "</thought>",
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",
+    "◁think▷": "◁/think▷",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|inner_prefix|>": "<|inner_suffix|>",
+}
+"""What thoughts begin with, and the mark that ends them."""
+THOUGHT_MARKS = frozenset({*THOUGHTS, *THOUGHTS.values()})
+"""Special tokens that the text must have for its thoughts to be told from the rest."""
+
+_OPENING = (*BLOCKS, *AROUND, *_STRAY, *THOUGHTS)
+_UNDECIDED = (*_OPENING, *THOUGHTS.values())
 _MARK = re.compile("|".join(map(re.escape, _OPENING)))
-# Phi-4-mini's form, at the start of a text.
-_FUNCTOOLS = "functools["
+_THOUGHT_MARK = re.compile("|".join(map(re.escape, THOUGHT_MARKS)))
+_THOUGHT_END = re.compile("|".join(map(re.escape, THOUGHTS.values())))
+FUNCTOOLS = "functools["
+"""The form of Phi-4-mini, at the start of a text."""
 # What stands before, between and after the objects of calls.
 _SEPARATORS = " \n\r\t,;[]"
 # The keys that an object of a call may begin with.
@@ -69,15 +91,23 @@ _NAME_AND_JSON = re.compile(
     r"(?:\[CALL_ID\]\s*\w+\s*)?(?:(?:\[ARGS\]|<｜tool▁sep｜>|<\|tool_call_argument_begin\|>"
     r"|```(?:json)?)\s*)*(?=\{)"
 )
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
-_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)", re.DOTALL)
-_JSON_CALL = re.compile(r"[\s\[]*\{")
+_FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
+# The end of a value is followed by another tag: other marks of ends are a part of it.
+_PARAMETER = re.compile(
+    r"\s*<parameter=([^>\n]+)>(.*?)(?:</parameter>(?=\s*(?:<parameter=[^>\s]+>|</function>|\Z))"
+    r"|(?=\n<parameter=[^>\s]+>))",
+    re.DOTALL,
+)
+_PAIR = re.compile(
+    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL
+)
+_JSON_CALL = re.compile(r"(?:<function=[^>\n]+>)?\s*\{")
 _QUOTE = re.compile(r'\\.|"', re.DOTALL)
 _FENCED = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL)
 _LETTERS = string.ascii_letters + string.digits
 _CONSTANTS = {"true": True, "false": False, "null": None}
-# Longest call in Python's form. Unit: characters.
+_WORDS = {**_CONSTANTS, "True": True, "False": False, "None": None}
+# Longest call or value in Python's form. Unit: characters.
 _LONGEST_PYTHON = 1 << 16
 
 
@@ -122,23 +152,45 @@ def undecided(text: str, marks: tuple[str, ...]) -> int:
     )
 
 
+def end_of_open_thought(prompt: str, continued: str = "") -> str:
+    """The mark that ends the thought in which a prompt ends; empty: in none. `continued` is the
+    text of its last message if the answer goes on with that."""
+    for opening, end in THOUGHTS.items():
+        if prompt.rstrip().endswith(opening) or continued.rfind(opening) > continued.rfind(end):
+            return end
+    return ""
+
+
 class CallParser:
     """Separates calls from the other text, while it streams.
 
     A call is reported when it is complete. Text that turns out to be no call is passed on, without
     the marks that are special tokens (`special`).
+
+    A thought is a part of the text, or `Reasoning` beside an answer that has a format. It begins
+    with a mark at the start of a line, or, if `in_thought`, with the text. Calls wait where the
+    text may be one: behind a mark elsewhere in a line, and from the start on if `in_thought` is
+    None. They are none if the end of a thought follows.
     """
 
-    def __init__(self, use: ToolUse, special: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, use: ToolUse, special: frozenset[str] = frozenset(), in_thought: bool | None = None
+    ) -> None:
         self._use = use
         self._special = special
         self._left = ""
         self._mark = ""
         self._space = ""  # before the mark
         self._within = 0  # the last place of the open block that is within a text of its call
-        # "all": no calls are looked for; "named": the text is arguments; "start": before the first
-        # character; "text"; "block" and "json": among calls.
-        self._state = {"none": "all", "named": "named"}.get(use.mode, "start")
+        self._line = ""  # what was passed on of this line
+        # "all": no calls are looked for; "named": the text is arguments; "thought"; "start": before
+        # the first character; "text"; "block" and "json": among calls.
+        begin = "thought" if in_thought and use.mode == "auto" else "start"
+        self._state = {"none": "all", "named": "named"}.get(use.mode, begin)
+        self._unsure = in_thought is None and use.mode == "auto"
+        self._seen = ""  # text since it is not sure
+        self._begun = 0  # the place there of the first call that waits
+        self._waiting: list[Part] = []
         self.calls = 0
         """Number of calls so far."""
 
@@ -147,19 +199,19 @@ class CallParser:
         if self._state == "all":
             return [text] if text else []
         self._left += text
-        return [] if self._state == "named" else list(self._read())
+        self._seen += text if self._unsure else ""
+        return [] if self._state == "named" else list(self._sure(self._read()))
 
     def flush(self) -> list[Part]:
         """The rest, when no text follows."""
-        if self._state == "named":
+        if self._state == "named" and _is_json(self._left):
             return [self.made(self._use.name, self._left)]
-        parts = list(self._read(final=True))
+        parts = list(self._sure(self._read(final=True)))
+        parts, self._waiting = self._waiting + parts, []
         if self._state == "json" and not self.calls:
             parts += self._reported(_in_python(self._left, self._use))
             self._left = "" if self.calls else self._left
         rest, self._left = self._left, ""
-        if self._state == "json" and self.calls:
-            rest = re.sub("|".join(_STRAY), "", rest)
         if rest.strip(_SEPARATORS) or (rest and not self.calls):
             parts.append(rest)
         return parts
@@ -175,56 +227,136 @@ class CallParser:
         )
         return Call(name, arguments)
 
+    def _sure(self, parts: Iterator[Part]) -> Iterator[Part]:
+        """The parts that are final, without empty ones; the others wait."""
+        for part in parts:
+            if part == "":
+                continue
+            if isinstance(part, str):
+                self._line = (self._line + part).rpartition("\n")[2]
+            if self._unsure and (self._waiting or isinstance(part, Call)):
+                self._waiting.append(part)
+            else:
+                yield part
+
     def _read(self, *, final: bool = False) -> Iterator[Part]:
-        if self._state == "start":
-            stripped = self._left.lstrip()
-            names = [f"{name}\n{{" for name in self._use.names]
-            if any(
-                len(stripped) < len(each) and each.startswith(stripped)
-                for each in [_FUNCTOOLS, *names]
-            ):
-                return
-            self._state = "json" if stripped[0] in "[{" else "text"
-            if stripped.startswith(tuple(names)):
-                self._state, self._space = "block", self._left[: -len(stripped)]
-                self._left = stripped
-            elif stripped.startswith(_FUNCTOOLS):
-                self._state, self._mark, self._left = "block", "functools", stripped[9:]
-        if self._state == "json":
-            yield from self._objects()
-            if self.calls or self._may_be_call():
-                return
-            self._state = "text"  # JSON that is no call
-        while self._state in ("text", "block"):
-            if self._state == "block":
+        while self._state != "named":
+            if (end := self._end_of_thought()) is not None:
+                yield from self._taken_back(end)
+            elif self._state == "thought":
+                found = _THOUGHT_END.search(self._left)
+                kept = 0 if final else undecided(self._left, tuple(THOUGHT_MARKS))
+                end = found.end() if found else len(self._left) - kept
+                thought, self._left = self._left[:end], self._left[end:]
+                yield from self._thought(thought)
+                if found is None:
+                    return
+                self._state, self._mark, self._line = "start", found[0], ""
+            elif self._state == "start":
+                stripped = self._left.lstrip()
+                if self._mark:  # space behind a thought belongs to it
+                    space, self._left = self._left[: len(self._left) - len(stripped)], stripped
+                    yield "" if self._use.bound else space
+                if not self._started():
+                    return
+            elif self._state == "json":
+                calls, self._left = _objects_in(self._left, self._use.names, only_known=True)
+                yield from self._reported(calls)
+                if self._may_be_call():
+                    return
+                self._state = "text"
+            elif self._state == "block":
                 if (split := self._split(final)) is None:
                     return
-                inside, end, self._left = split
-                self._state, self._within = "text", 0
-                yield from self._block(inside, end)
-                continue
-            found = _MARK.search(self._left)
-            if found is None:
-                end_of_text = len(self._left) - undecided(self._left, _OPENING)
-                text = self._left[:end_of_text].rstrip()
+                inside, end_mark, self._left, ended = split
+                self._state, self._within, self._line = "text", 0, ""
+                yield from self._block(inside, end_mark, ended)
+            elif found := _MARK.search(self._left):
+                yield from self._open(found)
+            else:
+                text = self._left[: len(self._left) - undecided(self._left, _UNDECIDED)].rstrip()
                 self._left = self._left[len(text) :]
-                if text:
-                    yield text
-                return
-            before, self._left = self._left[: found.start()], self._left[found.end() :]
-            if found[0] in _STRAY and not self.calls:
-                yield before + found[0]
-                continue
-            if text := before.rstrip():
                 yield text
-            self._space = before[len(text) :]
-            if found[0] in _BLOCKS:
-                self._state, self._mark = "block", found[0]
+                return
 
-    def _split(self, final: bool) -> tuple[str, str, str] | None:
-        """The open block, the mark that ends it, and the text behind; None: it is not complete."""
-        end = _BLOCKS.get(self._mark, "")
+    def _started(self) -> bool:
+        """Finds the form at the start of a text; False: more of it is needed."""
+        stripped = self._left.lstrip()
+        names = [f"{name}\n{{" for name in self._use.names]
+        if any(
+            len(stripped) < len(each) and each.startswith(stripped) for each in [FUNCTOOLS, *names]
+        ):
+            return False
+        self._begun = len(self._seen) - len(self._left)
+        self._state, self._mark = "json" if stripped[0] in "[{" else "text", ""
+        if stripped.startswith(tuple(names)):
+            self._state, self._space = "block", self._left[: -len(stripped)]
+            self._left = stripped
+        elif stripped.startswith(FUNCTOOLS):
+            self._state, self._mark, self._left = "block", "functools", stripped[9:]
+        return True
+
+    def _open(self, found: re.Match[str]) -> Iterator[Part]:
+        """Goes on behind a mark in a text; what is before it is final."""
+        before, mark = self._left[: found.start()], found[0]
+        text = before.rstrip()
+        if not self._waiting:
+            self._begun = len(self._seen) - len(self._left) + len(text)
+        self._left = self._left[found.end() :]
+        begins_line = not (self._line + before).rpartition("\n")[2].strip()
+        if mark in THOUGHTS and (begins_line or self._use.bound):
+            yield from self._settled()
+            yield text if self._use.bound else before
+            self._state, self._left = "thought", mark + self._left
+        elif mark in THOUGHTS:
+            if not self._unsure:
+                self._unsure, self._seen = True, self._left
+            yield before
+            yield from self._thought(mark)
+        elif mark in _STRAY and not self.calls:
+            yield before + mark
+        else:
+            yield text
+            self._space = before[len(text) :]
+            if mark in BLOCKS:
+                self._state, self._mark = "block", mark
+
+    def _end_of_thought(self) -> int | None:
+        """Where a thought ends that the text may be, outside the texts of calls."""
+        among_calls = self._state in ("block", "json")
+        for found in _THOUGHT_MARK.finditer(self._left) if self._unsure else ():
+            if not (among_calls and self._is_within(found.start())):
+                return None if found[0] in THOUGHTS else found.end()
+        return None
+
+    def _taken_back(self, end: int) -> Iterator[Part]:
+        """What turned out to be a thought, up to this end. Calls in it are none."""
+        place = len(self._seen) - len(self._left)
+        begun = self._begun if self._waiting or self._state == "block" else place
+        thought = self._seen[begun : place + end]
+        self.calls -= sum(isinstance(part, Call) for part in self._waiting)
+        self._waiting.clear()
+        self._unsure, self._left, self._within = False, self._left[end:], 0
+        yield from self._thought(thought)
+        self._state, self._mark, self._line = "start", thought, ""
+
+    def _settled(self) -> Iterator[Part]:
+        """What waited, since a thought begins here, and so none was before."""
+        self._unsure, waiting, self._waiting = False, self._waiting, []
+        yield from waiting
+
+    def _thought(self, text: str) -> Iterator[Part]:
+        for mark in THOUGHT_MARKS if self._use.bound else THOUGHT_MARKS & self._special:
+            text = text.replace(mark, "")
+        if text:
+            yield Reasoning(text) if self._use.bound else text
+
+    def _split(self, final: bool) -> tuple[str, str, str, bool] | None:
+        """The open block, the mark that ends it, the text behind it, and whether it has an end;
+        None: that may still come."""
+        end = BLOCKS.get(self._mark, "")
         marks = re.compile(re.escape(end)) if end else _MARK
+        ended = True
         for found in marks.finditer(self._left, self._within):
             if not self._is_within(found.start()):
                 break
@@ -232,48 +364,49 @@ class CallParser:
         else:
             if not final:
                 return None
+            ended = False
             first = marks.search(self._left) if self._within else None
-            calls, rest = _calls_in(self._left, self._use)
+            calls, rest = _calls_in(self._block_text(self._left), self._use, ended)
             if first is None or (calls and not rest.strip(_SEPARATORS)):
-                return self._left, "", ""
+                return self._left, "", "", ended
             found = first  # it ends a damaged call
         behind = found.end() if end else found.start()
-        return self._left[: found.start()], end, self._left[behind:]
+        return self._left[: found.start()], end, self._left[behind:], ended
+
+    def _block_text(self, inside: str) -> str:
+        return self._mark + inside if self._mark == "<function=" else inside
 
     def _is_within(self, at: int) -> bool:
         """Whether a mark at a place of the open block is within a text of its call. Such marks end
         nothing."""
         before = self._left[:at]
-        if _JSON_CALL.match(before) or _NAME_AND_JSON.match(before.lstrip(_SEPARATORS)):
+        call = self._block_text(before).lstrip(_SEPARATORS)
+        if _JSON_CALL.match(call) or _NAME_AND_JSON.match(call):
             within = self._within > 0
             for found in _QUOTE.finditer(before, self._within):
                 within ^= found[0] == '"'
             return within
-        if before.lstrip().startswith("<function="):
-            return not before.rstrip().endswith(("</function>", "</parameter>"))
+        if call.startswith("<function="):
+            body = call.rstrip().removesuffix("</function>").rstrip()
+            return "<parameter=" in body and not body.endswith("</parameter>")
         return "<arg_key>" in before and not before.rstrip().endswith("</arg_value>")
 
-    def _block(self, inside: str, end: str) -> Iterator[Part]:
+    def _block(self, inside: str, end: str, ended: bool) -> Iterator[Part]:
         """The calls of a block, or its text if it has none."""
         whole = self._mark + inside + end
-        calls, rest = _calls_in(whole if self._mark == "<function=" else inside, self._use)
+        in_tags = self._mark == "<function="
+        calls, rest = _calls_in(whole if in_tags else inside, self._use, ended)
         yield from self._reported(calls)
         if rest.strip(_SEPARATORS + "}" * bool(calls)):
-            text = self._space + (self._mark + rest if calls else whole)
-            for mark in self._special:
-                text = text.replace(mark, "")
-            if text:
-                yield text
+            text = self._space + (whole if not calls else rest if in_tags else self._mark + rest)
+            for special in self._special:
+                text = text.replace(special, "")
+            yield text
 
     def _reported(self, calls: list[tuple[str, str]]) -> Iterator[Part]:
         for name, arguments in calls:
             if self.calls == 0 or self._use.parallel:
                 yield self.made(name, arguments)
-
-    def _objects(self) -> Iterator[Part]:
-        """Takes complete objects of calls off the front of a text without marks."""
-        calls, self._left = _objects_in(self._left, self._use.names, only_known=True)
-        yield from self._reported(calls)
 
     def _may_be_call(self) -> bool:
         """Whether text that begins like JSON may still become a call."""
@@ -290,28 +423,30 @@ class CallParser:
         return False
 
 
-def _calls_in(text: str, use: ToolUse) -> tuple[list[tuple[str, str]], str]:
-    """Names and arguments of the calls in a block, and the text that is none."""
+def _calls_in(text: str, use: ToolUse, ended: bool) -> tuple[list[tuple[str, str]], str]:
+    """Names and arguments of the calls in a block, and the text that is none. Without an end of the
+    block (`ended`), calls are those that have an end of their own."""
     text = text.replace("<|plugin|>", "")
     if text.strip() in use.names:
-        return [(text.strip(), "{}")], ""
+        return ([(text.strip(), "{}")], "") if ended else ([], text)
     fenced = _FENCED.fullmatch(text)
     text = fenced[1] if fenced else text
     calls, rest = _objects_in(text, use.names, only_known=False)
     if calls or not rest.strip(_SEPARATORS):
         return calls, rest
     if "<function=" in text:
-        for name, body in _FUNCTION.findall(text):
-            calls.append((name.strip(), _function_arguments(name.strip(), body, use)))
-        return calls, "" if calls else text
+        return _functions_in(text, use, ended)
     if "<arg_key>" in text:
-        name = text.partition("<arg_key>")[0].strip()
-        return [(name, _typed(name, dict(_PAIR.findall(text)), use))], ""
+        return _pairs_in(text, use) if ended else ([], text)
     if found := _named_objects_in(text):
         return found, ""
-    inner = [part for part in re.split(r"</?tool_call>", text) if part.strip()]
-    if len(inner) > 1 or "<tool_call>" in text:
-        parts = [_calls_in(part, use) for part in inner]
+    if re.search(r"</?tool_call>", text):
+        marked = re.split(r"(</?tool_call>)", text)
+        parts = [
+            _calls_in(part, use, ended or index + 1 < len(marked))
+            for index, part in enumerate(marked)
+            if index % 2 == 0 and part.strip()
+        ]
         return [call for part, _ in parts for call in part], "".join(rest for _, rest in parts)
     calls = _in_python(text, use)
     return calls, "" if calls else text
@@ -371,38 +506,90 @@ def _named_objects_in(text: str) -> list[tuple[str, str]]:
     return calls
 
 
-def _function_arguments(name: str, body: str, use: ToolUse) -> str:
-    """Arguments in tags, or JSON."""
-    if not _PARAMETER.search(body):
-        try:
-            return _as_json(_DECODER.decode(body)) if body.strip() else "{}"
-        except (ValueError, RecursionError):
-            return "{}"
-    pairs = {key.strip(): value for key, value in _PARAMETER.findall(body)}
-    # A value is on lines of its own.
-    lines = {key: value.removeprefix("\n").removesuffix("\n") for key, value in pairs.items()}
-    return _typed(name, lines, use)
+def _functions_in(text: str, use: ToolUse, ended: bool) -> tuple[list[tuple[str, str]], str]:
+    """Calls whose arguments are in tags, or JSON, and the text from the first damaged one on."""
+    calls: list[tuple[str, str]] = []
+    rest = text
+    while found := _FUNCTION.search(rest):
+        name, pairs, at = found[1].strip(), dict[str, str](), found.end()
+        while parameter := _PARAMETER.match(rest, at):
+            # A value is on lines of its own.
+            pairs[parameter[1].strip()] = parameter[2].removeprefix("\n").removesuffix("\n")
+            at = parameter.end()
+        arguments = _typed(name, pairs, use)
+        if not pairs and rest.startswith("{", at):
+            try:
+                value, at = _DECODER.raw_decode(rest, at)
+            except (ValueError, RecursionError):
+                break
+            arguments = _as_json(value)
+        between, end, behind = rest[at:].partition("</function>")
+        if between.strip() or not (end or ended):
+            break
+        calls.append((name, arguments))
+        rest = behind
+    return calls, "" if calls and "<function=" not in rest else rest
+
+
+def _pairs_in(text: str, use: ToolUse) -> tuple[list[tuple[str, str]], str]:
+    """The call of a name with pairs of keys and values, and the text if it is damaged."""
+    name, pairs, at = text.partition("<arg_key>")[0], dict[str, str](), text.index("<arg_key>")
+    while pair := _PAIR.match(text, at):
+        pairs[pair[1].strip()], at = pair[2], pair.end()
+    if text[at:].strip():
+        return [], text
+    return [(name.strip(), _typed(name.strip(), pairs, use))], ""
 
 
 def _typed(name: str, pairs: Mapping[str, str], use: ToolUse) -> str:
-    """Arguments as JSON. A value that is no JSON, or that the function takes as text, is text."""
-    schemas = [
-        tool.function.parameters.get("properties")
-        for tool in use.tools
-        if tool.function.name == name
-    ]
-    known: Any = schemas[0] if schemas and isinstance(schemas[0], dict) else {}
-    values: dict[str, Any] = {}
-    for key, text in pairs.items():
-        schema = known.get(key)
-        if isinstance(schema, dict) and schema.get("type") == "string":
-            values[key] = text
-            continue
-        try:
-            values[key] = _DECODER.decode(text)
-        except (ValueError, RecursionError):
-            values[key] = text
-    return _as_json(values)
+    """Arguments as JSON, each with a type that the function's schema allows."""
+    schemas = [tool.function.parameters for tool in use.tools if tool.function.name == name]
+    schema = schemas[0] if schemas else {}
+    return _as_json({key: _value(text, types_of(schema, key)) for key, text in pairs.items()})
+
+
+def _value(text: str, types: frozenset[str]) -> Any:
+    """The value that a text in tags stands for, where these types are allowed.
+
+    It is what the text is in JSON or Python, if that type is allowed, and else the text. So "5" is
+    a number where both a number and a string are allowed. Quotes around a string are a part of it,
+    unless all types are allowed. A text that is of no allowed type is what it is in JSON.
+    """
+    if types == {"string"}:
+        return text
+    stripped = text.strip()
+    word = (
+        stripped if "string" in types else {"none": "null"}.get(stripped.lower(), stripped.lower())
+    )
+    try:
+        value = _WORDS[word] if word in _WORDS else _literal(stripped)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return text
+    if isinstance(value, float) and value.is_integer() and not types & {"number", "string"}:
+        value = int(value)
+    kind = TYPES[type(value)]
+    if "string" in types and (kind not in types or (kind == "string" and types != ANY_TYPE)):
+        return text
+    return value
+
+
+def _literal(text: str) -> Any:
+    """A value in JSON, or an array or object in Python. Raises what both parsers raise."""
+    try:
+        return _DECODER.decode(text)
+    except ValueError:
+        if text[:1] not in tuple("[{(") or len(text) > _LONGEST_PYTHON:
+            raise
+    node = _Constants().visit(ast.parse(text, mode="eval"))
+    return json.loads(_as_json(ast.literal_eval(node)))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        _DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _in_python(text: str, use: ToolUse) -> list[tuple[str, str]]:

@@ -1,10 +1,25 @@
-"""Schemas of tools: objects whose other properties are left open are closed."""
+"""Schemas of tools: the types of their arguments, and objects that are closed."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from paceline.sampling.json_schema import REFERENCES, Schema, schemas
+from paceline.sampling.json_schema import REFERENCES, Schema, schemas, value_at
+
+TYPES: dict[type, str] = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+"""Names of types in JSON."""
+ANY_TYPE = frozenset(TYPES.values())
+# Deepest part of a schema in which types are looked for.
+_MAX_DEPTH = 128
 
 _OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"}
 # Schemas that hold for the same value as the one that they are in.
@@ -50,3 +65,53 @@ def _combines(schema: Schema) -> bool:
         or (isinstance(parts, list) and len(parts) > 1)
         or (applied and schema.keys() & _OF_OBJECTS)
     )
+
+
+def types_of(root: Schema, key: str) -> frozenset[str]:
+    """Types of JSON that a schema allows for a property of its instances, an integer where it
+    allows a number. Schemas that do not say so, or contradict themselves, allow all."""
+    found: dict[tuple[int, bool], frozenset[str]] = {}
+
+    def types(schema: Any, within: bool, depth: int) -> frozenset[str]:
+        """Types of the property, or of the instance itself."""
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+            return ANY_TYPE
+        place = id(schema), within
+        if place not in found:
+            found[place] = ANY_TYPE  # of a schema that refers to itself
+            found[place] = combined(schema, within, depth + 1)
+        return found[place]
+
+    def combined(schema: Schema, within: bool, depth: int) -> frozenset[str]:
+        if within:
+            named, other = schema.get("properties"), schema.get("additionalProperties")
+            part = named.get(key, other) if isinstance(named, dict) else other
+            allowed = types(part, False, depth)
+        else:
+            allowed = _own_types(schema)
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            allowed &= types(value_at(root, reference[1:]), within, depth)
+        for each in _listed(schema, "allOf"):
+            allowed &= types(each, within, depth)
+        for name in ("anyOf", "oneOf"):
+            options = {types(each, within, depth) for each in _listed(schema, name)} - {ANY_TYPE}
+            allowed &= frozenset().union(*options) if options else ANY_TYPE
+        return allowed or ANY_TYPE
+
+    return types(root, True, 0)
+
+
+def _own_types(schema: Schema) -> frozenset[str]:
+    """Types that `type`, `enum`, `const` and OpenAPI's `nullable` allow."""
+    kinds = [schema["type"]] if isinstance(schema.get("type"), str) else _listed(schema, "type")
+    allowed = ANY_TYPE.intersection(each for each in kinds if isinstance(each, str)) or ANY_TYPE
+    allowed |= {"integer"} if "number" in allowed else set()
+    allowed |= {"null"} if schema.get("nullable") is True else set()
+    values = [schema["const"]] if "const" in schema else _listed(schema, "enum")
+    return allowed.intersection(TYPES[type(each)] for each in values) if values else allowed
+
+
+def _listed(schema: Schema, name: str) -> list[Any]:
+    value = schema.get(name)
+    return value if isinstance(value, list) else []

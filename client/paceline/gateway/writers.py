@@ -251,7 +251,7 @@ class ChatWriter(ChoicesWriter):
         self._parsers: dict[int, AnswerParser] = {}
 
     def _choice(self, index: int, text: GeneratedText, result: GenerationResult) -> Json:
-        parser = parser_of(self._use, self._job.marks)
+        parser = parser_of(self._use, self._job.marks, self._job.in_thought)
         parts = parser.push(result.text) + parser.flush()
         content = "".join(part for part in parts if isinstance(part, str))
         calls = [_call(part) for part in parts if isinstance(part, Call)]
@@ -268,7 +268,7 @@ class ChatWriter(ChoicesWriter):
         }
 
     def opening(self, index: int, prompt_logprobs: Sequence[TokenLogprob]) -> list[Json]:
-        self._parsers[index] = parser_of(self._use, self._job.marks)
+        self._parsers[index] = parser_of(self._use, self._job.marks, self._job.in_thought)
         return [self._event(index, {"delta": {"role": "assistant", "content": ""}})]
 
     def chunks(self, index: int, chunks: Sequence[Chunk]) -> list[Json]:
