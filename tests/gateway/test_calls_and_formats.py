@@ -27,16 +27,20 @@ SCHEMA = {
 }
 ANSWERS = ['{"celsius": 3}', '{\n  "celsius": -1.5\n}']
 TOKENS = [(), (*sorted(CALL_MARKS | THOUGHT_MARKS),), (*sorted(CHANNEL_MARKS),)]
-EXPLAINED = " ".join(BLOCKS) + "<｜tool▁calls▁begin｜><|tool_calls_section_begin|>"
+EXPLAINED = " ".join((*BLOCKS, *THOUGHTS)) + "<｜tool▁calls▁begin｜><|tool_calls_section_begin|>"
 
 
 def accepted(
-    codec: TextCodec, texts: Sequence[str], thought: str = "", **constraint: Any
+    codec: TextCodec,
+    texts: Sequence[str],
+    thought: str = "",
+    prompt: str = EXPLAINED,
+    **constraint: Any,
 ) -> list[bool]:
     """Whether each text is one of the grammar that the gateway sends."""
     (end,) = codec.encode_rendered("<|im_end|>")
     constraint = constraint or {"json_schema": SCHEMA}
-    lark = grammar_beside_calls(USE, constraint, codec, [end], EXPLAINED, thought)
+    lark = grammar_beside_calls(USE, constraint, codec, [end], prompt, thought)
     tokenizer = LLTokenizer(codec._tokenizer.to_str(), eos_token=[end])
     matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -89,6 +93,16 @@ def test_a_format_leaves_channels_free() -> None:
 
 
 CALLS = [each for each in HARMONY if each[1][2] and not each[1][0] and not each[1][1]]
+
+
+def test_marks_that_are_not_the_models_begin_nothing() -> None:
+    """Else a model that wants to write tags would begin with whatever is near to them."""
+    own = FORMS["hermes"][0], FORMS["llama 3"][0], FORMS["llama 4"][0], *ANSWERS
+    others = FORMS["nemotron"][0], FORMS["olmo 3"][0], FORMS["seed"][0], "<think>x</think>{}"
+    for tokens in ((), ("<tool_call>", "</tool_call>")):
+        codec = special_codec(*tokens)
+        assert all(accepted(codec, own, prompt="x"))
+        assert not any(accepted(codec, others, prompt="x"))
 
 
 def test_a_regular_expression_beside_calls() -> None:

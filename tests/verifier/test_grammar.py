@@ -110,6 +110,20 @@ def test_regular_expressions_and_grammars() -> None:
         assert allowed(of("grammar", source), "a") == {"x", "y", "c"}
 
 
+def test_a_grammar_may_name_tokens_by_their_ids() -> None:
+    wide = tokenizer()
+    wide.add_tokens([f"<t{index}>" for index in range(2000)])
+    grammars = Grammars(wide.to_str().encode(), wide.get_vocab_size(), [0])
+    first, last = wide.token_to_id("<t0>"), wide.token_to_id("<t1999>")
+    grammar = of("grammar", f'start: <[{last}]> <[^{first},0]>* | "a"', grammars)
+    guide = grammar.begin()
+    assert guide.accepts([last, last, last]) == 3
+    assert guide.accepts([last, first]) == 1
+    assert guide.accepts([first]) == 0
+    with pytest.raises(GrammarError, match="is not supported"):
+        of("grammar", "start: <[999999]>", grammars)
+
+
 @pytest.mark.parametrize(
     ("kind", "source"),
     [

@@ -111,17 +111,19 @@ def grammar_beside_calls(
         rules.append(f"json: %json {json.dumps(_calls_schema(use))}")
         thoughts = []
         for start, end in THOUGHTS.items():
+            if not (end == thought if thought else start in ids or start in prompt):
+                continue
             begin = token(start) if start in ids else json.dumps(start, ensure_ascii=False)
             rest = f"{token(end, besides=True)}* {token(end)}"
             if end not in ids:
                 rest = f"rest{len(rules)}"
                 rules.append(f"{rest}[suffix={json.dumps(end, ensure_ascii=False)}]: /(.|\n)*/")
-            if thought in ("", end):
-                thoughts.append(rest if thought else f"{begin} {rest}")
+            thoughts.append(rest if thought else f"{begin} {rest}")
+    before = "thought" if thought else "thought*" if thoughts else ""
+    rules += [rf"thought: ({' | '.join(thoughts)}) /\s*/"] if thoughts else []
     return "\n".join(
         [
-            f"start: thought{'' if thought else '*'} (calls | {before_answer} answer)",
-            rf"thought: ({' | '.join(thoughts)}) /\s*/",
+            f"start: {before} (calls | {before_answer} answer)",
             f"calls: {' | '.join(calls)}",
             f"answer: {_answer(constraint)}",
             *rules,

@@ -77,6 +77,7 @@ THOUGHT_MARKS = frozenset({*THOUGHTS, *THOUGHTS.values()})
 _OPENING = (*BLOCKS, *AROUND, *_STRAY, *THOUGHTS)
 _UNDECIDED = (*_OPENING, *THOUGHTS.values())
 _MARK = re.compile("|".join(map(re.escape, _OPENING)))
+_THOUGHT_MARK = re.compile("|".join(map(re.escape, THOUGHT_MARKS)))
 _THOUGHT_END = re.compile("|".join(map(re.escape, THOUGHTS.values())))
 FUNCTOOLS = "functools["
 """The form of Phi-4-mini, at the start of a text."""
@@ -227,8 +228,10 @@ class CallParser:
         return Call(name, arguments)
 
     def _sure(self, parts: Iterator[Part]) -> Iterator[Part]:
-        """The parts that are final; the others wait."""
+        """The parts that are final, without empty ones; the others wait."""
         for part in parts:
+            if part == "":
+                continue
             if isinstance(part, str):
                 self._line = (self._line + part).rpartition("\n")[2]
             if self._unsure and (self._waiting or isinstance(part, Call)):
@@ -242,7 +245,7 @@ class CallParser:
                 yield from self._taken_back(end)
             elif self._state == "thought":
                 found = _THOUGHT_END.search(self._left)
-                kept = 0 if final else undecided(self._left, _UNDECIDED)
+                kept = 0 if final else undecided(self._left, tuple(THOUGHT_MARKS))
                 end = found.end() if found else len(self._left) - kept
                 thought, self._left = self._left[:end], self._left[end:]
                 yield from self._thought(thought)
@@ -253,7 +256,7 @@ class CallParser:
                 stripped = self._left.lstrip()
                 if self._mark:  # space behind a thought belongs to it
                     space, self._left = self._left[: len(self._left) - len(stripped)], stripped
-                    yield from [space] if space and not self._use.bound else []
+                    yield "" if self._use.bound else space
                 if not self._started():
                     return
             elif self._state == "json":
@@ -273,8 +276,7 @@ class CallParser:
             else:
                 text = self._left[: len(self._left) - undecided(self._left, _UNDECIDED)].rstrip()
                 self._left = self._left[len(text) :]
-                if text:
-                    yield text
+                yield text
                 return
 
     def _started(self) -> bool:
@@ -301,19 +303,20 @@ class CallParser:
         if not self._waiting:
             self._begun = len(self._seen) - len(self._left) + len(text)
         self._left = self._left[found.end() :]
-        if mark in THOUGHTS and not (self._line + before).rpartition("\n")[2].strip():
+        begins_line = not (self._line + before).rpartition("\n")[2].strip()
+        if mark in THOUGHTS and (begins_line or self._use.bound):
             yield from self._settled()
-            yield from [before] if text or not self._use.bound else []
+            yield text if self._use.bound else before
             self._state, self._left = "thought", mark + self._left
         elif mark in THOUGHTS:
             if not self._unsure:
                 self._unsure, self._seen = True, self._left
-            yield self._plain(before + mark)
+            yield before
+            yield from self._thought(mark)
         elif mark in _STRAY and not self.calls:
             yield before + mark
         else:
-            if text:
-                yield text
+            yield text
             self._space = before[len(text) :]
             if mark in BLOCKS:
                 self._state, self._mark = "block", mark
@@ -321,9 +324,9 @@ class CallParser:
     def _end_of_thought(self) -> int | None:
         """Where a thought ends that the text may be, outside the texts of calls."""
         among_calls = self._state in ("block", "json")
-        for found in _THOUGHT_END.finditer(self._left) if self._unsure else ():
+        for found in _THOUGHT_MARK.finditer(self._left) if self._unsure else ():
             if not (among_calls and self._is_within(found.start())):
-                return found.end()
+                return None if found[0] in THOUGHTS else found.end()
         return None
 
     def _taken_back(self, end: int) -> Iterator[Part]:
@@ -343,20 +346,10 @@ class CallParser:
         yield from waiting
 
     def _thought(self, text: str) -> Iterator[Part]:
-        if not self._use.bound:
-            text = self._plain(text)
-            yield from [text] if text else []
-            return
-        for mark in (*THOUGHTS, *THOUGHTS.values()):
+        for mark in THOUGHT_MARKS if self._use.bound else THOUGHT_MARKS & self._special:
             text = text.replace(mark, "")
         if text:
-            yield Reasoning(text)
-
-    def _plain(self, text: str) -> str:
-        """A text without marks that are special tokens."""
-        for mark in self._special:
-            text = text.replace(mark, "")
-        return text
+            yield Reasoning(text) if self._use.bound else text
 
     def _split(self, final: bool) -> tuple[str, str, str, bool] | None:
         """The open block, the mark that ends it, the text behind it, and whether it has an end;
@@ -406,8 +399,9 @@ class CallParser:
         yield from self._reported(calls)
         if rest.strip(_SEPARATORS + "}" * bool(calls)):
             text = self._space + (whole if not calls else rest if in_tags else self._mark + rest)
-            if text := self._plain(text):
-                yield text
+            for special in self._special:
+                text = text.replace(special, "")
+            yield text
 
     def _reported(self, calls: list[tuple[str, str]]) -> Iterator[Part]:
         for name, arguments in calls:
