@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,15 @@ import pytest
 from fakes.transport import MockTransport
 
 from paceline.client import TokenLogprob
-from paceline.gateway.requests import Message, Tool
+from paceline.gateway.errors import ApiError
+from paceline.gateway.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    Tool,
+    parse_request,
+)
+from paceline.gateway.responses_api import ResponsesRequest
 from paceline.gateway.writers import of_chat, of_completion
 
 from .conftest import Serve, Served
@@ -483,6 +491,40 @@ async def test_a_body_has_a_limit_of_values_and_depth(served: Served) -> None:
         assert found == status
         if status == 400:
             assert answer["error"]["code"] == "request_too_complex"
+
+
+def places(value: Any, half: str) -> Iterator[Any]:
+    """Copies of a value, with each of its texts and names in turn followed by `half`."""
+    if isinstance(value, str):
+        yield value + half
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from ([*value[:index], new, *value[index + 1 :]] for new in places(each, half))
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield from ({**value, name: new} for new in places(each, half))
+            yield {**value, name + half: each}
+
+
+@pytest.mark.parametrize("encoding", ["escaped", "utf-8", "utf-16", "utf-32-be"])
+def test_half_a_surrogate_pair_is_refused_wherever_it_is(encoding: str) -> None:
+    kinds = {"completions": CompletionRequest, "chat/completions": ChatRequest}
+    more = {"user": "a", "stop": ["a"], "tools": [CLOCK], "guided_json": {"enum": ["a"]}}
+    for path, kind in {**kinds, "responses": ResponsesRequest}.items():
+        for body in (*ACCEPTED[path], more):
+            for half in ("\ud83d", "\udfff"):
+                for changed in places(body, half):
+                    if encoding == "escaped":
+                        content = json.dumps(changed).encode()
+                    else:
+                        written = json.dumps(changed, ensure_ascii=False)
+                        content = written.encode(encoding, "surrogatepass")
+                    with pytest.raises(ApiError) as raised:
+                        parse_request(content, kind, strict=False)
+                    assert raised.value.status == 400
+                    if encoding == "escaped":
+                        (wrong,) = [k for k in changed if k not in body or changed[k] != body[k]]
+                        assert raised.value.param == wrong.encode(errors="replace").decode()
 
 
 @pytest.mark.parametrize("fields", [{}, {"description": None, "strict": None}])

@@ -261,6 +261,20 @@ def test_descriptions_do_not_count_for_the_limit() -> None:
         asyncio.run(GRAMMARS.compile("json_schema", json.dumps({"properties": properties})))
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": ["\ud800"]},
+        {"type": "string", "pattern": "a\udfff"},
+        {"properties": {"\ud83d": INT}},
+        {"items": {"properties": {"a": {"const": ["\udc00"]}}}},
+    ],
+)
+def test_half_a_surrogate_pair_is_refused(schema: Any) -> None:
+    with pytest.raises(GrammarError, match="half a surrogate pair"):
+        of("json_schema", json.dumps(schema))
+
+
 NAMED = {"type": "object", "properties": {"a": INT}}
 SHUT = {**NAMED, "additionalProperties": False}
 

@@ -55,7 +55,7 @@ MAX_STOP_CHARACTERS = 4096
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 # An escaped half of a character outside the basic plane.
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 Item = TypeVar("Item")
 
@@ -154,14 +154,20 @@ def parse_request(
 
 def _parsed(content: bytes) -> Any:
     """JSON without what Python reads beyond it, since answers repeat parts of requests. Raises
-    ValueError: it is not that; and ApiError: it has too many values, or is nested too deep."""
+    ValueError: it is not that; and ApiError: it has too many values, is nested too deep, or has
+    texts that UTF-8 cannot encode."""
     _check_shape(content)
-    value = json.loads(content, parse_constant=_no_number, parse_float=_finite)
-    if _SURROGATE.search(content):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise ValueError("a text has half a surrogate pair") from None
+    text = content.decode(json.detect_encoding(content))  # json.loads takes halves of pairs
+    value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+    if _SURROGATE.search(text):
+        fields = value.items() if isinstance(value, dict) else [("the body", value)]
+        for name, field in fields:
+            try:
+                json.dumps([name, field], ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                field_name = name.encode(errors="replace").decode()
+                message = f"{field_name} has half a surrogate pair, which UTF-8 cannot encode"
+                raise bad_request(message, field_name) from None
     return value
 
 

@@ -115,7 +115,10 @@ class Grammars:
             async with self._places:
                 if kind == "json_schema":
                     source = await in_thread(partial(without_annotations, source))
-                size = len(source.encode())
+                try:
+                    size = len(source.encode())
+                except UnicodeEncodeError:
+                    raise GrammarError(f"the {what} has half a surrogate pair") from None
                 if size > limits.CONSTRAINT_BYTES:
                     raise GrammarError(
                         f"the {what} has {size} bytes, expected at most {limits.CONSTRAINT_BYTES}"
