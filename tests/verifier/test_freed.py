@@ -85,9 +85,7 @@ async def is_released_while_it_runs(client: Client) -> None:
     call = await client.begin(created.handle, credits=1 << 20)
     await call.read()
     await client.release(created.handle)
-    with pytest.raises(grpc.aio.AioRpcError):
-        while await call.read() is not grpc.aio.EOF:
-            pass
+    await failure(call)
 
 
 async def is_drained(client: Client) -> None:
