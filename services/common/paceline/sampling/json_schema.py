@@ -79,6 +79,8 @@ _NAMES_CHARS = 1 << 24
 around it before its own, so that they could take thousands of times the memory of the schema."""
 _REFERENCES_CHARS = 1 << 16
 """Characters of the references of an embedded schema. No verifier takes a schema that is longer."""
+_PASSES = 64
+"""Passes over all schemas within one, to find those whose values have no end."""
 
 
 class SchemaTooComplex(ValueError):
@@ -174,7 +176,8 @@ def value_at(root: Any, pointer: str) -> Any:
 def without_annotations(source: str) -> str:
     """A schema, as JSON, without what constrains nothing: texts for people, formats that are not
     enforced, keywords whose value is null or allows everything. A text that is no JSON stays as it
-    is. Names of properties and patterns are written in the forms that grammars have."""
+    is. Names of properties and patterns are written in the forms that grammars have, and a schema
+    whose values have no end as one that has none."""
     try:
         root = json.loads(source)
         room = _MAX_NAMED
@@ -182,6 +185,9 @@ def without_annotations(source: str) -> str:
             _strip(schema)
             room -= _name_properties(schema, room)
             _look_ahead(schema)
+        for schema in _endless(root):
+            schema.clear()
+            schema["enum"] = []
         return json.dumps(root, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (ValueError, RecursionError):
         return source
@@ -245,6 +251,45 @@ def _look_ahead(schema: Schema) -> None:
         schema["allOf"] = [*parts, {"pattern": "[^-+.]"}]
     elif pattern.startswith(_ADDRESS) and schema.get("format") == "email":
         schema["pattern"] = "^" + pattern.removeprefix(_ADDRESS)
+
+
+def _endless(root: Any) -> list[Schema]:
+    """The schemas in a schema whose values have no end: each needs another one of its own kind."""
+    left, finite = list(schemas(root)), set[int]()
+    for _ in range(_PASSES):  # forwards and backwards, so that a chain of references takes two
+        rest = [each for each in reversed(left) if not _ends(each, root, finite)]
+        if len(rest) == len(left):
+            return left
+        left = rest
+    return []
+
+
+def _ends(schema: Schema, root: Any, finite: set[int]) -> bool:
+    """Whether a value of a schema has an end, if those of the ``finite`` ones do, which it joins
+    then."""
+    needed: list[Any] = [*_listed(schema, "allOf")]
+    reference, items, kind = schema.get("$ref"), schema.get("items"), schema.get("type")
+    if isinstance(reference, str) and (reference + "/").startswith("#/"):
+        needed.append(_at(root, reference[1:]))
+    if kind in ("object", ["object"]) and isinstance(named := schema.get("properties"), dict):
+        needed += [named.get(name) for name in _listed(schema, "required") if isinstance(name, str)]
+    if kind in ("array", ["array"]) and type(fewest := schema.get("minItems")) is int:
+        first = _listed(schema, "items") or _listed(schema, "prefixItems")
+        needed += [*first, *[items] * (fewest > len(first))][: max(0, fewest)]
+    choices = [each for name in ("anyOf", "oneOf") if (each := _listed(schema, name))]
+
+    def ends(value: Any) -> bool:
+        return not isinstance(value, dict) or id(value) in finite
+
+    found = all(map(ends, needed)) and all(any(map(ends, each)) for each in choices)
+    if found:
+        finite.add(id(schema))
+    return found
+
+
+def _listed(schema: Schema, name: str) -> list[Any]:
+    value = schema.get(name)
+    return value if isinstance(value, list) else []
 
 
 def embedded(root: Schema, prefix: str) -> Schema:

@@ -3,8 +3,8 @@
 Whatever somebody writes as a constraint, its cost is bounded. It is compiled first in a process of
 its own (``grammar_check.py``) with limits of time and memory, which is killed with its request,
 and then here. Few are compiled at a time. The limits are in :mod:`paceline.service.limits`. The
-library bounds the work for a mask, at some tenths of a second; where masks are dear, the engine does
-not wait for them (``engine/masks.py``).
+library bounds the work for a mask, at some tenths of a second; where masks are dear, the engine
+does not wait for them (``engine/masks.py``).
 
 The grammar library is imported with the first constraint, so that verifiers without any run
 without it.
@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.sampling.json_schema import WHITESPACE, without_annotations
+from paceline.sampling import json_schema
 from paceline.service import limits
 from paceline.service.tasks import in_thread
 from paceline.sources.grammar import TokenForms
@@ -114,7 +114,7 @@ class Grammars:
         try:
             async with self._places:
                 if kind == "json_schema":
-                    source = await in_thread(partial(without_annotations, source))
+                    source = await in_thread(partial(json_schema.without_annotations, source))
                 try:
                     size = len(source.encode())
                 except UnicodeEncodeError:
@@ -180,7 +180,7 @@ async def _check(kind: Kind, source: str) -> tuple[str, int]:
     request = {
         "kind": kind,
         "source": source,
-        "overrides": {"whitespace_pattern": WHITESPACE},
+        "overrides": {"whitespace_pattern": json_schema.WHITESPACE},
         "seconds": limits.CONSTRAINT_SECONDS,
         "memory": limits.CONSTRAINT_MEMORY,
         "states": limits.CONSTRAINT_STATES,
@@ -216,7 +216,7 @@ def _start(what: str) -> subprocess.Popen[bytes]:
 
     try:
         return subprocess.Popen(
-            (sys.executable, "-I", "-S", str(_CHECK), str(_lib.__file__)),
+            (sys.executable, "-I", "-S", str(_CHECK), str(_lib.__file__), json_schema.__file__),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -1,10 +1,12 @@
 """Compiles a constraint once in a process of its own, whose time and memory are limited.
 
-A program, not a module: the verifier runs it with the path of the grammar library's native module,
-before it compiles the constraint itself. It reads {"kind", "source", "overrides", "seconds",
-"memory", "states"} as JSON from standard input, and writes {"grammar", "bytes"}, the constraint as
-the library reads it and the memory that it took, or {"error"}. A limit that is reached ends it
-without an answer.
+It also looks for what the library does not see: where a text could begin what no text completes.
+
+A program, not a module: the verifier runs it with the paths of the grammar library's native module
+and of ``paceline.sampling.json_schema``, before it compiles the constraint itself. It reads
+{"kind", "source", "overrides", "seconds", "memory", "states"} as JSON from standard input, and
+writes {"grammar", "bytes"}, the constraint as the library reads it and the memory that it took, or
+{"error"}. A limit that is reached ends it without an answer.
 """
 
 import importlib.util
@@ -17,6 +19,12 @@ from types import ModuleType
 from typing import Any
 
 _TOKENS = re.compile(r"<\[(\^?)[\d, -]+\]>")
+# In Lark's notation: a text, a regular expression, a special token or a comment.
+_LITERAL = re.compile(
+    r'"(?:\\.|[^"\\\n])*"i?|/(?!/)(?:\\.|[^/\\\n])+/[a-z]*|<[^>\n]*>|(?://|\#)[^\n]*'
+)
+_DEFINITION = re.compile(r"^[ \t]*[?!]?(\w[\w-]*)(?:\[[^]\n]*\])?(?:\.\d+)?[ \t]*:", re.MULTILINE)
+_SYMBOL = re.compile(r"[\w-]+|\{[^}]*\}|\S")
 
 
 def _load(name: str, path: str) -> ModuleType:
@@ -37,10 +45,107 @@ def _memory() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def _check(library: Any, folder: str, request: dict[str, Any]) -> dict[str, Any]:
+def _without_spent_patterns(library: Any, schemas: Any, source: str) -> str:
+    """A JSON schema in which patterns that match no names but those of properties are parts of
+    these properties. The library would let a text begin another property."""
+    root = json.loads(source)
+    for schema in list(schemas(root)):
+        patterns, named = schema.get("patternProperties"), schema.get("properties", {})
+        required = schema.get("required", [])
+        if not all(map(isinstance, (patterns, named, required), (dict, dict, list))):
+            continue
+        names = list(dict.fromkeys([*named, *(each for each in required if isinstance(each, str))]))
+        keys = {name: json.dumps(name, ensure_ascii=False) + ":" for name in names}
+        text = "{" + "".join(f"{key}null," for key in keys.values())
+        for pattern, value in list(patterns.items()):
+            if not names or _may(library, names, pattern, text):
+                continue
+            del patterns[pattern]
+            for name in [each for each in names if _may(library, [], pattern, "{" + keys[each])]:
+                named[name] = {"allOf": [named[name], value]} if name in named else value
+            schema["properties"] = named
+    return json.dumps(root, ensure_ascii=False)
+
+
+def _may(library: Any, names: list[str], pattern: str, text: str) -> bool:
+    """Whether a text may be the beginning of an object with these names, and some of a pattern."""
+    null = {"type": "null"}
+    schema = {"properties": dict.fromkeys(names, null), "patternProperties": {pattern: null}}
+    written = json.dumps({"type": "object", "additionalProperties": False, **schema})
+    grammar = library.LLMatcher.grammar_from_json_schema(
+        written, overrides={"whitespace_flexible": False}
+    )
+    tokenizer = library.LLTokenizer("byte")
+    matcher = library.LLMatcher(tokenizer, grammar, log_level=0)
+    if matcher.is_error():
+        return True  # of the whole schema, the library says so
+    matcher.consume_tokens(tokenizer.tokenize_bytes(text.encode()))
+    matcher.compute_bitmask()
+    return not matcher.is_error()
+
+
+def _unfinished(library: Any, lark: str) -> str:
+    """A rule or terminal of a grammar that no text completes; empty: there is none."""
+    plain = _LITERAL.sub(_masked, lark)
+    found = list(_DEFINITION.finditer(plain))
+    ends = [*(each.start() for each in found[1:]), len(plain)]
+    bodies = {each[1]: plain[each.end() : end] for each, end in zip(found, ends, strict=True)}
+    terminals = [each for each in bodies if each.isupper()]
+    written = "\n".join(
+        lark[each.start() : end] for each, end in zip(found, ends, strict=True) if each[1].isupper()
+    )
+    for name in terminals:
+        if "&" in bodies[name] or "~" in bodies[name]:
+            source = f"start: {name}\n{written}"
+            matcher = library.LLMatcher(library.LLTokenizer("byte"), source, log_level=0)
+            known = matcher.is_error()  # of the whole grammar, the library says so
+            matcher.compute_bitmask()
+            if matcher.is_error() and not known:
+                return name
+    left = [each for each in bodies if not each.isupper() and "%" not in bodies[each]]
+    while left:
+        rest = {*left}
+        for name in reversed(left):
+            if _completes(_SYMBOL.findall(bodies[name])[::-1], rest):
+                rest.remove(name)
+        if len(rest) == len(left):
+            return left[0]
+        left = [each for each in reversed(left) if each in rest]
+    return ""
+
+
+def _masked(literal: re.Match[str]) -> str:
+    """A number in the place of a literal, and nothing in that of a comment, of the same length."""
+    comment = literal[0].startswith(("#", "//"))
+    return ("" if comment else "0").ljust(len(literal[0]))
+
+
+def _completes(symbols: list[str], unfinished: set[str]) -> bool:
+    """Whether a text completes the body of a rule, up to its end or a closing bracket, if none
+    completes the ``unfinished`` rules. Takes the symbols from the end of the list."""
+    choices, whole = [], True
+    while symbols and (symbol := symbols.pop()) not in (")", "]"):
+        if symbol == "|":
+            choices.append(whole)
+            whole = True
+            continue
+        part = symbol not in unfinished
+        if symbol in ("(", "["):
+            part = _completes(symbols, unfinished) or symbol == "["
+        while symbols and symbols[-1][0] in "?*+~{":
+            times = symbols.pop()
+            times = symbols.pop() if times == "~" and symbols else times.lstrip("{ ")
+            part = part or times[:1] in ("?", "*", "0", ",")
+        whole = whole and part
+    return any((*choices, whole))
+
+
+def _check(library: Any, folder: str, schemas: Any, request: dict[str, Any]) -> dict[str, Any]:
     matcher, source = library.LLMatcher, request["source"]
     try:
         if request["kind"] == "json_schema":
+            if '"patternProperties"' in source:
+                source = _without_spent_patterns(library, schemas, source)
             grammar = matcher.grammar_from_json_schema(source, overrides=request["overrides"])
         elif request["kind"] == "regex":
             grammar = matcher.grammar_from_regex(source)
@@ -52,6 +157,8 @@ def _check(library: Any, folder: str, request: dict[str, Any]) -> dict[str, Any]
                 raise
             except Exception as error:  # the library raises its own class, or none
                 return {"error": f"cannot be read: {error}"}
+            if name := _unfinished(library, lark):
+                return {"error": f"is not supported: no text completes {name}"}
             grammar = matcher.grammar_from_lark(lark)
     except (ValueError, RecursionError) as error:
         return {"error": f"cannot be read: {error}"}
@@ -75,7 +182,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (request["memory"],) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (request["seconds"], request["seconds"] + 1))
     library = _load("_lib", sys.argv[1])
-    answer = _check(library, os.path.dirname(sys.argv[1]), request)
+    schemas = _load("json_schema", sys.argv[2]).schemas
+    answer = _check(library, os.path.dirname(sys.argv[1]), schemas, request)
     json.dump(answer, sys.stdout)
 
 

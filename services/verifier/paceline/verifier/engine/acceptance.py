@@ -41,6 +41,7 @@ from paceline.verifier.engine.batch import BatchEntry
 from paceline.verifier.engine.job import (
     ConstraintFailed,
     Decode,
+    EngineJob,
     FinishReason,
     Prefill,
     Sequence,

@@ -259,9 +259,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                 parent = self._find(request.parent_handle, owner).sequence
             user = user_of(owner, request.user)
             cache = await self._store.admit(generation, owner, user)
-            del (
-                generation
-            )  # of a client that has left, gRPC keeps this frame; the sequence frees it
+            del generation  # the sequence frees its grammar; gRPC may keep this frame
             score_prompt(cache, self._exchange.scored(drafter))
             self._telemetry.admitted(cache)
             try:
