@@ -40,11 +40,13 @@ class ShortMock(MockTransport):
         return facts
 
 
-async def converse(*lines: str, reply: Any = "fine", system: str = "") -> tuple[list[str], str]:
+async def converse(
+    *lines: str, reply: Any = "fine", system: str = "", max_new_tokens: int = 64
+) -> tuple[list[str], str]:
     """Prompts that reached the verifier, and the screen after these lines."""
     transport = ShortMock(reply)
     screen = io.StringIO()
-    options: dict[str, Any] = {"max_new_tokens": 64, "drafter": None}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "drafter": None}
     async with Client(transport=transport, cache_dir=None) as client:
         chat = Chat(client, Console(file=screen, width=200), options, system)
         await chat.connect()
@@ -84,7 +86,14 @@ async def test_a_message_that_never_fits_is_dropped() -> None:
 async def test_a_cut_answer_is_kept_and_said() -> None:
     prompts, screen = await converse("a", "b", reply="z" * 100)
     assert prompts[1] == f"<user>a<assistant>{'z' * 64}<user>b<assistant>"
-    assert "ended after 64 tokens" in screen
+    assert "ended after 64 tokens: --max-new-tokens allows longer answers" in screen
+
+
+async def test_an_answer_that_fills_the_context_is_not_the_limit_s_fault() -> None:
+    _, screen = await converse("a", reply="z" * CONTEXT, max_new_tokens=1000)
+    left = CONTEXT - len("<user>a<assistant>")
+    assert f"ended after {left} tokens: the context is full, /clear begins" in screen
+    assert "--max-new-tokens" not in screen
 
 
 async def test_commands(tmp_path: Path) -> None:

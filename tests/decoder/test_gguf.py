@@ -480,3 +480,15 @@ def test_experts_of_a_file_that_do_not_fit_are_named(
     file = write_gguf(tmp_path / "model.gguf", folder)
     with pytest.raises(UnsupportedModelError, match=rf"model\.gguf: .*{message}"):
         load_config(file)
+
+
+def test_matrices_that_are_not_in_the_format_asked_for_are_counted(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    file = write_gguf(tmp_path / "model.gguf", models["qwen2"], Kind.Q8_0)
+    found = {each: Decoder.load(file, each).weights_kept for each in ("auto", "int4", "bfloat16")}
+    assert not any(found.values())
+    assert not Decoder.load(models["qwen2"], "int8").weights_kept
+    matrices = sum(len(weight.shape) == 2 for weight in all_weights(file).values())
+    kept = f"{matrices} matrices in blocks of 8 bits, as they are stored"
+    assert Decoder.load(file, "int8").weights_kept == kept

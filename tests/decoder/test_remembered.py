@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from paceline.decoder.model_source import remembered_by_transformers
+from paceline.decoder.model_source import remembered, remembered_by_transformers
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +32,16 @@ def test_the_error_of_a_value_that_cannot_be_made_is_raised() -> None:
 
     with pytest.raises(ValueError, match="a field is missing"):
         remembered_by_transformers(("failure",), fail)
+
+
+def test_a_cache_that_cannot_be_written_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        for number in range(3):
+            assert remembered((number,), lambda: 7) == 7
+            assert isinstance(remembered_by_transformers(("pid", number), os.getpid), int)
+    (said,) = caplog.messages
+    assert said.startswith(f"{tmp_path}/file/paceline cannot be written, so that each start")
