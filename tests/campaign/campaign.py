@@ -103,12 +103,12 @@ class Campaign:
         drawn = Random(f"{self.seed}/level/{case // PROCESS}").choice(levels_here())
         return os.environ.get(VARIABLE, drawn)
 
-    def again(self, case: int, first: int) -> str:
-        """The command that runs a case again; ``first``: with those of its process before it."""
+    def again(self, case: int) -> str:
+        """The command that runs a case again."""
         own = Path(sys.executable).is_relative_to(ROOT)
         python = str(Path(sys.executable).relative_to(ROOT)) if own else "python"
         words = [python, str(Path(__file__).relative_to(ROOT)), "--seed", str(self.seed)]
-        words += ["--case", str(case)] if first == case else ["--cases", f"{first}:{case + 1}"]
+        words += ["--case", str(case)]
         return f"{VARIABLE}={self.level(case)} {shlex.join(words)}"
 
     def add(self, line: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ class Campaign:
             for value, count in values.items():
                 known[value] = known.get(value, 0) + count
         if line["differences"]:
-            command, first = self.again(case, case), line["differences"][0]
+            command, first = self.again(case), line["differences"][0]
             found["different_cases"] += 1
             found["differences"] = [*found["differences"], f"{command}: {first}"][:_KEPT]
             print(f"case {case} has {len(line['differences'])} differences; the first: {first}")
@@ -148,7 +148,8 @@ def run(campaign: Campaign, cases: range, worker: Sequence[str], *, kept: bool) 
     words = [*worker, "--seed", str(campaign.seed), "--folder", str(campaign.folder)]
     words += ["--work", f"{cases.start}:{cases.stop}"]
     environment = {**os.environ, VARIABLE: campaign.level(cases.start)}
-    environment["TRANSFORMERS_VERBOSITY"] = "error"
+    # Threads that wait sleep: in the background they would spin for one that does not run.
+    environment |= {"OMP_WAIT_POLICY": "passive", "TRANSFORMERS_VERBOSITY": "error"}
     process = subprocess.Popen(
         words,
         cwd=ROOT,

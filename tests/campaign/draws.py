@@ -72,7 +72,7 @@ def draw_sampling(draws: Draws, vocab_size: int) -> SamplingParams:
         options["top_p"] = draws.choice((0.5, 0.95))
     if chosen in ("min_p", "all"):
         options["min_p"] = draws.choice((0.02, 0.2))
-    if draws.pick("penalties", {"none": 3, "some": 1}) == "some":
+    if draws.pick("penalties", {"none": 5, "some": 1}) == "some":
         options["repetition_penalty"] = draws.choice((1.0, 1.3))
         options["presence_penalty"] = draws.choice((0.0, 0.6))
         options["frequency_penalty"] = draws.choice((0.0, 0.4, -0.2))

@@ -42,20 +42,20 @@ from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
 from paceline.verifier.kv.segment import SegmentMemory
 from paceline.verifier.options import SOURCES
 
-PARTS = 150
+PARTS = 300
 """Texts of a case, about."""
 
 LENGTHS = {48: 5, 120: 2, 300: 1}
 """Most tokens of a reference."""
 
-BATCHES = {1: 2, 2: 1, 4: 2, 8: 2, 24: 1}
+BATCHES = {1: 1, 3: 1, 8: 2, 24: 3}
 MANY = 1 << 30
 STREAMS = {
     "whole": (MANY, MANY), "resumed each step": (1, MANY), "resumed each third step": (3, MANY),
     "left after a step": (1, 1), "left after two steps": (2, 1),
 }  # fmt: skip
 """Steps of a stream, and streams."""
-STREAMS_DRAWN = dict(zip(STREAMS, (4, 1, 1, 3, 3), strict=True))
+STREAMS_DRAWN = dict(zip(STREAMS, (4, 1, 1, 4, 3), strict=True))
 
 WRITTEN = {
     "json_schema": json.dumps(SCHEMA),
@@ -218,7 +218,7 @@ class Reference:
             sampling=draw_sampling(draws, VOCAB),
             length_limit=self.position + length,
             stop_ids=frozenset(stop_ids),
-            top_logprobs=draws.pick("top_logprobs", [0, 4]),
+            top_logprobs=draws.pick("top_logprobs", {0: 3, 4: 1}),
             taps=None if taps == "none" else Taps(layers, 40 if taps == "window" else 0),
             grammar=None if kind == "none" else compiled(kind),
         )
@@ -250,7 +250,7 @@ class Part:
             first = draws.randrange(len(reference.tokens))
         self.first, left = first, len(reference.tokens) - first
         count = (
-            left if STREAMS[self.stream][1] <= 2 else draws.randint(1, draws.choice((5, 12, left)))
+            left if STREAMS[self.stream][1] <= 2 else draws.randint(1, draws.choice((3, 8, left)))
         )
         count = min(count, left)
         self.drawn = draws.drawn
@@ -295,7 +295,7 @@ class Part:
             "log-probabilities": own.logprobs == reference.logprobs[first:stop],
             "likeliest tokens": own.top_logprobs == reference.top_logprobs[first:stop],
             "keys and values": _same_kv(own, reference, begin),
-            "hidden states": _same_states(own, reference),
+            "hidden states": _same_states(own, reference, begin),
         }
         return [name for name, same in compared.items() if not same]
 
@@ -314,13 +314,14 @@ def _same_kv(own: Sequence, reference: Sequence, begin: int) -> bool:
     return torch.equal(mine, theirs)
 
 
-def _same_states(own: Sequence, reference: Sequence) -> bool:
-    """Whether the newest hidden states that both keep are the same."""
+def _same_states(own: Sequence, reference: Sequence, begin: int) -> bool:
+    """Whether the hidden states from a position on that both keep are the same."""
     mine, theirs = own.kv.taps, reference.kv.taps
     if mine is None or theirs is None:
         return True
     stop = min(own.committed, reference.committed)
-    begin = max(mine.first_kept(own.committed), theirs.first_kept(reference.committed))
+    kept = mine.first_kept(own.committed), theirs.first_kept(reference.committed)
+    begin = max(begin, *kept)
     layers = mine.layout.taps.layers
     pairs = zip(mine.gather(layers, begin, stop), theirs.gather(layers, begin, stop), strict=True)
     return begin >= stop or all(torch.equal(a, b) for a, b in pairs)
@@ -339,7 +340,7 @@ def run_case(world: World, key: str) -> Iterator[tuple[dict[str, Any], list[str]
             yield own.drawn, []
     written = 0
     while references and written < PARTS:
-        threads, count = draws.pick("threads", {1: 6, 2: 1}), draws.pick("batch", BATCHES)
+        threads, count = draws.pick("threads", {1: 9, 2: 1}), draws.pick("batch", BATCHES)
         torch.set_num_threads(threads)
         parts = []
         for _ in range(count):

@@ -45,7 +45,8 @@ def draw_tree(
     length = min(draws.randint(*weighted(draws, DEPTHS)), len(right), nodes, depth)
     if shape == "nothing" or length < 1:
         return EMPTY
-    correct = 0 if shape == "wrong" else draws.choice((length, length, draws.randint(0, length)))
+    most = 0 if shape == "wrong" else draws.choice((length, 3, 20))
+    correct = min(length, most if most == length else draws.randint(0, most))
     path = [*right[:correct], *(draws.randrange(vocab_size) for _ in range(length - correct))]
     if correct < length:
         path[correct] = (right[correct] + draws.randrange(1, vocab_size)) % vocab_size
