@@ -86,6 +86,8 @@ class NativeDraft:
         native = library()
         assert native is not None
         self._kept: list[Any] = [program, ids, block, text]
+        self.length = 0 if block is None else block.length
+        """Positions of a block; 0: a model of levels."""
         self._model = CModel(
             block=program.address,
             hidden=program.width,

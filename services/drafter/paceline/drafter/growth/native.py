@@ -47,8 +47,8 @@ class NativeGrowth(Growth):
         texts = [_text_of(passes) for passes, _ in rounds]
         for (passes, _), text in zip(rounds, texts, strict=True):
             passes.fill(text)  # only now: to begin another may have failed
-        depth = self._settings.max_depth
-        longest = max(text.length + max(text.depth, depth) for text in texts)
+        reach = max(self._settings.max_depth, self._draft.length)  # all of a block
+        longest = max(text.length + max(text.depth, reach) for text in texts)
         self._draft.draft(texts, self._rope.table(longest))
         return [_tree(text) for text in texts]
 
