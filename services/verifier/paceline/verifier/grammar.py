@@ -20,7 +20,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
@@ -124,7 +124,9 @@ class Grammars:
                         f"the {what} has {size} bytes, expected at most {limits.CONSTRAINT_BYTES}"
                     )
                 known = self._live.get((kind, source))
-                return known or await self._compile(kind, source)
+                if known is not None and not known.lexer.failed:
+                    return known
+                return await self._compile(kind, source)
         finally:
             self._waiting -= 1
 
@@ -269,6 +271,8 @@ class _Lexer:
         interpreter's lock, so that every thread would wait with it."""
         self.seconds = 0.0
         """Mean processor time of the newest masks. Unit: seconds."""
+        self.failed = False
+        """Whether it has too many states for any text of it."""
 
 
 class Grammar:
@@ -283,13 +287,13 @@ class Grammar:
         self._matcher = matcher
         self._origin = origin
         self.forms = forms
-        self.lexer = _Lexer() if origin is None else origin.lexer
-        self.first: dict[int, NDArray[np.uint8]] = {}
+        self.lexer: _Lexer = _Lexer() if origin is None else origin.lexer
+        self.first: NDArray[np.uint8] | None = None
         """The mask of its first token."""
         guide = Guide(self)
-        with self.lexer.lock:
-            guide.compute()
-        self.first = guide.masks
+        guide.prepare()
+        guide.check()
+        self.first = guide.allowed()
 
     def begin(self) -> Guide:
         """Begin one text."""
@@ -328,8 +332,10 @@ class Guide:
         """Tokens that were appended, and behind them those that were removed last."""
         self._length = 0
         """Tokens of the path that are not removed."""
-        self.masks = dict(grammar.first)
+        self._masks = {} if grammar.first is None else {0: grammar.first}
         """By the number of tokens before it, those asked for last."""
+        self._failed: tuple[int, str] | None = None
+        """Where the library found no mask, as the number of tokens before it, and why."""
 
     @property
     def seconds(self) -> float:
@@ -349,35 +355,44 @@ class Guide:
             self._lexer.lock.release()
 
     def allowed(self) -> NDArray[np.uint8] | None:
-        """Tokens that may come next, 8 a byte, the lowest id in the lowest bit; None: it would take
-        too long now, see :meth:`prepare`. Raises ``GrammarError``: the constraint is too complex
-        for the library."""
-        bits = self.masks.get(self._length)
-        if bits is None:
-            self._check()
-            if self._lexer.seconds <= _DEAR_SECONDS and self.allowance.left > 0:
-                began = thread_time()
-                bits = self.compute()
-                self.allowance.left -= thread_time() - began
-        return bits
+        """Tokens that may come next, 8 a byte, the lowest id in the lowest bit; None: there are
+        none, see :meth:`check`, or it would take too long now, see :meth:`prepare`."""
+        cheap = self._lexer.seconds <= _DEAR_SECONDS and self.allowance.left > 0
+        if cheap and self._unknown:
+            began = thread_time()
+            self._compute()
+            self.allowance.left -= thread_time() - began
+        return self._masks.get(self._length)
+
+    def check(self) -> None:
+        """Raises ``GrammarError``: no token may come next, or the constraint is too complex for the
+        library. This depends on the text alone, not on what was asked for."""
+        if self._failed is not None and self._failed[0] == self._length:
+            raise GrammarError(self._failed[1])
 
     def prepare(self) -> None:
-        """Compute what :meth:`allowed` returns, on another thread than the engine's. An error is
-        raised there."""
-        with self._lexer.lock, suppress(GrammarError):
-            if self._length not in self.masks:
-                self.compute()
+        """Compute what :meth:`allowed` returns, on another thread than the engine's."""
+        with self._lexer.lock:
+            if self._unknown:
+                self._compute()
 
-    def compute(self) -> NDArray[np.uint8]:
-        """Compute the tokens that may come next. Raises ``GrammarError`` as :meth:`allowed`."""
+    @property
+    def _unknown(self) -> bool:
+        failed = self._failed is not None and self._failed[0] == self._length
+        return self._length not in self._masks and not failed
+
+    def _compute(self) -> None:
         began = thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self._check()
         self._lexer.seconds += _NEWEST * (thread_time() - began - self._lexer.seconds)
-        self.masks[self._length] = bits
-        if len(self.masks) > _MASKS:
-            del self.masks[next(iter(self.masks))]
-        return bits
+        try:
+            self._check()
+        except GrammarError as error:
+            self._failed = self._length, str(error)
+            return
+        self._masks[self._length] = bits
+        if len(self._masks) > _MASKS:
+            del self._masks[next(iter(self._masks))]
 
     def accepted_nodes(self, tree: TokenTree) -> list[int]:
         """Nodes of a tree whose paths may come next, in order."""
@@ -409,8 +424,10 @@ class Guide:
         self._check()
         if self._length < len(self._path) and self._path[self._length] != token:
             del self._path[self._length :]
-            for place in [each for each in self.masks if each > self._length]:
-                del self.masks[place]
+            for place in [each for each in self._masks if each > self._length]:
+                del self._masks[place]
+            if self._failed is not None and self._failed[0] > self._length:
+                self._failed = None
         if self._length == len(self._path):
             self._path.append(token)
         self._length += 1
@@ -422,8 +439,13 @@ class Guide:
         self._length -= tokens
 
     def _check(self) -> None:
+        """Raises ``GrammarError``: the library has failed. The text is as before."""
         if self._matcher.is_error():
+            why = self._matcher.get_error()
+            self._lexer.failed |= why.startswith("lexer")
+            # It would fail from now on, also at places that it can compute.
+            self._matcher = self._grammar.copied()
+            self._matcher.consume_tokens(self._path[: self._length])
             raise GrammarError(
-                "the text does not match its constraint, or the constraint is too complex: "
-                f"{self._matcher.get_error()}"
+                "the text does not match its constraint, or the constraint is too complex: " + why
             )

@@ -123,6 +123,7 @@ class Sampler:
                 return token
         allowed = guide.allowed()
         if allowed is None:
+            guide.check()
             raise MaskLate
         return self._choose_among(node, masked(logits, allowed))
 
@@ -469,7 +470,7 @@ def _add_contexts(
     history, guide, generation = sequence.history, sequence.guide, sequence.generation
     mask = None if guide is None else guide.allowed()
     if guide is not None and mask is None:
-        raise MaskLate
+        raise MaskLate  # or there is none, where it may never be needed
     contexts[node] = edits(generation.sampling, history), mask
     for child in tree.children(node):
         token = tree.tokens[child]
