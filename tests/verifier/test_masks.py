@@ -20,6 +20,7 @@ from paceline.verifier.grammar import GrammarError, Grammars, Guide
 
 AMBIGUOUS = 'start: a\na: a a a | a a | "x" | "xx" | /[a-z ]/'
 ANY = '{"type": "array", "items": {"type": "integer"}, "minItems": 99}'
+DEMO = Path("models/demo/target/tokenizer.json").read_bytes()
 
 
 @pytest.fixture
@@ -116,9 +117,8 @@ async def test_a_verifier_stops_while_texts_wait(client: Client, gate: threading
 
 async def test_a_mask_that_is_too_much_fails_no_text_that_needs_none() -> None:
     """So that it does not matter who guesses, nor which masks are computed in time."""
-    tokenizer = Path("models/demo/target/tokenizer.json").read_bytes()
-    token = Tokenizer.from_buffer(tokenizer).token_to_id("x")
-    guide = (await Grammars(tokenizer, 4096, [0]).compile("grammar", AMBIGUOUS)).begin()
+    token = Tokenizer.from_buffer(DEMO).token_to_id("x")
+    guide = (await Grammars(DEMO, 4096, [0]).compile("grammar", AMBIGUOUS)).begin()
     while guide.allowed() is not None:
         guide.push(token)
     with pytest.raises(GrammarError, match="too complex"):

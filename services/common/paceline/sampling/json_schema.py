@@ -270,7 +270,7 @@ def _ends(schema: Schema, root: Any, finite: set[int]) -> bool:
     needed: list[Any] = [*_listed(schema, "allOf")]
     reference, items, kind = schema.get("$ref"), schema.get("items"), schema.get("type")
     if isinstance(reference, str) and (reference + "/").startswith("#/"):
-        needed.append(_at(root, reference[1:]))
+        needed.append(value_at(root, reference[1:]))
     if kind in ("object", ["object"]) and isinstance(named := schema.get("properties"), dict):
         needed += [named.get(name) for name in _listed(schema, "required") if isinstance(name, str)]
     if kind in ("array", ["array"]) and type(fewest := schema.get("minItems")) is int:
