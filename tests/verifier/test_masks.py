@@ -10,7 +10,7 @@ from pathlib import Path
 import drafters
 import pytest
 from calls import failure, reason_of, until
-from test_grammar import PROMPT, SAMPLINGS, TOKENIZER, check, fields
+from test_grammar import PROMPT, SAMPLINGS, TOKENIZER, check, fields, of
 from tokenizers import Tokenizer
 from verifier_support import Client, make_model, serving
 
@@ -115,12 +115,14 @@ async def test_a_verifier_stops_while_texts_wait(client: Client, gate: threading
     await until(lambda: len(client.service.engine._late) == 1)
 
 
-async def test_a_mask_that_is_too_much_fails_no_text_that_needs_none() -> None:
+def test_a_mask_that_is_too_much_fails_no_text_that_needs_none() -> None:
     """So that it does not matter who guesses, nor which masks are computed in time."""
     token = Tokenizer.from_buffer(DEMO).token_to_id("x")
-    guide = (await Grammars(DEMO, 4096, [0]).compile("grammar", AMBIGUOUS)).begin()
+    guide = of("grammar", AMBIGUOUS, Grammars(DEMO, 4096, [0])).begin()
+    guide.prepare()
     while guide.allowed() is not None:
         guide.push(token)
+        guide.prepare()
     with pytest.raises(GrammarError, match="too complex"):
         guide.check()
     assert guide.accepts((token,)) == 1

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import tracemalloc
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 from test_grammar import GRAMMARS, allowed, of
 
@@ -313,3 +315,73 @@ def test_an_object_that_needs_more_than_it_names_can_be_written() -> None:
     schema = {**NAMED, "required": ["a", "b"]}
     grammar = of("json_schema", json.dumps(use(schema, "required").schema()))
     assert "<end>" in allowed(grammar, '[{"name":"f","arguments":{"a":1,"b":2}}]')
+
+
+NODE = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}
+LIST = {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}
+SHUT_INT = {**SHUT, "required": ["a"]}
+ENDING: list[Any] = [
+    {**SHUT_INT, "patternProperties": {"^a$": INT}},
+    {**SHUT_INT, "patternProperties": {"^(a|b)$": INT}, "required": ["b"]},
+    {**SHUT, "properties": {}, "patternProperties": {"^[a-c]$": INT}, "required": ["a", "b", "c"]},
+    {**SHUT, "patternProperties": {"^a$": INT, "^b$": INT}, "required": ["b"]},
+    {**SHUT_INT, "patternProperties": {"^a$": {"maximum": 5, "minimum": 4}}},
+    {"anyOf": [{**LIST, "items": {**SHUT, "patternProperties": {"^a$": INT}}}, INT]},
+    {**SHUT, "properties": {"a": INT, "n": {"$ref": "#/$defs/n"}}, "$defs": {"n": NODE}},
+    {"anyOf": [{"$ref": "#/$defs/n"}, INT], "$defs": {"n": LIST}},
+    {"type": "array", "items": {"$ref": "#"}, "maxItems": 1},
+]
+
+
+@pytest.mark.parametrize("schema", ENDING)
+def test_each_text_of_a_schema_can_end(schema: Any) -> None:
+    """Whatever is chosen, some token may follow. Of 20 texts each, chosen by chance."""
+    schema = json.loads(json.dumps(schema).replace('{"type": "integer"}', '{"enum": [4, 5]}'))
+    grammar = of("json_schema", json.dumps(schema))
+    for seed in range(20):
+        guide, draws, token = grammar.begin(), random.Random(seed), -1
+        while token != 0:
+            guide.prepare()
+            found = guide.allowed()
+            guide.check()
+            assert found is not None
+            bits = np.unpackbits(found, bitorder="little")
+            token = draws.choice(np.flatnonzero(bits).tolist())
+            guide.push(token)
+
+
+@pytest.mark.parametrize("schema", [NODE, LIST, {"$ref": "#/$defs/n"}])
+def test_a_schema_whose_values_have_no_end_is_refused(schema: Any) -> None:
+    with pytest.raises(GrammarError, match="Unsatisfiable"):
+        of("json_schema", json.dumps({**schema, "$defs": {"n": {"anyOf": [NODE, LIST]}}}))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "name"),
+    [
+        ('start: "x" | a\na: "y" a', "a"),
+        ('start: "x" a?\na: "y" b | b "y"\nb: "z" (a | b){1,2}', "b"),
+        ('start: "q" (A | "x")\nA: /a+/ & /b+/', "A"),
+        ('start: "q" A\nA: B & ~B\nB: /a/', "A"),
+        ('root ::= "(" root ")"', "start"),
+        ('root ::= "a" | x\nx ::= [b] x # "x"', "x"),
+        ('start: "x"\n  | a // "a"\na: ("y" | b) a ~ 2\nb: "z"', "a"),
+    ],
+)
+def test_a_rule_that_no_text_completes_is_refused(grammar: str, name: str) -> None:
+    with pytest.raises(GrammarError, match=f"no text completes {name}$"):
+        of("grammar", grammar)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "x" | a\na: "y" a? | "y" a "z"',
+        'start: "x" a{0,2} b ~ 0..1 [a]\na: "y" start*\nb: "a: b a"',
+        'root ::= "[" (root ("," root)*)? "]" # root ::= root',
+        'start: A\nA: /[ab]+/ & ~/a+/\nb: "//" A // b: b',
+        'start: "x" j\nj: %json {"type": "boolean"}',
+    ],
+)
+def test_rules_that_texts_complete_are_taken(grammar: str) -> None:
+    of("grammar", grammar)
