@@ -339,7 +339,8 @@ def test_a_service_writes_a_profile_for_each_trigger(tmp_path: Path) -> None:
     variables = profiles.install(tmp_path / "hook", "verifier", trigger, output)
     (trigger / "1 x none").touch()
     program = "import time\nfrom pathlib import Path\n" + (
-        f"while not Path({str(output)!r}).exists():\n    time.sleep(0.01)\n"
+        f"file = Path({str(output)!r})\n"
+        "while not file.exists() or not file.stat().st_size:\n    time.sleep(0.01)\n"
     )
     paths = [str(tmp_path / "hook"), *sys.path]
     subprocess.run(

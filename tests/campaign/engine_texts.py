@@ -265,7 +265,7 @@ class Part:
         )
         if draws.pick("scores", {"none": 9, "of attention": 1}) != "none":
             layers, rows = range(world.decoder.config.kv_layers), draws.choice(list(Rows))
-            weights, observed = draws.random() < 0.5, self.sequence.kv.observed
+            weights, observed = draws.random() < 0.5, self.sequence.kv
             observer = AttentionScores(observed, layers, rows, weights=weights)
             self.sequence.observers.append(observer)
             self.sequence.prompt_observers.append(observer)

@@ -4,6 +4,7 @@ versions are swapped and the drafter service is killed, and without drafts."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,6 @@ from draws import Draws, draw_border
 from engine_texts import World
 
 from paceline.client import Client, DraftOptions, GenerationResult
-from paceline.drafter.recordings import Recording
 from paceline.harness import ServiceProcess
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
@@ -105,7 +105,7 @@ async def _generate(
         found = [await generate(text, "none") for text in texts]
         recorded = folder / "texts.jsonl"
         lines = [
-            Recording(tuple(text["prompt"]), tuple(result.token_ids)).to_json()
+            json.dumps({"prompt": list(text["prompt"]), "tokens": list(result.token_ids)})
             for text, result in zip(texts, found, strict=True)
         ]
         recorded.write_text("\n".join(lines) + "\n")

@@ -73,8 +73,11 @@ class Serve:
 
     def child(self, kind: str) -> psutil.Process:
         """The process of a service."""
-        children = psutil.Process(self.process.pid).children()
-        return next(each for each in children if kind in (each.name(), *each.cmdline()))
+        for each in psutil.Process(self.process.pid).children():
+            with suppress(psutil.ZombieProcess):  # one that was killed, and is not reaped yet
+                if kind in (each.name(), *each.cmdline()):
+                    return each
+        raise psutil.NoSuchProcess(0, kind)
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -193,7 +196,7 @@ def test_it_opens_the_page_and_starts_no_drafter_without_trained_ones(
         (card,) = json.load(response)["data"]
     assert card["drafters"] == ["local"]
     assert "\nserving target0, drafters: local (ngram, grammar)\n" in running.log.read_text()
-    with pytest.raises(StopIteration):
+    with pytest.raises(psutil.NoSuchProcess):
         running.child("drafter")
     body = {"model": card["id"], "prompt": [5, 6, 7, 8] * 8, "max_tokens": 32, "drafter": "local"}
     request = urllib.request.Request(
@@ -263,12 +266,17 @@ def test_what_dies_is_restarted_and_texts_go_on(serve: Callable[..., Serve]) -> 
             killed.add(child.pid)
             child.kill()
 
+    def restarted() -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return running.child("verifier").pid not in killed
+        return False
+
     prompt = [5, 6, 7, 8]
     plain = asyncio.run(streamed(gateway, prompt, lambda: None))
     assert len(plain) == 200
     assert asyncio.run(streamed(gateway, prompt, kill)) == plain
     assert killed
-    assert running.child("verifier").pid not in killed
+    eventually(restarted, "the verifier is restarted")
     killed.clear()
     with SyncClient(verifier) as client:
         options = {"temperature": 0.7, "seed": 3, "max_new_tokens": 200, "ignore_eos": True}
@@ -293,7 +301,7 @@ def test_a_verifier_that_dies_at_each_start_ends_the_command_and_its_texts(
     killed: list[int] = []
 
     def kill_new() -> bool:
-        with suppress(StopIteration, psutil.NoSuchProcess):
+        with suppress(psutil.NoSuchProcess):
             child = running.child("verifier")
             if child.pid not in killed:
                 killed.append(child.pid)

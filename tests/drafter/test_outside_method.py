@@ -127,7 +127,3 @@ def test_it_is_trained_by_its_own_recipe(
     with pytest.raises(SystemExit):
         main(["train", "bigram", *given, *places, "--smoothing", "much"])
     assert "--smoothing: invalid float value" in capsys.readouterr().err
-    online = ["train", "online", "--from", str(out), "--from-recordings", str(data), *given]
-    work = ["--work", str(tmp_path / "other"), "--out", str(tmp_path / "new")]
-    assert main([*online, *work]) == 1
-    assert "'bigram', which is not trained on recorded texts" in capsys.readouterr().err

@@ -119,12 +119,8 @@ async def test_a_full_verifier_returns_a_retry_delay(
         assert retry.retry_delay.ToMilliseconds() > 0
         await client.release(caches[0].handle)
         caches[0] = await client.create([1] * 500, max_new_tokens=12)
-        request.max_new_tokens = 0  # the whole context never fits with its hidden states
-        request.drafter = await client.reader(0, 1)
-        error = await failure(client.stub.CreateCache(request))
-        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "max_new_tokens" in error.details()
-        with pytest.raises(AssertionError, match="RetryInfo"):
-            details_of(error, error_details_pb2.RetryInfo)
         for cache in caches:
             await client.release(cache.handle)
+        # The whole context never fits with its hidden states: the text goes on without them.
+        whole = await client.create([1] * 500, max_new_tokens=0, drafter=await client.reader(0, 1))
+        await client.release(whole.handle)

