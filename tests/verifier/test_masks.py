@@ -14,7 +14,7 @@ from test_grammar import PROMPT, SAMPLINGS, TOKENIZER, check, fields, of
 from tokenizers import Tokenizer
 from verifier_support import Client, make_model, serving
 
-from paceline.verifier import grammar
+from paceline.service import limits
 from paceline.verifier.engine import engine
 from paceline.verifier.grammar import GrammarError, Grammars, Guide
 
@@ -35,7 +35,7 @@ async def client(tmp_path: Path) -> AsyncIterator[Client]:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Every mask but the first of a text is dear, and is computed while this is set."""
-    monkeypatch.setattr(grammar, "_DEAR_SECONDS", -1.0)
+    monkeypatch.setattr(limits, "MASK_SECONDS", -1.0)
     opened, prepare = threading.Event(), Guide.prepare
 
     def gated(guide: Guide) -> None:
@@ -56,14 +56,14 @@ async def test_late_masks_change_no_token(
     plain = await client.generate(PROMPT, None, **request)
     check(plain)
     if late == "all":
-        monkeypatch.setattr(grammar, "_DEAR_SECONDS", -1.0)
+        monkeypatch.setattr(limits, "MASK_SECONDS", -1.0)
     elif late == "every third":
         turns, allowed = iter(range(1 << 30)), Guide.allowed
         monkeypatch.setattr(
             Guide, "allowed", lambda guide: allowed(guide) if next(turns) % 3 else None
         )
     else:
-        monkeypatch.setattr(engine, "_MASK_SECONDS", 1e-9)
+        monkeypatch.setattr(limits, "STEP_MASKS_SECONDS", 1e-9)
         none = property(lambda _: 0.0, lambda *_: None)
         monkeypatch.setattr(engine.Engine, "_step_seconds", none, raising=False)
     draws = drafters.all_of(plain, len(PROMPT))

@@ -96,3 +96,8 @@ CONSTRAINTS_LIVE_BYTES = GIB
 """Memory of all compiled constraints that are in use."""
 CONSTRAINT_STATES = 50_000
 """States of the lexer of one; 1 to 2 KiB each."""
+MASK_SECONDS = 0.003
+"""Processor time of a mask. Those of a constraint that takes more on average are computed on a
+thread of their own, and its texts sit out meanwhile."""
+STEP_MASKS_SECONDS = 0.010
+"""Processor time for the other masks in a step, or else as long as the step before took."""

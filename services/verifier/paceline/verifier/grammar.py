@@ -54,10 +54,8 @@ _RECENT = 16
 _SMALL_BYTES = 8 << 20
 _MASKS = 40
 """Masks that a text keeps: those of a drafted path and of the newest tokens, each a bit a token."""
-_DEAR_SECONDS = 0.003
-"""Masks that take longer, on average, are not computed on the engine's thread."""
 _NEWEST = 0.25
-"""Weight of the newest mask in that average."""
+"""Weight of the newest mask in the mean time of a grammar's masks."""
 
 
 class GrammarError(ValueError):
@@ -357,7 +355,7 @@ class Guide:
     def allowed(self) -> NDArray[np.uint8] | None:
         """Tokens that may come next, 8 a byte, the lowest id in the lowest bit; None: there are
         none, see :meth:`check`, or it would take too long now, see :meth:`prepare`."""
-        cheap = self._lexer.seconds <= _DEAR_SECONDS and self.allowance.left > 0
+        cheap = self._lexer.seconds <= limits.MASK_SECONDS and self.allowance.left > 0
         if cheap and self._unknown:
             began = thread_time()
             self._compute()

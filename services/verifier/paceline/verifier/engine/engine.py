@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from paceline.decoder import Decoder, GraphRunner, device_lost, use_device
+from paceline.service import limits
 from paceline.service.watchdog import Watchdog
 from paceline.tree import EMPTY, MAX_NODES, TokenTree
 from paceline.verifier.engine.acceptance import accept_batch
@@ -48,10 +49,6 @@ _MESSAGE_GAP = 0.030
 
 A message takes about 1 ms of processor time from the steps: the event loop writes it, and the
 client's process wakes up and reads it."""
-
-_MASK_SECONDS = 0.010
-"""Time for the masks of grammars in a step, or else as long as the step before took. Texts whose
-masks come later sit out."""
 
 
 class Engine:
@@ -223,7 +220,7 @@ class Engine:
     def turn(self) -> None:
         """Run what was queued, and one step; wait where there is nothing to do. The thread repeats
         it; without a started thread, the caller may."""
-        self._allowance.left = max(_MASK_SECONDS, self._step_seconds)
+        self._allowance.left = max(limits.STEP_MASKS_SECONDS, self._step_seconds)
         self._drafting.read(self._thread.run_commands(self._wait_seconds()))
         self._queue_ready()
         self._step()
