@@ -432,18 +432,22 @@ class Guide:
 
     def pop(self, tokens: int) -> None:
         """Remove the newest tokens."""
-        self._matcher.rollback(tokens)
-        self._check()
         self._length -= tokens
+        if not self._matcher.rollback(tokens):
+            self._restore()
+
+    def _restore(self) -> None:
+        """Begin again after an error, which the library would report from now on, also at places
+        that it can compute."""
+        self._matcher = self._grammar.copied()
+        self._matcher.consume_tokens(self._path[: self._length])
 
     def _check(self) -> None:
         """Raises ``GrammarError``: the library has failed. The text is as before."""
         if self._matcher.is_error():
             why = self._matcher.get_error()
             self._lexer.failed |= why.startswith("lexer")
-            # It would fail from now on, also at places that it can compute.
-            self._matcher = self._grammar.copied()
-            self._matcher.consume_tokens(self._path[: self._length])
+            self._restore()
             raise GrammarError(
                 "the text does not match its constraint, or the constraint is too complex: " + why
             )

@@ -394,11 +394,14 @@ class Engine:
         if any(job.error is not None for job in jobs):
             self._check_device()
 
-    def _retry(self, job: EngineJob, batch_tokens: int) -> None:
-        """Choose the tokens of a job's last step, whose mask was late."""
+    def _retry(self, job: EngineJob, batch_tokens: int, error: Exception | None) -> None:
+        """Choose the tokens of a job's last step, whose mask was late, or had an error."""
         self._late.discard(job)
         retry, job.retry = job.retry, None
         if job.done or retry is None or self._queue.cancelled(job):
+            return
+        if error is not None:
+            self._queue.fail(job, error)
             return
         began = perf_counter()
         self._answer([job], batch_tokens, [retry()], began, perf_counter())

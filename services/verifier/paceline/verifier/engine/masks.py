@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -9,7 +10,9 @@ from contextlib import suppress
 from itertools import count
 from queue import PriorityQueue
 
-from paceline.verifier.engine.job import EngineJob
+from paceline.verifier.engine.job import EngineJob, StepFailed
+
+_log = logging.getLogger(__name__)
 
 _NICE = 10
 """Of the thread, so that steps of the engine go first."""
@@ -22,14 +25,16 @@ class MaskThread:
         """``submit`` runs a command on the engine's thread. The thread starts with the first mask,
         and ends with the process."""
         self._submit = submit
-        self._waiting: PriorityQueue[tuple[float, int, EngineJob, Callable[[], None]]]
-        self._waiting = PriorityQueue()
+        self._waiting: PriorityQueue[
+            tuple[float, int, EngineJob, Callable[[Exception | None], None]]
+        ] = PriorityQueue()
         self._number = count()
         self._thread: threading.Thread | None = None
 
-    def add(self, job: EngineJob, then: Callable[[], None]) -> None:
-        """Compute the mask of the next token of a job, then run ``then`` on the engine's thread.
-        The next mask waits for that, since ``then`` may use the same grammar."""
+    def add(self, job: EngineJob, then: Callable[[Exception | None], None]) -> None:
+        """Compute the mask of the next token of a job, then run ``then`` on the engine's thread,
+        with an error if there was one. The next mask waits for that, since ``then`` may use the
+        same grammar."""
         guide = job.sequence.guide
         if guide is None:
             return
@@ -44,15 +49,20 @@ class MaskThread:
         while True:
             self._compute(*self._waiting.get()[2:])
 
-    def _compute(self, job: EngineJob, then: Callable[[], None]) -> None:
-        if (guide := job.sequence.guide) is not None and not job.done and not job.cancelled:
-            guide.prepare()
-        del guide  # the memory of a text that ends meanwhile is freed on the engine's thread
+    def _compute(self, job: EngineJob, then: Callable[[Exception | None], None]) -> None:
         ran = threading.Event()
+        error: Exception | None = None
+        try:
+            if (guide := job.sequence.guide) is not None and not job.done and not job.cancelled:
+                guide.prepare()
+        except Exception as raised:
+            _log.exception("a mask could not be computed")
+            error = StepFailed(f"no token could be chosen: {raised}")
+        del guide  # the memory of a text that ends meanwhile is freed on the engine's thread
 
         def run() -> None:
             try:
-                then()
+                then(error)
             finally:
                 ran.set()
 
