@@ -61,7 +61,7 @@ def work(seed: int, cases: range, folder: Path) -> None:
         axes: dict[str, Counter[str]] = defaultdict(Counter)
         different: list[str] = []
         try:
-            if world is None or case % MODEL == 0:
+            if world is None:
                 world = World(models, f"{seed}/{case // MODEL}")
             run = run_served_case if case % SERVED == SERVED - 1 else run_case
             for drawn, differences in run(world, f"{seed}/{case // MODEL}/{case % MODEL}"):
@@ -72,11 +72,14 @@ def work(seed: int, cases: range, folder: Path) -> None:
                     different.append(f"{', '.join(differences)} of text {texts}: {drawn}")
             if case % MODEL == MODEL - 1:
                 world.close()
+                world = None
         except Exception:
             different.append(traceback.format_exc(limit=-4))
             world = None  # it may be in any state
         found = {"axes": axes, "differences": different, "seconds": time.process_time() - began}
         print(json.dumps({"case": case, "generations": texts, **found}), flush=True)
+    if world is not None:
+        world.close()
     faulthandler.cancel_dump_traceback_later()
 
 
