@@ -77,7 +77,7 @@ def test_a_window_may_begin_anywhere(request: pytest.FixtureRequest, name: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_window_may_begin_anywhere_at_every_level(name: str) -> None:
-    assert_columns(name, [0, 1, *range(15, CHUNK, 16), 254], MAX_TREE_NODES)
+    assert_columns(name, [0, 1, 239, 254], MAX_TREE_NODES)
 
 
 @settings(max_examples=12)

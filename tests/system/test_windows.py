@@ -10,15 +10,14 @@ import pytest
 from paceline.client import Client, DraftOptions
 from paceline.harness import ServiceProcess, local_services
 
-FOLDER = Path(os.environ.get("PACELINE_REAL", "~/.cache/paceline-real")).expanduser()
-MODEL = FOLDER / "gemma270.gguf"
+MODEL = Path(os.environ.get("PACELINE_REAL", ""), "gemma270.gguf")
 """Gemma 3 270M, whose window is 512 tokens."""
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.bits,
     pytest.mark.skipif(
-        not MODEL.is_file(), reason=f"{MODEL} is missing; PACELINE_REAL names another folder"
+        not MODEL.is_file(), reason=f"PACELINE_REAL names no folder with {MODEL.name}"
     ),
 ]
 
