@@ -90,7 +90,7 @@ class Campaign:
         """Go on from what the folder keeps of the seed."""
         self.seed, self.folder = seed, folder
         self._file = folder / f"seed-{seed}.json"
-        self._results = Results("campaign", output)
+        self._results = Results("campaign", output, weights="random, by the seed")
         self.found: dict[str, Any] = {
             "next_case": 0, "generations": 0, "different_cases": 0, "cpu_seconds": 0.0,
             "commits": {}, "differences": [], "axes": {},
