@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError
-from pydantic_core.core_schema import no_info_plain_validator_function
+from pydantic_core.core_schema import any_schema, no_info_plain_validator_function
 
 from paceline.sampling import MAX_LOGIT_BIAS
 from paceline.sampling.json_schema import embedded
@@ -90,7 +90,7 @@ class Refused:
             raise PydanticCustomError("refused", "{reason}", {"reason": self.reason})
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        return no_info_plain_validator_function(self._check)
+        return no_info_plain_validator_function(self._check, json_schema_input_schema=any_schema())
 
 
 class Body(BaseModel):
