@@ -689,8 +689,8 @@ class Sequence:
         # Node i is row i + 1 of the block. The last token's KV is computed by the next step.
         rows = [node + 1 for node in output.accepted[: len(output.tokens) - 1]]
         in_order = not rows or rows[-1] == len(rows)
-        if not in_order:
-            self.kv.compact([anchor + each for each in rows], anchor + 1, moved=moved)
+        if not (in_order or moved):
+            self.kv.compact([anchor + each for each in rows], anchor + 1)
         if anchor >= self.committed:  # not after a prefill, which committed the whole text
             path = [row, *(row + each for each in rows)]
             self.record(anchor, states, slice(row, row + len(path)) if in_order else path)

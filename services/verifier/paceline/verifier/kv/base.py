@@ -350,15 +350,9 @@ class SequenceKv(ABC):
     def _copy_kv(self, source: Self, tokens: int) -> None:
         """Copy keys and values."""
 
-    def compact(self, slots: list[int], start: int, *, moved: bool = False) -> None:
-        """Move the KV at ``slots`` to ``start``, ``start + 1``, ...; none moves to a later slot.
-        ``moved``: in this process it has moved."""
-        if not moved:
-            self._keep(slots, start)
-
     @abstractmethod
-    def _keep(self, slots: list[int], start: int) -> None:
-        """Move keys and values."""
+    def compact(self, slots: list[int], start: int) -> None:
+        """Move the KV at ``slots`` to ``start``, ``start + 1``, ...; none moves to a later slot."""
 
     @property
     def files(self) -> list[int]:

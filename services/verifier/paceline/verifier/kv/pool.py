@@ -453,7 +453,7 @@ class PagedKv(SequenceKv):
             self.pool.kv[self._pages[last]].copy_(self.pool.kv[source._pages[last]])
             wait_for(self.device)
 
-    def _keep(self, slots: list[int], start: int) -> None:
+    def compact(self, slots: list[int], start: int) -> None:
         if self.taps is not None:
             self.taps.move(slots, start)
         new = range(start, start + len(slots))

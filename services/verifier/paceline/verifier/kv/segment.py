@@ -161,7 +161,7 @@ class Segment(SequenceKv):
     def _copy_kv(self, source: Self, tokens: int) -> None:
         self.kv[..., :tokens, :].copy_(source.kv[..., :tokens, :])
 
-    def _keep(self, slots: list[int], start: int) -> None:
+    def compact(self, slots: list[int], start: int) -> None:
         moved = self.kv.index_select(3, torch.tensor(slots))
         self.kv[..., start : start + len(slots), :] = moved
         if self.states is not None:
