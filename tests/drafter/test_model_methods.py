@@ -134,6 +134,7 @@ def test_trees_fit_their_budget(name: str, loaded: dict[str, Method], data: Any)
     check_equal(sequence.draft(budget), tree)
 
 
+@pytest.mark.skipif(cpu_kernels().library is None, reason="no compiled kernels")
 def test_rotations_reach_the_end_of_a_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
