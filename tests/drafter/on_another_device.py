@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.decoder import Capturing, Decoder
+from paceline.decoder import Decoder
 from paceline.decoder.sampling import sampling_params
 from paceline.drafter.growth import beam
 from paceline.drafter.growth.beam import Ranked, Ranker
 from paceline.drafter.kv.reader import StateReader
-from paceline.drafter.methods import method_class, target_drafter
+from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import (
     Budget,
     Drafter,
@@ -32,11 +32,11 @@ from paceline.drafter.methods.base import (
 from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.dspark.heads import DSparkHeads
 from paceline.drafter.methods.layers import linear
-from paceline.drafter.methods.target_drafter import faster_in_8_bits, weight_bits
+from paceline.drafter.methods.target_drafter import weight_bits
 from paceline.kernels import attention, send
 from paceline.kernels.dense import DenseBackend
 from paceline.kernels.quantised import quantise
-from paceline.kernels.weight_only import WeightOnlyMatrix
+from paceline.kernels.rotated import RotatedMatrix
 from paceline.tree import TokenTree
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -235,32 +235,22 @@ def perturbed_on_device(logits: Tensor, params: Any, positions: Any, ids: Any) -
     return OnDevice(PERTURBED(logits.inner, params, positions, inner))
 
 
-def test_weights_in_8_bits_are_rounded_on_the_device() -> None:
-    """The compiled kernels, which would read them, are of the CPU."""
-    weight, x = torch.randn(48, 64), torch.randn(3, 64)
-    right = x @ quantise(weight, 8).dequantise().T
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_in_8_bits_are_rounded_on_the_device(dtype: torch.dtype) -> None:
+    """Those of 16 bits over rotated inputs, others in blocks."""
+    weight, x = torch.randn(48, 64).to(dtype), torch.randn(3, 64).to(dtype)
+    rotated = dtype.itemsize == 2
+    right = (
+        RotatedMatrix.of(weight).multiply(x, None)
+        if rotated
+        else x @ quantise(weight, 8).dequantise().T
+    )
     with another_device():
         layer = linear([weight.to("other")], bits=8)
-        assert layer.packed is None
+        assert (layer.packed, layer.exact) == (None, rotated)
         found = layer(x.to("other"))
         assert isinstance(found, OnDevice)
     torch.testing.assert_close(found.inner, right)
-
-
-def test_bfloat16_in_8_bits_has_a_scale_an_output_on_the_device() -> None:
-    """Of the weights alone: inputs keep their type."""
-    weight, x = torch.randn(48, 64).bfloat16(), torch.randn(3, 64).bfloat16()
-    weight[5] = 0
-    scale = weight.float().abs().amax(1, keepdim=True).clamp_min(2.0**-100) / 127
-    rounded = (weight.float() / scale).round() * scale
-    with another_device():
-        layer = linear([weight.to("other")], bits=8)
-        found = layer(x.to("other"))
-        assert not layer.exact
-        assert layer.sums(x.to("other")) is None
-        assert isinstance(found, OnDevice)
-    assert found.inner.dtype is torch.bfloat16
-    torch.testing.assert_close(found.inner.float(), x.float() @ rounded.T, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -271,60 +261,6 @@ def test_drafters_keep_their_type_unless_it_is_told(
     weights: str, device: str, bits: int, folders: dict[str, Path]
 ) -> None:
     assert weight_bits(weights, folders["longspec"], device) == bits
-
-
-@pytest.mark.parametrize(
-    ("weights", "stored", "faster", "bits"),
-    [
-        ("auto", torch.bfloat16, True, 8),
-        ("auto", torch.bfloat16, False, 0),
-        ("bfloat16", torch.bfloat16, True, 0),
-        ("auto", torch.float32, True, 0),
-    ],
-)
-def test_a_gpu_has_the_format_whose_products_are_faster(
-    weights: str, stored: torch.dtype, faster: bool, bits: int,
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    folder = write_longspec(tmp_path / "longspec", folders["lm"], dtype=stored)
-    tried: list[tuple[int, int]] = []
-
-    def try_products(outs: int, ins: int, device: torch.device) -> bool:
-        tried.append((outs, ins))
-        return faster
-
-    monkeypatch.setattr(target_drafter, "faster_in_8_bits", try_products)
-    with another_device():
-        found: Any = drafter_of(
-            "longspec", {**folders, "longspec": folder}, "other:0", weights=weights
-        )
-    assert found.layers.bits == bits
-    asked = weights == "auto" and stored is torch.bfloat16
-    assert tried == ([(VOCAB, found.layers.config.hidden)] if asked else [])
-
-
-@pytest.mark.parametrize(("plain", "quantised"), [(3e-4, 2e-4), (2e-4, 3e-4)])
-def test_products_are_tried_in_both_formats(
-    plain: float, quantised: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The shortest times count: others were disturbed."""
-    noise = [0.0 if turn == 3 else 1.0 for turn in range(7)]
-    spans = [span for late in noise for span in (plain + late, quantised + late)]
-    clock = iter([at for span in spans for at in (0.0, span)])
-    monkeypatch.setattr(target_drafter, "perf_counter", lambda: next(clock))
-    with another_device():
-        assert not faster_in_8_bits(70, 64, torch.device("other:0")), "there are no kernels"
-        monkeypatch.setattr(target_drafter, "graphs_work_on", lambda device: True)
-        monkeypatch.setattr(Capturing, "compile", lambda *_: None)
-        found = faster_in_8_bits(70, 64, torch.device("other:0"))
-        assert found == (quantised < plain)
-        assert next(clock, None) is None
-        monkeypatch.setattr(WeightOnlyMatrix, "of", no_memory)
-        assert not faster_in_8_bits(70, 64, torch.device("other:0")), "it is left as it is"
-
-
-def no_memory(*_: object) -> None:
-    raise torch.OutOfMemoryError("no memory for a second matrix")
 
 
 @pytest.mark.parametrize("sampling", ["T=1", "filtered"])

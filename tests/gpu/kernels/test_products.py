@@ -10,7 +10,6 @@ import torch
 from paceline.bench.gpu.cases import EIGHT_BILLION, SMALL, RandomWeights
 from paceline.decoder import Decoder, DecoderConfig, GraphRunner
 from paceline.decoder.products import describe_device, use_library_without_splits
-from paceline.kernels.weight_only import WeightOnlyMatrix
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
 from paceline.verifier.model import check_states, check_steps
@@ -68,24 +67,3 @@ def test_steps_keep_the_bits_of_rows(device: torch.device, name: str) -> None:
     cache.close()
     pool.close()
     assert (found.reason, "".join(differs)) == ("", "")
-
-
-@pytest.mark.parametrize("shape", [(32_000, 4096), (4096, 14_336), (1000, 576)])
-@pytest.mark.parametrize("rows", [1, 8, 16, 17, 64, 65, 256, 300])
-def test_products_of_8_bit_weights_are_right(
-    device: torch.device, rows: int, shape: tuple[int, int]
-) -> None:
-    """With inputs in bfloat16, as drafters multiply."""
-    torch.manual_seed(0)
-    weight = torch.randn(shape, device=device, dtype=torch.bfloat16)
-    x, bias = (
-        torch.randn(rows, shape[1], device=device).bfloat16(),
-        torch.randn(shape[0]).to(device),
-    )
-    matrix = WeightOnlyMatrix.of(weight)
-    rounded = matrix.values.double() * matrix.scale[:, None].double()
-    assert (rounded - weight.double()).abs().max() <= 0.51 * matrix.scale.max()
-    for added in (None, bias):
-        expected = x.double() @ rounded.T + (0 if added is None else added.double())
-        found = matrix.multiply(x, added).double()
-        assert (found - expected).abs().max() <= 0.01 * expected.abs().max()

@@ -51,7 +51,6 @@ from paceline.kernels.triton.gather import gather_kv, gather_states
 from paceline.kernels.triton.plan import path_words
 from paceline.kernels.triton.products import (
     multiply_by_experts,
-    multiply_weight_only,
     quantise_rotated,
     scaled_sums,
 )
@@ -209,19 +208,6 @@ def compile_int8(kind: torch.dtype) -> None:
         scaled_sums(sums, empty(8), outs, bias, kind)
 
 
-def compile_weight_only() -> None:
-    """Products of 8-bit weights: a head, and a narrow matrix in splits; and the largest tile."""
-    for rows in (8, 64, 256):
-        multiply_8_bits(torch.bfloat16, rows, 32_000, bias=False)
-        multiply_8_bits(torch.bfloat16, rows, 1024, bias=True)
-    multiply_8_bits(torch.float32, 256, 32_000, bias=False)
-
-
-def multiply_8_bits(kind: torch.dtype, rows: int, outs: int, *, bias: bool) -> None:
-    values, scale = empty(outs, 4096, dtype=torch.int8), empty(outs)
-    multiply_weight_only(empty(rows, 4096, dtype=kind), values, scale, scale if bias else None)
-
-
 def compile_experts(kind: torch.dtype, experts: int, width: int, *, bias: bool) -> None:
     """The product of routed experts."""
     weights, biases = empty(experts, 768, width, dtype=kind), empty(experts, 768, dtype=kind)
@@ -291,7 +277,6 @@ def compile_all() -> None:
     compile_rows(bf16, 128, 256, norms=True, scaled=1)
     compile_rows(fp16, 80, 0, norms=False, scaled=2)
     compile_int8(bf16)
-    compile_weight_only()
     compile_experts(bf16, 128, 2048, bias=True)
     compile_experts(bf16, 32, 2880, bias=False)
     compile_experts(torch.float32, 128, 2048, bias=True)

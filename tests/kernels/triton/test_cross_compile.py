@@ -134,7 +134,7 @@ def test_kernels_compile_as_promised_for_a_gpu(capability: int) -> None:
     assert {each["kernel"] for each in facts} == {
         *("attend_items", "record_items", "merge_items"),
         *("rotate_rows", "add_norm_rows", "gate_rows", "multiply_tiles"),
-        *("quantise_rotated_rows", "scale_int_sums", "multiply_int8_weights", "add_splits"),
+        *("quantise_rotated_rows", "scale_int_sums"),
         *("find_best", "find_candidates", "find_border", "perturb"),
         *("weigh_spans", "collect_span", "finish_border"),
         *("sum_chances", "sum_residuals", "accept_or_resample"),

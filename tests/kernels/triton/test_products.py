@@ -11,7 +11,6 @@ from paceline.decoder.experts import Experts
 from paceline.decoder.weights import Linear
 from paceline.kernels._native import CpuKernels
 from paceline.kernels.rotated import block_size, quantise_rows, scale_sums
-from paceline.kernels.weight_only import WeightOnlyMatrix
 
 EXPERTS, OUTS, INS = 5, 70, 48
 ROUTES = {
@@ -106,28 +105,3 @@ def test_a_layer_of_experts_can_be_captured(
     with Waits():
         found = multiply_by_experts(x, layers._stacked, layers._bias, chosen)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(
-    ("rows", "outs", "ins"),
-    [(1, 70, 48), (16, 64, 2000), (17, 130, 1100), (64, 128, 512), (130, 257, 300), (3, 9000, 72)],
-)
-def test_8_bit_weights_are_multiplied_with_inputs_in_their_type(
-    rows: int, outs: int, ins: int, has_bias: bool, dtype: torch.dtype
-) -> None:
-    """Tiles that are not full, splits of the inputs and one alone, against the definition."""
-    from paceline.kernels.triton.products import multiply_weight_only
-
-    torch.manual_seed(0)
-    matrix = WeightOnlyMatrix.of(torch.randn(outs, ins))
-    x, bias = torch.randn(rows, ins).to(dtype), torch.randn(outs) if has_bias else None
-    found = multiply_weight_only(x, matrix.values, matrix.scale, bias)
-    assert found.dtype == dtype
-    expected = x.double() @ (matrix.values.double() * matrix.scale[:, None].double()).T
-    expected = expected if bias is None else expected + bias.double()
-    torch.testing.assert_close(
-        found.double(), expected, atol=5e-2 if dtype.itemsize == 2 else 1e-3, rtol=1e-3
-    )
-    torch.testing.assert_close(found, matrix.multiply(x, bias), atol=5e-2, rtol=1e-3)

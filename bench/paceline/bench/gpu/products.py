@@ -32,7 +32,6 @@ from paceline.decoder import DecoderConfig
 from paceline.decoder.products import FIXED_ROWS, use_library_without_splits
 from paceline.kernels.linear import multiply_floats
 from paceline.kernels.rotated import DOWN_SIZE, SIZE, RotatedMatrix
-from paceline.kernels.weight_only import WeightOnlyMatrix
 
 ROWS = (1, 8, 16, 64, 128, 288, 512)
 
@@ -40,7 +39,7 @@ COPIED = 200_000_000
 """Weights that the copies of a matrix have at least: more bytes than a GPU's cache."""
 
 LIBRARY, SERVED = "bfloat16 as the library chooses", "bfloat16 as served"
-ROTATED, WEIGHT_ONLY = "int8 over rotated inputs", "int8 weights, bfloat16 inputs"
+ROTATED = "int8 over rotated inputs"
 
 Product = Callable[[Tensor], Tensor]
 """Multiplies bfloat16 ``[rows, ins]`` to ``[rows, outs]``."""
@@ -72,7 +71,6 @@ def ways(weight: Tensor, size: int) -> dict[str, Callable[[], Product]]:
             multiply_floats, weight=weight.clone(), bias=None, sizes=FIXED_ROWS
         ),
         ROTATED: lambda: partial(RotatedMatrix.of(weight, size).multiply, bias=None),
-        WEIGHT_ONLY: lambda: partial(WeightOnlyMatrix.of(weight).multiply, bias=None),
     }
 
 

@@ -1,17 +1,12 @@
-"""Products on NVIDIA GPUs: of routed experts, of 8-bit weights with inputs in their own type, and
-the steps around those of 8-bit integers."""
+"""Products of routed experts on NVIDIA GPUs, and the steps around those of 8-bit integers."""
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 import triton
 from torch import Tensor
 
 from paceline.kernels.triton.jit.products import (
-    add_splits,
-    multiply_int8_weights,
     multiply_tiles,
     quantise_rotated_rows,
     scale_int_sums,
@@ -26,13 +21,6 @@ _PART = 64
 """Inputs that a warp rotates among themselves."""
 
 _SCALED = 1024
-
-_WEIGHT_TILES = ((16, 64, 4), (64, 128, 4), (128, 128, 8))
-"""Rows and outputs of a tile of 8-bit weights, and its warps: the first with room for all rows. A
-product of few rows waits for weights alone; one of many reads its inputs again for each tile."""
-
-_DEFAULT_PROGRAMS = 132
-"""Programs that a GPU runs side by side, where there is none to ask."""
 
 
 def multiply_by_experts(x: Tensor, weights: Tensor, bias: Tensor | None, chosen: Tensor) -> Tensor:
@@ -92,42 +80,3 @@ def scaled_sums(
         OUTS=len(outs), BLOCK=_SCALED, HAS_BIAS=bias is not None, enable_fp_fusion=False,
     )  # fmt: skip
     return out
-
-
-def multiply_weight_only(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """See :meth:`paceline.kernels.weight_only.WeightOnlyMatrix.multiply`. Where there are fewer
-    tiles than multiprocessors, each is computed in splits of the inputs, whose float32 sums a
-    second kernel adds in order."""
-    (rows, ins), outs = x.shape, len(values)
-    block_r, block_o, warps = next(
-        (tile for tile in _WEIGHT_TILES if rows <= tile[0]), _WEIGHT_TILES[-1]
-    )
-    block_k = 128 if block_r < 64 else 64
-    tiles = triton.cdiv(rows, block_r), triton.cdiv(outs, block_o)
-    splits = max(1, min(_programs(x.device) // (tiles[0] * tiles[1]), ins // (4 * block_k)))
-    part = triton.cdiv(triton.cdiv(ins, splits), block_k) * block_k
-    splits = triton.cdiv(ins, part)
-    out = torch.empty(rows, outs, dtype=x.dtype, device=x.device)
-    sums = out if splits == 1 else out.new_empty(splits, rows, outs, dtype=torch.float32)
-    added = scale if bias is None else bias
-    # Four stages of 32-bit inputs would not fit the shared memory of sm_86, sm_89 and sm_120.
-    stages = 4 if x.element_size() == 2 else 2
-    multiply_int8_weights[(*tiles, splits)](
-        x, values, scale, added, sums, rows, outs, ins, part,
-        BLOCK_R=block_r, BLOCK_O=block_o, BLOCK_K=block_k, SPLIT=splits > 1,
-        HAS_BIAS=bias is not None, STAGES=stages, num_warps=warps,
-    )  # fmt: skip
-    if splits > 1:
-        add_splits[(rows, triton.cdiv(outs, _SCALED))](
-            sums, scale, added, out, splits, outs, rows * outs,
-            BLOCK=_SCALED, HAS_BIAS=bias is not None,
-        )  # fmt: skip
-    return out
-
-
-@cache
-def _programs(device: torch.device) -> int:
-    """The number of multiprocessors of a GPU."""
-    if device.type != "cuda":
-        return _DEFAULT_PROGRAMS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

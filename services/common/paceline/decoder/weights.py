@@ -28,7 +28,6 @@ from paceline.kernels.linear import (
 )
 from paceline.kernels.quantised import QUANT_BLOCK, QuantisedMatrix, concatenate, quantise
 from paceline.kernels.rotated import DOWN_SIZE, SIZE, IntSums, RotatedMatrix
-from paceline.kernels.weight_only import WeightOnlyMatrix
 
 if TYPE_CHECKING:
     from paceline.decoder.config import DecoderConfig
@@ -404,15 +403,14 @@ class Linear:
 
     def __init__(
         self,
-        weight: Weight | PackedMatrix | RotatedMatrix | WeightOnlyMatrix,
+        weight: Weight | PackedMatrix | RotatedMatrix,
         bias: Tensor | None = None,
     ) -> None:
         """Make a layer of a weight ``[out, in]`` in float32, bfloat16, blocks, or 8 bits over
-        rotated inputs or plain ones, and a bias ``[out]`` or None. A packed weight contains its
-        bias."""
+        rotated inputs, and a bias ``[out]`` or None. A packed weight contains its bias."""
         self.packed: PackedMatrix | None = None
         """The packed weight of the compiled kernels; None: torch multiplies."""
-        self._int8: RotatedMatrix | WeightOnlyMatrix | None = None
+        self._int8: RotatedMatrix | None = None
         if isinstance(weight, PackedMatrix):
             self.packed = weight
             self.out_features, self.in_features = weight.outs, weight.ins
@@ -420,7 +418,7 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         if isinstance(weight, QuantisedMatrix):
             self.packed = pack_quantised(weight, bias)
-        elif isinstance(weight, RotatedMatrix | WeightOnlyMatrix):
+        elif isinstance(weight, RotatedMatrix):
             self._int8 = weight
             self._bias = None if bias is None else bias.float().to(weight.scale.device)
         elif weight.device.type == "cpu" and cpu_kernels().library is not None:
@@ -454,7 +452,7 @@ class Linear:
     @property
     def exact(self) -> bool:
         """Whether its sums are integers, so that no order changes them."""
-        return isinstance(self._int8, RotatedMatrix)
+        return self._int8 is not None
 
     @property
     def shape_key(self) -> tuple[object, ...]:
@@ -465,7 +463,7 @@ class Linear:
 
     def sums(self, x: Tensor) -> IntSums | None:
         """The product before its scales, if the layer's sums are integers."""
-        return self._int8.sums(x, self._bias) if isinstance(self._int8, RotatedMatrix) else None
+        return self._int8.sums(x, self._bias) if self._int8 is not None else None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``[rows, in]`` to ``[rows, out]`` in the type of ``x``; a ``bias`` ``[out]`` of this type

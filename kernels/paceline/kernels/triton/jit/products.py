@@ -1,4 +1,4 @@
-"""Products of routed experts and of 8-bit weights, and the steps around those of integers."""
+"""Products of routed experts, and the steps around those of integers."""
 
 from __future__ import annotations
 
@@ -158,55 +158,3 @@ def scale_int_sums(
     if HAS_BIAS:
         value += tl.load(bias + at, mask=inside, other=0.0)
     tl.store(out + row.to(tl.int64) * OUTS + at, value.to(out.dtype.element_ty), mask=inside)
-
-
-@Kernel
-@triton.jit
-def multiply_int8_weights(
-    x, values, scales, bias, out, rows, outs, ins, part,
-    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """A tile of ``x W^T`` with int8 weights ``[outs, ins]``, which become the type of ``x``. With
-    ``SPLIT`` it is the float32 sum of ``part`` inputs, not scaled, in ``[splits, rows, outs]``."""
-    at_row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    at_out = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
-    begin = tl.program_id(2) * part
-    end = tl.minimum(begin + part, ins)
-    at_in = tl.arange(0, BLOCK_K)
-    left = values + at_out[:, None].to(tl.int64) * ins + at_in[None, :]
-    right = x + at_row[None, :].to(tl.int64) * ins + at_in[:, None]
-    total = tl.zeros((BLOCK_O, BLOCK_R), tl.float32)
-    # Weights on the wide side: an instruction of the tensor cores takes 64 of them.
-    for at in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        inside = at_in < end - at
-        a = tl.load(left + at, mask=(at_out[:, None] < outs) & inside[None, :], other=0)
-        b = tl.load(right + at, mask=(at_row[None, :] < rows) & inside[:, None], other=0.0)
-        total = tl.dot(a.to(x.dtype.element_ty), b, total, input_precision="ieee")
-    inside = (at_row[None, :] < rows) & (at_out[:, None] < outs)
-    goal = at_row[None, :].to(tl.int64) * outs + at_out[:, None]
-    if SPLIT:
-        goal += tl.program_id(2).to(tl.int64) * rows * outs
-    else:
-        total *= tl.load(scales + at_out, mask=at_out < outs, other=0.0)[:, None]
-        if HAS_BIAS:
-            total += tl.load(bias + at_out, mask=at_out < outs, other=0.0)[:, None]
-    tl.store(out + goal, total.to(out.dtype.element_ty), mask=inside)
-
-
-@Kernel
-@triton.jit
-def add_splits(
-    sums, scales, bias, out, splits, outs, size, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr
-):  # fmt: skip
-    """A part of a row of :func:`multiply_int8_weights` from its sums, which are ``size`` apart."""
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < outs
-    place = tl.program_id(0).to(tl.int64) * outs + at
-    total = tl.zeros((BLOCK,), tl.float32)
-    for split in range(splits):
-        total += tl.load(sums + split * size.to(tl.int64) + place, mask=inside, other=0.0)
-    total *= tl.load(scales + at, mask=inside, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias + at, mask=inside, other=0.0)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)

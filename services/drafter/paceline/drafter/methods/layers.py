@@ -30,7 +30,6 @@ from paceline.kernels import Heads, Norm, Recorder
 from paceline.kernels.linear import pack_rotated
 from paceline.kernels.quantised import QUANT_BLOCK, quantise
 from paceline.kernels.rotated import DOWN_SIZE, SIZE, RotatedMatrix, rotates
-from paceline.kernels.weight_only import WeightOnlyMatrix
 
 DRAFT_TOKENS, DRAFTED = "d2t", "t2d"
 """Names of the tensor with the target's token id of each drafted token, int64 ``[R]``, and of the
@@ -471,18 +470,16 @@ class LayerWeights:
 def linear(parts: Sequence[Tensor], bits: int, down: bool = False) -> Linear:
     """Returns linear layers ``[out, in]`` of one input as one layer.
 
-    With 8 ``bits`` the weights get one scale an output: on the CPU over rotated inputs
-    (:mod:`paceline.kernels.rotated`), larger parts of them for a ``down`` projection, elsewhere
-    over inputs of 16 bits (:mod:`paceline.kernels.weight_only`). With 4 they get blocks of 32, if
-    ``in`` is a multiple of 32. Other weights off the CPU are rounded to such blocks and stored as
-    they came.
+    With 8 ``bits`` the weights get one scale an output over rotated inputs
+    (:mod:`paceline.kernels.rotated`), larger parts of them for a ``down`` projection; off the CPU
+    only those of 16 bits. With 4 they get blocks of 32, if ``in`` is a multiple of 32. Other
+    weights off the CPU are rounded to such blocks and stored as they came.
     """
     weight = parts[0] if len(parts) == 1 else torch.cat(list(parts))
     on_cpu = weight.device.type == "cpu"
-    if bits == 8 and on_cpu and rotates(weight.shape[1]):
-        return Linear(pack_rotated(RotatedMatrix.of(weight, DOWN_SIZE if down else SIZE)))
-    if bits == 8 and not on_cpu and weight.dtype.itemsize == 2:
-        return Linear(WeightOnlyMatrix.of(weight))
+    if bits == 8 and rotates(weight.shape[1]) and (on_cpu or weight.dtype.itemsize == 2):
+        rotated = RotatedMatrix.of(weight, DOWN_SIZE if down else SIZE)
+        return Linear(pack_rotated(rotated) if on_cpu else rotated)
     if not bits or weight.shape[1] % QUANT_BLOCK:
         return Linear(weight)
     blocks = quantise(weight.float(), bits)

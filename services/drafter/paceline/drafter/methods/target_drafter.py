@@ -6,18 +6,15 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from paceline.decoder import Capturing, ModelSource, open_model
+from paceline.decoder import ModelSource, open_model
 from paceline.decoder.config import Rope
-from paceline.decoder.device import wait_for
-from paceline.decoder.weights import Checkpoint, Linear
+from paceline.decoder.weights import Checkpoint
 from paceline.drafter.growth.device import DeviceGrowth
 from paceline.drafter.growth.graphs import DraftGraphs, GraphModel, graphs_work_on
 from paceline.drafter.growth.host import HostGrowth, LevelModel
@@ -67,18 +64,11 @@ from paceline.kernels.draft import NativeDraft
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.program import PassResult
 from paceline.kernels.structures import DraftText
-from paceline.kernels.weight_only import WeightOnlyMatrix
 
 logger = logging.getLogger("paceline.drafter")
 
 FORMATS = (*TreeOptions.formats, "int8", "int4")
 """Known values of the option ``weights`` where matrices can be quantised."""
-
-_DRAFTED_ROWS = (8, 64, 256)
-"""Rows of a level of the trees of 1, 8 and 32 texts."""
-
-_TRIES = 7
-"""Times that a product is tried; the shortest counts."""
 
 _GROWTH = 512
 Options = TypeVar("Options", bound=TreeOptions)
@@ -128,45 +118,6 @@ def weight_bits(weights: str, folder: Path, device: str) -> int:
         on_cpu = torch.device(device).type == "cpu"
         return Checkpoint(folder, torch.float32).bits if on_cpu else 0
     return {"int8": 8, "int4": 4}.get(weights, 0)
-
-
-def faster_in_8_bits(outs: int, ins: int, device: torch.device) -> bool:
-    """Whether products of bfloat16 inputs with 8-bit weights ``[outs, ins]`` take less time than
-    with bfloat16 weights on a GPU: in all, at the rows of a level for 1, 8 and 32 texts."""
-    if not graphs_work_on(device):
-        return False
-    capturing = Capturing(device)
-
-    def make() -> list[Callable[[], object]]:
-        weight = torch.zeros(outs, ins, dtype=torch.bfloat16, device=device)
-        inputs = [weight.new_zeros(rows, ins) for rows in _DRAFTED_ROWS]
-        ways = [Linear(weight), Linear(WeightOnlyMatrix.of(weight))]
-        capturing.compile([partial(way, x) for way in ways for x in inputs])
-        return [capturing.capture(partial(_products, way, inputs)) for way in ways]
-
-    runs = capturing.attempt("products in 8 bits", make)
-    if runs is None:  # as without memory for both
-        return False
-    wait_for(device)
-    times: list[list[float]] = [[], []]
-    for _ in range(_TRIES):  # in turns, for the device may be drafting for others meanwhile
-        for run, found in zip(runs, times, strict=True):
-            began = perf_counter()
-            run()
-            wait_for(device)
-            found.append(perf_counter() - began)
-    capturing.release()
-    plain, quantised = map(min, times)
-    logger.info(
-        "products of the LM head take %.0f us in bfloat16 and %.0f us with weights in 8 bits",
-        1e6 * plain,
-        1e6 * quantised,
-    )
-    return quantised < plain
-
-
-def _products(layer: Linear, inputs: Sequence[Tensor]) -> list[Tensor]:
-    return [layer(x) for x in inputs]
 
 
 class DraftLayers(ABC):
@@ -415,9 +366,6 @@ class TargetParts(Generic[Options]):
         known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
         dtype = known.get(options.weights, stored)
         bits = weight_bits(options.weights, folder, device)
-        if options.weights == "auto" and dtype.itemsize == 2:
-            # The head is the largest matrix. On a GPU a draft needs no exact bits.
-            bits = bits or 8 * faster_in_8_bits(config.drafted, config.hidden, torch.device(device))
         if target is not None:
             fit = check_target(folder, target, fit)
             check_shape(folder, config, target)
