@@ -2,8 +2,8 @@
 
 A file has a vocabulary, merges or scores, and the name of a rule that splits text into words
 (``tokenizer.ggml.pre``); the rule itself is part of llama.cpp. The rules here are its regular
-expressions. What this module does not know is refused by name: another rule would give other
-tokens.
+expressions, for the names that its converter writes into files of architectures in ``FAMILIES``.
+What this module does not know is refused by name: another rule would give other tokens.
 """
 
 from __future__ import annotations
@@ -30,56 +30,27 @@ _LONGEST = 256
 _TICKS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_ASCII_SIGN = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
-_KANA = "[一-龥\u3040-ゟ゠-ヿ]+"
 _HAN = "[一-龥ࠀ-一가-\ud7ff]+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _LLAMA3 = rf"{_TICKS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}"
 _QWEN2 = rf"{_TICKS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_SIGNS}|{_SPACES}"
-_MARKED = (
-    rf"{_ASCII_SIGN}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
-    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
-)
-_SINGLE_DIGITS = (r"\p{N}", _GPT2)
-_WORDS = " ?[^(\\s|.,!?…。，、।۔،)]+"
-_HALVES = r"|\s{1,2}(?!\S)|\s{1}"
-_CASED = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LATIN = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
-_LATIN_MARKED = r"[\p{L}\p{M}&&[^a-z]]", r"[\p{L}\p{M}&&[^A-Z]]"
-_NOT_HAN = (
-    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]",
-    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]",
-)
-
 _SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _THREE = rf"\p{{N}}{{1,3}}|{_SLASH}|{_SPACES}"
 
-_GROUPS = r"{0}{{1,3}}(?=(?:{0}{{3}})*{1})"
-"""Digits in groups of three, counted from the last one."""
-
 _ALIKE = {
-    "gpt2": "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert "
-    "jina-v1-en jina-v2-code roberta-bpe mpt olmo jais trillion granite-docling exaone4",
-    "llama3": "llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx "
-    "smaug-bpe glm4 chatglm-bpe",
-    "qwen2": "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
-    "starcoder": "refact command-r smollm codeshell exaone minerva-7b mellum2",
-    "deepseek-v3": "hunyuan-dense joyai-llm hy_v4",
-    "bloom": "poro-chat gpt3-finnish",
-    "gpt-4o": "llama4 kanana2 talkie minimax-m2",
-    "tiny_aya": "cohere2moe",
-    "bailingmoe": "bailingmoe2 llada-moe",
+    "gpt2": "gpt-2 a.x-4.0 mellum trillion granite-docling",
+    "llama3": "llama-v3 llama-bpe falcon3 pixtral midm-2.0 dbrx smaug-bpe glm4 chatglm-bpe",
+    "qwen2": "deepseek-r1-qwen kormo f2llmv2 megrez",
+    "starcoder": "refact smollm minerva-7b mellum2",
 }
 
-_LLAMA3_NAMES = frozenset({
-    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
-    "jina-v5-nano",
-})  # fmt: skip
+_LLAMA3_NAMES = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0"})
 
-_IGNORE_MERGES = _LLAMA3_NAMES | {"tekken", "youtu", "minicpm5", "granite-embed-multi-97m"}
+_IGNORE_MERGES = _LLAMA3_NAMES | {"tekken", "minicpm5"}
 """Names whose vocabulary decides before the merges: a word that is a token is that token."""
 
-_ADD_BOS = _LLAMA3_NAMES | {"tekken", "chameleon"}
+_ADD_BOS = _LLAMA3_NAMES | {"tekken"}
 """Names whose texts begin with BOS unless the file says otherwise."""
 
 _ENDS = frozenset({
@@ -137,12 +108,7 @@ _RULES: Mapping[str, Sequence[str]] = {
     "gpt2": (_GPT2,),
     "llama3": (_LLAMA3,),
     "qwen2": (_QWEN2,),
-    "starcoder": _SINGLE_DIGITS,
-    "jais-2": (
-        _LLAMA3.removesuffix(r"|\s+(?!\S)|\s+")
-        + "".join(rf"|\s{{{1 << n}}}(?!\S)" for n in range(9, 1, -1))
-        + _HALVES,
-    ),
+    "starcoder": (r"\p{N}", _GPT2),
     "deepseek-llm": (
         "[\r\n]",
         "\\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚ"
@@ -151,59 +117,16 @@ _RULES: Mapping[str, Sequence[str]] = {
         "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
         r"\s+$", _HAN, r"\p{N}+",
     ),
-    "deepseek-v3": (r"\p{N}{1,3}", _KANA, _MARKED),
-    "spark2_5": (
-        r"\p{N}{1,3}", _KANA,
-        _MARKED.replace(r"[\p{P}\p{S}]+[\r\n]*", r"[\p{P}\p{S}]+").replace(
-            r"\s*[\r\n]+", r"[\r\n]"
-        ),
-        r"\p{N}",
-    ),
-    "youtu": (
-        "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，\u3001-\u303f\ufe30-﹏]+|[ㄅ-ㄯ]+|" + _KANA,
-        _cased(_CASED, f"{_TICKS}?", rf"\p{{N}}|{_SLASH}|{_SPACES}"),
-    ),
     "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"),
-    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
-    "qwen35": (
-        rf"{_TICKS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
-    ),
-    "bloom": (_WORDS,),
-    "viking": (_WORDS, r"\p{N}"),
+    "viking": (" ?[^(\\s|.,!?…。，、।۔،)]+", r"\p{N}"),
     "tekken": (_cased(_LATIN, "", rf"\p{{N}}|{_SLASH}|{_SPACES}"),),
-    "chameleon": (
-        "<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", "([\\t\\n]|    |  )",
-        r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2,
-    ),
     "gpt-4o": (_cased(_LATIN, f"{_TICKS}?", _THREE),),
-    "granite-embed-multi-97m": (_cased(_LATIN_MARKED, f"{_TICKS}?", _THREE),),
-    "tiny_aya": (_GROUPS.format(r"\d", r"\b"), _cased(_CASED, f"{_TICKS}?", _THREE)),
-    "kimi-k2": (
-        r"[\p{Han}]+|"
-        + _cased(_NOT_HAN, f"{_TICKS}?", rf"\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}"),
-    ),
     "superbpe": (r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
-    "bailingmoe": (
-        r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
-        rf"{_SIGNS}|\s*[\r\n]|\s+(?!\S)|\s+",
-    ),
     "seed-coder": (
         rf"{_TICKS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}"
         rf"| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",
     ),
     "ufakzeka": (_QWEN2.removeprefix(f"{_TICKS}|"),),
-    "afmoe": (
-        _GROUPS.format(r"\p{N}", r"(?!\p{N})"),
-        "[一-\u9fff㐀-\u4dbf豈-\ufaff\u3040-ゟ゠-ヿ･-ﾟ\u2f00-\u2fdfเ-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿ"
-        "ꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+",
-        _MARKED,
-    ),
-    "laguna": ("[^\\n]+|[\\n]+", _QWEN2),
-    "exaone-moe": (
-        rf"{_TICKS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
-    ),
     "minicpm5": (r"\p{N}{1,3}", _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}+")),
 }  # fmt: skip
 """How text is split into words: each expression splits the parts that the one before it made."""
