@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+# Time between two looks at ended texts and broken connections while no step runs.
 _TIDY_SECONDS = 0.5
-"""Time between two looks at ended texts and broken connections while no step runs."""
 
 _START_SECONDS = 30.0
 
@@ -102,7 +102,7 @@ def serve(
     name: str,
 ) -> str:
     """Serve for the rest of the process, on a thread of its own; ``name`` is the service's name in
-    traces. Returns the bound address. Raises ``OptionsError``: it cannot be served."""
+    traces. Returns the bound address. Raises ``OptionsError`` if it cannot be served."""
     ready: Future[str] = Future()
 
     def run() -> None:

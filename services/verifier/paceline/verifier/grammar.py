@@ -41,8 +41,8 @@ from paceline.tree import TokenTree
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+# What a constraint is written as: its field of the sampling parameters.
 Kind = Literal["json_schema", "regex", "grammar"]
-"""What a constraint is written as: its field of the sampling parameters."""
 _NAMES: dict[Kind, str] = {
     "json_schema": "JSON schema",
     "regex": "regular expression",
@@ -52,10 +52,9 @@ _NAMES: dict[Kind, str] = {
 _CHECK = Path(__file__).with_name("grammar_check.py")
 _RECENT = 16
 _SMALL_BYTES = 8 << 20
+# Masks that a text keeps: those of a drafted path and of the newest tokens, each a bit a token.
 _MASKS = 40
-"""Masks that a text keeps: those of a drafted path and of the newest tokens, each a bit a token."""
-_NEWEST = 0.25
-"""Weight of the newest mask in the mean time of a grammar's masks."""
+_NEWEST = 0.25  # weight of the newest mask in the mean time of a grammar's masks
 
 
 class GrammarError(ValueError):
@@ -174,7 +173,7 @@ class Grammars:
 
 async def _check(kind: Kind, source: str) -> tuple[str, int]:
     """Compile a constraint in a process of its own; returns what the library reads, and the memory
-    that it took. Raises ``GrammarError``: it cannot be compiled within the limits;
+    that it took. Raises ``GrammarError`` if it cannot be compiled within the limits;
     ``GrammarsBusy``: the machine had no time for it."""
     what = _NAMES[kind]
     request = {
@@ -207,7 +206,7 @@ async def _check(kind: Kind, source: str) -> tuple[str, int]:
 
 
 def _start(what: str) -> subprocess.Popen[bytes]:
-    """A process that compiles a constraint. Raises ``GrammarsBusy``: there is none to be had.
+    """A process that compiles a constraint. Raises ``GrammarsBusy`` if there is none to be had.
 
     It is no subprocess of asyncio: where the start of one is cancelled, it may wait for its pipes
     for ever.
@@ -256,21 +255,18 @@ def masked(logits: Tensor, allowed: NDArray[np.uint8]) -> Tensor:
 class Allowance:
     """The processor time that the engine's thread may still spend on masks in this step."""
 
-    left = math.inf
-    """Unit: seconds."""
+    left = math.inf  # unit: seconds
 
 
 class _Lexer:
     """What all texts of a constraint share in the library."""
 
     def __init__(self) -> None:
+        # Held by the thread that uses it. The library waits for another one while it holds the
+        # interpreter's lock, so that every thread would wait with it.
         self.lock = Lock()
-        """Held by the thread that uses it. The library waits for another one while it holds the
-        interpreter's lock, so that every thread would wait with it."""
-        self.seconds = 0.0
-        """Mean processor time of the newest masks. Unit: seconds."""
-        self.failed = False
-        """Whether it has too many states for any text of it."""
+        self.seconds = 0.0  # mean processor time of the newest masks. Unit: seconds.
+        self.failed = False  # whether it has too many states for any text of it
 
 
 class Grammar:
@@ -280,14 +276,13 @@ class Grammar:
         self, matcher: LLMatcher, forms: TokenForms, origin: Grammar | None = None
     ) -> None:
         """Compute the first mask, which takes a while: make it in a thread. ``origin`` is the same
-        constraint at its beginning, which is counted while it is used. Raises ``GrammarError``: the
-        constraint is not supported, or too complex."""
+        constraint at its beginning, which is counted while it is used. Raises ``GrammarError`` if
+        the constraint is not supported, or too complex."""
         self._matcher = matcher
         self._origin = origin
         self.forms = forms
         self.lexer: _Lexer = _Lexer() if origin is None else origin.lexer
-        self.first: NDArray[np.uint8] | None = None
-        """The mask of its first token."""
+        self.first: NDArray[np.uint8] | None = None  # the mask of its first token
         guide = Guide(self)
         guide.prepare()
         guide.check()
@@ -322,18 +317,15 @@ class Guide:
         self._grammar = grammar
         self._lexer = grammar.lexer
         self._matcher = grammar.copied()
-        self.forms = grammar.forms
-        """Of the vocabulary."""
-        self.allowance = Allowance()
-        """Of the engine that uses it."""
+        self.forms = grammar.forms  # of the vocabulary
+        self.allowance = Allowance()  # of the engine that uses it
+        # Tokens that were appended, and behind them those that were removed last.
         self._path: list[int] = []
-        """Tokens that were appended, and behind them those that were removed last."""
-        self._length = 0
-        """Tokens of the path that are not removed."""
+        self._length = 0  # tokens of the path that are not removed
+        # By the number of tokens before it, those asked for last.
         self._masks = {} if grammar.first is None else {0: grammar.first}
-        """By the number of tokens before it, those asked for last."""
+        # Where the library found no mask, as the number of tokens before it, and why.
         self._failed: tuple[int, str] | None = None
-        """Where the library found no mask, as the number of tokens before it, and why."""
 
     @property
     def seconds(self) -> float:
@@ -353,7 +345,7 @@ class Guide:
             self._lexer.lock.release()
 
     def allowed(self) -> NDArray[np.uint8] | None:
-        """Tokens that may come next, 8 a byte, the lowest id in the lowest bit; None: there are
+        """Tokens that may come next, 8 a byte, the lowest id in the lowest bit; None if there are
         none, see :meth:`check`, or it would take too long now, see :meth:`prepare`."""
         cheap = self._lexer.seconds <= limits.MASK_SECONDS and self.allowance.left > 0
         if cheap and self._unknown:
@@ -363,8 +355,8 @@ class Guide:
         return self._masks.get(self._length)
 
     def check(self) -> None:
-        """Raises ``GrammarError``: no token may come next, or the constraint is too complex for the
-        library. This depends on the text alone, not on what was asked for."""
+        """Raises ``GrammarError`` if no token may come next, or the constraint is too complex for
+        the library. This depends on the text alone, not on what was asked for."""
         if self._failed is not None and self._failed[0] == self._length:
             raise GrammarError(self._failed[1])
 
@@ -415,7 +407,7 @@ class Guide:
         return int(self._matcher.validate_tokens(list(tokens)))
 
     def push(self, token: int) -> None:
-        """Append an emitted token. Raises ``GrammarError``: the token may not come next."""
+        """Append an emitted token. Raises ``GrammarError`` if the token may not come next."""
         began = thread_time()
         self._matcher.consume_token(token)
         self.allowance.left -= thread_time() - began
@@ -443,7 +435,7 @@ class Guide:
         self._matcher.consume_tokens(self._path[: self._length])
 
     def _check(self) -> None:
-        """Raises ``GrammarError``: the library has failed. The text is as before."""
+        """Raises ``GrammarError`` if the library has failed. The text is as before."""
         if self._matcher.is_error():
             why = self._matcher.get_error()
             self._lexer.failed |= why.startswith("lexer")

@@ -26,20 +26,19 @@ _MODEL = ("model_name",)
 _DRAFTER = (*_MODEL, "drafter", "version")
 _TEXT = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
 
+# Number of drafters' versions with series of their own. Those used longest ago are removed.
 _MAX_VERSIONS = 64
-"""Number of drafters' versions with series of their own. Those used longest ago are removed."""
 
 _STEP_SECONDS = (
     *(0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05),
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
 )
 
-ROUND_METRICS = (
+ROUND_METRICS = (  # those of every engine that drafts
     *(Metric.ROUNDS, Metric.GENERATION_TOKENS, Metric.FREE_RUN_TOKENS, Metric.NUM_DRAFTS),
     *(Metric.NUM_DRAFT_TOKENS, Metric.NUM_CHECKED, Metric.NUM_ACCEPTED),
     *(Metric.NUM_ACCEPTED_PER_POS, Metric.EMITTED_PER_ROUND, Metric.DRAFT_SECONDS),
 )
-"""Those of every engine that drafts."""
 
 
 class _Described(NamedTuple):
@@ -163,8 +162,7 @@ class RoundMetrics:
         fixed = {"model_name": model, "gen_ai_request_model": model}
         fixed |= {"gen_ai_operation_name": Span.GENERATION, "gen_ai_provider_name": PROVIDER}
         self._metrics: dict[str, Counter | Histogram] = {}
-        self._fixed: dict[str, list[str]] = {}
-        """Values of the first labels of each metric."""
+        self._fixed: dict[str, list[str]] = {}  # values of the first labels of each metric
         for name in names:
             labels, text, buckets = _METRICS[name]
             self._metrics[name] = (

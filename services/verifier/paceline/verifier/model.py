@@ -45,11 +45,9 @@ _log = logging.getLogger(__name__)
 class ModelInfo:
     """Description of the served model."""
 
+    # The GetModel response without the tokenizer. Requests are checked against it.
     message: verifier_pb2.GetModelResponse
-    """The GetModel response without the tokenizer. Requests are checked against it."""
-
-    tokenizer_gzip: bytes
-    """Tokenizer.json, compressed; empty if the model has none."""
+    tokenizer_gzip: bytes  # tokenizer.json, compressed; empty if the model has none
 
     def grammars(self) -> Grammars:
         """A compiler of grammars for the model's tokens."""
@@ -85,7 +83,7 @@ def read_model_info(
     """Describe a loaded model. Reads all weight files once for the fingerprint.
 
     ``max_context`` is the maximum length of prompt and output together; None: the model's own
-    limit. Raises ``ValueError``: it is more than that limit, or less than 2.
+    limit. Raises ``ValueError`` if it is more than that limit, or less than 2.
     """
     config = decoder.config
     context = config.max_position if max_context is None else max_context

@@ -70,8 +70,7 @@ class VerifierService:
         kv = kv_memory(loaded, options)
         self._pool, self._graphs = kv.pool, kv.graphs
         self.engine = engine(loaded, kv, options)
-        """The engine."""
-        self.store = CacheStore(
+        self.store = CacheStore(  # the caches
             kv.memory,
             self.engine.release,
             max_sequences=kv.max_sequences,
@@ -79,10 +78,9 @@ class VerifierService:
             prefixes=self.engine.prefixes,
             clock=clock,
         )
-        """The caches."""
         self._gate = Gate()
         self._follow_counts = FollowCounts()
-        self.exchange = DraftExchangeServicer(
+        self.exchange = DraftExchangeServicer(  # the drafter services that have joined
             model,
             self.engine,
             self.store,
@@ -90,7 +88,6 @@ class VerifierService:
             loaded.weights,
             needs_token=needs_token,
         )
-        """The drafter services that have joined."""
         self.exchange.on_tapped = self._capture_taps
         self._captures: set[asyncio.Task[None]] = set()
         kept = None if metrics is None else self._metrics(metrics, loaded.info)
@@ -221,7 +218,7 @@ class VerifierService:
             await run(cache.close)
 
     async def fault(self) -> None:
-        """Wait until the device is lost. Raises ``DeviceLost``: it is."""
+        """Wait until the device is lost. Raises ``DeviceLost`` if it is."""
         await self.engine.lost()
 
     async def drain(self) -> None:
@@ -287,7 +284,7 @@ def build_service(
 
     Args:
         target: Hugging Face folder or GGUF file of the target model.
-        metrics: Registry for its metrics; None: it keeps none.
+        metrics: Registry for its metrics; None if it keeps none.
         needs_token: Whether the server requires a token of its callers.
         clock: That of leases. Unit: seconds.
         options: Fields of :class:`VerifierOptions`.

@@ -22,21 +22,16 @@ from paceline.verifier.kv.segment import SegmentMemory
 
 CAPABILITY_BYTES = 16
 
-WAIT_SECONDS = 30.0
-"""Longest wait of a request for memory. Then its client is told to come again."""
+WAIT_SECONDS = 30.0  # longest wait of a request for memory. Then its client is told to come again.
 
-_FIRST_EXPECTED = 256
-"""Output tokens expected of a generation before any has ended."""
+_FIRST_EXPECTED = 256  # output tokens expected of a generation before any has ended
 
-_NEWEST_SHARE = 1 / 16
-"""Weight of the newest output in the running mean of lengths."""
+_NEWEST_SHARE = 1 / 16  # weight of the newest output in the running mean of lengths
 
 _log = logging.getLogger(__name__)
-FreeSequence = Callable[[Sequence], Awaitable[None]]
-"""Ends a sequence when no step uses it."""
+FreeSequence = Callable[[Sequence], Awaitable[None]]  # ends a sequence when no step uses it
 
-KvMemory = SegmentMemory | PagePool
-"""KV memory of all sequences, taken as they grow."""
+KvMemory = SegmentMemory | PagePool  # KV memory of all sequences, taken as they grow
 
 
 @dataclass(slots=True)
@@ -66,34 +61,27 @@ class Cache:
     """
 
     def __init__(self, sequence: Sequence, epoch: int, expected_bytes: int = 0) -> None:
+        # Capability to generate (16 random bytes).
         self.handle = secrets.token_bytes(CAPABILITY_BYTES)
-        """Capability to generate (16 random bytes)."""
+        # Capability that only lets its holder read committed KV (16 random bytes).
         self.read_grant = secrets.token_bytes(CAPABILITY_BYTES)
-        """Capability that only lets its holder read committed KV (16 random bytes)."""
         self.sequence = sequence
-        """The sequence."""
+        # Memory that it was expected to need when it was admitted. Unit: bytes.
         self.expected_bytes = expected_bytes
-        """Memory that it was expected to need when it was admitted. Unit: bytes."""
+        # Number of the cache, different for every cache of a process. A reader that finds another
+        # number than before must discard what it read.
         self.epoch = epoch
-        """Number of the cache, different for every cache of a process. A reader that finds another
-        number than before must discard what it read."""
-        self.expires = 0.0
-        """When the lease ends (the store's clock)."""
-        self.used = 0.0
-        """When it was renewed last."""
-        self.job: EngineJob | None = None
-        """Its newest job; None before the first."""
+        self.expires = 0.0  # when the lease ends (the store's clock)
+        self.used = 0.0  # when it was renewed last
+        self.job: EngineJob | None = None  # its newest job; None before the first
+        # The task that serves its Generate stream; a newer stream replaces it.
         self.stream: object | None = None
-        """The task that serves its Generate stream; a newer stream replaces it."""
-        self.released = False
-        """Whether its capabilities are invalid."""
+        self.released = False  # whether its capabilities are invalid
+        # Selection policies whose scores begin with the prompt, by name and layers, until they are
+        # followed.
         self.policies: dict[tuple[str, tuple[int, ...]], SelectionPolicy] = {}
-        """Selection policies whose scores begin with the prompt, by name and layers, until they are
-        followed."""
-        self.request: RequestTimes | None = None
-        """Its times, if metrics are kept."""
-        self.rounds = 0
-        """Rounds that were traced."""
+        self.request: RequestTimes | None = None  # its times, if metrics are kept
+        self.rounds = 0  # rounds that were traced
         sequence.read_grant = self.read_grant
         sequence.kv.header.open(epoch)
 
@@ -133,8 +121,8 @@ class Admission:
 
     def __init__(self) -> None:
         """Make an empty queue."""
+        # Running mean of the lengths of outputs. Unit: tokens.
         self.expected_output = float(_FIRST_EXPECTED)
-        """Running mean of the lengths of outputs. Unit: tokens."""
         self._waiting: list[tuple[bool, int]] = []
         self._tickets = count()
         self._changed = asyncio.Event()
@@ -156,8 +144,8 @@ class Admission:
             self.expected_output += _NEWEST_SHARE * (output - self.expected_output)
 
     async def wait(self, generation: GenerationParams, has_room: Callable[[], bool]) -> None:
-        """Wait until it is a request's turn and there is room for it. Raises ``NoRoom``: it waited
-        too long, or too many wait."""
+        """Wait until it is a request's turn and there is room for it. Raises ``NoRoom`` if it
+        waited too long, or too many wait."""
         if len(self._waiting) >= limits.WAITING_FOR_MEMORY:
             raise NoRoom(f"{len(self._waiting)} requests wait for KV memory")
         ticket = (not generation.output, next(self._tickets))
@@ -183,8 +171,7 @@ class StoreFull(Exception):
 
     def __init__(self, message: str, *, forever: bool = False) -> None:
         super().__init__(message)
-        self.forever = forever
-        """Whether the cache would not fit into an empty store either."""
+        self.forever = forever  # whether the cache would not fit into an empty store either
 
 
 class CacheNotFound(Exception):
@@ -213,17 +200,14 @@ class CacheStore:
     ) -> None:
         """Make an empty store; ``free`` ends a sequence, ``prefixes`` are the ended texts that the
         engine keeps. Unit of ``lease_seconds`` and of the clock, which is monotonic: seconds."""
-        self.memory = memory
-        """KV memory."""
+        self.memory = memory  # KV memory
         self.prefixes = PrefixCache(0) if prefixes is None else prefixes
         self.lease_seconds = lease_seconds
         self.max_sequences = max_sequences
-        self.admission = Admission()
-        """Requests that wait for memory."""
-        self.expired = 0
-        """Number of caches that ``sweep()`` freed."""
+        self.admission = Admission()  # requests that wait for memory
+        self.expired = 0  # number of caches that `sweep()` freed
+        # Called with each released cache and the error that ended its generation, or "".
         self.on_release: Callable[[Cache, str], None] | None = None
-        """Called with each released cache and the error that ended its generation, or ""."""
         self._free = free
         self._clock = clock
         self._caches: dict[bytes, Cache] = {}
@@ -247,7 +231,7 @@ class CacheStore:
         """Create a cache as soon as the generation is expected to fit beside the others. ``owner``
         may use its handle; the text is that of ``user`` (None: of the owner). Hidden states that
         have no room beside the longest text are not kept: its drafter is told so, and the text goes
-        on without drafts. Raises ``StoreFull``: there is not enough memory, or there are too many
+        on without drafts. Raises ``StoreFull`` if there is not enough memory, or there are too many
         caches; ``OutOfMemory``: the machine cannot map it."""
         capacity = self.memory.layout.capacity(generation.length_limit)
         taps = None
@@ -289,8 +273,8 @@ class CacheStore:
         return sum(cache.claimed_bytes for cache in (*self._caches.values(), *self._releasing))
 
     def find(self, handle: bytes, owner: str) -> Cache:
-        """The cache of a handle. Renews its lease. Raises ``CacheNotFound``: the handle is unknown,
-        or another client's."""
+        """The cache of a handle. Renews its lease. Raises ``CacheNotFound`` if the handle is
+        unknown, or another client's."""
         cache = self._caches.get(digest(handle))
         if cache is None or cache.owner != owner:
             raise CacheNotFound("no cache has this handle: it was released, or its lease expired")
@@ -300,7 +284,7 @@ class CacheStore:
     def find_granted(self, read_grant: bytes) -> Cache:
         """The cache of a read grant, for any caller: a drafter is not the cache's owner.
 
-        Does not renew the lease. Raises ``CacheNotFound``: the grant is unknown, or the lease
+        Does not renew the lease. Raises ``CacheNotFound`` if the grant is unknown, or the lease
         expired.
         """
         cache = self._grants.get(digest(read_grant))
@@ -400,7 +384,7 @@ class CacheStore:
 
     def check_integrity(self) -> None:
         """Check that no memory and no descriptor leaked. No job and no release may be running.
-        Raises ``AssertionError``: an invariant is broken; the message names all that are."""
+        Raises ``AssertionError`` if an invariant is broken; the message names all that are."""
         caches = list(self)
         kvs = [each.kv for each in (*(c.sequence for c in caches), *self.prefixes)]
         files = [kv.file for kv in kvs]

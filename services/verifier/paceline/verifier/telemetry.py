@@ -19,20 +19,16 @@ if TYPE_CHECKING:
 
     from paceline.verifier.metrics import VerifierMetrics
 
-DRAFTER = "drafter"
-"""What the drafter service is called among the sources of a tree."""
+DRAFTER = "drafter"  # what the drafter service is called among the sources of a tree
 
 
 @dataclass(slots=True)
 class FollowCounts:
     """Counts of all streams of a verifier. Written by the event loop, read by any thread."""
 
-    streams: int = 0
-    """Open streams."""
-    updates: int = 0
-    """Updates that were begun."""
-    bytes: int = 0
-    """Bytes of all messages sent."""
+    streams: int = 0  # open streams
+    updates: int = 0  # updates that were begun
+    bytes: int = 0  # bytes of all messages sent
 
 
 class OpenSpans(NamedTuple):
@@ -59,10 +55,8 @@ class RoundSpans:
         rounds: tuple[int, int] = (0, 1),
     ) -> None:
         """Begin; ``rounds``: how many first ones are traced, and n of each n-th after them."""
-        self.traceparent = traceparent
-        """``traceparent`` of the generation's span."""
-        self.parent = parent
-        """The parsed ``traceparent``; any thread may read it."""
+        self.traceparent = traceparent  # `traceparent` of the generation's span
+        self.parent = parent  # the parsed `traceparent`; any thread may read it
         self._tracer = tracer
         self._first, self._every = rounds
         self._step = 0
@@ -182,7 +176,7 @@ class Telemetry:
             job.on_done = partial(self._prefilled, cache, job, traceparent, time_ns())
 
     def round_spans(self, traceparent: str) -> RoundSpans | None:
-        """Spans for a generation; None: it is not traced."""
+        """Spans for a generation; None if it is not traced."""
         if self._tracer is None:
             return None
         parent = remote_context(traceparent)
@@ -193,7 +187,7 @@ class Telemetry:
     def answered(self, cache: Cache, output: StepOutput, spans: RoundSpans | None) -> None:
         """Report a step, or consecutive plain ones, after its tokens were sent.
 
-        `spans` are its generation's; None: it is not traced.
+        `spans` are its generation's; None if it is not traced.
         """
         if self._metrics is not None:
             self._metrics.answered(cache, output)

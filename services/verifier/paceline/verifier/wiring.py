@@ -41,17 +41,15 @@ from paceline.verifier.store import KvMemory
 
 _log = logging.getLogger(__name__)
 
+# How long a start waits for memory of a GPU that a process before it held.
 _FREE_SECONDS, _FREE_POLL_SECONDS = 10.0, 0.25
-"""How long a start waits for memory of a GPU that a process before it held."""
 
-_CONTEXTS = 0.05
-"""Share of a GPU's memory that processes without tensors there may have."""
+_CONTEXTS = 0.05  # share of a GPU's memory that processes without tensors there may have
 
+# Memory of a GPU beside weights and KV of which a start warns if there is less. Unit: bytes.
 _REST = 2 << 30
-"""Memory of a GPU beside weights and KV of which a start warns if there is less. Unit: bytes."""
 
-_OTHER_FILES = 64
-"""Open files that are left for connections."""
+_OTHER_FILES = 64  # open files that are left for connections
 
 
 @dataclass(frozen=True)
@@ -59,14 +57,12 @@ class LoadedModel:
     """The target model, and what was made while it was loaded."""
 
     decoder: Decoder
-    info: ModelInfo
-    """Its description for clients."""
-    threads: int
-    """Threads of the math library that run it."""
+    info: ModelInfo  # its description for clients
+    threads: int  # threads of the math library that run it
+    # Descriptor of its packed weights, if drafters share them; the service closes it.
     weights: int | None
-    """Descriptor of its packed weights, if drafters share them; the service closes it."""
+    # With the times of its steps; None: every tree is verified as it comes.
     scheduler: Scheduler | None
-    """With the times of its steps; None: every tree is verified as it comes."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +70,10 @@ class KvSpace:
     """Memory for KV, and how many texts it serves."""
 
     memory: KvMemory
-    pool: PagePool | None
-    """The memory, if KV lies in pages; else None."""
-    graphs: GraphRunner | None
-    """CUDA graphs over the pages, on a device that has them."""
-    max_sequences: int
-    """Caches at once."""
-    max_prefixes: int
-    """Ended texts whose KV is kept."""
+    pool: PagePool | None  # the memory, if KV lies in pages; else None
+    graphs: GraphRunner | None  # CUDA graphs over the pages, on a device that has them
+    max_sequences: int  # caches at once
+    max_prefixes: int  # ended texts whose KV is kept
 
 
 def load_model(target: Path, options: VerifierOptions) -> LoadedModel:
@@ -131,7 +123,7 @@ def load_target(
     device: torch.device,
     shared: PackedWeights | None = None,
 ) -> Decoder:
-    """Load the model. Raises ``ValueError``: the model or an option is not supported."""
+    """Load the model. Raises ``ValueError`` if the model or an option is not supported."""
     _check_numerics(options.numerics, device)
     decoder = Decoder.load(
         source,

@@ -42,28 +42,25 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-LOOKUP = DrafterVersion("lookup", "", "ngram")
-"""The drafter of chains that were looked up here."""
+LOOKUP = DrafterVersion("lookup", "", "ngram")  # the drafter of chains that were looked up here
 
-_LATE_SHARE = 0.2
-"""How much longer than usual a drafter service may take. Unit: steps of vLLM."""
+_LATE_SHARE = 0.2  # how much longer than usual a drafter service may take. Unit: steps of vLLM.
 
+# Longest wait for a drafter service, however long it usually takes. Unit: steps of vLLM.
 _MAX_WAIT = 2.0
-"""Longest wait for a drafter service, however long it usually takes. Unit: steps of vLLM."""
 
-_UNKNOWN_STEP = 0.025
-"""Time of a step before one was measured. Unit: seconds."""
+_UNKNOWN_STEP = 0.025  # time of a step before one was measured. Unit: seconds.
 
 _TRACED_ROUNDS = (100, 10)  # the first of a text, and then one in so many
 
 _NEWEST = 0.1  # weight of the newest step in the mean time
 
+# A service reads a prompt once the text has so many tokens, as a share of the prompt's: on cores or
+# a GPU that it shares with vLLM this takes time from all texts, and many of them are short.
 _READ_SHARE = 0.125
-"""A service reads a prompt once the text has so many tokens, as a share of the prompt's: on cores
-or a GPU that it shares with vLLM this takes time from all texts, and many of them are short."""
 
+# Steps in which a service is not asked after a late answer; doubled with each one in a row.
 _FIRST_REST, _MAX_REST = 8, 512
-"""Steps in which a service is not asked after a late answer; doubled with each one in a row."""
 
 
 class PacelineProposer:
@@ -83,8 +80,7 @@ class PacelineProposer:
         log_beside_others()
         settings = self._settings = Settings.read(vllm_config)
         model, own = settings.model, settings.own
-        self.address = ""
-        """Where drafter services join; empty: they cannot."""
+        self.address = ""  # where drafter services join; empty if they cannot
         self._lock = DraftingLock(self._read_tree)
         self._texts = Texts(model.max_context, lookup=own.lookup == "on")
         self._scheduler = Scheduler(

@@ -28,7 +28,7 @@ def review(digest: str, drafters: exchange_pb2.DrafterList) -> None:
 
 
 def _fault_of(own: str, drafter: drafter_pb2.DrafterInfo) -> ServiceError | None:
-    """Why a drafter cannot be used; None: it can."""
+    """Why a drafter cannot be used; None if it can."""
     name = drafter.name
     if own and drafter.tokenizer_digest and drafter.tokenizer_digest != own:
         return ServiceError.failed_precondition(

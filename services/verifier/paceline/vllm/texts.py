@@ -18,45 +18,35 @@ from paceline.verifier.engine.job import Decode, GenerationParams, Sequence
 if TYPE_CHECKING:
     from paceline.verifier.kv.base import SequenceKv
 
+# A text that no batch has had for so long has ended. One that vLLM preempts comes back.
 ABSENT_SECONDS = 2.0
-"""A text that no batch has had for so long has ended. One that vLLM preempts comes back."""
 
+# Tokens of a prompt that are indexed for look-up in one step, which takes 2 to 3 ms.
 _WARM_TOKENS = 2048
-"""Tokens of a prompt that are indexed for look-up in one step, which takes 2 to 3 ms."""
 
 _NO_KV = cast("SequenceKv", None)  # vLLM has the KV
 
+# Chains that hold for a few tokens; matches of one token seldom do, and cost time in each step.
 _OPTIONS = NgramOptions(
     max_n=4, min_n=2, continuations=2, min_survival=0.2, depth=16, shared_tokens=0
 )
-"""Chains that hold for a few tokens; matches of one token seldom do, and cost time in each step."""
 
 
 @dataclass(eq=False)
 class Text:
     """One request of vLLM."""
 
+    # The request as exchange and scheduler know it; greedy, for vLLM names no parameters.
     job: Decode
-    """The request as exchange and scheduler know it; greedy, for vLLM names no parameters."""
-
-    lookup: NgramSource | None
-    """Looks its tokens up; None: no look-up."""
-
-    row: int
-    """Its row in the newest batch."""
-
+    lookup: NgramSource | None  # looks its tokens up; None: no look-up
+    row: int  # its row in the newest batch
+    # When a batch had it last (time.perf_counter).
     seen_at: float = field(default_factory=perf_counter)
-    """When a batch had it last (time.perf_counter)."""
-
-    found: TokenTree = EMPTY
-    """The chain that was looked up for the next step."""
-
+    found: TokenTree = EMPTY  # the chain that was looked up for the next step
     asked: bool = False
     rest: int = 0
     rests_until: int = 0
-    span: Any = None
-    """Its span; None: it is not traced."""
-
+    span: Any = None  # its span; None if it is not traced
     _tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     _kept: int = 0
 

@@ -92,10 +92,9 @@ class Sampler:
         # Without filters a token that the grammar refuses takes no part in the choice of another.
         self._independent = not sampling.rejection and (sampling.greedy or not sampling.filtered)
         self._chain = tree if sampling.rejection else EMPTY
-        self.logprobs: list[float] = []
-        """Raw log-probability of each token; empty unless requested."""
+        self.logprobs: list[float] = []  # raw log-probability of each token; empty unless requested
+        # Likeliest (token, log-probability) pairs at each position; empty unless requested.
         self.top_logprobs: list[list[tuple[int, float]]] = []
-        """Likeliest (token, log-probability) pairs at each position; empty unless requested."""
 
     def __call__(self, node: int) -> int:
         """The token after ``node`` (-1: the anchor)."""
@@ -203,18 +202,13 @@ def walk(
 class _Read:
     """What the host reads of one entry."""
 
-    logits: Tensor
-    """Logits of its rows, on the CPU; empty if none are needed."""
-
-    scored: Tensor
-    """Logits of the rows that give the prompt's log-probabilities, on the CPU."""
-
+    logits: Tensor  # logits of its rows, on the CPU; empty if none are needed
+    scored: Tensor  # logits of the rows that give the prompt's log-probabilities, on the CPU
+    # The token after each of its rows, chosen on the device; None: by the walk.
     tokens: Items[int] | None = None
-    """The token after each of its rows, chosen on the device; None: by the walk."""
-
+    # The likeliest tokens after each of its rows and their log-probabilities, selected on the
+    # device; None if they are selected from `logits`.
     candidates: tuple[Tensor, Tensor] | None = None
-    """The likeliest tokens after each of its rows and their log-probabilities, selected on the
-    device; None: they are selected from ``logits``."""
 
 
 def accept_batch(
@@ -305,7 +299,7 @@ def _emit(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput | 
 
 
 def _recycling(entry: BatchEntry) -> LocalGuesses | None:
-    """Guesses of an entry that recycle what its rows find likely; None: it has none."""
+    """Guesses of an entry that recycle what its rows find likely; None if it has none."""
     guesses = entry.job.local if isinstance(entry.job, Decode) else None
     return None if guesses is None or guesses.recycled is None else guesses
 

@@ -29,11 +29,10 @@ from paceline.verifier.engine.job import (
 )
 from paceline.verifier.kv.base import SequenceKv
 
+# Rows of a step in which prompts and rounds share, so that rounds do not wait for long.
 _SHARED_STEP = 256
-"""Rows of a step in which prompts and rounds share, so that rounds do not wait for long."""
 
-MIN_GRAPH_PROMPT = 64
-"""Tokens of prompts that a step of a GPU takes beside any number of rounds."""
+MIN_GRAPH_PROMPT = 64  # tokens of prompts that a step of a GPU takes beside any number of rounds
 
 
 def prompt_room(rounds: int) -> int:
@@ -46,17 +45,10 @@ def prompt_room(rounds: int) -> int:
 class _Observed:
     """The block of a batch that one observer observes."""
 
-    observer: ScoreObserver
-    """The sequence's observer."""
-
-    block: int
-    """Index of the block in the plan."""
-
-    nodes: tuple[int, ...]
-    """Observed rows, counted inside the block."""
-
-    rows: tuple[int, ...]
-    """Observed rows, counted in the batch."""
+    observer: ScoreObserver  # the sequence's observer
+    block: int  # index of the block in the plan
+    nodes: tuple[int, ...]  # observed rows, counted inside the block
+    rows: tuple[int, ...]  # observed rows, counted in the batch
 
 
 class BatchObserver:
@@ -130,34 +122,23 @@ class BatchEntry:
     """One job's part of a batch."""
 
     job: EngineJob
-    """The job."""
-
-    tree: TokenTree
-    """The drafted nodes that the scheduler admitted."""
-
-    stop: int
-    """Position after the entry's last one. Unit: tokens."""
-
+    tree: TokenTree  # the drafted nodes that the scheduler admitted
+    stop: int  # position after the entry's last one. Unit: tokens.
+    # Its rows of the batch's logits: the anchor's and one per node, or the last one of a prefill;
+    # none in the middle of a prefill.
     logits: slice
-    """Its rows of the batch's logits: the anchor's and one per node, or the last one of a prefill;
-    none in the middle of a prefill."""
-
-    rows: slice
-    """Its rows of the batch."""
-
+    rows: slice  # its rows of the batch
+    # Rows of the batch's logits that give the log-probabilities of the prompt's next tokens; none
+    # unless they are requested.
     scored: slice
-    """Rows of the batch's logits that give the log-probabilities of the prompt's next tokens; none
-    unless they are requested."""
 
 
 class Batch:
     """Collects query blocks, then runs them in one forward pass."""
 
     def __init__(self) -> None:
-        self.entries: list[BatchEntry] = []
-        """One per job, in order."""
-        self.tokens: list[int] = []
-        """Packed tokens so far."""
+        self.entries: list[BatchEntry] = []  # one per job, in order
+        self.tokens: list[int] = []  # packed tokens so far
         self._blocks: list[QueryBlock] = []
         self._caches: list[SequenceKv] = []
         self._logit_rows: list[int] = []

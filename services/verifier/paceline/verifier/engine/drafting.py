@@ -34,47 +34,40 @@ from paceline.verifier.engine.job import (
 _log = logging.getLogger(__name__)
 
 _USUAL = 1.3  # times the mean latency
-_TIMEOUT_FACTOR = 8.0
-"""Default timeout of a tree, as a multiple of the drafter's mean latency."""
+_TIMEOUT_FACTOR = 8.0  # default timeout of a tree, as a multiple of the drafter's mean latency
 
-_MIN_TIMEOUT, _MAX_TIMEOUT = 0.05, 2.0
-"""Bounds of the default timeout. Unit: seconds."""
+_MIN_TIMEOUT, _MAX_TIMEOUT = 0.05, 2.0  # bounds of the default timeout. Unit: seconds.
 
-_NEWEST = 0.2
-"""Weight of the newest tree in the mean latency."""
+_NEWEST = 0.2  # weight of the newest tree in the mean latency
 
+# A drafter that owes a tree, or has not opened a sequence, for this long has failed. Unit: seconds.
 HUNG_SECONDS = 10.0
-"""A drafter that owes a tree, or has not opened a sequence, for this long has failed. Unit:
-seconds."""
 
+# Bounds of the delay before a sequence is opened again after a failure. Unit: seconds.
 FIRST_DELAY, _MAX_DELAY = 0.1, 10.0
-"""Bounds of the delay before a sequence is opened again after a failure. Unit: seconds."""
 
+# Reason of a refusal that is no failure: the sequence is opened again at another version.
 _REPLACED = "DRAFTER_REPLACED"
-"""Reason of a refusal that is no failure: the sequence is opened again at another version."""
 
+# Length of the longest reason of a failure that clients are told. Unit: characters.
 _MAX_REASON = 1024
-"""Length of the longest reason of a failure that clients are told. Unit: characters."""
 
-_MAX_KV_BYTES = 1 << 48
-"""Maximum number of bytes that is taken from a drafter's report."""
+_MAX_KV_BYTES = 1 << 48  # maximum number of bytes that is taken from a drafter's report
 
+# A drafter is called unused if so many steps, and so many for each of its trees, were without one.
+# Counts are halved when they reach the second number. Unit: steps.
 _FEW, _REMEMBERED = 48, 2048
-"""A drafter is called unused if so many steps, and so many for each of its trees, were without one.
-Counts are halved when they reach the second number. Unit: steps."""
 
-_MAX_USES = 64
-"""Drafters whose use is counted: clients choose names."""
+_MAX_USES = 64  # drafters whose use is counted: clients choose names
 
-_WHY = {
+_WHY = {  # reasons of an unused drafter, in words. Other steps without a tree need none.
     NoDraft.NODE_BUDGET: "by the times measured so far drafting does not pay",
     NoDraft.NOT_READY: "it has not opened the texts",
     NoDraft.LATE: "its trees come too late",
 }
-"""Reasons of an unused drafter, in words. Other steps without a tree need none."""
 
+# Reads and checks a drafted tree for a job; raises ServiceError.
 ReadTree = Callable[[tree_pb2.TokenTree, Decode], TokenTree]
-"""Reads and checks a drafted tree for a job; raises ServiceError."""
 
 
 @dataclass(eq=False)
@@ -86,42 +79,28 @@ class Link:
     number of ``sequences``.
     """
 
-    drafters: exchange_pb2.DrafterList
-    """What the service announced last."""
-
+    drafters: exchange_pb2.DrafterList  # what the service announced last
+    # Sends a message over the gRPC stream. Called on the engine thread.
     write: Callable[[exchange_pb2.JoinResponse], None]
-    """Sends a message over the gRPC stream. Called on the engine thread."""
-
+    # Ends the Join call with an error. Called on the engine thread.
     end: Callable[[ServiceError], None]
-    """Ends the Join call with an error. Called on the engine thread."""
-
+    # Its Unix socket; None: its messages travel over the gRPC stream.
     socket: FramedSocket | None = None
-    """Its Unix socket; None: its messages travel over the gRPC stream."""
-
+    # Open sequences by number.
     sequences: dict[int, SequenceAtDrafter] = field(default_factory=dict)
-    """Open sequences by number."""
-
-    last: int = 0
-    """The newest number that was given out."""
-
+    last: int = 0  # the newest number that was given out
+    # Answers that may still come for sequences that were closed before they were on their way.
     late: int = 0
-    """Answers that may still come for sequences that were closed before they were on their way."""
-
+    # What is sent next.
     message: exchange_pb2.JoinResponse = field(default_factory=exchange_pb2.JoinResponse)
-    """What is sent next."""
-
+    # Mean latency of trees by drafter. Unit: seconds.
     latency: dict[str, float] = field(default_factory=dict)
-    """Mean latency of trees by drafter. Unit: seconds."""
-
+    # Trees and answers that were wrong, late or never came since the last tree that was taken. Of
+    # several services that offer a drafter the one with the fewest gets a sequence.
     failures: int = 0
-    """Trees and answers that were wrong, late or never came since the last tree that was taken. Of
-    several services that offer a drafter the one with the fewest gets a sequence."""
-
-    joined: bool = False
-    """Whether the engine uses it."""
-
+    joined: bool = False  # whether the engine uses it
+    # Whether it is of a user who may join: by a token, or by the user of the socket.
     known: bool = True
-    """Whether it is of a user who may join: by a token, or by the user of the socket."""
 
     @property
     def carrier(self) -> str:
@@ -162,7 +141,7 @@ class Link:
             message.closed.append(number)
 
     def send(self, message: exchange_pb2.JoinResponse) -> None:
-        """Send a message without a wait. Raises ``PeerGone``: the socket is closed, or the peer
+        """Send a message without a wait. Raises ``PeerGone`` if the socket is closed, or the peer
         does not read."""
         if self.socket is None:
             self.write(message)
@@ -182,54 +161,31 @@ def _remove(parts: Any, number: int) -> bool:
 class SequenceAtDrafter:
     """A generation that is open at a drafter service."""
 
-    link: Link
-    """The service."""
-
-    number: int
-    """Its number there."""
-
-    job: Decode
-    """The generation."""
-
-    name: str
-    """Name of the drafter."""
-
-    sent: int
-    """Tokens of the text that were sent."""
-
-    asked_at: float
-    """When its tree, or the sequence, was requested (time.perf_counter)."""
-
+    link: Link  # the service
+    number: int  # its number there
+    job: Decode  # the generation
+    name: str  # name of the drafter
+    sent: int  # tokens of the text that were sent
+    asked_at: float  # when its tree, or the sequence, was requested (time.perf_counter)
+    # What the service answered; None if it has not answered.
     opened: exchange_pb2.SequenceOpened | None = None
-    """What the service answered; None: it has not answered."""
-
+    # The version that drafts; None: the service has not answered.
     drafter: DrafterVersion | None = None
-    """The version that drafts; None: the service has not answered."""
-
-    round: int = 0
-    """Number of the newest round."""
-
-    pending: bool = False
-    """Whether its tree has not come."""
-
-    budget: int = 0
-    """Nodes that were requested at most."""
+    round: int = 0  # number of the newest round
+    pending: bool = False  # whether its tree has not come
+    budget: int = 0  # nodes that were requested at most
 
 
 @dataclass(slots=True)
 class DrafterUse:
     """How often a drafter is used in texts that name it, or have it by default."""
 
-    asked: int = 0
-    """Trees that were requested."""
-    drafted: int = 0
-    """Steps with a tree of it."""
-    missed: Counter[NoDraft] = field(default_factory=Counter)
-    """Steps without, by the reason."""
+    asked: int = 0  # trees that were requested
+    drafted: int = 0  # steps with a tree of it
+    missed: Counter[NoDraft] = field(default_factory=Counter)  # steps without, by the reason
+    # Why hardly any step has a tree of it; None: enough have. Any thread may read it.
     unused: NoDraft | None = None
-    """Why hardly any step has a tree of it; None: enough have. Any thread may read it."""
-    said: set[NoDraft] = field(default_factory=set)
-    """Reasons that were logged."""
+    said: set[NoDraft] = field(default_factory=set)  # reasons that were logged
 
     def note(self, why: NoDraft | None) -> None:
         """Count a step; ``why`` it had no tree, None with one."""
@@ -258,15 +214,12 @@ class Drafting:
     def __init__(self, waiter: Waiter, read_tree: ReadTree, *, strict: bool = False) -> None:
         """Make it without services; ``waiter`` is the engine thread's. ``strict``: an invalid tree
         ends the connection of its service, not only its sequence."""
-        self.links: list[Link] = []
-        """The services, in the order of joining."""
+        self.links: list[Link] = []  # the services, in the order of joining
+        # Jobs that wait for a tree, with the time at which they stop waiting (time.perf_counter).
         self.waiting: dict[Decode, float] = {}
-        """Jobs that wait for a tree, with the time at which they stop waiting
-        (time.perf_counter)."""
-        self.ready: list[Decode] = []
-        """Jobs whose wait is over; the engine queues and clears them."""
+        self.ready: list[Decode] = []  # jobs whose wait is over; the engine queues and clears them
+        # Use of drafters, by NAME or NAME@VERSION as texts name them.
         self.uses: dict[str, DrafterUse] = {}
-        """Use of drafters, by NAME or NAME@VERSION as texts name them."""
         self._waiter = waiter
         self._read_tree = read_tree
         self._strict = strict
@@ -309,7 +262,7 @@ class Drafting:
                 self._drop(sequence, "drafter_unavailable", "the drafter was unloaded")
 
     def name_of(self, job: Decode) -> str | None:
-        """Name of the drafter that a generation uses; None: it has none."""
+        """Name of the drafter that a generation uses; None if it has none."""
         if job.drafter is None or job.drafter == LOCAL.name:
             return None
         if job.drafter:
@@ -519,7 +472,7 @@ class Drafting:
                 self._waiter.watch_writable(link.socket.fileno(), writable=True)
 
     def _open(self, job: Decode, now: float) -> SequenceAtDrafter | None:
-        """Open a generation at a service that has its drafter; None: it cannot be opened now."""
+        """Open a generation at a service that has its drafter; None if it cannot be opened now."""
         if now < job.retry_at:
             return None
         name, _, version = (job.drafter or self.name_of(job) or "").partition("@")
@@ -553,7 +506,7 @@ class Drafting:
         return min(_MAX_TIMEOUT, max(_MIN_TIMEOUT, _TIMEOUT_FACTOR * mean))
 
     def _find(self, link: Link, number: int) -> SequenceAtDrafter | None:
-        """An open sequence; None: it was closed. Raises ``ServiceError``: the number was never
+        """An open sequence; None if it was closed. Raises ``ServiceError`` if the number was never
         given to the service, or closed sequences are answered more often than they can be by
         answers that were on their way."""
         if not 0 < number <= link.last:
@@ -574,7 +527,7 @@ class Drafting:
         return sequence
 
     def _drafted(self, sequence: SequenceAtDrafter, message: exchange_pb2.DraftedTree) -> None:
-        """Take a tree. Raises ``ServiceError``: it is for another round than the one that was
+        """Take a tree. Raises ``ServiceError`` if it is for another round than the one that was
         requested."""
         if message.round != sequence.round or not sequence.pending:
             raise ServiceError.invalid_argument(

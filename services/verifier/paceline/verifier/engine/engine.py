@@ -44,11 +44,10 @@ from paceline.verifier.scheduler.scheduler import Scheduler
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+# Minimum time between two messages with tokens of a generation. Unit: seconds. A message takes
+# about 1 ms of processor time from the steps: the event loop writes it, and the client's process
+# wakes up and reads it.
 _MESSAGE_GAP = 0.030
-"""Minimum time between two messages with tokens of a generation. Unit: seconds.
-
-A message takes about 1 ms of processor time from the steps: the event loop writes it, and the
-client's process wakes up and reads it."""
 
 
 class Engine:
@@ -91,8 +90,8 @@ class Engine:
             graphs: CUDA graphs of the model, where KV lies in pages.
             max_prefixes: Maximum number of ended texts whose KV is kept for prompts that begin like
                 them; 0: no prompt reuses the KV of another one, unless it names its cache.
-            read_tree: Reads and checks a drafted tree; None: it is not checked.
-            sources: Guesses of generations that name no drafter; None: there are none.
+            read_tree: Reads and checks a drafted tree; None if it is not checked.
+            sources: Guesses of generations that name no drafter; None if there are none.
         """
         self._decoder = decoder
         self._threads = threads
@@ -120,9 +119,9 @@ class Engine:
         self._stopping = False
         self._lost: Future[None] = Future()
         self._watchdog = Watchdog("a step", self.device)
+        # Called on the engine thread after each step, with its time, its tokens, and the time of
+        # the scheduler's decision on its trees, if it had some. Unit: seconds.
         self.on_step: Callable[[float, int, float | None], None] | None = None
-        """Called on the engine thread after each step, with its time, its tokens, and the time of
-        the scheduler's decision on its trees, if it had some. Unit: seconds."""
 
     @property
     def unused_drafters(self) -> list[tuple[str, str]]:
@@ -409,7 +408,7 @@ class Engine:
     def _budget(self, job: Decode) -> int | None:
         """Maximum number of nodes to draft for the next step.
 
-        0: drafting does not pay; None: there is no drafter.
+        0: drafting does not pay; None if there is no drafter.
         """
         name = self._drafting.name_of(job)
         if name is None:
@@ -464,8 +463,8 @@ class Engine:
         self._with_sources(job, lambda local: local.extend(tokens))
 
     def _with_sources(self, job: Decode, use: Callable[[LocalGuesses], _T]) -> _T | None:
-        """Use the local sources of a generation; None: it has none, or they failed, and it goes on
-        without them."""
+        """Use the local sources of a generation; None if it has none, or they failed, and it goes
+        on without them."""
         if job.local is None:
             return None
         try:

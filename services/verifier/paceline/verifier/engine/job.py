@@ -25,14 +25,12 @@ if TYPE_CHECKING:
     from paceline.verifier.grammar import Grammar
     from paceline.verifier.telemetry import OpenSpans, RoundSpans
 
-NONE = "none"
-"""The drafter of a generation that wants none."""
+NONE = "none"  # the drafter of a generation that wants none
 
-_MEMORY = 0.9
-"""Weight of the earlier trees in the mean of a drafter's expected accepted tokens."""
+_MEMORY = 0.9  # weight of the earlier trees in the mean of a drafter's expected accepted tokens
 
+# Largest confidence that is used. Calibration raises survivals to a power, which keeps 1 at 1.
 _MAX_CONFIDENCE = 0.98
-"""Largest confidence that is used. Calibration raises survivals to a power, which keeps 1 at 1."""
 
 
 class StepFailed(Exception):
@@ -50,10 +48,8 @@ class SequenceClosed(Exception):
 class FinishReason(Enum):
     """Why a generation ended."""
 
-    STOP = "stop"
-    """An end-of-sequence or stop token was emitted."""
-    LENGTH = "length"
-    """As many tokens as the request allows were emitted, or the context is full."""
+    STOP = "stop"  # an end-of-sequence or stop token was emitted
+    LENGTH = "length"  # as many tokens as the request allows were emitted, or the context is full
 
 
 class NoDraft(Enum):
@@ -79,31 +75,21 @@ class DrafterVersion(NamedTuple):
         return f"{self.name}@{self.version}"
 
 
+# What drafts where the verifier's own sources do, without a drafter service.
 LOCAL = DrafterVersion("local", "1", "local")
-"""What drafts where the verifier's own sources do, without a drafter service."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A tree as it was drafted."""
 
-    tree: TokenTree
-    """At least one node."""
-
+    tree: TokenTree  # at least one node
     drafter: DrafterVersion
-    """Its drafter."""
-
-    seconds: float = 0.0
-    """From its request until it came. Unit: seconds."""
-
-    draft_us: int = 0
-    """Time to draft. Unit: microseconds."""
-
-    queue_us: int = 0
-    """Wait at the drafter. Unit: microseconds."""
-
+    seconds: float = 0.0  # from its request until it came. Unit: seconds.
+    draft_us: int = 0  # time to draft. Unit: microseconds.
+    queue_us: int = 0  # wait at the drafter. Unit: microseconds.
+    # KV and hidden states that the drafter received over gRPC for it. Unit: bytes.
     kv_bytes: int = 0
-    """KV and hidden states that the drafter received over gRPC for it. Unit: bytes."""
 
 
 @dataclass(slots=True)
@@ -114,95 +100,47 @@ class StepOutput:
     client.
     """
 
-    tokens: list[int]
-    """Emitted tokens, at least one."""
-
+    tokens: list[int]  # emitted tokens, at least one
+    # Indices of the accepted nodes in the drafted tree, from the anchor down. One fewer than
+    # `tokens`, unless the last token ended the generation and was drafted too.
     accepted: list[int] = field(default_factory=list)
-    """Indices of the accepted nodes in the drafted tree, from the anchor down. One fewer than
-    ``tokens``, unless the last token ended the generation and was drafted too."""
-
-    finish: FinishReason | None = None
-    """Why the generation ended; None: it has not ended."""
-
+    finish: FinishReason | None = None  # why the generation ended; None if it has not ended
+    # Raw log-probability of each token; empty unless the request has logprobs.
     logprobs: list[float] = field(default_factory=list)
-    """Raw log-probability of each token; empty unless the request has logprobs."""
-
+    # Likeliest (token, log-probability) pairs at each position; empty unless the request has
+    # top_logprobs.
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    """Likeliest (token, log-probability) pairs at each position; empty unless the request has
-    top_logprobs."""
-
-    position: int = 0
-    """Output tokens before these."""
-
-    committed: int = 0
-    """Committed length after the step. Unit: tokens."""
-
-    checked: int = 0
-    """Drafted nodes that the step verified."""
-
-    sources: tuple[str, ...] = ()
-    """Sources of these nodes, as in :class:`TokenTree`; empty: the drafter's."""
-
-    batch_tokens: int = 0
-    """Tokens in the step, of all sequences."""
-
-    queue_us: int = 0
-    """Wait for the step. Unit: microseconds."""
-
-    step_us: int = 0
-    """Time of the step, acceptance included. Unit: microseconds."""
-
+    position: int = 0  # output tokens before these
+    committed: int = 0  # committed length after the step. Unit: tokens.
+    checked: int = 0  # drafted nodes that the step verified
+    sources: tuple[str, ...] = ()  # sources of these nodes, as in `TokenTree`; empty: the drafter's
+    batch_tokens: int = 0  # tokens in the step, of all sequences
+    queue_us: int = 0  # wait for the step. Unit: microseconds.
+    step_us: int = 0  # time of the step, acceptance included. Unit: microseconds.
+    # Time of a plain step under the same load; 0: not measured. Unit: microseconds.
     plain_us: int = 0
-    """Time of a plain step under the same load; 0: not measured. Unit: microseconds."""
-
-    node_budget: int = 0
-    """Maximum number of nodes to draft next."""
-
-    draft: Draft | None = None
-    """The drafted tree; None: there was none."""
-
-    no_draft: NoDraft | None = None
-    """Why there was none; None after a prefill and with a tree."""
-
+    node_budget: int = 0  # maximum number of nodes to draft next
+    draft: Draft | None = None  # the drafted tree; None if there was none
+    no_draft: NoDraft | None = None  # why there was none; None after a prefill and with a tree
+    # The drafter at which the generation is open; None if it is open at none.
     drafter: DrafterVersion | None = None
-    """The drafter at which the generation is open; None: it is open at none."""
-
+    # Failures of drafting since the step before: reason and message.
     fallbacks: list[tuple[str, str]] = field(default_factory=list)
-    """Failures of drafting since the step before: reason and message."""
-
-    round_began: float = 0.0
-    """When the step before ended (time.perf_counter)."""
-
-    began: float = 0.0
-    """When this one began."""
-
-    ended: float = 0.0
-    """When it ended."""
-
-    spans: OpenSpans | None = None
-    """Spans of its round that were begun; None: there are none."""
-
-    traced: bool = False
-    """Whether its round is among those that are traced."""
-
-    steps: int = 1
-    """Number of steps that are merged in it."""
+    round_began: float = 0.0  # when the step before ended (time.perf_counter)
+    began: float = 0.0  # when this one began
+    ended: float = 0.0  # when it ended
+    spans: OpenSpans | None = None  # spans of its round that were begun; None if there are none
+    traced: bool = False  # whether its round is among those that are traced
+    steps: int = 1  # number of steps that are merged in it
 
 
 class Share(NamedTuple):
     """What one source added to the tree of a step."""
 
-    source: str
-    """Name of a local source; empty: the drafter service."""
-
-    drafted: int
-    """Nodes of the tree that it was the first to propose."""
-
-    checked: int
-    """How many of them the step verified."""
-
-    accepted: int
-    """How many of these were accepted."""
+    source: str  # name of a local source; empty: the drafter service
+    drafted: int  # nodes of the tree that it was the first to propose
+    checked: int  # how many of them the step verified
+    accepted: int  # how many of these were accepted
 
 
 def shares(output: StepOutput) -> list[Share]:
@@ -259,30 +197,17 @@ class EngineJob:
     """
 
     sequence: Sequence
-    """The sequence."""
-
-    error: Exception | None = None
-    """Why the job failed; None: it did not."""
-
-    done: bool = False
-    """Whether the engine is finished with it."""
-
-    cancelled: bool = False
-    """Whether it ends after the running step."""
-
-    queued: bool = False
-    """Whether it waits for a step."""
-
+    error: Exception | None = None  # why the job failed; None if it did not
+    done: bool = False  # whether the engine is finished with it
+    cancelled: bool = False  # whether it ends after the running step
+    queued: bool = False  # whether it waits for a step
+    # When it started to wait for its next step (time.perf_counter).
     ready_at: float = field(default_factory=perf_counter)
-    """When it started to wait for its next step (time.perf_counter)."""
-
+    # Chooses the tokens of its last step, once the mask that it waits for is there; None if it
+    # waits for none.
     retry: Callable[[], StepOutput | None] | None = None
-    """Chooses the tokens of its last step, once the mask that it waits for is there; None: it waits
-    for none."""
-
+    # Called once on the event loop when it is done, after its waiter has run.
     on_done: Callable[[], None] | None = None
-    """Called once on the event loop when it is done, after its waiter has run."""
-
     _updated: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add_output(self, output: StepOutput | None, began: float, ended: float) -> None:
@@ -299,7 +224,7 @@ class EngineJob:
 
     def raise_error(self) -> None:
         """Raise a copy of its error, if it failed: what is raised holds the frames that it leaves,
-        and these hold the job. Raises ``Exception``: it failed."""
+        and these hold the job. Raises ``Exception`` if it failed."""
         if self.error is not None:
             raise copy(self.error)
 
@@ -326,30 +251,20 @@ class EngineJob:
 class Prefill(EngineJob):
     """Computes the KV of a text and emits the first token after it."""
 
-    reused: int = 0
-    """Tokens whose KV came from another cache. Unit: tokens."""
-
-    output: StepOutput | None = None
-    """The first token, once done without an error."""
-
+    reused: int = 0  # tokens whose KV came from another cache. Unit: tokens.
+    output: StepOutput | None = None  # the first token, once done without an error
+    # Raw log-probability of each prompt token but the first, and the likeliest (token,
+    # log-probability) pairs at its position; empty unless the request has them.
     prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
-    """Raw log-probability of each prompt token but the first, and the likeliest (token,
-    log-probability) pairs at its position; empty unless the request has them."""
-
-    queue_us: int = 0
-    """Wait for the first step. Unit: microseconds."""
-
-    step_us: int = 0
-    """Time of all its steps so far. Unit: microseconds."""
-
-    ended: float = 0.0
-    """When its newest step ended (time.perf_counter); 0: none did."""
+    queue_us: int = 0  # wait for the first step. Unit: microseconds.
+    step_us: int = 0  # time of all its steps so far. Unit: microseconds.
+    ended: float = 0.0  # when its newest step ended (time.perf_counter); 0: none did
 
     def reuse(self, parent: Sequence) -> None:
         """Copy the KV of the longest common prefix with another sequence. Engine thread only.
 
         Does nothing if the prompt's log-probabilities are requested: they are computed with the KV.
-        Raises ``OutOfMemory``: there is no memory.
+        Raises ``OutOfMemory`` if there is no memory.
         """
         if self.sequence.generation.prompt_logprobs is not None:
             return
@@ -376,70 +291,40 @@ class Decode(EngineJob):
     takes from the left.
     """
 
+    # NAME or NAME@VERSION; empty: the verifier's default; `local`: its own guesses alone; None: no
+    # drafter.
     drafter: str | None = None
-    """NAME or NAME@VERSION; empty: the verifier's default; ``local``: its own guesses alone; None:
-    no drafter."""
-
-    always_draft: bool = False
-    """Draft before every step, whatever the scheduler says."""
-
-    max_nodes: int = 0
-    """Maximum number of drafted nodes; 0: no limit of its own."""
-
+    always_draft: bool = False  # draft before every step, whatever the scheduler says
+    max_nodes: int = 0  # maximum number of drafted nodes; 0: no limit of its own
+    # Time after which a step goes on without its tree; None: by the drafter's mean time. Unit:
+    # seconds.
     timeout: float | None = None
-    """Time after which a step goes on without its tree; None: by the drafter's mean time. Unit:
-    seconds."""
-
-    isolated: bool = False
-    """Whether the drafter uses no other texts for it, nor it for others."""
-
-    credits: int = 0
-    """Steps that may still be run."""
-
-    spans: RoundSpans | None = None
-    """Spans of the next round; None: it is not traced."""
-
+    isolated: bool = False  # whether the drafter uses no other texts for it, nor it for others
+    credits: int = 0  # steps that may still be run
+    spans: RoundSpans | None = None  # spans of the next round; None if it is not traced
+    # One for each step that the event loop has not taken.
     outputs: deque[StepOutput] = field(default_factory=deque)
-    """One for each step that the event loop has not taken."""
-
-    draft: Draft | None = None
-    """The tree that was drafted for the next step; None: there is none."""
-
+    draft: Draft | None = None  # the tree that was drafted for the next step; None if there is none
+    # Its nodes to verify, likeliest first, without nodes too deep to be emitted.
     tree: TokenTree = EMPTY
-    """Its nodes to verify, likeliest first, without nodes too deep to be emitted."""
-
-    nodes: tuple[int, ...] = ()
-    """Index in the drafted tree of each node of ``tree``."""
-
-    local: LocalGuesses | None = None
-    """The verifier's own guesses; None: it makes none."""
-
+    nodes: tuple[int, ...] = ()  # index in the drafted tree of each node of `tree`
+    local: LocalGuesses | None = None  # the verifier's own guesses; None if it makes none
+    # Its local tree for the next step, which a drafter's tree is merged with.
     guess: TokenTree = EMPTY
-    """Its local tree for the next step, which a drafter's tree is merged with."""
-
+    # Mean expected accepted length of the drafter's recent trees; 0 if there was none.
     expected: float = 0.0
-    """Mean expected accepted length of the drafter's recent trees; 0: there was none."""
-
-    no_draft: NoDraft = NoDraft.NO_DRAFTER
-    """Why there is no tree."""
-
+    no_draft: NoDraft = NoDraft.NO_DRAFTER  # why there is no tree
+    # Its sequence at a drafter service; None if it is open at none.
     sequence_at_drafter: SequenceAtDrafter | None = None
-    """Its sequence at a drafter service; None: it is open at none."""
-
+    # When it may be opened at a drafter again after a failure (time.perf_counter).
     retry_at: float = 0.0
-    """When it may be opened at a drafter again after a failure (time.perf_counter)."""
-
-    failures: int = 0
-    """Failures of drafting since the last tree."""
-
+    failures: int = 0  # failures of drafting since the last tree
+    # Fallbacks that were not reported: reason and message.
     fallbacks: list[tuple[str, str]] = field(default_factory=list)
-    """Fallbacks that were not reported: reason and message."""
-
+    # When the step before ended (time.perf_counter).
     round_began: float = field(default_factory=perf_counter)
-    """When the step before ended (time.perf_counter)."""
-
+    # When the event loop was notified of steps (time.perf_counter).
     notified_at: float = float("-inf")
-    """When the event loop was notified of steps (time.perf_counter)."""
 
     def set_draft(self, draft: Draft) -> None:
         """Take the tree for the next step, without nodes that the grammar refuses."""
@@ -524,36 +409,21 @@ def rank(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]:
 class GenerationParams:
     """What a client requested: prompt, sampling parameters and limits."""
 
-    prompt: tuple[int, ...]
-    """Token ids of the prompt, at least one."""
-
-    output: tuple[int, ...] = ()
-    """Tokens emitted before, through a cache that was lost."""
-
+    prompt: tuple[int, ...]  # token ids of the prompt, at least one
+    output: tuple[int, ...] = ()  # tokens emitted before, through a cache that was lost
+    # Sampling parameters.
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
-    """Sampling parameters."""
-
-    length_limit: int = 1
-    """Maximum length of prompt and output together. Unit: tokens."""
-
-    stop_ids: frozenset[int] = frozenset()
-    """Tokens that end it."""
-
+    length_limit: int = 1  # maximum length of prompt and output together. Unit: tokens.
+    stop_ids: frozenset[int] = frozenset()  # tokens that end it
+    # Likeliest tokens to report with each emitted one; None: no log-probabilities.
     top_logprobs: int | None = None
-    """Likeliest tokens to report with each emitted one; None: no log-probabilities."""
-
-    taps: Taps | None = None
-    """Hidden states to keep for drafters; None: none."""
-
-    grammar: Grammar | None = None
-    """Grammar of the output; None: none."""
-
+    taps: Taps | None = None  # hidden states to keep for drafters; None: none
+    grammar: Grammar | None = None  # grammar of the output; None: none
+    # Likeliest tokens to report with each prompt token but the first; None: no log-probabilities of
+    # the prompt.
     prompt_logprobs: int | None = None
-    """Likeliest tokens to report with each prompt token but the first; None: no log-probabilities
-    of the prompt."""
-
+    # The sampling parameters as they were received, for drafters.
     sampling_message: sampling_pb2.SamplingParams | None = None
-    """The sampling parameters as they were received, for drafters."""
 
     @property
     def prefilled(self) -> int:
@@ -579,40 +449,34 @@ class Sequence:
         owner: str = "",
         user: str | None = None,
     ) -> None:
-        self.generation = generation
-        """The request."""
-        self.owner = owner
-        """The client that made the request, and may use the cache."""
+        self.generation = generation  # the request
+        self.owner = owner  # the client that made the request, and may use the cache
+        # The client, or the one of its users whose text it is. Another user's prompt never reuses
+        # its KV, and no text of theirs is drafted from it.
         self.user = owner if user is None else user
-        """The client, or the one of its users whose text it is. Another user's prompt never reuses
-        its KV, and no text of theirs is drafted from it."""
-        self.kv = kv
-        """Its KV; closed by the engine after the sequence is released."""
-        self.released = False
-        """Whether it has ended and runs no more jobs."""
-        self.tokens: list[int] = [*generation.prompt, *generation.output]
-        """Prompt and output."""
+        self.kv = kv  # its KV; closed by the engine after the sequence is released
+        self.released = False  # whether it has ended and runs no more jobs
+        self.tokens: list[int] = [*generation.prompt, *generation.output]  # prompt and output
         self.history = History(generation.prompt, generation.output)
         grammar = generation.grammar
         self.guide = None if grammar is None else grammar.begin()
         self._committed = 0
+        # Why the generation ended; None if it has not ended.
         self.finish: FinishReason | None = None
-        """Why the generation ended; None: it has not ended."""
+        # Name of the drafter that drafts for it; None: none did yet.
         self.drafter: str | None = None
-        """Name of the drafter that drafts for it; None: none did yet."""
-        self.read_grant = b""
-        """Capability that only lets its holder read committed KV."""
+        self.read_grant = b""  # capability that only lets its holder read committed KV
+        # Log-probabilities of the emitted tokens, if the request wants them.
         self.logprobs: list[float] = []
-        """Log-probabilities of the emitted tokens, if the request wants them."""
+        # The likeliest tokens at each emitted token, if the request wants them.
         self.top_logprobs: list[list[tuple[int, float]]] = []
-        """The likeliest tokens at each emitted token, if the request wants them."""
+        # Score committed positions while its rounds are verified. The event loop adds and removes
+        # them, the engine thread copies the list for each step.
         self.observers: list[ScoreObserver] = []
-        """Score committed positions while its rounds are verified. The event loop adds and removes
-        them, the engine thread copies the list for each step."""
+        # Score committed positions at the end of its prefill.
         self.prompt_observers: list[ScoreObserver] = []
-        """Score committed positions at the end of its prefill."""
+        # Called on the event loop, which owns them, after steps and at the release.
         self.listeners: set[Callable[[], None]] = set()
-        """Called on the event loop, which owns them, after steps and at the release."""
 
     def notify_listeners(self) -> None:
         """Call the listeners. Event loop only."""

@@ -21,14 +21,14 @@ from paceline.tree import EMPTY, TokenTree, merge
 from paceline.verifier.engine.job import LOCAL, Decode, Draft
 from paceline.verifier.grammar import Guide
 
+# Tokens of a text that enter its index in one step, which takes about half a millisecond.
 _WARM = 512
-"""Tokens of a text that enter its index in one step, which takes about half a millisecond."""
 
+# Of ended texts, some 5 MB of memory are kept of an owner.
 _TEXTS = NgramOptions(shared_tokens=1 << 18, owners=8)
-"""Of ended texts, some 5 MB of memory are kept of an owner."""
 
+# Nodes that are proposed: twice as many as were admitted lately, within these.
 _FEWEST, _MOST = 4, 32
-"""Nodes that are proposed: twice as many as were admitted lately, within these."""
 
 
 class LocalSources:
@@ -41,7 +41,7 @@ class LocalSources:
         self._places = GrammarOwners() if "grammar" in names else None
 
     def begin(self, job: Decode) -> LocalGuesses | None:
-        """The guesses for a generation from its newest token on; None: it uses none."""
+        """The guesses for a generation from its newest token on; None if it uses none."""
         if job.drafter not in ("", LOCAL.name):
             return None
         sequence = job.sequence
@@ -130,7 +130,7 @@ def use_guess(job: Decode) -> None:
 
 
 def _by_noise(sampling: SamplingParams) -> Rank | None:
-    """The order in which the noise of the contract puts candidates; None: there is none."""
+    """The order in which the noise of the contract puts candidates; None if there is none."""
     if sampling.greedy:
         return None
 

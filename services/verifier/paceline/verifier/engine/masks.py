@@ -14,8 +14,7 @@ from paceline.verifier.engine.job import EngineJob, StepFailed
 
 _log = logging.getLogger(__name__)
 
-_NICE = 10
-"""Of the thread, so that steps of the engine go first."""
+_NICE = 10  # of the thread, so that steps of the engine go first
 
 
 class MaskThread:

@@ -29,15 +29,14 @@ from paceline.verifier.engine.job import (
 )
 from paceline.verifier.kv.base import OutOfMemory
 
+# Texts are compared in chunks of this many tokens. A shorter common prefix is computed again.
 CHUNK_TOKENS = 64
-"""Texts are compared in chunks of this many tokens. A shorter common prefix is computed again."""
 
+# Time of commands between two steps, the last one excepted: a prompt that takes over the KV of a
+# long one takes a tenth of a second, and the steps of other texts go on between several.
 _COMMAND_SECONDS = 0.01
-"""Time of commands between two steps, the last one excepted: a prompt that takes over the KV of a
-long one takes a tenth of a second, and the steps of other texts go on between several."""
 
-Key = bytes
-"""Digest of a user and the chunks of a text up to one of them."""
+Key = bytes  # digest of a user and the chunks of a text up to one of them
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -93,7 +92,7 @@ class PrefixCache:
             self.evict()
 
     def find(self, sequence: Sequence) -> Sequence | None:
-        """A sequence that begins like the prompt of a new one; None: there is none."""
+        """A sequence that begins like the prompt of a new one; None if there is none."""
         best: Sequence | None = None
         with_states: Sequence | None = None
         layers = _layers(sequence)
@@ -163,10 +162,9 @@ class JobQueue:
         self._prefixes = prefixes
         self._step_tokens = step_tokens
         self._decodes: deque[Decode] = deque()
-        self.prompts: deque[Prefill] = deque()
-        """Prefills that wait for a step, in order."""
+        self.prompts: deque[Prefill] = deque()  # prefills that wait for a step, in order
+        # Jobs that ended or have output; the engine notifies their waiters.
         self.updated: list[EngineJob] = []
-        """Jobs that ended or have output; the engine notifies their waiters."""
 
     @property
     def streams(self) -> int:
@@ -274,8 +272,7 @@ class CommandThread:
 
     def __init__(self) -> None:
         """Make a thread; :meth:`start` starts it."""
-        self.waiter = Waiter()
-        """What the thread waits with. Its work adds sockets."""
+        self.waiter = Waiter()  # what the thread waits with. Its work adds sockets.
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

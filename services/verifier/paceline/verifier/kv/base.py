@@ -23,15 +23,14 @@ from paceline.kv.wire import cache_dtype
 from paceline.v1 import kv_pb2
 
 _COPIED_ROWS = 1024  # copied at once, so that little other memory is needed
+# Memory is reserved, and capacities are rounded up, in steps of this many tokens.
 RESERVED_TOKENS = 256
-"""Memory is reserved, and capacities are rounded up, in steps of this many tokens."""
 
-TREE_TOKENS = 256
-"""Slots behind the longest text for the nodes of one tree, anchor included."""
+TREE_TOKENS = 256  # slots behind the longest text for the nodes of one tree, anchor included
 
+# Outputs of tapped layers for the rows of a batch, `[M, hidden]` each, by layer; or their bytes on
+# the CPU, see `host_bytes`.
 HiddenStates = Mapping[int, Tensor | NDArray[np.uint8]]
-"""Outputs of tapped layers for the rows of a batch, ``[M, hidden]`` each, by layer; or their bytes
-on the CPU, see :func:`host_bytes`."""
 
 _open_files: set[int] = set()
 
@@ -40,28 +39,18 @@ _open_files: set[int] = set()
 class Taps:
     """The hidden states that a drafter reads."""
 
-    layers: tuple[int, ...]
-    """Layers whose outputs it reads, counted from 0, rising."""
-
-    window: int = 0
-    """Newest positions that are guaranteed to be kept; 0: all. Unit: tokens."""
+    layers: tuple[int, ...]  # layers whose outputs it reads, counted from 0, rising
+    window: int = 0  # newest positions that are guaranteed to be kept; 0: all. Unit: tokens.
 
 
 @dataclass(frozen=True)
 class TapLayout:
     """What is kept: position p has slot p % slots."""
 
-    taps: Taps
-    """The requested layers and window."""
-
-    slots: int
-    """Positions that are kept: the window and a margin, or the whole capacity."""
-
-    hidden: int
-    """Elements of a row."""
-
-    dtype: torch.dtype
-    """Type of the elements."""
+    taps: Taps  # the requested layers and window
+    slots: int  # positions that are kept: the window and a margin, or the whole capacity
+    hidden: int  # elements of a row
+    dtype: torch.dtype  # type of the elements
 
     @classmethod
     def of(cls, taps: Taps, layout: KvLayout, capacity: int) -> TapLayout:
@@ -101,14 +90,11 @@ class TapRows(ABC):
     that are ``slots`` older: see :class:`paceline.kv.segment.SegmentHeader`.
     """
 
-    ahead = 0
-    """Rows that may be written before they are committed."""
+    ahead = 0  # rows that may be written before they are committed
 
     def __init__(self, layout: TapLayout) -> None:
-        self.layout = layout
-        """Their layout."""
-        self.first = sys.maxsize
-        """First position that was ever written."""
+        self.layout = layout  # their layout
+        self.first = sys.maxsize  # first position that was ever written
 
     @abstractmethod
     def record(self, first: int, states: HiddenStates, rows: slice | list[int]) -> None:
@@ -173,26 +159,14 @@ class KvLayout:
     contiguous in tokens and one gather moves a path of all layers. The header precedes the first.
     """
 
-    layers: int
-    """Decoder layers that have keys and values."""
-
-    kv_heads: int
-    """Key/value heads per layer."""
-
-    head_dim: int
-    """Elements per head."""
-
-    dtype: torch.dtype
-    """Type of keys and values; int8 as in :mod:`paceline.kernels.caches`."""
-
-    hidden: int = 0
-    """Elements of a hidden state."""
-
-    hidden_dtype: torch.dtype = torch.float32
-    """Type of hidden states."""
-
+    layers: int  # decoder layers that have keys and values
+    kv_heads: int  # key/value heads per layer
+    head_dim: int  # elements per head
+    dtype: torch.dtype  # type of keys and values; int8 as in `caches`
+    hidden: int = 0  # elements of a hidden state
+    hidden_dtype: torch.dtype = torch.float32  # type of hidden states
+    # Layers that have recurrent states instead; None if there are none.
     delta: DeltaShape | None = None
-    """Layers that have recurrent states instead; None: there are none."""
 
     @classmethod
     def of(cls, config: DecoderConfig) -> KvLayout:
@@ -255,14 +229,10 @@ class SequenceKv(ABC):
     - ``file`` is the segment's descriptor, and -1 once it is closed.
     """
 
-    device = torch.device("cpu")
-    """Where the KV is."""
-
+    device = torch.device("cpu")  # where the KV is
+    # Addresses of all layers for compiled programs; None: KV in pages.
     table: LayerTable | None = None
-    """Addresses of all layers for compiled programs; None: KV in pages."""
-
-    taps: TapRows | None = None
-    """Hidden states that are kept; None: none."""
+    taps: TapRows | None = None  # hidden states that are kept; None: none
 
     def __init__(
         self,
@@ -276,25 +246,21 @@ class SequenceKv(ABC):
         """Make a segment. It has an address range, but memory for its header only.
 
         ``taps`` describes the hidden states that are kept, ``pages`` the pool of the KV's pages;
-        without it the KV is in the body. Raises ``OutOfMemory``: it cannot be made or mapped.
+        without it the KV is in the body. Raises ``OutOfMemory`` if it cannot be made or mapped.
         """
-        self.layout = layout
-        """Shape of the model's KV."""
-        self.capacity = capacity
-        """Slots. Unit: tokens."""
-        self.reserved = 0
-        """Slots that have memory. Unit: tokens."""
+        self.layout = layout  # shape of the model's KV
+        self.capacity = capacity  # slots. Unit: tokens.
+        self.reserved = 0  # slots that have memory. Unit: tokens.
+        # Recurrent states, in memory that only this process has; None: the model has none.
         self.states = None if layout.delta is None else RecurrentStates(layout.delta)
-        """Recurrent states, in memory that only this process has; None: the model has none."""
-        self.file_bytes = HEADER_BYTES + body_bytes
-        """The segment's size. Unit: bytes."""
+        self.file_bytes = HEADER_BYTES + body_bytes  # the segment's size. Unit: bytes.
         try:
             self.file, mapping = new_segment(self.file_bytes)
         except (OSError, ValueError) as error:
             raise OutOfMemory(f"cannot map {self.file_bytes} bytes of KV: {error}") from error
         _open_files.add(self.file)
+        # The segment's header, for readers in other processes; unusable once closed.
         self.header = SegmentHeader(mapping)
-        """The segment's header, for readers in other processes; unusable once closed."""
         self.header.describe(
             kv_pb2.SegmentLayout(
                 layers=layout.layers,
@@ -338,7 +304,7 @@ class SequenceKv(ABC):
 
     def copy_prefix(self, source: Self, tokens: int, committed: int) -> None:
         """Take over the first ``tokens`` positions of another cache of the same class and layout,
-        which has ``committed``. Raises ``OutOfMemory``: there is not enough memory for them."""
+        which has ``committed``. Raises ``OutOfMemory`` if there is not enough memory for them."""
         self.reserve(tokens)
         self._copy_kv(source, tokens)
         if self.states is not None and source.states is not None:

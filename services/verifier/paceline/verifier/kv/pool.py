@@ -59,16 +59,14 @@ class PagePool:
         ``driver`` allocates; None: libcuda for a GPU, PyTorch on the CPU. Raises ``OutOfMemory``:
         the device has too little memory, or the size is less than a page.
         """
-        self.layout = layout
-        """Shape of the model's KV."""
-        self.device = device
-        """Device of the memory."""
+        self.layout = layout  # shape of the model's KV
+        self.device = device  # device of the memory
         self.page_bytes = PAGE_TOKENS * layout.token_bytes
         count = kv_bytes // self.page_bytes
         if count < 1:
             raise OutOfMemory(f"{kv_bytes} bytes of KV hold no page of {self.page_bytes} bytes")
+        # The exported allocation; None on the CPU, where other processes cannot map it.
         self.exported: ExportedMemory | None = None
-        """The exported allocation; None on the CPU, where other processes cannot map it."""
         shape = (count, layout.layers, 2, layout.kv_heads, PAGE_TOKENS, layout.head_dim)
         if driver is not None or device.type == "cuda":
             try:
@@ -77,19 +75,19 @@ class PagePool:
                 )
             except DriverError as error:
                 raise OutOfMemory(f"no {kv_bytes} bytes of GPU memory for KV: {error}") from error
+            # `[pages, layers, 2, kv_heads, PAGE_TOKENS, head_dim]`; 0 is keys, 1 values.
             self.kv: Tensor = self.exported.bytes.view(layout.dtype).view(shape)
-            """``[pages, layers, 2, kv_heads, PAGE_TOKENS, head_dim]``; 0 is keys, 1 values."""
         else:
             self.kv = torch.zeros(shape, dtype=layout.dtype, device=device)
         hidden = max(1, layout.hidden)
         rows = self.page_bytes // (hidden * layout.hidden_dtype.itemsize)
         memory = self.kv.view(count, -1).view(torch.uint8).view(layout.hidden_dtype)
+        # The same memory as rows of hidden states, `[pages, rows, hidden]`.
         self.states: Tensor = memory[:, : rows * hidden].view(count, rows, hidden)
-        """The same memory as rows of hidden states, ``[pages, rows, hidden]``."""
         max_pages = (round_up(max_context) + TREE_TOKENS) // PAGE_TOKENS
         # Row 0 belongs to no sequence; all its entries are page 0.
+        # Pages of each sequence, int32 `[sequences, max_pages]`.
         self.tables = torch.zeros(max_sequences + 1, max_pages, dtype=torch.int32, device=device)
-        """Pages of each sequence, int32 ``[sequences, max_pages]``."""
         self._holders = [0] * count  # sequences that hold each page
         self._reading = torch.Stream(device) if device.type in ACCELERATORS else None
         self._free_pages = list(range(count))[::-1]
@@ -205,7 +203,7 @@ class PagePool:
 
         Args:
             blocks: Where hidden states of a sequence go, the position of its first row, its rows
-                of the step, and the first of them in ``moved``; None: they are not in it.
+                of the step, and the first of them in ``moved``; None if they are not in it.
             states: Outputs of tapped layers for all rows of the step, ``[M, hidden]`` each.
             moved: What :meth:`keep_accepted` returned; None: nothing was moved.
         """
@@ -243,7 +241,7 @@ class PagePool:
         wait_for(self.device)
 
     def take_row(self) -> int:
-        """Take a page table; returns its row. Raises ``OutOfMemory``: none is free."""
+        """Take a page table; returns its row. Raises ``OutOfMemory`` if none is free."""
         if not self._free_rows:
             raise OutOfMemory("every page table is taken; wait for other sequences to end")
         return self._free_rows.pop()
@@ -308,10 +306,8 @@ class TapPages(TapRows):
     def __init__(self, layout: TapLayout, pool: PagePool, table: Tensor) -> None:
         """Take no pages yet; ``table`` is the page table, int32 in the cache's file."""
         super().__init__(layout)
-        self.pages: list[int] = []
-        """The pages, in order."""
-        self.pool = pool
-        """Pool of the pages."""
+        self.pages: list[int] = []  # the pages, in order
+        self.pool = pool  # pool of the pages
         self._table = table
 
     def lacking(self, tokens: int) -> int:

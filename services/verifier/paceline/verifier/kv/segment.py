@@ -27,8 +27,8 @@ class TapPlanes(TapRows):
     def __init__(self, layout: TapLayout, memory: Tensor) -> None:
         """View flat memory of the layout's type and size."""
         super().__init__(layout)
+        # The planes, `[layers, slots, hidden]`.
         self.rows = memory.view(len(layout.taps.layers), layout.slots, layout.hidden)
-        """The planes, ``[layers, slots, hidden]``."""
         self._bytes = list(host_bytes(self.rows))
 
     def record(self, first: int, states: HiddenStates, rows: slice | list[int]) -> None:
@@ -58,12 +58,9 @@ class SegmentMemory:
     """
 
     def __init__(self, layout: KvLayout, limit_bytes: int) -> None:
-        self.layout = layout
-        """Shape of the model's KV."""
-        self.limit_bytes = limit_bytes
-        """Maximum memory of all segments together. Unit: bytes."""
-        self.used_bytes = 0
-        """Memory taken. Unit: bytes."""
+        self.layout = layout  # shape of the model's KV
+        self.limit_bytes = limit_bytes  # maximum memory of all segments together. Unit: bytes.
+        self.used_bytes = 0  # memory taken. Unit: bytes.
 
     def allocate(self, capacity: int, taps: TapLayout | None) -> Segment:
         """Make a segment, which has no memory yet; see :class:`Segment`."""
@@ -107,7 +104,7 @@ class Segment(SequenceKv):
 
     def __init__(self, memory: SegmentMemory, capacity: int, taps: TapLayout | None = None) -> None:
         """Make a segment of so many slots, a multiple of 256. It has an address range, but memory
-        for its header only. Raises ``OutOfMemory``: it cannot be made or mapped."""
+        for its header only. Raises ``OutOfMemory`` if it cannot be made or mapped."""
         layout = memory.layout
         kv_bytes = capacity * layout.token_bytes
         self._taps_offset = HEADER_BYTES + kv_bytes
@@ -119,8 +116,8 @@ class Segment(SequenceKv):
         )
         self._memory = memory
         shape = (layout.layers, 2, layout.kv_heads, capacity, layout.row_width)
+        # `[layers, 2, kv_heads, capacity, row_width]` over the mapping; 0 is keys, 1 values.
         self.kv: Tensor = self._body[:kv_bytes].view(layout.dtype).view(shape)
-        """``[layers, 2, kv_heads, capacity, row_width]`` over the mapping; 0 is keys, 1 values."""
         if taps is not None:
             self.taps = TapPlanes(taps, self._body[kv_bytes:].view(taps.dtype))
         self._layers = [(layer[0], layer[1]) for layer in self.kv]

@@ -63,14 +63,14 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
     ) -> None:
         """Make a servicer; :meth:`start` opens its socket.
 
-        ``store`` has the caches that drafters may map; None: there are none.
+        ``store`` has the caches that drafters may map; None if there are none.
 
         ``path`` is the file of the Unix socket, which drafter services must see under the same
-        path; None: it has an abstract name, for the network namespace of this process. ``weights``
-        is the descriptor of the packed weights; None: they are not shared. ``needs_token`` says
-        that calls need one: then its holders may connect as other users. ``review`` removes
-        drafters that cannot be used from a list, or raises ``ServiceError`` for the service.
-        """
+        path; None if it has an abstract name, for the network namespace of this process.
+        ``weights`` is the descriptor of the packed weights; None if they are not shared.
+        ``needs_token`` says that calls need one: then its holders may connect as other users.
+        ``review`` removes drafters that cannot be used from a list, or raises ``ServiceError`` for
+        the service."""
         self._model = model
         self._engine = engine
         self._store = store
@@ -85,9 +85,9 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         self._handshakes: dict[asyncio.Task[None], None] = {}
         self._refused: set[int] = set()
         self._links: list[Link] = []
+        # Called with the layers whose hidden states the joined drafters read, whenever a list of
+        # drafters has come.
         self.on_tapped: Callable[[tuple[int, ...]], None] = lambda layers: None
-        """Called with the layers whose hidden states the joined drafters read, whenever a list of
-        drafters has come."""
 
     def joined(self) -> list[verifier_pb2.JoinedService]:
         """The services that have joined, in order."""
@@ -130,7 +130,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         return {(each.kv_policy, tuple(each.scored_layers)) for each in found if each.kv_policy}
 
     async def start(self) -> None:
-        """Open the socket. Raises ``OptionsError``: its path cannot be used."""
+        """Open the socket. Raises ``OptionsError`` if its path cannot be used."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.setblocking(False)
         try:
@@ -322,7 +322,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
 
     def _check_names(self, drafters: exchange_pb2.DrafterList, known: bool) -> None:
         """Names that a known service offers are not for an unknown one, which loses those that a
-        known one brings. Raises ``ServiceError``: a name is taken."""
+        known one brings. Raises ``ServiceError`` if a name is taken."""
         names = {each.name for each in drafters.drafters}
         for link in self._links:
             taken = names & {each.name for each in link.drafters.drafters}
@@ -403,8 +403,8 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         return False
 
     def _files(self, token: bytes) -> list[int]:
-        """The descriptors that a token or read grant stands for. Raises ``CacheNotFound``: there is
-        none."""
+        """The descriptors that a token or read grant stands for. Raises ``CacheNotFound`` if there
+        is none."""
         if token == self._weights_token and self._weights is not None:
             return [self._weights]
         if self._store is None:

@@ -22,16 +22,15 @@ from paceline.verifier.rpc.streams import first_message, write
 from paceline.verifier.store import CAPABILITY_BYTES, Cache, CacheNotFound, CacheStore
 from paceline.verifier.telemetry import FollowCounts
 
+# Maximum size of KV or hidden states in one message, so that encoding it does not block the event
+# loop for long. Unit: bytes.
 MESSAGE_BYTES = 1 << 20
-"""Maximum size of KV or hidden states in one message, so that encoding it does not block the event
-loop for long. Unit: bytes."""
 
+# Maximum number of updates sent that are not acknowledged yet. A slower link skips rounds.
 UPDATES_AHEAD = 2
-"""Maximum number of updates sent that are not acknowledged yet. A slower link skips rounds."""
 
 _POSITION_BYTES = 4
-MAX_FOLLOWERS = 16
-"""Maximum number of FollowCache streams per cache."""
+MAX_FOLLOWERS = 16  # maximum number of FollowCache streams per cache
 
 
 class StateFeed:
@@ -146,7 +145,7 @@ class FollowStream:
 
     async def serve(self, context: Any) -> None:
         """Send the shape, then updates until the drafter ends the stream or the cache is gone.
-        Raises ``ServiceError``: the cache is gone, or the drafter sent an invalid message."""
+        Raises ``ServiceError`` if the cache is gone, or the drafter sent an invalid message."""
         sequence, observer = self._cache.sequence, self._policy.observer
         sequence.listeners.add(self._changed.set)
         if observer is not None:

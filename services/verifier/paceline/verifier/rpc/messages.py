@@ -28,11 +28,10 @@ from paceline.verifier.grammar import Grammar, GrammarError, Grammars, GrammarsB
 from paceline.verifier.kv.base import OutOfMemory, Taps
 from paceline.verifier.store import CacheNotFound, StoreFull
 
+# Delay that clients are advised to wait for KV memory. Generations take seconds.
 RETRY_SECONDS = 0.5
-"""Delay that clients are advised to wait for KV memory. Generations take seconds."""
 
-Model = verifier_pb2.GetModelResponse
-"""Description of the served model."""
+Model = verifier_pb2.GetModelResponse  # description of the served model
 
 _invalid = ServiceError.invalid_argument
 

@@ -58,8 +58,8 @@ class GenerateStream:
         self._telemetry = telemetry
 
     async def serve(self, first: verifier_pb2.GenerateRequest, context: Any) -> None:
-        """Serve the stream whose first message is ``first``. Raises ``ServiceError``: a message was
-        invalid, a step failed, or a newer stream began (ABORTED)."""
+        """Serve the stream whose first message is ``first``. Raises ``ServiceError`` if a message
+        was invalid, a step failed, or a newer stream began (ABORTED)."""
         cache, task = self._cache, asyncio.current_task()
         assert task is not None
         if isinstance(cache.stream, asyncio.Task):
@@ -122,7 +122,7 @@ class GenerateStream:
 
     async def _read_credits(self, job: Decode, context: Any) -> None:
         """Pass on credits until the client ends its side of the stream. A message that is wrong
-        ends the job. Raises ``ServiceError``: it is."""
+        ends the job. Raises ``ServiceError`` if it is."""
         try:
             while (request := await context.read()) is not grpc.aio.EOF:
                 self._engine.grant(job, min(request.credits, _MAX_CREDITS))

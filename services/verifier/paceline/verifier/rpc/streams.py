@@ -14,7 +14,7 @@ _LAST_WRITE_SECONDS = 1.0  # for the end of a message whose stream is cancelled
 
 
 async def first_message(context: Any) -> Any:
-    """The first message of a stream, or grpc.aio.EOF. Raises ``ServiceError``: none comes."""
+    """The first message of a stream, or grpc.aio.EOF. Raises ``ServiceError`` if none comes."""
     reading = asyncio.ensure_future(context.read())
     try:
         done, _ = await asyncio.wait([reading], timeout=limits.FIRST_MESSAGE_SECONDS)
@@ -31,7 +31,7 @@ async def first_message(context: Any) -> Any:
 
 async def write(context: Any, message: Message) -> None:
     """Send a message. A cancellation waits for that: a call whose first message is interrupted can
-    carry no status, and its client would wait for ever. Raises ``ServiceError``: the peer takes
+    carry no status, and its client would wait for ever. Raises ``ServiceError`` if the peer takes
     none."""
     writing = asyncio.ensure_future(context.write(message))
     try:

@@ -47,15 +47,11 @@ _MAX_EXPONENT = 100.0
 class Account:
     """What drafting brings to a sequence, or to all sequences of a drafter."""
 
-    balance: float = _START
-    """See the module. Unit: plain tokens."""
-
+    balance: float = _START  # see the module. Unit: plain tokens.
+    # Power of a tree's survivals at which their sum is the number of accepted nodes: the
+    # temperature of DSpark 3.2.1, found online. It keeps the order of a tree's nodes.
     exponent: float = 1.0
-    """Power of a tree's survivals at which their sum is the number of accepted nodes: the
-    temperature of DSpark 3.2.1, found online. It keeps the order of a tree's nodes."""
-
-    nodes: float = float(MAX_NODES)
-    """Maximum number of nodes that are worth drafting."""
+    nodes: float = float(MAX_NODES)  # maximum number of nodes that are worth drafting
 
     @property
     def paying(self) -> bool:
@@ -90,13 +86,11 @@ class SequenceState:
 
     def __init__(self, drafter: Account, now: float) -> None:
         """Begin with the account of the drafter; ``now`` is the reading of the plain clock."""
-        self.own = replace(drafter, balance=min(_START, drafter.balance))
-        """Its account."""
-        self.drafting = False
-        """Whether its round has a draft, or the round before had one."""
+        self.own = replace(drafter, balance=min(_START, drafter.balance))  # its account
+        self.drafting = False  # whether its round has a draft, or the round before had one
+        # Net tokens that this sequence's drafting has cost the other sequences since its last
+        # answer.
         self.owed = 0.0
-        """Net tokens that this sequence's drafting has cost the other sequences since its last
-        answer."""
         self._drafter = drafter
         self._began = now
         self._suspended = True
@@ -161,17 +155,10 @@ class SequenceState:
 class _PlainSpeed:
     """Speed of plain decoding at a load."""
 
-    ratio: float = 1.0
-    """Measured time over predicted time."""
-
-    steps: int = 0
-    """Plain steps of this process; an earlier one may have left a ratio."""
-
-    missing: int = FIRST_STEPS
-    """Plain steps after which the ratio is known."""
-
-    drafted: int = 0
-    """Steps beside drafting since the newest plain step."""
+    ratio: float = 1.0  # measured time over predicted time
+    steps: int = 0  # plain steps of this process; an earlier one may have left a ratio
+    missing: int = FIRST_STEPS  # plain steps after which the ratio is known
+    drafted: int = 0  # steps beside drafting since the newest plain step
 
 
 class PlainClock:

@@ -16,8 +16,7 @@ from paceline.decoder import Decoder, LocalCache
 from paceline.decoder.graphs import SHAPES
 from paceline.kernels import QueryBlock, plan_trees
 
-TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
-"""Batch tokens that are measured."""
+TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)  # batch tokens that are measured
 
 _NEAR, _FAR = 32, 2048  # contexts that are measured; costs are linear in them. Unit: tokens
 _ROWS = 4  # batch tokens a sequence
@@ -28,17 +27,15 @@ _KV_BYTES = 512 << 20  # all caches together: larger than those of processors
 
 _USUAL_RISE = 0.06
 
-WEIGHT = 0.05
-"""Weight of the newest step in running means."""
+WEIGHT = 0.05  # weight of the newest step in running means
 
-FIRST_STEPS = 16
-"""Steps after which a running mean is known. Each counts as much as another one."""
+FIRST_STEPS = 16  # steps after which a running mean is known. Each counts as much as another one.
 
+# A step that takes this many times longer than predicted was disturbed and is left out.
 OUTLIER = 5.0
-"""A step that takes this many times longer than predicted was disturbed and is left out."""
 
+# Runs a step of batch tokens, tokens a sequence and context; the time it took in seconds.
 Run = Callable[[int, int, int], float]
-"""Runs a step of batch tokens, tokens a sequence and context; the time it took in seconds."""
 
 
 @dataclass(frozen=True)
@@ -50,21 +47,14 @@ class CostTable:
             and finite.
     """
 
-    tokens: tuple[int, ...]
-    """Batch tokens of the points, rising."""
-
-    seconds: tuple[float, ...]
-    """Time of a step at each point, without the rest. Unit: seconds."""
-
-    per_sequence: float = 0.0
-    """Time that each sequence in a step adds. Unit: seconds."""
-
+    tokens: tuple[int, ...]  # batch tokens of the points, rising
+    seconds: tuple[float, ...]  # time of a step at each point, without the rest. Unit: seconds.
+    per_sequence: float = 0.0  # time that each sequence in a step adds. Unit: seconds.
+    # Time that each KV token of a sequence's context adds, which its batch tokens read together.
+    # Unit: seconds.
     per_kv: float = 0.0
-    """Time that each KV token of a sequence's context adds, which its batch tokens read together.
-    Unit: seconds."""
-
+    # Time that each KV token adds for each batch token that attends to it. Unit: seconds.
     per_attended: float = 0.0
-    """Time that each KV token adds for each batch token that attends to it. Unit: seconds."""
 
     def __post_init__(self) -> None:
         valid = (
@@ -96,10 +86,8 @@ class Costs:
     """
 
     def __init__(self, profiled: CostTable) -> None:
-        self.profiled = profiled
-        """The table as it was measured."""
-        self.scale = 1.0
-        """The common factor."""
+        self.profiled = profiled  # the table as it was measured
+        self.scale = 1.0  # the common factor
         self._steps = 0
         self._seconds = list(profiled.seconds)
 

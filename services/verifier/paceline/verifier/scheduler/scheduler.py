@@ -34,19 +34,18 @@ if TYPE_CHECKING:
 
 _MAX_IDLE = 5.0  # seconds; a longer wait was not for trees
 
+# Plain steps of one generation behind a prompt or a draft that are not measured. They are slower,
+# by up to a half: caches are cold, and a drafter may be opening the sequence. Of several
+# generations fewer: their steps are longer, and others come and go.
 _SETTLING = 4
-"""Plain steps of one generation behind a prompt or a draft that are not measured. They are slower,
-by up to a half: caches are cold, and a drafter may be opening the sequence. Of several generations
-fewer: their steps are longer, and others come and go."""
 
+# Plain steps in whose time a step with pieces of prompts should end, counted from the end of the
+# step before. With what the table does not know, texts beside them get a token in about four.
 MAX_GAP = 3.0
-"""Plain steps in whose time a step with pieces of prompts should end, counted from the end of the
-step before. With what the table does not know, texts beside them get a token in about four."""
 
 _PROMPT_WEIGHT = 0.25  # of the newest step with pieces of prompts: they last for a few steps
 
-MIN_PROMPT = 16
-"""Tokens of prompts that a step takes beside any rounds."""
+MIN_PROMPT = 16  # tokens of prompts that a step takes beside any rounds
 
 _AHEAD = 32  # nodes up to which the cheapest ones are sought before trees are made
 _FORMAT = 8  # of the file, and of what is measured
@@ -57,29 +56,14 @@ _TOO_SLOW = 0.75  # learnt scale of a table below which it was measured beside o
 class _Plan:
     """The step that runs."""
 
-    jobs: Items[Decode]
-    """Its generations."""
-
-    expected: Items[float]
-    """For each generation, the sum of its admitted nodes' survivals."""
-
-    nodes: Items[int]
-    """For each generation, the number of its admitted nodes."""
-
-    plain_seconds: float
-    """Predicted time of a plain step of all generations. Unit: seconds."""
-
-    prompts: bool
-    """Whether it holds pieces of prompts."""
-
-    plain: bool
-    """Whether its time is that of plain decoding."""
-
-    tokens: int
-    """Batch tokens, admitted nodes included."""
-
-    context: float
-    """KV tokens that each attends to, on average."""
+    jobs: Items[Decode]  # its generations
+    expected: Items[float]  # for each generation, the sum of its admitted nodes' survivals
+    nodes: Items[int]  # for each generation, the number of its admitted nodes
+    plain_seconds: float  # predicted time of a plain step of all generations. Unit: seconds.
+    prompts: bool  # whether it holds pieces of prompts
+    plain: bool  # whether its time is that of plain decoding
+    tokens: int  # batch tokens, admitted nodes included
+    context: float  # KV tokens that each attends to, on average
 
 
 class Scheduler:
