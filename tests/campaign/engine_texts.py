@@ -28,13 +28,13 @@ from paceline.tree import TokenTree
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import (
     LOCAL,
+    CachedSequence,
     ConstraintFailed,
     Decode,
     EngineJob,
     FinishReason,
     GenerationParams,
     Prefill,
-    Sequence,
 )
 from paceline.verifier.engine.local import LocalGuesses, LocalSources
 from paceline.verifier.grammar import Grammar, Grammars
@@ -96,7 +96,7 @@ class Scripts(LocalSources):
 
     def __init__(self) -> None:
         super().__init__(SOURCES)
-        self.parts: dict[Sequence, Part] = {}
+        self.parts: dict[CachedSequence, Part] = {}
 
     def begin(self, job: Decode) -> LocalGuesses | None:
         """The script of a part."""
@@ -146,17 +146,17 @@ class World:
         options = {"kv_cache_dtype": self.drawn["kv"], "numerics": self.drawn["numerics"]}
         return Decoder.load(path, weights, **options)
 
-    def open(self, generation: GenerationParams) -> Sequence:
+    def open(self, generation: GenerationParams) -> CachedSequence:
         """A new sequence."""
         capacity, taps = self.layout.capacity(generation.length_limit), None
         if generation.taps is not None:
             taps = TapLayout.of(generation.taps, self.layout, capacity)
-        return Sequence(generation, self.memory.allocate(capacity, taps))
+        return CachedSequence(generation, self.memory.allocate(capacity, taps))
 
     def write(
         self,
-        sequence: Sequence,
-        parent: Sequence | None = None,
+        sequence: CachedSequence,
+        parent: CachedSequence | None = None,
         drafter: str | None = None,
         steps: int = MANY,
         streams: int = MANY,
@@ -305,7 +305,7 @@ class Part:
         self.reference.world.engine._close(self.sequence)
 
 
-def _same_kv(own: Sequence, reference: Sequence, begin: int) -> bool:
+def _same_kv(own: CachedSequence, reference: CachedSequence, begin: int) -> bool:
     """Whether committed keys and values from a position on are the same."""
     mine, theirs = (
         each.kv.kv[..., begin : own.committed, :].view(_BITS[each.kv.kv.itemsize])
@@ -314,7 +314,7 @@ def _same_kv(own: Sequence, reference: Sequence, begin: int) -> bool:
     return torch.equal(mine, theirs)
 
 
-def _same_states(own: Sequence, reference: Sequence, begin: int) -> bool:
+def _same_states(own: CachedSequence, reference: CachedSequence, begin: int) -> bool:
     """Whether the hidden states from a position on that both keep are the same."""
     mine, theirs = own.kv.taps, reference.kv.taps
     if mine is None or theirs is None:

@@ -20,7 +20,7 @@ from paceline.decoder.experts import Experts
 from paceline.decoder.products import (
     FIXED_ROWS,
     SLICES,
-    Products,
+    FixedProducts,
     digest_of_sources,
     fix_products,
     use_library_without_splits,
@@ -156,9 +156,9 @@ def test_a_mixture_has_rules_for_its_layers_and_its_experts_in_the_digest(
 ) -> None:
     given: list[Any] = []
 
-    def record(*layers: Any) -> Products:
+    def record(*layers: Any) -> FixedProducts:
         given.extend(layers)
-        return Products({}, "", "")
+        return FixedProducts({}, "", "")
 
     monkeypatch.setattr("paceline.decoder.model.fix_products", record)
     decoder = Decoder.load(models["qwen3-moe"])

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("kernels", "services", "client", "train", "bench")
+PRODUCT = ("kernels", "services", "client")
+PACKAGES = (*PRODUCT, "train", "bench")
 
 GIVEN_UP = (
     *("TreeSegment", "LevelSegment", "ContextSegment", "chain_segments", "BlockTables", "CBlock"),
@@ -93,6 +94,17 @@ def test_words_that_were_given_up_do_not_come_back() -> None:
         words = set(re.findall(r"\w+", file.read_text()))
         back += [f"{file.relative_to(ROOT)}: {name}" for name in sorted(words & set(GIVEN_UP))]
     assert not back, "see the table of words in CONTRIBUTING.md"
+
+
+def test_a_class_name_means_one_class_of_the_product() -> None:
+    places: dict[str, list[Path]] = {}
+    for file, tree in modules().items():
+        if file.parts[0] in PRODUCT:
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(file)
+    twice = {name: files for name, files in places.items() if len(files) > 1}
+    assert not twice
 
 
 def test_fields_are_described_under_the_field() -> None:

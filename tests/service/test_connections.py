@@ -11,7 +11,7 @@ import pytest
 from calls import until
 
 from paceline.service import limits
-from paceline.service.connections import Connections
+from paceline.service.connections import ServerConnections
 
 from .conftest import Serve
 from .toy import ask, echo, open_stream
@@ -69,7 +69,7 @@ async def test_the_connection_that_was_unused_for_longest_goes_first() -> None:
         ended.append(number)
 
     waiting = [asyncio.create_task(wait(number)) for number in range(4)]
-    connections = Connections()
+    connections = ServerConnections()
     with connections.in_call(callers[0][1].get_extra_info("sockname")[1]):
         for most, expected in ((4, []), (3, [2]), (2, [2, 3]), (1, [2, 3, 1])):
             connections._close_unused(port, most)

@@ -6,8 +6,7 @@ Run by tests/drafter/test_methods.py, in a process of its own.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +29,7 @@ from paceline.kv.selection import SelectionPolicy
 from paceline.tree import TokenTree
 from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import Decode, Draft, GenerationParams, Prefill, Sequence
+from paceline.verifier.engine.job import CachedSequence, Decode, Draft, GenerationParams, Prefill
 from paceline.verifier.grammar import Guide
 from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
 from paceline.verifier.kv.pool import PagePool
@@ -136,7 +135,7 @@ class EvenTokens(Guide):
     def allowed(self) -> Any:
         return np.full(-(-VOCAB // 8), 0b01010101, np.uint8)
 
-    def accepts(self, tokens: Items[int]) -> int:
+    def accepts(self, tokens: Sequence[int]) -> int:
         return next((at for at, token in enumerate(tokens) if token % 2), len(tokens))
 
     def push(self, token: int) -> None:
@@ -321,7 +320,7 @@ def stepped(
     for index in range(count):
         params = GenerationParams((3, 1, 4 + index), length_limit=50, taps=Taps((0, 1)), **fields)
         taps = TapLayout.of(Taps((0, 1)), pool.layout, 256)
-        sequences.append(Sequence(params, pool.allocate(256, taps)))
+        sequences.append(CachedSequence(params, pool.allocate(256, taps)))
         chosen = load_policy(policy)(sequences[-1].kv, (0, 1))
         if policies is not None and chosen.observer is not None:
             policies.append(chosen)

@@ -17,7 +17,7 @@ from paceline.decoder import BatchInvariance, Decoder, ForwardResult, GraphRunne
 from paceline.decoder.graphs import FIXED_SHAPES
 from paceline.decoder.invariance import ServedForward, served_slots
 from paceline.decoder.model import numerics_for
-from paceline.decoder.products import Products
+from paceline.decoder.products import FixedProducts
 from paceline.kernels import PagedPlane, QueryBlock, attention, plan_trees
 from paceline.v1 import verifier_pb2
 from paceline.verifier.kv.base import KvLayout
@@ -87,7 +87,7 @@ async def test_what_is_not_promised_is_told(
 
         async def checked(attends: str = "triton", **facts: Any) -> str:
             monkeypatch.setitem(attention.LOADED, "cuda", SimpleNamespace(name=attends))
-            decoder.products = Products(**facts) if facts else None
+            decoder.products = FixedProducts(**facts) if facts else None
             decoder.device = GPU
             found = await service.engine.between_steps(lambda: check_steps(decoder, None, pool))
             info.set_invariance(dataclasses.replace(found), decoder)
@@ -121,7 +121,7 @@ def test_the_window_that_a_text_reaches_is_passed(
 ) -> None:
     decoder = load_target(open_model(model), VerifierOptions(), CPU)
     decoder.config = dataclasses.replace(decoder.config, windows=(600, None))
-    decoder.products = Products({}, "", "")
+    decoder.products = FixedProducts({}, "", "")
     pool = make_pool(decoder, max_context)
     given: list[Any] = []
 
@@ -141,7 +141,7 @@ def test_the_window_that_a_text_reaches_is_passed(
 def test_a_check_leaves_no_page_taken(model: Path) -> None:
     decoder = load_target(open_model(model), VerifierOptions(), CPU)
     pool = make_pool(decoder, 1024)
-    decoder.products = Products({}, "", "")
+    decoder.products = FixedProducts({}, "", "")
     graphs: GraphRunner | None = None
     found = check_steps(decoder, graphs, pool)
     assert "a tree across position 192" in found.reason, "torch's attention keeps no bits"

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verifier_support import LAYOUT, MEMORY, Client, serving, text
 
-from paceline.verifier.engine.job import GenerationParams, Sequence
+from paceline.verifier.engine.job import CachedSequence, GenerationParams
 from paceline.verifier.engine.queue import CHUNK_TOKENS, PrefixCache
 from paceline.verifier.kv.pool import PagedKv, PagePool
 from paceline.verifier.kv.segment import Segment
@@ -168,9 +168,9 @@ async def client_reusing(model: Path, tmp_path: Path) -> Any:
         yield client
 
 
-def sequence(owner: str, tokens: list[int]) -> Sequence:
+def sequence(owner: str, tokens: list[int]) -> CachedSequence:
     """A sequence whose whole text but the newest token is committed."""
-    made = Sequence(
+    made = CachedSequence(
         GenerationParams(tuple(tokens), length_limit=1000), Segment(MEMORY, 1024), owner
     )
     made.committed = len(tokens) - 1

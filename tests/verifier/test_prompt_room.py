@@ -18,7 +18,13 @@ from paceline.decoder.graphs import SHAPES
 from paceline.tree import EMPTY
 from paceline.verifier.engine.batch import MIN_GRAPH_PROMPT, prompt_room
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import Decode, GenerationParams, Prefill, Sequence, StepOutput
+from paceline.verifier.engine.job import (
+    CachedSequence,
+    Decode,
+    GenerationParams,
+    Prefill,
+    StepOutput,
+)
 from paceline.verifier.engine.queue import CommandThread
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
@@ -67,9 +73,9 @@ def step(engine: Engine) -> int:
     return sum(sizes)
 
 
-def sequence(pool: PagePool, length: int) -> Sequence:
+def sequence(pool: PagePool, length: int) -> CachedSequence:
     params = GenerationParams(tuple(text(length, length)), length_limit=2000)
-    return Sequence(params, pool.allocate(2048, None))
+    return CachedSequence(params, pool.allocate(2048, None))
 
 
 def test_a_long_prompt_beside_a_generation_leaves_its_steps_short(

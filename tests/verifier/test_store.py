@@ -12,13 +12,13 @@ from verifier_support import LAYOUT, Clock
 
 from paceline.service import limits
 from paceline.verifier import store as store_module
-from paceline.verifier.engine.job import FinishReason, GenerationParams, Sequence
+from paceline.verifier.engine.job import CachedSequence, FinishReason, GenerationParams
 from paceline.verifier.kv.base import Taps, open_segments
 from paceline.verifier.kv.segment import Segment, SegmentMemory
 from paceline.verifier.store import CacheNotFound, CacheStore, StoreFull
 
 
-async def free(sequence: Sequence) -> None:
+async def free(sequence: CachedSequence) -> None:
     sequence.kv.close()
 
 
@@ -51,7 +51,7 @@ async def test_a_lease_that_was_renewed_while_another_cache_is_freed() -> None:
     clock = Clock()
     gate = asyncio.Event()
 
-    async def slow(sequence: Sequence) -> None:
+    async def slow(sequence: CachedSequence) -> None:
         await gate.wait()
         sequence.kv.close()
 
@@ -183,7 +183,7 @@ async def test_the_youngest_generation_makes_room() -> None:
 async def test_a_cancelled_release_frees_the_memory() -> None:
     slow = asyncio.Event()
 
-    async def later(sequence: Sequence) -> None:
+    async def later(sequence: CachedSequence) -> None:
         await slow.wait()
         sequence.kv.close()
 

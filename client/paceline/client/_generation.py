@@ -17,7 +17,7 @@ from ._fleet import Fleet
 from ._options import DraftOptions, GenerationOptions
 from ._stats import GenerationTrace, RoundStats, Stats, Usage
 from ._stream import UNLIMITED, StreamRequest, TokenStream, cost
-from ._text import Chunk, FinishReason, Model, Output, TokenLogprob
+from ._text import Chunk, EmittedText, FinishReason, Model, TokenLogprob
 from ._transport import Connections
 
 # Longest wait for the release of caches when the client closes. Unit: seconds.
@@ -78,7 +78,7 @@ class Generation:
         self._iterated = False
         self._stopped_by: Exception | None = None
         self._prompt_tokens: list[int] = []
-        self._output = Output(None, ())
+        self._output = EmittedText(None, ())
         self._reused = 0
         self._stream: TokenStream | None = None
         self._releasing: asyncio.Task[None] | None = None
@@ -259,7 +259,7 @@ class Generation:
                 f"stop strings need a tokenizer, and {model.facts.name} is served without one: "
                 "use stop_token_ids"
             )
-        self._output = Output(model.codec, self._options.stop, self._options.special_tokens)
+        self._output = EmittedText(model.codec, self._options.stop, self._options.special_tokens)
 
     async def _receive(self, model: Model) -> None:
         """Receives tokens until the text ends."""

@@ -439,7 +439,7 @@ class Chunk:
     """Engine steps; 0 for the prefill, and for tokens received again."""
 
 
-class Output:
+class EmittedText:
     """Collects the output of a generation.
 
     A stop string ends the text before it, and the tokens with the one that completes it.

@@ -18,7 +18,7 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from paceline.client import Client, GenerationResult, PacelineError
-from paceline.service.connections import Connections
+from paceline.service.connections import ServerConnections
 from paceline.service.interceptor import https_context
 from paceline.service.metrics import MetricsEndpoint, new_registry, serve_metrics
 from paceline.service.options import OptionsError, socket_path_of, split_address
@@ -79,7 +79,7 @@ class Gateway:
         self._jobs = JobBuilder(client, options)
         self.admission = Admission(options.max_requests, options.max_body_bytes)
         """Requests in flight. When it is closed, new ones are refused and health is 503."""
-        self.connections = Connections()
+        self.connections = ServerConnections()
         """The server's connections."""
         sites = middleware.Sites(options)
         self.app = web.Application(

@@ -24,13 +24,13 @@ from paceline.decoder import (
 from paceline.decoder.experts import Experts
 from paceline.decoder.graphs import FIXED_SHAPES, SHAPES
 from paceline.decoder.layer import layer_shapes
-from paceline.decoder.products import FIXED_ROWS, Products
+from paceline.decoder.products import FIXED_ROWS, FixedProducts
 from paceline.kernels import PagedPlane, QueryBlock, attention, plan_trees, rotated
 from paceline.kernels._native import CpuKernels
 from paceline.kv.selection import AttentionScores, PageScores, Rows
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.batch import Batch, BatchObserver
-from paceline.verifier.engine.job import Decode, GenerationParams, Prefill, Sequence
+from paceline.verifier.engine.job import CachedSequence, Decode, GenerationParams, Prefill
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
 from paceline.verifier.model import check_states
@@ -199,7 +199,7 @@ def test_a_batch_that_needs_no_logits(request: pytest.FixtureRequest, pool: Page
     decoder, kv = make_decoder(), pool.allocate(256, None)
     kv.reserve(20)
     batch = Batch()
-    batch.add_prefill(Prefill(Sequence(GenerationParams(tuple(range(9))), kv)), 6)
+    batch.add_prefill(Prefill(CachedSequence(GenerationParams(tuple(range(9))), kv)), 6)
     logits, _ = batch.forward(decoder, GraphRunner(decoder, pool))
     assert logits.shape == (0, 50)
     kv.close()
@@ -214,7 +214,7 @@ def test_a_piece_of_a_prompt_takes_the_graph_that_has_room_for_it(
     monkeypatch.setattr(runner, "capture", lambda plan, *_: Captured(plan).run)
     kv.reserve(rows)
     batch = Batch()
-    batch.add_prefill(Prefill(Sequence(GenerationParams(tuple(range(40)) * 13), kv)), rows)
+    batch.add_prefill(Prefill(CachedSequence(GenerationParams(tuple(range(40)) * 13), kv)), rows)
     assert (batch._replay(decoder, runner, ()) is None) == (rows > 512)
     kv.close()
 
@@ -234,7 +234,7 @@ def test_after_the_warm_up_no_step_captures_a_graph(
     monkeypatch.setattr(pool, "kv", kv)
     decoder = make_decoder()
     if shapes is NEXT_FIXED:
-        decoder.products = Products({}, "", "")
+        decoder.products = FixedProducts({}, "", "")
     runner = GraphRunner(decoder, pool)
     monkeypatch.setattr(runner, "capture", lambda plan, *_: Captured(plan).run)
     reported = list(runner.warm_up())
@@ -302,7 +302,7 @@ def test_the_next_step_of_plain_decoding_is_prepared_while_a_gpu_computes(
 
     monkeypatch.setattr(PassTables, "fill", counted)
     caches = [pool.allocate(512, None) for _ in range(2)]
-    sequences = [Sequence(GenerationParams((1,) * 9), cache) for cache in caches]
+    sequences = [CachedSequence(GenerationParams((1,) * 9), cache) for cache in caches]
 
     def step(lengths: tuple[int, int], tree: TokenTree = EMPTY) -> tuple[int, Any]:
         """Tables filled for a step, and those that it runs with; then prepares the next one."""
@@ -370,7 +370,7 @@ def test_a_graph_that_cannot_be_captured_ends_no_start(
     expected = []
     for graphs in (runner, None):
         batch = Batch()
-        batch.add_prefill(Prefill(Sequence(GenerationParams(tuple(range(9))), kv)), 6)
+        batch.add_prefill(Prefill(CachedSequence(GenerationParams(tuple(range(9))), kv)), 6)
         expected.append(batch.forward(decoder, graphs)[0])
     assert torch.equal(*expected)
     assert runner.forward([1], [QueryBlock(0, 3, None, 1)], [1]) is not None
@@ -427,7 +427,7 @@ def test_a_layer_launches_its_kernels_and_no_others(
     decoder = make_decoder(replace(CONFIG, weights=weights))  # on threads, without the interpreter
     monkeypatch.setattr(rotated, "quantise_rows", products.quantise_rotated)
     monkeypatch.setattr(rotated, "scale_sums", products.scaled_sums)
-    decoder.products = Products({}, "", "")  # graphs have as many rows as products need
+    decoder.products = FixedProducts({}, "", "")  # graphs have as many rows as products need
     runner = GraphRunner(decoder, pool)
     blocks = [QueryBlock(0, 0, None, 2)]
     runner.forward([1, 2], blocks, [1])

@@ -18,11 +18,11 @@ from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import (
     LOCAL,
+    CachedSequence,
     Decode,
     Draft,
     GenerationParams,
     Prefill,
-    Sequence,
 )
 from paceline.verifier.kv import pool as pool_module
 from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
@@ -87,7 +87,7 @@ def step(
     graphs = NoGraphs(pool, lambda: launched.names.append("replay"))
     assert list(graphs.warm_up(() if params.taps is None else params.taps.layers))
     engine = Engine(model(), graphs=graphs)
-    sequences = [Sequence(params, pool.allocate(512, taps)) for _ in range(texts)]
+    sequences = [CachedSequence(params, pool.allocate(512, taps)) for _ in range(texts)]
     with torch.inference_mode(), launched:
         for sequence in sequences:
             engine.prefill(Prefill(sequence))

@@ -214,7 +214,8 @@ async def rounds(texts: int, *, trees: bool) -> dict[str, float]:
         engine.start()
         await engine.with_drafting(lambda drafting: drafting.join(drafter.link))
         params = job.GenerationParams(tuple(range(CONTEXT)), length_limit=length)
-        sequences = [job.Sequence(params, pool.allocate(capacity, None)) for _ in range(texts)]
+        kvs = [pool.allocate(capacity, None) for _ in range(texts)]
+        sequences = [job.CachedSequence(params, kv) for kv in kvs]
         prefills = [job.Prefill(sequence) for sequence in sequences]
         for prefill in prefills:
             engine.prefill(prefill)

@@ -18,8 +18,7 @@ from paceline.harness import ServiceProcess
 from paceline.service import ServerOptions, run_server
 from paceline.tree import TokenTree
 from paceline.verifier import build_service
-from paceline.verifier.engine.job import LOCAL, NONE, Decode, StepOutput
-from paceline.verifier.engine.job import Sequence as EngineSequence
+from paceline.verifier.engine.job import LOCAL, NONE, CachedSequence, Decode, StepOutput
 from paceline.verifier.scheduler.scheduler import Scheduler
 
 _WARM_UP = 48  # tokens
@@ -30,7 +29,7 @@ class _Recorder(Scheduler):
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler.costs.profiled, 255)
-        self.texts: dict[EngineSequence, list[Round]] = {}
+        self.texts: dict[CachedSequence, list[Round]] = {}
         """Rounds by text, in the order in which the texts began."""
         self._jobs: Sequence[Decode] = ()
         self._trees: Sequence[TokenTree] = ()
@@ -53,7 +52,7 @@ class _Recorder(Scheduler):
         began: float,
         ended: float,
         outputs: Sequence[StepOutput | None] = (),
-        waited: Mapping[EngineSequence, str] | None = None,
+        waited: Mapping[CachedSequence, str] | None = None,
     ) -> None:
         super().stepped(began, ended, outputs, waited)
         before, self._last = began - self._last, ended

@@ -32,7 +32,7 @@ from paceline.decoder.layer import (
 )
 from paceline.decoder.model_source import ModelSource
 from paceline.decoder.packed import PackedWeights
-from paceline.decoder.products import Products, fix_products
+from paceline.decoder.products import FixedProducts, fix_products
 from paceline.decoder.sources import open_model
 from paceline.decoder.weights import (
     Linear,
@@ -99,7 +99,7 @@ class Decoder:
     to call from several threads that use different caches.
     """
 
-    products: Products | None = None
+    products: FixedProducts | None = None
     """How its products keep the bits of rows off the CPU; None: the library chooses by their
     number."""
 
@@ -296,7 +296,7 @@ class Decoder:
                 observer.attended(layer, q)
         return ForwardResult(done.logits, tuple(done.taps[i] for i in taps))
 
-    def fix_products(self) -> Products:
+    def fix_products(self) -> FixedProducts:
         """Have all linear layers keep a row's bits, whatever rows are beside it; see
         :mod:`paceline.decoder.products`. Returns which rules they have. Experts have products of
         their own."""

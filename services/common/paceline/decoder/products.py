@@ -36,7 +36,7 @@ _DIGEST_ROWS = 16
 
 
 @dataclass(frozen=True)
-class Products:
+class FixedProducts:
     """How the products of a model are computed."""
 
     rules: dict[str, str]
@@ -70,7 +70,7 @@ def use_library_without_splits(*, fixed: bool) -> None:
 
 
 @torch.inference_mode()
-def fix_products(layers: Iterable[Linear], experts: Iterable[Experts] = ()) -> Products:
+def fix_products(layers: Iterable[Linear], experts: Iterable[Experts] = ()) -> FixedProducts:
     """Give layers products whose bits do not depend on the number of rows, as far as they can have
     them, and check it: one layer of each shape, at every number of rows that products have.
 
@@ -100,7 +100,7 @@ def fix_products(layers: Iterable[Linear], experts: Iterable[Experts] = ()) -> P
         x = _inputs(routed.experts[0], _DIGEST_ROWS)
         chosen = torch.arange(_DIGEST_ROWS, device=x.device) % len(routed.experts)
         digest.update(_bytes_of(routed(x, chosen.sort().values)))
-    return Products(rules, "; ".join(differs), digest.hexdigest())
+    return FixedProducts(rules, "; ".join(differs), digest.hexdigest())
 
 
 def _bytes_of(product: Tensor) -> bytes:

@@ -88,7 +88,7 @@ class SchemaTooComplex(ValueError):
 
 
 @dataclass(frozen=True)
-class Place:
+class SchemaPlace:
     """A schema within a schema."""
 
     schema: Schema
@@ -107,7 +107,7 @@ def schemas(root: Any) -> Iterator[Schema]:
     return (place.schema for place in _places(root, named=False))
 
 
-def _places(root: Any, *, named: bool = True) -> Iterator[Place]:
+def _places(root: Any, *, named: bool = True) -> Iterator[SchemaPlace]:
     """The schemas in a schema with their pointers and, if `named`, their addresses. Raises
     ``SchemaTooComplex``: these are too long."""
     names = _id_names(root) if named else ()
@@ -135,7 +135,7 @@ def _places(root: Any, *, named: bool = True) -> Iterator[Place]:
             own = schema.get(name)
             if isinstance(own, str) and not own.startswith("#"):
                 base = take(urldefrag(urljoin(base, own))[0])
-        yield Place(schema, pointer, base)
+        yield SchemaPlace(schema, pointer, base)
         for name, value in schema.items():
             if name in _MAPS and isinstance(value, dict):
                 for key, each in value.items():

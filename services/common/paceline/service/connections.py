@@ -27,7 +27,7 @@ def max_connections() -> tuple[int, int]:
     return min(limits.CONNECTIONS, max(1, files // 8)), max(1, files // 4)
 
 
-class Connections:
+class ServerConnections:
     """The connections of a server that listens on TCP. Used on one event loop.
 
     Servers do not tell which connections they have, and gRPC closes none to take another: they are

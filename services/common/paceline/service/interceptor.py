@@ -24,7 +24,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from paceline.service import limits
-from paceline.service.connections import Connections
+from paceline.service.connections import ServerConnections
 from paceline.service.messages import MessageTooLarge, parse
 from paceline.service.options import OptionsError, ServerOptions
 from paceline.telemetry.names import Attribute
@@ -316,7 +316,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Where the server listens, for spans; set before the first call."""
         self.calls = Gate()
         """The calls in flight, health watchers not counted."""
-        self.connections = Connections()
+        self.connections = ServerConnections()
         """The server's connections."""
 
     async def intercept_service(

@@ -242,7 +242,7 @@ def parse_environment(
     ``address``, those of `add_server_arguments` and those of ``options``, each a variable of its
     name in capitals after a prefix. A flag is set by 1. Raises OptionsError: a variable is unknown
     or invalid."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = _OptionParser(add_help=False, allow_abbrev=False)
     parser.prefix = prefix
     add_server_arguments(parser)
     parser.add_argument("--address")
@@ -261,7 +261,7 @@ def parse_environment(
     return parser.parse_args([flags.get(word, word) for word in words])
 
 
-class _Parser(argparse.ArgumentParser):
+class _OptionParser(argparse.ArgumentParser):
     """Raises what is wrong, in place of the end of the process."""
 
     prefix = ""

@@ -14,7 +14,7 @@ from itertools import count
 
 from paceline.kv.selection import SelectionPolicy
 from paceline.service import limits
-from paceline.verifier.engine.job import EngineJob, GenerationParams, Sequence
+from paceline.verifier.engine.job import CachedSequence, EngineJob, GenerationParams
 from paceline.verifier.engine.queue import PrefixCache
 from paceline.verifier.kv.base import TapLayout, open_segments, round_up
 from paceline.verifier.kv.pool import PagePool
@@ -29,7 +29,7 @@ _FIRST_EXPECTED = 256  # output tokens expected of a generation before any has e
 _NEWEST_SHARE = 1 / 16  # weight of the newest output in the running mean of lengths
 
 _log = logging.getLogger(__name__)
-FreeSequence = Callable[[Sequence], Awaitable[None]]  # ends a sequence when no step uses it
+FreeSequence = Callable[[CachedSequence], Awaitable[None]]  # ends a sequence when no step uses it
 
 KvMemory = SegmentMemory | PagePool  # KV memory of all sequences, taken as they grow
 
@@ -60,7 +60,7 @@ class Cache:
     engine unmaps the segment between two steps.
     """
 
-    def __init__(self, sequence: Sequence, epoch: int, expected_bytes: int = 0) -> None:
+    def __init__(self, sequence: CachedSequence, epoch: int, expected_bytes: int = 0) -> None:
         # Capability to generate (16 random bytes).
         self.handle = secrets.token_bytes(CAPABILITY_BYTES)
         # Capability that only lets its holder read committed KV (16 random bytes).
@@ -111,7 +111,7 @@ class NoRoom(Exception):
     """A request waited too long for memory, or too many wait."""
 
 
-class Admission:
+class AdmissionQueue:
     """Lets requests wait for memory, and learns how much a generation is expected to need.
 
     Requests are admitted in order of arrival, but generations that were released for lack of
@@ -137,7 +137,7 @@ class Admission:
         expected = generation.prefilled + math.ceil(self.expected_output)
         return min(expected, generation.length_limit)
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: CachedSequence) -> None:
         """Learn from the length of a generation that has ended."""
         if sequence.finish is not None:
             output = len(sequence.tokens) - len(sequence.generation.prompt)
@@ -204,7 +204,7 @@ class CacheStore:
         self.prefixes = PrefixCache(0) if prefixes is None else prefixes
         self.lease_seconds = lease_seconds
         self.max_sequences = max_sequences
-        self.admission = Admission()  # requests that wait for memory
+        self.admission = AdmissionQueue()  # requests that wait for memory
         self.expired = 0  # number of caches that `sweep()` freed
         # Called with each released cache and the error that ended its generation, or "".
         self.on_release: Callable[[Cache, str], None] | None = None
@@ -256,7 +256,7 @@ class CacheStore:
                 f"{self.claimed_bytes} of {self.memory.limit_bytes} bytes, and this one needs "
                 f"{expected}; try again later"
             ) from error
-        sequence = Sequence(generation, self.memory.allocate(capacity, taps), owner, user)
+        sequence = CachedSequence(generation, self.memory.allocate(capacity, taps), owner, user)
         cache = Cache(sequence, next(self._epochs), expected)
         self._caches[digest(cache.handle)] = cache
         self._grants[digest(cache.read_grant)] = cache

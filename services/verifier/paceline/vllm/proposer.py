@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -20,11 +20,11 @@ from paceline.v1 import tree_pb2
 from paceline.verifier.engine.drafting import Drafting, Link
 from paceline.verifier.engine.drafting_lock import DraftingLock
 from paceline.verifier.engine.job import (
+    CachedSequence,
     Decode,
     Draft,
     DrafterVersion,
     NoDraft,
-    Sequence,
     StepOutput,
 )
 from paceline.verifier.exchange_service import ExchangeService, serve
@@ -89,7 +89,7 @@ class PacelineProposer:
         self._always = own.draft == "always"
         self._looks_up = own.lookup == "on"
         self._planned: dict[Text, TokenTree] = {}
-        self._asked: dict[Sequence, str] = {}  # for the planned step, and the drafter
+        self._asked: dict[CachedSequence, str] = {}  # for the planned step, and the drafter
         self._disturbed = False  # whether the planned step waited in vain
         self._step_seconds = 0.0
         self._began = perf_counter()
@@ -128,7 +128,7 @@ class PacelineProposer:
 
     def propose(
         self,
-        sampled_token_ids: Items[Items[int]],
+        sampled_token_ids: Sequence[Sequence[int]],
         num_tokens_no_spec: NDArray[Any],
         token_ids_cpu: NDArray[Any],
         slot_mappings: Any = None,
@@ -162,7 +162,7 @@ class PacelineProposer:
     def _draft(
         self,
         drafting: Drafting,
-        sampled: Items[Items[int]],
+        sampled: Sequence[Sequence[int]],
         lengths: NDArray[Any],
         rows: NDArray[Any],
     ) -> dict[Text, TokenTree]:

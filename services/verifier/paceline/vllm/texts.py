@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from paceline.kernels import SamplingParams
 from paceline.sources.ngram import NgramOptions, NgramSource, Owner
 from paceline.tree import EMPTY, TokenTree
-from paceline.verifier.engine.job import Decode, GenerationParams, Sequence
+from paceline.verifier.engine.job import CachedSequence, Decode, GenerationParams
 
 if TYPE_CHECKING:
     from paceline.verifier.kv.base import SequenceKv
@@ -64,7 +64,7 @@ class Text:
             length_limit=limit,
         )
         found = None if owner is None else NgramSource(_OPTIONS, known, owner)
-        text = cls(Decode(Sequence(generation, _NO_KV), drafter=""), found, row)
+        text = cls(Decode(CachedSequence(generation, _NO_KV), drafter=""), found, row)
         text._keep(tokens)
         return text
 
@@ -114,7 +114,7 @@ class Texts:
         self._texts: list[Text] = []
 
     def follow(
-        self, sampled: Items[Items[int]], lengths: NDArray[Any], rows: NDArray[Any]
+        self, sampled: Sequence[Sequence[int]], lengths: NDArray[Any], rows: NDArray[Any]
     ) -> tuple[dict[Text, list[int]], bool]:
         """Find the text of each row that was given tokens.
 

@@ -9,8 +9,7 @@ the tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,12 +38,12 @@ from paceline.sources.recycle import WIDTH
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.batch import BatchEntry
 from paceline.verifier.engine.job import (
+    CachedSequence,
     ConstraintFailed,
     Decode,
     EngineJob,
     FinishReason,
     Prefill,
-    Sequence,
     StepFailed,
     StepOutput,
 )
@@ -73,10 +72,10 @@ class Sampler:
 
     def __init__(
         self,
-        sequence: Sequence,
+        sequence: CachedSequence,
         logits: Tensor,
         tree: TokenTree = EMPTY,
-        tokens: Items[int] | None = None,
+        tokens: Sequence[int] | None = None,
     ) -> None:
         """Make a sampler for one step of a sequence.
 
@@ -148,7 +147,9 @@ def _proposal(chain: TokenTree, node: int) -> Proposal:
     return chain.proposals[node] if chain.proposals else Proposal.certain(chain.tokens[node])
 
 
-def score_prompt(sequence: Sequence, logits: Tensor) -> list[tuple[float, list[tuple[int, float]]]]:
+def score_prompt(
+    sequence: CachedSequence, logits: Tensor
+) -> list[tuple[float, list[tuple[int, float]]]]:
     """For each row of logits, ``[rows, V]`` of consecutive positions from the committed length on,
     the raw log-probability of the prompt's next token, and the likeliest tokens with theirs."""
     first, top = sequence.committed + 1, sequence.generation.prompt_logprobs or 0
@@ -205,14 +206,14 @@ class _Read:
     logits: Tensor  # logits of its rows, on the CPU; empty if none are needed
     scored: Tensor  # logits of the rows that give the prompt's log-probabilities, on the CPU
     # The token after each of its rows, chosen on the device; None: by the walk.
-    tokens: Items[int] | None = None
+    tokens: Sequence[int] | None = None
     # The likeliest tokens after each of its rows and their log-probabilities, selected on the
     # device; None if they are selected from `logits`.
     candidates: tuple[Tensor, Tensor] | None = None
 
 
 def accept_batch(
-    entries: Items[BatchEntry],
+    entries: Sequence[BatchEntry],
     logits: Tensor,
     states: Mapping[int, Tensor],
     meanwhile: Callable[[], None] = lambda: None,
@@ -305,7 +306,7 @@ def _recycling(entry: BatchEntry) -> LocalGuesses | None:
 
 
 def _read(
-    entries: Items[BatchEntry],
+    entries: Sequence[BatchEntry],
     logits: Tensor,
     states: Mapping[int, Tensor],
     meanwhile: Callable[[], None],
@@ -351,7 +352,7 @@ def _read(
     ]
 
 
-def _select(parts: Items[slice], logits: Tensor) -> tuple[Tensor, ...]:
+def _select(parts: Sequence[slice], logits: Tensor) -> tuple[Tensor, ...]:
     """Ids and log-probabilities of the likeliest tokens of some rows; empty: there are no rows."""
     rows = [row for part in parts for row in range(part.start, part.stop)]
     if not rows:
@@ -362,8 +363,8 @@ def _select(parts: Items[slice], logits: Tensor) -> tuple[Tensor, ...]:
 
 
 def _keep(
-    entries: Items[BatchEntry],
-    chosen: Items[slice | None],
+    entries: Sequence[BatchEntry],
+    chosen: Sequence[slice | None],
     tokens: Tensor | None,
     states: Mapping[int, Tensor],
 ) -> None:
@@ -452,7 +453,7 @@ class _Rows:
 
 def _add_contexts(
     contexts: dict[int, tuple[Edits, NDArray[np.uint8] | None]],
-    sequence: Sequence,
+    sequence: CachedSequence,
     tree: TokenTree,
     node: int,
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -69,11 +69,11 @@ class BatchObserver:
         rows = tuple(first + node for node in nodes)
         self._observed.append(_Observed(observer, index, nodes, rows))
 
-    def probes(self, layer: int) -> Items[Probe]:
+    def probes(self, layer: int) -> Sequence[Probe]:
         observers = [each.observer for each in self._observed if layer in each.observer.layers]
         return [probe for observer in observers for probe in observer.probes(layer)]
 
-    def rows(self, layer: int) -> Items[int]:
+    def rows(self, layer: int) -> Sequence[int]:
         return [row for each in self._querying(layer) for row in each.rows]
 
     def attended(self, layer: int, q: Tensor) -> None:
@@ -82,7 +82,7 @@ class BatchObserver:
         for each, part in zip(querying, parts, strict=True):
             each.observer.attended(layer, part)
 
-    def scratch(self, windows: Items[int | None]) -> tuple[tuple[int, ...], list[ProbedBlock]]:
+    def scratch(self, windows: Sequence[int | None]) -> tuple[tuple[int, ...], list[ProbedBlock]]:
         """Returns what a captured graph has to store: layers, and blocks with scratch buffers.
 
         Nothing if one graph cannot serve all observers: it stores scores or weights of the same
@@ -248,7 +248,7 @@ class Batch:
             graphs.prepare(blocks, [table_row(cache) for cache in self._caches], sorted(self._taps))
 
     def _replay(
-        self, decoder: Decoder, graphs: GraphRunner, taps: Items[int]
+        self, decoder: Decoder, graphs: GraphRunner, taps: Sequence[int]
     ) -> ForwardResult | None:
         """Replay a CUDA graph; None if no graph can run the batch and observe its attention."""
         config = decoder.config

@@ -7,8 +7,7 @@ so jobs that succeed return the tokens of the failed step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from time import perf_counter
@@ -24,11 +23,11 @@ from paceline.verifier.engine.acceptance import accept_batch
 from paceline.verifier.engine.batch import Batch, prompt_room
 from paceline.verifier.engine.drafting import Drafting, ReadTree
 from paceline.verifier.engine.job import (
+    CachedSequence,
     Decode,
     EngineJob,
     NoDraft,
     Prefill,
-    Sequence,
     SequenceClosed,
     StepFailed,
     StepOutput,
@@ -111,7 +110,7 @@ class Engine:
         self._allowance = Allowance()
         self._late: set[EngineJob] = set()  # they wait for masks
         self._step_seconds = 0.0  # of the newest step
-        self._decodes: dict[Sequence, Decode] = {}
+        self._decodes: dict[CachedSequence, Decode] = {}
         self._unsent: dict[Decode, float] = {}  # with output, and when to notify the event loop
         self._steps = 0
         self._began = False  # whether the newest step ended a prefill
@@ -156,7 +155,7 @@ class Engine:
         """
         await self._watchdog.watch(self._lost)
 
-    def prefill(self, job: Prefill, parent: Sequence | None = None) -> None:
+    def prefill(self, job: Prefill, parent: CachedSequence | None = None) -> None:
         """Queue a prefill; KV of the longest common prefix with ``parent`` is copied.
 
         Without a parent, the one with the longest common prefix among the owner's other texts.
@@ -183,7 +182,7 @@ class Engine:
         """Run a command on the engine's drafter services; returns when it was run."""
         await self.between_steps(partial(command, self._drafting))
 
-    async def release(self, sequence: Sequence) -> None:
+    async def release(self, sequence: CachedSequence) -> None:
         """End the jobs of a sequence, and free its memory or keep it for other prompts.
 
         A second call does nothing.
@@ -350,9 +349,9 @@ class Engine:
 
     def _answer(
         self,
-        jobs: Items[EngineJob],
+        jobs: Sequence[EngineJob],
         batch_tokens: int,
-        outputs: Items[StepOutput | None],
+        outputs: Sequence[StepOutput | None],
         began: float,
         ended: float,
     ) -> None:
@@ -458,7 +457,7 @@ class Engine:
         tree = self._with_sources(job, lambda local: local.propose(nodes, depth, least)) or EMPTY
         job.guess = tree.best_chain() if job.sequence.generation.sampling.rejection else tree
 
-    def _teach(self, job: Decode, tokens: Items[int]) -> None:
+    def _teach(self, job: Decode, tokens: Sequence[int]) -> None:
         """Give the local sources of a generation the tokens of a step."""
         self._with_sources(job, lambda local: local.extend(tokens))
 
@@ -519,7 +518,7 @@ class Engine:
                     del self._decodes[job.sequence]
 
     def _learn(
-        self, batch: Batch, outputs: Items[StepOutput | None], began: float, ended: float
+        self, batch: Batch, outputs: Sequence[StepOutput | None], began: float, ended: float
     ) -> None:
         """Report a step to the scheduler."""
         if self._scheduler is None:
@@ -538,7 +537,7 @@ class Engine:
         _log.exception("the scheduler failed; all nodes are verified from now on")
         self._scheduler = None
 
-    def _begin_prefill(self, job: Prefill, parent: Sequence | None) -> None:
+    def _begin_prefill(self, job: Prefill, parent: CachedSequence | None) -> None:
         if job.sequence.guide is not None:
             job.sequence.guide.allowance = self._allowance
         if parent is None and self._reuses:
@@ -553,7 +552,7 @@ class Engine:
                     return
         self._queue.add(job)
 
-    def _close(self, sequence: Sequence) -> None:
+    def _close(self, sequence: CachedSequence) -> None:
         if sequence.released:
             return
         sequence.released = True
@@ -608,6 +607,6 @@ class Engine:
             self._lost.set_exception(lost)
 
 
-def _notify_all(jobs: Items[EngineJob]) -> None:
+def _notify_all(jobs: Sequence[EngineJob]) -> None:
     for job in jobs:
         job.notify()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -162,7 +161,7 @@ def mergeable(first: StepOutput, second: StepOutput) -> bool:
     return plain and alike and first.spans is None and second.spans is None
 
 
-def merge(outputs: Items[StepOutput]) -> StepOutput:
+def merge(outputs: Sequence[StepOutput]) -> StepOutput:
     """Consecutive outputs that are :func:`mergeable`, at least one, as a single output.
 
     Tokens are joined and times are added up; committed length, finish reason, node budget and batch
@@ -196,7 +195,7 @@ class EngineJob:
     the event loop only reads. A job that is done never changes again.
     """
 
-    sequence: Sequence
+    sequence: CachedSequence
     error: Exception | None = None  # why the job failed; None if it did not
     done: bool = False  # whether the engine is finished with it
     cancelled: bool = False  # whether it ends after the running step
@@ -260,7 +259,7 @@ class Prefill(EngineJob):
     step_us: int = 0  # time of all its steps so far. Unit: microseconds.
     ended: float = 0.0  # when its newest step ended (time.perf_counter); 0: none did
 
-    def reuse(self, parent: Sequence) -> None:
+    def reuse(self, parent: CachedSequence) -> None:
         """Copy the KV of the longest common prefix with another sequence. Engine thread only.
 
         Does nothing if the prompt's log-probabilities are requested: they are computed with the KV.
@@ -431,7 +430,7 @@ class GenerationParams:
         return len(self.prompt) + len(self.output)
 
 
-class Sequence:
+class CachedSequence:
     """The state of one generation: its text, its KV, and how far that is final.
 
     Once prefilled, ``committed == len(tokens) - 1``: the newest token is the anchor, and its KV is
@@ -508,7 +507,7 @@ class Sequence:
         """Whether it has not emitted its first token."""
         return len(self.tokens) == self.generation.prefilled
 
-    def common_prefix(self, other: Sequence) -> int:
+    def common_prefix(self, other: CachedSequence) -> int:
         """Positions whose KV can be copied from another sequence. Unit: tokens.
 
         The last token is left out, since its logits are needed. So are positions whose hidden

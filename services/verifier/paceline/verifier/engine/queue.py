@@ -7,8 +7,7 @@ import logging
 import queue
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from hashlib import blake2b
 from time import perf_counter
@@ -20,10 +19,10 @@ from paceline.kernels import CHUNK
 from paceline.service.exchange import Waiter
 from paceline.verifier.engine.batch import Batch
 from paceline.verifier.engine.job import (
+    CachedSequence,
     Decode,
     EngineJob,
     Prefill,
-    Sequence,
     SequenceClosed,
     StepFailed,
 )
@@ -52,19 +51,19 @@ class PrefixCache:
     def __init__(self, max_kept: int) -> None:
         """Make an empty cache that keeps at most ``max_kept`` ended sequences."""
         self._max_kept = max_kept
-        self._kept: OrderedDict[Sequence, None] = OrderedDict()
-        self._found: dict[Key, dict[Sequence, None]] = {}
-        self._keys: dict[Sequence, list[Key]] = {}
+        self._kept: OrderedDict[CachedSequence, None] = OrderedDict()
+        self._found: dict[Key, dict[CachedSequence, None]] = {}
+        self._keys: dict[CachedSequence, list[Key]] = {}
 
     def __len__(self) -> int:
         """Number of ended sequences that are kept."""
         return len(self._kept)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[CachedSequence]:
         """Ended sequences, the least recently used one first. Any thread may iterate."""
         return iter(list(self._kept))
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: CachedSequence) -> None:
         """Let a sequence be found by its committed text. A second call adds what is new."""
         keys = self._keys.setdefault(sequence, [])
         new = _keys(sequence.user, sequence.tokens[: sequence.committed])[len(keys) :]
@@ -72,7 +71,7 @@ class PrefixCache:
             self._found.setdefault(key, {})[sequence] = None
         keys += new
 
-    def retain(self, sequence: Sequence) -> None:
+    def retain(self, sequence: CachedSequence) -> None:
         """Retain a sequence that has ended, instead of those whose text it continues, unless they
         have hidden states that it has not. A text of less than a chunk is closed instead."""
         self.add(sequence)
@@ -91,10 +90,10 @@ class PrefixCache:
         while len(self._kept) > self._max_kept:
             self.evict()
 
-    def find(self, sequence: Sequence) -> Sequence | None:
+    def find(self, sequence: CachedSequence) -> CachedSequence | None:
         """A sequence that begins like the prompt of a new one; None if there is none."""
-        best: Sequence | None = None
-        with_states: Sequence | None = None
+        best: CachedSequence | None = None
+        with_states: CachedSequence | None = None
         layers = _layers(sequence)
         for key in _keys(sequence.user, sequence.tokens[:-1]):
             found = self._found.get(key)
@@ -117,7 +116,7 @@ class PrefixCache:
         self.close(next(iter(self._kept)))
         return True
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: CachedSequence) -> None:
         """Free the memory of a sequence, which is not found any more."""
         for key in self._keys.pop(sequence, ()):
             found = self._found[key]
@@ -133,13 +132,13 @@ class PrefixCache:
             pass
 
 
-def _layers(sequence: Sequence) -> set[int]:
+def _layers(sequence: CachedSequence) -> set[int]:
     """Layers whose hidden states a sequence keeps for drafters."""
     taps = sequence.kv.taps
     return set() if taps is None else {*taps.layout.taps.layers}
 
 
-def _keys(user: str, tokens: Items[int]) -> list[Key]:
+def _keys(user: str, tokens: Sequence[int]) -> list[Key]:
     """The key of each whole chunk: a digest of the user and of the text up to its end."""
     state = blake2b(user.encode(), digest_size=16)
     state.update(b"\0")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
@@ -146,7 +145,7 @@ class PagePool:
         return nullcontext() if self._reading is None else self._reading
 
     def keep_accepted(
-        self, blocks: Items[tuple[PagedKv, int, TokenTree, int]], chosen: Tensor
+        self, blocks: Sequence[tuple[PagedKv, int, TokenTree, int]], chosen: Tensor
     ) -> Tensor:
         """Move the KV of the path that each tree and the chosen tokens share behind its anchor's.
 
@@ -192,7 +191,7 @@ class PagePool:
 
     def record(
         self,
-        blocks: Items[tuple[TapPages, int, slice, int | None]],
+        blocks: Sequence[tuple[TapPages, int, slice, int | None]],
         states: Mapping[int, Tensor],
         moved: Tensor | None,
     ) -> None:
@@ -320,7 +319,9 @@ class TapPages(TapRows):
         self.pages += new
         self._table[have : have + len(new)] = torch.tensor(new, dtype=torch.int32)
 
-    def places(self, positions: Tensor, layers: Items[int] | None = None) -> tuple[Tensor, Tensor]:
+    def places(
+        self, positions: Tensor, layers: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Returns pages and rows in them, int64 ``[n * layers]`` on the CPU, of the layers at each
         position; None: of all."""
         kept = self.layout.taps.layers
@@ -337,11 +338,11 @@ class TapPages(TapRows):
         self.first = min(self.first, first)
         self._write(torch.arange(end - len(new), end), new.flatten(0, 1))
 
-    def gather(self, layers: Items[int], begin: int, end: int) -> list[Tensor]:
+    def gather(self, layers: Sequence[int], begin: int, end: int) -> list[Tensor]:
         found = self._read(torch.arange(begin, end), layers)
         return [*found.view(end - begin, len(layers), -1).unbind(1)]
 
-    def copy(self, layers: Items[int], begin: int, end: int) -> list[Tensor]:
+    def copy(self, layers: Sequence[int], begin: int, end: int) -> list[Tensor]:
         with self.pool.beside_steps():
             return [each.cpu() for each in self.gather(layers, begin, end)]
 
@@ -354,7 +355,7 @@ class TapPages(TapRows):
         super().copy_prefix(source, tokens, committed)
         wait_for(self.pool.device)
 
-    def _read(self, positions: Tensor, layers: Items[int] | None = None) -> Tensor:
+    def _read(self, positions: Tensor, layers: Sequence[int] | None = None) -> Tensor:
         pages, at = send(torch.stack(self.places(positions, layers)), self.pool.device)
         return self.pool.states[pages, at]
 

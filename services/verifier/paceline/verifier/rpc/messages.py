@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,9 +15,9 @@ from paceline.service.tasks import in_thread
 from paceline.tree import MAX_NODES, TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 from paceline.verifier.engine.job import (
+    CachedSequence,
     ConstraintFailed,
     GenerationParams,
-    Sequence,
     SequenceClosed,
     Share,
     StepFailed,
@@ -158,7 +157,7 @@ def read_sampling(message: sampling_pb2.SamplingParams, model: Model) -> Samplin
     return params
 
 
-def read_tree(message: tree_pb2.TokenTree, model: Model, sequence: Sequence) -> TokenTree:
+def read_tree(message: tree_pb2.TokenTree, model: Model, sequence: CachedSequence) -> TokenTree:
     """Read and check a tree that was drafted for a sequence. Raises ``ServiceError``:
     INVALID_ARGUMENT."""
     sampling = sequence.generation.sampling
@@ -195,7 +194,7 @@ def write_share(share: Share) -> verifier_pb2.SourceShare:
     return verifier_pb2.SourceShare(**share._asdict())
 
 
-def write_top(top: Items[tuple[int, float]]) -> verifier_pb2.TopLogprobs:
+def write_top(top: Sequence[tuple[int, float]]) -> verifier_pb2.TopLogprobs:
     """The message of the likeliest tokens at one position."""
     return verifier_pb2.TopLogprobs(
         tokens=[token for token, _ in top], logprobs=[value for _, value in top]
@@ -227,7 +226,7 @@ async def _read_grammar(
     return grammar
 
 
-def _check_tokens(name: str, tokens: Items[int], model: Model) -> None:
+def _check_tokens(name: str, tokens: Sequence[int], model: Model) -> None:
     if len(tokens) and max(tokens) >= model.vocab_size:
         raise _invalid(
             "TOKEN_OUT_OF_VOCABULARY",

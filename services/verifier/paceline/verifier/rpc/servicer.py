@@ -41,7 +41,7 @@ from paceline.verifier.telemetry import Telemetry
 _MAX_CREDITS = (1 << 31) - 1
 
 
-class GenerateStream:
+class GenerateCall:
     """Serves one generation until it ends, its client ends the stream, or a newer one begins.
 
     The engine runs the steps as one job, which ends with the stream. A later stream sends the
@@ -281,7 +281,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         if first is grpc.aio.EOF:
             return
         cache = self._find(first.start.handle, owner_of(context))
-        stream = GenerateStream(cache, self._store, self._engine, self._telemetry)
+        stream = GenerateCall(cache, self._store, self._engine, self._telemetry)
         await stream.serve(first, context)
 
     async def RenewLease(

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from paceline.verifier.scheduler.controller import Drafters, PlainClock, Sequenc
 from paceline.verifier.scheduler.costs import WEIGHT, Costs, CostTable, flat_table, profile
 
 if TYPE_CHECKING:
-    from paceline.verifier.engine.job import Decode, Sequence, StepOutput
+    from paceline.verifier.engine.job import CachedSequence, Decode, StepOutput
 
 _MAX_IDLE = 5.0  # seconds; a longer wait was not for trees
 
@@ -56,9 +55,9 @@ _TOO_SLOW = 0.75  # learnt scale of a table below which it was measured beside o
 class _Plan:
     """The step that runs."""
 
-    jobs: Items[Decode]  # its generations
-    expected: Items[float]  # for each generation, the sum of its admitted nodes' survivals
-    nodes: Items[int]  # for each generation, the number of its admitted nodes
+    jobs: Sequence[Decode]  # its generations
+    expected: Sequence[float]  # for each generation, the sum of its admitted nodes' survivals
+    nodes: Sequence[int]  # for each generation, the number of its admitted nodes
     plain_seconds: float  # predicted time of a plain step of all generations. Unit: seconds.
     prompts: bool  # whether it holds pieces of prompts
     plain: bool  # whether its time is that of plain decoding
@@ -96,9 +95,9 @@ class Scheduler:
         self._max_nodes = max_nodes
         self._clock = PlainClock()
         self._drafters = Drafters()
-        self._states: dict[Sequence, dict[str | None, SequenceState]] = {}  # by drafter
+        self._states: dict[CachedSequence, dict[str | None, SequenceState]] = {}  # by drafter
         self._plan: _Plan | None = None
-        self._before: Items[Decode] = ()
+        self._before: Sequence[Decode] = ()
         self._plain_steps = 0  # of the same generations, one after the other
         self._idle = 0.0
         self._context = 1.0  # KV tokens that a batch token attended to lately
@@ -112,8 +111,8 @@ class Scheduler:
 
     def admit(
         self,
-        jobs: Items[Decode],
-        trees: Items[TokenTree],
+        jobs: Sequence[Decode],
+        trees: Sequence[TokenTree],
         tokens: int,
         attended: int,
         away: int,
@@ -187,7 +186,7 @@ class Scheduler:
         room = sum(beside + each - first <= limit for each in times)
         return min(most, max(MIN_PROMPT, room))
 
-    def hold(self, ready: int, arrivals: Items[float]) -> float:
+    def hold(self, ready: int, arrivals: Sequence[float]) -> float:
         """Time for which a step had better wait for trees; 0: it begins now. Unit: seconds.
 
         Generations whose trees come during a step wait for its end. If the step waits, those that
@@ -209,8 +208,8 @@ class Scheduler:
         self,
         began: float,
         ended: float,
-        outputs: Items[StepOutput | None] = (),
-        waited: Mapping[Sequence, str] | None = None,
+        outputs: Sequence[StepOutput | None] = (),
+        waited: Mapping[CachedSequence, str] | None = None,
     ) -> None:
         """A step ran without an error.
 
@@ -286,18 +285,18 @@ class Scheduler:
             self._least = least_survival(load, [self._idle + each for each in times])
         return self._least
 
-    def budget(self, sequence: Sequence) -> int:
+    def budget(self, sequence: CachedSequence) -> int:
         """Maximum number of nodes to draft next for a sequence; 0: decode plainly for now."""
         state = self._state(sequence)
         if not (self._clock.known(self._load) and state.drafts):
             return 0
         return max(1, min(self._max_nodes, round(state.own.nodes)))
 
-    def budget_sent(self, sequence: Sequence, budget: int) -> None:
+    def budget_sent(self, sequence: CachedSequence, budget: int) -> None:
         """The next tree was requested with this budget; 0: the next step is plain."""
         self._state(sequence).requested(self._clock.now, budget)
 
-    def forget(self, sequence: Sequence, drafter: str | None = None) -> None:
+    def forget(self, sequence: CachedSequence, drafter: str | None = None) -> None:
         """A sequence was released; or only what it learnt of a drafter is dropped."""
         if drafter is None:
             self._states.pop(sequence, None)
@@ -319,7 +318,7 @@ class Scheduler:
         self._drafters.load_json(stored["drafters"])
         self.costs.load_json(stored["costs"])
 
-    def _charge(self, plan: _Plan, here: Items[SequenceState], passed: float) -> None:
+    def _charge(self, plan: _Plan, here: Sequence[SequenceState], passed: float) -> None:
         """Charge drafting sequences with the time by which they make a step longer.
 
         All sequences in a step lose this time, whoever's nodes it verifies. They get it back, and
@@ -338,7 +337,7 @@ class Scheduler:
             payers = [(state, 1) for state in states if state.drafting]
         _share(max(0.0, passed - 1.0), here, payers)
 
-    def _state(self, sequence: Sequence, drafter: str | None = None) -> SequenceState:
+    def _state(self, sequence: CachedSequence, drafter: str | None = None) -> SequenceState:
         """The state of a sequence with a drafter, by default with the one that it has now."""
         named, name = self._states.setdefault(sequence, {}), drafter or sequence.drafter
         if (state := named.get(name)) is None:
@@ -348,7 +347,7 @@ class Scheduler:
 
 
 def _share(
-    lost: float, here: Items[SequenceState], payers: Items[tuple[SequenceState, int]]
+    lost: float, here: Sequence[SequenceState], payers: Sequence[tuple[SequenceState, int]]
 ) -> None:
     """Give so many plain tokens back to each sequence of a step; payers owe them by weight."""
     share = lost * len(here) / max(1, sum(weight for _, weight in payers))
@@ -359,7 +358,11 @@ def _share(
 
 
 def admit(
-    survivals: Items[Items[float]], emitted: int, seconds: Items[float], *, causal: bool = False
+    survivals: Sequence[Sequence[float]],
+    emitted: int,
+    seconds: Sequence[float],
+    *,
+    causal: bool = False,
 ) -> list[int]:
     """Choose how many of the likeliest nodes of several trees to verify.
 
@@ -395,7 +398,7 @@ def admit(
     return counts
 
 
-def least_survival(emitted: int, seconds: Items[float]) -> float:
+def least_survival(emitted: int, seconds: Sequence[float]) -> float:
     """Survival below which no node is worth its time, whatever others are drafted like it.
 
     Nodes as likely as this gain what they cost where a node costs least. So :func:`admit` takes

@@ -39,7 +39,7 @@ FINAL_NORM = "model.norm.weight"
 
 
 @dataclass(frozen=True)
-class Layout:
+class MtpLayout:
     """How a project stores heads, and what it feeds them."""
 
     name: str
@@ -81,7 +81,7 @@ class Layout:
         return number if number >= 0 else None
 
 
-DEEPSEEK = Layout(
+DEEPSEEK = MtpLayout(
     "DeepSeek-V3",
     "model.layers.{layer}.",
     "model.layers.",  # the target's own layers too
@@ -91,7 +91,7 @@ DEEPSEEK = Layout(
     feeds_normed=False,
 )
 LAYOUTS = (
-    Layout(
+    MtpLayout(
         "Qwen3-Next",
         "mtp.layers.{head}.",
         "mtp.",
@@ -105,7 +105,7 @@ LAYOUTS = (
         after_norm=True,
         feeds_normed=True,
     ),
-    Layout(
+    MtpLayout(
         "MiMo",
         "model.mtp_layers.{head}.",
         "model.mtp_layers.",
@@ -138,7 +138,7 @@ class MtpConfig(TappedShape):
     heads: int = field(default=1, kw_only=True)
     """Number of heads. Level n of a tree is drafted by the nth, deeper ones by the last."""
 
-    layout: Layout = field(default=DEEPSEEK, kw_only=True)
+    layout: MtpLayout = field(default=DEEPSEEK, kw_only=True)
     """How the folder stores them."""
 
     block: DecoderConfig | None = field(default=None, kw_only=True)
